@@ -1,0 +1,73 @@
+# Needs: Python 3.10 to 3.13, pip, git, make. Everything is installed into .venv; nothing else on the machine changes.
+#
+#   make demo    a real training on a Monarch mesh, live on the screen
+#   make test    everything: lint, types, all tests
+#   make check   the quick part of it (under 3 minutes), for while you work
+#   make bench   launch times beside torchrun, TorchX and Monarch
+#   make clean   remove what the above made
+
+VENV ?= .venv
+BIN := $(CURDIR)/$(VENV)/bin
+STAMP := $(VENV)/.installed
+# The first supported interpreter that answers (a pyenv shim may stand on PATH and still refuse), by its full path and
+# never one of a virtual environment, which the rules below may be about to replace.
+ifndef PYTHON
+PYTHON := $(shell for p in python3.11 python3.12 python3.13 python3.10 python3; do "$$p" -c 'import sys; \
+	(3, 10) <= sys.version_info[:2] <= (3, 13) or sys.exit(1); print(sys._base_executable)' 2>/dev/null && break; done)
+endif
+
+# A job's command names `python` and `torchrun`: they must be the ones of this environment.
+export PATH := $(BIN):$(PATH)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+PYTESTFLAGS ?=
+BENCHFLAGS ?=
+
+.PHONY: help venv demo test check bench lint types format clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+venv: $(STAMP)
+
+# Debian packs ensurepip apart from Python (python3-venv); where it is missing, the system's pip fills the environment.
+$(STAMP): setup.cfg pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "No Python 3.10 to 3.13 on PATH. Install one, or name it: make PYTHON=/path/to/python"; exit 1; }
+	@if "$(PYTHON)" -c 'import ensurepip' 2>/dev/null; then \
+		"$(PYTHON)" -m venv --clear "$(VENV)"; \
+	else \
+		"$(PYTHON)" -m venv --clear --without-pip "$(VENV)" && \
+		"$(PYTHON)" -m pip --python "$(BIN)/python" install -q -c constraints.txt pip; \
+	fi
+	"$(BIN)/python" -m pip install -q -c constraints.txt pip setuptools
+	"$(BIN)/python" -m pip install -q -c constraints.txt -e '.[docker,kubernetes,aws,examples,test,dev]'
+	@touch $@
+
+demo: $(STAMP)
+	torchx run -s monarch_local --wait --log monarch.spmd --nproc 4 --name digits examples/digits.py --fresh
+
+lint: $(STAMP)
+	ruff check .
+	ruff format --check .
+
+types: $(STAMP)
+	mypy
+
+format: $(STAMP)
+	ruff check --fix .
+	ruff format .
+
+test: lint types
+	python -m pytest $(PYTESTFLAGS)
+
+check: lint types
+	python -m pytest tests/unit $(PYTESTFLAGS)
+	d=$$(mktemp -d) && { torchx run -s monarch_local --wait --log monarch.spmd --nproc 2 --name check \
+		examples/digits.py --epochs 4 --min-accuracy 0.8 --checkpoint-dir "$$d"; rc=$$?; rm -rf "$$d"; exit $$rc; }
+
+bench: $(STAMP)
+	python bench/launch.py $(BENCHFLAGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info digits-checkpoints .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,120 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The components of torchx-monarch: what stands after ``torchx run -s monarch_...``.
+
+A component yields a plain torchrun app, which any TorchX scheduler can run; a scheduler of ours runs it on a Monarch
+mesh. TorchX lints and lists every function defined here, so helpers live in ``torchx_monarch.plan.spmd``, and reads the
+annotations as they are, so they are not postponed and use ``Optional``, ``Dict`` and ``List``.
+"""
+
+import inspect
+import logging
+import os
+from typing import Dict, List, Optional
+
+import torchx
+from torchx import specs
+from torchx.components.structured_arg import StructuredNameArgument
+
+from torchx_monarch.plan import spmd as plan
+
+_log = logging.getLogger("torchx_monarch")
+
+
+def spmd(
+    *script_args: str,
+    m: Optional[str] = None,
+    script: Optional[str] = None,
+    nproc: Optional[str] = None,
+    nnodes: Optional[str] = None,
+    j: Optional[str] = None,
+    name: str = "/",
+    image: str = torchx.IMAGE,
+    h: Optional[str] = None,
+    cpu: int = 2,
+    gpu: int = 0,
+    memMB: int = 1024,
+    env: Optional[Dict[str, str]] = None,
+    metadata: Optional[Dict[str, str]] = None,
+    mounts: Optional[List[str]] = None,
+    max_restarts: int = 0,
+    max_retries: int = 0,
+    tee: str = "3",
+    log_dir: Optional[str] = None,
+    debug: bool = False,
+) -> specs.AppDef:
+    """Run a torchrun program, one process per rank: ``monarch.spmd --nproc 4 train.py --lr 0.1``.
+
+    Options come before the script; everything after it belongs to the script. Where dist.torchrun has an option of the
+    same name, it means the same.
+
+    Args:
+        script_args: the script and its arguments (only arguments when -m or --script names the program)
+        m: module to run instead of a script, as `python -m` does
+        script: script to run (default: the first argument that is no option)
+        nproc: processes per node: a number, or auto, gpu, cpu, xpu (default: 2)
+        nnodes: number of nodes (default: 1)
+        j: [NNODESx]NPROC in one; with -h a bare number is nodes, with a process for each GPU of the resource
+        name: {experiment}/{run}, {experiment}/, /{run} or {run}; the run is named after the program by default
+        image: image, or directory, that the job runs in
+        h: a registered named resource (takes precedence over cpu, gpu, memMB)
+        cpu: cpus per node
+        gpu: gpus per node
+        memMB: memory per node in MB
+        env: environment variables for the job (A=1,B=2)
+        metadata: metadata for the scheduler (A=1,B=2)
+        mounts: mounts (type=bind,src=/host,dst=/job[,readonly])
+        max_restarts: how often the ranks are started again, on the same nodes, after a failure
+        max_retries: how often the scheduler may start a failed job again
+        tee: streams shown and also written to files: 0 none, 1 stdout, 2 stderr, 3 both; or LOCAL_RANK:STREAMS,...
+        log_dir: directory, on the nodes, for the files of each rank's streams
+        debug: set the environment variables that make CUDA, NCCL and torch.distributed report more
+    """
+    launch = plan.Launch.of(script_args, m, script)
+    resource = plan.resource(h, cpu, gpu, memMB)
+    shape = plan.Shape.of(j, nnodes, nproc, h)
+    names = StructuredNameArgument.parse_from(name=name, m=m, script=None if launch.module else launch.target)
+
+    misplaced = plan.misplaced(launch.args, inspect.signature(spmd).parameters)
+    if misplaced:
+        _log.warning(
+            "%s after %s: passed to it as its own. Options of monarch.spmd come before the program.",
+            ", ".join(misplaced),
+            launch.target,
+        )
+
+    role_env = {
+        **(env or {}),
+        "TORCHX_TRACKING_EXPERIMENT_NAME": names.experiment_name,
+        "TORCHX_TRACKING_RUN_NAME": names.run_name,
+    }
+    role_env.setdefault("LOGLEVEL", os.getenv("LOGLEVEL", "WARNING"))
+    if debug:
+        role_env.update(plan.DEBUG_ENV)
+
+    return specs.AppDef(
+        name=plan.app_name(names.run_name, launch.role),
+        roles=[
+            specs.Role(
+                name=launch.role,
+                image=image,
+                min_replicas=shape.min_replicas,
+                entrypoint="torchrun",
+                args=[
+                    *("--nnodes", shape.nnodes),
+                    *("--nproc-per-node", shape.nproc),
+                    *("--role", launch.role),
+                    *("--tee", plan.tee(tee)),
+                    *(("--max-restarts", str(max_restarts)) if max_restarts else ()),
+                    *(("--log-dir", log_dir) if log_dir else ()),
+                    *launch.words,
+                ],
+                env=role_env,
+                num_replicas=shape.replicas,
+                max_retries=max_retries,
+                resource=resource,
+                mounts=plan.mounts(mounts),
+            )
+        ],
+        metadata=dict(metadata or {}),
+    )

@@ -1,0 +1,78 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What every test gets: a state folder of its own, and the proof that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+_MARK = "TORCHX_MONARCH_TEST"
+"""In the environment of everything that a test starts."""
+
+_GONE_WITHIN = 5.0
+"""Seconds that processes of a test have to go after its end: a supervisor removes its folder last of all."""
+
+
+def marked_processes(mark: str) -> dict[int, str]:
+    """Live processes that were started with the mark, and their command lines."""
+    found: dict[int, str] = {}
+    wanted = f"{_MARK}={mark}".encode()
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        try:
+            if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                state = (entry / "stat").read_bytes().rpartition(b")")[2].split()[0]
+                if state != b"Z":
+                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+    return found
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Fail a test after which a process that it started is alive, or a socket file of ours lies about.
+
+    Listening sockets belong to processes, so those are covered. The folders for state and temporary files are the
+    test's own; the latter is short, as paths of sockets must be.
+    """
+    mark = uuid.uuid4().hex
+    short = Path("/tmp", f"tm{mark[:8]}")
+    short.mkdir(mode=0o700)
+    monkeypatch.setenv(_MARK, mark)
+    monkeypatch.setenv("MONARCH_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("TMPDIR", str(short))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    yield
+    until = time.monotonic() + _GONE_WITHIN
+    while (alive := marked_processes(mark)) and time.monotonic() < until:
+        time.sleep(0.05)
+    for pid in alive:
+        os.kill(pid, 9)
+    sockets = [str(path) for path in [*short.rglob("*"), *tmp_path.rglob("*")] if path.is_socket()]
+    for path in sorted(short.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+    short.rmdir()
+    assert not alive, f"left running: {alive}"
+    assert not sockets, f"sockets left: {sockets}"
+
+
+@pytest.fixture
+def eventually() -> Callable[..., object]:
+    """Poll a condition until it holds: ``eventually(lambda: path.exists(), "the file", seconds=5)``."""
+
+    def poll(condition: Callable[[], object], what: str, seconds: float = 20.0) -> object:
+        until = time.monotonic() + seconds
+        while not (value := condition()):
+            assert time.monotonic() < until, f"waited {seconds:g} s in vain for {what}"
+            time.sleep(0.02)
+        return value
+
+    return poll

@@ -1,0 +1,130 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Apps on the detached local scheduler, through TorchX's Runner, as any program would use it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from torchx.runner import Runner
+from torchx.specs import AppDef, AppState, AppStatus, Role
+
+from torchx_monarch.backends.local import procs, state, store
+from torchx_monarch.backends.local.scheduler import DetachedScheduler, create_scheduler
+
+NAME = "detached"
+
+#: What a fresh process needs to ask about an app: ``runner``, ``handle(app_id)``.
+_PREAMBLE = """
+import json, sys
+from torchx.runner import Runner
+from torchx_monarch.backends.local.scheduler import create_scheduler
+runner = Runner("torchx", {"detached": create_scheduler})
+handle = lambda app_id: f"detached://torchx/{app_id}"
+"""
+
+
+def sh(command: str, name: str = "r", replicas: int = 1, **more: Any) -> Role:
+    """A role that runs a shell command."""
+    return Role(name, image="", entrypoint="sh", args=["-c", command], num_replicas=replicas, **more)
+
+
+def py(code: str, *args: str, name: str = "r", replicas: int = 1, **more: Any) -> Role:
+    """A role that runs Python code."""
+    role = Role(name, image="", entrypoint=sys.executable, args=["-c", code, *args], num_replicas=replicas, **more)
+    return role
+
+
+class Detached:
+    """A Runner, and shorthands."""
+
+    def __init__(self) -> None:
+        self.runner = Runner("torchx", {NAME: create_scheduler})
+
+    @property
+    def scheduler(self) -> DetachedScheduler:
+        scheduler: DetachedScheduler = self.runner._scheduler(NAME)
+        return scheduler
+
+    def run(self, *roles: Role, name: str = "app", grace: int = 5, **cfg: Any) -> str:
+        handle: str = self.runner.run(AppDef(name, list(roles), {"team": "a b"}), NAME, cfg={"grace": grace, **cfg})
+        return handle.rpartition("/")[2]
+
+    def handle(self, app_id: str) -> str:
+        return f"{NAME}://torchx/{app_id}"
+
+    def status(self, app_id: str) -> AppStatus:
+        status: AppStatus | None = self.runner.status(self.handle(app_id))
+        assert status is not None
+        return status
+
+    def wait(self, app_id: str, seconds: float = 20.0) -> AppStatus:
+        """Its final status."""
+        assert self.scheduler.wait_terminal(app_id, seconds), f"still running: {self.status(app_id)}"
+        return self.status(app_id)
+
+    def states(self, app_id: str) -> dict[str, AppState]:
+        """The state of each replica, by ROLE/K."""
+        return {f"{r.role}/{r.id}": r.state for role in self.status(app_id).roles for r in role.replicas}
+
+    def log(self, app_id: str, role: str = "r", k: int = 0, **more: Any) -> list[str]:
+        return list(self.runner.log_lines(self.handle(app_id), role, k, **more))
+
+    def paths(self, app_id: str) -> store.AppPaths:
+        return store.app_paths(app_id)
+
+    def watchers(self, app_id: str) -> procs.Watchers:
+        watchers = state.watchers(self.paths(app_id))
+        assert watchers is not None
+        return watchers
+
+    def record(self, app_id: str) -> dict[str, Any]:
+        """The status file."""
+        record = store.read_json(self.paths(app_id).status)
+        assert record is not None
+        return record
+
+    def events(self, app_id: str) -> list[dict[str, Any]]:
+        from torchx_monarch import events
+
+        return events.read(self.scheduler.events_path(app_id))[0]
+
+    def fresh(self, code: str, **more: Any) -> Any:
+        """Run code in a fresh process; what it prints, read as JSON."""
+        return json.loads(fresh(code, **more))
+
+
+def fresh(code: str, **more: Any) -> str:
+    """Run code that has ``runner`` and ``handle`` in a fresh process; what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", _PREAMBLE + code], capture_output=True, text=True, timeout=50, check=False, **more
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def start_fresh(code: str, **more: Any) -> subprocess.Popen[str]:
+    """The same, without waiting for it."""
+    return subprocess.Popen([sys.executable, "-c", _PREAMBLE + code], stdout=subprocess.PIPE, text=True, **more)
+
+
+def lives(pid: int) -> bool:
+    """Whether a process of this pid lives (a zombie does not)."""
+    return procs.identity(pid) is not None
+
+
+def pid_in(path: Path) -> int:
+    """The pid in a file that a program of a test writes; 0 while it is not there or not complete."""
+    text = path.read_text() if path.exists() else ""
+    return int(text) if text.endswith("\n") else 0
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of one process."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,90 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Runs host processes directly, without a scheduler, as any backend would."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+class Hosts:
+    """The replicas of one role, on this machine.
+
+    Args:
+        folder: for sockets, logs and events; short.
+        replicas: how many.
+        options: further options of the host's command line.
+        environ: beside this process's environment.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        command: list[str],
+        replicas: int = 1,
+        options: tuple[str, ...] = ("--grace", "5"),
+        environ: dict[str, str] | None = None,
+        wrapper: tuple[str, ...] = (),
+    ) -> None:
+        self.folder = folder
+        self.replicas = replicas
+        self._command = [*wrapper, sys.executable, "-m", "torchx_monarch.host", "--app", "app", "--role", "trainer"]
+        self._rest = ["--replicas", str(replicas), *options, "--", *command]
+        self._environ = environ or {}
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, *which: int) -> Hosts:
+        """Start the given replicas, or all."""
+        for replica in which or range(self.replicas):
+            logs = self.logs(replica)
+            logs.mkdir(parents=True, exist_ok=True)
+            env = {
+                **os.environ,
+                "MONARCH_RUN_DIR": str(self.folder),
+                "MONARCH_RENDEZVOUS": f"unix:{self.folder}/r.sock",
+                "MONARCH_EVENTS": str(self.folder / "events.jsonl"),
+                "MONARCH_LOG_DIR": str(logs),
+                "TORCHELASTIC_ERROR_FILE": str(logs / "error.json"),
+                **self._environ,
+            }
+            with open(logs / "out", "wb") as out, open(logs / "err", "wb") as err:
+                self.processes[replica] = subprocess.Popen(
+                    [*self._command, "--replica", str(replica), *self._rest],
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                    start_new_session=True,
+                )
+        return self
+
+    def wait(self, timeout: float = 45.0) -> list[int]:
+        """Exit codes of the replicas that were started, by id."""
+        return [self.processes[replica].wait(timeout) for replica in sorted(self.processes)]
+
+    def logs(self, replica: int) -> Path:
+        """The folder of a replica's logs."""
+        return self.folder / "logs" / str(replica)
+
+    def out(self, replica: int = 0) -> str:
+        """What a replica has printed to stdout."""
+        return (self.logs(replica) / "out").read_text()
+
+    def err(self, replica: int = 0) -> str:
+        """What a replica has printed to stderr."""
+        return (self.logs(replica) / "err").read_text()
+
+    def events(self) -> list[dict[str, Any]]:
+        """The events so far."""
+        path = self.folder / "events.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def rank_pids(self) -> list[int]:
+        """Processes of all ranks that print ``pid N``."""
+        words = " ".join(self.out(replica) for replica in self.processes).split()
+        return [int(words[at + 1]) for at, word in enumerate(words) if word.endswith("pid") and at + 1 < len(words)]

@@ -1,0 +1,290 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The life of an app on the detached local scheduler, seen from this process and from others."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torchx.specs import AppDef, AppState, BindMount, Resource, Role, macros
+
+from tests.local.detached import NAME, Detached, fresh, py, sh
+
+Eventually = Callable[..., object]
+
+
+@pytest.fixture
+def apps() -> Detached:
+    return Detached()
+
+
+def test_success_and_what_remains(apps: Detached) -> None:
+    app_id = apps.run(sh("echo out; echo err >&2", replicas=2), name="hello")
+    status = apps.wait(app_id)
+    assert app_id.startswith("hello-")
+    assert status.state is AppState.SUCCEEDED
+    assert status.num_restarts == 0
+    assert apps.states(app_id) == {"r/0": AppState.SUCCEEDED, "r/1": AppState.SUCCEEDED}
+    assert status.roles[0].replicas[1].hostname == os.uname().nodename
+    assert sorted(apps.log(app_id, k=1)) == ["err\n", "out\n"]
+    assert not Path(apps.paths(app_id).run).exists()
+    assert not Path(apps.paths(app_id).reserve).exists()
+
+
+def test_everything_is_private(apps: Detached) -> None:
+    app_id = apps.run(sh("echo x > /dev/null"), name="hello")
+    apps.wait(app_id)
+    root = Path(apps.paths(app_id).root)
+    for path in [root, *root.rglob("*")]:
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_another_process_sees_it_all(apps: Detached) -> None:
+    code = """
+from torchx.specs import AppDef, Role
+app = AppDef("far", [Role("r", image="", entrypoint="sh", args=["-c", "echo ${app_id}; exit 3"])])
+print(json.dumps(runner.run(app, "detached").rpartition("/")[2]))
+"""
+    app_id = apps.fresh(code)
+    assert apps.wait(app_id).state is AppState.FAILED
+    code = f"""
+status = runner.status(handle({app_id!r}))
+app = runner.describe(handle({app_id!r}))
+listed = [(a.app_id, str(a.state), a.app_handle, a.name) for a in runner.list("detached")]
+print(json.dumps([str(status.state), status.msg, app.roles[0].args, listed,
+                  list(runner.log_lines(handle({app_id!r}), "r", 0))]))
+"""
+    state, msg, args, listed, log = apps.fresh(code)
+    assert state == "FAILED"
+    assert "replica r/0" in msg and "exited with code 3" in msg
+    assert args == ["-c", "echo ${app_id}; exit 3"]
+    assert listed == [[app_id, "FAILED", apps.handle(app_id), "far"]]
+    assert log[0] == app_id + "\n"
+    fresh(f"runner.delete(handle({app_id!r}))")
+    assert apps.runner.status(apps.handle(app_id)) is None
+    assert apps.runner.list(NAME) == []
+
+
+def test_describe_gives_back_what_was_submitted(apps: Detached, tmp_path: Path) -> None:
+    role = sh(
+        "true # ${replica_id}",
+        env={"A": "${app_id}"},
+        resource=Resource(1, 2, 3, {"c": 1}, {"d": 2}),
+        mounts=[BindMount("/a", "/b", read_only=True)],
+        metadata={"k": {"nested": [1, "x"]}},
+        port_map={"p": 1},
+        max_retries=2,
+    )
+    app_id = apps.run(role)
+    apps.wait(app_id)
+    found = apps.scheduler.describe(app_id)
+    assert found is not None
+    (described,) = found.roles
+    # The Runner has added TorchX's own variables.
+    assert described.env["A"] == "${app_id}"
+    described.env = {"A": "${app_id}"}
+    assert described == role
+    assert found.metadata == {"team": "a b"}
+    native = apps.scheduler.describe_native(app_id)
+    assert native is not None and native.app is not None
+    assert native.request.roles[0].replicas[0].args == ["sh", "-c", "true # 0"]
+    assert native.cfg.grace == 5
+
+
+def test_an_app_that_does_not_exist(apps: Detached) -> None:
+    for app_id in ("nothing-x1", "..", ".", "a\0b", "x" * 300):
+        assert apps.scheduler.describe(app_id) is None
+        assert apps.scheduler.describe_native(app_id) is None
+        apps.scheduler.cancel(app_id)
+        apps.scheduler.delete(app_id)
+        apps.scheduler.stop(app_id, 0)
+    assert apps.runner.list(NAME) == []
+
+
+def test_environment_of_a_replica(apps: Detached, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FROM_SHELL", "kept")
+    monkeypatch.setenv("BOTH", "shell")
+    monkeypatch.setenv("MONARCH_RESTART", "7")
+    code = "import json, os; print(json.dumps(dict(os.environ)))"
+    app_id = apps.run(
+        py(code, name="first", env={"BOTH": "role", "RANK0": macros.rank0_env}), py(code, name="second", replicas=2)
+    )
+    assert apps.wait(app_id).state is AppState.SUCCEEDED
+    first = json.loads(apps.log(app_id, "first")[0])
+    second = json.loads(apps.log(app_id, "second", 1)[0])
+    paths = apps.paths(app_id)
+    assert (first["FROM_SHELL"], first["BOTH"], second["BOTH"]) == ("kept", "role", "shell")
+    assert first[first["RANK0"]] == "localhost"
+    assert first["MONARCH_JOB"] == second["MONARCH_JOB"]
+    assert first["MONARCH_JOB"].startswith(f"{app_id}:")
+    assert first["MONARCH_RENDEZVOUS"] == f"unix:{paths.run}/0.sock"
+    assert second["MONARCH_RENDEZVOUS"] == f"unix:{paths.run}/1.sock"
+    assert first["MONARCH_RUN_DIR"] == paths.run
+    assert first["MONARCH_EVENTS"] == paths.events == str(apps.scheduler.events_path(app_id))
+    assert second["MONARCH_LOG_DIR"] == f"{paths.logs}/second/1"
+    assert second["TORCHELASTIC_ERROR_FILE"] == f"{paths.logs}/second/1/error.json"
+    assert first["MONARCH_RESTART"] == "0"
+    assert first["PYTHONUNBUFFERED"] == "1"
+    # What is in the user's shell is not written to disk.
+    assert "kept" not in Path(paths.request).read_text()
+
+
+def test_long_paths_get_a_short_folder_for_sockets(
+    apps: Detached, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("MONARCH_STATE_DIR", str(tmp_path / ("long" * 30)))
+    app_id = apps.run(sh('echo "$MONARCH_RENDEZVOUS"; test -d "$MONARCH_RUN_DIR" && touch "$MONARCH_RUN_DIR/0.sock"'))
+    assert apps.wait(app_id).state is AppState.SUCCEEDED
+    sock = Path(apps.log(app_id)[0].strip().removeprefix("unix:"))
+    assert len(str(sock)) < 100
+    assert not sock.parent.exists()
+
+
+def test_where_a_program_is_looked_for(apps: Detached, tmp_path: Path) -> None:
+    image = tmp_path / "image"
+    other = tmp_path / "other"
+    for folder, word in ((image, "image"), (other, "path")):
+        folder.mkdir()
+        program = folder / "prog"
+        program.write_text(f"#!/bin/sh\necho {word} $PWD\n")
+        program.chmod(0o755)
+
+    def said(role: Role) -> str:
+        app_id = apps.run(role)
+        assert apps.wait(app_id).state is AppState.SUCCEEDED, apps.status(app_id)
+        return apps.log(app_id)[0]
+
+    assert said(Role("r", image=str(image), entrypoint="prog")) == f"image {image}\n"
+    assert said(Role("r", image=str(image), entrypoint="./prog")) == f"image {image}\n"
+    assert said(Role("r", image=str(image), entrypoint="prog", env={"PATH": f"{other}:/bin:/usr/bin"})) == f"path {image}\n"
+    assert said(Role("r", image="none", entrypoint=str(other / "prog"))) == f"path {os.getcwd()}\n"
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "says"),
+    [
+        ("no-such-program", "the program 'no-such-program' is neither on the PATH"),
+        ("./no-such-program", "does not exist"),
+        ("./plain", "plain is not executable"),
+        ("./headless", "cannot be executed: Exec format error"),
+    ],
+)
+def test_a_program_that_cannot_be_started(apps: Detached, tmp_path: Path, entrypoint: str, says: str) -> None:
+    (tmp_path / "plain").write_text("echo hello")
+    (tmp_path / "headless").write_text("echo hello")
+    (tmp_path / "headless").chmod(0o755)
+    app_id = apps.run(Role("r", image=str(tmp_path), entrypoint=entrypoint, num_replicas=2, max_retries=3))
+    status = apps.wait(app_id)
+    assert status.state is AppState.FAILED
+    assert "replica r/0 could not be started: " in status.msg and says in status.msg
+    assert status.num_restarts == 0, "another try cannot help"
+    assert apps.states(app_id) == {"r/0": AppState.FAILED, "r/1": AppState.CANCELLED}
+    assert apps.log(app_id)[-1].startswith("[monarch] replica r/0 could not be started")
+    assert apps.record(app_id)["roles"][0]["replicas"][0]["exit_code"] == 127
+
+
+def test_words_arrive_as_they_are(apps: Detached, tmp_path: Path) -> None:
+    folder = tmp_path / "a b'c\"d\n\u00e9"
+    folder.mkdir()
+    script = folder / "scr ipt\u00fc.py"
+    script.write_text("import json, os, sys\nprint(json.dumps([sys.argv[1:], os.environ['V'], os.getcwd()]))")
+    args = ["a b", "", "'", '"', "$HOME", "a\nb", "\u65e5\u672c", "*", "\\", "--x=a b\"c,d"]
+    role = Role("r", image=str(folder), entrypoint=sys.executable, args=[str(script), *args], env={"V": "x\n'\u00e9 "})
+    app_id = apps.run(role, name="n\u00e9w/\u540d 1")
+    assert apps.wait(app_id).state is AppState.SUCCEEDED, apps.log(app_id)
+    assert json.loads(apps.log(app_id)[0]) == [args, "x\n'\u00e9 ", str(folder)]
+    assert apps.scheduler.list()[0].name == "n\u00e9w/\u540d 1"
+    assert "/" not in app_id and app_id.isascii()
+
+
+def test_role_names_that_are_no_file_names(apps: Detached) -> None:
+    names = ["../up", "a/b", ".hid", "a%2Fb", "\u00fc"]
+    app_id = apps.run(*(sh("sleep 0.1; pwd", name=name) for name in names))
+    apps.wait(app_id)
+    for name in names:
+        apps.log(app_id, name)
+    logs = Path(apps.paths(app_id).logs)
+    assert len(list(logs.iterdir())) == len(names)
+
+
+def test_roles_of_one_name_are_refused(apps: Detached) -> None:
+    with pytest.raises(ValueError, match="two roles of app 'app' are called 'r'"):
+        apps.run(sh("true"), sh("true"))
+
+
+def test_error_file_is_the_reason(apps: Detached) -> None:
+    error = {"message": {"message": "ValueError: bad lr\nmore", "errorCode": 1, "extraInfo": {"timestamp": "12"}}}
+    app_id = apps.run(sh(f"echo '{json.dumps(error)}' > $TORCHELASTIC_ERROR_FILE; exit 1"))
+    status = apps.wait(app_id)
+    assert status.msg.endswith("exited with code 1: ValueError: bad lr")
+    assert json.loads(status.structured_error_msg) == error
+    assert json.loads(status.roles[0].replicas[0].structured_error_msg) == error
+    assert "ValueError: bad lr" in status.format()
+
+
+@pytest.mark.parametrize("content", ["no json", "[1]", '{"message": 3}', '{"message": {"message": null}}'])
+def test_odd_error_files(apps: Detached, content: str) -> None:
+    app_id = apps.run(sh(f"echo '{content}' > $TORCHELASTIC_ERROR_FILE; exit 1"))
+    assert apps.wait(app_id).msg.endswith("exited with code 1")
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "code"),
+    [("exit 3", "exited with code 3", 3), ("kill -9 $$", "was killed by signal 9 (SIGKILL)", -9)],
+)
+def test_how_a_replica_ended(apps: Detached, command: str, words: str, code: int) -> None:
+    app_id = apps.run(sh(command.replace("$$", "$$$$")))
+    status = apps.wait(app_id)
+    assert words in status.msg
+    replica = apps.record(app_id)["roles"][0]["replicas"][0]
+    assert replica["exit_code"] == code
+    assert apps.log(app_id) == [f"[monarch] replica r/0 (pid {replica['pid']}) {words}\n"]
+    assert str(code) in status.format()
+
+
+def test_events_tell_the_story(apps: Detached) -> None:
+    app_id = apps.run(sh("exit 1"))
+    apps.wait(app_id)
+    kinds = [event["kind"] for event in apps.events(app_id)]
+    assert kinds == ["submitted", "supervised", "replica_started", "replica_exited", "ended"]
+    assert all(isinstance(event["time"], float) and event["message"] for event in apps.events(app_id))
+
+
+def test_delete_ends_a_running_app(apps: Detached, eventually: Eventually) -> None:
+    app_id = apps.run(sh("sleep 1000"))
+    apps.runner.delete(apps.handle(app_id))
+    assert not Path(apps.paths(app_id).root).exists()
+    assert os.listdir(os.path.dirname(apps.paths(app_id).root)) == []
+
+
+def test_dryrun_is_json(apps: Detached) -> None:
+    from dataclasses import asdict
+
+    info = apps.runner.dryrun(AppDef("a", [sh("true")]), NAME)
+    assert json.loads(json.dumps(asdict(info.request)))["roles"][0]["replicas"][0]["args"] == ["sh", "-c", "true"]
+    assert "'true'" in str(info)
+
+
+def test_run_options(apps: Detached) -> None:
+    options = dict(apps.scheduler.run_opts())
+    assert set(options) == {"grace", "auto_set_cuda_visible_devices"}
+    assert all(option.help for option in options.values())
+    with pytest.raises(ValueError, match="grace is -1"):
+        apps.run(sh("true"), grace=-1)
+
+
+def test_modules_beside_the_script_do_not_reach_the_supervisor(
+    apps: Detached, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("json", "selectors", "dataclasses", "torchx_monarch"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong one')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    app_id = apps.run(sh("true"))
+    assert apps.wait(app_id).state is AppState.SUCCEEDED

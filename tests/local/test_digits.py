@@ -1,0 +1,110 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""examples/digits.py is an ordinary torchrun program; these tests run it as one, without anything of ours."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "digits.py"
+
+
+def train(folder: Path, *args: str, nproc: int = 1) -> subprocess.CompletedProcess[str]:
+    """Runs the example with its checkpoint in `folder`, under torchrun when `nproc` is more than 1."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"] if nproc > 1 else []
+    command = [sys.executable, *launcher, str(SCRIPT), "--checkpoint-dir", str(folder), *args]
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, cwd=folder.parent)
+
+
+def epoch_lines(output: str) -> list[str]:
+    return [line.split("loss")[0].strip() for line in output.splitlines() if line.startswith("epoch")]
+
+
+@pytest.mark.timeout(120)
+def test_two_ranks_train_and_resume(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    first = train(folder, "--epochs", "2", nproc=2)
+    assert first.returncode == 0, first.stderr
+    assert epoch_lines(first.stdout) == ["epoch 1/2", "epoch 2/2"]
+    assert [f.name for f in folder.iterdir()] == ["latest.pt"]
+
+    second = train(folder, "--epochs", "4", "--min-accuracy", "0.85", nproc=2)
+    assert second.returncode == 0, second.stderr
+    lines = second.stdout.splitlines()
+    assert "2 ranks on cpu (gloo)" in lines[0] or "nccl" in lines[0]
+    assert lines[1] == f"resumed after epoch 2 from {folder / 'latest.pt'}"
+    assert epoch_lines(second.stdout) == ["epoch 3/4", "epoch 4/4"]
+    assert lines[-1].startswith("done: test accuracy ")
+    assert lines[-1].endswith(f"checkpoint in {folder / 'latest.pt'}")
+
+
+def test_uneven_and_empty_shares(tmp_path: Path) -> None:
+    """1437 images in steps of 1436: the second step has one image, so one of the ranks has none."""
+    result = train(tmp_path / "checkpoints", "--epochs", "1", "--batch-size", "1436", nproc=2)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_missed_target_is_a_failure_but_keeps_the_checkpoint(tmp_path: Path) -> None:
+    result = train(tmp_path / "c", "--epochs", "1", "--min-accuracy", "0.999")
+    assert result.returncode == 1
+    assert "is below --min-accuracy 99.90%" in result.stderr
+    assert (tmp_path / "c" / "latest.pt").exists()
+
+
+def test_a_damaged_checkpoint_is_named_and_fresh_ignores_it(tmp_path: Path) -> None:
+    path = tmp_path / "latest.pt"
+    path.write_bytes(b"not a checkpoint")
+    result = train(tmp_path, "--epochs", "1")
+    assert result.returncode == 1
+    assert f"cannot read the checkpoint {path}" in result.stderr
+    assert "--fresh" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert path.read_bytes() == b"not a checkpoint"
+
+    result = train(tmp_path, "--epochs", "1", "--fresh")
+    assert result.returncode == 0, result.stderr
+    assert epoch_lines(result.stdout) == ["epoch 1/1"]
+
+
+@pytest.mark.parametrize(
+    "args", [["--epochs", "0"], ["--batch-size", "-1"], ["--min-accuracy", "95"], ["--epoch", "3"]]
+)
+def test_senseless_options_are_refused(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as e:
+        load().parse_args(args)
+    assert e.value.code == 2
+    assert args[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+def test_every_image_is_used_once_in_an_epoch_by_any_number_of_ranks(world_size: int) -> None:
+    shares = load().shares
+    ranks = [list(shares(1437, 64, seed=3, rank=rank, world_size=world_size)) for rank in range(world_size)]
+    assert len({len(steps) for steps in ranks}) == 1, "DDP hangs when ranks take different numbers of steps"
+    for step in zip(*ranks, strict=True):
+        assert {size for _, size in step} == {sum(len(indices) for indices, _ in step)}
+    assert sorted(int(i) for steps in ranks for indices, _ in steps for i in indices) == list(range(1437))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_four_ranks_reach_95_percent(tmp_path: Path) -> None:
+    result = train(tmp_path / "c", "--min-accuracy", "0.95", nproc=4)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def load() -> ModuleType:
+    if "digits_example" not in sys.modules:
+        spec = importlib.util.spec_from_file_location("digits_example", SCRIPT)
+        assert spec is not None and spec.loader is not None
+        sys.modules["digits_example"] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules["digits_example"]

@@ -1,0 +1,373 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A host process and its ranks: exit codes, signals, logs, deaths."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.local.hosts import Hosts
+
+Eventually = Callable[..., object]
+
+
+@pytest.fixture
+def folder(leaves_nothing: None) -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="h"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], str]:
+    def write(text: str) -> str:
+        path = tmp_path / "prog.py"
+        path.write_text("import os, sys, time, signal\nrank = int(os.environ['RANK'])\n" + textwrap.dedent(text))
+        return str(path)
+
+    return write
+
+
+def torchrun(*words: str, nproc: int = 2) -> list[str]:
+    return ["torchrun", "--nproc-per-node", str(nproc), "--role", "trainer", "--tee", "3", *words]
+
+
+# No torch: the programs of these tests do not use it, and importing it is most of a launch.
+NO_PRELOAD = ("--grace", "5", "--preload", "")
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "words"),
+    [
+        ("sys.exit(0)", 0, "all 2 ranks ended with code 0"),
+        ("sys.exit(3)", 3, "exited with code 3"),
+        ("os._exit(5)", 5, "exited with code 5"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by signal 9 (SIGKILL)"),
+        ("import ctypes; ctypes.string_at(0)", 139, "was killed by signal 11 (SIGSEGV)"),
+        ("raise ValueError('boom')", 1, "exited with code 1: ValueError: boom"),
+        ("raise KeyboardInterrupt", 130, "was killed by signal 2 (SIGINT)"),
+        ("sys.exit('a message')", 1, "exited with code 1"),
+    ],
+)
+def test_exit_code_of_one_rank_is_the_jobs(
+    folder: Path, script: Callable[[str], str], body: str, code: int, words: str
+) -> None:
+    path = script(f"if rank == 1:\n    {body}\nelif {code}:\n    time.sleep(60)\n")
+    hosts = Hosts(folder, torchrun(path), options=NO_PRELOAD).start()
+    assert hosts.wait() == [code]
+    last = hosts.err().strip().splitlines()[-1]
+    assert words in last
+    if code:
+        assert "rank 1 (local rank 1" in last
+        error = json.loads((hosts.logs(0) / "error.json").read_text())["message"]
+        assert error["errorCode"] == code
+        assert words in error["message"]
+    assert [event["kind"] for event in hosts.events()][-1] == "verdict"
+
+
+def test_sigterm_handler_runs_in_the_main_thread_and_peers_are_stopped(
+    folder: Path, script: Callable[[str], str]
+) -> None:
+    path = script("""
+        def stop(*_):
+            print("stopping", rank, flush=True)
+            sys.exit(0)
+        signal.signal(signal.SIGTERM, stop)
+        print("ready", flush=True)
+        if rank == 1:
+            time.sleep(0.5)
+            sys.exit(7)
+        time.sleep(60)
+    """)
+    hosts = Hosts(folder, torchrun(path), options=NO_PRELOAD).start()
+    assert hosts.wait() == [7]
+    assert "[trainer0]:stopping 0" in hosts.out()
+
+
+def test_rank_that_ignores_sigterm_is_killed_with_its_children(folder: Path, script: Callable[[str], str]) -> None:
+    path = script("""
+        import subprocess
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if rank == 0:
+            subprocess.Popen(["sleep", "1000"], preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN))
+            subprocess.Popen(["sleep", "1001"], start_new_session=True)
+            time.sleep(1000)
+        time.sleep(0.5)
+        sys.exit(4)
+    """)
+    hosts = Hosts(folder, torchrun(path), options=("--grace", "1", "--preload", "")).start()
+    assert hosts.wait() == [4]  # the fixture finds the children, were they alive
+
+
+def test_two_hosts_are_one_world(folder: Path, script: Callable[[str], str]) -> None:
+    path = script("""
+        names = "RANK LOCAL_RANK GROUP_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_WORLD_SIZE ROLE_NAME".split()
+        print("env", *(os.environ[name] for name in names))
+    """)
+    hosts = Hosts(folder, torchrun("--nnodes", "2", path), replicas=2, options=NO_PRELOAD).start()
+    assert hosts.wait() == [0, 0]
+    lines = sorted(hosts.out(0).splitlines()) + sorted(hosts.out(1).splitlines())
+    assert lines == [
+        "[trainer0]:env 0 0 0 4 2 2 trainer",
+        "[trainer1]:env 1 1 0 4 2 2 trainer",
+        "[trainer2]:env 2 0 1 4 2 2 trainer",
+        "[trainer3]:env 3 1 1 4 2 2 trainer",
+    ]
+    kinds = [event["kind"] for event in hosts.events()]
+    assert kinds == ["hosts", "mesh", "ranks", "output", "verdict"]
+    assert all("seconds" in event for event in hosts.events())
+
+
+def test_ranks_form_a_process_group(folder: Path, script: Callable[[str], str]) -> None:
+    path = script("""
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        ones = torch.ones(1)
+        dist.all_reduce(ones)
+        print("sum", int(ones))
+        dist.destroy_process_group()
+    """)
+    hosts = Hosts(folder, torchrun("--nnodes", "2", path), replicas=2).start()
+    assert hosts.wait() == [0, 0]
+    assert sorted(hosts.out(0).splitlines()) == ["[trainer0]:sum 4", "[trainer1]:sum 4"]
+
+
+def test_process_group_without_preload_uses_the_reserved_port(folder: Path, script: Callable[[str], str]) -> None:
+    path = script("""
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
+        print("world", dist.get_world_size())
+    """)
+    command = [sys.executable, path]
+    hosts = Hosts(folder, command, replicas=2).start()
+    assert hosts.wait() == [0, 0]
+    assert hosts.out(1) == "world 2\n"
+
+
+def sleepers(folder: Path, script: Callable[[str], str], eventually: Eventually, replicas: int = 2) -> Hosts:
+    path = script("print('pid', os.getpid(), flush=True)\ntime.sleep(1000)\n")
+    words = ("--nnodes", str(replicas), path)
+    hosts = Hosts(folder, torchrun(*words), replicas=replicas, options=NO_PRELOAD).start()
+    eventually(lambda: len(hosts.rank_pids()) == 2 * replicas, "the ranks' first output")
+    # The controller must be watching: output comes a moment before it knows that the ranks run.
+    eventually(lambda: any(event["kind"] == "output" for event in hosts.events()), "the controller's report of it")
+    return hosts
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_killed_host_ends_the_job(
+    folder: Path, script: Callable[[str], str], eventually: Eventually, replica: int
+) -> None:
+    hosts = sleepers(folder, script, eventually)
+    pid = hosts.processes[replica].pid
+    killed = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    assert hosts.wait() == ([-9, 1] if replica == 0 else [1, -9])
+    assert time.monotonic() - killed < 10
+    if replica == 0:
+        assert "host 1" in hosts.err(1) and "lost replica 0" in hosts.err(1)
+        for name in os.listdir(folder):  # a dead host cannot remove its sockets; its backend removes the folder
+            if name.endswith(".sock"):
+                (folder / name).unlink()
+    else:
+        assert f"pid {pid}) was lost: its connection broke" in hosts.err(0).splitlines()[-1]
+
+
+def test_killed_agent_ends_the_job(folder: Path, script: Callable[[str], str], eventually: Eventually) -> None:
+    hosts = sleepers(folder, script, eventually)
+    children = subprocess.run(
+        ["pgrep", "-P", str(hosts.processes[1].pid), "-f", "bootstrap_main"], capture_output=True, text=True, check=True
+    )
+    killed = time.monotonic()
+    os.kill(int(children.stdout), signal.SIGKILL)
+    assert hosts.wait() == [1, 1]
+    assert time.monotonic() - killed < 10
+    assert "the agent of host 1" in hosts.err(0).splitlines()[-1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signal_to_one_host_stops_the_job(
+    folder: Path, script: Callable[[str], str], eventually: Eventually, number: signal.Signals
+) -> None:
+    hosts = sleepers(folder, script, eventually)
+    hosts.processes[1].send_signal(number)
+    assert hosts.wait() == [128 + number] * 2
+    assert f"host 1 was told to stop by signal {int(number)} ({number.name})" in hosts.err(0).splitlines()[-1]
+
+
+def test_host_that_never_arrives_is_named(folder: Path, script: Callable[[str], str]) -> None:
+    options = ("--grace", "1", "--preload", "", "--host-timeout", "2")
+    hosts = Hosts(folder, torchrun("--nnodes", "3", script("")), replicas=3, options=options).start(0, 1)
+    assert hosts.wait() == [1, 1]
+    assert "replica 2 did not arrive within 2 s (--host-timeout)" in hosts.err(0).splitlines()[-1]
+
+
+def test_missing_replica_0_is_named(folder: Path, script: Callable[[str], str]) -> None:
+    options = ("--grace", "1", "--preload", "", "--host-timeout", "1")
+    hosts = Hosts(folder, torchrun("--nnodes", "2", script("")), replicas=2, options=options).start(1)
+    assert hosts.wait() == [1]
+    assert "replica 0 was not reached in 1 s" in hosts.err(1)
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "words"),
+    [
+        (["torchrun", "nosuch.py"], 2, "can't open file"),
+        (["torchrun", "--no-python", "./nosuch"], 127, "exited with code 127"),
+        (["torchrun", "-m", "no.such.module"], 1, "exited with code 1"),
+        (["torchrun", "--nprocs", "2", "x.py"], 2, "--nprocs"),
+        (["torchrun", "--nproc-per-node", "gpu", "PROGRAM"], 1, "--nproc-per-node=gpu"),
+        (["torchrun", "--max-restarts", "2", "PROGRAM"], 2, "--max-restarts=2"),
+    ],
+)
+def test_what_cannot_run_says_so_in_the_last_line(
+    folder: Path, script: Callable[[str], str], command: list[str], code: int, words: str
+) -> None:
+    command = [script("") if word == "PROGRAM" else word for word in command]
+    hosts = Hosts(folder, command, options=NO_PRELOAD).start()
+    assert hosts.wait() == [code]
+    assert words in hosts.err().splitlines()[-1]
+
+
+def test_failure_to_start_on_another_host_is_reported_by_replica_0(
+    folder: Path, tmp_path: Path, eventually: Eventually
+) -> None:
+    path = tmp_path / "only_here.py"
+    path.write_text("")
+    command = torchrun("--nnodes", "2", str(path))
+    hosts = Hosts(folder, command, replicas=2, options=NO_PRELOAD).start(0)
+    eventually(lambda: (folder / "r.sock").exists(), "replica 0")
+    path.unlink()
+    hosts.start(1)
+    assert hosts.wait() == [2, 2]
+    last = hosts.err(0).splitlines()[-1]
+    assert "host 1 (" in last and "cannot start: can't open file" in last
+
+
+def test_missing_interpreter_is_named(folder: Path, script: Callable[[str], str]) -> None:
+    hosts = Hosts(folder, torchrun(script("")), environ={"PYTHON_EXEC": "/no/such/python"}).start()
+    assert hosts.wait() == [1]
+    assert "cannot start the Python interpreter '/no/such/python'" in hosts.err().splitlines()[-1]
+
+
+def test_syntax_error_shows_the_line(folder: Path, tmp_path: Path) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text("def f(:\n")
+    hosts = Hosts(folder, torchrun(str(path), nproc=1), options=NO_PRELOAD).start()
+    assert hosts.wait() == [1]
+    assert "SyntaxError" in hosts.err().splitlines()[-1]
+    assert "rank_main" not in hosts.err()
+
+
+def test_logs_per_rank_are_byte_for_byte(folder: Path, script: Callable[[str], str]) -> None:
+    path = script("""
+        sys.stdout.buffer.write(b"\\xff\\x00 no newline at the end")
+        sys.stdout.flush()
+        print("to stderr", file=sys.stderr)
+    """)
+    hosts = Hosts(folder, torchrun(path, nproc=1), options=NO_PRELOAD).start()
+    assert hosts.wait() == [0]
+    logs = hosts.logs(0) / "attempt_0" / "0"
+    assert (logs / "stdout.log").read_bytes() == b"\xff\x00 no newline at the end"
+    assert (logs / "stderr.log").read_text() == "to stderr\n"
+    assert (hosts.logs(0) / "out").read_bytes() == b"[trainer0]:\xff\x00 no newline at the end\n"
+    assert "[trainer0]:to stderr\n" in hosts.err()
+
+
+def test_lines_of_ranks_are_never_torn(folder: Path, script: Callable[[str], str]) -> None:
+    path = script("""
+        for number in range(20000):
+            print(rank, number, "x" * (number % 200))
+        print("long", "y" * 1_000_000)
+    """)
+    hosts = Hosts(folder, torchrun(path), options=NO_PRELOAD).start()
+    assert hosts.wait() == [0]
+    lines = hosts.out().splitlines()
+    assert len(lines) == 2 * 20001
+    for rank in (0, 1):
+        own = [line for line in lines if line.startswith(f"[trainer{rank}]:")]
+        assert own[:-1] == [f"[trainer{rank}]:{rank} {number} {'x' * (number % 200)}" for number in range(20000)]
+        assert own[-1] == f"[trainer{rank}]:long {'y' * 1_000_000}"
+
+
+def test_tee_redirect_and_filter(folder: Path, script: Callable[[str], str]) -> None:
+    path = script("print('out'); print('err', file=sys.stderr)")
+    words = ["--tee", "0:3", "--redirects", "1:1", path]
+    command = ["torchrun", "--nproc-per-node", "2", "--role", "trainer", *words]
+    hosts = Hosts(folder, command, options=NO_PRELOAD).start()
+    assert hosts.wait() == [0]
+    assert hosts.out() == "[trainer0]:out\n"  # rank 1's stdout goes to its file alone
+    assert "err\n" in hosts.err().replace("[trainer0]:err\n", "")  # neither teed nor redirected: as it is
+    assert (hosts.logs(0) / "attempt_0" / "1" / "stdout.log").read_text() == "out\n"
+
+
+def test_log_dir_is_torchruns(folder: Path, script: Callable[[str], str], tmp_path: Path) -> None:
+    command = ["torchrun", "--log-dir", str(tmp_path / "own logs"), "--rdzv-id", "run7", "--tee", "3"]
+    hosts = Hosts(folder, [*command, script("print('hello')")], options=NO_PRELOAD).start()
+    assert hosts.wait() == [0]
+    assert (tmp_path / "own logs" / "run7" / "attempt_0" / "0" / "stdout.log").read_text() == "hello\n"
+
+
+def test_unwritable_log_dir_is_named(folder: Path, script: Callable[[str], str], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    command = ["torchrun", "--log-dir", str(tmp_path / "file" / "logs"), script("")]
+    hosts = Hosts(folder, command, options=NO_PRELOAD).start()
+    assert hosts.wait() == [1]
+    assert "cannot write the ranks' logs" in hosts.err().splitlines()[-1]
+
+
+def test_no_secret_and_nothing_of_monarch_in_a_ranks_environment(folder: Path, script: Callable[[str], str]) -> None:
+    path = script("print('|'.join(sorted(os.environ)))")
+    hosts = Hosts(folder, torchrun(path, nproc=1), options=NO_PRELOAD, environ={"MONARCH_JOB": "app:1"}).start()
+    assert hosts.wait() == [0]
+    names = hosts.out().strip().partition("]:")[2].split("|")
+    assert not [name for name in names if name.startswith("HYPERACTOR")]
+    assert [name for name in names if name.startswith("MONARCH")] == ["MONARCH_JOB", "MONARCH_STATE_DIR"]
+    assert f"TMPDIR={folder}" not in names
+
+
+def test_no_tcp_port_is_opened_but_the_store_of_rank_0(
+    folder: Path, script: Callable[[str], str], eventually: Eventually
+) -> None:
+    path = script("print('pid', os.getpid(), os.environ['MASTER_PORT'], flush=True)\ntime.sleep(1000)")
+    hosts = Hosts(folder, torchrun(path)).start()
+    eventually(lambda: len(hosts.rank_pids()) == 2, "the ranks")
+    port = hosts.out().split()[2]
+    listening = subprocess.run(["ss", "-Hltnp"], capture_output=True, text=True, check=True).stdout.splitlines()
+    pids = subprocess.run(["pgrep", "-g", "0", "-s", str(os.getsid(hosts.processes[0].pid))], capture_output=True, text=True)
+    ours = [str(hosts.processes[0].pid), *pids.stdout.split(), *(str(pid) for pid in hosts.rank_pids())]
+    mine = [line for line in listening if any(f"pid={pid}," in line for pid in ours)]
+    assert [line.split()[3] for line in mine] == [f"127.0.0.1:{port}"]
+    hosts.processes[0].terminate()
+    assert hosts.wait() == [143]
+
+
+def test_runs_as_pid_1(folder: Path, script: Callable[[str], str], eventually: Eventually) -> None:
+    path = script("""
+        import subprocess
+        subprocess.run(["sh", "-c", "sleep 0.2 &"])  # an orphan, which PID 1 has to reap
+        print("ppid", os.getppid(), flush=True)
+        time.sleep(1000)
+    """)
+    unshare = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+    if subprocess.run([*unshare, "true"], capture_output=True).returncode:
+        pytest.skip("this machine does not allow new pid namespaces")
+    hosts = Hosts(folder, torchrun(path, nproc=1), options=NO_PRELOAD, wrapper=unshare).start()
+    eventually(lambda: "ppid 1\n" in hosts.out(), "the rank, a child of PID 1")
+    inside = subprocess.run(
+        ["pgrep", "-P", str(hosts.processes[0].pid)], capture_output=True, text=True, check=True
+    ).stdout.split()
+    os.kill(int(inside[0]), signal.SIGTERM)  # ignored by default for PID 1
+    assert hosts.wait() == [143]

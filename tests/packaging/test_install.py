@@ -1,0 +1,286 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a user's TorchX looks like with us installed, against the same TorchX without us.
+
+A wheel is built from the working tree and installed into a fresh virtual environment. TorchX, Monarch and the rest are
+not downloaded again: both environments see the running interpreter's packages through links, all but our own.
+"""
+
+from __future__ import annotations
+
+import configparser
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import sysconfig
+import time
+import venv
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DEFAULTS = ["local_docker", "local_cwd", "slurm", "kubernetes"]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment and a folder, outside of any project, to run its commands in."""
+
+    folder: Path
+    cwd: Path
+
+    @property
+    def bin(self) -> Path:
+        return self.folder / "bin"
+
+    def env(self, **more: str) -> dict[str, str]:
+        drop = ("PYTHON", "TORCHX", "MONARCH", "VIRTUAL_ENV")
+        env = {k: v for k, v in os.environ.items() if not k.startswith(drop)}
+        path = f"{self.bin}{os.pathsep}{env['PATH']}"
+        return env | {"PATH": path, "HOME": str(self.cwd), "MONARCH_STATE_DIR": str(self.cwd / "state"), **more}
+
+    def run(self, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
+        """The command's result; fails the test when it exits with anything but 0."""
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=60, env=self.env(**env), cwd=self.cwd, check=False
+        )
+        assert result.returncode == 0, f"{command}: exit code {result.returncode}\n{result.stdout}\n{result.stderr}"
+        return result
+
+    def torchx(self, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+        return self.run(str(self.bin / "torchx"), *args, **env)
+
+    def python(self, code: str, **env: str) -> subprocess.CompletedProcess[str]:
+        return self.run(str(self.bin / "python"), "-c", code, **env)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project's wheel, built from a copy: setuptools would reuse, and leave, a build folder in the working tree."""
+    source, out = tmp_path_factory.mktemp("source") / "project", tmp_path_factory.mktemp("wheel")
+    unwanted = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "digits-checkpoints")
+    shutil.copytree(ROOT, source, symlinks=True, ignore=unwanted)
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(out)]
+    subprocess.run([*command, str(source)], check=True, timeout=120)
+    (built,) = out.glob("*.whl")
+    return built
+
+
+def without_us(name: str) -> bool:
+    return not name.startswith(("torchx_monarch", "torchx_plugins", "__editable__")) and not name.endswith(".pth")
+
+
+def make_environment(folder: Path) -> Environment:
+    venv.create(folder / "venv", with_pip=False, symlinks=True)
+    links = folder / "links"
+    links.mkdir()
+    for site in dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib")):
+        for entry in Path(site).iterdir():
+            if without_us(entry.name) and not (links / entry.name).exists():
+                (links / entry.name).symlink_to(entry)
+    environment = Environment(folder / "venv", folder / "cwd")
+    environment.cwd.mkdir()
+    (site_packages,) = (environment.folder / "lib").glob("python*/site-packages")
+    (site_packages / "links.pth").write_text(f"{links}\n")
+    script = environment.bin / "torchx"
+    script.write_text(
+        f"#!{environment.bin / 'python'}\nimport sys\nfrom torchx.cli.main import main\nsys.exit(main())\n"
+    )
+    script.chmod(0o755)
+    return environment
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """TorchX and Monarch without us."""
+    return make_environment(tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Environment:
+    """The same with our wheel installed."""
+    environment = make_environment(tmp_path_factory.mktemp("installed"))
+    pip = [sys.executable, "-m", "pip", "--python", str(environment.bin / "python"), "install", "-q", "--no-deps"]
+    subprocess.run([*pip, str(wheel)], check=True, timeout=120)
+    return environment
+
+
+def schedulers(environment: Environment, **env: str) -> list[str]:
+    """The names TorchX knows, in its order: the first is its default."""
+    code = "import json; from torchx.schedulers import *; print(json.dumps(list(get_scheduler_factories())))"
+    names: list[str] = json.loads(environment.python(code, **env).stdout)
+    return names
+
+
+# --- the wheel
+
+
+def test_the_wheel_has_every_module_and_nothing_else(wheel: Path) -> None:
+    names = {n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n}
+    # Not rglob: before Python 3.13 it does not enter linked folders, and torchx_monarch/components is one.
+    expected = {
+        str(Path(folder, file).relative_to(ROOT))
+        for package in ("torchx_monarch", "torchx_plugins")
+        for folder, _, files in os.walk(ROOT / package, followlinks=True)
+        for file in files
+        if file.endswith(".py")
+    }
+    assert "torchx_monarch/components/__init__.py" in names
+    assert names == expected | {"torchx_monarch/py.typed"}
+
+
+def test_our_part_of_torchx_plugins_has_no_init(wheel: Path) -> None:
+    """torchx_plugins belongs to all plugins together; an __init__.py would hide the others."""
+    ours = {n for n in zipfile.ZipFile(wheel).namelist() if n.startswith("torchx_plugins/")}
+    assert ours == {"torchx_plugins/schedulers/torchx_monarch.py"}
+
+
+def test_the_entry_points_name_things_that_exist(wheel: Path, installed: Environment) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith("/entry_points.txt"))
+        parser = configparser.ConfigParser(delimiters=["="])
+        parser.read_string(archive.read(name).decode())
+    assert set(parser) == {"DEFAULT", "torchx.schedulers", "torchx.components"}
+    for group in parser.sections():
+        for value in parser[group].values():
+            module, _, attribute = value.partition(":")
+            installed.python(
+                f"import importlib; m = importlib.import_module({module!r}); getattr(m, {attribute!r} or '__name__')"
+            )
+
+
+def test_no_import_hook_is_installed(installed: Environment) -> None:
+    (site_packages,) = (installed.folder / "lib").glob("python*/site-packages")
+    assert [p.name for p in site_packages.glob("*.pth")] == ["links.pth"]
+
+
+# --- schedulers
+
+
+def test_the_plain_environment_is_plain(plain: Environment) -> None:
+    """Else every comparison below would compare us with ourselves."""
+    assert schedulers(plain) == DEFAULTS
+
+
+def test_schedulers_are_added_and_the_default_stays(plain: Environment, installed: Environment) -> None:
+    before, after = schedulers(plain), schedulers(installed)
+    assert after[0] == before[0]
+    assert set(after) == set(before) | {"monarch_local"}
+
+
+def test_runopts_knows_all_schedulers(installed: Environment) -> None:
+    lines = {line.strip().rstrip(":") for line in installed.torchx("runopts").stdout.splitlines()}
+    assert lines >= {*DEFAULTS, "monarch_local"}
+
+
+@pytest.mark.parametrize("source", ["1", "2", "3"])
+def test_either_channel_alone_is_enough(plain: Environment, installed: Environment, source: str) -> None:
+    """1: namespace packages only; 2: entry points only; 3: both, TorchX's default."""
+    before = schedulers(plain, TORCHX_PLUGINS_SOURCE=source)
+    after = schedulers(installed, TORCHX_PLUGINS_SOURCE=source)
+    assert set(after) == set(before) | {"monarch_local"}
+    assert after[0] == before[0]
+    result = installed.torchx("runopts", "monarch_local", TORCHX_PLUGINS_SOURCE=source)
+    assert "grace" in result.stdout
+    assert result.stderr == plain.torchx("runopts", "local_cwd", TORCHX_PLUGINS_SOURCE=source).stderr
+
+
+# --- components
+
+
+def test_builtins_are_torchx_own_and_ours(plain: Environment, installed: Environment) -> None:
+    def names(environment: Environment) -> set[str]:
+        lines = environment.torchx("builtins").stdout.splitlines()
+        return {line.split(". ", 1)[1] for line in lines if ". " in line}
+
+    assert names(installed) - names(plain) == {"monarch.spmd"}
+    assert names(plain) - names(installed) == set()
+    assert names(installed) >= {"dist.torchrun", "dist.ddp", "utils.echo", "utils.python"}
+
+
+@pytest.mark.parametrize("component", ["dist.torchrun", "dist.ddp", "utils.python", "utils.sh", "monarch.spmd"])
+def test_components_resolve(installed: Environment, component: str) -> None:
+    installed.python(f"from torchx.specs.finder import get_component; get_component({component!r})")
+
+
+def test_other_schedulers_run_our_component_and_ours_runs_torchx_own(installed: Environment) -> None:
+    script = installed.cwd / "train.py"
+    script.write_text("")
+    spmd = ["monarch.spmd", "--nproc", "2", "train.py"]
+    result = installed.torchx("run", "-s", "local_cwd", "--dryrun", *spmd)
+    assert "torchrun" in result.stdout
+    assert "torchx_monarch" not in result.stdout
+    for component in (spmd, ["dist.torchrun", "-j", "1x2", "--script", "train.py"]):
+        result = installed.torchx("run", "-s", "monarch_local", "--dryrun", *component)
+        assert "torchx_monarch.host" in result.stdout
+
+
+def test_the_stable_torchx_beside_the_nightly_is_told_at_first_use(installed: Environment) -> None:
+    """They overwrite each other's files. Here only the record of the stable release is there."""
+    (site_packages,) = (installed.folder / "lib").glob("python*/site-packages")
+    record = site_packages / "torchx-0.7.0.dist-info"
+    record.mkdir()
+    try:
+        (record / "METADATA").write_text("Metadata-Version: 2.1\nName: torchx\nVersion: 0.7.0\n")
+        used = installed.torchx("runopts", "monarch_local")
+        other = installed.torchx("runopts", "local_cwd")
+    finally:
+        shutil.rmtree(record)
+    assert "torchx 0.7.0" in used.stderr
+    assert "pip uninstall -y torchx torchx-nightly && pip install torchx-nightly" in used.stderr
+    assert other.stderr == ""
+
+
+# --- quiet and quick
+
+
+@pytest.mark.parametrize("args", [["--help"], ["runopts"], ["builtins"], ["run", "--help"], ["runopts", "local_cwd"]])
+def test_nothing_is_printed_that_was_not_before(
+    plain: Environment, installed: Environment, args: Sequence[str]
+) -> None:
+    before, after = plain.torchx(*args), installed.torchx(*args)
+    assert after.stderr == before.stderr
+    if args not in (["runopts"], ["builtins"], ["run", "--help"]):  # these list what is there
+        assert after.stdout == before.stdout
+
+
+def test_help_imports_nothing_heavy(installed: Environment) -> None:
+    """No part of a plain command needs torch or Monarch, whether it looks at schedulers or at components."""
+    code = """
+import contextlib, io, sys
+from torchx.cli.main import main
+for args in (["--help"], ["runopts"], ["builtins"]):
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        main(args)
+print(sorted({"torch", "monarch", "cryptography", "rich", "psutil"} & set(sys.modules)))
+"""
+    assert installed.python(code).stdout.strip() == "[]"
+
+
+def test_help_is_as_quick_as_before(
+    plain: Environment, installed: Environment, record_property: Callable[[str, object], None]
+) -> None:
+    """The aim is 1.1; what is asserted is 1.25, since one run in 0.3 s varies by more than 10 % on a busy machine.
+
+    The commands alternate and the best half of each counts, so that a slow moment falls on both or on none.
+    """
+    times: dict[Path, list[float]] = {plain.folder: [], installed.folder: []}
+    for _ in range(15):
+        for environment in (plain, installed):
+            started = time.perf_counter()
+            environment.torchx("--help")
+            times[environment.folder].append(time.perf_counter() - started)
+    before, after = (statistics.median(sorted(t)[: len(t) // 2 + 1]) for t in times.values())
+    record_property("help_seconds_before", before)
+    record_property("help_seconds_after", after)
+    print(f"torchx --help: {before:.3f} s without us, {after:.3f} s with us, ratio {after / before:.3f}")
+    assert after / before < 1.25

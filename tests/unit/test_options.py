@@ -1,0 +1,316 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The option table against the torchrun that is installed."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+from collections.abc import Iterator, Mapping
+from itertools import product
+from unittest import mock
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch.distributed.elastic.multiprocessing import Std
+from torch.distributed.elastic.multiprocessing.api import to_map
+from torch.distributed.run import get_args_parser, parse_min_max_nnodes
+
+from torchx_monarch.plan.options import (
+    DEFAULTS,
+    OPTIONS,
+    UNEXPANDED,
+    CommandError,
+    HelpRequested,
+    Option,
+    Streams,
+    TorchrunOptions,
+    Use,
+    parse_options,
+)
+
+IMPLIED = {
+    "rdzv_backend",
+    "rdzv_endpoint",
+    "rdzv_conf",
+    "node_rank",
+    "master_addr",
+    "master_port",
+    "local_addr",
+    "start_method",
+}
+REFUSED = {
+    "max_restarts",
+    "event_log_handler",
+    "run_path",
+    "logs_specs",
+    "numa_binding",
+    "signals_to_handle",
+    "duplicate_stdout_filters",
+    "duplicate_stderr_filters",
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_torchrun_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        monkeypatch.delenv(name)
+
+
+def torch_actions() -> dict[str, argparse.Action]:
+    """torchrun's own options by destination."""
+    actions = get_args_parser()._actions
+    return {action.dest: action for action in actions if action.option_strings and action.dest != "help"}
+
+
+def described(action: argparse.Action) -> dict[str, object]:
+    """What of torch's action the table repeats."""
+    switch = action.nargs == 0
+    return {
+        "flags": tuple(action.option_strings),
+        "type": "bool" if switch else getattr(action.type, "__name__", None),
+        "default": tuple(action.default) if isinstance(action.default, list) else action.default,
+        "choices": tuple(action.choices or ()),
+        "env": type(action).__name__ in ("env", "check_env"),
+        "nargs": 0 if switch else action.nargs,
+        "required": action.required,
+    }
+
+
+def tabled(option: Option) -> dict[str, object]:
+    return {
+        "flags": option.flags,
+        "type": option.type.__name__.lstrip("_"),
+        "default": option.default,
+        "choices": option.choices,
+        "env": option.env,
+        "nargs": 0 if option.type is bool else None,
+        "required": False,
+    }
+
+
+def test_the_table_is_torchruns_parser() -> None:
+    ours = {option.dest: tabled(option) for option in OPTIONS}
+    assert ours == {dest: described(action) for dest, action in torch_actions().items()}
+
+
+def test_the_positionals_are_torchruns() -> None:
+    positionals = [(action.dest, action.nargs) for action in get_args_parser()._actions if not action.option_strings]
+    assert positionals == [("training_script", None), ("training_script_args", argparse.REMAINDER)]
+
+
+def test_what_becomes_of_each_option() -> None:
+    assert {option.dest for option in OPTIONS if option.use is Use.IMPLIED} == IMPLIED
+    assert {option.dest for option in OPTIONS if option.use is Use.REFUSED} == REFUSED
+
+
+@pytest.mark.parametrize("option", [option for option in OPTIONS if option.use is not Use.HONOURED])
+def test_whatever_is_not_honoured_has_a_reason(option: Option) -> None:
+    assert option.why and not option.why.endswith(".")
+
+
+def options(*arguments: str, env: Mapping[str, str] | None = None) -> TorchrunOptions:
+    return parse_options([*arguments, "train.py"], env or {})[0]
+
+
+VALUES: dict[str, list[str]] = {
+    "nnodes": ["1", "3", "2:4", "0", "4:2", "1:2:3", "x", ""],
+    "max_restarts": ["0", "3", "x", ""],
+    "monitor_interval": ["5", "0.01", "1e-3", "x"],
+    "start_method": ["spawn", "fork", "thread"],
+    "numa_binding": ["node", "nowhere"],
+    "redirects": ["0", "3", "0:1,1:2", "4", "", "0:1,", "10:1"],
+    "tee": ["0", "3", "0:3", "x"],
+    "node_rank": ["1", "-1", "x"],
+    "master_port": ["29500", "x"],
+    "shutdown_timeout": ["10", "1.5"],
+    "local_ranks_filter": ["", "0", "0,2", "0,", "x"],
+}
+TEXT = ["", "x", "a b", "-", "a,b,,c", "α"]
+
+
+def spellings() -> Iterator[list[str]]:
+    """Every option, in every spelling, with every value of interest, good or bad."""
+    for option in OPTIONS:
+        for flag in option.flags:
+            if option.type is bool:
+                yield [flag]
+                continue
+            for value in VALUES.get(option.dest, TEXT):
+                yield [flag, value]
+                yield [f"{flag}={value}"] if flag.startswith("--") else [flag + value]
+
+
+def torch_value(option: Option, arguments: list[str]) -> object:
+    """What torchrun makes of the arguments for one option, in our terms; None when it refuses them."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        try:
+            parsed = get_args_parser().parse_args([*arguments, "train.py"])
+        except (SystemExit, ValueError):
+            return None
+    value = getattr(parsed, option.dest)
+    try:
+        if option.dest == "nnodes":
+            low, high = parse_min_max_nnodes(value)
+            return (low, high) if 0 < low <= high else None
+        if option.dest in ("redirects", "tee"):
+            return to_map(Std.from_str(value), 12)
+        if option.dest == "local_ranks_filter":
+            return (frozenset(map(int, value.split(","))) if value else frozenset(),)
+    except (RuntimeError, ValueError):
+        return None
+    return (tuple(value) if isinstance(value, list) else value,)
+
+
+def our_value(option: Option, arguments: list[str], env: Mapping[str, str] | None = None) -> object:
+    try:
+        parsed = options(*arguments, env=env)
+    except CommandError:
+        return None
+    if option.dest == "nnodes":
+        return parsed.min_nodes, parsed.max_nodes
+    value = getattr(parsed, option.dest)
+    if isinstance(value, Streams):
+        return {rank: value.stdout(rank) + 2 * value.stderr(rank) for rank in range(12)}
+    if option.dest == "local_ranks_filter":
+        return (value or frozenset(),)
+    return (value,)
+
+
+def test_every_value_is_read_or_refused_as_by_torchrun() -> None:
+    for arguments in spellings():
+        meant = next(option for option in OPTIONS if any(arguments[0].startswith(flag) for flag in option.flags))
+        theirs, ours = torch_value(meant, arguments), our_value(meant, arguments)
+        assert theirs == ours, arguments
+
+
+@pytest.mark.parametrize("option", [option for option in OPTIONS if option.env], ids=lambda option: str(option.dest))
+def test_the_environment_supplies_an_option_as_in_torchrun(option: Option, monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ["0", "1", "2"] if option.type is bool else VALUES.get(option.dest, TEXT):
+        if option.choices and value not in option.choices:
+            continue  # argparse does not look at the choices of a default; torchrun fails later
+        monkeypatch.setenv(option.variable, value)
+        assert our_value(option, [], os.environ) == torch_value(option, []), value
+
+
+def test_the_command_line_wins_over_the_environment() -> None:
+    assert options("--max-restarts", "1", env={"PET_MAX_RESTARTS": "x"}).max_restarts == 1
+    assert options("--standalone", env={"PET_STANDALONE": "0"}).standalone is True
+
+
+def test_a_bad_variable_is_named() -> None:
+    with pytest.raises(CommandError, match=r"torchrun: PET_MAX_RESTARTS=x: use a whole number\."):
+        options(env={"PET_MAX_RESTARTS": "x"})
+    with pytest.raises(CommandError, match=r"torchrun: PET_STANDALONE=yes: use 1 \(on\) or 0 \(off\)\."):
+        options(env={"PET_STANDALONE": "yes"})
+
+
+def test_logs_specs_and_numa_binding_do_not_come_from_the_environment() -> None:
+    env = {"PET_LOGS_SPECS": "x", "PET_NUMA_BINDING": "node"}
+    assert options(env=env) == DEFAULTS
+
+
+words = st.sampled_from(
+    [flag for option in OPTIONS for flag in option.flags]
+    + ["--rdzv-b", "--tee=3", "--no-p", "--mas", "-mt3", "-t3", "--", "-", "2", "train.py", "--lr", "-x", "a b", "0:1"]
+)
+
+
+@given(st.lists(words, max_size=6))
+@example(["--", "train.py", "--", "x"])
+@example(["train.py", "--", "--tee", "3"])
+@settings(deadline=None, max_examples=300)
+def test_a_command_line_is_split_where_torchrun_splits_it(arguments: list[str]) -> None:
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            theirs = get_args_parser().parse_args(arguments)
+        except SystemExit:
+            theirs = None
+    try:
+        ours = parse_options(arguments, {})
+    except CommandError:
+        ours = None
+    if theirs is None:
+        assert ours is None
+    elif ours is not None:
+        parsed, script, script_args = ours
+        assert (script, list(script_args)) == (theirs.training_script, theirs.training_script_args)
+        same = {name: getattr(theirs, name) for name in ("module", "no_python", "rdzv_backend", "standalone", "role")}
+        assert same == {name: getattr(parsed, name) for name in same}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nprocs=2", "a.py"], "torchrun has no option --nprocs. Did you mean --nproc-per-node?"),
+        (["--max_restart_count", "1", "a.py"], "torchrun has no option --max_restart_count. Did you mean"),
+        (["--zzz", "a.py"], "torchrun has no option --zzz. See `torchrun --help`."),
+        (["--r", "1", "a.py"], "torchrun: ambiguous option: --r could match"),
+        ([], "torchrun: the following arguments are required: training_script"),
+        (["--tee"], "torchrun: argument -t/--tee: expected one argument"),
+        (["--max-restarts", "-1", "a.py"], "torchrun: --max-restarts=-1: use 0 or more."),
+        (["--tee", "5", "a.py"], "torchrun: --tee=5: use 0 (none), 1 (stdout), 2 (stderr) or 3 (both)"),
+        (["--nnodes", "4:2", "a.py"], "torchrun: --nnodes=4:2: use a number of nodes above 0, or MIN:MAX"),
+        (["--start-method", "x", "a.py"], "torchrun: --start-method=x: use one of spawn, fork, forkserver."),
+        (["--local-ranks-filter", "x", "a.py"], "torchrun: --local-ranks-filter=x: use a comma-separated list"),
+    ],
+)
+def test_a_mistake_is_named(arguments: list[str], message: str) -> None:
+    with pytest.raises(CommandError) as caught:
+        parse_options(arguments, {})
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help", "--he"])
+def test_help_is_not_a_launch(flag: str) -> None:
+    with pytest.raises(HelpRequested):
+        parse_options(["--tee", "3", flag], {})
+
+
+def test_what_a_shell_has_yet_to_expand_is_not_judged() -> None:
+    parsed = options(f"--nnodes={UNEXPANDED}", "--max-restarts", f"{UNEXPANDED}x", env={"PET_TEE": UNEXPANDED})
+    assert parsed.unexpanded == {"nnodes", "max_restarts", "tee"}
+    assert (parsed.min_nodes, parsed.max_restarts, parsed.tee) == (1, 0, Streams())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "run_id"),
+    [
+        ([], None),
+        (["--rdzv-id", "x"], None),
+        (["--standalone", "--nnodes=2", "--rdzv-id=x"], None),
+        (["--nnodes", "2"], "none"),
+        (["--master-port", "1234"], "none"),
+        (["--rdzv-backend", "c10d", "--rdzv-id", "x"], "x"),
+        (["--rdzv-endpoint", "h:1", "--rdzv-id", "x"], "x"),
+    ],
+)
+def test_the_run_id_is_random_where_torchrun_draws_one(arguments: list[str], run_id: str | None) -> None:
+    assert options(*arguments).run_id == run_id
+
+
+@pytest.mark.parametrize("arguments", [["--rdzv-id=x"], ["--standalone"], ["--nnodes=2"], ["--master-port=1"]])
+def test_the_run_id_agrees_with_torchrun_itself(arguments: list[str]) -> None:
+    from torch.distributed import run
+
+    with mock.patch.object(run, "elastic_launch") as launch, mock.patch.dict(os.environ):
+        run.run(run.parse_args([*arguments, "train.py"]))
+    theirs = launch.call_args.kwargs["config"].run_id
+    assert options(*arguments).run_id in (theirs, None)
+    assert (options(*arguments).run_id is None) == (len(theirs) == 36)
+
+
+def test_streams_are_torchs_std() -> None:
+    for length in range(5):
+        for text in map("".join, product("0137:,", repeat=length)):
+            try:
+                theirs = to_map(Std.from_str(text), 9)
+            except ValueError:
+                with pytest.raises(ValueError, match="use 0"):
+                    Streams.parse(text)
+                continue
+            ours = Streams.parse(text)
+            assert {rank: ours.stdout(rank) + 2 * ours.stderr(rank) for rank in range(9)} == theirs

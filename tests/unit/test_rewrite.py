@@ -1,0 +1,340 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Wrapping the commands of an app, and taking the wrapping off again."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchx.components import dist, utils
+from torchx.specs import AppDef, Role, macros
+
+from torchx_monarch.plan.command import CommandError, parse
+from torchx_monarch.plan.rewrite import HostOptions, restore, rewrite
+
+OPTIONS = HostOptions()
+HOST = [
+    *("-m", "torchx_monarch.host", "--app", "${app_id}", "--role", "trainer", "--replica", "${replica_id}"),
+    *("--replicas", "1", "--grace", "30", "--host-timeout", "300", "--preload", "torch", "--"),
+]
+TEXT = (
+    'python -m torchx_monarch.host --app "${app_id}" --role trainer --replica "${replica_id}" --replicas 1 '
+    "--grace 30 --host-timeout 300 --preload torch --"
+)
+
+
+def app(entrypoint: str, *args: str, replicas: int = 1, **env: str) -> AppDef:
+    role = Role("trainer", "image", entrypoint=entrypoint, args=list(args), num_replicas=replicas, env=env)
+    return AppDef("app", [role])
+
+
+def rewritten(given: AppDef, options: HostOptions = OPTIONS) -> Role:
+    """The first role after rewriting; whatever was rewritten must be restored, and nothing given be changed."""
+    before = copy.deepcopy(given)
+    result = rewrite(given, options)
+    assert given == before
+    assert [restore(role) for role in result.roles] == before.roles
+    assert [restore(role) for role in before.roles] == before.roles
+    return result.roles[0]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["torchrun", "--nproc-per-node", "4", "train.py", "--lr", "0.1"],
+        ["/venv/bin/torchrun", "train.py"],
+        ["python", "-m", "torch.distributed.run", "--tee", "3", "-m", "pkg.mod"],
+        ["python3", "-u", "train.py", "--x=a b\"c,$d'\n\\é"],
+        ["python", "-c", "print('x')"],
+        ["torchrun", "--no-python", "--", "./run.sh", "--", "x"],
+        ["torchrun", "--rdzv-id", "${app_id}", "--node-rank", "${replica_id}", "a"],
+    ],
+)
+def test_a_command_of_its_own(command: list[str]) -> None:
+    role = rewritten(app(*command))
+    assert (role.entrypoint, role.args) == ("python", [*HOST, *command])
+
+
+def test_only_the_command_changes() -> None:
+    given = app("torchrun", "a.py", A="1")
+    given.metadata["x"] = "y"
+    given.roles[0].max_retries = 3
+    given.roles[0].port_map["x"] = 1
+    result = rewrite(given, OPTIONS)
+    assert result != given
+    result.roles[0].entrypoint, result.roles[0].args = "torchrun", ["a.py"]
+    assert result == given
+    result.roles[0].env["A"] = "2"
+    assert given.roles[0].env == {"A": "1"}
+
+
+def test_host_options() -> None:
+    role = rewritten(app("torchrun", "a.py"), HostOptions("/opt/a b/python", 0.5, 1234567.0, preload=""))
+    assert role.entrypoint == "/opt/a b/python"
+    assert role.args[8:] == [
+        *("--replicas", "1", "--grace", "0.5", "--host-timeout", "1234567", "--preload", "", "--"),
+        *("torchrun", "a.py"),
+    ]
+
+
+def test_an_entrypoint_with_dollars_stays_what_it_is_among_the_arguments() -> None:
+    """TorchX replaces macros in arguments, not in entrypoints."""
+    role = rewritten(app("/opt/$$a/${app_id}/torchrun", "a.py"))
+    values = macros.Values(img_root="", app_id="X", replica_id="0", rank0_env="")
+    assert values.apply(role).args[-2:] == ["/opt/$$a/${app_id}/torchrun", "a.py"]
+
+
+@pytest.mark.parametrize(
+    ("before", "command"),
+    [
+        (["entrypoint.sh", "--verbose"], ["torchrun", "--nproc-per-node", "2", "a.py"]),
+        (["/opt/setup", "torchruns"], ["/venv/bin/torchrun", "a.py", "torchrun", "b.py"]),
+        (["bash", "entrypoint.sh"], ["python", "-m", "torch.distributed.run", "a.py"]),
+        (["env", "A=1"], ["torchrun", "a.py"]),
+        (["set$$up"], ["torchrun", "a.py"]),
+    ],
+)
+def test_a_command_after_a_set_up_script(before: list[str], command: list[str]) -> None:
+    role = rewritten(app(*before, *command))
+    assert [role.entrypoint, *role.args] == [*before, "python", *HOST, *command]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("torchrun a.py", "@ torchrun a.py"),
+        ("cd x && A=1 exec torchrun --tee 3 $$X | tee log", "cd x && A=1 exec @ torchrun --tee 3 $$X | tee log"),
+        ("cd x&&torchrun a.py", "cd x&&@ torchrun a.py"),
+        ("(cd x; 'torchrun' a.py)", "(cd x; @ 'torchrun' a.py)"),
+        ("python a.py '$X' >log", "@ python a.py '$X' >log"),
+        (
+            "pip install . && python -m torch.distributed.run a.py",
+            "pip install . && @ python -m torch.distributed.run a.py",
+        ),
+        ("python setup.py; torchrun a.py", "python setup.py; @ torchrun a.py"),
+        (
+            "torchrun --nnodes $N --nproc-per-node=$$N $$FLAGS a",
+            "@ torchrun --nnodes $N --nproc-per-node=$$N $$FLAGS a",
+        ),
+        ("echo torchrun", "echo torchrun"),
+        ("cd x && python a.py", "cd x && python a.py"),
+        ("torchrun 'a", "torchrun 'a"),
+    ],
+)
+@pytest.mark.parametrize("shell", [("bash", "-c"), ("/bin/sh", "-ec"), ("zsh", "-o", "errexit", "-c")])
+def test_a_command_in_a_shell_string(shell: tuple[str, ...], text: str, expected: str) -> None:
+    role = rewritten(app(*shell, text, "name", "arg"))
+    assert [role.entrypoint, *role.args] == [*shell, expected.replace("@", TEXT), "name", "arg"]
+
+
+def test_a_role_name_is_quoted_in_a_shell_string() -> None:
+    given = app("bash", "-c", "torchrun a.py")
+    given.roles[0].name = "it's"
+    string = rewritten(given, HostOptions(python="/a b/python")).args[1]
+    assert shlex.split(string)[:7] == [
+        "/a b/python",
+        "-m",
+        "torchx_monarch.host",
+        "--app",
+        "${app_id}",
+        "--role",
+        "it's",
+    ]
+
+
+@pytest.mark.parametrize(
+    "command", [["echo", "hello"], ["python", "-V"], ["sleep", "1"], ["bash", "train.sh"], ["bash"]]
+)
+def test_a_role_without_a_rank_program_stays(command: list[str]) -> None:
+    given = app(*command)
+    assert rewritten(given) == given.roles[0]
+
+
+def test_a_set_up_script_may_start_a_plain_python_itself() -> None:
+    given = app("entrypoint.sh", "python", "a.py", "torchrun", "x")
+    assert rewritten(given) == given.roles[0]
+
+
+def test_every_role_is_looked_at_for_itself() -> None:
+    given = AppDef(
+        "app",
+        [
+            Role("a", "i", entrypoint="torchrun", args=["--nnodes=2", "a.py"], num_replicas=2),
+            Role("b", "i", entrypoint="sleep", args=["9"]),
+            Role("c", "i", entrypoint="python", args=["c.py"], num_replicas=3),
+        ],
+    )
+    result = rewrite(given, OPTIONS)
+    assert [role.entrypoint for role in result.roles] == ["python", "sleep", "python"]
+    assert [role.args[role.args.index("--replicas") + 1] for role in result.roles if "--" in role.args] == ["2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (app("torchrun", "a.py", replicas=2), "role 'trainer': torchrun option --nnodes=1 does not agree"),
+        (app("torchrun", "--typo", "a.py"), "role 'trainer': torchrun has no option --typo."),
+        (app("torchrun", "a.py", PET_MAX_RESTARTS="1"), "role 'trainer': torchrun option --max-restarts=1 is not"),
+        (app("setup.sh", "torchrun", "--run-path", "a.py"), "role 'trainer': torchrun option --run-path is not"),
+        (
+            app("bash", "-c", "torchrun --nproc-per-node x a.py"),
+            "role 'trainer': torchrun option --nproc-per-node=x is",
+        ),
+        (app("bash", "-c", "torchrun --max-restarts 1 $$X"), "role 'trainer': torchrun option --max-restarts=1 is not"),
+        (
+            app("bash", "-c", "torchrun a; torchrun b"),
+            "role 'trainer': the string of `bash -c` holds 2 torchrun commands",
+        ),
+        (
+            app("sh", "-c", "for i in 1; do torchrun a; done"),
+            "role 'trainer': the torchrun in the string of `sh -c` stands in",
+        ),
+        (app("python", *HOST, "torchrun", "a.py"), "role 'trainer': The command already runs torchx_monarch.host."),
+        (app("setup.sh", "python", *HOST, "torchrun", "a.py"), "role 'trainer': The command already runs"),
+        (app("bash", "-c", f"cd x && {TEXT} torchrun a.py"), "role 'trainer': The command already runs"),
+        (app("python", "-m", "torch.distributed.launch", "a.py"), "role 'trainer': torch.distributed.launch is"),
+    ],
+)
+def test_refused(given: AppDef, message: str) -> None:
+    with pytest.raises(CommandError) as caught:
+        rewrite(given, OPTIONS)
+    assert str(caught.value).startswith(message)
+
+
+def test_values_that_are_not_known_before_the_job_runs_are_left_to_the_host() -> None:
+    rewritten(app("torchrun", "--node-rank", "${replica_id}", "--shutdown-timeout=${replica_id}", "a.py"))
+    rewritten(app("torchrun", "a.py", PET_NODE_RANK="${replica_id}"))
+    rewritten(
+        app("bash", "-c", "torchrun --nnodes=$N --max-restarts ${R:-3} --nproc-per-node `nproc` a.py", replicas=2)
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.Deprecated")
+@pytest.mark.parametrize("component", [dist.torchrun, dist.ddp, dist.spmd])
+@pytest.mark.parametrize("program", [{"script": "my train.py"}, {"m": "pkg.mod"}])
+@pytest.mark.parametrize("j", ["1x2", "2x4"])
+def test_torchx_components(component: Callable[..., AppDef], program: dict[str, str], j: str) -> None:
+    given = component("--x=a b\"c,$d'\n", "--", j=j, debug=True, **program)
+    role = rewritten(given)
+    values = macros.Values(img_root="/i", app_id="app-1", replica_id="1", rank0_env="R0")
+    (before,), (after,) = (values.apply(given.roles[0]).args[1:], values.apply(role).args[1:])
+    assert after.endswith(f" -- {before}") and 'host --app "app-1" --role ' in after and '--replica "1"' in after
+    assert parse(shlex.split(before)) is not None
+
+
+def test_utils_python_and_sh() -> None:
+    assert rewritten(utils.python("a b", script="x.py")).args[-3:] == ["python", "x.py", "a b"]
+    assert rewritten(utils.python("--x", m="pkg.mod")).args[-4:] == ["python", "-m", "pkg.mod", "--x"]
+    assert rewritten(utils.python(c="print(1)")).args[-3:] == ["python", "-c", "print(1)"]
+    assert rewritten(utils.sh("torchrun", "a b.py")).args[1].endswith(" --preload torch -- torchrun 'a b.py'")
+    assert rewritten(utils.echo("torchrun x")).entrypoint == "echo"
+    assert rewritten(utils.sh("echo", "torchrun")).args == ["-c", "echo torchrun"]
+
+
+def test_an_elastic_component_is_refused() -> None:
+    with pytest.raises(CommandError, match="--nnodes=1:2 asks for an elastic job"):
+        rewrite(dist.torchrun(script="a.py", j="1:2x2"), OPTIONS)
+
+
+arguments = st.lists(
+    st.text(st.characters(blacklist_characters="\0", blacklist_categories=("Cs",)), max_size=8)
+    | st.sampled_from(["$X", "$$X", "${app_id}", "--", "a b", 'a"b', "it's", "a,b", "é\n", "torchrun", "-m", "", "\\"]),
+    max_size=6,
+)
+starts = st.sampled_from(
+    [
+        ["torchrun", "--nproc-per-node", "2", "train.py"],
+        ["torchrun", "--rdzv-id=${app_id}", "-m", "pkg"],
+        ["python", "-um", "torch.distributed.run", "--no-python", "prog"],
+        ["python", "-X", "dev", "train.py"],
+        ["entrypoint.sh", "-v", "torchrun", "train.py"],
+    ]
+)
+
+
+@given(starts, arguments)
+@settings(deadline=None)
+def test_wrapping_and_then_parsing_gives_the_command_back(start: list[str], args: list[str]) -> None:
+    given = app(*start, *args)
+    role = rewritten(given)
+    wrapped = [role.entrypoint, *role.args]
+    program = wrapped.index("-m") - 1 if "entrypoint.sh" in start else 0
+    command = wrapped[wrapped.index("--", program) + 1 :]
+    assert wrapped[program : len(wrapped) - len(command)] == ["python", *HOST]
+    original = [*start, *args][program:]
+    assert command == original
+    assert parse(command) == parse(original) is not None
+
+
+@pytest.fixture(scope="module")
+def stubs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Programs that print their arguments: ``torchrun`` all, ``python`` what follows the ``--`` of the host."""
+    folder = tmp_path_factory.mktemp("bin")
+    show = 'printf "%s\\0" "$V"; for word; do printf "%s\\0" "$word"; done\n'
+    (folder / "torchrun").write_text(f"#!/bin/sh\n{show}")
+    (folder / "python").write_text(
+        f'#!/bin/sh\nexport HOST="$*"\nwhile [ "$1" != -- ]; do shift; done; shift; shift\n{show}'
+    )
+    for stub in folder.iterdir():
+        stub.chmod(0o755)
+    return folder
+
+
+shell_words = st.lists(
+    st.text(st.characters(blacklist_characters="\0", blacklist_categories=("Cs",)), max_size=6).map(shlex.quote)
+    | st.sampled_from(
+        ["$V", '"$V x"', "${V:=y z}", "'$V'", "$(echo a b)", "a\\ b", "$'t\\'t'", '"`echo c`"', "é", "a,b"]
+    )
+    | st.sampled_from(
+        ["$$V", "$${V}x", "'${app_id}'", '"it\'s"', "2>/dev/null", "</dev/null", "\\\n", "--", "$((1+2))"]
+    ),
+    max_size=6,
+).map(" ".join)
+frames = st.sampled_from(
+    [
+        "{}",
+        "V=1 {}",
+        "export V='q r'; {}",
+        "cd / && exec {}",
+        "({})",
+        "if true; then {}; fi",
+        "{} | cat",
+        "{}\n# torchrun x",
+    ]
+)
+
+
+@given(frames, shell_words)
+@settings(deadline=None, max_examples=150)
+def test_the_shell_gives_the_command_the_same_words(stubs: Path, frame: str, text: str) -> None:
+    given = app("bash", "-c", frame.format(f"torchrun a.py {text}"))
+    values = macros.Values(img_root="/", app_id="app-1", replica_id="0", rank0_env="R0")
+
+    def run(role: Role) -> bytes:
+        env = {"PATH": f"{stubs}:/usr/bin:/bin", "V": "v w"}
+        command = ["bash", *values.apply(role).args]
+        return subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=30).stdout
+
+    role = rewritten(given)
+    assert role != given.roles[0]
+    assert run(role) == run(given.roles[0]) != b""
+
+
+def test_the_host_gets_the_values_of_macros_that_a_shell_expands(stubs: Path) -> None:
+    """On Slurm ``${app_id}`` becomes ``$SLURM_JOB_ID``, which only the shell can replace."""
+    role = rewritten(app("bash", "-c", "torchrun a.py"))
+    values = macros.Values(img_root="", app_id='"$JOB"', replica_id="$NODE", rank0_env="")
+    code = "import json, sys; print(json.dumps(sys.argv))"
+    string = values.apply(role).args[1].replace("-m torchx_monarch.host", f"-c {shlex.quote(code)}", 1)
+    env = {"PATH": str(Path(sys.executable).parent), "JOB": "7", "NODE": "1"}
+    ran = subprocess.run(["/bin/bash", "-c", string], env=env, capture_output=True, text=True, check=True, timeout=30)
+    assert json.loads(ran.stdout)[1:7] == ["--app", "7", "--role", "trainer", "--replica", "1"]

@@ -1,0 +1,127 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Making and removing the folder of an app: other processes see all of it or nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+
+from torchx_monarch.backends.local.store import MAX_SOCKET_PATH, AppPaths, write_all
+
+#: Bytes held back on disk so that the final status can be written when the disk is full.
+RESERVE_BYTES = 64 * 1024
+
+STAGING_PREFIX = ".new-"
+TRASH_PREFIX = ".trash-"
+RUN_PREFIX = "monarch-run-"
+
+
+class StateDirError(RuntimeError):
+    """The state directory cannot be used; nothing was started.
+
+    Attributes:
+        path: the file or folder that could not be written.
+        reason: what the system said.
+    """
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(path, reason)
+        self.path = path
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return (
+            f"cannot write the state of the app to {self.path}: {self.reason}. "
+            "Set MONARCH_STATE_DIR to a folder on this machine that you can write to."
+        )
+
+
+def make_reserve(path: str) -> None:
+    """Put disk space by.
+
+    Raises:
+        OSError: there is none left.
+    """
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        # Zeros would do on most file systems; some (compressing ones) store them in no space at all.
+        write_all(fd, os.urandom(RESERVE_BYTES))
+    finally:
+        os.close(fd)
+
+
+def new_dir(prefix: str) -> str:
+    """Make a folder that only its owner may enter, named by the prefix and a random word; its path.
+
+    (``tempfile`` does the same, at several times the cost of the rest of the supervisor's imports.)
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    path = f"{prefix}{os.urandom(8).hex()}"
+    os.mkdir(path, 0o700)
+    return path
+
+
+@contextlib.contextmanager
+def staged(apps: str) -> Iterator[str]:
+    """A new folder to fill; it is gone afterwards unless it was published.
+
+    Raises:
+        StateDirError: the folder, or anything written below it, could not be written.
+    """
+    folder = apps
+    try:
+        os.makedirs(os.path.dirname(apps), mode=0o700, exist_ok=True)
+        os.makedirs(apps, mode=0o700, exist_ok=True)
+        folder = new_dir(os.path.join(apps, STAGING_PREFIX))
+        yield folder
+    except OSError as e:
+        raise StateDirError(e.filename or folder, e.strerror or str(e)) from e
+    finally:
+        if folder != apps:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def publish(folder: str, final: str) -> bool:
+    """Give a complete folder its final name; False when an app of that name exists already."""
+    try:
+        os.rename(folder, final)
+    except OSError:
+        if os.path.isdir(final):
+            return False
+        raise
+    return True
+
+
+def remove_app(paths: AppPaths) -> None:
+    """Remove an app's folder with everything in it; other processes see all of it or nothing."""
+    trash = os.path.join(os.path.dirname(paths.root), f"{TRASH_PREFIX}{os.getpid()}-{paths.app_id}")
+    try:
+        os.rename(paths.root, trash)
+    except FileNotFoundError:
+        return
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def make_run_dir(paths: AppPaths) -> str:
+    """Where the app's sockets are made: below its folder, or where that path is too long for a socket, elsewhere.
+
+    Raises:
+        OSError: no folder could be made.
+    """
+    if len(os.fsencode(os.path.join(paths.run, "0000.sock"))) <= MAX_SOCKET_PATH:
+        return paths.run
+    for base in (os.environ.get("TMPDIR", "/tmp"), "/tmp"):
+        if len(os.fsencode(os.path.join(base, RUN_PREFIX))) < MAX_SOCKET_PATH - 30:
+            break
+    return new_dir(os.path.join(os.path.abspath(base), RUN_PREFIX))
+
+
+def remove_run_dir(paths: AppPaths, run_dir: str) -> None:
+    """Remove what ``make_run_dir`` gave; anything else is left alone."""
+    if run_dir == paths.run or os.path.basename(run_dir).startswith(RUN_PREFIX):
+        shutil.rmtree(run_dir, ignore_errors=True)

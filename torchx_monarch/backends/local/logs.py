@@ -1,0 +1,95 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Reading logs: whole, from and to a time, filtered, or followed until the app has ended."""
+
+from __future__ import annotations
+
+import bisect
+import os
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime
+
+from torchx_monarch.backends.local import pump
+
+#: Seconds between two looks at a log that is followed.
+_POLL = 0.05
+#: Looks at the log for one look at the app's state, which costs more.
+_LOOKS_PER_STATE = 4
+
+
+class _Index:
+    """The index of times beside a log."""
+
+    def __init__(self, log_dir: str, stream: str) -> None:
+        self._path = os.path.join(log_dir, pump.index_name(stream))
+
+    def offset(self, when: float) -> int | None:
+        """Where the first line written at or after ``when`` starts; None when there is none yet."""
+        try:
+            with open(self._path, "rb") as file:
+                data = file.read()
+        except FileNotFoundError:
+            return None
+        whole = len(data) - len(data) % pump.RECORD.size
+        records = list(pump.RECORD.iter_unpack(data[:whole]))
+        found = bisect.bisect_left([moment for _, moment in records], when)
+        return int(records[found][0]) if found < len(records) else None
+
+
+def lines(
+    log_dir: str,
+    stream: str,
+    *,
+    since: datetime | None = None,
+    until: datetime | None = None,
+    ended: Callable[[], bool],
+    follow: bool = False,
+) -> Iterator[str]:
+    """The lines of one log, each with its line end. Bytes that are no UTF-8 are replaced.
+
+    Args:
+        stream: stdout, stderr or combined.
+        since: leave out lines written before; a time without zone is local time.
+        until: leave out lines written at this time or later.
+        ended: whether the app has ended; it may be slow.
+        follow: wait for more until the app has ended (or ``until`` has passed).
+    """
+    index = _Index(log_dir, stream)
+    path = os.path.join(log_dir, pump.log_name(stream))
+    start = 0 if since is None else None
+    rest = b""
+    looks = 0
+    while True:
+        # The order matters: what was written before the end is read after it is known.
+        last = not follow or (looks % _LOOKS_PER_STATE == 0 and ended())
+        last = last or (until is not None and time.time() > until.timestamp() + 2 * pump.RESOLUTION)
+        looks += 1
+        if start is None and since is not None:
+            start = index.offset(since.timestamp())
+        limit = index.offset(until.timestamp()) if until is not None else None
+        if start is not None:
+            for data in _chunks(path, start, limit):
+                start += len(data)
+                *whole, rest = (rest + data).split(b"\n")
+                for line in whole:
+                    yield line.decode(errors="replace") + "\n"
+        if last or (limit is not None and start is not None and start >= limit):
+            if rest:
+                yield rest.decode(errors="replace")
+            return
+        time.sleep(_POLL)
+
+
+def _chunks(path: str, start: int, limit: int | None) -> Iterator[bytes]:
+    try:
+        with open(path, "rb") as file:
+            file.seek(start)
+            while True:
+                size = pump.CHUNK if limit is None else min(pump.CHUNK, limit - file.tell())
+                data = file.read(size) if size > 0 else b""
+                if not data:
+                    return
+                yield data
+    except FileNotFoundError:
+        return

@@ -1,0 +1,338 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The supervisor's event loop: start the replicas, watch them, retry, stop, and say how it ended.
+
+One thread sleeps in a selector until something happens: a pipe has text, a child has ended, a signal asks for the end,
+a deadline has come. Nothing is polled.
+
+The rules:
+
+- roles[0] is the main role: when all its replicas have ended with 0, the others are stopped and the app has SUCCEEDED.
+- A role other than the main one may end with 0 before.
+- A replica that fails is started again while its role has retries left: alone (REPLICA), with its role (ROLE), or with
+  the whole app (APPLICATION). The count is per replica, per role, per app.
+- Otherwise the app has FAILED: the failed replica's siblings get a few seconds to end by themselves, then everything is
+  stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+import os
+import selectors
+import signal
+import sys
+import time
+from collections.abc import Callable, Collection
+
+from torchx_monarch import events
+from torchx_monarch.backends.local import folder, procs, store
+from torchx_monarch.backends.local.replica import Replica
+from torchx_monarch.backends.local.request import DetachedRequest
+from torchx_monarch.backends.local.status import (
+    CANCELLED,
+    FAILED,
+    PENDING,
+    RUNNING,
+    SUCCEEDED,
+    AppRecord,
+)
+from torchx_monarch.backends.local.winddown import WindDown
+
+
+class Loop:
+    """The life of one app, from its request to its final status."""
+
+    def __init__(self, paths: store.AppPaths, request: DetachedRequest, record: AppRecord) -> None:
+        self._paths = paths
+        self._request = request
+        self._record = record
+        self._selector = selectors.DefaultSelector()
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._timer_ids = itertools.count()
+        self._roles = [self._make_role(index) for index in range(len(request.roles))]
+        self._all = [replica for role in self._roles for replica in role]
+        self._by_pid: dict[int, Replica] = {}
+        self._unfinished: set[Replica] = set()
+        self._wind_downs: list[WindDown] = []
+        self._verdict: tuple[str, str] | None = None
+        self._app_retries = 0
+        self._role_retries = [0] * len(self._roles)
+        self._replica_retries: dict[Replica, int] = {}
+        self._dirty = False
+        self._done = False
+
+    def _make_role(self, index: int) -> list[Replica]:
+        role = self._request.roles[index]
+        records = self._record.roles[index].replicas
+        replicas = []
+        for record, request in zip(records, role.replicas, strict=True):
+            log_dir = self._paths.replica_logs(role.name, record.id)
+            env = {**os.environ, **request.env}
+            # A program whose output goes to a file writes it in blocks; people who follow a log want lines.
+            env.setdefault("PYTHONUNBUFFERED", "1")
+            env.update(
+                {
+                    "TORCHELASTIC_ERROR_FILE": request.env.get(
+                        "TORCHELASTIC_ERROR_FILE", os.path.join(log_dir, "error.json")
+                    ),
+                    procs.MARKER: self._request.job,
+                    "MONARCH_RENDEZVOUS": f"unix:{self._socket(index)}",
+                    "MONARCH_RUN_DIR": self._request.run_dir,
+                    "MONARCH_EVENTS": self._paths.events,
+                    "MONARCH_LOG_DIR": log_dir,
+                    "TORCHX_RANK0_HOST": "localhost",
+                }
+            )
+            replicas.append(Replica(index, role, request, record, log_dir, env, self._selector))
+        return replicas
+
+    def _socket(self, role_index: int) -> str:
+        return os.path.join(self._request.run_dir, f"{role_index}.sock")
+
+    # --- running
+
+    def run(self, on_ready: Callable[[], None], keeper_pipe: int) -> None:
+        """Run the app to its end.
+
+        Args:
+            on_ready: called when signals are understood, just before the first replica is started.
+            keeper_pipe: a descriptor that becomes readable when the keeper dies.
+        """
+        wake, signalled = os.pipe()
+        for fd in (wake, signalled):
+            os.set_blocking(fd, False)
+        signal.set_wakeup_fd(signalled, warn_on_full_buffer=False)
+        for signum in (signal.SIGCHLD, signal.SIGTERM):
+            signal.signal(signum, lambda *_: None)
+        for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+            signal.signal(signum, signal.SIG_IGN)
+        self._selector.register(wake, selectors.EVENT_READ, None)
+        self._selector.register(keeper_pipe, selectors.EVENT_READ, None)
+        on_ready()
+        if os.path.exists(self._paths.cancel):
+            self._end(CANCELLED, "cancelled before it started", grace=0)
+        else:
+            self._start(self._all)
+            if self._verdict is None:
+                self._record.state = RUNNING
+        while not self._done:
+            self._write_status()
+            for key, _ in self._selector.select(self._timeout()):
+                if isinstance(key.data, Replica):
+                    self._read(key.data, key.fd)
+                elif key.fd == wake:
+                    self._on_signals(os.read(wake, 4096))
+                else:
+                    self._selector.unregister(keeper_pipe)
+                    self._event("keeper_lost", "the keeper was killed; the job goes on without it")
+            self._on_time()
+
+    def _timeout(self) -> float | None:
+        flushes = [when for r in self._unfinished if (when := r.logs.next_flush()) is not None]
+        if self._timers:
+            flushes.append(self._timers[0][0])
+        return max(0.0, min(flushes) - time.monotonic()) if flushes else None
+
+    def at(self, when: float, call: Callable[[], None]) -> None:
+        """Call at ``time.monotonic() == when``."""
+        heapq.heappush(self._timers, (when, next(self._timer_ids), call))
+
+    def _on_time(self) -> None:
+        now = time.monotonic()
+        for replica in list(self._unfinished):
+            replica.logs.flush_old(now)
+            self._note_unfinished(replica)
+        while self._timers and self._timers[0][0] <= now and not self._done:
+            heapq.heappop(self._timers)[2]()
+
+    def _read(self, replica: Replica, fd: int) -> None:
+        replica.read(fd)
+        self._note_unfinished(replica)
+
+    def _note_unfinished(self, replica: Replica) -> None:
+        if replica.logs.next_flush() is None:
+            self._unfinished.discard(replica)
+        else:
+            self._unfinished.add(replica)
+
+    def _on_signals(self, numbers: bytes) -> None:
+        if signal.SIGTERM in numbers:
+            self._on_cancel()
+        if signal.SIGCHLD in numbers and not self._done:
+            procs.reap(self._on_exit)
+
+    def _write_status(self) -> None:
+        if self._dirty:
+            # A full disk costs intermediate states only: the next one, or the last, is written again.
+            with contextlib.suppress(OSError):
+                store.write_json(self._paths.status, self._record.to_json())
+            self._dirty = False
+
+    def _event(self, kind: str, message: str, *, seconds: float | None = None, **fields: object) -> None:
+        events.append(self._paths.events, kind, message, seconds=seconds, **fields)
+
+    # --- starting and ending of replicas
+
+    def _start(self, replicas: Collection[Replica]) -> None:
+        self._dirty = True
+        for replica in replicas:
+            if replica.record.id == 0:
+                # The socket of an earlier start would keep this one from binding its own.
+                with contextlib.suppress(OSError):
+                    os.unlink(self._socket(replica.role_index))
+            began = time.monotonic()
+            if not replica.start():
+                self._event("replica_exited", replica.failure, role=replica.role.name, replica=replica.record.id)
+                self._on_failure(replica)
+                return
+            assert replica.record.pid is not None
+            self._by_pid[replica.record.pid] = replica
+            self._event(
+                "replica_started",
+                f"replica {replica.name} started (pid {replica.record.pid})",
+                seconds=time.monotonic() - began,
+                role=replica.role.name,
+                replica=replica.record.id,
+                pid=replica.record.pid,
+                restart=replica.record.restarts,
+            )
+
+    def _on_exit(self, pid: int, code: int) -> None:
+        replica = self._by_pid.pop(pid, None)
+        if replica is None:
+            return  # an orphan that was taken in
+        self._dirty = True
+        replica.exited(code)
+        self._note_unfinished(replica)
+        assert replica.record.started is not None and replica.record.ended is not None
+        self._event(
+            "replica_exited",
+            f"replica {replica.name} (pid {pid}) {procs.describe_exit(code)}",
+            seconds=replica.record.ended - replica.record.started,
+            role=replica.role.name,
+            replica=replica.record.id,
+            exit_code=code,
+            stopped=replica.stopping,
+        )
+        for wind_down in self._wind_downs:
+            if replica in wind_down.scope:
+                wind_down.check()
+                return
+        if not replica.succeeded:
+            self._on_failure(replica)
+        elif all(r.succeeded for r in self._roles[0]):
+            self._end(SUCCEEDED, "")
+
+    def _on_failure(self, replica: Replica) -> None:
+        index, role = replica.role_index, replica.role
+        siblings = self._roles[index]
+        if replica.final:
+            pass
+        elif role.retry_policy == "REPLICA":
+            if self._replica_retries.get(replica, 0) < role.max_retries:
+                self._replica_retries[replica] = self._replica_retries.get(replica, 0) + 1
+                self._restart([replica], f"replica {replica.name}")
+                return
+        elif role.retry_policy == "ROLE":
+            if self._role_retries[index] < role.max_retries:
+                self._role_retries[index] += 1
+                self._wind_down(siblings, lambda: self._restart(siblings, f"role {role.name}"), settling=siblings)
+                return
+        elif self._app_retries < role.max_retries:
+            self._app_retries += 1
+            self._wind_down(self._all, lambda: self._restart(self._all, "the app"), settling=siblings)
+            return
+        self._end(FAILED, replica.failure, settling=siblings)
+
+    def _restart(self, replicas: Collection[Replica], what: str) -> None:
+        self._wind_downs = [w for w in self._wind_downs if not set(w.scope) & set(replicas)]
+        self._record.restarts += 1
+        self._event("restart", f"{what} is started again (restart {self._record.restarts})")
+        for replica in replicas:
+            replica.prepare_restart()
+            self._note_unfinished(replica)
+        self._start(replicas)
+
+    def _wind_down(
+        self,
+        scope: Collection[Replica],
+        then: Callable[[], None],
+        *,
+        grace: float | None = None,
+        settling: Collection[Replica] = (),
+    ) -> None:
+        for other in self._wind_downs:
+            if set(other.scope) & set(scope):
+                other.drop()
+        self._wind_downs = [w for w in self._wind_downs if not set(w.scope) & set(scope)]
+        grace = self._request.grace if grace is None else grace
+        wind_down = WindDown(self, scope, then, grace=grace, settling=settling)
+        self._wind_downs.append(wind_down)
+        wind_down.begin()
+
+    # --- ending
+
+    def _on_cancel(self) -> None:
+        wish = store.read_json(self._paths.cancel)
+        grace = self._request.grace
+        if wish is not None and isinstance(wish.get("grace"), (int, float)):
+            grace = wish["grace"]
+        if self._verdict is not None:
+            for wind_down in self._wind_downs:
+                wind_down.hurry(grace)
+            return
+        message = (
+            "cancelled"
+            if wish is not None
+            else "the supervisor was told to stop (SIGTERM), as when a machine shuts down"
+        )
+        self._event("cancel", f"{message}; the job has {grace:g} s to end")
+        self._end(CANCELLED, message, grace=grace)
+
+    def _end(
+        self,
+        state: str,
+        message: str,
+        *,
+        grace: float | None = None,
+        settling: Collection[Replica] = (),
+    ) -> None:
+        self._verdict = (state, message)
+        self._wind_down(self._all, self._finish, grace=grace, settling=settling)
+
+    def _finish(self) -> None:
+        """Write the last word. No replica lives any more, but what they have started may."""
+        assert self._verdict is not None
+        state, message = self._verdict
+        notes = [message] if message else []
+        if left := procs.kill_descendants(self._request.job):
+            notes.append(f"these processes could not be killed: {', '.join(map(str, left))}")
+        for replica in self._all:
+            replica.close_pipes()
+            replica.logs.close()
+            if replica.record.state == PENDING:
+                replica.record.state = CANCELLED
+        if lost := sum(replica.logs.lost for replica in self._all):
+            reason = next(replica.logs.reason for replica in self._all if replica.logs.lost)
+            notes.append(f"{lost} bytes of output could not be written to the logs: {reason}")
+        self._record.state, self._record.msg, self._record.ended = state, "; ".join(notes), time.time()
+        if state == FAILED:
+            self._record.error = self._first_error()
+        folder.remove_run_dir(self._paths, self._request.run_dir)
+        self._event(
+            "ended", f"{state}: {message}" if message else state, seconds=self._record.ended - self._record.created
+        )
+        try:
+            store.write_last_json(self._paths.status, self._record.to_json(), self._paths.reserve)
+        except OSError as e:
+            print(f"the final status {self._record.to_json()} could not be written: {e}", file=sys.stderr)
+        self._done = True
+
+    def _first_error(self) -> str | None:
+        """The error file's content of the replica that failed first."""
+        failed = [r for r in self._all if r.record.state == FAILED]
+        failed.sort(key=lambda r: r.record.ended or 0.0)
+        return next((error for r in failed if (error := r.read_error()) is not None), None)

@@ -1,0 +1,322 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Processes: which one is meant, who belongs to whom, and how to end all of them.
+
+A pid alone names nothing for long: pids are used again, and machines reboot. A process is named by its pid, its start
+time and the machine's boot. A process belongs to an app when it descends from the app's supervisor (or keeper), or
+carries the app's marker in its environment: the marker finds those whose ancestors are dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any
+
+#: The environment variable that marks every process of an app.
+MARKER = "MONARCH_JOB"
+#: The module whose processes end their own children when they get SIGTERM.
+HOST_MODULE = b"torchx_monarch.host"
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def become_subreaper() -> None:
+    """From now on, orphans among this process' descendants become its children."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent thread ends; exit now when the parent is not ``parent``."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A process: pid, and start time in clock ticks since boot."""
+
+    pid: int
+    start: int
+
+
+@dataclass(frozen=True)
+class Process:
+    pid: int
+    parent: int
+    state: str
+    start: int
+
+
+def process(pid: int) -> Process | None:
+    """What /proc says about a pid; None when there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read()
+    except OSError:
+        return None
+    # The second field is the name in brackets, which may itself hold blanks and brackets.
+    fields = text[text.rindex(b")") + 2 :].split()
+    return Process(pid, int(fields[1]), fields[0].decode(), int(fields[19]))
+
+
+def identity(pid: int) -> Identity | None:
+    """The identity of a living process (a zombie is not living); None when there is none of this pid."""
+    found = process(pid)
+    return Identity(pid, found.start) if found is not None and found.state not in "ZX" else None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where pids mean something: one boot of one machine, and one pid namespace on it."""
+
+    hostname: str
+    machine_id: str
+    boot_id: str
+    pid_namespace: str
+
+
+def _first_line(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.readline().strip()
+    except OSError:
+        return ""
+
+
+def this_machine() -> Machine:
+    """The machine this process runs on."""
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        namespace = ""
+    boot = _first_line("/proc/sys/kernel/random/boot_id")
+    return Machine(os.uname().nodename, _first_line("/etc/machine-id"), boot, namespace)
+
+
+class Life(Enum):
+    """What can be said about a process that was recorded earlier, perhaps elsewhere."""
+
+    ALIVE = "alive"
+    DEAD = "dead"
+    REBOOTED = "dead: the machine was rebooted since"
+    ELSEWHERE = "on another machine or in another container: cannot be seen from here"
+
+
+@dataclass(frozen=True)
+class Watchers:
+    """The processes that watch over an app: the content of supervisor.json."""
+
+    machine: Machine
+    keeper: Identity
+    supervisor: Identity
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Watchers:
+        return cls(Machine(**data["machine"]), Identity(**data["keeper"]), Identity(**data["supervisor"]))
+
+    def life(self, which: Identity) -> Life:
+        """Whether the process ``which``, recorded with this machine, lives."""
+        here = this_machine()
+        if self.machine.boot_id != here.boot_id:
+            # A home directory may be shared by many machines: another boot is a reboot only of the same machine.
+            same = self.machine.hostname == here.hostname or (
+                self.machine.machine_id == here.machine_id and here.machine_id != ""
+            )
+            return Life.REBOOTED if same else Life.ELSEWHERE
+        if self.machine.pid_namespace != here.pid_namespace:
+            return Life.ELSEWHERE
+        return Life.ALIVE if identity(which.pid) == which else Life.DEAD
+
+
+def send(target: Identity, signum: int) -> bool:
+    """Signal exactly this process, never another that has got its pid; False when it is gone."""
+    try:
+        fd = os.pidfd_open(target.pid)
+    except OSError:  # no such process, or a kernel without pidfds
+        if identity(target.pid) != target:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(target.pid, signum)
+            return True
+        return False
+    try:
+        # The descriptor holds the process: if it is the right one now, it stays the right one.
+        if identity(target.pid) != target:
+            return False
+        signal.pidfd_send_signal(fd, signum)
+    except ProcessLookupError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def _pids() -> Iterable[int]:
+    return (int(name) for name in os.listdir("/proc") if name.isdigit())
+
+
+def _variables(pid: int) -> list[bytes]:
+    """The environment a process was started with; empty when it may not be read."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return file.read().split(b"\0")
+    except OSError:
+        return []
+
+
+def _carries(pid: int, marks: Iterable[bytes]) -> bool:
+    variables = _variables(pid)
+    return all(mark in variables for mark in marks)
+
+
+def mark(name: str, value: str) -> bytes:
+    """The form in which an environment variable stands in /proc/PID/environ."""
+    return os.fsencode(f"{name}={value}")
+
+
+def marked(job: str) -> list[int]:
+    """Every living process with this app's marker, but not the calling one."""
+    wanted = [mark(MARKER, job)]
+    return [pid for pid in _pids() if pid != os.getpid() and _carries(pid, wanted) and identity(pid)]
+
+
+def _families() -> dict[int, list[int]]:
+    """The living children of every process."""
+    children: dict[int, list[int]] = {}
+    for pid in _pids():
+        found = process(pid)
+        if found is not None and found.state not in "ZX":
+            children.setdefault(found.parent, []).append(pid)
+    return children
+
+
+def descendants(root: int, job: str) -> list[int]:
+    """The living descendants of a process, elders first, without those that belong to another app.
+
+    An app that was submitted from within this one is an app of its own: its keeper is a descendant, and is left alone.
+    """
+    children = _families()
+    foreign = MARKER.encode() + b"="
+    own = mark(MARKER, job)
+    found: list[int] = []
+    queue = list(children.get(root, ()))
+    while queue:
+        pid = queue.pop(0)
+        markers = [variable for variable in _variables(pid) if variable.startswith(foreign)]
+        if markers and own not in markers:
+            continue
+        found.append(pid)
+        queue.extend(children.get(pid, ()))
+    return found
+
+
+def adopted(marks: Iterable[bytes]) -> list[int]:
+    """The children of this process that carry all these marks: its own, and orphans that it has taken in."""
+    marks = list(marks)
+    return [pid for pid in _families().get(os.getpid(), ()) if _carries(pid, marks)]
+
+
+def hosts(roots: Iterable[int]) -> dict[int, list[int]]:
+    """For each process, the topmost host processes at or below it.
+
+    A host ends its own family in good order, and forks of a host share its command line: only the topmost is to be
+    told.
+    """
+    children = _families()
+    found: dict[int, list[int]] = {}
+    for root in roots:
+        found[root] = []
+        queue = [root]
+        while queue:
+            pid = queue.pop(0)
+            if HOST_MODULE in _command(pid):
+                found[root].append(pid)
+            else:
+                queue.extend(children.get(pid, ()))
+    return found
+
+
+def _command(pid: int) -> list[bytes]:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read().split(b"\0")
+    except OSError:
+        return []
+
+
+def kill(pids: Iterable[int]) -> None:
+    """SIGKILL each; those that are gone already are fine."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def kill_until_gone(find: Callable[[], list[int]], timeout: float = 5.0) -> list[int]:
+    """SIGKILL what ``find`` finds until it finds nothing: families may still grow while they are being killed.
+
+    Returns:
+        Those that live on after ``timeout`` seconds (in an uninterruptible wait, say).
+    """
+    deadline = time.monotonic() + timeout
+    pause = 0.001
+    while found := find():
+        kill(found)
+        if time.monotonic() > deadline:
+            return found
+        time.sleep(pause)
+        pause = min(pause * 2, 0.02)
+    return []
+
+
+def reap(on_exit: Callable[[int, int], None] = lambda pid, code: None) -> bool:
+    """Collect every child that has ended, calling ``on_exit(pid, exit code)``; -N is the code of signal N.
+
+    Returns:
+        Whether this process still has children.
+    """
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return False
+        if pid == 0:
+            return True
+        on_exit(pid, os.waitstatus_to_exitcode(status))
+
+
+def kill_descendants(job: str, timeout: float = 5.0) -> list[int]:
+    """End everything of the app below this process, however it has tried to get away, and collect it.
+
+    Returns:
+        Those that could not be ended within ``timeout`` seconds.
+    """
+
+    def find() -> list[int]:
+        # Orphans become children of this process, so when it has no child there is no descendant.
+        return descendants(os.getpid(), job) if reap() else []
+
+    return kill_until_gone(find, timeout)
+
+
+def describe_exit(code: int) -> str:
+    """An exit code in words: ``exited with code 3``, ``was killed by signal 9 (SIGKILL)``."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = "unknown"
+    return f"was killed by signal {-code} ({name})"

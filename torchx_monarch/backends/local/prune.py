@@ -1,0 +1,56 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which old apps are removed.
+
+The rule: an app that has ended is removed when its end is more than 14 days ago (``MONARCH_KEEP_DAYS`` sets another
+number of days), or when 1000 apps ended after it. An app that has not ended is never removed. The keeper of each app
+applies the rule when its app has ended, so nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+
+from torchx_monarch.backends.local import folder, store
+from torchx_monarch.backends.local.status import is_terminal
+
+KEEP_DAYS = 14.0
+KEEP_APPS = 1000
+
+#: Half-made and half-removed folders are left to whoever works on them for this long, in seconds.
+_WORK_TIME = 3600.0
+
+
+def keep_days() -> float:
+    """For how many days an ended app is kept."""
+    with contextlib.suppress(ValueError):
+        return max(0.0, float(os.environ["MONARCH_KEEP_DAYS"])) if "MONARCH_KEEP_DAYS" in os.environ else KEEP_DAYS
+    return KEEP_DAYS
+
+
+def prune(apps: str, *, days: float | None = None, newest: int = KEEP_APPS) -> list[str]:
+    """Apply the rule to the folder of all apps.
+
+    Returns:
+        The ids of the apps that were removed.
+    """
+    oldest_end = time.time() - (keep_days() if days is None else days) * 86400
+    ended: list[tuple[float, str]] = []
+    with os.scandir(apps) as entries:
+        for entry in entries:
+            if entry.name.startswith((folder.STAGING_PREFIX, folder.TRASH_PREFIX)):
+                with contextlib.suppress(OSError):
+                    if entry.stat().st_mtime < time.time() - _WORK_TIME:
+                        shutil.rmtree(entry.path, ignore_errors=True)
+                continue
+            status = store.read_json(store.AppPaths(entry.path).status)
+            if status and is_terminal(status.get("state", "")) and isinstance(status.get("ended"), (int, float)):
+                ended.append((status["ended"], entry.name))
+    ended.sort(reverse=True)
+    removed = [name for rank, (end, name) in enumerate(ended) if rank >= newest or end < oldest_end]
+    for name in removed:
+        folder.remove_app(store.AppPaths(os.path.join(apps, name)))
+    return removed

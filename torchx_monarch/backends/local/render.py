@@ -1,0 +1,108 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""AppDef -> request: macros, environments, working folders, GPUs."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+
+from torchx.schedulers.ids import make_unique
+from torchx.specs import AppDef, Role, macros
+
+from torchx_monarch.backends.local import gpus
+from torchx_monarch.backends.local.request import DetachedRequest, ReplicaRequest, RoleRequest
+
+#: The variable in which a replica finds the host of the main role's first replica (TorchX's macro rank0_env).
+RANK0_HOST = "TORCHX_RANK0_HOST"
+
+#: A folder's name may have 255 bytes; TorchX's random word and our own prefixes want some of them.
+_MAX_NAME = 100
+
+_log = logging.getLogger("torchx_monarch")
+
+
+def new_app_id(name: str) -> str:
+    """An id for an app of this name: the name, as far as a folder and a handle can hold it, and a random word."""
+    safe = "".join(c if c.isascii() and (c.isalnum() or c in "_-.") else "-" for c in name)
+    app_id: str = make_unique(safe[:_MAX_NAME].lstrip("-.") or "app")
+    return app_id
+
+
+def render(app: AppDef, *, grace: float, assign_gpus: bool, environ: Mapping[str, str]) -> DetachedRequest:
+    """What is to be run for this app.
+
+    Args:
+        grace: seconds from SIGTERM to SIGKILL when the app is stopped.
+        assign_gpus: deal out this machine's GPUs by CUDA_VISIBLE_DEVICES.
+        environ: the submitter's environment.
+
+    Raises:
+        ValueError: the app cannot be run as it is.
+    """
+    names = [role.name for role in app.roles]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"two roles of app {app.name!r} are called {name!r}; each role needs a name of its own")
+    if grace < 0:
+        raise ValueError(f"the run option grace is {grace:g}; it is a number of seconds, 0 or more")
+    app_id = new_app_id(app.name)
+    roles = [_role(role, app_id) for role in app.roles]
+    _give_gpus(app, roles, assign_gpus, environ)
+    return DetachedRequest(app_id=app_id, name=app.name, roles=roles, grace=float(grace))
+
+
+def _role(role: Role, app_id: str) -> RoleRequest:
+    cwd = os.path.abspath(role.image) if role.image and os.path.isdir(role.image) else os.getcwd()
+    replicas = []
+    for replica in range(role.num_replicas):
+        values = macros.Values(img_root=cwd, app_id=app_id, replica_id=str(replica), rank0_env=RANK0_HOST)
+        filled = values.apply(role)
+        replicas.append(ReplicaRequest(args=[filled.entrypoint, *filled.args], env=dict(filled.env), cwd=cwd))
+    return RoleRequest(
+        name=role.name, replicas=replicas, max_retries=role.max_retries, retry_policy=str(role.retry_policy.value)
+    )
+
+
+def _give_gpus(app: AppDef, roles: list[RoleRequest], assign_gpus: bool, environ: Mapping[str, str]) -> None:
+    wanted = [(role.num_replicas, role.resource.gpu) for role in app.roles]
+    total = sum(replicas * max(each, 0) for replicas, each in wanted)
+    if total == 0:
+        return
+    if not assign_gpus:
+        if sum(replicas for replicas, each in wanted if each > 0) > 1:
+            _log.warning(
+                "several replicas of this app ask for GPUs, and all of them will see all GPUs of this machine. "
+                "Set the run option auto_set_cuda_visible_devices=True to divide the GPUs between them."
+            )
+        return
+    available = gpus.devices(environ)
+    assigned = gpus.assign(wanted, available)
+    if assigned is None:
+        _log.warning(
+            "CUDA_VISIBLE_DEVICES is not set for this app: it asks for %d GPUs, and this machine has %d.",
+            total,
+            len(available),
+        )
+        return
+    for role, values in zip(roles, assigned, strict=True):
+        for replica, value in zip(role.replicas, values, strict=True):
+            if value is not None:
+                replica.env[gpus.CUDA_VISIBLE_DEVICES] = value
+
+
+def submitter_env(environ: Mapping[str, str], job: str) -> dict[str, str]:
+    """The environment to start an app's supervisor with, and the base of its replicas' environments.
+
+    An app may be submitted from within another one's replica: what names that other app is left out.
+    """
+    theirs = {
+        "MONARCH_RENDEZVOUS",
+        "MONARCH_RUN_DIR",
+        "MONARCH_EVENTS",
+        "MONARCH_LOG_DIR",
+        "MONARCH_RESTART",
+        "TORCHELASTIC_ERROR_FILE",
+    }
+    return {**{name: value for name, value in environ.items() if name not in theirs}, "MONARCH_JOB": job}

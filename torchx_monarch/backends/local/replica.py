@@ -1,0 +1,218 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""One replica under the supervisor: its process, its pipes and logs, its record."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import selectors
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchx_monarch.backends.local import procs, pump, spawn
+from torchx_monarch.backends.local.request import ReplicaRequest, RoleRequest
+from torchx_monarch.backends.local.status import CANCELLED, FAILED, PENDING, RUNNING, SUCCEEDED, ReplicaRecord
+
+#: A pipe as large as an unprivileged process may have it: the job is held up less when the disk is slow.
+_PIPE_BYTES = 1024 * 1024
+_F_SETPIPE_SZ = 1031
+
+#: As shells have it.
+EXIT_NOT_STARTED = 127
+
+
+class Replica:
+    """What the supervisor knows about one replica.
+
+    Attributes:
+        record: what the status file says about it.
+        stopping: it has been told to end, so its end is no failure of its own.
+        final: it cannot be retried: its command cannot be started at all.
+        failure: why it failed, in words; "" while it has not.
+    """
+
+    def __init__(
+        self,
+        role_index: int,
+        role: RoleRequest,
+        request: ReplicaRequest,
+        record: ReplicaRecord,
+        log_dir: str,
+        env: Mapping[str, str],
+        selector: selectors.BaseSelector,
+    ) -> None:
+        self.role_index = role_index
+        self.role = role
+        self.record = record
+        self.stopping = False
+        self.final = False
+        self.failure = ""
+        self.log_dir = log_dir
+        self.logs = pump.ReplicaLogs(log_dir)
+        self._request = request
+        self._env = dict(env)
+        self._selector = selector
+        self._pipes: dict[int, str] = {}
+        self._error_file = self._env["TORCHELASTIC_ERROR_FILE"]
+
+    @property
+    def name(self) -> str:
+        return f"{self.role.name}/{self.record.id}"
+
+    @property
+    def alive(self) -> bool:
+        return self.record.state == RUNNING
+
+    @property
+    def succeeded(self) -> bool:
+        return self.record.state == SUCCEEDED
+
+    @property
+    def marks(self) -> list[bytes]:
+        """What every process of this replica has in its environment, unless it took it out."""
+        return [procs.mark(name, self._env[name]) for name in (procs.MARKER, "MONARCH_LOG_DIR")]
+
+    def start(self) -> bool:
+        """Start its process; when that fails, the replica has ended with EXIT_NOT_STARTED and False is returned."""
+        self.stopping = self.final = False
+        self.failure = ""
+        self.record.pid = self.record.exit_code = self.record.error = self.record.ended = None
+        self.record.started = time.time()
+        self._keep_old_error()
+        env = {**self._env, "MONARCH_RESTART": str(self.record.restarts)}
+        pipes = [os.pipe2(os.O_CLOEXEC) for _ in (pump.STDOUT, pump.STDERR)]
+        try:
+            pid = spawn.spawn(self._request.args, env, self._request.cwd, pipes[0][1], pipes[1][1])
+        except (OSError, ValueError) as e:  # ValueError: a null byte in an argument
+            for end in (pipes[0][0], pipes[1][0]):
+                os.close(end)
+            reason = e.strerror if isinstance(e, spawn.SpawnError) else str(e)
+            self.final = True
+            self._ended(EXIT_NOT_STARTED, f"replica {self.name} could not be started: {reason}")
+            return False
+        finally:
+            for end in (pipes[0][1], pipes[1][1]):
+                os.close(end)
+        self.record.pid, self.record.state = pid, RUNNING
+        for stream, (end, _) in zip((pump.STDOUT, pump.STDERR), pipes, strict=True):
+            os.set_blocking(end, False)
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(end, _F_SETPIPE_SZ, _PIPE_BYTES)
+            self._pipes[end] = stream
+            self._selector.register(end, selectors.EVENT_READ, self)
+        return True
+
+    def read(self, fd: int) -> None:
+        """Take what one of its pipes holds."""
+        # The pipes of an earlier start may still be in the batch of events that led here.
+        if fd in self._pipes:
+            self._drain(fd, 4 * pump.CHUNK)
+
+    def _drain(self, fd: int, limit: int) -> None:
+        for data in pump.read_available(fd, limit):
+            if data:
+                self.logs.feed(self._pipes[fd], data)
+            else:
+                self._close_pipe(fd)
+
+    def _close_pipe(self, fd: int) -> None:
+        self._selector.unregister(fd)
+        del self._pipes[fd]
+        os.close(fd)
+
+    def close_pipes(self) -> None:
+        """Take what is left in the pipes and close them, whoever still holds their other ends."""
+        for fd in list(self._pipes):
+            # A pipe holds no more than its capacity; a stray that writes without end is not waited for.
+            self._drain(fd, _PIPE_BYTES)
+            if fd in self._pipes:
+                self._close_pipe(fd)
+
+    def exited(self, code: int) -> None:
+        """Its process has ended."""
+        for fd in list(self._pipes):
+            self._drain(fd, _PIPE_BYTES)
+        text = f"replica {self.name} (pid {self.record.pid}) {procs.describe_exit(code)}"
+        if self.stopping and code:
+            text += " after it was told to stop"
+        self._ended(code, text)
+
+    def _ended(self, code: int, text: str) -> None:
+        self.record.exit_code, self.record.ended = code, time.time()
+        if code == 0:
+            self.record.state = SUCCEEDED
+            return
+        self.logs.say(text)
+        self.record.state = CANCELLED if self.stopping else FAILED
+        self.record.error = self.read_error()
+        if not self.stopping:
+            self.failure = text
+            message = error_message(self.record.error)
+            if message:
+                self.failure += f": {message}"
+            if self.record.error is None:
+                # In the flat form that TorchX shows: the exit code is then seen in `torchx status`.
+                flat = {"message": text, "errorCode": code, "timestamp": int(self.record.ended)}
+                self.record.error = json.dumps(flat)
+
+    def read_error(self) -> str | None:
+        """The content of its error file, if it has written one that is JSON."""
+        try:
+            with open(self._error_file, "rb") as file:
+                return json.dumps(json.loads(file.read()))
+        except (OSError, ValueError):
+            return None
+
+    def _keep_old_error(self) -> None:
+        # What an earlier start left would be taken for the cause of this start's failure.
+        if os.path.exists(self._error_file):
+            with contextlib.suppress(OSError):
+                os.rename(self._error_file, f"{self._error_file}.{self.record.restarts - 1}")
+
+    def prepare_restart(self) -> None:
+        """Make ready for another start: nothing of the last one lives on, and the logs say that a new one begins."""
+        procs.kill_until_gone(lambda: procs.adopted(self.marks))
+        self.close_pipes()
+        self.record.restarts += 1
+        self.record.state = PENDING
+        self.logs.say(f"replica {self.name} is started again (restart {self.record.restarts})")
+
+    def terminate(self, hosts: Sequence[int]) -> None:
+        """Ask it to end, once: SIGTERM to its hosts, or where there is none to its process group.
+
+        Args:
+            hosts: the host processes of this replica (``procs.hosts``).
+        """
+        pid = self.record.pid
+        if self.stopping or pid is None or not self.alive:
+            return
+        self.stopping = True
+        for host in hosts:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(host, signal.SIGTERM)
+        if not hosts:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it and everything it has started, now."""
+        self.stopping = True
+        pid = self.record.pid
+        if pid is not None and self.alive:
+            job = self._env[procs.MARKER]
+            family = [*procs.descendants(pid, job), *procs.adopted(self.marks)]
+            procs.kill([pid, *family])
+
+
+def error_message(error: str | None) -> str:
+    """The first line of the message in an error file; "" when it has none."""
+    data: Any = json.loads(error) if error else None
+    for _ in range(2):
+        data = data.get("message") if isinstance(data, dict) else data
+    lines = data.strip().splitlines() if isinstance(data, str) else []
+    return lines[0][:500] if lines else ""

@@ -1,0 +1,82 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the supervisor is asked to run: the content of request.json, and what ``torchx run --dryrun`` shows.
+
+Environments hold the role's own variables only. The supervisor inherits the submitter's environment and adds these to
+it: what is in the user's shell (tokens, passwords) is not written to disk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+
+@dataclass
+class ReplicaRequest:
+    """One process to start.
+
+    Attributes:
+        args: the command; its first word is looked up on the PATH of the replica's environment, then in ``cwd``.
+        env: set over the submitter's environment.
+    """
+
+    args: list[str]
+    env: dict[str, str]
+    cwd: str
+
+
+@dataclass
+class RoleRequest:
+    """Attributes: retry_policy is APPLICATION, ROLE or REPLICA."""
+
+    name: str
+    replicas: list[ReplicaRequest]
+    max_retries: int = 0
+    retry_policy: str = "APPLICATION"
+
+
+@dataclass
+class DetachedRequest:
+    """One app to run.
+
+    Attributes:
+        grace: seconds from SIGTERM to SIGKILL when the app is stopped.
+        run_dir: where sockets are made; "" until the app is submitted.
+        job: ``<app id>:<random>``: every process of the app has it in its environment as MONARCH_JOB; "" until the app
+            is submitted.
+    """
+
+    app_id: str
+    name: str
+    roles: list[RoleRequest]
+    grace: float = 30.0
+    run_dir: str = ""
+    job: str = ""
+
+    def renamed(self, app_id: str) -> DetachedRequest:
+        """The same request under another id.
+
+        The id also stands in commands and environments (the macro ``${app_id}``). It ends in a random word, so it
+        stands there for nothing else and can be replaced as text.
+        """
+
+        def new(text: str) -> str:
+            return text.replace(self.app_id, app_id)
+
+        def replica(old: ReplicaRequest) -> ReplicaRequest:
+            return replace(old, args=[new(a) for a in old.args], env={k: new(v) for k, v in old.env.items()})
+
+        roles = [replace(role, replicas=[replica(r) for r in role.replicas]) for role in self.roles]
+        return replace(self, app_id=app_id, roles=roles)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> DetachedRequest:
+        roles = [
+            RoleRequest(**{**role, "replicas": [ReplicaRequest(**replica) for replica in role["replicas"]]})
+            for role in data["roles"]
+        ]
+        return cls(**{**data, "roles": roles})

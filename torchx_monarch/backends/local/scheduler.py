@@ -1,0 +1,262 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The TorchX scheduler that runs apps on this machine and forgets nothing about them.
+
+Every question is answered from the app's folder, so it does not matter which process asks: the one that submitted the
+app, another shell, or one after a reboot.
+"""
+
+from __future__ import annotations
+
+import os
+import pprint
+import re
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from torchx.schedulers.api import (
+    DescribeAppResponse,
+    ListAppResponse,
+    Scheduler,
+    Stream,
+    StructuredOpts,
+    filter_regex,
+)
+from torchx.specs import NONE, AppDef, AppDryRunInfo, AppState, CfgVal, ReplicaStatus, RoleStatus, runopts
+
+from torchx_monarch.backends.local import appdef, folder, logs, procs, render, state, store, submit
+from torchx_monarch.backends.local.request import DetachedRequest
+from torchx_monarch.backends.local.status import AppRecord
+
+#: Seconds between two looks at the status of an app that is waited for.
+_POLL = 0.02
+#: Looks at the status file for one look at the processes.
+_LOOKS_PER_TRUTH = 25
+#: Seconds that ending an app may take beyond its grace: hosts have some extra, and much memory takes time to free.
+_END_EXTRA = 20.0
+
+
+@dataclass
+class DetachedOpts(StructuredOpts):  # type: ignore[misc]
+    """Run options of the detached local scheduler."""
+
+    grace: int = 30
+    """Seconds that a replica has between SIGTERM and SIGKILL when the app is cancelled, retried or has failed."""
+
+    auto_set_cuda_visible_devices: bool = False
+    """Divide this machine's GPUs between the replicas by setting CUDA_VISIBLE_DEVICES."""
+
+
+class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
+    """Runs each replica as a process on this machine, under a supervisor that outlives whoever submitted the app.
+
+    The replicas run in the current folder, or in ``role.image`` where that is a folder. Requested CPUs and memory are
+    not enforced. Everything about an app lies in one folder below the state directory (see ``store``) until it is
+    deleted or pruned (see ``prune``).
+    """
+
+    def __init__(self, session_name: str) -> None:
+        super().__init__("detached", session_name)
+
+    def _run_opts(self) -> runopts:
+        return DetachedOpts.as_runopts()
+
+    def _validate(self, app: AppDef, scheduler: str, cfg: Mapping[str, CfgVal]) -> None:
+        """Resources are not enforced here, so roles without any are welcome."""
+
+    # --- submitting
+
+    def _submit_dryrun(self, app: AppDef, cfg: DetachedOpts) -> AppDryRunInfo[DetachedRequest, DetachedOpts]:
+        request = render.render(app, grace=cfg.grace, assign_gpus=cfg.auto_set_cuda_visible_devices, environ=os.environ)
+        return AppDryRunInfo(request, _show)
+
+    def schedule(self, dryrun_info: AppDryRunInfo[DetachedRequest, DetachedOpts]) -> str:
+        """Start the app and return its id, which is the request's unless an app of that id exists.
+
+        Raises:
+            StateDirError: the state directory cannot be written; nothing was started.
+            RuntimeError: the supervisor could not be started; nothing is left of the app.
+        """
+        if dryrun_info.app is None:
+            raise ValueError("the dry run carries no AppDef; it must come from submit_dryrun()")
+        return submit.submit(dryrun_info.request, dryrun_info.app, dict(dryrun_info.cfg or {}))
+
+    # --- looking
+
+    def _find(self, app_id: str) -> tuple[store.AppPaths, AppRecord] | None:
+        if not store.is_app_id(app_id):
+            return None
+        paths = store.app_paths(app_id)
+        record = state.truth(paths)
+        return (paths, record) if record is not None else None
+
+    def describe(self, app_id: str) -> DescribeAppResponse | None:
+        found = self._find(app_id)
+        if found is None:
+            return None
+        paths, record = found
+        submitted = store.read_json(paths.app)
+        app = appdef.from_json(submitted["app"]) if submitted else AppDef(record.name)
+        watchers = state.watchers(paths)
+        hostname = watchers.machine.hostname if watchers else os.uname().nodename
+        return DescribeAppResponse(
+            app_id=app_id,
+            state=AppState[record.state],
+            num_restarts=record.restarts,
+            msg=record.msg or NONE,
+            structured_error_msg=record.error or NONE,
+            ui_url=Path(paths.root).as_uri(),
+            metadata=app.metadata,
+            roles_statuses=[
+                RoleStatus(
+                    role.name,
+                    [
+                        ReplicaStatus(
+                            id=replica.id,
+                            state=AppState[replica.state],
+                            role=role.name,
+                            hostname=hostname,
+                            structured_error_msg=replica.error or NONE,
+                        )
+                        for replica in role.replicas
+                    ],
+                )
+                for role in record.roles
+            ],
+            roles=app.roles,
+        )
+
+    def describe_native(self, app_id: str) -> AppDryRunInfo[DetachedRequest, DetachedOpts] | None:
+        """The request as it was submitted; None when there is no such app."""
+        if not store.is_app_id(app_id):
+            return None
+        paths = store.app_paths(app_id)
+        data, submitted = store.read_json(paths.request), store.read_json(paths.app)
+        if data is None or submitted is None:
+            return None
+        info: AppDryRunInfo[DetachedRequest, DetachedOpts] = AppDryRunInfo(DetachedRequest.from_json(data), _show)
+        info.app = appdef.from_json(submitted["app"])
+        info.cfg = DetachedOpts.from_cfg(submitted["cfg"])
+        return info
+
+    def list(self, cfg: Mapping[str, CfgVal] | None = None) -> list[ListAppResponse]:
+        """All apps in the state directory, the newest first."""
+        records = [record for app_id in store.app_ids() if (record := state.truth(store.app_paths(app_id)))]
+        records.sort(key=lambda record: record.created, reverse=True)
+        return [ListAppResponse(r.app_id, AppState[r.state], name=r.name) for r in records]
+
+    def log_iter(
+        self,
+        app_id: str,
+        role_name: str,
+        k: int = 0,
+        regex: str | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
+        should_tail: bool = False,
+        streams: Stream | None = None,
+    ) -> Iterable[str]:
+        """The lines of one replica's log; the combined log unless a stream is named. A line's time is right to 0.1 s.
+
+        Raises:
+            ValueError: there is no such app, role or replica, or the regular expression is none.
+        """
+        found = self._find(app_id)
+        if found is None:
+            raise ValueError(f"there is no app {app_id!r} in {store.apps_dir()}")
+        paths, record = found
+        sizes = {role.name: len(role.replicas) for role in record.roles}
+        if role_name not in sizes:
+            raise ValueError(f"app {app_id} has no role {role_name!r}; its roles are {', '.join(sizes)}")
+        if not 0 <= k < sizes[role_name]:
+            raise ValueError(f"role {role_name} of app {app_id} has no replica {k}; it has 0 to {sizes[role_name] - 1}")
+
+        def ended() -> bool:
+            now = state.truth(paths)
+            return now is None or now.terminal
+
+        found_lines: Iterable[str] = logs.lines(
+            paths.replica_logs(role_name, k),
+            (streams or Stream.COMBINED).value,
+            since=since,
+            until=until,
+            ended=ended,
+            follow=should_tail and not record.terminal,
+        )
+        if regex:
+            try:
+                found_lines = filter_regex(regex, found_lines)
+            except re.error as e:
+                raise ValueError(f"{regex!r} is no regular expression: {e}") from e
+        return found_lines
+
+    def events_path(self, app_id: str) -> Path:
+        """The app's events file (see ``torchx_monarch.events``)."""
+        return Path(store.app_paths(app_id).events)
+
+    def wait_terminal(self, app_id: str, timeout: float) -> bool:
+        """Wait until the app has ended, for at most ``timeout`` seconds; whether it has (or does not exist)."""
+        deadline = time.monotonic() + timeout
+        paths = store.app_paths(app_id)
+        looks = 0
+        while True:
+            now = state.truth(paths) if looks % _LOOKS_PER_TRUTH == 0 else state.recorded(paths)
+            if now is None or now.terminal:
+                return True
+            if time.monotonic() >= deadline:
+                return False
+            looks += 1
+            time.sleep(_POLL)
+
+    # --- ending
+
+    def stop(self, app_id: str, grace: float | None) -> None:
+        """Ask for the end of the app and return at once; an app that has ended, or does not exist, is left alone.
+
+        Args:
+            grace: seconds from SIGTERM to SIGKILL; 0 kills now; None is the app's own run option.
+
+        Raises:
+            RuntimeError: the app runs on another machine.
+        """
+        found = self._find(app_id)
+        if found is None or found[1].terminal:
+            return
+        paths, _ = found
+        watchers = state.watchers(paths)
+        if watchers is not None and watchers.life(watchers.supervisor) is procs.Life.ELSEWHERE:
+            raise RuntimeError(f"app {app_id} runs on {watchers.machine.hostname}; it can only be cancelled there")
+        state.ask_to_end(paths, grace)
+
+    def _cancel_existing(self, app_id: str) -> None:
+        self.stop(app_id, None)
+
+    def _delete_existing(self, app_id: str) -> None:
+        """Remove everything about an app, after ending it if it runs.
+
+        Raises:
+            RuntimeError: it could not be ended.
+        """
+        found = self._find(app_id)
+        if found is None:
+            return
+        paths, record = found
+        if not record.terminal:
+            request = store.read_json(paths.request) or {}
+            self.stop(app_id, None)
+            if not self.wait_terminal(app_id, request.get("grace", 0.0) + _END_EXTRA):
+                raise RuntimeError(f"app {app_id} has been told to end but still runs; its folder {paths.root} is kept")
+        folder.remove_app(paths)
+
+
+def _show(request: DetachedRequest) -> str:
+    return pprint.pformat(asdict(request), indent=2, width=80, sort_dicts=False)
+
+
+def create_scheduler(session_name: str, **kwargs: Any) -> DetachedScheduler:
+    """TorchX's factory; it touches neither disk nor network. Parameters meant for other schedulers are ignored."""
+    return DetachedScheduler(session_name)

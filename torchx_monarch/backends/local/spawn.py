@@ -1,0 +1,119 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Starting one process with a clean slate: own session, default signals, gone when its parent is gone."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from collections.abc import Mapping, Sequence
+
+from torchx_monarch.backends.local import procs
+
+#: What the supervisor (or the shell that the submitter sat in) may have set to be ignored; that would be inherited.
+_RESET = (
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGTERM,
+    signal.SIGPIPE,
+    signal.SIGCHLD,
+    signal.SIGXFSZ,
+)
+
+
+class SpawnError(OSError):
+    """A command could not be started; the text is one complete sentence."""
+
+
+def find_program(name: str, path: str, cwd: str) -> str:
+    """The file that a command's first word means: on PATH, then in the working directory.
+
+    Raises:
+        SpawnError: there is none, or it may not be executed.
+    """
+    if "/" in name:
+        candidates = [os.path.join(cwd, name)]
+    else:
+        candidates = [os.path.join(cwd, folder or ".", name) for folder in path.split(os.pathsep)]
+        candidates.append(os.path.join(cwd, name))
+    present = [c for c in candidates if os.path.isfile(c)]
+    for candidate in present:
+        if os.access(candidate, os.X_OK):
+            return candidate
+    if present:
+        raise SpawnError(
+            errno.EACCES, f"{present[0]} is not executable. Run chmod +x on it, or start it with its interpreter."
+        )
+    if "/" in name:
+        raise SpawnError(errno.ENOENT, f"the program {candidates[0]} does not exist.")
+    raise SpawnError(errno.ENOENT, f"the program {name!r} is neither on the PATH ({path}) nor in {cwd}.")
+
+
+def spawn(argv: Sequence[str], env: Mapping[str, str], cwd: str, stdout: int, stderr: int) -> int:
+    """Start a process and return its pid when it runs its own program.
+
+    It leads its own session, reads /dev/null, has every signal at its default, and is killed when the calling thread
+    ends.
+
+    Args:
+        stdout, stderr: descriptors that become the process' own.
+
+    Raises:
+        SpawnError: the program or the working directory cannot be used.
+    """
+    if not os.path.isdir(cwd):
+        raise SpawnError(errno.ENOENT, f"the working directory {cwd} does not exist.")
+    program = find_program(argv[0], env.get("PATH", os.defpath), cwd)
+    parent = os.getpid()
+    null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    failed, report = os.pipe()
+    try:
+        # No handler may run in the child: it would write to the wake-up pipe that it shares with its parent.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            pid = os.fork()
+            if pid == 0:
+                _become(program, argv, env, cwd, (null, stdout, stderr), parent, report)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.close(report)
+        report = -1
+        # End of file without a word means that exec() has closed the other end.
+        if number := os.read(failed, 32):
+            os.waitpid(pid, 0)
+            raise SpawnError(int(number), f"{program} cannot be executed: {os.strerror(int(number))}.")
+        return pid
+    finally:
+        os.close(null)
+        os.close(failed)
+        if report >= 0:
+            os.close(report)
+
+
+def _become(
+    program: str,
+    argv: Sequence[str],
+    env: Mapping[str, str],
+    cwd: str,
+    streams: tuple[int, int, int],
+    parent: int,
+    report: int,
+) -> None:
+    """In the child: set everything up and run the program. Never returns."""
+    try:
+        os.setsid()
+        procs.die_with_parent(parent)
+        signal.set_wakeup_fd(-1)
+        for signum in _RESET:
+            signal.signal(signum, signal.SIG_DFL)
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+        os.chdir(cwd)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        os.execve(program, list(argv), env)
+    except OSError as e:
+        os.write(report, str(e.errno).encode())
+    finally:
+        os._exit(127)

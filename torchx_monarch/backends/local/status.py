@@ -1,0 +1,118 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What is known about an app: its state, its replicas, why it ended. The content of status.json.
+
+The supervisor writes it while it lives; whoever finds the supervisor dead writes the end (``close_for_dead``).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from torchx_monarch.backends.local import store
+
+PENDING = "PENDING"
+RUNNING = "RUNNING"
+SUCCEEDED = "SUCCEEDED"
+FAILED = "FAILED"
+CANCELLED = "CANCELLED"
+TERMINAL = frozenset({SUCCEEDED, FAILED, CANCELLED})
+
+
+def is_terminal(state: str) -> bool:
+    """Whether an app or a replica in this state has ended. The names are those of torchx.specs.AppState."""
+    return state in TERMINAL
+
+
+@dataclass
+class ReplicaRecord:
+    """One replica, in its latest start.
+
+    Attributes:
+        exit_code: as ``subprocess`` has it, -N for signal N; None while it runs, or when nobody was there to see it.
+        restarts: how many times it was started again.
+        error: the content of its error file (or one in the same form made up from the exit code), as JSON text.
+        started, ended: seconds since the epoch.
+    """
+
+    id: int
+    state: str = PENDING
+    pid: int | None = None
+    exit_code: int | None = None
+    restarts: int = 0
+    error: str | None = None
+    started: float | None = None
+    ended: float | None = None
+
+
+@dataclass
+class RoleRecord:
+    name: str
+    replicas: list[ReplicaRecord] = field(default_factory=list)
+
+
+@dataclass
+class AppRecord:
+    """One app.
+
+    Attributes:
+        name: the AppDef's name.
+        msg: for people: why it ended as it did, and what else they should know; "" when there is nothing to say.
+        error: the error file's content of the replica that decided the end, as JSON text.
+        restarts: how many times the app, a role or a replica was started again.
+        created, ended: seconds since the epoch.
+    """
+
+    app_id: str
+    name: str
+    created: float
+    state: str = PENDING
+    msg: str = ""
+    error: str | None = None
+    restarts: int = 0
+    ended: float | None = None
+    roles: list[RoleRecord] = field(default_factory=list)
+
+    @property
+    def terminal(self) -> bool:
+        return is_terminal(self.state)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> AppRecord:
+        """The record in a status file; what a newer version added to it is left out."""
+        known = {f.name for f in fields(cls)}
+        record = cls(**{k: v for k, v in data.items() if k in known and k != "roles"})
+        known = {f.name for f in fields(ReplicaRecord)}
+        for role in data.get("roles", ()):
+            replicas = [ReplicaRecord(**{k: v for k, v in r.items() if k in known}) for r in role["replicas"]]
+            record.roles.append(RoleRecord(role["name"], replicas))
+        return record
+
+
+def load(paths: store.AppPaths) -> AppRecord | None:
+    """The record on file; None when there is none."""
+    data = store.read_json(paths.status)
+    try:
+        return AppRecord.from_json(data) if data else None
+    except (AttributeError, KeyError, TypeError):  # not written by us
+        return None
+
+
+def close_for_dead(paths: store.AppPaths, record: AppRecord, reason: str) -> None:
+    """End the record of an app whose supervisor is gone: FAILED, for this reason.
+
+    Raises:
+        OSError: it could not be written. The record is changed all the same.
+    """
+    now = time.time()
+    for role in record.roles:
+        for replica in role.replicas:
+            if not is_terminal(replica.state):
+                replica.state, replica.ended = FAILED, now
+    record.state, record.msg, record.ended = FAILED, reason, now
+    store.write_last_json(paths.status, record.to_json(), paths.reserve)

@@ -1,0 +1,198 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Where everything about an app lies on disk, and how it is written.
+
+The state directory is ``$MONARCH_STATE_DIR``, else ``$XDG_STATE_HOME/torchx-monarch``, else
+``~/.local/state/torchx-monarch``. Below it ``apps/<app id>/`` is one app. Folders have mode 0700, files 0600. A file
+that another process reads is written aside and renamed, so a reader sees the old content or the new, never half of it;
+events and logs are append-only. A folder appears under its final name only when it is complete, and leaves that name
+before it is taken apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+#: The longest path of a socket that every system takes (``sun_path`` is 108 bytes on Linux), with room for a suffix.
+MAX_SOCKET_PATH = 100
+
+
+def state_dir(environ: Mapping[str, str] = os.environ) -> str:
+    """The absolute path of the state directory; it need not exist."""
+    if chosen := environ.get("MONARCH_STATE_DIR"):
+        return os.path.abspath(os.path.expanduser(chosen))
+    base = environ.get("XDG_STATE_HOME", "")
+    # The XDG specification has relative values ignored.
+    if not os.path.isabs(base):
+        base = os.path.expanduser("~/.local/state")
+    return os.path.abspath(os.path.join(base, "torchx-monarch"))
+
+
+def apps_dir(root: str | None = None) -> str:
+    """The folder that holds one folder per app."""
+    return os.path.join(root if root is not None else state_dir(), "apps")
+
+
+def path_name(name: str) -> str:
+    """``name`` as one path component: unchanged where it is safe, percent-encoded where it is not.
+
+    Different names give different components.
+    """
+    raw = name.encode(errors="surrogateescape")
+    safe = b"".join(bytes([c]) if chr(c).isalnum() and c < 128 or c in b"_-." else b"%%%02X" % c for c in raw)
+    if safe[:1] == b".":
+        safe = b"%2E" + safe[1:]
+    return safe.decode() or "%"
+
+
+def is_app_id(app_id: str) -> bool:
+    """Whether ``app_id`` can be the id of an app, and so the name of its folder."""
+    return bool(app_id) and not app_id.startswith(".") and path_name(app_id) == app_id
+
+
+@dataclass(frozen=True)
+class AppPaths:
+    """Every path below one app's folder."""
+
+    root: str
+
+    @property
+    def app_id(self) -> str:
+        return os.path.basename(self.root)
+
+    @property
+    def app(self) -> str:
+        """The AppDef as it was submitted, the run options, when, by whom."""
+        return os.path.join(self.root, "app.json")
+
+    @property
+    def request(self) -> str:
+        """The replicas to start: commands, environments, folders."""
+        return os.path.join(self.root, "request.json")
+
+    @property
+    def supervisor(self) -> str:
+        """Who watches over the app: machine, keeper, supervisor."""
+        return os.path.join(self.root, "supervisor.json")
+
+    @property
+    def supervisor_log(self) -> str:
+        """What keeper and supervisor wrote to their own stderr."""
+        return os.path.join(self.root, "supervisor.log")
+
+    @property
+    def status(self) -> str:
+        return os.path.join(self.root, "status.json")
+
+    @property
+    def cancel(self) -> str:
+        """The wish to end the app: ``{"grace": seconds}``."""
+        return os.path.join(self.root, "cancel.json")
+
+    @property
+    def events(self) -> str:
+        return os.path.join(self.root, "events.jsonl")
+
+    @property
+    def reserve(self) -> str:
+        """Disk space put by for the final status."""
+        return os.path.join(self.root, "reserve")
+
+    @property
+    def run(self) -> str:
+        """Where sockets lie while the app runs, unless the path is too long for a socket."""
+        return os.path.join(self.root, "run")
+
+    @property
+    def logs(self) -> str:
+        return os.path.join(self.root, "logs")
+
+    def replica_logs(self, role: str, replica: int) -> str:
+        """The folder of one replica's logs."""
+        return os.path.join(self.logs, path_name(role), str(replica))
+
+
+def app_paths(app_id: str, root: str | None = None) -> AppPaths:
+    """The paths of the app with this id, whether it exists or not."""
+    return AppPaths(os.path.join(apps_dir(root), app_id))
+
+
+def app_ids(root: str | None = None) -> list[str]:
+    """The ids of all apps on disk, in no order."""
+    try:
+        return [entry.name for entry in os.scandir(apps_dir(root)) if not entry.name.startswith(".")]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def write_json(path: str, value: object, *, durable: bool = False) -> None:
+    """Replace the file at ``path`` in one step.
+
+    Args:
+        durable: also ask for it to be on the disk itself, after readers can see it.
+
+    Raises:
+        OSError: it could not be written; what was there before is untouched.
+    """
+    data = json.dumps(value, default=str, separators=(",", ":")).encode()
+    aside = f"{path}.{os.getpid()}.tmp"
+    fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            write_all(fd, data)
+            os.rename(aside, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(aside)
+            raise
+        if durable:
+            with contextlib.suppress(OSError):
+                os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_last_json(path: str, value: object, reserve: str) -> None:
+    """``write_json`` for the last word about an app, which must reach the disk even when that is full.
+
+    The reserve file already owns its blocks: it is overwritten in place, cut to length and renamed, which needs no new
+    space.
+
+    Raises:
+        OSError: not even that could be done.
+    """
+    try:
+        write_json(path, value, durable=True)
+    except OSError:
+        data = json.dumps(value, default=str, separators=(",", ":")).encode()
+        fd = os.open(reserve, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            write_all(fd, data)
+            os.ftruncate(fd, len(data))
+            os.rename(reserve, path)
+        finally:
+            os.close(fd)
+    else:
+        with contextlib.suppress(OSError):
+            os.unlink(reserve)
+
+
+def write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def read_json(path: str) -> dict[str, Any] | None:
+    """The JSON object in a file; None when the file is not there or (after a power cut) damaged."""
+    try:
+        with open(path, "rb") as file:
+            value = json.loads(file.read())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None

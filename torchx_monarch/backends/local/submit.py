@@ -1,0 +1,137 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Submitting: write an app's folder, start its supervisor, and know that it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import select
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+from torchx.specs import AppDef, CfgVal
+
+from torchx_monarch import events
+from torchx_monarch.backends.local import appdef, folder, procs, render, state, status, store, supervise
+from torchx_monarch.backends.local.request import DetachedRequest
+
+#: Seconds that a supervisor has to say that it runs; it takes a few hundredths of one.
+_START_TIMEOUT = 60.0
+_READY = b"ok"
+
+
+def submit(request: DetachedRequest, app: AppDef, cfg: dict[str, CfgVal]) -> str:
+    """Run the request; returns as soon as its supervisor is on its own feet.
+
+    Args:
+        app: kept as it is, for those who ask what was submitted.
+        cfg: the run options, kept likewise.
+
+    Returns:
+        The app's id: the request's, or another one when an app of that id exists.
+
+    Raises:
+        StateDirError: the folder could not be written.
+        RuntimeError: the supervisor could not be started.
+    """
+    apps = store.apps_dir()
+    created = time.time()
+    with folder.staged(apps) as staging:
+        _make_log_dirs(store.AppPaths(staging), request)
+        # The same request may be submitted twice.
+        while os.path.exists(os.path.join(apps, request.app_id)):
+            request = request.renamed(render.new_app_id(request.name))
+        while True:
+            paths = store.app_paths(request.app_id)
+            run_dir = folder.make_run_dir(paths)
+            request = replace(request, run_dir=run_dir, job=f"{request.app_id}:{secrets.token_hex(8)}")
+            _fill(store.AppPaths(staging), request, app, cfg, created)
+            if folder.publish(staging, paths.root):
+                break
+            folder.remove_run_dir(paths, run_dir)
+            request = request.renamed(render.new_app_id(request.name))
+    events.append(paths.events, "submitted", f"submitted as {request.app_id}", seconds=time.time() - created)
+    try:
+        _start_supervisor(paths, request)
+    except Exception:
+        procs.kill_until_gone(lambda: procs.marked(request.job))
+        folder.remove_run_dir(paths, request.run_dir)
+        folder.remove_app(paths)
+        raise
+    except BaseException:
+        # Ctrl-C: nobody will ever hear the app's id, so it must not go on.
+        state.ask_to_end(paths, grace=0)
+        raise
+    return request.app_id
+
+
+def _fill(paths: store.AppPaths, request: DetachedRequest, app: AppDef, cfg: dict[str, CfgVal], created: float) -> None:
+    store.write_json(paths.app, {"format": 1, "created": created, "cfg": cfg, "app": appdef.to_json(app)})
+    store.write_json(paths.request, request.to_json())
+    record = status.AppRecord(app_id=request.app_id, name=request.name, created=created)
+    for role in request.roles:
+        replicas = [status.ReplicaRecord(id=k) for k in range(len(role.replicas))]
+        record.roles.append(status.RoleRecord(role.name, replicas))
+    store.write_json(paths.status, record.to_json())
+    folder.make_reserve(paths.reserve)
+
+
+def _make_log_dirs(paths: store.AppPaths, request: DetachedRequest) -> None:
+    os.mkdir(paths.logs, 0o700)
+    for role in request.roles:
+        os.mkdir(os.path.dirname(paths.replica_logs(role.name, 0)), 0o700)
+        for k in range(len(role.replicas)):
+            os.mkdir(paths.replica_logs(role.name, k), 0o700)
+
+
+def _start_supervisor(paths: store.AppPaths, request: DetachedRequest) -> None:
+    if not sys.executable:
+        raise RuntimeError(
+            "this Python does not know its own executable (sys.executable), so no supervisor can be started"
+        )
+    ready, word = os.pipe()
+    try:
+        with open(paths.supervisor_log, "ab", opener=_private) as log:
+            first = subprocess.Popen(
+                [sys.executable, "-I", "-S", supervise.__file__, paths.root, str(word)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=render.submitter_env(os.environ, request.job),
+                cwd="/",
+                start_new_session=True,
+                pass_fds=(word,),
+            )
+        os.close(word)
+        word = -1
+        first.wait()
+        said = _read(ready, len(_READY))
+    finally:
+        os.close(ready)
+        if word >= 0:
+            os.close(word)
+    if said != _READY:
+        raise RuntimeError(
+            f"the supervisor of {paths.app_id} could not be started (with {sys.executable}): "
+            f"{_tail(paths.supervisor_log) or 'it said nothing'}"
+        )
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+
+
+def _read(fd: int, size: int) -> bytes:
+    readable, _, _ = select.select([fd], [], [], _START_TIMEOUT)
+    return os.read(fd, size) if readable else b""
+
+
+def _tail(path: str, size: int = 4000) -> str:
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        file.seek(max(0, os.path.getsize(path) - size))
+        return file.read().decode(errors="replace").strip()
+    return ""

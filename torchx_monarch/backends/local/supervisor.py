@@ -1,0 +1,116 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The processes that watch over one app.
+
+    submitter ── first process ── keeper ── supervisor ── replicas
+                 (gone at once)
+
+The first process only makes the keeper nobody's child. The supervisor runs the app (``loop``). The keeper sleeps until
+the supervisor has ended; when that left no final status behind, the keeper ends everything of the app and writes the
+status itself. Both adopt orphans, so a process of the app that has left its family is still found below them. When both
+are killed, the kernel kills the replicas, and the next one who looks at the app (``state``) finds the rest by its
+marker and writes the status.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+from torchx_monarch import events
+from torchx_monarch.backends.local import procs, state, status, store
+from torchx_monarch.backends.local.loop import Loop
+from torchx_monarch.backends.local.request import DetachedRequest
+
+#: What the supervisor writes to the submitter when the app is under way.
+READY = b"ok"
+
+
+def main(root: str, ready: int) -> None:
+    """Start keeper and supervisor for the app in the folder ``root``, and return at once in the first process.
+
+    Args:
+        ready: a pipe; READY is written to it when the app is under way, and it is closed in any case.
+    """
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    os.set_inheritable(ready, False)
+    _fork(lambda: _keep(store.AppPaths(root), ready))
+
+
+def _fork(run: Callable[[], None]) -> int:
+    """Run in a child, which leaves with 0, or with 1 and a traceback; the child's pid."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        run()
+        code = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _keep(paths: store.AppPaths, ready: int) -> None:
+    os.setsid()
+    procs.become_subreaper()
+    for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGPIPE):
+        signal.signal(signum, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    alive, held = os.pipe()
+    keeper = os.getpid()
+    data = store.read_json(paths.request)
+    if data is None:
+        raise FileNotFoundError(paths.request)
+    request = DetachedRequest.from_json(data)
+
+    def supervise() -> None:
+        os.close(held)
+        _supervise(paths, request, keeper, alive, ready)
+
+    supervisor = _fork(supervise)
+    os.close(alive)
+    os.close(ready)
+    while True:
+        pid, result = os.waitpid(-1, 0)
+        if pid == supervisor:
+            break
+    procs.kill_descendants(request.job)
+    record = status.load(paths)
+    if record is not None and not record.terminal:
+        code = os.waitstatus_to_exitcode(result)
+        procs.kill_until_gone(lambda: procs.marked(request.job))
+        reason = f"the supervisor (pid {supervisor}) {procs.describe_exit(code)}"
+        if code >= 0:
+            reason += f"; see {paths.supervisor_log}"
+        state.bury(paths, record, request, reason)
+    with contextlib.suppress(OSError):
+        from torchx_monarch.backends.local.prune import prune
+
+        prune(os.path.dirname(paths.root))
+
+
+def _supervise(paths: store.AppPaths, request: DetachedRequest, keeper: int, alive: int, ready: int) -> None:
+    os.setsid()
+    procs.become_subreaper()
+    record = status.load(paths)
+    mine, keepers = procs.identity(os.getpid()), procs.identity(keeper)
+    if record is None or mine is None or keepers is None:
+        raise RuntimeError(f"{paths.status} is missing, or the keeper has died")
+    os.makedirs(request.run_dir, mode=0o700, exist_ok=True)
+    watchers = procs.Watchers(procs.this_machine(), keeper=keepers, supervisor=mine)
+    store.write_json(paths.supervisor, watchers.to_json())
+
+    def on_ready() -> None:
+        # The submitter may have died meanwhile; the app goes on.
+        with contextlib.suppress(OSError):
+            os.write(ready, READY)
+        os.close(ready)
+
+    events.append(paths.events, "supervised", f"the supervisor (pid {mine.pid}) watches over the app", pid=mine.pid)
+    Loop(paths, request, record).run(on_ready, alive)

@@ -1,0 +1,45 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``python -m torchx_monarch.host [options] -- COMMAND``: what every replica of a rewritten role runs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import NoReturn
+
+
+def main(argv: list[str]) -> NoReturn:
+    """Run one replica of a role to its end.
+
+    Args:
+        argv: the options, ``--``, and the role's command.
+    """
+    from torchx_monarch.runtime.host import HostOptions, HostProcess
+
+    parser = argparse.ArgumentParser(prog="python -m torchx_monarch.host", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--app", required=True, help="id of the app")
+    parser.add_argument("--role", required=True, help="name of the role")
+    parser.add_argument("--replica", type=int, default=0, help="which replica of the role this is")
+    parser.add_argument("--replicas", type=int, default=1, help="how many replicas the role has")
+    parser.add_argument("--grace", type=float, default=30.0, help="seconds from SIGTERM to SIGKILL for ranks")
+    parser.add_argument("--host-timeout", type=float, default=300.0, help="seconds that all hosts have to arrive")
+    parser.add_argument("--preload", default="torch", help="modules that rank interpreters import ahead, with commas")
+    parser.add_argument("command", nargs="+", metavar="COMMAND", help="after `--`: what the role runs")
+    args = parser.parse_args(argv)
+    options = HostOptions(
+        app=args.app,
+        role=args.role,
+        replica=args.replica,
+        replicas=args.replicas,
+        grace=args.grace,
+        host_timeout=args.host_timeout,
+        preload=tuple(name for name in args.preload.split(",") if name),
+        command=tuple(args.command),
+    )
+    HostProcess(options, os.environ).main()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

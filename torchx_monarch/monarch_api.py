@@ -1,0 +1,83 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The one module that knows how Monarch is driven: 0.7's names, environment variables and habits.
+
+Importing it imports monarch (0.15 s) and nothing of torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from monarch import actor
+from monarch.job import new_service_proc_id, service_proc_addr
+
+_TUNING = {
+    # Env only, no configure() key; the default of 10 s is how long a dead process stays unnoticed.
+    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",
+    # A lost host is otherwise noticed after 69 s. The values are those of facts measured on 0.7.0: 6 s in all.
+    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "5s",
+    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "5s",
+    "HYPERACTOR_MESH_PROC_STOP_MAX_IDLE": "5s",
+}
+
+_CA = "trust_all_connections"
+"""The only value that 0.7 accepts. It says nothing: an ipc:// address is protected by its folder's mode."""
+
+
+def tune(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment variables that Monarch should have and the user has not set. They are read at its first use."""
+    return {name: value for name, value in _TUNING.items() if name not in environ}
+
+
+def start_worker(client_url: str, worker_url: str, on_fault: Callable[[str], None]) -> str:
+    """Start Monarch's worker loop in this process.
+
+    Args:
+        client_url: where this process listens as a client; must be given before Monarch does anything.
+        worker_url: where the worker loop listens.
+        on_fault: called, from a thread of Monarch's, with the text of each fault that no one handles; several times
+            for one failure. (Monarch's default interrupts the main thread.)
+
+    Returns:
+        the address by which a controller attaches to it.
+    """
+    actor.unhandled_fault_hook = lambda failure: on_fault(str(failure))
+    actor.enable_transport(client_url)
+    # With a service id the host is known by that, and not by the address it believes it serves.
+    address = service_proc_addr(worker_url, new_service_proc_id())
+    actor.start_worker_loop_forever(ca=_CA, address=address)
+    return str(address)
+
+
+class AgentMesh:
+    """One agent actor per host.
+
+    Args:
+        addresses: of the hosts, by replica id.
+        agent: the actor class.
+        timeout: seconds for attaching and for starting the agents.
+
+    Raises:
+        Exception: whatever Monarch raises when a host cannot be attached to or an agent does not start.
+    """
+
+    def __init__(self, addresses: Sequence[str], agent: type[actor.Actor], timeout: float) -> None:
+        hosts = actor.attach_to_workers(ca=_CA, workers=list(addresses))
+        hosts.initialized.get(timeout=timeout)
+        self._agents: Any = hosts.spawn_procs(per_host={"agent": 1}, name="agents").spawn("agent", agent)
+        self._agents.initialized.get(timeout=timeout)
+
+    def call(self, replica: int, op: str, args: Mapping[str, Any], timeout: float) -> Any:
+        """Call one host's agent and wait for the answer."""
+        return self._agents.slice(hosts=replica, agent=0).call.call_one(op, dict(args)).get(timeout=timeout)
+
+    def stream(self, op: str, args: Mapping[str, Any]) -> Iterator[Any]:
+        """Call every host's agent; yields the answers as they come, an exception for an agent that gave none."""
+        for answer in self._agents.call.stream(op, dict(args)):
+            try:
+                yield answer.get()
+            except Exception as error:
+                yield error

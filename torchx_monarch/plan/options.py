@@ -1,0 +1,409 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The options of torchrun: one table that says what each one is and what becomes of it here.
+
+The argument parser is built from the table, so an option cannot be parsed without a decision about it. A test compares
+the table with ``torch.distributed.run.get_args_parser()`` and fails when torch adds, drops or changes an option.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NoReturn
+
+UNEXPANDED = "\0"
+"""Stands, in a word of a shell string, for text that the shell has yet to expand. No real argument can hold a NUL."""
+
+
+class CommandError(ValueError):
+    """A command that cannot be run as it stands. The message is complete: what, with which value, what is allowed."""
+
+
+class HelpRequested(Exception):
+    """The command asks torchrun for its help text: there is nothing to launch."""
+
+
+class Use(Enum):
+    """What becomes of an option here."""
+
+    HONOURED = "honoured"
+    IMPLIED = "accepted, the value is not needed"
+    REFUSED = "refused unless it is the default"
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Which of a rank's streams an option (``--redirects``, ``--tee``) selects.
+
+    A stream set is torch's ``Std``: 0 none, 1 stdout, 2 stderr, 3 both.
+
+    Attributes:
+        every: the set for every local rank that ``ranks`` does not name.
+        ranks: pairs of local rank and set.
+    """
+
+    every: int = 0
+    ranks: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Streams:
+        """Read ``"3"`` (all ranks) or ``"0:1,1:2"`` (the ranks named, no others), as torch's ``Std.from_str`` does.
+
+        Raises:
+            ValueError: ``text`` has neither form.
+        """
+        if re.match(r"^[0123]$", text):
+            return cls(every=int(text))
+        if re.match(r"^(\d:[0123],)*(\d:[0123])$", text):
+            pairs = (entry.split(":") for entry in text.split(","))
+            return cls(ranks=tuple({int(rank): int(streams) for rank, streams in pairs}.items()))
+        raise ValueError(
+            "use 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or a list of LOCAL_RANK:STREAMS "
+            "with local ranks 0 to 9, such as 0:3,1:2"
+        )
+
+    def stdout(self, local_rank: int) -> bool:
+        """Whether stdout of ``local_rank`` is selected."""
+        return bool(self._of(local_rank) & 1)
+
+    def stderr(self, local_rank: int) -> bool:
+        """Whether stderr of ``local_rank`` is selected."""
+        return bool(self._of(local_rank) & 2)
+
+    def _of(self, local_rank: int) -> int:
+        return dict(self.ranks).get(local_rank, self.every)
+
+
+def _comma_separated_list(text: str) -> tuple[str, ...]:
+    """Split at commas; a doubled comma is a comma within an item (torchrun's own rule)."""
+    placeholder = "<COMMA_PLACEHOLDER>"
+    return tuple(item.replace(placeholder, ",") for item in text.replace(",,", placeholder).split(","))
+
+
+def node_range(text: str) -> tuple[int, int]:
+    reason = "use a number of nodes above 0, or MIN:MAX with 0 < MIN <= MAX"
+    try:
+        bounds = [int(part) for part in text.split(":")]
+    except ValueError:
+        raise ValueError(reason) from None
+    low, high = bounds[0], bounds[-1]
+    if len(bounds) > 2 or not 0 < low <= high:
+        raise ValueError(reason)
+    return low, high
+
+
+def _whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError("use a whole number") from None
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError("use a number") from None
+
+
+def _switch(text: str) -> bool:
+    try:
+        return bool(int(text))
+    except ValueError:
+        raise ValueError("use 1 (on) or 0 (off)") from None
+
+
+def _restarts(text: str) -> int:
+    if _whole_number(text) < 0:
+        raise ValueError("use 0 or more")
+    return int(text)
+
+
+def _local_ranks(text: str) -> frozenset[int] | None:
+    try:
+        return frozenset(int(rank) for rank in text.split(",")) if text else None
+    except ValueError:
+        raise ValueError("use a comma-separated list of local ranks, such as 0,1,2") from None
+
+
+_PARSERS: Mapping[Callable[[str], Any], Callable[[str], Any]] = {int: _whole_number, float: _number, bool: _switch}
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option of torchrun.
+
+    Attributes:
+        flags: its spellings, in torchrun's order.
+        use: what becomes of it here.
+        why: the reason, for everything that is not simply honoured; for a refused one also what to do instead.
+        default: as torchrun declares it.
+        type: the type torchrun converts the value to; bool for a switch, which takes no value.
+        parse: what the value means beyond ``type``; raises ValueError with what is allowed.
+        choices: the values allowed; empty for any.
+        env: whether ``PET_<DEST>`` supplies the value when the option is not given.
+    """
+
+    flags: tuple[str, ...]
+    use: Use
+    why: str = ""
+    default: Any = None
+    type: Callable[[str], Any] = str
+    parse: Callable[[str], Any] | None = None
+    choices: tuple[str, ...] = ()
+    env: bool = True
+
+    @property
+    def name(self) -> str:
+        """The first long spelling: the one used in messages, and the one argparse takes ``dest`` from."""
+        return next(flag for flag in self.flags if flag.startswith("--"))
+
+    @property
+    def dest(self) -> str:
+        """argparse's name of the value."""
+        return self.name[2:].replace("-", "_")
+
+    @property
+    def variable(self) -> str:
+        """The environment variable that can supply the value."""
+        return f"PET_{self.dest.upper()}"
+
+    def convert(self, text: str, source: str) -> Any:
+        """The value that ``text``, given by ``source``, stands for.
+
+        Raises:
+            CommandError: naming source and text, and what is allowed.
+        """
+        try:
+            value = (self.parse or _PARSERS.get(self.type, self.type))(text)
+        except ValueError as error:
+            raise CommandError(f"torchrun: {source}={text}: {error}.") from None
+        if self.choices and value not in self.choices:
+            raise CommandError(f"torchrun: {source}={text}: use one of {', '.join(self.choices)}.")
+        return value
+
+
+_MESH = "the hosts of the job find each other by themselves"
+
+OPTIONS: tuple[Option, ...] = (
+    Option(("--nnodes",), Use.HONOURED, default="1:1", parse=node_range),
+    Option(("--nproc-per-node", "--nproc_per_node"), Use.HONOURED, default="1"),
+    Option(("--rdzv-backend", "--rdzv_backend"), Use.IMPLIED, _MESH, default="static"),
+    Option(("--rdzv-endpoint", "--rdzv_endpoint"), Use.IMPLIED, _MESH, default=""),
+    Option(("--rdzv-id", "--rdzv_id"), Use.HONOURED, default="none"),
+    Option(("--rdzv-conf", "--rdzv_conf"), Use.IMPLIED, _MESH, default=""),
+    Option(("--standalone",), Use.HONOURED, default=False, type=bool),
+    Option(
+        ("--max-restarts", "--max_restarts"),
+        Use.REFUSED,
+        "the first failure of a rank ends the job. Leave it out, and let the backend run the whole job again with "
+        "the role's max_retries (--max_retries of monarch.spmd and dist.torchrun)",
+        default=0,
+        type=int,
+        parse=_restarts,
+    ),
+    Option(
+        ("--monitor-interval", "--monitor_interval"),
+        Use.HONOURED,
+        "exit codes arrive at once, which is within any interval",
+        default=0.1,
+        type=float,
+    ),
+    Option(
+        ("--start-method", "--start_method"),
+        Use.IMPLIED,
+        "torchrun, too, starts a script or a program as a process of its own and uses this for --run-path only",
+        default="spawn",
+        choices=("spawn", "fork", "forkserver"),
+    ),
+    Option(
+        ("--event-log-handler", "--event_log_handler"),
+        Use.REFUSED,
+        "torchelastic's event handlers are not called. Leave it out; the job's own events are in its events file",
+        default="null",
+    ),
+    Option(("--role",), Use.HONOURED, default="default"),
+    Option(("-m", "--module"), Use.HONOURED, default=False, type=bool),
+    Option(("--no-python", "--no_python"), Use.HONOURED, default=False, type=bool),
+    Option(
+        ("--run-path", "--run_path"),
+        Use.REFUSED,
+        "every rank is an interpreter of its own. Leave it out: the script runs as `python SCRIPT` does",
+        default=False,
+        type=bool,
+    ),
+    Option(("--log-dir", "--log_dir"), Use.HONOURED),
+    Option(("-r", "--redirects"), Use.HONOURED, default="0", parse=Streams.parse),
+    Option(("-t", "--tee"), Use.HONOURED, default="0", parse=Streams.parse),
+    Option(("--local-ranks-filter", "--local_ranks_filter"), Use.HONOURED, default="", parse=_local_ranks),
+    Option(
+        ("--duplicate-stdout-filters", "--duplicate_stdout_filters"),
+        Use.REFUSED,
+        "no filtered copy of the output is written. Leave it out, and filter with `torchx log --regex`",
+        default=(),
+        type=_comma_separated_list,
+    ),
+    Option(
+        ("--duplicate-stderr-filters", "--duplicate_stderr_filters"),
+        Use.REFUSED,
+        "no filtered copy of the output is written. Leave it out, and filter with `torchx log --regex`",
+        default=(),
+        type=_comma_separated_list,
+    ),
+    Option(("--node-rank", "--node_rank"), Use.IMPLIED, "hosts are ranked by their replica id", default=0, type=int),
+    Option(("--master-addr", "--master_addr"), Use.IMPLIED, _MESH, default="127.0.0.1"),
+    Option(("--master-port", "--master_port"), Use.IMPLIED, "a free port is chosen for every job", type=int),
+    Option(("--local-addr", "--local_addr"), Use.IMPLIED, _MESH),
+    Option(
+        ("--logs-specs", "--logs_specs"),
+        Use.REFUSED,
+        "torchrun's log plug-ins are not loaded. Leave it out, and use --log-dir, --redirects and --tee",
+        env=False,
+    ),
+    Option(
+        ("--numa-binding", "--numa_binding"),
+        Use.REFUSED,
+        "ranks are not bound to CPUs. Leave it out, and bind them in the script or with numactl through --no-python",
+        choices=("node", "socket", "exclusive", "core-complex"),
+        env=False,
+    ),
+    Option(
+        ("--signals-to-handle", "--signals_to_handle"),
+        Use.REFUSED,
+        "the signals that end a job are SIGTERM, SIGINT, SIGHUP and SIGQUIT. Leave it out",
+        default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+    ),
+    Option(("--shutdown-timeout", "--shutdown_timeout"), Use.HONOURED, type=int),
+    Option(("--virtual-local-rank", "--virtual_local_rank"), Use.HONOURED, default=False, type=bool),
+)
+
+
+@dataclass(frozen=True)
+class TorchrunOptions:
+    """torchrun's options as values, one field per option.
+
+    Attributes:
+        min_nodes, max_nodes: the two ends of ``--nnodes``.
+        nproc_per_node: as typed: a number or ``auto``, ``gpu``, ``cpu``, ``xpu``. The host resolves it.
+        local_ranks_filter: None shows every rank.
+        shutdown_timeout: seconds; None leaves it to the environment or the default.
+        unexpanded: names of the options whose value a shell has yet to expand: they hold their defaults here and are
+            checked on the host. Always empty for a command that is not part of a shell string.
+    """
+
+    min_nodes: int
+    max_nodes: int
+    nproc_per_node: str
+    rdzv_backend: str
+    rdzv_endpoint: str
+    rdzv_id: str
+    rdzv_conf: str
+    standalone: bool
+    max_restarts: int
+    monitor_interval: float
+    start_method: str
+    event_log_handler: str
+    role: str
+    module: bool
+    no_python: bool
+    run_path: bool
+    log_dir: str | None
+    redirects: Streams
+    tee: Streams
+    local_ranks_filter: frozenset[int] | None
+    duplicate_stdout_filters: tuple[str, ...]
+    duplicate_stderr_filters: tuple[str, ...]
+    node_rank: int
+    master_addr: str
+    master_port: int | None
+    local_addr: str | None
+    logs_specs: str | None
+    numa_binding: str | None
+    signals_to_handle: str
+    shutdown_timeout: int | None
+    virtual_local_rank: bool
+    unexpanded: frozenset[str] = frozenset()
+
+    @property
+    def run_id(self) -> str | None:
+        """What torchrun makes TORCHELASTIC_RUN_ID: ``--rdzv-id``, or None where it draws a random one."""
+        drawn = self.standalone or (
+            self.rdzv_backend == "static"
+            and not self.rdzv_endpoint
+            and self.master_port is None
+            and self.max_nodes == 1
+        )
+        return None if drawn else self.rdzv_id
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise CommandError(f"torchrun: {message}. See `torchrun --help`.")
+
+
+class _Help(argparse.Action):
+    def __call__(self, *_: object) -> NoReturn:
+        raise HelpRequested
+
+
+def _build_parser() -> _Parser:
+    # Values stay text here: what a shell has yet to expand has no type.
+    parser = _Parser(prog="torchrun", add_help=False, argument_default=argparse.SUPPRESS)
+    parser.add_argument("-h", "--help", action=_Help, nargs=0)
+    for option in OPTIONS:
+        parser.add_argument(*option.flags, action="store_true" if option.type is bool else "store")
+    parser.add_argument("training_script")
+    parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
+    return parser
+
+
+def parse_options(arguments: Sequence[str], env: Mapping[str, str]) -> tuple[TorchrunOptions, str, tuple[str, ...]]:
+    """Read torchrun's command line, by its own rules (abbreviations, ``PET_*`` defaults, the rest after the script).
+
+    Returns:
+        The options, the training script (or module, or program) and its arguments.
+
+    Raises:
+        CommandError: an option that torchrun does not have, a value that it does not take, or no script.
+        HelpRequested: ``--help`` is among the options.
+    """
+    given, unknown = _build_parser().parse_known_args(arguments)
+    if unknown:
+        raise CommandError(_unknown_option(unknown[0].partition("=")[0]))
+    texts = vars(given)
+    return _values(texts, env), texts["training_script"], tuple(texts["training_script_args"])
+
+
+def _values(texts: Mapping[str, Any], env: Mapping[str, str]) -> TorchrunOptions:
+    values: dict[str, Any] = {}
+    unexpanded: set[str] = set()
+    for option in OPTIONS:
+        text, source = texts.get(option.dest), option.name
+        if text is None and option.env:
+            text, source = env.get(option.variable), option.variable
+        if isinstance(text, str) and UNEXPANDED in text:
+            unexpanded.add(option.dest)
+            text = None
+        # As argparse does: a default that is a string is converted like a value.
+        value = option.default if text is None else text
+        values[option.dest] = option.convert(value, source) if isinstance(value, str) else value
+    min_nodes, max_nodes = values.pop("nnodes")
+    return TorchrunOptions(min_nodes=min_nodes, max_nodes=max_nodes, unexpanded=frozenset(unexpanded), **values)
+
+
+def _unknown_option(flag: str) -> str:
+    # Compared with as much of each name as was typed: --nprocs is meant to be --nproc-per-node, not --nnodes.
+    typed = flag.strip("-").replace("_", "-")
+    names = {option.name[2:][: len(typed)]: option.name for option in OPTIONS}
+    near = difflib.get_close_matches(typed, names, n=1)
+    hint = f" Did you mean {names[near[0]]}?" if near else ""
+    return f"torchrun has no option {flag}.{hint} See `torchrun --help`."
+
+
+DEFAULTS = _values({}, {})
+"""What every option is when neither the command line nor the environment says anything."""

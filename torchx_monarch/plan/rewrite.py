@@ -1,0 +1,161 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""From the app a user submits to the app a backend runs, and back.
+
+Rewriting is wrapping: ``torchrun train.py`` becomes ``python -m torchx_monarch.host [options] -- torchrun train.py``,
+where the command stands: as the role's own command, inside the string of a ``bash -c``, or among the arguments of a
+set-up script. The words of the command and everything else of the role stay as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchx.specs import AppDef, Role, macros
+
+from torchx_monarch.plan.command import HOST_MODULE, Command, CommandError, check, parse
+from torchx_monarch.plan.shell import SimpleCommand, command_string, simple_commands
+from torchx_monarch.plan.template import escape, substitute, unescape
+
+
+@dataclass(frozen=True)
+class HostOptions:
+    """How the host process of each replica is started.
+
+    Attributes:
+        python: the interpreter, as the replica finds it.
+        grace: seconds from SIGTERM to SIGKILL when ranks are stopped.
+        host_timeout: seconds to wait for all hosts to arrive.
+        preload: the modules, separated by commas, that rank interpreters import while they wait; empty for none.
+    """
+
+    python: str = "python"
+    grace: float = 30.0
+    host_timeout: float = 300.0
+    preload: str = "torch"
+
+
+def rewrite(app: AppDef, options: HostOptions) -> AppDef:
+    """A copy of ``app`` in which every role that has a rank program runs it through the host process.
+
+    Raises:
+        CommandError: the command of a role cannot be run; the message names the role.
+    """
+    rewritten = copy.deepcopy(app)
+    for role in rewritten.roles:
+        _wrap(role, options)
+    return rewritten
+
+
+def restore(role: Role) -> Role:
+    """A copy of ``role`` as it was before :func:`rewrite`; a role that was not rewritten comes back as it is."""
+    restored = copy.deepcopy(role)
+    string = command_string(role.entrypoint, role.args)
+    if string is not None:
+        restored.args[string] = _restore_string(role.args[string])
+        return restored
+    argv = [escape(role.entrypoint), *role.args]
+    for start in range(len(argv)):
+        end = _host_words(argv[start:])
+        if end is not None:
+            argv[start : start + end] = []
+            restored.entrypoint, restored.args = unescape(argv[0]), argv[1:]
+            break
+    return restored
+
+
+def _wrap(role: Role, options: HostOptions) -> None:
+    string = command_string(role.entrypoint, role.args)
+    if string is not None:
+        _wrap_string(role, string, options)
+        return
+    words = [role.entrypoint, *(substitute(arg)[0] for arg in role.args)]
+    if _command(words, role) is not None:
+        command = [escape(role.entrypoint), *role.args]
+        role.entrypoint, role.args = options.python, [*_host_arguments(role, options), *command]
+        return
+    for position in range(len(role.args)):
+        command_found = _command(words[position + 1 :], role)
+        if command_found is not None:
+            # A script that sets things up and then runs torchrun; what it does with a plain python is its own affair.
+            if command_found.kind == "torchrun":
+                role.args[position:position] = [escape(options.python), *_host_arguments(role, options)]
+            return
+
+
+def _wrap_string(role: Role, string: int, options: HostOptions) -> None:
+    text = role.args[string]
+    found = _rank_commands(text, role)
+    if len(found) > 1:
+        raise CommandError(
+            f"role {role.name!r}: the string of `{role.entrypoint} -c` holds {len(found)} torchrun commands, and a "
+            "role can hold one. Make a role of each, or leave it to one torchrun to start the other."
+        )
+    for simple in found:
+        if simple.looped:
+            raise CommandError(
+                f"role {role.name!r}: the torchrun in the string of `{role.entrypoint} -c` stands in a loop, and a "
+                "role runs one. Put the loop into the script, or submit one job for each turn."
+            )
+        start = simple.words[0].start
+        host = [escape(options.python), *_host_arguments(role, options)]
+        # The values of macros may be variables of the shell (Slurm: $SLURM_JOB_ID): double quotes let them expand.
+        quoted = [f'"{word}"' if word in (macros.app_id, macros.replica_id) else shlex.quote(word) for word in host]
+        role.args[string] = f"{text[:start]}{' '.join(quoted)} {text[start:]}"
+
+
+def _rank_commands(text: str, role: Role) -> list[SimpleCommand]:
+    found = []
+    for simple in simple_commands(text):
+        command = _command([word.value for word in simple.words], role)
+        if command is not None and (command.kind == "torchrun" or simple.alone):
+            found.append(simple)
+    return found
+
+
+def _restore_string(text: str) -> str:
+    for simple in simple_commands(text):
+        end = _host_words([word.value for word in simple.words])
+        if end is not None:
+            return text[: simple.words[0].start] + text[simple.words[end].start :]
+    return text
+
+
+def _command(words: Sequence[str], role: Role) -> Command | None:
+    """The rank program that ``words`` are, checked against the role."""
+    env = {name: substitute(value)[0] for name, value in role.env.items()}
+    try:
+        command = parse(words, env)
+    except CommandError as error:
+        raise CommandError(f"role {role.name!r}: {error}") from None
+    if command is not None:
+        check(command, replicas=role.num_replicas, role=role.name)
+    return command
+
+
+def _host_arguments(role: Role, options: HostOptions) -> list[str]:
+    """The arguments of the host process, which follow the interpreter and precede the command."""
+    return [
+        *("-m", HOST_MODULE),
+        *("--app", macros.app_id),
+        *("--role", escape(role.name)),
+        *("--replica", macros.replica_id),
+        *("--replicas", str(role.num_replicas)),
+        *("--grace", f"{options.grace:g}"),
+        *("--host-timeout", f"{options.host_timeout:g}"),
+        *("--preload", escape(options.preload)),
+        "--",
+    ]
+
+
+def _host_words(argv: Sequence[str]) -> int | None:
+    """How many words at the start of ``argv`` start the host process; None when they do not."""
+    if tuple(argv[1:3]) != ("-m", HOST_MODULE):
+        return None
+    end = 3
+    while end < len(argv) and argv[end] != "--":
+        end += 2
+    return end + 1 if end + 1 < len(argv) else None

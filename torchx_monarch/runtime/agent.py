@@ -1,0 +1,35 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The one actor of each host, through which the controller runs and stops the ranks there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+from monarch.actor import Actor, concurrent_endpoint
+
+from torchx_monarch.runtime.link import SOCKET_VARIABLE, LinkClient
+
+
+class Agent(Actor):
+    """Passes the controller's requests to the host process, whose children the ranks are.
+
+    The endpoint is concurrent: Monarch gives an actor one message at a time otherwise, and a request to stop would wait
+    behind the one that it is to end.
+    """
+
+    def __init__(self) -> None:
+        self._link: asyncio.Future[LinkClient] | None = None
+
+    @concurrent_endpoint
+    async def call(self, op: str, args: dict[str, Any]) -> Any:
+        """Have the host process do ``op`` (see ``HostProcess.handle``).
+
+        Raises:
+            LinkError: the host could not.
+        """
+        if self._link is None:
+            self._link = asyncio.ensure_future(LinkClient.connect(os.environ[SOCKET_VARIABLE]))
+        return await (await self._link).request(op, args)

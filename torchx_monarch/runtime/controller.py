@@ -1,0 +1,245 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The controller on replica 0: hosts, mesh, ranks, verdict."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import signal
+import threading
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torchx_monarch.errors import RankExit, Verdict, root_cause, shell_code
+from torchx_monarch.runtime.environment import World
+from torchx_monarch.runtime.rendezvous import Registration, Rendezvous, Trouble
+from torchx_monarch.runtime.report import Reporter
+
+if TYPE_CHECKING:
+    from torchx_monarch.monarch_api import AgentMesh
+
+T = TypeVar("T")
+
+_MESH_TIMEOUT = 60.0
+"""Seconds for attaching to the hosts and starting their agents."""
+
+_STOP_MARGIN = 10.0
+"""Seconds beyond the grace until a host that has not said that its ranks ended counts as lost."""
+
+
+class _TroubleCame(Exception):
+    def __init__(self, trouble: Trouble) -> None:
+        self.trouble = trouble
+
+
+@dataclasses.dataclass(frozen=True)
+class JobOptions:
+    """What the controller needs to know of the job.
+
+    Attributes:
+        run_id: TORCHELASTIC_RUN_ID of the ranks.
+        attempt: number of the attempt.
+        host_timeout: seconds that the hosts have to arrive.
+        grace: seconds from SIGTERM to SIGKILL for ranks.
+        master_addr: what ranks dial to meet rank 0.
+    """
+
+    run_id: str
+    attempt: int
+    host_timeout: float
+    grace: float
+    master_addr: str
+
+
+class Controller:
+    """Drives one attempt over the hosts of a role.
+
+    Args:
+        options: of the job.
+        rendezvous: where the hosts register.
+        reporter: what a person sees.
+        first_output: set when a rank of this host has printed something.
+    """
+
+    def __init__(
+        self, options: JobOptions, rendezvous: Rendezvous, reporter: Reporter, first_output: asyncio.Event
+    ) -> None:
+        self._options = options
+        self._rendezvous = rendezvous
+        self._reporter = reporter
+        self._first_output = first_output
+        # Monarch's calls block; one thread each, because a pending one must not hold up the next.
+        self._threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="monarch-call")
+        self._mesh: AgentMesh | None = None
+        self._exits: dict[int, RankExit] = {}
+
+    async def run(self) -> Verdict:
+        """Run the job to its end; never raises for what can go wrong with hosts and ranks."""
+        try:
+            hosts = await self._all_hosts()
+            await self._form_mesh(hosts)
+            return await self._attempt(hosts)
+        except _TroubleCame as came:
+            verdict = came.trouble.verdict
+            self._reporter.note("failure", verdict.reason, replica=came.trouble.replica)
+            await self._stop_ranks({came.trouble.replica} if came.trouble.lost else set())
+            return verdict
+
+    async def _all_hosts(self) -> list[Registration]:
+        rendezvous, timeout = self._rendezvous, self._options.host_timeout
+
+        def what() -> str:
+            missing = ", ".join(str(replica) for replica in rendezvous.missing)
+            return f"host {rendezvous.present + 1} of {rendezvous.present + len(rendezvous.missing)} (replica {missing})"
+
+        waiting = self._reporter.while_waiting(asyncio.wait_for(rendezvous.hosts(), timeout), what)
+        try:
+            hosts = await self._unless_trouble(waiting)
+        except asyncio.TimeoutError:
+            missing = ", ".join(str(replica) for replica in rendezvous.missing)
+            reason = f"replica {missing} did not arrive within {timeout:g} s (--host-timeout)"
+            raise _TroubleCame(Trouble(rendezvous.missing[0], Verdict(1, reason))) from None
+        self._reporter.phase("hosts", f"hosts {len(hosts)}/{len(hosts)}", hosts=[host.hostname for host in hosts])
+        return hosts
+
+    async def _form_mesh(self, hosts: list[Registration]) -> None:
+        from torchx_monarch.monarch_api import AgentMesh
+        from torchx_monarch.runtime.agent import Agent
+
+        try:
+            mesh = self._in_thread(AgentMesh, [host.address for host in hosts], Agent, _MESH_TIMEOUT)
+            self._mesh = await self._unless_trouble(self._reporter.while_waiting(mesh, lambda: "the mesh"))
+        except _TroubleCame:
+            raise
+        except Exception as error:
+            reason = f"the mesh of {len(hosts)} hosts could not be formed: {_first_line(error)}; see monarch.log"
+            raise _TroubleCame(Trouble(0, Verdict(1, reason))) from error
+        self._reporter.phase("mesh", "mesh")
+
+    async def _attempt(self, hosts: list[Registration]) -> Verdict:
+        options = self._options
+        port, agent_store = await self._call(0, "store", {"address": options.master_addr})
+        sizes = tuple(host.nproc for host in hosts)
+        world = World(options.attempt, sizes, options.master_addr, port, agent_store, options.run_id)
+        launched = 0
+        async for _ in self._each_host("launch", {"world": world.to_json()}, hosts):
+            launched += 1
+        self._reporter.phase("ranks", f"ranks {world.size}/{world.size}", attempt=options.attempt)
+        output = asyncio.ensure_future(self._report_output())
+        async for exits in self._each_host("watch", {}, hosts):
+            await asyncio.sleep(0)  # what was printed comes before what ended
+            self._note_exits(exits)
+            if cause := root_cause(self._exits.values()):
+                self._reporter.note("failure", cause.describe(), rank=cause.rank)
+                await self._stop_ranks(set())
+                return self._failed()
+        output.cancel()
+        return Verdict(0, f"all {world.size} ranks ended with code 0")
+
+    async def _report_output(self) -> None:
+        await self._first_output.wait()
+        self._reporter.phase("output", "first output")
+
+    def _failed(self) -> Verdict:
+        cause = root_cause(self._exits.values())
+        assert cause is not None
+        return Verdict(shell_code(cause.code), cause.describe(), cause)
+
+    # -- the hosts' agents -----------------------------------------------------------------------------------------------
+
+    async def _call(self, replica: int, op: str, args: dict[str, Any]) -> Any:
+        assert self._mesh is not None
+        try:
+            return await self._unless_trouble(self._in_thread(self._mesh.call, replica, op, args, _MESH_TIMEOUT))
+        except _TroubleCame:
+            raise
+        except Exception as error:
+            raise _TroubleCame(Trouble(replica, Verdict(1, f"host {replica}: {_first_line(error)}"))) from None
+
+    async def _each_host(self, op: str, args: dict[str, Any], hosts: Iterable[Registration]) -> Any:
+        """Call every agent; yields the answers as they come. Trouble, an error among them, raises."""
+        answers: asyncio.Queue[Any] = asyncio.Queue()
+        self._stream_into(answers, op, args)
+        for _ in hosts:
+            answer = await self._unless_trouble(answers.get())
+            if isinstance(answer, Exception):
+                # The host itself says it better than Monarch's supervision, if a moment later.
+                with contextlib.suppress(asyncio.TimeoutError):
+                    raise _TroubleCame(await asyncio.wait_for(self._rendezvous.troubles.get(), 1.0))
+                raise _TroubleCame(Trouble(0, Verdict(1, _first_line(answer))))
+            yield answer
+
+    def _stream_into(self, answers: asyncio.Queue[Any], op: str, args: dict[str, Any]) -> None:
+        loop, mesh = asyncio.get_running_loop(), self._mesh
+        assert mesh is not None
+
+        def pump() -> None:
+            for answer in mesh.stream(op, args):
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    loop.call_soon_threadsafe(answers.put_nowait, answer)
+
+        threading.Thread(target=pump, name=f"monarch-{op}", daemon=True).start()
+
+    async def _stop_ranks(self, lost: set[int]) -> None:
+        """Stop the ranks of every host that can be asked to; what they say of it is kept.
+
+        A host whose agent is gone stops its ranks by itself, and one that is gone took them along.
+        """
+        if self._mesh is None:
+            return
+        answers: asyncio.Queue[Any] = asyncio.Queue()
+        loop, grace = asyncio.get_running_loop(), self._options.grace
+        asked = set(range(self._rendezvous.present)) - lost
+        until = loop.time() + grace + _STOP_MARGIN
+        self._stream_into(answers, "stop", {"signal": int(signal.SIGTERM), "grace": grace})
+        while asked:
+            try:
+                answer = await self._unless_trouble(asyncio.wait_for(answers.get(), until - loop.time()))
+            except _TroubleCame as came:
+                if came.trouble.lost:
+                    asked.discard(came.trouble.replica)
+            except asyncio.TimeoutError:
+                late = ", ".join(str(replica) for replica in sorted(asked))
+                self._reporter.line(f"host {late} did not stop its ranks within {grace + _STOP_MARGIN:g} s")
+                return
+            else:
+                if not isinstance(answer, Exception):
+                    self._note_exits(answer)
+                    asked -= {one["replica"] for one in answer}
+
+    def _note_exits(self, exits: list[dict[str, Any]]) -> None:
+        for values in exits:
+            one = RankExit.from_json(values)
+            self._exits[one.rank] = one
+
+    # -- waiting -----------------------------------------------------------------------------------------------------------
+
+    async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: function(*args))
+
+    async def _unless_trouble(self, awaitable: Awaitable[T]) -> T:
+        """Await something; trouble that comes from a host meanwhile ends the wait."""
+        wanted = asyncio.ensure_future(awaitable)
+        trouble = asyncio.ensure_future(self._rendezvous.troubles.get())
+        try:
+            await asyncio.wait([wanted, trouble], return_when=asyncio.FIRST_COMPLETED)
+            if wanted.done():
+                if trouble.done():
+                    self._rendezvous.troubles.put_nowait(trouble.result())
+                return wanted.result()
+            raise _TroubleCame(trouble.result())
+        finally:
+            for task in (wanted, trouble):
+                task.cancel()
+
+
+def _first_line(error: BaseException) -> str:
+    """The text of an error from the other side of Monarch, without its layers."""
+    text = str(error).strip()
+    marker = "LinkError: "
+    if marker in text:
+        text = text.rpartition(marker)[2]
+    return text.splitlines()[0] if text else type(error).__name__

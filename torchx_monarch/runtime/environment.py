@@ -1,0 +1,113 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The environment of a rank: torchelastic's, from who takes part in an attempt.
+
+Names and values are those of ``LocalElasticAgent._start_workers`` of torch 2.13
+(``torch/distributed/elastic/agent/server/local_elastic_agent.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchx_monarch.plan.command import TorchrunOptions
+
+SECRET_VARIABLES = ("MONARCH_RENDEZVOUS", "MONARCH_RUN_DIR", "MONARCH_EVENTS", "MONARCH_LOG_DIR", "MONARCH_RESTART")
+"""Variables through which the backend talks to the host process; ranks do not get them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """The ranks of one attempt and where they meet.
+
+    Attributes:
+        attempt: counts from 0; TORCHELASTIC_RESTART_COUNT.
+        local_world_sizes: ranks of each replica, by replica id.
+        master_addr: what the ranks dial.
+        master_port: the TCP port of the store.
+        agent_store: whether a TCPStore is already served there (else rank 0's program serves it).
+        run_id: TORCHELASTIC_RUN_ID.
+    """
+
+    attempt: int
+    local_world_sizes: tuple[int, ...]
+    master_addr: str
+    master_port: int
+    agent_store: bool
+    run_id: str
+
+    @property
+    def size(self) -> int:
+        """Ranks in all."""
+        return sum(self.local_world_sizes)
+
+    def first_rank(self, replica: int) -> int:
+        """The global rank of a replica's local rank 0: ranks are numbered replica by replica."""
+        return sum(self.local_world_sizes[:replica])
+
+    def to_json(self) -> dict[str, Any]:
+        """As the plain values that a message carries."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> World:
+        """The inverse of ``to_json``."""
+        return cls(**{**values, "local_world_sizes": tuple(values["local_world_sizes"])})
+
+
+def interpreter_environment(host: Mapping[str, str], local_world_size: int) -> dict[str, str]:
+    """What a rank's interpreter starts with, before its rank is known.
+
+    OMP_NUM_THREADS must be there before torch is imported; torchrun sets it to 1 when it starts several ranks and the
+    user has not set it.
+    """
+    env = {name: value for name, value in host.items() if name not in SECRET_VARIABLES}
+    if local_world_size > 1:
+        env.setdefault("OMP_NUM_THREADS", "1")
+    return env
+
+
+def rank_environment(
+    world: World, options: TorchrunOptions, replica: int, local_rank: int, base: Mapping[str, str], error_file: str
+) -> dict[str, str]:
+    """What is added to ``base`` for one rank.
+
+    Raises:
+        ValueError: ``--virtual-local-rank`` with fewer visible devices than ranks, as in torchrun.
+    """
+    rank = world.first_rank(replica) + local_rank
+    env = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "GROUP_RANK": str(replica),
+        "ROLE_RANK": str(rank),
+        "ROLE_NAME": options.role,
+        "WORLD_SIZE": str(world.size),
+        "LOCAL_WORLD_SIZE": str(world.local_world_sizes[replica]),
+        "GROUP_WORLD_SIZE": str(len(world.local_world_sizes)),
+        "ROLE_WORLD_SIZE": str(world.size),
+        "MASTER_ADDR": world.master_addr,
+        "MASTER_PORT": str(world.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(world.attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
+        "TORCHELASTIC_RUN_ID": world.run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": str(world.agent_store),
+        "TORCHELASTIC_ERROR_FILE": error_file,
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": options.signals_to_handle,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": base.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }
+    if options.virtual_local_rank:
+        env["LOCAL_RANK"] = "0"
+        env["CUDA_VISIBLE_DEVICES"] = _device_of(local_rank, base.get("CUDA_VISIBLE_DEVICES"))
+    return env
+
+
+def _device_of(local_rank: int, visible: str | None) -> str:
+    if visible is None:
+        return str(local_rank)
+    devices: Sequence[str] = visible.split(",")
+    if local_rank >= len(devices):
+        raise ValueError(f"local rank {local_rank} has no device of its own in CUDA_VISIBLE_DEVICES={visible}")
+    return devices[local_rank].strip()

@@ -1,0 +1,320 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The host process of one replica: its ranks, its Monarch worker and, on replica 0, the controller."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import shlex
+import signal
+import socket
+import sys
+import tempfile
+import traceback
+from collections.abc import Coroutine, Mapping
+from typing import Any, NoReturn
+
+from torchx_monarch.errors import Verdict
+from torchx_monarch.plan.command import Command, CommandError, check, parse
+from torchx_monarch.runtime.controller import Controller, JobOptions
+from torchx_monarch.runtime.environment import World
+from torchx_monarch.runtime.link import SOCKET_VARIABLE, LinkServer
+from torchx_monarch.runtime.ranks import LaunchError, Place, RankPool
+from torchx_monarch.runtime.rendezvous import Membership, Registration, Rendezvous, RendezvousError, agent_lost, signalled
+from torchx_monarch.runtime.report import Reporter
+from torchx_monarch.runtime.strays import adopt_orphans, kill_descendants, reap_orphans
+
+_HOST_EXIT_TIMEOUT = 5.0
+"""Seconds that replica 0 waits for the other hosts to go before it goes itself."""
+
+_LAST_WORDS_TIMEOUT = 10.0
+"""Seconds in which a host that cannot take part tries to tell replica 0."""
+
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+@dataclasses.dataclass(frozen=True)
+class HostOptions:
+    """The command line of a host process, ``python -m torchx_monarch.host``.
+
+    Attributes:
+        app: the app's id.
+        role: the role's name.
+        replica: which replica of the role this is.
+        replicas: how many there are.
+        grace: seconds from SIGTERM to SIGKILL for ranks.
+        host_timeout: seconds that all hosts have to arrive.
+        preload: modules that rank interpreters import ahead.
+        command: what the role runs.
+    """
+
+    app: str
+    role: str
+    replica: int
+    replicas: int
+    grace: float
+    host_timeout: float
+    preload: tuple[str, ...]
+    command: tuple[str, ...]
+
+
+class HostProcess:
+    """Runs one replica to its end.
+
+    Args:
+        options: the command line.
+        environ: the environment as the backend gave it.
+    """
+
+    def __init__(self, options: HostOptions, environ: Mapping[str, str]) -> None:
+        self._options = options
+        self._environ = dict(environ)
+        self._hostname = socket.gethostname()
+        # Monarch and its processes print to what is left as 1 and 2, which becomes a file of its own.
+        self._stdout, self._stderr = os.dup(1), os.dup(2)
+        self._log_dir = self._environ.get("MONARCH_LOG_DIR") or tempfile.mkdtemp(prefix="torchx-monarch-")
+        self._run_dir = self._environ.get("MONARCH_RUN_DIR") or tempfile.mkdtemp(prefix="tm-")
+        events_path = self._environ.get("MONARCH_EVENTS") if options.replica == 0 else None
+        self._reporter = Reporter(self._stderr, events_path, options.role)
+        self._rendezvous: Rendezvous | None = None
+        self._membership: Membership | None = None
+        self._command: Command | None = None
+        self._pool: RankPool | None = None
+        self._registration: Registration | None = None
+        self._first_output = asyncio.Event()
+        self._sockets: list[str] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def main(self) -> NoReturn:
+        """Run to the end and exit with the verdict's code."""
+        adopt_orphans()
+        self._redirect_own_output()
+        asyncio.run(self._main())
+        raise AssertionError("a host process ends in os._exit")
+
+    async def _main(self) -> NoReturn:
+        self._handle_signals()
+        self._spawn(reap_orphans())
+        try:
+            verdict = await self._job()
+        except Exception as error:
+            traceback.print_exc()
+            verdict = Verdict(1, f"internal error of the host process: {type(error).__name__}: {error}")
+            self._reporter.line(f"{verdict.reason}; see {os.path.join(self._log_dir, 'monarch.log')}")
+        if self._pool is not None:
+            await self._pool.stop(signal.SIGTERM, self._options.grace)
+        self._write_error_file(verdict)
+        self._exit(verdict.code)
+
+    def _exit(self, code: int) -> NoReturn:
+        kill_descendants()
+        for path in self._sockets:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        # Monarch's threads have nothing left to do, and waiting for them takes up to seconds.
+        os._exit(code)
+
+    async def _job(self) -> Verdict:
+        address, nproc, error, code = "", 0, "", 1
+        try:
+            command = self._parse()
+            nproc = await self._start_interpreters(command)
+            address = await self._start_worker()
+        except CommandError as failure:
+            error, code = str(failure), 2
+        except LaunchError as failure:
+            error = str(failure)
+        except FileNotFoundError as failure:
+            # The exit code of `python nosuch.py`.
+            error, code = f"can't open file {failure.filename!r}: No such file or directory", 2
+        options = self._options
+        host = Registration(options.replica, address, self._hostname, os.getpid(), nproc, error, code)
+        self._registration = host
+        return await (self._control(host) if options.replica == 0 else self._take_part(host))
+
+    # -- start ---------------------------------------------------------------------------------------------------------
+
+    def _redirect_own_output(self) -> None:
+        path = os.path.join(self._log_dir, "monarch.log")
+        try:
+            os.makedirs(self._log_dir, mode=0o700, exist_ok=True)
+            log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        except OSError:
+            log = os.open(os.devnull, os.O_WRONLY)  # the ranks' logs will say what is wrong with the folder
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+
+    def _handle_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in _STOP_SIGNALS:
+            loop.add_signal_handler(number, self._signalled, number)
+
+    def _parse(self) -> Command:
+        options = self._options
+        command = parse(options.command, self._environ)
+        if command is None:
+            raise CommandError(f"not a torchrun or Python command: {shlex.join(options.command)}")
+        check(command, replicas=options.replicas, role=options.role)
+        program = command.program
+        if program.mode == "script" and not os.path.exists(program.target):
+            raise FileNotFoundError(2, "No such file or directory", os.path.abspath(program.target))
+        return command
+
+    async def _start_interpreters(self, command: Command) -> int:
+        self._command = command
+        log_dir = self._log_dir
+        if command.options.log_dir:
+            log_dir = os.path.join(command.options.log_dir, self._run_id())
+        self._pool = RankPool(
+            command,
+            Place(self._options.replica, self._hostname, os.path.abspath(log_dir), self._stdout, self._stderr),
+            self._environ,
+            self._options.preload,
+            self._first_output.set,
+        )
+        nproc = command.options.nproc_per_node if command.kind == "torchrun" else "1"
+        return await self._pool.warm(nproc)
+
+    async def _start_worker(self) -> str:
+        """Monarch's worker loop, and the socket by which its agent will reach us."""
+        folder = self._run_dir
+        # Short, for a socket's path has at most 107 bytes; distinct from those of other roles and of an earlier life.
+        unique = f"{self._options.replica}-{os.getpid()}.sock"
+        link, client, worker = (os.path.join(folder, kind + unique) for kind in "ach")
+        self._sockets = [link, client, worker]
+        await LinkServer(link, self._handle, self._agent_lost).start()
+        os.environ[SOCKET_VARIABLE] = link
+        os.environ["TMPDIR"] = folder  # Monarch makes its sockets there; ranks get the environment as it was
+
+        def start() -> str:
+            from torchx_monarch import monarch_api
+
+            os.environ.update(monarch_api.tune())
+            return monarch_api.start_worker(
+                f"ipc://{client}", f"ipc://{worker}", lambda text: print(text, file=sys.stderr, flush=True)
+            )
+
+        return await asyncio.get_running_loop().run_in_executor(None, start)
+
+    # -- the job -------------------------------------------------------------------------------------------------------
+
+    def _run_id(self) -> str:
+        """TORCHELASTIC_RUN_ID: torchrun's ``--rdzv-id``, else the app's id."""
+        rdzv_id = self._command.options.rdzv_id if self._command else "none"
+        return rdzv_id if rdzv_id != "none" else self._options.app
+
+    async def _control(self, host: Registration) -> Verdict:
+        """Replica 0: gather the hosts, run, announce."""
+        options = self._options
+        address = self._environ.get("MONARCH_RENDEZVOUS") or f"unix:{self._run_dir}/r.sock"
+        self._rendezvous = rendezvous = Rendezvous(address, options.replicas)
+        try:
+            if options.replicas > 1:
+                await rendezvous.start()
+        except RendezvousError as error:
+            return self._conclude(Verdict(1, str(error)))
+        rendezvous.register(host)
+        job = JobOptions(
+            run_id=self._run_id(),
+            attempt=int(self._environ.get("MONARCH_RESTART", "0")),
+            host_timeout=options.host_timeout,
+            grace=options.grace,
+            master_addr="127.0.0.1",
+        )
+        verdict = await Controller(job, rendezvous, self._reporter, self._first_output).run()
+        self._conclude(verdict)
+        await rendezvous.announce(verdict, _HOST_EXIT_TIMEOUT + options.grace)
+        return verdict
+
+    def _conclude(self, verdict: Verdict) -> Verdict:
+        if verdict.cause and verdict.cause.traceback:
+            self._reporter.line(f"traceback of rank {verdict.cause.rank}:\n{verdict.cause.traceback.rstrip()}")
+        if verdict.cause:
+            self._reporter.line(f"log of rank {verdict.cause.rank}: {verdict.cause.stderr_path}")
+        word = "SUCCEEDED" if verdict.code == 0 else "FAILED"
+        self._reporter.phase("verdict", f"{word}: {verdict.reason}", code=verdict.code)
+        return verdict
+
+    async def _take_part(self, host: Registration) -> Verdict:
+        """Every other replica: register and wait for the verdict."""
+        options = self._options
+        address = self._environ.get("MONARCH_RENDEZVOUS") or f"unix:{self._run_dir}/r.sock"
+        # A host that cannot take part has only that to say; if replica 0 cannot either, it is gone already.
+        timeout = min(options.host_timeout, _LAST_WORDS_TIMEOUT) if host.error else options.host_timeout
+        try:
+            joining = Membership.join(address, host, timeout)
+            self._membership = await self._reporter.while_waiting(joining, lambda: "replica 0")
+        except RendezvousError as error:
+            reason = host.error or str(error)
+            self._reporter.line(f"host {options.replica}: {reason}")
+            return Verdict(host.code if host.error else 1, reason)
+        verdict = await self._membership.verdict()
+        if verdict is None:
+            verdict = Verdict(1, f"host {options.replica} ({self._hostname}) lost replica 0")
+            self._reporter.line(verdict.reason)
+        return verdict
+
+    # -- requests and events -------------------------------------------------------------------------------------------
+
+    async def _handle(self, op: str, args: dict[str, Any]) -> Any:
+        """Do what the controller asks through the agent.
+
+        ``store`` finds the port where ranks meet; ``launch`` starts the ranks of a world; ``watch`` returns when one has
+        failed or all have ended; ``stop`` ends them. The last two answer the exits so far.
+        """
+        assert self._pool is not None
+        if op == "store":
+            return await self._pool.serve_store(args["address"])
+        if op == "launch":
+            return await self._pool.launch(World.from_json(args["world"]))
+        if op == "watch":
+            await self._pool.watch()
+        elif op == "stop":
+            await self._pool.stop(args["signal"], args["grace"])
+        else:
+            raise ValueError(f"unknown request {op!r}")
+        return [one.to_json() for one in self._pool.exits()]
+
+    def _agent_lost(self) -> None:
+        host = self._registration
+        if host is None:
+            return
+        self._stop_soon(signal.SIGKILL)
+        if self._membership is not None:
+            self._spawn(self._membership.tell("agent_lost"))
+        elif self._rendezvous is not None:
+            self._rendezvous.troubles.put_nowait(agent_lost(host))
+
+    def _signalled(self, number: int) -> None:
+        self._reporter.line(f"host {self._options.replica}: received {signal.Signals(number).name}")
+        self._stop_soon(number)
+        if self._membership is not None:
+            self._spawn(self._membership.tell("signal", number=number))
+        elif self._rendezvous is not None:
+            self._rendezvous.troubles.put_nowait(signalled(self._options.replica, number))
+        else:
+            # Not yet in touch with anybody who could decide.
+            self._reporter.line(f"host {self._options.replica}: stopped before the job began")
+            self._exit(128 + number)
+
+    def _stop_soon(self, number: int) -> None:
+        if self._pool is not None:
+            self._spawn(self._pool.stop(number, self._options.grace))
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)  # held, or the loop might drop it
+        task.add_done_callback(self._tasks.discard)
+
+    def _write_error_file(self, verdict: Verdict) -> None:
+        path = self._environ.get("TORCHELASTIC_ERROR_FILE")
+        if verdict.code == 0 or not path:
+            return
+        with contextlib.suppress(OSError):
+            with open(path + ".tmp", "w") as file:
+                file.write(verdict.error_file())
+            os.replace(path + ".tmp", path)

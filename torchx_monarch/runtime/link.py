@@ -1,0 +1,99 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The unix socket between a host process, which owns the ranks, and its agent, which the mesh reaches.
+
+Requests are ``{"id": n, "op": name, "args": {...}}``, answers ``{"id": n, "result": ...}`` or ``{"id": n, "error":
+text}``, in any order: a request to stop overtakes the one that waits for the ranks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from torchx_monarch.runtime import protocol
+
+SOCKET_VARIABLE = "MONARCH_AGENT_SOCKET"
+"""Names the socket file. Set by the host process, inherited by the Monarch process that the agent lives in."""
+
+Handler = Callable[[str, dict[str, Any]], Awaitable[Any]]
+
+
+class LinkError(Exception):
+    """The other end refused the request, or is gone."""
+
+
+class LinkServer:
+    """The host's end: answers the requests of its agent.
+
+    Args:
+        path: socket file to make; its folder is the job's own, mode 0700.
+        handler: does what a request asks; its exceptions are sent back as text.
+        on_lost: called when the agent has gone away.
+    """
+
+    def __init__(self, path: str, handler: Handler, on_lost: Callable[[], None]) -> None:
+        self._path = path
+        self._handler = handler
+        self._on_lost = on_lost
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Begin to listen."""
+        await asyncio.start_unix_server(self._serve, self._path, limit=protocol.MAX_LINE)
+        os.chmod(self._path, 0o600)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while request := await protocol.receive(reader):
+            task = asyncio.ensure_future(self._answer(request, writer))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        writer.close()
+        self._on_lost()
+
+    async def _answer(self, request: protocol.Message, writer: asyncio.StreamWriter) -> None:
+        try:
+            answer = {"id": request["id"], "result": await self._handler(request["op"], request["args"])}
+        except Exception as error:
+            answer = {"id": request["id"], "error": str(error) or type(error).__name__}
+        await protocol.send(writer, answer)
+
+
+class LinkClient:
+    """The agent's end."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._ids = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._listener = asyncio.ensure_future(self._listen())
+
+    @classmethod
+    async def connect(cls, path: str) -> LinkClient:
+        """Connect to the host's socket file."""
+        return cls(*await asyncio.open_unix_connection(path, limit=protocol.MAX_LINE))
+
+    async def request(self, op: str, args: dict[str, Any]) -> Any:
+        """Ask the host to do something.
+
+        Raises:
+            LinkError: it could not; the message is its own.
+        """
+        number = next(self._ids)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        await protocol.send(self._writer, {"id": number, "op": op, "args": args})
+        return await answer
+
+    async def _listen(self) -> None:
+        while answer := await protocol.receive(self._reader):
+            waiting = self._waiting.pop(answer["id"])
+            if "error" in answer:
+                waiting.set_exception(LinkError(answer["error"]))
+            else:
+                waiting.set_result(answer["result"])
+        for waiting in self._waiting.values():
+            waiting.set_exception(LinkError("the host process is gone"))

@@ -1,0 +1,105 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A rank's stdout or stderr: byte for byte into its own file, in whole lines with a prefix onto the host's own output."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+
+_CHUNK = 1 << 18
+
+
+def write_all(fd: int, data: bytes) -> bool:
+    """Write everything to ``fd``; False when it cannot be (nobody reads, the disk is full)."""
+    view = memoryview(data)
+    try:
+        while view:
+            view = view[os.write(fd, view) :]
+    except OSError:
+        return False
+    return True
+
+
+class RankOutput:
+    """Reads one pipe to its end.
+
+    What arrives before ``assign`` is held: an interpreter that is started ahead has no rank yet.
+
+    Args:
+        pipe: the read end; owned, and closed at the end.
+        on_first: called once, when the first bytes arrive after ``assign``.
+    """
+
+    def __init__(self, pipe: int, on_first: Callable[[], None]) -> None:
+        self.ended = asyncio.Event()
+        self._pipe = pipe
+        self._on_first: Callable[[], None] | None = on_first
+        self._held: list[bytes] | None = []
+        self._file: int | None = None
+        self._console: int | None = None
+        self._prefix = b""
+        self._partial = b""
+        os.set_blocking(pipe, False)
+        asyncio.get_running_loop().add_reader(pipe, self._readable)
+
+    def assign(self, path: str, console: int | None, prefix: str) -> None:
+        """Say where it goes.
+
+        Args:
+            path: the rank's own file; appended to.
+            console: descriptor for the prefixed lines; None for the file alone.
+            prefix: stands before each line, ``[trainer3]:``; may be empty.
+
+        Raises:
+            OSError: the file cannot be opened.
+        """
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._console = console
+        self._prefix = prefix.encode()
+        held, self._held = self._held or [], None
+        for data in held:
+            self._feed(data)
+
+    def close(self) -> None:
+        """Stop reading, whoever still holds the other end, and give out what is left."""
+        if self.ended.is_set():
+            return
+        asyncio.get_running_loop().remove_reader(self._pipe)
+        os.close(self._pipe)
+        if self._partial and self._console is not None:
+            write_all(self._console, self._prefix + self._partial + b"\n")
+        if self._file is not None:
+            os.close(self._file)
+        self.ended.set()
+
+    def _readable(self) -> None:
+        try:
+            data = os.read(self._pipe, _CHUNK)
+        except BlockingIOError:
+            return
+        if not data:
+            self.close()
+        elif self._held is not None:
+            self._held.append(data)
+        else:
+            self._feed(data)
+
+    def _feed(self, data: bytes) -> None:
+        if self._on_first is not None:
+            self._on_first()
+            self._on_first = None
+        if self._file is not None:
+            write_all(self._file, data)  # a full disk loses log lines, never the job
+        if self._console is None:
+            return
+        end = data.rfind(b"\n")
+        if end < 0:
+            self._partial += data
+            return
+        whole = self._partial + data[:end]
+        self._partial = data[end + 1 :]
+        if self._prefix:
+            whole = self._prefix + whole.replace(b"\n", b"\n" + self._prefix)
+        write_all(self._console, whole + b"\n")

@@ -1,0 +1,73 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""JSON lines between the processes of a job: one object a line, a size limit, a version in the greeting."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+VERSION = 1
+"""Sent in every greeting; the two ends of a job run the same release, so any other version is refused."""
+
+MAX_LINE = 1 << 20
+"""Longest message in bytes. The largest real one, an error with its traceback, is a few kilobytes."""
+
+Message = dict[str, Any]
+
+
+class ProtocolError(Exception):
+    """What came over a connection is not a message of ours."""
+
+
+def encode(message: Message) -> bytes:
+    """One message as a line of bytes.
+
+    Raises:
+        ProtocolError: the message is longer than ``MAX_LINE``.
+    """
+    line = json.dumps(message, separators=(",", ":")).encode() + b"\n"
+    if len(line) > MAX_LINE:
+        raise ProtocolError(f"a message of {len(line)} bytes is over the limit of {MAX_LINE}")
+    return line
+
+
+async def receive(reader: asyncio.StreamReader, timeout: float | None = None) -> Message | None:
+    """The next message, or None when the other end has closed the connection.
+
+    Args:
+        reader: opened with ``limit=MAX_LINE``.
+        timeout: seconds of silence that are allowed; None for no limit.
+
+    Raises:
+        ProtocolError: what came is no JSON object, or too long.
+        TimeoutError: nothing came in time.
+    """
+    try:
+        line = await asyncio.wait_for(reader.readline(), timeout)
+    except asyncio.TimeoutError:  # on Python 3.10 not yet the builtin
+        raise TimeoutError(f"no message within {timeout:g} s") from None
+    except ValueError:
+        raise ProtocolError(f"a message is over the limit of {MAX_LINE} bytes") from None
+    except ConnectionError:
+        return None
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        message = json.loads(line)
+    except ValueError:
+        raise ProtocolError(f"not a JSON line: {line[:80]!r}") from None
+    if not isinstance(message, dict):
+        raise ProtocolError(f"not a JSON object: {line[:80]!r}")
+    return message
+
+
+async def send(writer: asyncio.StreamWriter, message: Message) -> bool:
+    """Send one message; False when the other end is gone."""
+    try:
+        writer.write(encode(message))
+        await writer.drain()
+    except (ConnectionError, RuntimeError):
+        return False
+    return True

@@ -1,0 +1,243 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The first code of a rank: waits for its orders, then becomes ``python script.py``.
+
+Run by path, as ``python -u rank_main.py FD PARENT_PID [LABEL...]``, by any interpreter: it imports the standard library
+alone. ``FD`` is one end of a socket pair on which the host sends JSON lines and reads the answers:
+
+======================================  =======================================================================
+``{"op": "prepare", ...}``              set ``sys.path[0]`` as the program will have it and import the modules named
+``{"op": "count", "device": D}``        answer how many ranks torchrun would start for ``--nproc-per-node D``
+``{"op": "store", "address": A}``       listen on a free port of ``A``, serve a TCPStore there, answer the port
+``{"op": "run", ...}``                  take the environment and run the program; no answer, the socket is closed
+======================================  =======================================================================
+
+The program then sees what ``python script.py`` shows it: the main thread, a fresh ``__main__``, ``sys.argv``,
+``sys.path[0]``, signals, exit codes and tracebacks. What is added: it dies with its host, ``STACKS_SIGNAL`` prints the
+stacks of all threads, a crash prints the Python stack, and an uncaught exception is written to
+``TORCHELASTIC_ERROR_FILE`` as ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler`` writes it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+# The folder of this file must never shadow the program's imports. With -P (or PYTHONSAFEPATH) nothing was put there.
+_OWNS_PATH0 = not getattr(sys.flags, "safe_path", False) and not sys.flags.isolated
+if _OWNS_PATH0 and __name__ == "__main__":
+    del sys.path[0]
+
+import faulthandler  # noqa: E402
+import io  # noqa: E402
+import json  # noqa: E402
+import signal  # noqa: E402
+import socket  # noqa: E402
+import time  # noqa: E402
+import traceback  # noqa: E402
+import types  # noqa: E402
+from typing import Any, NoReturn  # noqa: E402
+
+STACKS_SIGNAL = signal.SIGRTMAX - 3
+"""On this signal a rank prints the stacks of all its threads to its stderr."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with(parent: int) -> None:
+    """Ask the kernel for SIGKILL when the host's main thread ends; leave at once if it ended already."""
+    import ctypes
+
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _path0(mode: str, target: str) -> str:
+    """The first entry of ``sys.path``, as CPython sets it for ``-m``, ``-c`` and a script (links resolved)."""
+    if mode == "module":
+        return os.getcwd()
+    if mode == "code":
+        return ""
+    path = os.path.realpath(target)
+    return path if _is_bundle(path) else os.path.dirname(path)
+
+
+def _is_bundle(path: str) -> bool:
+    """Whether Python would run the ``__main__.py`` inside: a folder or a zip file."""
+    return os.path.isdir(path) or (path.endswith((".pyz", ".zip")) and os.path.isfile(path))
+
+
+def _prepare(order: dict[str, Any]) -> None:
+    if _OWNS_PATH0 and order["mode"] != "exec":
+        sys.path.insert(0, _path0(order["mode"], order["target"]))
+    for name in order["modules"]:
+        try:
+            __import__(name)
+        except Exception:
+            # The program gets the chance to fail on it by itself, in its own traceback, or to do without.
+            continue
+
+
+def _count(device: str) -> int:
+    """What ``torch.distributed.run.determine_local_world_size`` answers for a name instead of a number."""
+    from torch.distributed.run import determine_local_world_size
+
+    return int(determine_local_world_size(device))
+
+
+def _serve_store(address: str) -> tuple[int, Any]:
+    """Serve a TCPStore on a port that is bound before anybody hears of it; returns the port and the store to keep."""
+    from torch.distributed import TCPStore
+
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.bind((address, 0))
+    listener.listen(4096)
+    port: int = listener.getsockname()[1]
+    store = TCPStore(
+        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
+    )
+    return port, store
+
+
+def _serve_orders(channel: socket.socket) -> tuple[dict[str, Any], Any]:
+    """Obey orders until the one to run; returns it and the store to keep alive."""
+    store: Any = None
+    reader = channel.makefile("rb")
+    while True:
+        line = reader.readline()
+        if not line:
+            # The host is gone or has no use for this interpreter: no clean-up is owed, and torch's takes a while.
+            os._exit(0)
+        order = json.loads(line)
+        op = order["op"]
+        if op == "run":
+            reader.close()
+            channel.close()
+            return order, store
+        answer: dict[str, Any] = {"op": op}
+        try:
+            if op == "prepare":
+                _prepare(order)
+            elif op == "count":
+                answer["count"] = _count(order["device"])
+            elif op == "store":
+                answer["port"], store = _serve_store(order["address"])
+        except Exception as error:
+            answer["error"] = f"{type(error).__name__}: {error}"
+        channel.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def _exec(target: str, args: list[str]) -> NoReturn:
+    """Become a program that is not Python; like a shell, 127 when it is not found and 126 when it cannot be run."""
+    # Python ignores these two, and what is ignored stays so across exec.
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    faulthandler.disable()
+    faulthandler.unregister(STACKS_SIGNAL)
+    try:
+        os.execvp(target, [target, *args])
+    except OSError as error:
+        print(f"cannot execute {target!r}: {error.strerror}", file=sys.stderr, flush=True)
+        os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+
+
+def _script_code(path: str, shown: str) -> types.CodeType:
+    try:
+        with io.open_code(path) as file:
+            source = file.read()
+    except OSError as error:
+        # The words and the exit code of `python nosuch.py`.
+        message = f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}"
+        print(message, file=sys.stderr, flush=True)
+        raise SystemExit(2) from None
+    return compile(source, shown, "exec", dont_inherit=True)
+
+
+def _run(mode: str, target: str, args: list[str]) -> None:
+    """Do what CPython's ``Modules/main.c`` does for ``script.py``, ``-m mod`` and ``-c code``."""
+    main = types.ModuleType("__main__")
+    vars(main)["__builtins__"] = sys.modules["builtins"]
+    sys.modules["__main__"] = main
+    if mode == "module":
+        import runpy
+
+        sys.argv = ["-m", *args]
+        runpy._run_module_as_main(target)  # type: ignore[attr-defined]  # what `python -m` itself calls
+        return
+    if mode == "code":
+        sys.argv = ["-c", *args]
+        exec(compile(target, "<string>", "exec", dont_inherit=True), vars(main))
+        return
+    sys.argv = [target, *args]
+    path = os.path.abspath(target)
+    if _is_bundle(path):
+        import runpy
+
+        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
+        return
+    from importlib.machinery import SourceFileLoader
+
+    vars(main).update(
+        __file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path), __spec__=None, __package__=None
+    )
+    exec(_script_code(path, path), vars(main))
+
+
+def _record(error: BaseException) -> None:
+    """Write the torchelastic error file, unless the program (``@record``) has written it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or os.path.exists(path):
+        return
+    callstack = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    data = {
+        "message": {
+            "message": f"{type(error).__name__}: {error}",
+            "extraInfo": {"py_callstack": callstack, "timestamp": str(int(time.time()))},
+        }
+    }
+    try:
+        with open(path + ".tmp", "w") as file:
+            json.dump(data, file)
+        os.replace(path + ".tmp", path)
+    except OSError:
+        return  # a full disk must not hide the program's own error
+
+
+def _without_own_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    return trace
+
+
+def main() -> None:
+    """Take orders from the host named on the command line, then run the program."""
+    _die_with(int(sys.argv[2]))
+    faulthandler.enable()
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
+    order, _store = _serve_orders(socket.socket(fileno=int(sys.argv[1])))
+    mode, target, args = order["mode"], order["target"], order["args"]
+    os.environ.update(order["env"])
+    for name in order["unset"]:
+        os.environ.pop(name, None)
+    if mode == "exec":
+        _exec(target, args)
+    sys.orig_argv = [sys.executable, *order["orig_argv"]]
+    try:
+        _run(mode, target, args)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        error.__traceback__ = _without_own_frames(error.__traceback__)
+        if not isinstance(error, KeyboardInterrupt):
+            _record(error)
+        # Printed by the program's own hook, without our frames; then raised on, so that the interpreter ends as it
+        # always does (exit code 1, or death by SIGINT for KeyboardInterrupt), and not printed a second time.
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.excepthook = lambda *_: None
+        raise
+
+
+if __name__ == "__main__":
+    main()

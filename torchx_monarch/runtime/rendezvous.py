@@ -1,0 +1,271 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""How the hosts of a role find replica 0, stay in touch with it and learn the verdict.
+
+Replica 0 listens; every other host connects, registers, sends a sign of life every few seconds (its lease) and waits for
+the verdict. Either end knows the other as lost when the connection breaks or stays silent for longer than the lease.
+
+=========================  =======================================================================================
+host to replica 0          ``register`` (greeting, with the protocol's version), ``alive``, ``agent_lost``, ``signal``
+replica 0 to host          ``registered``, ``refused`` (with the reason), ``verdict``
+=========================  =======================================================================================
+
+The address is ``unix:PATH``, a socket file of mode 0600 in a folder of mode 0700.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import time
+from typing import Any
+
+from torchx_monarch.errors import Verdict, describe_code
+from torchx_monarch.runtime import protocol
+
+LEASE = 60.0
+"""Seconds of silence after which the other end counts as lost. A broken connection is noticed at once."""
+
+_ALIVE_EVERY = 5.0
+
+
+class RendezvousError(Exception):
+    """A host cannot take part; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Registration:
+    """What a host says of itself.
+
+    Attributes:
+        replica: its id within the role.
+        address: of its Monarch worker; empty with ``error``.
+        hostname: name of the machine.
+        pid: of the host process.
+        nproc: ranks it will run.
+        error: why it cannot take part; empty when it can.
+        code: exit code that goes with ``error``.
+    """
+
+    replica: int
+    address: str
+    hostname: str
+    pid: int
+    nproc: int
+    error: str = ""
+    code: int = 1
+
+    @property
+    def name(self) -> str:
+        """For messages: ``host 1 (node7, pid 4711)``."""
+        return f"host {self.replica} ({self.hostname}, pid {self.pid})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Trouble:
+    """Something that ends an attempt and comes from a host, not from a rank.
+
+    Attributes:
+        replica: the host.
+        verdict: what it means for the job.
+        lost: whether the host can no longer be asked to stop its ranks.
+    """
+
+    replica: int
+    verdict: Verdict
+    lost: bool = True
+
+
+def socket_path(address: str) -> str:
+    """The path in ``unix:PATH``.
+
+    Raises:
+        RendezvousError: another kind of address.
+    """
+    scheme, _, path = address.partition(":")
+    if scheme != "unix" or not path:
+        raise RendezvousError(f"MONARCH_RENDEZVOUS={address!r} is not of the form unix:PATH")
+    return path
+
+
+class Rendezvous:
+    """Replica 0's end.
+
+    Args:
+        address: where to listen.
+        replicas: how many hosts the role has.
+        lease: seconds of silence allowed.
+    """
+
+    def __init__(self, address: str, replicas: int, lease: float = LEASE) -> None:
+        self.troubles: asyncio.Queue[Trouble] = asyncio.Queue()
+        self._path = socket_path(address)
+        self._replicas = replicas
+        self._lease = lease
+        self._hosts: dict[int, Registration] = {}
+        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._complete = asyncio.Event()
+        self._server: asyncio.AbstractServer | None = None
+
+    async def start(self) -> None:
+        """Begin to listen.
+
+        Raises:
+            RendezvousError: the socket file cannot be made.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._path)  # of a replica 0 that was replaced
+        try:
+            self._server = await asyncio.start_unix_server(self._serve, self._path, limit=protocol.MAX_LINE)
+            os.chmod(self._path, 0o600)
+        except OSError as error:
+            raise RendezvousError(f"cannot listen for the other hosts at {self._path}: {error.strerror}") from None
+
+    def register(self, host: Registration) -> None:
+        """Count a host as present. A host that cannot take part is trouble."""
+        self._hosts[host.replica] = host
+        if host.error:
+            reason = f"{host.name} cannot start: {host.error}"
+            self.troubles.put_nowait(Trouble(host.replica, Verdict(host.code, reason)))
+        elif len(self._hosts) == self._replicas:
+            self._complete.set()
+
+    async def hosts(self) -> list[Registration]:
+        """Wait until all are present; their registrations by replica id."""
+        await self._complete.wait()
+        return [self._hosts[replica] for replica in range(self._replicas)]
+
+    @property
+    def missing(self) -> list[int]:
+        """Replicas that have not registered."""
+        return [replica for replica in range(self._replicas) if replica not in self._hosts]
+
+    @property
+    def present(self) -> int:
+        """How many hosts have registered."""
+        return len(self._hosts)
+
+    async def announce(self, verdict: Verdict, timeout: float) -> None:
+        """Tell every host how the job ended; returns when they have hung up, or after ``timeout`` seconds."""
+        if self._server is not None:
+            self._server.close()  # a replacement that comes now is for the next replica 0
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path)
+        writers = list(self._writers.values())
+        for writer in writers:
+            await protocol.send(writer, {"type": "verdict", **verdict.to_json()})
+        until = time.monotonic() + timeout
+        while self._writers and time.monotonic() < until:
+            await asyncio.sleep(0.005)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            greeting = await protocol.receive(reader, self._lease)
+            host = self._admit(greeting)
+        except (protocol.ProtocolError, TimeoutError, RendezvousError) as error:
+            await protocol.send(writer, {"type": "refused", "reason": str(error)})
+            writer.close()
+            return
+        self._writers[host.replica] = writer
+        await protocol.send(writer, {"type": "registered"})
+        self.register(host)
+        try:
+            lost = await self._follow(host, reader)
+        except (protocol.ProtocolError, TimeoutError) as error:
+            lost = str(error)
+        del self._writers[host.replica]
+        writer.close()
+        if lost is not None and not host.error:
+            self.troubles.put_nowait(Trouble(host.replica, Verdict(1, f"{host.name} was lost: {lost}")))
+
+    def _admit(self, greeting: protocol.Message | None) -> Registration:
+        if greeting is None:
+            raise RendezvousError("the connection ended before a greeting")
+        if greeting.get("type") != "register" or greeting.get("version") != protocol.VERSION:
+            raise RendezvousError(f"a greeting of version {protocol.VERSION} is expected")
+        try:
+            host = Registration(**greeting["host"])
+        except (KeyError, TypeError) as error:
+            raise RendezvousError(f"the registration is not complete: {error}") from None
+        if not isinstance(host.replica, int) or not 0 <= host.replica < self._replicas:
+            raise RendezvousError(f"replica {host.replica!r} is not one of the {self._replicas} of this role")
+        if host.replica in self._hosts:
+            raise RendezvousError(f"replica {host.replica} has registered already: {self._hosts[host.replica].name}")
+        return host
+
+    async def _follow(self, host: Registration, reader: asyncio.StreamReader) -> str | None:
+        """Read what a host sends; returns why it counts as lost."""
+        while message := await protocol.receive(reader, self._lease):
+            kind = message.get("type")
+            if kind == "agent_lost":
+                self.troubles.put_nowait(agent_lost(host))
+            elif kind == "signal":
+                self.troubles.put_nowait(signalled(host.replica, int(message["number"])))
+        return "its connection broke"
+
+
+def agent_lost(host: Registration) -> Trouble:
+    """The trouble of a host whose agent has died."""
+    return Trouble(host.replica, Verdict(1, f"the agent of {host.name} died"))
+
+
+def signalled(replica: int, number: int) -> Trouble:
+    """The trouble of a host that was told to stop."""
+    what = describe_code(-number).partition("by ")[2]
+    return Trouble(replica, Verdict(128 + number, f"host {replica} was told to stop by {what}"), lost=False)
+
+
+class Membership:
+    """The end of every other host."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def join(cls, address: str, host: Registration, timeout: float) -> Membership:
+        """Connect to replica 0 and register; tries again until it listens.
+
+        Raises:
+            RendezvousError: refused, or nobody listened within ``timeout`` seconds.
+        """
+        path = socket_path(address)
+        until = time.monotonic() + timeout
+        while True:
+            try:
+                reader, writer = await asyncio.open_unix_connection(path, limit=protocol.MAX_LINE)
+                break
+            except OSError as error:
+                if time.monotonic() > until:
+                    raise RendezvousError(f"replica 0 was not reached in {timeout:g} s at {path}: {error}") from None
+                await asyncio.sleep(0.01)
+        greeting = {"type": "register", "version": protocol.VERSION, "host": dataclasses.asdict(host)}
+        await protocol.send(writer, greeting)
+        answer = await protocol.receive(reader, LEASE) or {}
+        if answer.get("type") != "registered":
+            raise RendezvousError(f"replica 0 refused this host: {answer.get('reason', 'it hung up')}")
+        return cls(reader, writer)
+
+    async def tell(self, kind: str, **fields: Any) -> None:
+        """Send a message to replica 0."""
+        await protocol.send(self._writer, {"type": kind, **fields})
+
+    async def verdict(self) -> Verdict | None:
+        """Wait for the verdict, sending signs of life; None when replica 0 is lost."""
+        alive = asyncio.ensure_future(self._stay_alive())
+        try:
+            while message := await protocol.receive(self._reader):
+                if message.get("type") == "verdict":
+                    return Verdict.from_json(message)
+            return None
+        except protocol.ProtocolError:
+            return None
+        finally:
+            alive.cancel()
+
+    async def _stay_alive(self) -> None:
+        while True:
+            await asyncio.sleep(_ALIVE_EVERY)
+            await self.tell("alive")

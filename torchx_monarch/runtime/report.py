@@ -1,0 +1,67 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a person sees of a job: one line a phase in its log, and the same as an event."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from torchx_monarch import events
+from torchx_monarch.runtime.output import write_all
+
+T = TypeVar("T")
+
+_WAITING_EVERY = 10.0
+"""Seconds between two lines that say what a wait waits for."""
+
+
+class Reporter:
+    """Writes lines to the host's own stderr and events to the app's file.
+
+    Args:
+        console: descriptor of the host's stderr.
+        events_path: the app's events file; None where the backend has none.
+        role: name of the role, part of each event.
+    """
+
+    def __init__(self, console: int, events_path: str | None, role: str) -> None:
+        self._console = console
+        self._events_path = events_path
+        self._role = role
+        self._last = time.monotonic()
+
+    def line(self, text: str) -> None:
+        """A line in the log alone."""
+        write_all(self._console, f"[monarch] {text}\n".encode(errors="backslashreplace"))
+
+    def phase(self, kind: str, text: str, **fields: object) -> None:
+        """The end of a phase, with the seconds since the phase before it."""
+        now = time.monotonic()
+        seconds, self._last = round(now - self._last, 3), now
+        self.line(f"{text} ({seconds:.2f} s)")
+        self._event(kind, text, seconds, fields)
+
+    def note(self, kind: str, text: str, **fields: object) -> None:
+        """Something that happened between phases."""
+        self.line(text)
+        self._event(kind, text, None, fields)
+
+    async def while_waiting(self, awaitable: Awaitable[T], what: Callable[[], str]) -> T:
+        """Await something, saying every ten seconds what is awaited: ``waiting for host 3 of 4, 20 s``."""
+        started = time.monotonic()
+        task = asyncio.ensure_future(awaitable)
+        try:
+            while True:
+                done, _ = await asyncio.wait([task], timeout=_WAITING_EVERY)
+                if done:
+                    return task.result()
+                self.line(f"waiting for {what()}, {time.monotonic() - started:.0f} s")
+        finally:
+            task.cancel()
+
+    def _event(self, kind: str, text: str, seconds: float | None, fields: dict[str, object]) -> None:
+        if self._events_path:
+            events.append(self._events_path, kind, text, seconds=seconds, role=self._role, **fields)

@@ -1,0 +1,26 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What ``-s`` names: the factories that the entry points register. Light to import; a factory imports its backend."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchx.schedulers.api import Scheduler
+
+__all__ = ["monarch_local"]
+
+
+def monarch_local(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
+    """The scheduler ``monarch_local``: Monarch hosts on this machine, detached from the terminal."""
+    from torchx_monarch.schedulers.compatibility import require_torchx_nightly
+
+    require_torchx_nightly()
+    import sys
+
+    from torchx_monarch.backends.local.scheduler import create_scheduler
+    from torchx_monarch.schedulers.monarch import wrap
+
+    # The submitter's interpreter: PATH may know no `python`, or one of another environment.
+    return wrap("monarch_local", session_name, create_scheduler(session_name, **kwargs), python=sys.executable)

@@ -1,0 +1,44 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Tells when the distribution ``torchx`` sits beside ``torchx-nightly``: both own the same files."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from importlib import metadata
+
+logger = logging.getLogger("torchx_monarch")
+
+_REMEDY = "run: pip uninstall -y torchx torchx-nightly && pip install torchx-nightly"
+
+
+def require_torchx_nightly() -> None:
+    """Check that what is imported as ``torchx`` is torchx-nightly.
+
+    Warns when both distributions are installed and the nightly's files are the ones there.
+
+    Raises:
+        ImportError: they are the stable release's, which lacks what is needed (``Role.workspace`` and more). From the
+            ``torchx`` command, SystemExit with the same text instead: a person wants no traceback.
+    """
+    try:
+        stable = metadata.version("torchx")
+    except metadata.PackageNotFoundError:
+        stable = ""
+    from torchx.specs import Role
+
+    if not hasattr(Role, "__dataclass_fields__") or "workspace" not in Role.__dataclass_fields__:
+        import torchx
+
+        version = getattr(getattr(torchx, "version", None), "__version__", stable) or "unknown"
+        beside = " (it has overwritten torchx-nightly's files)" if stable else ""
+        message = f"torchx-monarch needs torchx-nightly, but torchx {version} is installed{beside}; {_REMEDY}"
+        if os.path.basename(sys.argv[0]) == "torchx":
+            raise SystemExit(message)
+        raise ImportError(message)
+    if stable:
+        logger.warning(
+            "torchx %s is installed beside torchx-nightly and either overwrites the other's files; %s", stable, _REMEDY
+        )

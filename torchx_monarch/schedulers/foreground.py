@@ -1,0 +1,115 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What ``torchx run --wait`` or ``--log`` adds while a person looks on: progress, a prompt end, Ctrl-C as cancel.
+
+TorchX's command line polls once a second and knows nothing of the job between two polls. Apps submitted elsewhere, or
+from Python, are not touched: only in the process of a ``torchx run``, only for what it submitted, and only in its main
+thread, does ``describe`` wait a while for the end before it answers.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from torchx.specs import TORCHX_CONTEXT_NAME
+
+from torchx_monarch import events
+
+_LONGEST_WAIT = 30.0
+"""Seconds that one poll may last; the command line then polls again."""
+
+_SLICE = 0.05
+"""Seconds between two looks at the events."""
+
+_KILL_TIMEOUT = 15.0
+
+
+class Waitable(Protocol):
+    """What a wrapped scheduler offers beyond TorchX's interface; one that does not is polled as TorchX does."""
+
+    def wait_terminal(self, app_id: str, timeout: float) -> bool:
+        """Wait until the app has ended; whether it has."""
+
+    def events_path(self, app_id: str) -> Path:
+        """The app's events file."""
+
+    def stop(self, app_id: str, grace: float | None) -> None:
+        """Ask for the end; SIGKILL after ``grace`` seconds, None for the grace that was asked for at submission."""
+
+
+class Foreground:
+    """Watches what a ``torchx run`` in this process has submitted.
+
+    Args:
+        inner: the wrapped scheduler.
+        backend: the name under which users address it.
+    """
+
+    def __init__(self, inner: Any, backend: str) -> None:
+        self._inner: Waitable | None = inner if hasattr(inner, "wait_terminal") else None
+        self._backend = backend
+        self._polls: dict[str, int] = {}
+        self._offsets: dict[str, int] = {}
+
+    def submitted(self, app_id: str) -> None:
+        """Remember an app that this process has submitted."""
+        if self._inner is not None and os.environ.get(TORCHX_CONTEXT_NAME) == "cli_run":
+            self._polls[app_id] = 0
+
+    def polled(self, app_id: str) -> None:
+        """Note a poll. From the second on the command line is waiting: wait with it for the end, and show progress.
+
+        The first poll prints the state after submission, whether or not the user waits.
+        """
+        if app_id not in self._polls or threading.current_thread() is not threading.main_thread():
+            return
+        self._polls[app_id] += 1
+        if self._polls[app_id] < 2 or self._inner is None:
+            return
+        # With --log another thread prints the job's log, where the same lines stand.
+        shows = sys.stderr.isatty() and threading.active_count() == 1
+        until = time.monotonic() + _LONGEST_WAIT
+        ended = False
+        while not ended and time.monotonic() < until:
+            ended = self._inner.wait_terminal(app_id, _SLICE)
+            if shows:
+                self._show(app_id)
+
+    def closing(self) -> None:
+        """Called when the command line leaves its runner. After Ctrl-C: cancel what it waits for, twice: kill.
+
+        Raises:
+            SystemExit: after Ctrl-C, with 130, in place of KeyboardInterrupt's traceback.
+        """
+        if not isinstance(sys.exc_info()[1], KeyboardInterrupt) or self._inner is None:
+            return
+        for app_id, polls in self._polls.items():
+            if self._inner.wait_terminal(app_id, 0.0):
+                continue
+            handle = f"{self._backend}://torchx/{app_id}"
+            if polls < 2:
+                print(f"\n{handle} goes on; to end it: torchx cancel {handle}", file=sys.stderr)
+                continue
+            print(f"\ncancelling {handle}; Ctrl-C again kills it", file=sys.stderr, flush=True)
+            try:
+                self._inner.stop(app_id, None)
+                while not self._inner.wait_terminal(app_id, 3600.0):
+                    continue
+            except KeyboardInterrupt:
+                print(f"\nkilling {handle}", file=sys.stderr, flush=True)
+                self._inner.stop(app_id, 0.0)
+                self._inner.wait_terminal(app_id, _KILL_TIMEOUT)
+        raise SystemExit(130) from None
+
+    def _show(self, app_id: str) -> None:
+        assert self._inner is not None
+        found, offset = events.read(self._inner.events_path(app_id), self._offsets.get(app_id, 0))
+        self._offsets[app_id] = offset
+        for event in found:
+            seconds = f" ({event['seconds']:.2f} s)" if event.get("seconds") is not None else ""
+            print(f"{event['message']}{seconds}", file=sys.stderr, flush=True)

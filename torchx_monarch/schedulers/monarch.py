@@ -1,0 +1,201 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A TorchX scheduler around another one: rewrites what it submits, restores what it describes, delegates the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from datetime import datetime
+from typing import Any
+
+from torchx.runner import config
+from torchx.schedulers import DEFAULT_SCHEDULER_MODULES
+from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream, StructuredOpts
+from torchx.specs import AppDef, AppDryRunInfo, CfgVal, Role, runopts
+from torchx.specs.finder import ComponentValidationException
+from torchx.workspace import WorkspaceMixin
+
+from torchx_monarch.plan.command import CommandError
+from torchx_monarch.plan.rewrite import HostOptions, restore, rewrite
+from torchx_monarch.schedulers.foreground import Foreground
+
+Cfg = Mapping[str, CfgVal]
+
+
+class InvalidCommandError(ComponentValidationException, ValueError):
+    """A role's command cannot run on Monarch hosts. The torchx command shows the message without a traceback."""
+
+
+@dataclasses.dataclass
+class MonarchOpts(StructuredOpts):
+    """Run options that every ``monarch_*`` scheduler has, beside those of the scheduler it wraps."""
+
+    grace: int = 30
+    """Seconds that ranks have between SIGTERM and SIGKILL."""
+
+    host_timeout: int = 300
+    """Seconds that the hosts of a role have to arrive before the job fails."""
+
+    preload: str = "torch"
+    """Modules, separated by `;`, that interpreters of a torchrun command import while the mesh forms. Empty: none;
+    for programs that must set environment variables before torch is first imported."""
+
+
+class _SubmitInfo(AppDryRunInfo[Any, Cfg]):
+    """The wrapped scheduler's request, with what that scheduler wants back when it is submitted."""
+
+    def __init__(self, inner: AppDryRunInfo[Any, Any]) -> None:
+        super().__init__(inner.request, inner._fmt)
+        self.inner = inner
+
+
+class MonarchScheduler(Scheduler[Cfg]):
+    """Submits roles as Monarch hosts through any TorchX scheduler.
+
+    The application that users see, in a dry run and in ``describe``, is theirs; the request shows the wrapped commands.
+
+    Args:
+        backend: our registered name.
+        session_name: as TorchX gives it.
+        inner: the scheduler that submits.
+        python: the interpreter of the hosts.
+    """
+
+    def __init__(self, backend: str, session_name: str, inner: Scheduler[Any], python: str = "python") -> None:
+        super().__init__(backend, session_name)
+        self.inner = inner
+        self._python = python
+        self._foreground = Foreground(inner, backend)
+
+    # -- options -------------------------------------------------------------------------------------------------------
+
+    def run_opts(self) -> runopts:
+        """Ours and the wrapped scheduler's, the latter with the defaults of its own section in ``.torchxconfig``."""
+        options = MonarchOpts.as_runopts()
+        theirs = self.inner.run_opts()
+        for key, value in self._inner_section().items():
+            option = theirs.get(key)
+            if option is not None:
+                option.default, option.is_required = value, False
+        options.update(theirs)
+        return options
+
+    def _inner_section(self) -> dict[str, CfgVal]:
+        """``[slurm]`` for ``monarch_slurm``; nothing where the wrapped scheduler is not registered under a name."""
+        section: dict[str, CfgVal] = {}
+        if self.inner.backend in DEFAULT_SCHEDULER_MODULES:
+            for path in config.find_configs():
+                with open(path) as file:
+                    config.load(self.inner.backend, file, section)
+        return section
+
+    def _inner_cfg(self, cfg: Cfg) -> Any:
+        """The part of our resolved options that is the wrapped scheduler's, in the type that it wants."""
+        names = {name for name, _ in self.inner.run_opts()}
+        return self.inner._resolve_cfg({name: value for name, value in cfg.items() if name in names})
+
+    # -- submission ----------------------------------------------------------------------------------------------------
+
+    def _submit_dryrun(self, app: AppDef, cfg: Cfg) -> AppDryRunInfo[Any, Cfg]:
+        options = MonarchOpts.from_cfg({name: cfg[name] for name in cfg if name in MonarchOpts().keys()})
+        preload = ",".join(name for name in options.preload.replace(";", ",").split(",") if name)
+        hosts = HostOptions(
+            python=self._python,
+            grace=float(options.grace),
+            host_timeout=float(options.host_timeout),
+            preload=preload,
+        )
+        try:
+            rewritten = rewrite(app, hosts)
+        except CommandError as error:
+            raise InvalidCommandError(str(error)) from None
+        inner_cfg = self._inner_cfg(cfg)
+        info = self.inner._submit_dryrun(rewritten, inner_cfg)
+        info.app, info.cfg = rewritten, inner_cfg
+        for role, ours in zip(app.roles, rewritten.roles):
+            role.image = ours.image  # a scheduler that pushes images writes the pushed name
+        return _SubmitInfo(info)
+
+    def schedule(self, dryrun_info: AppDryRunInfo[Any, Cfg]) -> str:
+        """Submit what a dry run returned, its request as it is now."""
+        assert isinstance(dryrun_info, _SubmitInfo), "the request of another scheduler"
+        dryrun_info.inner.request = dryrun_info.request
+        app_id = self.inner.schedule(dryrun_info.inner)
+        self._foreground.submitted(app_id)
+        return app_id
+
+    def _pre_build_validate(self, app: AppDef, scheduler: str, cfg: Cfg) -> None:
+        self.inner._pre_build_validate(app, scheduler, self._inner_cfg(cfg))
+
+    def _validate(self, app: AppDef, scheduler: str, cfg: Cfg) -> None:
+        self.inner._validate(app, scheduler, self._inner_cfg(cfg))
+
+    # -- a submitted app -----------------------------------------------------------------------------------------------
+
+    def describe(self, app_id: str) -> DescribeAppResponse | None:
+        """What the wrapped scheduler knows, with the roles as the user wrote them."""
+        self._foreground.polled(app_id)
+        response = self.inner.describe(app_id)
+        if response is not None:
+            response.roles = [restore(role) for role in response.roles]
+        return response
+
+    def describe_native(self, app_id: str) -> AppDryRunInfo[Any, Any] | None:
+        """The wrapped scheduler's request."""
+        return self.inner.describe_native(app_id)
+
+    def list(self, cfg: Cfg | None = None) -> list[ListAppResponse]:
+        """The wrapped scheduler's apps."""
+        return self.inner.list(self._inner_cfg(cfg) if cfg else None)
+
+    def log_iter(
+        self,
+        app_id: str,
+        role_name: str,
+        k: int = 0,
+        regex: str | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
+        should_tail: bool = False,
+        streams: Stream | None = None,
+    ) -> Iterable[str]:
+        """The wrapped scheduler's logs of one replica."""
+        return self.inner.log_iter(app_id, role_name, k, regex, since, until, should_tail, streams)
+
+    def _cancel_existing(self, app_id: str) -> None:
+        self.inner._cancel_existing(app_id)
+
+    def _delete_existing(self, app_id: str) -> None:
+        self.inner._delete_existing(app_id)
+
+    def close(self) -> None:
+        """Release what the wrapped scheduler holds; a Ctrl-C that ended a waiting ``torchx run`` cancels its apps."""
+        try:
+            self._foreground.closing()
+        finally:
+            self.inner.close()
+
+
+class MonarchWorkspaceScheduler(WorkspaceMixin[Any], MonarchScheduler):
+    """As above, around a scheduler that builds workspaces; TorchX tells them by the mix-in."""
+
+    def build_workspaces(self, roles: list[Role], cfg: Cfg) -> None:
+        """Have the wrapped scheduler build; its options for that are among ours."""
+        assert isinstance(self.inner, WorkspaceMixin)
+        self.inner.build_workspaces(roles, self._inner_cfg(cfg))
+
+
+def wrap(backend: str, session_name: str, inner: Scheduler[Any], python: str = "python") -> MonarchScheduler:
+    """The scheduler around ``inner``, of the kind that TorchX needs to see.
+
+    Args:
+        backend: our registered name.
+        session_name: as TorchX gives it.
+        inner: the scheduler that submits.
+        python: the interpreter of the hosts.
+    """
+    kind = MonarchWorkspaceScheduler if isinstance(inner, WorkspaceMixin) else MonarchScheduler
+    return kind(backend, session_name, inner, python)
+
+

@@ -1,0 +1,35 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The second channel: registers our schedulers where TorchX is told to look at no entry points.
+
+TorchX reads entry points and namespace packages (``TORCHX_PLUGINS_SOURCE=3``) unless told otherwise, and warns on every
+command of a name that both register. So this module registers names only under ``TORCHX_PLUGINS_SOURCE=1``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+
+from torchx.plugins import register
+from torchx.schedulers import DEFAULT_SCHEDULER_MODULES
+from torchx.schedulers.api import Scheduler
+
+if os.environ.get("TORCHX_PLUGINS_SOURCE") == "1":
+    _name, _module = next(iter(DEFAULT_SCHEDULER_MODULES.items()))
+
+    # The first registered name is TorchX's default scheduler, and names of this module are registered in the order of
+    # dir(): this one, TorchX's own default, comes first.
+    @register.scheduler(name=_name)
+    def _0_default(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
+        scheduler: Scheduler[dict[str, object]] = importlib.import_module(_module).create_scheduler(
+            session_name, **kwargs
+        )
+        return scheduler
+
+    @register.scheduler(name="monarch_local")
+    def monarch_local(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
+        """See ``torchx_monarch.schedulers``."""
+        from torchx_monarch import schedulers
+
+        return schedulers.monarch_local(session_name, **kwargs)
