@@ -7,13 +7,15 @@ from the start of its process to its end. In each round every variant runs once,
 round, so that a slow moment of the machine falls on all alike; ratios are taken within a round. What the columns say:
 
     total        start of the command to its end: median, least and greatest, in seconds
-    user code    start of the command to the first line of the last rank's own code: median
+    user code    start of the command to the first line of the last rank's own code: median (a rank of ours has imported
+                 torch by then, the others have that before them)
+    group        start of the command to the formed process group: median
     x hand       total divided by that of the same round's ranks started by hand: median (least-greatest)
     x torchrun   the same against torchrun
 
 Then, for ours, from the end of the last rank to the moment a Runner that polls every 0.05 s sees SUCCEEDED (beside it:
 what the rank's interpreter needs to go away after its last line, measured on the ranks started by hand), and what the
-launcher's own processes use while the ranks sleep.
+launcher's own processes use while the ranks sleep; a client of ours that waits is left out, since no job needs one.
 
 Exits with 1, after cleaning up, when any variant fails or ours leaves a process behind.
 """
@@ -68,6 +70,7 @@ class Sample:
 
     total: float
     user_code: float
+    group: float
     exit_to_end: float
     exit_to_seen: float | None = None
     submit: float | None = None
@@ -257,6 +260,7 @@ def measure(variant: Variant, nproc: int, scratch: Path, leftovers: dict[str, li
         sample = Sample(
             total=total,
             user_code=max(r["first_line"] for r in ranks) - launch.started,
+            group=max(r["group"] for r in ranks) - launch.started,
             exit_to_end=total - last,
         )
         submitted = launch.out / "submit.json"
@@ -321,7 +325,7 @@ def summarize(samples: dict[str, list[Sample]]) -> dict[str, dict[str, Any]]:
     result: dict[str, dict[str, Any]] = {}
     for name, taken in samples.items():
         row: dict[str, Any] = {}
-        for column in ("total", "user_code", "exit_to_end", "exit_to_seen", "submit"):
+        for column in ("total", "user_code", "group", "exit_to_end", "exit_to_seen", "submit"):
             values = [v for s in taken if (v := getattr(s, column)) is not None]
             if values:
                 row[column] = spread(values)
@@ -346,7 +350,7 @@ def report(nproc: int, summary: dict[str, dict[str, Any]]) -> str:
         s = row.get(key)
         return f"{s['median']:.2f} ({s['min']:.2f}-{s['max']:.2f})" if s else "-"
 
-    rows = [[f"nproc {nproc}", "total", "(least-greatest)", "user code", "x hand", "x torchrun"]]
+    rows = [[f"nproc {nproc}", "total", "(least-greatest)", "user code", "group", "x hand", "x torchrun"]]
     for name, row in summary.items():
         total = row["total"]
         rows.append(
@@ -355,6 +359,7 @@ def report(nproc: int, summary: dict[str, dict[str, Any]]) -> str:
                 f"{total['median']:.2f}",
                 f"({total['min']:.2f}-{total['max']:.2f})",
                 f"{row['user_code']['median']:.2f}",
+                f"{row['group']['median']:.2f}",
                 ratio(row, "x_hand"),
                 ratio(row, "x_torchrun"),
             ]

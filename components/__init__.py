@@ -105,7 +105,7 @@ def spmd(
                     *("--nproc-per-node", shape.nproc),
                     *("--role", launch.role),
                     *("--tee", plan.tee(tee)),
-                    *(("--max-restarts", str(max_restarts)) if max_restarts else ()),
+                    *(("--max-restarts", plan.restarts(max_restarts)) if max_restarts else ()),
                     *(("--log-dir", log_dir) if log_dir else ()),
                     *launch.words,
                 ],

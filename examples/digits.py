@@ -34,6 +34,10 @@ from torch.nn.parallel import DistributedDataParallel
 CHECKPOINT = "latest.pt"
 
 
+class CheckpointError(Exception):
+    """The checkpoint that is there cannot be used."""
+
+
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
     parser.add_argument("--epochs", type=int, default=30, help="passes over the training images (default: 30)")
@@ -158,16 +162,21 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
 
 
 def load_checkpoint(path: Path, device: torch.device) -> dict[str, Any] | None:
-    """The checkpoint as rank 0 finds it, on every rank: the others need not see rank 0's disk."""
+    """The checkpoint as rank 0 finds it, on every rank: the others need not see rank 0's disk.
+
+    Raises CheckpointError, on every rank, when there is one that cannot be used.
+    """
     found: list[Any] = [None]
     if dist.get_rank() == 0 and path.exists():
         try:
             found[0] = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as e:
-            found[0] = f"cannot read the checkpoint {path.absolute()}: {e}. Remove it, or start anew with --fresh."
+            build_model().load_state_dict(found[0]["model"])
+        except Exception as e:  # torch and pickle raise whatever the bytes lead them to
+            found[0] = type(e).__name__
     dist.broadcast_object_list(found, src=0, device=device)
     if isinstance(found[0], str):
-        sys.exit(found[0])
+        message = f"{path.absolute()} is no checkpoint of this program ({found[0]}): remove it, or use --fresh"
+        raise CheckpointError(message)
     state: dict[str, Any] | None = found[0]
     return state
 
@@ -175,6 +184,23 @@ def load_checkpoint(path: Path, device: torch.device) -> dict[str, Any] | None:
 def main(argv: list[str] | None = None) -> int:
     args = parse_args(argv)
     device = init_distributed()
+    try:
+        reached = train(args, device)
+        problem = f"test accuracy {reached:.2%} is below --min-accuracy {args.min_accuracy:.2%}"
+        failed = reached < args.min_accuracy
+    except CheckpointError as e:
+        problem, failed = str(e), True
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    # Rank 0 speaks for all: were every rank to exit with 1, the launcher could not name the one to look at.
+    if failed and rank == 0:
+        print(f"digits.py: {problem}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def train(args: argparse.Namespace, device: torch.device) -> float:
+    """Trains, or goes on training, to the end; the test accuracy, 0 to 1, the same on every rank."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
     def say(text: str) -> None:
@@ -219,12 +245,7 @@ def main(argv: list[str] | None = None) -> int:
         f"done: test accuracy {reached:.2%} after {epochs_done} epochs, {time.monotonic() - started:.1f} s; "
         f"checkpoint in {path.absolute()}"
     )
-    dist.destroy_process_group()
-    # Rank 0 speaks for all: were every rank to exit with 1, the launcher could not name the one to look at.
-    if rank == 0 and reached < args.min_accuracy:
-        print(f"test accuracy {reached:.2%} is below --min-accuracy {args.min_accuracy:.2%}", file=sys.stderr)
-        return 1
-    return 0
+    return reached
 
 
 if __name__ == "__main__":

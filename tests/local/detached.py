@@ -105,7 +105,7 @@ def fresh(code: str, **more: Any) -> str:
         [sys.executable, "-c", _PREAMBLE + code], capture_output=True, text=True, timeout=50, check=False, **more
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return str(done.stdout)
 
 
 def start_fresh(code: str, **more: Any) -> subprocess.Popen[str]:

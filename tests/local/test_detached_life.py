@@ -24,7 +24,7 @@ def apps() -> Detached:
     return Detached()
 
 
-def test_success_and_what_remains(apps: Detached) -> None:
+def test_success_and_what_remains(apps: Detached, eventually: Eventually) -> None:
     app_id = apps.run(sh("echo out; echo err >&2", replicas=2), name="hello")
     status = apps.wait(app_id)
     assert app_id.startswith("hello-")
@@ -34,7 +34,7 @@ def test_success_and_what_remains(apps: Detached) -> None:
     assert status.roles[0].replicas[1].hostname == os.uname().nodename
     assert sorted(apps.log(app_id, k=1)) == ["err\n", "out\n"]
     assert not Path(apps.paths(app_id).run).exists()
-    assert not Path(apps.paths(app_id).reserve).exists()
+    eventually(lambda: not Path(apps.paths(app_id).reserve).exists(), "the reserve to go")
 
 
 def test_everything_is_private(apps: Detached) -> None:
@@ -111,9 +111,14 @@ def test_environment_of_a_replica(apps: Detached, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("FROM_SHELL", "kept")
     monkeypatch.setenv("BOTH", "shell")
     monkeypatch.setenv("MONARCH_RESTART", "7")
+    # Short enough for sockets.
+    monkeypatch.setenv("MONARCH_STATE_DIR", os.environ["TMPDIR"] + "/s")
     code = "import json, os; print(json.dumps(dict(os.environ)))"
+    # The app ends with its main role: that one waits for the other.
+    wait = "; d = os.environ['MONARCH_LOG_DIR'] + '/../../second/1/stdout.log'\nwhile not os.path.getsize(d): pass"
     app_id = apps.run(
-        py(code, name="first", env={"BOTH": "role", "RANK0": macros.rank0_env}), py(code, name="second", replicas=2)
+        py(code + wait, name="first", env={"BOTH": "role", "RANK0": macros.rank0_env}),
+        py(code, name="second", replicas=2),
     )
     assert apps.wait(app_id).state is AppState.SUCCEEDED
     first = json.loads(apps.log(app_id, "first")[0])
@@ -162,7 +167,10 @@ def test_where_a_program_is_looked_for(apps: Detached, tmp_path: Path) -> None:
 
     assert said(Role("r", image=str(image), entrypoint="prog")) == f"image {image}\n"
     assert said(Role("r", image=str(image), entrypoint="./prog")) == f"image {image}\n"
-    assert said(Role("r", image=str(image), entrypoint="prog", env={"PATH": f"{other}:/bin:/usr/bin"})) == f"path {image}\n"
+    assert (
+        said(Role("r", image=str(image), entrypoint="prog", env={"PATH": f"{other}:/bin:/usr/bin"}))
+        == f"path {image}\n"
+    )
     assert said(Role("r", image="none", entrypoint=str(other / "prog"))) == f"path {os.getcwd()}\n"
 
 
@@ -194,7 +202,7 @@ def test_words_arrive_as_they_are(apps: Detached, tmp_path: Path) -> None:
     folder.mkdir()
     script = folder / "scr ipt\u00fc.py"
     script.write_text("import json, os, sys\nprint(json.dumps([sys.argv[1:], os.environ['V'], os.getcwd()]))")
-    args = ["a b", "", "'", '"', "$HOME", "a\nb", "\u65e5\u672c", "*", "\\", "--x=a b\"c,d"]
+    args = ["a b", "", "'", '"', "$HOME", "a\nb", "\u65e5\u672c", "*", "\\", '--x=a b"c,d']
     role = Role("r", image=str(folder), entrypoint=sys.executable, args=[str(script), *args], env={"V": "x\n'\u00e9 "})
     app_id = apps.run(role, name="n\u00e9w/\u540d 1")
     assert apps.wait(app_id).state is AppState.SUCCEEDED, apps.log(app_id)
@@ -220,7 +228,7 @@ def test_roles_of_one_name_are_refused(apps: Detached) -> None:
 
 def test_error_file_is_the_reason(apps: Detached) -> None:
     error = {"message": {"message": "ValueError: bad lr\nmore", "errorCode": 1, "extraInfo": {"timestamp": "12"}}}
-    app_id = apps.run(sh(f"echo '{json.dumps(error)}' > $TORCHELASTIC_ERROR_FILE; exit 1"))
+    app_id = apps.run(sh(f"printf %s '{json.dumps(error)}' > $TORCHELASTIC_ERROR_FILE; exit 1"))
     status = apps.wait(app_id)
     assert status.msg.endswith("exited with code 1: ValueError: bad lr")
     assert json.loads(status.structured_error_msg) == error
@@ -288,3 +296,35 @@ def test_modules_beside_the_script_do_not_reach_the_supervisor(
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     app_id = apps.run(sh("true"))
     assert apps.wait(app_id).state is AppState.SUCCEEDED
+
+
+def test_gpus_are_divided(apps: Detached, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5,7")
+    role = sh("echo $CUDA_VISIBLE_DEVICES", replicas=2, resource=Resource(1, 2, 1))
+    app_id = apps.run(role, auto_set_cuda_visible_devices=True)
+    apps.wait(app_id)
+    assert [apps.log(app_id, k=k) for k in (0, 1)] == [["2,3\n"], ["5,7\n"]]
+    app_id = apps.run(role)
+    apps.wait(app_id)
+    assert [apps.log(app_id, k=k) for k in (0, 1)] == [["2,3,5,7\n"]] * 2
+
+
+def test_more_replicas_than_the_limit_on_files_would_allow(apps: Detached) -> None:
+    code = """
+import resource
+from torchx.specs import AppDef, Role
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+app = AppDef("a", [Role("r", image="", entrypoint="sh", args=["-c", "ulimit -n"], num_replicas=30)])
+print(json.dumps(runner.run(app, "detached").rpartition("/")[2]))
+"""
+    app_id = apps.fresh(code)
+    assert apps.wait(app_id).state is AppState.SUCCEEDED
+    assert {line for k in range(30) for line in apps.log(app_id, k=k)} == {"64\n"}
+
+
+def test_an_error_file_from_another_time(apps: Detached, tmp_path: Path) -> None:
+    (tmp_path / "error.json").write_text('{"message": "old"}')
+    os.utime(tmp_path / "error.json", (0, 0))
+    app_id = apps.run(sh("exit 1", env={"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json")}))
+    assert "old" not in apps.wait(app_id).msg
+    assert (tmp_path / "error.json").exists()

@@ -20,7 +20,8 @@ def train(folder: Path, *args: str, nproc: int = 1) -> subprocess.CompletedProce
     """Runs the example with its checkpoint in `folder`, under torchrun when `nproc` is more than 1."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}"] if nproc > 1 else []
     command = [sys.executable, *launcher, str(SCRIPT), "--checkpoint-dir", str(folder), *args]
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"OMP_NUM_THREADS": "1"}
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    env |= {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder.parent)}  # torchrun leaves a folder in TMPDIR
     return subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, cwd=folder.parent)
 
 
@@ -54,7 +55,7 @@ def test_uneven_and_empty_shares(tmp_path: Path) -> None:
 
 def test_a_missed_target_is_a_failure_but_keeps_the_checkpoint(tmp_path: Path) -> None:
     result = train(tmp_path / "c", "--epochs", "1", "--min-accuracy", "0.999")
-    assert result.returncode == 1
+    assert result.returncode == 1, (result.returncode, result.stderr)
     assert "is below --min-accuracy 99.90%" in result.stderr
     assert (tmp_path / "c" / "latest.pt").exists()
 
@@ -63,10 +64,9 @@ def test_a_damaged_checkpoint_is_named_and_fresh_ignores_it(tmp_path: Path) -> N
     path = tmp_path / "latest.pt"
     path.write_bytes(b"not a checkpoint")
     result = train(tmp_path, "--epochs", "1")
-    assert result.returncode == 1
-    assert f"cannot read the checkpoint {path}" in result.stderr
+    assert result.returncode == 1, (result.returncode, result.stderr)
+    assert result.stderr.startswith(f"digits.py: {path} is no checkpoint of this program")
     assert "--fresh" in result.stderr
-    assert "Traceback" not in result.stderr
     assert path.read_bytes() == b"not a checkpoint"
 
     result = train(tmp_path, "--epochs", "1", "--fresh")

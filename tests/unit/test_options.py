@@ -222,9 +222,14 @@ words = st.sampled_from(
 @given(st.lists(words, max_size=6))
 @example(["--", "train.py", "--", "x"])
 @example(["train.py", "--", "--tee", "3"])
+@example(["train.py", "--nproc", "4"])
+@example(["-mt", "3", "train.py", "x"])
+@example(["-5", "x"])
+@example(["--role", "x", "-x y", "z"])
 @settings(deadline=None, max_examples=300)
 def test_a_command_line_is_split_where_torchrun_splits_it(arguments: list[str]) -> None:
-    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+    complaint = io.StringIO()
+    with contextlib.redirect_stderr(complaint):
         try:
             theirs = get_args_parser().parse_args(arguments)
         except SystemExit:
@@ -234,7 +239,8 @@ def test_a_command_line_is_split_where_torchrun_splits_it(arguments: list[str]) 
     except CommandError:
         ours = None
     if theirs is None:
-        assert ours is None
+        # Before Python 3.12 an ambiguous abbreviation is refused even among the script's own arguments.
+        assert ours is None or "ambiguous" in complaint.getvalue()
     elif ours is not None:
         parsed, script, script_args = ours
         assert (script, list(script_args)) == (theirs.training_script, theirs.training_script_args)

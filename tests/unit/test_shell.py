@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -164,9 +166,8 @@ def test_substitution_is_torchxs(text: str) -> None:
 
 @pytest.fixture(scope="module")
 def stubs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a ``torchrun`` that prints each of its arguments, with a NUL after each, and a file ``f``."""
+    """A folder with a ``torchrun`` that prints each of its arguments, with a NUL after each."""
     folder = tmp_path_factory.mktemp("bin")
-    (folder / "f").touch()
     stub = folder / "torchrun"
     stub.write_text("#!/bin/sh\nprintf 'torchrun\\0'; for word; do printf '%s\\0' \"$word\"; done\n")
     stub.chmod(0o755)
@@ -183,21 +184,24 @@ pieces = st.lists(
 
 
 @given(pieces)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_bash_reads_the_words_that_we_read(stubs: Path, text: str) -> None:
     """What we take for the words of a torchrun is what bash gives it, expansions apart."""
-    assume(not text.endswith("\\"))  # bash reads a backslash that nothing follows in more than one way
+    # Bash reads a backslash that nothing follows in more than one way, and joins lines within an operator or a `$x`.
+    assume(not text.endswith("\\") and not re.search(r"[^\w\s]\\\n", text))
     text = f"torchrun {text}"
-    ran = subprocess.run(
-        ["bash", "-c", text],
-        cwd=stubs,
-        env={"PATH": f"{stubs}:/usr/bin:/bin", "V": "v w"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        timeout=30,
-    )
+    with tempfile.TemporaryDirectory() as cwd:  # its own, for a redirection can leave a file for another to find
+        (Path(cwd) / "f").touch()
+        ran = subprocess.run(
+            ["bash", "-c", text],
+            cwd=cwd,
+            env={"PATH": f"{stubs}:/usr/bin:/bin", "V": "v w"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=30,
+        )
     assume(ran.returncode == 0 and ran.stdout.startswith(b"torchrun\0"))
     ours = words(escape(text))[0]
-    assume(not any(X in word or word.startswith("~") for word in ours))
+    assume(not any(X in word or "~" in word for word in ours))
     assert ours == ran.stdout.decode().split("\0")[: len(ours)]
     assert len(ours) == len(ran.stdout.decode().split("\0")) - 1

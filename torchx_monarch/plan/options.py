@@ -358,7 +358,6 @@ def _build_parser() -> _Parser:
     for option in OPTIONS:
         parser.add_argument(*option.flags, action="store_true" if option.type is bool else "store")
     parser.add_argument("training_script")
-    parser.add_argument("training_script_args", nargs=argparse.REMAINDER)
     return parser
 
 
@@ -372,11 +371,31 @@ def parse_options(arguments: Sequence[str], env: Mapping[str, str]) -> tuple[Tor
         CommandError: an option that torchrun does not have, a value that it does not take, or no script.
         HelpRequested: ``--help`` is among the options.
     """
-    given, unknown = _build_parser().parse_known_args(arguments)
+    given, unknown, end = _up_to_script(arguments)
     if unknown:
         raise CommandError(_unknown_option(unknown[0].partition("=")[0]))
-    texts = vars(given)
-    return _values(texts, env), texts["training_script"], tuple(texts["training_script_args"])
+    # argparse takes away one `--`: that before the script, or else the one right after it.
+    if "--" not in arguments[:end] and list(arguments[end : end + 1]) == ["--"]:
+        end += 1
+    return _values(vars(given), env), given.training_script, tuple(arguments[end:])
+
+
+def _up_to_script(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str], int]:
+    """Parse no more than it takes to meet the script.
+
+    argparse never sees the script's own arguments: before Python 3.12 it refuses an ambiguous abbreviation even among
+    them (``torchrun train.py --nproc 4``).
+
+    Returns:
+        What is given, the options that torchrun does not have, and where the script's arguments start.
+    """
+    parser = _build_parser()
+    for end in range(len(arguments)):
+        try:
+            return *parser.parse_known_args(arguments[:end]), end
+        except CommandError:
+            continue  # no script yet, or an option still without its value
+    return *parser.parse_known_args(arguments), len(arguments)
 
 
 def _values(texts: Mapping[str, Any], env: Mapping[str, str]) -> TorchrunOptions:

@@ -144,11 +144,15 @@ def _host_arguments(role: Role, options: HostOptions) -> list[str]:
         *("--role", escape(role.name)),
         *("--replica", macros.replica_id),
         *("--replicas", str(role.num_replicas)),
-        *("--grace", f"{options.grace:g}"),
-        *("--host-timeout", f"{options.host_timeout:g}"),
+        *("--grace", _seconds(options.grace)),
+        *("--host-timeout", _seconds(options.host_timeout)),
         *("--preload", escape(options.preload)),
         "--",
     ]
+
+
+def _seconds(value: float) -> str:
+    return str(value).removesuffix(".0")
 
 
 def _host_words(argv: Sequence[str]) -> int | None:

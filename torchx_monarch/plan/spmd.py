@@ -170,6 +170,13 @@ def tee(text: str) -> str:
     return text
 
 
+def restarts(count: int) -> str:
+    """``count`` as a value of torchrun's ``--max-restarts``."""
+    if count < 0:
+        _refuse(f"--max_restarts {count}: use 0 or more.")
+    return str(count)
+
+
 def misplaced(script_args: Sequence[str], options: Collection[str]) -> list[str]:
     """Which of the script's arguments are spelled like ``options`` of the component (``nproc``: ``--nproc``)."""
     flags = {f"--{name}" for name in options} | {f"-{name}" for name in options if len(name) == 1}

@@ -105,7 +105,7 @@ class HostProcess:
             verdict = Verdict(1, f"internal error of the host process: {type(error).__name__}: {error}")
             self._reporter.line(f"{verdict.reason}; see {os.path.join(self._log_dir, 'monarch.log')}")
         if self._pool is not None:
-            await self._pool.stop(signal.SIGTERM, self._options.grace)
+            await self._pool.stop(signal.SIGTERM, self._grace)
         self._write_error_file(verdict)
         self._exit(verdict.code)
 
@@ -203,9 +203,16 @@ class HostProcess:
     # -- the job -------------------------------------------------------------------------------------------------------
 
     def _run_id(self) -> str:
-        """TORCHELASTIC_RUN_ID: torchrun's ``--rdzv-id``, else the app's id."""
-        rdzv_id = self._command.options.rdzv_id if self._command else "none"
-        return rdzv_id if rdzv_id != "none" else self._options.app
+        """TORCHELASTIC_RUN_ID: torchrun's ``--rdzv-id``, else the app's id (torchrun draws a random one, or says none)."""
+        run_id = self._command.options.run_id if self._command else None
+        return run_id if run_id not in (None, "none") else self._options.app
+
+    @property
+    def _grace(self) -> float:
+        """Seconds from SIGTERM to SIGKILL for ranks: torchrun's own option or variable, else the host's."""
+        if self._command and self._command.options.shutdown_timeout is not None:
+            return float(self._command.options.shutdown_timeout)
+        return float(self._environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", self._options.grace))
 
     async def _control(self, host: Registration) -> Verdict:
         """Replica 0: gather the hosts, run, announce."""
@@ -222,12 +229,12 @@ class HostProcess:
             run_id=self._run_id(),
             attempt=int(self._environ.get("MONARCH_RESTART", "0")),
             host_timeout=options.host_timeout,
-            grace=options.grace,
+            grace=self._grace,
             master_addr="127.0.0.1",
         )
         verdict = await Controller(job, rendezvous, self._reporter, self._first_output).run()
         self._conclude(verdict)
-        await rendezvous.announce(verdict, _HOST_EXIT_TIMEOUT + options.grace)
+        await rendezvous.announce(verdict, _HOST_EXIT_TIMEOUT + self._grace)
         return verdict
 
     def _conclude(self, verdict: Verdict) -> Verdict:
@@ -303,7 +310,7 @@ class HostProcess:
 
     def _stop_soon(self, number: int) -> None:
         if self._pool is not None:
-            self._spawn(self._pool.stop(number, self._options.grace))
+            self._spawn(self._pool.stop(number, self._grace))
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(coroutine)

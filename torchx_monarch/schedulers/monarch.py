@@ -38,8 +38,8 @@ class MonarchOpts(StructuredOpts):
     """Seconds that the hosts of a role have to arrive before the job fails."""
 
     preload: str = "torch"
-    """Modules, separated by `;`, that interpreters of a torchrun command import while the mesh forms. Empty: none;
-    for programs that must set environment variables before torch is first imported."""
+    """Modules, separated by `+`, that interpreters of a torchrun command import while the mesh forms; `none` for
+    programs that must set environment variables before torch is first imported."""
 
 
 class _SubmitInfo(AppDryRunInfo[Any, Cfg]):
@@ -99,7 +99,7 @@ class MonarchScheduler(Scheduler[Cfg]):
 
     def _submit_dryrun(self, app: AppDef, cfg: Cfg) -> AppDryRunInfo[Any, Cfg]:
         options = MonarchOpts.from_cfg({name: cfg[name] for name in cfg if name in MonarchOpts().keys()})
-        preload = ",".join(name for name in options.preload.replace(";", ",").split(",") if name)
+        preload = "" if options.preload == "none" else options.preload.replace("+", ",")
         hosts = HostOptions(
             python=self._python,
             grace=float(options.grace),

@@ -98,7 +98,8 @@ class Loop:
         """Run the app to its end.
 
         Args:
-            on_ready: called when signals are understood, just before the first replica is started.
+            on_ready: called when all replicas have been started and the status says so. A submitter who waits for that
+                never sees PENDING, for which TorchX's commands sleep a second.
             keeper_pipe: a descriptor that becomes readable when the keeper dies.
         """
         wake, signalled = os.pipe()
@@ -111,13 +112,14 @@ class Loop:
             signal.signal(signum, signal.SIG_IGN)
         self._selector.register(wake, selectors.EVENT_READ, None)
         self._selector.register(keeper_pipe, selectors.EVENT_READ, None)
-        on_ready()
         if os.path.exists(self._paths.cancel):
             self._end(CANCELLED, "cancelled before it started", grace=0)
         else:
             self._start(self._all)
             if self._verdict is None:
                 self._record.state = RUNNING
+        self._write_status()
+        on_ready()
         while not self._done:
             self._write_status()
             for key, _ in self._selector.select(self._timeout()):
@@ -165,7 +167,7 @@ class Loop:
             procs.reap(self._on_exit)
 
     def _write_status(self) -> None:
-        if self._dirty:
+        if self._dirty and not self._done:
             # A full disk costs intermediate states only: the next one, or the last, is written again.
             with contextlib.suppress(OSError):
                 store.write_json(self._paths.status, self._record.to_json())
@@ -185,7 +187,13 @@ class Loop:
                     os.unlink(self._socket(replica.role_index))
             began = time.monotonic()
             if not replica.start():
-                self._event("replica_exited", replica.failure, role=replica.role.name, replica=replica.record.id)
+                self._event(
+                    "replica_exited",
+                    replica.failure,
+                    role=replica.role.name,
+                    replica=replica.record.id,
+                    exit_code=replica.record.exit_code,
+                )
                 self._on_failure(replica)
                 return
             assert replica.record.pid is not None

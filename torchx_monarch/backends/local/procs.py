@@ -145,7 +145,7 @@ def send(target: Identity, signum: int) -> bool:
     """Signal exactly this process, never another that has got its pid; False when it is gone."""
     try:
         fd = os.pidfd_open(target.pid)
-    except OSError:  # no such process, or a kernel without pidfds
+    except (AttributeError, OSError):  # a Python or a kernel without pidfds, or no such process
         if identity(target.pid) != target:
             return False
         with contextlib.suppress(ProcessLookupError):
@@ -242,11 +242,26 @@ def hosts(roots: Iterable[int]) -> dict[int, list[int]]:
         queue = [root]
         while queue:
             pid = queue.pop(0)
-            if HOST_MODULE in _command(pid):
+            if _is_host(_command(pid)):
                 found[root].append(pid)
             else:
                 queue.extend(children.get(pid, ()))
     return found
+
+
+def _is_host(command: list[bytes]) -> bool:
+    """Whether this is ``python [flags] -m HOST_MODULE ...``, and not a command that has such words as arguments."""
+    words = iter(command)
+    if not os.path.basename(next(words, b"")).startswith(b"python"):
+        return False
+    for word in words:
+        if word == b"-m":
+            return next(words, b"") == HOST_MODULE
+        if word in (b"-X", b"-W"):
+            next(words, b"")
+        elif word == b"-c" or not word.startswith(b"-"):
+            return False
+    return False
 
 
 def _command(pid: int) -> list[bytes]:

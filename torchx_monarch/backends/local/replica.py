@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import selectors
@@ -18,9 +17,8 @@ from torchx_monarch.backends.local import procs, pump, spawn
 from torchx_monarch.backends.local.request import ReplicaRequest, RoleRequest
 from torchx_monarch.backends.local.status import CANCELLED, FAILED, PENDING, RUNNING, SUCCEEDED, ReplicaRecord
 
-#: A pipe as large as an unprivileged process may have it: the job is held up less when the disk is slow.
+#: The most that a pipe can hold for an unprivileged process.
 _PIPE_BYTES = 1024 * 1024
-_F_SETPIPE_SZ = 1031
 
 #: As shells have it.
 EXIT_NOT_STARTED = 127
@@ -101,8 +99,6 @@ class Replica:
         self.record.pid, self.record.state = pid, RUNNING
         for stream, (end, _) in zip((pump.STDOUT, pump.STDERR), pipes, strict=True):
             os.set_blocking(end, False)
-            with contextlib.suppress(OSError):
-                fcntl.fcntl(end, _F_SETPIPE_SZ, _PIPE_BYTES)
             self._pipes[end] = stream
             self._selector.register(end, selectors.EVENT_READ, self)
         return True
@@ -164,13 +160,15 @@ class Replica:
         """The content of its error file, if it has written one that is JSON."""
         try:
             with open(self._error_file, "rb") as file:
+                # A role may name a file of its own, which can be there from another time.
+                if os.fstat(file.fileno()).st_mtime < (self.record.started or 0.0) - 0.1:
+                    return None
                 return json.dumps(json.loads(file.read()))
         except (OSError, ValueError):
             return None
 
     def _keep_old_error(self) -> None:
-        # What an earlier start left would be taken for the cause of this start's failure.
-        if os.path.exists(self._error_file):
+        if self.record.restarts and os.path.exists(self._error_file):
             with contextlib.suppress(OSError):
                 os.rename(self._error_file, f"{self._error_file}.{self.record.restarts - 1}")
 
@@ -193,10 +191,10 @@ class Replica:
             return
         self.stopping = True
         for host in hosts:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(OSError):
                 os.kill(host, signal.SIGTERM)
         if not hosts:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(OSError):
                 os.killpg(pid, signal.SIGTERM)
 
     def kill(self) -> None:

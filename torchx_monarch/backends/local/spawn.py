@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import signal
 from collections.abc import Mapping, Sequence
 
@@ -21,6 +22,23 @@ _RESET = (
     signal.SIGCHLD,
     signal.SIGXFSZ,
 )
+
+
+#: The limit on open files that this process was given, once it has raised it for itself.
+_given_files: tuple[int, int] | None = None
+
+
+def raise_file_limit() -> None:
+    """Let this process have as many files open as it may: it holds several for each replica.
+
+    Processes that are started from here get the limit that this one was given: programs that use select() break with
+    more.
+    """
+    global _given_files
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        _given_files = (soft, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class SpawnError(OSError):
@@ -111,6 +129,8 @@ def _become(
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
         os.chdir(cwd)
+        if _given_files is not None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, _given_files)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         os.execve(program, list(argv), env)
     except OSError as e:

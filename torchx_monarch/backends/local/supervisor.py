@@ -21,7 +21,7 @@ import sys
 from collections.abc import Callable
 
 from torchx_monarch import events
-from torchx_monarch.backends.local import procs, state, status, store
+from torchx_monarch.backends.local import procs, spawn, state, status, store
 from torchx_monarch.backends.local.loop import Loop
 from torchx_monarch.backends.local.request import DetachedRequest
 
@@ -98,6 +98,7 @@ def _keep(paths: store.AppPaths, ready: int) -> None:
 def _supervise(paths: store.AppPaths, request: DetachedRequest, keeper: int, alive: int, ready: int) -> None:
     os.setsid()
     procs.become_subreaper()
+    spawn.raise_file_limit()
     record = status.load(paths)
     mine, keepers = procs.identity(os.getpid()), procs.identity(keeper)
     if record is None or mine is None or keepers is None:

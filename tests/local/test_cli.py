@@ -1,0 +1,281 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The torchx command with monarch_local, as a person uses it: every command in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+Eventually = Callable[..., object]
+
+TORCHX = [sys.executable, "-m", "torchx.cli.main"]
+RUN = [*TORCHX, "run", "-s", "monarch_local"]
+
+
+def torchx(*words: str, cwd: Path | None = None, check: bool = True) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*TORCHX, *words], cwd=cwd, capture_output=True, text=True, timeout=50, check=check)
+
+
+def run(*words: str, cwd: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+    return torchx("run", "-s", "monarch_local", *words, cwd=cwd, check=check)
+
+
+def state(handle: str) -> str:
+    return str(json.loads(torchx("status", "--json", handle).stdout)["state"])
+
+
+def folder(handle: str) -> Path:
+    return Path(os.environ["MONARCH_STATE_DIR"], "apps", handle.rpartition("/")[2])
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Path:
+    path = tmp_path / "work dir"
+    path.mkdir()
+    return path
+
+
+def write(work: Path, text: str, name: str = "prog.py") -> str:
+    (work / name).write_text("import os, sys, time, signal\n" + text)
+    return name
+
+
+def submit_sleepers(work: Path, eventually: Eventually, *words: str) -> tuple[str, Path]:
+    name = write(work, "print('pid', os.getpid(), flush=True)\ntime.sleep(1000)\n")
+    handle = run("-cfg", "preload=none,grace=2", "monarch.spmd", *words, name, cwd=work).stdout.strip()
+    app = folder(handle)
+    events = app / "events.jsonl"
+    eventually(lambda: '"output"' in (events.read_text() if events.exists() else ""), "the first output")
+    return handle, app
+
+
+def test_a_job_from_other_processes(work: Path, eventually: Eventually) -> None:
+    handle, app = submit_sleepers(work, eventually, "-j", "2x2", "--name", "sleepers")
+    assert re.fullmatch(r"monarch_local://torchx/sleepers-\w+", handle)
+    assert state(handle) == "RUNNING"
+    status = json.loads(torchx("status", "--json", handle).stdout)
+    assert [(role["role"], len(role["replicas"])) for role in status["roles"]] == [("prog", 2)]
+    assert all(replica["hostname"] for replica in status["roles"][0]["replicas"])
+    assert handle in torchx("list", "-s", "monarch_local").stdout
+    described = torchx("describe", handle).stdout
+    assert "'entrypoint': 'torchrun'" in described and "torchx_monarch.host" not in described
+    assert len(re.findall(r"\[prog\d\]:pid \d+", torchx("log", handle).stdout)) == 4
+    assert len(re.findall(r"\[prog\d\]:pid \d+", torchx("log", f"{handle}/prog/1").stdout)) == 2
+    assert "\n".join(torchx("log", "--regex", "prog3", handle).stdout.splitlines()).count("pid") == 1
+    follower = subprocess.Popen([*TORCHX, "log", "-t", handle], stdout=subprocess.PIPE, text=True)
+    torchx("cancel", handle)
+    eventually(lambda: state(handle) == "CANCELLED", "the cancellation", seconds=15)
+    assert follower.communicate(timeout=15)[0].count("]:pid ") == 4
+    assert len(re.findall(r"\[prog\d\]:pid \d+", torchx("log", handle).stdout)) == 4
+    torchx("delete", handle)
+    assert not app.exists()
+    assert torchx("status", handle, check=False).returncode == 1
+
+
+def test_job_survives_its_shell(work: Path, eventually: Eventually) -> None:
+    name = write(work, "time.sleep(2); print('the end', flush=True)\n")
+    shell = subprocess.Popen(
+        [*RUN, "--wait", "--log", "-cfg", "preload=none", "monarch.spmd", name],
+        cwd=work,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    assert shell.stdout is not None
+    handle = shell.stdout.readline().strip()
+    os.killpg(shell.pid, signal.SIGHUP)
+    shell.communicate(timeout=10)
+    assert state(handle) in ("PENDING", "RUNNING")
+    eventually(lambda: state(handle) == "SUCCEEDED", "the end of the job")
+    assert "the end" in torchx("log", handle).stdout
+
+
+@pytest.mark.parametrize(
+    ("body", "code"), [("sys.exit(0)", 0), ("sys.exit(3)", 1), ("os.kill(os.getpid(), 11)", 1), ("raise OSError(5)", 1)]
+)
+def test_wait_tells_by_its_exit_code(work: Path, body: str, code: int) -> None:
+    done = run("--wait", "-cfg", "preload=none", "monarch.spmd", write(work, body), cwd=work, check=False)
+    assert done.returncode == code
+    assert state(done.stdout.strip()) == ("FAILED" if code else "SUCCEEDED")
+    assert "Traceback (most recent call last)" not in done.stderr or body.startswith("raise")
+
+
+def test_arguments_arrive_as_typed(work: Path) -> None:
+    name = write(work, "import json; print(json.dumps(sys.argv[1:]))")
+    arguments = ["--x=a b\"c,$d", "$HOME", "é\n", "*", "", "--nproc", "${local_rank}"]
+    done = run("--wait", "--log", "-cfg", "preload=none", "monarch.spmd", "-j", "1", name, *arguments, cwd=work)
+    line = next(line for line in done.stderr.splitlines() if "[prog0]:" in line)
+    assert json.loads(line.partition("]:")[2]) == [*arguments[:-1], "0"]
+    assert "--nproc after prog.py" in done.stderr  # warned that it went to the script
+
+
+def test_module_and_package(work: Path) -> None:
+    (work / "pkg").mkdir()
+    (work / "pkg" / "__init__.py").touch()
+    (work / "pkg" / "__main__.py").write_text("import sys; from pkg import tool; print(tool.NAME, sys.argv[1:])")
+    (work / "pkg" / "tool.py").write_text("NAME = 'tool'")
+    words = ("--wait", "--log", "-cfg", "preload=none", "monarch.spmd", "-j", "1", "-m", "pkg", "--", "--a", "b")
+    assert "tool ['--a', 'b']" in run(*words, cwd=work).stderr
+
+
+def test_other_components_run_unchanged(work: Path) -> None:
+    name = write(work, "print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])")
+    words = ("--wait", "--log", "-cfg", "preload=none")
+    done = run(*words, "dist.torchrun", "-j", "2x2", "--script", name, cwd=work)
+    assert len(re.findall(r"rank \d of 4", done.stderr)) == 4
+    done = run(*words, "utils.python", "--script", name, cwd=work)
+    assert "rank 0 of 1" in done.stderr
+    assert "hello" in run(*words, "utils.echo", "--msg", "hello", cwd=work).stderr
+
+
+def test_dryrun_as_json(work: Path) -> None:
+    done = run("--dryrun", "--json", "monarch.spmd", "-j", "2x2", "train.py", cwd=work)
+    shown = json.loads(done.stdout)
+    assert shown["app"]["roles"][0]["entrypoint"] == "torchrun"
+    assert "torchx_monarch.host" in json.dumps(shown["request"])
+    assert "No apps" not in torchx("list", "-s", "monarch_local").stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("monarch.spmd",), "No program to run"),
+        (("monarch.spmd", "-j", "2x4", "--nproc", "2", "x.py"), "contradicts"),
+        (("monarch.spmd", "--nproc", "many", "x.py"), "many"),
+        (("monarch.spmd", "--max_restarts", "1", "x.py"), "--max-restarts=1"),
+        (("-cfg", "gracce=1", "monarch.spmd", "x.py"), "gracce"),
+    ],
+)
+def test_bad_input_is_refused_without_a_traceback(work: Path, words: tuple[str, ...], said: str) -> None:
+    done = run(*words, cwd=work, check=False)
+    assert done.returncode != 0
+    assert said in done.stderr
+    # What TorchX itself says of an unknown run option comes with a traceback of its own.
+    assert "Traceback" not in done.stderr or "-cfg" in words
+    assert not Path(os.environ["MONARCH_STATE_DIR"], "apps").exists() or not os.listdir(
+        Path(os.environ["MONARCH_STATE_DIR"], "apps")
+    )
+
+
+class Terminal:
+    """A command in a terminal of its own."""
+
+    def __init__(self, command: list[str], cwd: Path) -> None:
+        self.pid, self._fd = pty.fork()
+        if self.pid == 0:
+            os.chdir(cwd)
+            os.execvp(command[0], command)
+        os.set_blocking(self._fd, False)
+        self.text = ""
+
+    def shows(self, words: str) -> bool:
+        while True:
+            try:
+                data = os.read(self._fd, 65536)
+            except OSError:  # nothing yet, or the end
+                break
+            if not data:
+                break
+            self.text += data.decode()
+        return words in self.text
+
+    def type(self, keys: bytes) -> None:
+        os.write(self._fd, keys)
+
+    def wait(self) -> int:
+        until = time.monotonic() + 30
+        while time.monotonic() < until:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.shows("")
+                os.close(self._fd)
+                return os.waitstatus_to_exitcode(status)
+            self.shows("")
+            time.sleep(0.02)
+        raise TimeoutError(self.text)
+
+
+@pytest.mark.filterwarnings("ignore:.*forkpty.*:DeprecationWarning")
+def test_terminal_shows_the_phases_and_ctrl_c_cancels(work: Path, eventually: Eventually) -> None:
+    name = write(work, "print('ready', flush=True)\ntime.sleep(1000)\n")
+    terminal = Terminal([*RUN, "--wait", "-cfg", "preload=none", "monarch.spmd", name], work)
+    eventually(lambda: terminal.shows("first output"), "the phases")
+    for phase in ("hosts 1/1 (", "mesh (", "ranks 2/2 ("):
+        assert phase in terminal.text
+    terminal.type(b"\x03")
+    assert terminal.wait() == 130
+    assert "cancelling monarch_local://torchx/" in terminal.text
+    assert "Traceback" not in terminal.text
+    handle = re.findall(r"monarch_local://torchx/[\w-]+", terminal.text)[0]
+    assert state(handle) == "CANCELLED"
+
+
+@pytest.mark.filterwarnings("ignore:.*forkpty.*:DeprecationWarning")
+def test_second_ctrl_c_kills(work: Path, eventually: Eventually) -> None:
+    name = write(work, "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready', flush=True)\ntime.sleep(1000)\n")
+    terminal = Terminal([*RUN, "--wait", "--log", "-cfg", "preload=none,grace=600", "monarch.spmd", name], work)
+    eventually(lambda: terminal.shows("]:ready"), "the ranks")
+    assert terminal.text.count("hosts 1/1") == 1  # in the log, and not a second time
+    terminal.type(b"\x03")
+    eventually(lambda: terminal.shows("cancelling"), "the first Ctrl-C's answer")
+    terminal.type(b"\x03")
+    assert terminal.wait() == 130
+    assert "killing monarch_local" in terminal.text
+
+
+@pytest.mark.parametrize("victim", ["rank", "agent", "host", "supervisor"])
+def test_kill_9_of_any_process(work: Path, eventually: Eventually, victim: str) -> None:
+    handle, app = submit_sleepers(work, eventually, "--nproc", "2")
+    supervisor = json.loads((app / "supervisor.json").read_text())["supervisor"]["pid"]
+    host = next(one for one in psutil.Process(supervisor).children() if "torchx_monarch.host" in one.cmdline())
+    below = host.children()
+    pid = {
+        "supervisor": supervisor,
+        "host": host.pid,
+        "agent": next(one.pid for one in below if any("bootstrap_main" in word for word in one.cmdline())),
+        "rank": next(one.pid for one in below if any("rank_main" in word for word in one.cmdline())),
+    }[victim]
+    killed = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    eventually(lambda: state(handle) == "FAILED", "the failure", seconds=10)
+    assert time.monotonic() - killed < (10 if victim in ("agent", "host") else 4)  # with the time of a torchx status
+    status = json.loads(torchx("status", "--json", handle).stdout)
+    last = "".join(torchx("log", handle).stdout.splitlines(keepends=True)[-3:])
+    assert str(pid) in status["msg"] or victim == "agent"
+    assert victim in status["msg"] or (victim == "host" and "replica prog/0" in status["msg"])
+    assert {"rank": "was killed by signal 9", "agent": "agent", "host": "SIGKILL", "supervisor": "supervisor"}[
+        victim
+    ] in last
+
+
+def test_fifty_jobs_at_once_have_ports_of_their_own(work: Path, eventually: Eventually) -> None:
+    # Each job takes its MASTER_PORT as a TCPStore does: SO_REUSEADDR, then listen, on all addresses.
+    name = write(
+        work,
+        "import socket\ns = socket.socket()\ns.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)\n"
+        "s.bind(('', int(os.environ['MASTER_PORT'])))\ns.listen()\nprint('port', s.getsockname()[1])\n"
+        "time.sleep(2)\n",
+    )
+    script = (
+        "import sys; from torchx.runner import get_runner; from torchx.specs import AppDef, Role\n"
+        "runner = get_runner()\n"
+        "app = AppDef('many', roles=[Role('one', image='', entrypoint='python', args=sys.argv[1:])])\n"
+        "handles = [runner.run(app, 'monarch_local') for _ in range(50)]\n"
+        "states = [str(runner.wait(handle, wait_interval=0.2).state) for handle in handles]\n"
+        "print(states.count('SUCCEEDED'), len(set(handles)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, name], cwd=work, capture_output=True, text=True, timeout=240)
+    assert done.stdout.split() == ["50", "50"], done.stderr[-2000:]

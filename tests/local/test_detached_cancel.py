@@ -1,0 +1,215 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Cancelling an app."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torchx.specs import AppState, Role
+
+from tests.local.detached import Detached, fresh, lives, pid_in, py, sh
+from torchx_monarch.backends.local import store
+
+Eventually = Callable[..., object]
+
+#: Says when it is up and which signals it gets; ends on none of them.
+STUBBORN = """
+import os, signal, sys, time
+folder = sys.argv[1]
+def got(signum, frame):
+    with open(f"{folder}/got-{os.getpid()}", "a") as file:
+        file.write(f"{signum}\\n")
+signal.signal(signal.SIGTERM, got)
+if len(sys.argv) > 2 and os.fork() == 0:
+    name = "child"
+else:
+    name = "main"
+with open(f"{folder}/{name}", "w") as file:
+    file.write(f"{os.getpid()}\\n")
+while True:
+    time.sleep(0.1)
+"""
+
+
+@pytest.fixture
+def apps() -> Detached:
+    return Detached()
+
+
+def got(folder: Path, name: str) -> list[str]:
+    path = folder / f"got-{pid_in(folder / name)}"
+    return path.read_text().split() if path.exists() else []
+
+
+def test_a_program_that_ends_when_told(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
+    command = f"trap 'echo bye; exit 0' TERM; touch {tmp_path}/up$0; while true; do sleep 0.05; done"
+    role = sh(command, replicas=2)
+    role.args.append("${replica_id}")
+    app_id = apps.run(role, grace=30)
+    eventually(lambda: (tmp_path / "up0").exists() and (tmp_path / "up1").exists(), "the start")
+    began = time.monotonic()
+    apps.runner.cancel(apps.handle(app_id))
+    status = apps.wait(app_id)
+    assert time.monotonic() - began < 3
+    assert (status.state, status.msg) == (AppState.CANCELLED, "cancelled")
+    assert "bye\n" in apps.log(app_id)
+
+
+def test_a_program_that_will_not_end(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
+    app_id = apps.run(py(STUBBORN, str(tmp_path), "fork"), grace=1)
+    eventually(lambda: pid_in(tmp_path / "main") and pid_in(tmp_path / "child"), "the start")
+    fresh(f"runner.cancel(handle({app_id!r}))")
+    began = time.monotonic()
+    assert apps.wait(app_id).state is AppState.CANCELLED
+    assert time.monotonic() - began < 2.5
+    assert got(tmp_path, "main") == ["15"] and got(tmp_path, "child") == ["15"], "each is told once"
+    assert not lives(pid_in(tmp_path / "main")) and not lives(pid_in(tmp_path / "child"))
+    assert apps.record(app_id)["roles"][0]["replicas"][0]["exit_code"] == -9
+    assert apps.states(app_id) == {"r/0": AppState.CANCELLED}
+
+
+def test_replicas_are_stopped_side_by_side(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
+    command = f"trap '' TERM; echo x >> {tmp_path}/up; while true; do sleep 0.05; done"
+    app_id = apps.run(sh(command, replicas=4), grace=1)
+    eventually(lambda: (tmp_path / "up").exists() and len((tmp_path / "up").read_text()) == 8, "the start")
+    apps.scheduler.cancel(app_id)
+    began = time.monotonic()
+    apps.wait(app_id)
+    assert time.monotonic() - began < 2.5
+
+
+def test_killing_now(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
+    app_id = apps.run(py(STUBBORN, str(tmp_path)), grace=30)
+    eventually(lambda: pid_in(tmp_path / "main"), "the start")
+    began = time.monotonic()
+    apps.scheduler.stop(app_id, 0)
+    assert apps.wait(app_id).state is AppState.CANCELLED
+    assert time.monotonic() - began < 1
+    assert got(tmp_path, "main") == []
+
+
+def test_a_second_cancel_is_harmless_and_a_kill_comes_through(
+    apps: Detached, tmp_path: Path, eventually: Eventually
+) -> None:
+    app_id = apps.run(py(STUBBORN, str(tmp_path)), grace=30)
+    eventually(lambda: pid_in(tmp_path / "main"), "the start")
+    for _ in range(3):
+        apps.scheduler.cancel(app_id)
+    eventually(lambda: got(tmp_path, "main"), "the signal")
+    assert not apps.scheduler.wait_terminal(app_id, 0.3)
+    assert got(tmp_path, "main") == ["15"]
+    began = time.monotonic()
+    apps.scheduler.stop(app_id, 0)
+    assert apps.wait(app_id).state is AppState.CANCELLED
+    assert time.monotonic() - began < 1
+
+
+def test_a_shorter_grace_counts(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
+    app_id = apps.run(py(STUBBORN, str(tmp_path)), grace=30)
+    eventually(lambda: pid_in(tmp_path / "main"), "the start")
+    apps.scheduler.cancel(app_id)
+    eventually(lambda: got(tmp_path, "main"), "the signal")
+    apps.scheduler.stop(app_id, 0.5)
+    began = time.monotonic()
+    apps.wait(app_id)
+    assert time.monotonic() - began < 2
+
+
+def test_cancelling_what_has_ended(apps: Detached) -> None:
+    app_id = apps.run(sh("true"))
+    apps.wait(app_id)
+    apps.scheduler.cancel(app_id)
+    assert apps.status(app_id).state is AppState.SUCCEEDED
+
+
+def test_a_cancel_before_the_supervisor_has_started(apps: Detached) -> None:
+    from torchx_monarch.backends.local import submit
+
+    started = submit._start_supervisor
+
+    def late(paths: store.AppPaths, request: object) -> None:
+        apps.scheduler.cancel(paths.app_id)
+        started(paths, request)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(submit, "_start_supervisor", late)
+        app_id = apps.run(sh("sleep 1000"))
+    assert apps.wait(app_id).state is AppState.CANCELLED
+    assert apps.states(app_id) == {"r/0": AppState.CANCELLED}
+    assert apps.log(app_id) == []
+
+
+def fake_host(folder: Path) -> list[str]:
+    """The command, to be run in the folder, of a host that ends on no signal, and does not even tell its child."""
+    package = folder / "torchx_monarch"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "host.py").write_text(STUBBORN)
+    return [sys.executable, "-X", "faulthandler", "-m", "torchx_monarch.host", str(folder)]
+
+
+def test_only_the_host_is_told(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
+    # A set-up script, or a `bash -c` as dist.ddp has it: the host is not the replica's own process.
+    shell = sh('"$@"; echo done')
+    shell.args += ["sh", *fake_host(tmp_path), "fork"]
+    shell.image = str(tmp_path)
+    app_id = apps.run(shell, grace=30)
+    eventually(lambda: pid_in(tmp_path / "main") and pid_in(tmp_path / "child"), "the start")
+    assert pid_in(tmp_path / "main") != apps.record(app_id)["roles"][0]["replicas"][0]["pid"]
+    apps.scheduler.cancel(app_id)
+    eventually(lambda: got(tmp_path, "main"), "the signal")
+    assert not apps.scheduler.wait_terminal(app_id, 0.3)
+    assert got(tmp_path, "child") == []
+    apps.scheduler.stop(app_id, 0)
+    apps.wait(app_id)
+    assert not lives(pid_in(tmp_path / "child"))
+
+
+def test_hosts_have_some_time_more(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
+    program, *args = fake_host(tmp_path)
+    role = Role("r", image=str(tmp_path), entrypoint=program, args=args)
+    app_id = apps.run(role, grace=1)
+    eventually(lambda: pid_in(tmp_path / "main"), "the start")
+    began = time.monotonic()
+    apps.scheduler.cancel(app_id)
+    apps.wait(app_id)
+    assert 5 < time.monotonic() - began < 8
+
+
+@pytest.mark.parametrize("signum", [signal.SIGHUP, signal.SIGINT, signal.SIGQUIT])
+def test_signals_of_a_terminal_are_ignored(apps: Detached, signum: int) -> None:
+    app_id = apps.run(sh("sleep 1000"))
+    watchers = apps.watchers(app_id)
+    for process in (watchers.supervisor, watchers.keeper):
+        os.kill(process.pid, signum)
+    assert not apps.scheduler.wait_terminal(app_id, 0.2)
+    apps.scheduler.stop(app_id, 0)
+    apps.wait(app_id)
+
+
+def test_the_machine_shuts_down(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
+    app_id = apps.run(sh(f"trap 'echo bye; exit 0' TERM; touch {tmp_path}/up; while true; do sleep 0.05; done"))
+    eventually(lambda: (tmp_path / "up").exists(), "the start")
+    watchers = apps.watchers(app_id)
+    for process in (watchers.keeper, watchers.supervisor):
+        os.kill(process.pid, signal.SIGTERM)
+    status = apps.wait(app_id)
+    assert status.state is AppState.CANCELLED
+    assert "SIGTERM" in status.msg
+
+
+def test_ctrl_c_in_the_shell_that_submitted(apps: Detached, tmp_path: Path) -> None:
+    """The replicas are in sessions of their own: a terminal's Ctrl-C does not reach them."""
+    app_id = apps.run(sh("sleep 1000"))
+    replica = apps.record(app_id)["roles"][0]["replicas"][0]["pid"]
+    sessions = {os.getsid(pid) for pid in (replica, apps.watchers(app_id).supervisor.pid, os.getpid())}
+    assert len(sessions) == 3
+    apps.scheduler.stop(app_id, 0)
+    apps.wait(app_id)

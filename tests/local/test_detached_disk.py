@@ -1,0 +1,161 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Disks that are full, and folders that cannot be written."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from torchx.specs import AppState
+
+from tests.local.detached import Detached, py, sh
+from torchx_monarch.backends.local.folder import StateDirError
+
+Eventually = Callable[..., object]
+
+
+@pytest.fixture
+def apps() -> Detached:
+    return Detached()
+
+
+def mount(folder: Path, options: str) -> None:
+    folder.mkdir(exist_ok=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"needs to mount a small file system: {done.stderr.strip()}")
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A state directory on a file system of its own, of 1 MiB."""
+    folder = tmp_path / "small"
+    mount(folder, "size=1m,mode=700")
+    monkeypatch.setenv("MONARCH_STATE_DIR", str(folder))
+    yield folder
+    until = time.monotonic() + 10
+    # The keeper leaves a moment after the app has ended.
+    while subprocess.run(["umount", str(folder)], capture_output=True, check=False).returncode:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def fill(folder: Path) -> None:
+    with open(folder / "ballast", "wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(b"x" * 4096)
+
+
+def test_the_disk_fills_up_while_a_job_writes(apps: Detached, small: Path) -> None:
+    code = "import sys\nfor i in range(300): print('x' * 9999)\nprint('the end')\nsys.exit(4)"
+    app_id = apps.run(py(code))
+    status = apps.wait(app_id)
+    assert status.state is AppState.FAILED
+    assert "exited with code 4" in status.msg
+    assert "bytes of output could not be written to the logs: No space left on device" in status.msg
+    assert apps.log(app_id)[0] == "x" * 9999 + "\n"
+
+
+def test_the_disk_is_full_when_a_job_ends(apps: Detached, small: Path, tmp_path: Path) -> None:
+    app_id = apps.run(sh(f"while ! test -e {tmp_path}/go; do sleep 0.02; done; echo lost; exit 5"))
+    fill(small)
+    (tmp_path / "go").touch()
+    status = apps.wait(app_id)
+    assert status.state is AppState.FAILED
+    assert "exited with code 5" in status.msg
+    assert apps.record(app_id)["roles"][0]["replicas"][0]["exit_code"] == 5
+
+
+def test_the_disk_has_room_again(apps: Detached, small: Path, tmp_path: Path, eventually: Eventually) -> None:
+    command = (
+        f"while ! test -e {tmp_path}/full; do sleep 0.02; done;"
+        f" for i in $(seq 1000); do echo 0123456789; done; touch {tmp_path}/wrote;"
+        f" while ! test -e {tmp_path}/room; do sleep 0.02; done; echo last"
+    )
+    app_id = apps.run(sh(command))
+    fill(small)
+    (tmp_path / "full").touch()
+    eventually(lambda: (tmp_path / "wrote").exists(), "the job, which a full disk must not hold up")
+    time.sleep(0.3)
+    (small / "ballast").unlink()
+    (tmp_path / "room").touch()
+    status = apps.wait(app_id)
+    assert status.state is AppState.SUCCEEDED
+    log = apps.log(app_id)
+    assert log[-1] == "last\n"
+    assert any("bytes of output were lost here: No space left on device" in line for line in log)
+
+
+def test_the_supervisor_is_killed_on_a_full_disk(apps: Detached, small: Path) -> None:
+    app_id = apps.run(sh("sleep 1000"))
+    fill(small)
+    os.kill(apps.watchers(app_id).supervisor.pid, 9)
+    status = apps.wait(app_id)
+    assert status.state is AppState.FAILED
+    assert "was killed by signal 9" in status.msg
+    assert apps.record(app_id)["state"] == "FAILED"
+
+
+def test_a_full_disk_when_submitting(apps: Detached, small: Path) -> None:
+    fill(small)
+    with pytest.raises(
+        StateDirError, match="cannot write the state of the app to .*: No space left on device.*MONARCH_STATE_DIR"
+    ):
+        apps.run(sh("true"))
+    assert apps.scheduler.list() == []
+    (small / "ballast").unlink()
+    assert [path for path in small.rglob("*") if path.is_file()] == []
+
+
+def test_a_read_only_state_directory(apps: Detached, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "ro"
+    mount(folder, "ro")
+    monkeypatch.setenv("MONARCH_STATE_DIR", str(folder / "state"))
+    try:
+        with pytest.raises(StateDirError, match="Read-only file system"):
+            apps.run(sh("true"))
+        assert apps.scheduler.list() == []
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_the_dead_are_seen_on_a_read_only_disk(apps: Detached, small: Path) -> None:
+    app_id = apps.run(sh("sleep 1000"))
+    watchers = apps.watchers(app_id)
+    subprocess.run(["mount", "-o", "remount,ro", str(small)], check=False)
+    os.kill(watchers.keeper.pid, 9)
+    os.kill(watchers.supervisor.pid, 9)
+    assert apps.wait(app_id).state is AppState.FAILED
+    subprocess.run(["mount", "-o", "remount,rw", str(small)], check=True)
+    assert apps.status(app_id).state is AppState.FAILED
+
+
+def test_a_state_directory_below_a_file(apps: Detached, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MONARCH_STATE_DIR", str(tmp_path / "file" / "state"))
+    with pytest.raises(StateDirError, match="Not a directory") as caught:
+        apps.run(sh("true"))
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert str(again) == str(caught.value) and again.path == caught.value.path
+    assert apps.scheduler.list() == []
+    assert apps.scheduler.describe("x-1") is None
+
+
+def test_where_the_state_directory_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchx_monarch.backends.local.store import state_dir
+
+    assert state_dir({"MONARCH_STATE_DIR": "/a/b"}) == "/a/b"
+    assert state_dir({"MONARCH_STATE_DIR": "rel"}) == os.path.join(os.getcwd(), "rel")
+    assert state_dir({"XDG_STATE_HOME": "/x"}) == "/x/torchx-monarch"
+    home = os.path.expanduser("~")
+    assert state_dir({"MONARCH_STATE_DIR": "~/s"}) == f"{home}/s"
+    assert state_dir({"XDG_STATE_HOME": "rel"}) == f"{home}/.local/state/torchx-monarch"
+    assert state_dir({}) == f"{home}/.local/state/torchx-monarch"

@@ -1,0 +1,134 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Many apps, and what one costs."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from torchx.specs import AppDef, AppState
+
+from tests.local.detached import NAME, Detached, cpu_seconds, sh, start_fresh
+from torchx_monarch.backends.local import store
+from torchx_monarch.backends.local.prune import prune
+from torchx_monarch.backends.local.status import AppRecord, ReplicaRecord, RoleRecord
+
+Eventually = Callable[..., object]
+
+
+@pytest.fixture
+def apps() -> Detached:
+    return Detached()
+
+
+def old_app(name: str, ended: float, state: str = "SUCCEEDED") -> None:
+    paths = store.app_paths(name)
+    os.makedirs(paths.root)
+    record = AppRecord(name, "old", created=ended - 10, state=state, ended=ended)
+    record.roles = [RoleRecord("r", [ReplicaRecord(k, state=state, exit_code=0) for k in range(4)])]
+    store.write_json(paths.status, record.to_json())
+
+
+def test_twenty_submissions_at_once(apps: Detached) -> None:
+    with ThreadPoolExecutor(20) as pool:
+        ids = list(pool.map(lambda n: apps.run(sh(f"echo {n}")), range(20)))
+    assert len(set(ids)) == 20
+    for n, app_id in enumerate(ids):
+        assert apps.wait(app_id, 40).state is AppState.SUCCEEDED
+        assert apps.log(app_id) == [f"{n}\n"]
+    assert len(apps.scheduler.list()) == 20
+
+
+def test_two_processes_submit_at_once(apps: Detached) -> None:
+    code = """
+from torchx.specs import AppDef, Role
+app = AppDef("a", [Role("r", image="", entrypoint="true")])
+print(runner.run(app, "detached").rpartition("/")[2])
+"""
+    submitters = [start_fresh(code) for _ in range(2)]
+    ids = [submitter.communicate()[0].strip() for submitter in submitters]
+    assert len(set(ids)) == 2
+    for app_id in ids:
+        assert apps.wait(app_id).state is AppState.SUCCEEDED
+
+
+def test_one_dry_run_submitted_many_times(apps: Detached) -> None:
+    info = apps.runner.dryrun(AppDef("a", [sh("echo ${app_id}", env={"ID": "${app_id}"})]), NAME)
+    with ThreadPoolExecutor(4) as pool:
+        handles = list(pool.map(lambda _: apps.runner.schedule(info), range(4)))
+    ids = [handle.rpartition("/")[2] for handle in handles]
+    assert len(set(ids)) == 4
+    for app_id in ids:
+        assert apps.wait(app_id).state is AppState.SUCCEEDED
+        assert apps.log(app_id) == [f"{app_id}\n"]
+
+
+def test_listing_many_old_apps(apps: Detached) -> None:
+    began = time.monotonic()
+    assert apps.scheduler.list() == []
+    with_none = time.monotonic() - began
+    now = time.time()
+    for n in range(200):
+        old_app(f"old-{n}", now - 100 * n)
+    began = time.monotonic()
+    listed = apps.scheduler.list()
+    assert time.monotonic() - began - with_none < 0.5
+    assert [app.app_id for app in listed] == [f"old-{n}" for n in range(200)]
+
+
+def test_pruning(apps: Detached, eventually: Eventually, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, day = time.time(), 86400
+    old_app("old-kept", now - 13 * day)
+    old_app("old-gone", now - 15 * day)
+    old_app("old-running", now - 99 * day, state="RUNNING")
+    trash = Path(store.apps_dir(), ".trash-1-x")
+    trash.mkdir()
+    os.utime(trash, (0, 0))
+    Path(store.apps_dir(), ".new-1").mkdir()
+    (Path(store.apps_dir(), "note.txt")).touch()
+    app_id = apps.run(sh("true"))
+    apps.wait(app_id)
+    eventually(lambda: not Path(store.app_paths("old-gone").root).exists(), "the old app to go")
+    eventually(lambda: not trash.exists(), "the trash to go")
+    left = {path.name for path in Path(store.apps_dir()).iterdir()}
+    assert left == {"old-kept", "old-running", ".new-1", "note.txt", app_id}
+    monkeypatch.setenv("MONARCH_KEEP_DAYS", "1")
+    assert prune(store.apps_dir()) == ["old-kept"]
+    monkeypatch.setenv("MONARCH_KEEP_DAYS", "many")
+    assert prune(store.apps_dir()) == []
+    for n in range(5):
+        old_app(f"more-{n}", now + n)
+    removed = prune(store.apps_dir(), newest=3)
+    assert sorted(removed) == sorted([app_id, "more-0", "more-1"])
+
+
+def test_submitting_is_quick(apps: Detached) -> None:
+    """From the call to the first replica's own process, and from the last exit to the final status on disk."""
+    to_start, to_end = [], []
+    for _ in range(5):
+        began = time.time()
+        app_id = apps.run(sh("true"))
+        apps.wait(app_id)
+        replica = apps.record(app_id)["roles"][0]["replicas"][0]
+        to_start.append(replica["started"] - began)
+        to_end.append(os.stat(apps.paths(app_id).status).st_mtime - replica["ended"])
+    # The machine may be busy; these are bounds for trouble, the numbers themselves are the benchmark's.
+    assert statistics.median(to_start) < 0.4, to_start
+    assert statistics.median(to_end) < 0.2, to_end
+
+
+def test_waiting_costs_nothing(apps: Detached) -> None:
+    app_id = apps.run(sh("sleep 1000", replicas=3))
+    watchers = apps.watchers(app_id)
+    pids = (watchers.supervisor.pid, watchers.keeper.pid)
+    before = sum(cpu_seconds(pid) for pid in pids)
+    time.sleep(1.5)
+    assert sum(cpu_seconds(pid) for pid in pids) - before < 0.02
+    apps.scheduler.stop(app_id, 0)
+    apps.wait(app_id)

@@ -1,0 +1,181 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Retries, and the rules between roles."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torchx.schedulers.api import Stream
+from torchx.specs import AppState, RetryPolicy
+
+from tests.local.detached import Detached, lives, pid_in, sh
+
+Eventually = Callable[..., object]
+
+S, F, C = AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED
+
+#: Notes each start as a line "MONARCH_RESTART" in a file of its own.
+NOTE = 'echo "$MONARCH_RESTART" >> {folder}/{name};'
+#: Ends when the file is there.
+UNTIL = "while ! test -e {folder}/{name}; do sleep 0.05; done;"
+
+
+@pytest.fixture
+def apps() -> Detached:
+    return Detached()
+
+
+def starts(folder: Path, name: str) -> list[str]:
+    path = folder / name
+    return path.read_text().split() if path.exists() else []
+
+
+@pytest.mark.parametrize("policy", list(RetryPolicy))
+def test_retries_are_used_up(apps: Detached, tmp_path: Path, policy: RetryPolicy) -> None:
+    app_id = apps.run(sh(NOTE.format(folder=tmp_path, name="n") + " exit 3", max_retries=2, retry_policy=policy))
+    status = apps.wait(app_id)
+    assert (status.state, status.num_restarts) == (F, 2)
+    assert starts(tmp_path, "n") == ["0", "1", "2"]
+    log = apps.log(app_id)
+    assert [line for line in log if "is started again" in line] == [
+        "[monarch] replica r/0 is started again (restart 1)\n",
+        "[monarch] replica r/0 is started again (restart 2)\n",
+    ]
+    assert log[-1].endswith("exited with code 3\n")
+    assert apps.log(app_id, streams=Stream.STDOUT) == []
+
+
+@pytest.mark.parametrize("policy", list(RetryPolicy))
+def test_a_retry_succeeds(apps: Detached, tmp_path: Path, policy: RetryPolicy) -> None:
+    app_id = apps.run(sh("test $MONARCH_RESTART = 1", max_retries=5, retry_policy=policy))
+    status = apps.wait(app_id)
+    assert (status.state, status.num_restarts, status.msg) == (S, 1, "<NONE>")
+    assert status.roles[0].replicas[0].structured_error_msg == "<NONE>"
+
+
+#: Main role with three replicas and a second role. Replica 1 of the main role fails once, when all others have started.
+def scene(apps: Detached, folder: Path, policy: RetryPolicy) -> str:
+    note = "echo $MONARCH_RESTART >> {folder}/{role}$0;"
+    wait_all = f"while ! cat {folder}/main0 {folder}/main2 {folder}/side0 >/dev/null 2>&1; do sleep 0.02; done;"
+    main = (
+        note.format(folder=folder, role="main")
+        + f"if test $0 = 1 && test $MONARCH_RESTART = 0; then {wait_all} exit 1; fi;"
+        + UNTIL.format(folder=folder, name="go")
+    )
+    side = note.format(folder=folder, role="side") + " sleep 1000"
+    roles = [
+        sh(main, name="main", replicas=3, max_retries=1, retry_policy=policy),
+        sh(side, name="side"),
+    ]
+    for role in roles:
+        role.args.append("${replica_id}")
+    return apps.run(*roles, grace=2)
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (RetryPolicy.REPLICA, {"main0": 1, "main1": 2, "main2": 1, "side0": 1}),
+        (RetryPolicy.ROLE, {"main0": 2, "main1": 2, "main2": 2, "side0": 1}),
+        (RetryPolicy.APPLICATION, {"main0": 2, "main1": 2, "main2": 2, "side0": 2}),
+    ],
+)
+def test_who_is_started_again(
+    apps: Detached, tmp_path: Path, eventually: Eventually, policy: RetryPolicy, expected: dict[str, int]
+) -> None:
+    app_id = scene(apps, tmp_path, policy)
+    eventually(lambda: all(len(starts(tmp_path, name)) == n for name, n in expected.items()), "all restarts")
+    assert apps.status(app_id).state is AppState.RUNNING
+    (tmp_path / "go").touch()
+    status = apps.wait(app_id)
+    assert (status.state, status.num_restarts) == (S, 1)
+    assert {name: len(starts(tmp_path, name)) for name in expected} == expected
+    assert apps.states(app_id) == {"main/0": S, "main/1": S, "main/2": S, "side/0": C}
+
+
+def test_nothing_of_a_failed_start_lives_on(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
+    command = (
+        "if test $MONARCH_RESTART = 0; then"
+        f" setsid sh -c 'echo $$$$ > {tmp_path}/stray; sleep 1000' &"
+        f" while ! test -s {tmp_path}/stray; do sleep 0.02; done;"
+        " exit 1; fi; sleep 1000"
+    )
+    app_id = apps.run(sh(command, max_retries=1, retry_policy=RetryPolicy.REPLICA))
+    eventually(lambda: apps.record(app_id)["roles"][0]["replicas"][0]["restarts"] == 1, "the restart")
+    stray = pid_in(tmp_path / "stray")
+    assert stray and not lives(stray)
+    apps.scheduler.stop(app_id, 0)
+    assert apps.wait(app_id).num_restarts == 1
+
+
+def test_an_old_error_file_is_not_taken_for_a_new_one(apps: Detached) -> None:
+    command = 'if test $MONARCH_RESTART = 0; then echo \'{"message": "old"}\' > $TORCHELASTIC_ERROR_FILE; fi; exit 1'
+    app_id = apps.run(sh(command, max_retries=1))
+    status = apps.wait(app_id)
+    assert "old" not in status.msg and status.structured_error_msg == "<NONE>"
+    assert Path(apps.paths(app_id).replica_logs("r", 0), "error.json.0").exists()
+
+
+def test_the_end_of_the_main_role_is_the_end(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
+    side = f"trap 'touch {tmp_path}/told; exit 9' TERM; touch {tmp_path}/up; while true; do sleep 0.05; done"
+    main = UNTIL.format(folder=tmp_path, name="up")
+    app_id = apps.run(sh(main, name="main", replicas=2), sh(side, name="side"))
+    status = apps.wait(app_id)
+    assert status.state is S
+    assert apps.states(app_id) == {"main/0": S, "main/1": S, "side/0": C}
+    assert (tmp_path / "told").exists()
+
+
+def test_a_side_role_may_end_before(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
+    app_id = apps.run(sh(UNTIL.format(folder=tmp_path, name="go"), name="main"), sh("true", name="side"))
+    eventually(lambda: apps.states(app_id)["side/0"] is S, "the side role to end")
+    assert apps.status(app_id).state is AppState.RUNNING
+    (tmp_path / "go").touch()
+    assert apps.wait(app_id).state is S
+
+
+def test_a_failing_side_role_fails_the_app(apps: Detached) -> None:
+    app_id = apps.run(sh("sleep 1000", name="main"), sh("exit 4", name="side"))
+    began = time.monotonic()
+    status = apps.wait(app_id)
+    assert time.monotonic() - began < 3, "without siblings there is nothing to wait for"
+    assert status.state is F and "replica side/0" in status.msg
+    assert apps.states(app_id) == {"main/0": C, "side/0": F}
+
+
+def test_siblings_may_end_by_themselves(apps: Detached, tmp_path: Path) -> None:
+    command = f"if test $0 = 0; then exit 1; fi; trap 'touch {tmp_path}/told' TERM; sleep 1; echo verdict; exit 7"
+    role = sh(command, replicas=2)
+    role.args.append("${replica_id}")
+    app_id = apps.run(role, sh("trap '' TERM; while true; do sleep 0.05; done", name="side"), grace=1)
+    status = apps.wait(app_id)
+    assert "replica r/0" in status.msg, "the first failure is the cause"
+    assert not (tmp_path / "told").exists()
+    assert apps.log(app_id, k=1)[0] == "verdict\n"
+    assert apps.record(app_id)["roles"][0]["replicas"][1]["exit_code"] == 7
+
+
+def test_siblings_that_stay_are_stopped(apps: Detached) -> None:
+    role = sh("if test $0 = 0; then exit 1; fi; sleep 1000", replicas=2)
+    role.args.append("${replica_id}")
+    app_id = apps.run(role)
+    began = time.monotonic()
+    assert apps.wait(app_id).state is F
+    assert 4.5 < time.monotonic() - began < 8
+    assert apps.states(app_id) == {"r/0": F, "r/1": C}
+
+
+def test_the_verdict_of_a_sibling_is_used_when_the_first_has_none(apps: Detached) -> None:
+    command = (
+        'test $0 = 0 && kill -9 $$$$; sleep 0.5; echo \'{"message": "peer died"}\' > $TORCHELASTIC_ERROR_FILE; exit 1'
+    )
+    role = sh(command, replicas=2)
+    role.args.append("${replica_id}")
+    app_id = apps.run(role)
+    status = apps.wait(app_id)
+    assert "killed by signal 9" in status.msg
+    assert "peer died" in status.structured_error_msg

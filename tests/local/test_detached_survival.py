@@ -1,0 +1,304 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What an app survives, and what is left of it when it does not: deaths of submitter, supervisor, keeper, machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torchx.specs import AppState
+
+from tests.local.detached import Detached, lives, pid_in, py, sh, start_fresh
+from torchx_monarch.backends.local import store
+
+Eventually = Callable[..., object]
+
+#: A program with a child, and a grandchild that has left session and family; each writes its pid down.
+FAMILY = """
+import os, signal, sys, time
+folder = sys.argv[1]
+def note(name):
+    with open(f"{folder}/{name}", "w") as file:
+        file.write(f"{os.getpid()}\\n")
+def endure():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while True:
+        time.sleep(1000)
+if os.fork() == 0:
+    note("child")
+    endure()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        note("stray")
+        endure()
+    os._exit(0)
+note("main")
+endure()
+"""
+
+
+@pytest.fixture
+def apps() -> Detached:
+    return Detached()
+
+
+class Family:
+    """A running app of FAMILY."""
+
+    def __init__(self, apps: Detached, folder: Path, eventually: Eventually, **more: Any) -> None:
+        self.folder = folder
+        self.app_id = apps.run(py(FAMILY, str(folder)), **more)
+        for name in ("main", "child", "stray"):
+            eventually(lambda name=name: pid_in(folder / name), name)
+
+    @property
+    def alive(self) -> list[str]:
+        return [name for name in ("main", "child", "stray") if lives(pid_in(self.folder / name))]
+
+
+@pytest.fixture
+def family(apps: Detached, tmp_path: Path, eventually: Eventually) -> Family:
+    return Family(apps, tmp_path, eventually)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_the_submitter_dies(apps: Detached, tmp_path: Path, eventually: Eventually, signum: int) -> None:
+    code = f"""
+import time
+from torchx.specs import AppDef, Role
+wait = "while ! test -e {tmp_path}/go; do sleep 0.05; done"
+app = AppDef("a", [Role("r", image="", entrypoint="sh", args=["-c", wait])])
+print(runner.run(app, "detached").rpartition("/")[2], flush=True)
+time.sleep(1000)
+"""
+    with start_fresh(code, start_new_session=True) as submitter:
+        assert submitter.stdout is not None
+        app_id = submitter.stdout.readline().strip()
+        # The whole session, as when a terminal closes.
+        os.killpg(submitter.pid, signum)
+    assert apps.status(app_id).state is AppState.RUNNING
+    (tmp_path / "go").touch()
+    assert apps.wait(app_id).state is AppState.SUCCEEDED
+
+
+def test_the_submitter_has_no_zombies(apps: Detached) -> None:
+    app_id = apps.run(sh("sleep 1000"))
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    assert not [
+        pid for pid in children if (Path("/proc") / pid / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    ]
+    apps.scheduler.stop(app_id, 0)
+    apps.wait(app_id)
+
+
+def test_the_supervisor_is_killed(apps: Detached, family: Family) -> None:
+    supervisor = apps.watchers(family.app_id).supervisor.pid
+    began = time.monotonic()
+    os.kill(supervisor, signal.SIGKILL)
+    status = apps.wait(family.app_id)
+    assert time.monotonic() - began < 3
+    assert status.state is AppState.FAILED
+    assert status.msg == f"the supervisor (pid {supervisor}) was killed by signal 9 (SIGKILL)"
+    assert family.alive == []
+    assert apps.log(family.app_id)[-1] == f"[monarch] {status.msg}\n"
+    assert apps.states(family.app_id) == {"r/0": AppState.FAILED}
+    assert not Path(apps.paths(family.app_id).run).exists()
+
+
+def test_the_keeper_is_killed(apps: Detached, family: Family, eventually: Eventually) -> None:
+    os.kill(apps.watchers(family.app_id).keeper.pid, signal.SIGKILL)
+    eventually(lambda: [e for e in apps.events(family.app_id) if e["kind"] == "keeper_lost"], "the event")
+    assert apps.status(family.app_id).state is AppState.RUNNING
+    assert len(family.alive) == 3
+    apps.scheduler.stop(family.app_id, 0)
+    assert apps.wait(family.app_id).state is AppState.CANCELLED
+    assert family.alive == []
+
+
+def test_both_are_killed(apps: Detached, family: Family, eventually: Eventually) -> None:
+    watchers = apps.watchers(family.app_id)
+    os.kill(watchers.keeper.pid, signal.SIGKILL)
+    os.kill(watchers.supervisor.pid, signal.SIGKILL)
+    eventually(lambda: not lives(pid_in(family.folder / "main")), "the kernel to kill the replica", seconds=3)
+    status = apps.status(family.app_id)
+    assert status.state is AppState.FAILED
+    assert str(watchers.supervisor.pid) in status.msg and "were killed" in status.msg
+    assert family.alive == []
+    # It is written down, once.
+    assert apps.record(family.app_id)["state"] == "FAILED"
+    apps.status(family.app_id)
+    assert [e["kind"] for e in apps.events(family.app_id)].count("ended") == 1
+    assert not Path(apps.paths(family.app_id).run).exists()
+
+
+def test_both_are_killed_and_many_ask(apps: Detached, family: Family) -> None:
+    watchers = apps.watchers(family.app_id)
+    os.kill(watchers.keeper.pid, signal.SIGKILL)
+    os.kill(watchers.supervisor.pid, signal.SIGKILL)
+    code = f"print(runner.status(handle({family.app_id!r})).state)"
+    asking = [start_fresh(code) for _ in range(3)]
+    assert [ask.communicate()[0].strip() for ask in asking] == ["FAILED"] * 3
+    assert family.alive == []
+    assert [e["kind"] for e in apps.events(family.app_id)].count("ended") == 1
+
+
+def test_strays_end_with_the_app(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
+    code = FAMILY.replace(
+        'note("main")\nendure()', 'note("main")\nwhile not os.path.exists(f"{folder}/go"): time.sleep(0.02)'
+    )
+    app_id = apps.run(py(code, str(tmp_path)))
+    for name in ("main", "child", "stray"):
+        eventually(lambda name=name: pid_in(tmp_path / name), name)
+    (tmp_path / "go").touch()
+    assert apps.wait(app_id).state is AppState.SUCCEEDED
+    assert not lives(pid_in(tmp_path / "child")) and not lives(pid_in(tmp_path / "stray"))
+
+
+def edit_watchers(apps: Detached, app_id: str, **machine: str) -> None:
+    path = apps.paths(app_id).supervisor
+    data = store.read_json(path)
+    assert data is not None
+    data["machine"].update(machine)
+    store.write_json(path, data)
+
+
+def make_unended(apps: Detached, eventually: Eventually) -> str:
+    """An app that has ended, with a status file that does not know it."""
+    app_id = apps.run(sh("true"))
+    apps.wait(app_id)
+    eventually(lambda: not lives(apps.watchers(app_id).keeper.pid), "the keeper to leave")
+    record = apps.record(app_id)
+    record.update(state="RUNNING", ended=None)
+    record["roles"][0]["replicas"][0].update(state="RUNNING", ended=None, exit_code=None)
+    store.write_json(apps.paths(app_id).status, record)
+    return app_id
+
+
+def test_a_reboot(apps: Detached, eventually: Eventually) -> None:
+    app_id = make_unended(apps, eventually)
+    edit_watchers(apps, app_id, boot_id="another")
+    assert [str(a.state) for a in apps.scheduler.list()] == ["FAILED"]
+    assert apps.status(app_id).msg == "the machine was rebooted while the app ran"
+
+
+def test_another_machine_that_shares_the_folder(apps: Detached, eventually: Eventually) -> None:
+    app_id = make_unended(apps, eventually)
+    edit_watchers(apps, app_id, boot_id="another", hostname="elsewhere", machine_id="other")
+    status = apps.status(app_id)
+    assert status.state is AppState.RUNNING
+    assert "as last written by elsewhere" in status.msg
+    assert apps.record(app_id)["state"] == "RUNNING"
+    assert status.roles[0].replicas[0].hostname == "elsewhere"
+    with pytest.raises(RuntimeError, match="runs on elsewhere; it can only be cancelled there"):
+        apps.scheduler.cancel(app_id)
+    edit_watchers(apps, app_id, boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip(), pid_namespace="x")
+    assert apps.status(app_id).state is AppState.RUNNING
+
+
+def test_pids_that_are_used_again(apps: Detached, eventually: Eventually) -> None:
+    app_id = make_unended(apps, eventually)
+    path = apps.paths(app_id).supervisor
+    data = store.read_json(path)
+    assert data is not None
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        data["keeper"]["pid"] = data["supervisor"]["pid"] = other.pid
+        store.write_json(path, data)
+        apps.scheduler.cancel(app_id)
+        assert apps.status(app_id).state is AppState.FAILED
+        assert other.poll() is None, "an innocent process was killed"
+        other.communicate(b"\n")
+        assert other.returncode == 0
+
+
+def test_a_submission_that_was_interrupted(apps: Detached, eventually: Eventually) -> None:
+    app_id = make_unended(apps, eventually)
+    os.unlink(apps.paths(app_id).supervisor)
+    assert apps.status(app_id).state is AppState.RUNNING, "its supervisor may still be starting"
+    record = apps.record(app_id)
+    record["created"] -= 3600
+    store.write_json(apps.paths(app_id).status, record)
+    assert "its submission was interrupted" in apps.status(app_id).msg
+
+
+def test_damaged_files(apps: Detached) -> None:
+    good = apps.run(sh("true"))
+    apps.wait(good)
+    for name, content in (("empty-x", ""), ("list-x", "[]"), ("odd-x", '{"a": 1}')):
+        root = Path(apps.paths(name).root)
+        root.mkdir()
+        (root / "status.json").write_text(content)
+        assert apps.scheduler.describe(name) is None
+    assert [a.app_id for a in apps.scheduler.list()] == [good]
+
+
+def test_an_app_that_is_submitted_by_an_app(apps: Detached, tmp_path: Path) -> None:
+    code = f"""
+import sys
+from torchx.runner import Runner
+from torchx.specs import AppDef, Role
+from torchx_monarch.backends.local.scheduler import create_scheduler
+runner = Runner("torchx", {{"detached": create_scheduler}})
+command = "while ! test -e {tmp_path}/go; do sleep 0.05; done; env | grep ^MONARCH_"
+print(runner.run(AppDef("inner", [Role("r", image="", entrypoint="sh", args=["-c", command])]), "detached"))
+"""
+    outer = apps.run(py(code))
+    assert apps.wait(outer).state is AppState.SUCCEEDED, apps.log(outer)
+    inner = apps.log(outer)[0].strip().rpartition("/")[2]
+    assert apps.status(inner).state is AppState.RUNNING, "the end of one app must not end the other"
+    (tmp_path / "go").touch()
+    assert apps.wait(inner).state is AppState.SUCCEEDED
+    assert apps.log(inner) and not [line for line in apps.log(inner) if outer in line]
+
+
+def test_a_supervisor_that_cannot_start(apps: Detached, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    bad = tmp_path / "python"
+    bad.write_text("#!/bin/sh\necho the reason >&2\nexit 1\n")
+    bad.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(bad))
+    with pytest.raises(RuntimeError, match="could not be started .*: the reason"):
+        apps.run(sh("true"))
+    assert apps.scheduler.list() == []
+    monkeypatch.setattr(sys, "executable", "")
+    with pytest.raises(RuntimeError, match="sys.executable"):
+        apps.run(sh("true"))
+
+
+def test_ctrl_c_while_submitting(apps: Detached, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchx_monarch.backends.local import submit
+
+    def interrupt(fd: int, size: int) -> bytes:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(submit, "_read", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        apps.run(sh("sleep 1000"))
+    (listed,) = apps.scheduler.list()
+    assert apps.wait(listed.app_id).state is AppState.CANCELLED
+
+
+def test_a_submitter_that_ignores_its_children(apps: Detached) -> None:
+    code = """
+import signal
+from torchx.specs import AppDef, Role
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGCHLD])
+app = AppDef("a", [Role("r", image="", entrypoint="grep", args=["^Sig", "/proc/self/status"])])
+print(json.dumps(runner.run(app, "detached").rpartition("/")[2]))
+"""
+    app_id = apps.fresh(code)
+    assert apps.wait(app_id).state is AppState.SUCCEEDED
+    masks = dict(line.split() for line in apps.log(app_id))
+    assert int(masks["SigBlk:"], 16) == 0
+    # Bits 32 and 33 are the C library's own.
+    assert int(masks["SigIgn:"], 16) & 0x7FFFFFFF == 0, json.dumps(masks)

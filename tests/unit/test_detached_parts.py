@@ -1,0 +1,320 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The parts of the detached local scheduler that need no process."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torchx.specs import (
+    NULL_RESOURCE,
+    AppDef,
+    BindMount,
+    DeviceMount,
+    Resource,
+    RetryPolicy,
+    Role,
+    VolumeMount,
+    Workspace,
+)
+
+from torchx_monarch import events
+from torchx_monarch.backends.local import appdef, folder, gpus, procs, render, store
+from torchx_monarch.backends.local.replica import error_message
+from torchx_monarch.backends.local.request import DetachedRequest, ReplicaRequest, RoleRequest
+from torchx_monarch.backends.local.status import AppRecord, ReplicaRecord, RoleRecord
+
+words = st.text(max_size=20)
+names = st.text("abcXYZ019_-. /\u00e9", min_size=1, max_size=12)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | words,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
+    max_leaves=5,
+)
+mounts = (
+    st.builds(BindMount, words, words, st.booleans())
+    | st.builds(VolumeMount, words, words, st.booleans())
+    | st.builds(DeviceMount, words, words, words)
+)
+resources = st.just(NULL_RESOURCE) | st.builds(
+    Resource,
+    st.integers(0, 9),
+    st.integers(0, 9),
+    st.integers(0, 9),
+    st.dictionaries(words, json_values, max_size=2),
+    st.dictionaries(words, st.integers(0, 9), max_size=2),
+    st.dictionaries(words, json_values, max_size=2),
+)
+roles = st.builds(
+    Role,
+    name=names,
+    image=words,
+    min_replicas=st.none() | st.integers(1, 3),
+    entrypoint=words,
+    args=st.lists(words, max_size=4),
+    env=st.dictionaries(words, words, max_size=3),
+    num_replicas=st.integers(1, 4),
+    max_retries=st.integers(0, 3),
+    retry_policy=st.sampled_from(RetryPolicy),
+    resource=resources,
+    port_map=st.dictionaries(words, st.integers(0, 9), max_size=2),
+    metadata=st.dictionaries(words, json_values, max_size=2),
+    mounts=st.lists(mounts, max_size=3),
+    workspace=st.none() | st.builds(Workspace, st.dictionaries(words, words, max_size=2)),
+)
+
+
+@given(
+    st.builds(AppDef, name=words, roles=st.lists(roles, max_size=3), metadata=st.dictionaries(words, words, max_size=2))
+)
+def test_an_app_survives_json(app: AppDef) -> None:
+    assert appdef.from_json(json.loads(json.dumps(appdef.to_json(app)))) == app
+
+
+def test_an_app_with_a_resolved_override_and_values_json_does_not_know() -> None:
+    role = Role("r", image="old", metadata={"path": Path("/x")})
+    role.overrides = {"image": lambda: "new"}
+    found = appdef.from_json(json.loads(json.dumps(appdef.to_json(AppDef("a", [role])), default=str)))
+    assert found.roles[0].image == "new"
+    assert found.roles[0].metadata == {"path": "/x"}
+
+
+def test_fields_of_a_newer_torchx_are_left_out() -> None:
+    data = appdef.to_json(AppDef("a", [Role("r", image="i")]))
+    data["roles"][0]["from_the_future"] = 1
+    data["roles"][0]["resource"]["from_the_future"] = 1
+    assert appdef.from_json(data) == AppDef("a", [Role("r", image="i")])
+
+
+@pytest.mark.parametrize(
+    ("wanted", "available", "dealt"),
+    [
+        ([(2, 2)], 8, [["0,1", "2,3"]]),
+        ([(3, 4)], 8, None),
+        ([(1, 2), (3, 1)], 8, [["0,1"], ["2", "3", "4"]]),
+        ([(1, 0), (2, 1), (1, -1)], 2, [[None], ["0", "1"], [None]]),
+        ([(2, 4)], 8, [["0,1,2,3", "4,5,6,7"]]),
+        ([(1, 1)], 0, None),
+    ],
+)
+def test_dealing_out_gpus(wanted: list[tuple[int, int]], available: int, dealt: object) -> None:
+    assert gpus.assign(wanted, [str(n) for n in range(available)]) == dealt
+
+
+@pytest.mark.parametrize(
+    ("visible", "found"),
+    [("0,1", ["0", "1"]), ("3, GPU-ab", ["3", "GPU-ab"]), ("", []), ("-1", []), ("0,-1,2", ["0"]), ("NoDevFiles", [])],
+)
+def test_visible_gpus(visible: str, found: list[str]) -> None:
+    assert gpus.devices({"CUDA_VISIBLE_DEVICES": visible}) == found
+
+
+def test_counting_gpus(tmp_path: Path) -> None:
+    smi = tmp_path / "nvidia-smi"
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    smi.write_text(
+        "#!/bin/sh\ntest \"$1\" = -L && printf 'GPU 0: H200 (UUID: a)\\n  MIG 1g: x\\nGPU 1: H200 (UUID: b)\\n'\n"
+    )
+    smi.chmod(0o755)
+    assert gpus.devices(environ) == ["0", "1"]
+    smi.write_text("#!/bin/sh\necho no driver >&2; exit 9\n")
+    assert gpus.devices(environ) == []
+    assert gpus.devices({"PATH": str(tmp_path / "none")}) == []
+
+
+def gpu_app(replicas: int, each: int) -> AppDef:
+    role = Role("r", image="", entrypoint="x", num_replicas=replicas, resource=Resource(1, each, 1))
+    return AppDef("a", [role, Role("cpu", image="", entrypoint="x")])
+
+
+def test_gpus_of_replicas(caplog: pytest.LogCaptureFixture) -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": "4,5,6"}
+    request = render.render(gpu_app(2, 1), grace=1, assign_gpus=True, environ=environ)
+    assert [r.env.get("CUDA_VISIBLE_DEVICES") for role in request.roles for r in role.replicas] == ["4", "5", None]
+    assert not caplog.records
+    request = render.render(gpu_app(2, 2), grace=1, assign_gpus=True, environ=environ)
+    assert request.roles[0].replicas[0].env == {}
+    assert "asks for 4 GPUs, and this machine has 3" in caplog.text
+    caplog.clear()
+    render.render(gpu_app(1, 2), grace=1, assign_gpus=False, environ=environ)
+    assert not caplog.records, "one replica may have all GPUs"
+    render.render(gpu_app(2, 1), grace=1, assign_gpus=False, environ=environ)
+    assert "auto_set_cuda_visible_devices=True" in caplog.text
+
+
+def test_rendering_leaves_the_app_alone() -> None:
+    app = AppDef(
+        "a", [Role("r", image="", entrypoint="x", args=["${app_id}"], env={"A": "${replica_id}"}, num_replicas=2)]
+    )
+    before = appdef.to_json(app)
+    request = render.render(app, grace=1, assign_gpus=False, environ={})
+    assert appdef.to_json(app) == before
+    assert request.roles[0].replicas[1] == ReplicaRequest(["x", request.app_id], {"A": "1"}, os.getcwd())
+
+
+@pytest.mark.parametrize("name", ["a", "a/b", "", "..", "-x", "\u540d\u524d", "x" * 300, "a b\n"])
+def test_app_ids(name: str) -> None:
+    app_id = render.new_app_id(name)
+    assert store.is_app_id(app_id)
+    assert app_id[0] not in "-." and len(app_id) < 130
+
+
+@given(st.lists(words | names, min_size=2, max_size=2, unique=True))
+def test_names_of_paths(two: list[str]) -> None:
+    one, other = (store.path_name(name) for name in two)
+    assert one != other
+    for part in (one, other):
+        assert part not in ("", ".", "..") and "/" not in part and "\0" not in part and part.isascii()
+
+
+def test_request_survives_json_and_a_new_id() -> None:
+    replica = ReplicaRequest(["x", "--id=a-old1", "a-old"], {"ID": "s://t/a-old1", "N": "1"}, "/")
+    request = DetachedRequest("a-old1", "a", [RoleRequest("r", [replica], 2, "ROLE")], 1.5, "/run", "a-old1:x")
+    assert DetachedRequest.from_json(json.loads(json.dumps(request.to_json()))) == request
+    renamed = request.renamed("a-new2")
+    assert renamed.app_id == "a-new2"
+    assert renamed.roles[0].replicas[0] == ReplicaRequest(
+        ["x", "--id=a-new2", "a-old"], {"ID": "s://t/a-new2", "N": "1"}, "/"
+    )
+    assert request.roles[0].replicas[0] is replica and replica.args[1] == "--id=a-old1"
+
+
+def test_record_survives_json_and_newer_versions() -> None:
+    record = AppRecord("a-1", "a", 1.0, roles=[RoleRecord("r", [ReplicaRecord(0, pid=3, exit_code=-9)])])
+    data = json.loads(json.dumps(record.to_json()))
+    data["new"] = data["roles"][0]["new"] = data["roles"][0]["replicas"][0]["new"] = 1
+    assert AppRecord.from_json(data) == record
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (None, ""),
+        ('{"message": "flat"}', "flat"),
+        ('{"message": {"message": "nested\\nsecond"}}', "nested"),
+        ('{"message": {"message": 3}}', ""),
+        ('{"message": ""}', ""),
+        ("[]", ""),
+        ('"text"', "text"),
+    ],
+)
+def test_messages_of_error_files(error: str | None, message: str) -> None:
+    assert error_message(error) == message
+
+
+def test_exit_codes_in_words() -> None:
+    assert procs.describe_exit(0) == "exited with code 0"
+    assert procs.describe_exit(-15) == "was killed by signal 15 (SIGTERM)"
+    assert procs.describe_exit(-40) == "was killed by signal 40 (unknown)"
+
+
+@pytest.mark.parametrize(
+    ("command", "is_host"),
+    [
+        ("python -m torchx_monarch.host --app x", True),
+        ("/usr/bin/python3.11 -X faulthandler -u -m torchx_monarch.host", True),
+        ("bash set-up.sh python -m torchx_monarch.host", False),
+        ("python wrap.py -m torchx_monarch.host", False),
+        ("python -c code -m torchx_monarch.host", False),
+        ("python -m other torchx_monarch.host", False),
+        ("python -X", False),
+        ("", False),
+    ],
+)
+def test_what_a_host_is(command: str, is_host: bool) -> None:
+    assert procs._is_host([word.encode() for word in command.split()]) is is_host
+
+
+def test_this_process() -> None:
+    me = procs.identity(os.getpid())
+    assert me is not None and me.start > 0
+    assert procs.process(os.getpid()).parent == os.getppid()  # type: ignore[union-attr]
+    assert procs.identity(2**22 + 1) is None
+    assert not procs.send(procs.Identity(os.getpid(), me.start + 1), 9)
+
+
+def test_a_life_is_told_by_machine_boot_and_start() -> None:
+    here, me = procs.this_machine(), procs.identity(os.getpid())
+    assert me is not None
+
+    def life(which: procs.Identity = me, **changes: str) -> procs.Life:
+        machine = procs.Machine(**{**vars(here), **changes})
+        return procs.Watchers(machine, me, me).life(which)
+
+    assert life() is procs.Life.ALIVE
+    assert life(procs.Identity(me.pid, me.start + 1)) is procs.Life.DEAD
+    assert life(boot_id="x") is procs.Life.REBOOTED
+    assert life(boot_id="x", hostname="renamed", machine_id=here.machine_id or "y") in (
+        (procs.Life.REBOOTED,) if here.machine_id else (procs.Life.ELSEWHERE,)
+    )
+    assert life(boot_id="x", hostname="other", machine_id="other") is procs.Life.ELSEWHERE
+    assert life(pid_namespace="x") is procs.Life.ELSEWHERE
+    # A laptop that changes its name with its network.
+    assert life(hostname="other") is procs.Life.ALIVE
+
+
+def test_json_files_are_replaced_whole(tmp_path: Path) -> None:
+    path = str(tmp_path / "f.json")
+    store.write_json(path, {"a": 1, "s": "\ud800\u00e9"})
+    assert store.read_json(path) == {"a": 1, "s": "\ud800\u00e9"}
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    assert os.listdir(tmp_path) == ["f.json"]
+    for damaged in ("", "[1]", '{"a'):
+        (tmp_path / "f.json").write_text(damaged)
+        assert store.read_json(path) is None
+    with pytest.raises(OSError):
+        store.write_json(str(tmp_path / "no" / "f.json"), {})
+
+
+def test_the_last_word_uses_the_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reserve, status = str(tmp_path / "reserve"), str(tmp_path / "status.json")
+    folder.make_reserve(reserve)
+    store.write_json(status, {"state": "RUNNING"})
+
+    def full(path: str, value: object, *, durable: bool = False) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "write_json", full)
+        store.write_last_json(status, {"state": "FAILED"}, reserve)
+    assert store.read_json(status) == {"state": "FAILED"}
+    assert not os.path.exists(reserve)
+
+
+def test_events(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    assert events.read(path) == ([], 0)
+    assert events.append(path, "one", "first\nline", seconds=1.5, rank=3, odd=Path("/x"))
+    found, offset = events.read(path)
+    assert found == [{**found[0], "kind": "one", "message": "first\nline", "seconds": 1.5, "rank": 3, "odd": "/x"}]
+    with path.open("a") as file:
+        file.write('not json\n{"kind": "half')
+    assert events.read(path, offset)[0] == []
+    offset = events.read(path, offset)[1]
+    with path.open("a") as file:
+        file.write('"}\n')
+    assert events.read(path, offset) == ([{"kind": "half"}], path.stat().st_size)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert not events.append(tmp_path / "no" / "events", "x", "y")
+
+
+def test_the_supervisor_side_imports_the_standard_library_only() -> None:
+    import subprocess
+
+    code = (
+        "import sys; sys.path.append(sys.argv[1]); import torchx_monarch.backends.local.supervisor, "
+        "torchx_monarch.backends.local.prune; print(*sys.modules)"
+    )
+    root = Path(store.__file__).parents[3]
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", "-c", code, str(root)], capture_output=True, text=True, check=True
+    )
+    loaded = {name.partition(".")[0] for name in done.stdout.split()} - {"torchx_monarch"}
+    assert {name for name in loaded if name not in sys.stdlib_module_names and not name.startswith("__")} == set()

@@ -1,0 +1,160 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Pipes to logs, and the index of times beside a log."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchx_monarch.backends.local import logs, pump
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def time(self) -> float:
+        return self.now
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(pump, "time", clock)
+    return clock
+
+
+def read(folder: Path, stream: str = "combined", since: float | None = None, until: float | None = None) -> list[str]:
+    return list(
+        logs.lines(
+            str(folder),
+            stream,
+            since=None if since is None else datetime.fromtimestamp(since),
+            until=None if until is None else datetime.fromtimestamp(until),
+            ended=lambda: True,
+        )
+    )
+
+
+def test_lines_have_the_time_at_which_they_began(tmp_path: Path, clock: Clock) -> None:
+    out = pump.ReplicaLogs(str(tmp_path))
+    for n in range(10):
+        out.feed("stdout", f"start {n}".encode())
+        clock.now += 1
+        out.feed("stdout", f" end {n}\nwhole {n}\n".encode())
+        clock.now += 1
+    out.close()
+    # Line "start n" began at 1000 + 2n, line "whole n" at 1001 + 2n: but the latter came in one piece with an end.
+    assert read(tmp_path, "stdout", since=1004.0, until=1006.0) == ["start 2 end 2\n", "whole 2\n"]
+    assert read(tmp_path, "stdout", since=1018.0) == ["start 9 end 9\n", "whole 9\n"]
+    assert read(tmp_path, "stdout", until=1000.0) == []
+    assert read(tmp_path, "stdout", since=5000.0) == []
+    assert len(read(tmp_path, "stdout", until=5000.0)) == 20
+
+
+def test_the_index_is_sparse(tmp_path: Path, clock: Clock) -> None:
+    out = pump.ReplicaLogs(str(tmp_path))
+    for _ in range(1000):
+        out.feed("stdout", b"x\n")
+        clock.now += 0.01
+    out.close()
+    records = (tmp_path / "stdout.log.idx").stat().st_size / pump.RECORD.size
+    assert 90 <= records <= 101
+
+
+@given(st.lists(st.tuples(st.sampled_from(["stdout", "stderr"]), st.binary(max_size=20)), max_size=30))
+def test_nothing_is_lost_or_mixed(tmp_path_factory: pytest.TempPathFactory, pieces: list[tuple[str, bytes]]) -> None:
+    folder = tmp_path_factory.mktemp("logs")
+    out = pump.ReplicaLogs(str(folder))
+    for stream, data in pieces:
+        out.feed(stream, data)
+    out.close()
+    whole = {s: b"".join(data for stream, data in pieces if stream == s) for s in ("stdout", "stderr")}
+    for stream, data in whole.items():
+        assert (folder / f"{stream}.log").read_bytes() == data
+    combined = (folder / "combined.log").read_bytes()
+    ends = [data for data in whole.values() if data and not data.endswith(b"\n")]
+    assert sorted(combined.removesuffix(b"\n").split(b"\n")) == sorted(
+        line for data in whole.values() if data for line in data.removesuffix(b"\n").split(b"\n")
+    ) or not any(whole.values())
+    assert len(ends) < 3
+
+
+def test_unfinished_lines(tmp_path: Path, clock: Clock) -> None:
+    out = pump.ReplicaLogs(str(tmp_path))
+    combined = tmp_path / "combined.log"
+    assert out.next_flush() is None
+    out.feed("stdout", b"10%")
+    assert out.next_flush() == 1000.0 + pump.PATIENCE
+    clock.now += pump.PATIENCE / 2
+    out.feed("stdout", b" 20%")
+    out.flush_old(clock.now)
+    assert combined.read_bytes() == b""
+    clock.now += pump.PATIENCE / 2 + 0.01
+    out.flush_old(clock.now)
+    assert combined.read_bytes() == b"10% 20%"
+    assert out.next_flush() is None
+    out.feed("stdout", b" 30%\n")
+    out.feed("stderr", b"half")
+    out.say("one\ntwo")
+    out.feed("stderr", b" rest\n")
+    out.close()
+    assert combined.read_bytes() == b"10% 20% 30%\nhalf\n[monarch] one\n[monarch] two\n rest\n"
+    assert (tmp_path / "stderr.log").read_bytes() == b"half\n[monarch] one\n[monarch] two\n rest\n"
+
+
+def test_a_second_start_goes_on_where_the_first_ended(tmp_path: Path) -> None:
+    for word in (b"one", b"two"):
+        out = pump.ReplicaLogs(str(tmp_path))
+        out.feed("stdout", word + b"\n")
+        out.close()
+    assert read(tmp_path) == ["one\n", "two\n"]
+    assert read(tmp_path, since=time.time() - 60) == ["one\n", "two\n"]
+
+
+def test_logs_that_cannot_be_opened(tmp_path: Path) -> None:
+    out = pump.ReplicaLogs(str(tmp_path / "none"))
+    out.feed("stdout", b"x\n")
+    out.say("y")
+    out.close()
+    assert out.lost == 2 + len("[monarch] y\n") and out.reason == "No such file or directory"
+
+
+def test_a_log_on_a_full_device(tmp_path: Path) -> None:
+    os.symlink("/dev/full", tmp_path / "stdout.log")
+    out = pump.ReplicaLogs(str(tmp_path))
+    out.feed("stdout", b"x" * 100 + b"\n")
+    out.feed("stderr", b"fine\n")
+    out.close()
+    assert (out.lost, out.reason) == (101, "No space left on device")
+    assert len(read(tmp_path)) == 2
+
+
+def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
+    """RLIMIT_FSIZE, in a process of its own: part of a write may fit."""
+    import subprocess
+    import sys
+
+    code = """
+import resource, sys
+from torchx_monarch.backends.local import pump
+resource.setrlimit(resource.RLIMIT_FSIZE, (150, resource.RLIM_INFINITY))
+out = pump.ReplicaLogs(sys.argv[1])
+out.feed("stdout", b"x" * 99 + b"\\n")
+out.feed("stdout", b"y" * 99 + b"\\n")
+print(out.lost, out.reason)
+out.close()
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stdout == "50 File too large\n"
+    assert (tmp_path / "stdout.log").stat().st_size == 150

@@ -1,0 +1,102 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Who imports what: the submit side neither torch nor monarch, the launch path no torch, nobody upwards."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import torchx_monarch
+
+_PACKAGE = Path(torchx_monarch.__file__).parent
+
+
+def imported_by(statement: str) -> set[str]:
+    code = f"{statement}\nimport sys\nprint(' '.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return {name.partition(".")[0] for name in done.stdout.split()}
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import torchx_monarch",
+        "import torchx_monarch.components",
+        "import torchx_plugins.schedulers.torchx_monarch",
+        "from torchx.runner import get_runner; get_runner()._scheduler('monarch_local')",
+    ],
+)
+def test_submit_side_imports_neither_torch_nor_monarch(statement: str) -> None:
+    assert not imported_by(statement) & {"torch", "monarch"}
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import torchx_monarch.host, torchx_monarch.runtime.host",
+        "import torchx_monarch.monarch_api, torchx_monarch.runtime.agent",
+        "import torchx_monarch.backends.local.supervisor",
+    ],
+)
+def test_launch_path_does_not_import_torch(statement: str) -> None:
+    assert "torch" not in imported_by(statement)
+
+
+def test_host_process_starts_without_torchx() -> None:
+    assert "torchx" not in imported_by("import torchx_monarch.host, torchx_monarch.runtime.host")
+
+
+def test_supervisor_starts_on_the_standard_library_alone() -> None:
+    theirs = imported_by("import torchx_monarch.backends.local.supervisor")
+    assert not theirs & {"torchx", "psutil", "rich", "cryptography", "yaml"}
+
+
+def modules_imported(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("room", "forbidden"),
+    [
+        ("plan", ("torchx_monarch.runtime", "torchx_monarch.schedulers", "torchx_monarch.backends", "monarch", "torch.")),
+        ("backends", ("torchx_monarch.runtime", "torchx_monarch.schedulers", "torchx_monarch.plan", "monarch", "torch.")),
+        ("schedulers", ("torchx_monarch.runtime", "monarch", "torch.")),
+        ("runtime", ("torchx_monarch.schedulers", "torchx_monarch.backends", "torchx.")),
+    ],
+)
+def test_dependencies_point_one_way(room: str, forbidden: tuple[str, ...]) -> None:
+    wrong = {
+        f"{path.relative_to(_PACKAGE)} imports {name}"
+        for path in (_PACKAGE / room).rglob("*.py")
+        for name in modules_imported(path)
+        if any(f"{name}.".startswith(prefix if prefix.endswith(".") else f"{prefix}.") for prefix in forbidden)
+        # A rank is the one place where torch belongs.
+        and path.name != "rank_main.py"
+    }
+    assert not wrong
+
+
+def test_private_names_of_monarch_are_used_in_one_module() -> None:
+    users = {
+        str(path.relative_to(_PACKAGE))
+        for path in _PACKAGE.rglob("*.py")
+        for name in modules_imported(path)
+        if name.startswith("monarch.") and name not in ("monarch.actor", "monarch.job")
+    }
+    assert users <= {"monarch_api.py"}
+
+
+def test_modules_hold_one_idea() -> None:
+    long = {path.name: lines for path in _PACKAGE.rglob("*.py") if (lines := len(path.read_text().splitlines())) > 500}
+    assert not long

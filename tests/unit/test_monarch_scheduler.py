@@ -1,0 +1,113 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The wrapping scheduler around TorchX's own schedulers: rewriting, options, configuration, workspaces."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torchx.components.dist import torchrun
+from torchx.runner import Runner
+from torchx.schedulers import local_scheduler, slurm_scheduler
+from torchx.specs import AppDef, InvalidRunConfigException, Resource, Role
+from torchx.specs.finder import ComponentValidationException
+from torchx.workspace import WorkspaceMixin
+
+from torchx_monarch.schedulers import monarch_local
+from torchx_monarch.schedulers.monarch import MonarchScheduler, wrap
+
+
+def slurm(session_name: str, **kwargs: object) -> MonarchScheduler:
+    return wrap("monarch_slurm", session_name, slurm_scheduler.create_scheduler(session_name))
+
+
+def local_cwd(session_name: str, **kwargs: object) -> MonarchScheduler:
+    inner: Any = local_scheduler.LocalScheduler.__new__(local_scheduler.LocalScheduler)
+    # Without __init__, which installs signal handlers: this test only renders requests.
+    inner.backend, inner.session_name = "local_cwd", session_name
+    return wrap("monarch_local_cwd", session_name, inner)
+
+
+@pytest.fixture
+def runner() -> Runner:
+    return Runner("torchx", {"monarch_local": monarch_local, "monarch_slurm": slurm})
+
+
+@pytest.fixture
+def app() -> AppDef:
+    resource = Resource(cpu=1, gpu=0, memMB=1024)
+    args = ["--nnodes", "2", "--nproc-per-node", "2", "train.py", "--x", 'a b"c,$d']
+    trainer = Role("trainer", image="", entrypoint="torchrun", args=args, num_replicas=2, resource=resource)
+    reader = Role("reader", image="", entrypoint="sh", args=["-c", "echo hello"], resource=resource)
+    return AppDef("app", roles=[trainer, reader])
+
+
+def test_application_is_the_users_and_request_is_wrapped(runner: Runner, app: AppDef) -> None:
+    before = copy.deepcopy(app)
+    info = runner.dryrun(app, "monarch_local", cfg={"grace": 7, "host_timeout": 11, "preload": "torch+numpy"})
+    assert app == before
+    assert info.app is not None
+    assert [(role.entrypoint, role.args) for role in info.app.roles] == [
+        (role.entrypoint, role.args) for role in app.roles
+    ]
+    request = json.dumps(asdict(info.request))
+    assert "torchx_monarch.host" in request
+    for words in ('"--grace", "7"', '"--host-timeout", "11"', '"--preload", "torch,numpy"'):
+        assert words in request
+    assert "echo hello" in request
+
+
+def test_wraps_schedulers_that_build_workspaces(runner: Runner, app: AppDef) -> None:
+    scheduler = runner._scheduler("monarch_slurm")
+    assert isinstance(scheduler, WorkspaceMixin)
+    assert not isinstance(runner._scheduler("monarch_local"), WorkspaceMixin)
+    assert {"grace", "partition", "job_dir"} <= {name for name, _ in scheduler.run_opts()}
+    text = str(runner.dryrun(app, "monarch_slurm", cfg={"partition": "main"}))
+    assert "--partition=main" in text
+    assert text.count("torchx_monarch.host") == 2
+
+
+def test_section_of_the_wrapped_scheduler_is_honoured(
+    runner: Runner, app: AppDef, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config").write_text("[slurm]\npartition = fromfile\n")
+    monkeypatch.setenv("TORCHXCONFIG", str(tmp_path / "config"))
+    assert "--partition=fromfile" in str(runner.dryrun(app, "monarch_slurm"))
+    assert "--partition=typed" in str(runner.dryrun(app, "monarch_slurm", cfg={"partition": "typed"}))
+
+
+def test_unknown_option_names_the_allowed_ones(runner: Runner, app: AppDef) -> None:
+    with pytest.raises(InvalidRunConfigException, match="grce.*grace"):
+        runner.dryrun(app, "monarch_local", cfg={"grce": 3})
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--nproc-per-nod", "2", "--bogus", "train.py"], "--bogus"),
+        (["--nnodes", "3", "train.py"], "--nnodes=3"),
+        (["--max-restarts", "1", "--nnodes", "2", "train.py"], "--max-restarts=1"),
+    ],
+)
+def test_bad_command_is_refused_before_anything_is_submitted(
+    runner: Runner, app: AppDef, args: list[str], words: str
+) -> None:
+    app.roles[0].args = args
+    with pytest.raises(ComponentValidationException, match=words) as caught:
+        runner.run(app, "monarch_local")
+    assert "trainer" in str(caught.value)
+    assert runner.list("monarch_local") == []
+
+
+def test_dist_torchrun_is_wrapped_inside_its_shell(runner: Runner) -> None:
+    app = torchrun("--lr", "0.1", script="train.py", j="2x2")
+    info = runner.dryrun(app, "monarch_local")
+    replicas = asdict(info.request)["roles"][0]["replicas"]
+    assert [replica["args"][:2] for replica in replicas] == [["bash", "-c"]] * 2
+    assert all("torchx_monarch.host" in replica["args"][2] for replica in replicas)
+    assert "localhost}:29500" in replicas[0]["args"][2]
