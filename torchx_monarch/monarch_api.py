@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from monarch import actor
-from monarch.job import new_service_proc_id, service_proc_addr
 
 _TUNING = {
     # Env only, no configure() key; the default of 10 s is how long a dead process stays unnoticed.
@@ -46,10 +45,12 @@ def start_worker(client_url: str, worker_url: str, on_fault: Callable[[str], Non
     """
     actor.unhandled_fault_hook = lambda failure: on_fault(str(failure))
     actor.enable_transport(client_url)
-    # With a service id the host is known by that, and not by the address it believes it serves.
-    address = service_proc_addr(worker_url, new_service_proc_id())
+    # With a service id the host is known by that, and not by the address it believes it serves. These two lines are
+    # monarch.job's new_service_proc_id and service_proc_addr, whose import costs as much as monarch.actor's.
+    service = actor.ProcId(actor.Uid.instance("service"))
+    address = f"{service}@{worker_url}"
     actor.start_worker_loop_forever(ca=_CA, address=address)
-    return str(address)
+    return address
 
 
 class AgentMesh:

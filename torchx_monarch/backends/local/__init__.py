@@ -3,11 +3,13 @@
 """Jobs on this machine that outlive the command, the shell and the terminal that started them.
 
     scheduler   the TorchX scheduler (submit side): write the app's folder, start its supervisor, read the folder back
+    submit      an app's folder and its supervisor's start
     render      AppDef -> request: macros, environments, GPUs
     request     what the supervisor is asked to run (request.json)
     appdef      AppDef <-> JSON (app.json)
     gpus        which replica sees which GPU
     store       where everything lies, and how it is written so that no reader ever sees half of it
+    folder      making and removing an app's folder as a whole
     prune       which old apps are removed
     status      what is known about a running or ended app (status.json)
     state       the truth about an app: the status file, checked against the processes
@@ -17,6 +19,7 @@
     loop        the supervisor's event loop: start, watch, retry, stop, end
     winddown    stopping a set of replicas: let them end, SIGTERM, SIGKILL
     replica     one replica: its process, its logs, its record
+    spawn       starting one process with a clean slate
     pump        pipes to log files
     procs       processes: identity, family, marker, signals
 

@@ -161,10 +161,11 @@ class Loop:
             self._unfinished.add(replica)
 
     def _on_signals(self, numbers: bytes) -> None:
-        if signal.SIGTERM in numbers:
-            self._on_cancel()
-        if signal.SIGCHLD in numbers and not self._done:
+        # In this order: what ended before the wish came has not ended because of it.
+        if signal.SIGCHLD in numbers:
             procs.reap(self._on_exit)
+        if signal.SIGTERM in numbers and not self._done:
+            self._on_cancel()
 
     def _write_status(self) -> None:
         if self._dirty and not self._done:
