@@ -111,7 +111,7 @@ def test_a_script_sees_the_same(form: str, tmp_path: Path, monkeypatch: pytest.M
     (work / "pkg" / "observe.py").write_text(_OBSERVE)
     (work / "link.py").symlink_to(work / "pkg" / "observe.py")
     program = ["link.py"] if form == "script" else ["-m", "pkg.observe"]
-    command = ["torchrun", "--nproc-per-node", "2", *program, "--x=a b\"c,$d", "", "é\n", "--nnodes", "7"]
+    command = ["torchrun", "--nproc-per-node", "2", *program, '--x=a b"c,$d', "", "é\n", "--nnodes", "7"]
     theirs = observe(tmp_path, command, work, "torchrun", monkeypatch)
     ours = observe(tmp_path, command, work, "host", monkeypatch)
     for rank in range(2):

@@ -14,7 +14,8 @@ from typing import Any
 from torchx.runner import Runner
 from torchx.specs import AppDef, AppState, AppStatus, Role
 
-from torchx_monarch.backends.local import procs, state, store
+from torchx_monarch import processes
+from torchx_monarch.backends.local import state, store, watchers
 from torchx_monarch.backends.local.scheduler import DetachedScheduler, create_scheduler
 
 NAME = "detached"
@@ -78,8 +79,8 @@ class Detached:
     def paths(self, app_id: str) -> store.AppPaths:
         return store.app_paths(app_id)
 
-    def watchers(self, app_id: str) -> procs.Watchers:
-        watchers = state.watchers(self.paths(app_id))
+    def watchers(self, app_id: str) -> watchers.Watchers:
+        watchers = state.watched_by(self.paths(app_id))
         assert watchers is not None
         return watchers
 
@@ -115,7 +116,7 @@ def start_fresh(code: str, **more: Any) -> subprocess.Popen[str]:
 
 def lives(pid: int) -> bool:
     """Whether a process of this pid lives (a zombie does not)."""
-    return procs.identity(pid) is not None
+    return processes.identity(pid) is not None
 
 
 def pid_in(path: Path) -> int:

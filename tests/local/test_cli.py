@@ -115,7 +115,7 @@ def test_wait_tells_by_its_exit_code(work: Path, body: str, code: int) -> None:
 
 def test_arguments_arrive_as_typed(work: Path) -> None:
     name = write(work, "import json; print(json.dumps(sys.argv[1:]))")
-    arguments = ["--x=a b\"c,$d", "$HOME", "é\n", "*", "", "--nproc", "${local_rank}"]
+    arguments = ['--x=a b"c,$d', "$HOME", "é\n", "*", "", "--nproc", "${local_rank}"]
     done = run("--wait", "--log", "-cfg", "preload=none", "monarch.spmd", "-j", "1", name, *arguments, cwd=work)
     line = next(line for line in done.stderr.splitlines() if "[prog0]:" in line)
     assert json.loads(line.partition("]:")[2]) == [*arguments[:-1], "0"]

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.local.hosts import Hosts
@@ -178,20 +179,19 @@ def test_killed_host_ends_the_job(
     assert time.monotonic() - killed < 10
     if replica == 0:
         assert "host 1" in hosts.err(1) and "lost replica 0" in hosts.err(1)
-        for name in os.listdir(folder):  # a dead host cannot remove its sockets; its backend removes the folder
-            if name.endswith(".sock"):
-                (folder / name).unlink()
+        for path in folder.glob("h*"):  # a dead host cannot remove its sockets; its backend removes the folder
+            shutil.rmtree(path)
+        (folder / "r.sock").unlink()
     else:
         assert f"pid {pid}) was lost: its connection broke" in hosts.err(0).splitlines()[-1]
 
 
 def test_killed_agent_ends_the_job(folder: Path, script: Callable[[str], str], eventually: Eventually) -> None:
     hosts = sleepers(folder, script, eventually)
-    children = subprocess.run(
-        ["pgrep", "-P", str(hosts.processes[1].pid), "-f", "bootstrap_main"], capture_output=True, text=True, check=True
-    )
+    children = psutil.Process(hosts.processes[1].pid).children()
+    agent = next(one for one in children if any("bootstrap_main" in word for word in one.cmdline()))
     killed = time.monotonic()
-    os.kill(int(children.stdout), signal.SIGKILL)
+    agent.kill()
     assert hosts.wait() == [1, 1]
     assert time.monotonic() - killed < 10
     assert "the agent of host 1" in hosts.err(0).splitlines()[-1]
@@ -345,11 +345,9 @@ def test_no_tcp_port_is_opened_but_the_store_of_rank_0(
     hosts = Hosts(folder, torchrun(path)).start()
     eventually(lambda: len(hosts.rank_pids()) == 2, "the ranks")
     port = hosts.out().split()[2]
-    listening = subprocess.run(["ss", "-Hltnp"], capture_output=True, text=True, check=True).stdout.splitlines()
-    pids = subprocess.run(["pgrep", "-g", "0", "-s", str(os.getsid(hosts.processes[0].pid))], capture_output=True, text=True)
-    ours = [str(hosts.processes[0].pid), *pids.stdout.split(), *(str(pid) for pid in hosts.rank_pids())]
-    mine = [line for line in listening if any(f"pid={pid}," in line for pid in ours)]
-    assert [line.split()[3] for line in mine] == [f"127.0.0.1:{port}"]
+    host = psutil.Process(hosts.processes[0].pid)
+    connections = [each for one in [host, *host.children(recursive=True)] for each in one.net_connections("tcp")]
+    assert [each.laddr for each in connections if each.status == psutil.CONN_LISTEN] == [("127.0.0.1", int(port))]
     hosts.processes[0].terminate()
     assert hosts.wait() == [143]
 
@@ -366,8 +364,6 @@ def test_runs_as_pid_1(folder: Path, script: Callable[[str], str], eventually: E
         pytest.skip("this machine does not allow new pid namespaces")
     hosts = Hosts(folder, torchrun(path, nproc=1), options=NO_PRELOAD, wrapper=unshare).start()
     eventually(lambda: "ppid 1\n" in hosts.out(), "the rank, a child of PID 1")
-    inside = subprocess.run(
-        ["pgrep", "-P", str(hosts.processes[0].pid)], capture_output=True, text=True, check=True
-    ).stdout.split()
-    os.kill(int(inside[0]), signal.SIGTERM)  # ignored by default for PID 1
+    [inside] = psutil.Process(hosts.processes[0].pid).children()
+    inside.terminate()  # ignored by default for PID 1
     assert hosts.wait() == [143]

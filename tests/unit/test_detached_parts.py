@@ -25,8 +25,8 @@ from torchx.specs import (
     Workspace,
 )
 
-from torchx_monarch import events
-from torchx_monarch.backends.local import appdef, folder, gpus, procs, render, store
+from torchx_monarch import errors, events, processes
+from torchx_monarch.backends.local import appdef, folder, gpus, render, store, watchers
 from torchx_monarch.backends.local.replica import error_message
 from torchx_monarch.backends.local.request import DetachedRequest, ReplicaRequest, RoleRequest
 from torchx_monarch.backends.local.status import AppRecord, ReplicaRecord, RoleRecord
@@ -210,9 +210,9 @@ def test_messages_of_error_files(error: str | None, message: str) -> None:
 
 
 def test_exit_codes_in_words() -> None:
-    assert procs.describe_exit(0) == "exited with code 0"
-    assert procs.describe_exit(-15) == "was killed by signal 15 (SIGTERM)"
-    assert procs.describe_exit(-40) == "was killed by signal 40 (unknown)"
+    assert errors.describe_code(0) == "exited with code 0"
+    assert errors.describe_code(-15) == "was killed by signal 15 (SIGTERM)"
+    assert errors.describe_code(-40) == "was killed by signal 40 (unnamed)"
 
 
 @pytest.mark.parametrize(
@@ -229,35 +229,35 @@ def test_exit_codes_in_words() -> None:
     ],
 )
 def test_what_a_host_is(command: str, is_host: bool) -> None:
-    assert procs._is_host([word.encode() for word in command.split()]) is is_host
+    assert processes._is_host([word.encode() for word in command.split()]) is is_host
 
 
 def test_this_process() -> None:
-    me = procs.identity(os.getpid())
+    me = processes.identity(os.getpid())
     assert me is not None and me.start > 0
-    assert procs.process(os.getpid()).parent == os.getppid()  # type: ignore[union-attr]
-    assert procs.identity(2**22 + 1) is None
-    assert not procs.send(procs.Identity(os.getpid(), me.start + 1), 9)
+    assert processes.process(os.getpid()).parent == os.getppid()  # type: ignore[union-attr]
+    assert processes.identity(2**22 + 1) is None
+    assert not processes.send(processes.Identity(os.getpid(), me.start + 1), 9)
 
 
 def test_a_life_is_told_by_machine_boot_and_start() -> None:
-    here, me = procs.this_machine(), procs.identity(os.getpid())
+    here, me = watchers.this_machine(), processes.identity(os.getpid())
     assert me is not None
 
-    def life(which: procs.Identity = me, **changes: str) -> procs.Life:
-        machine = procs.Machine(**{**vars(here), **changes})
-        return procs.Watchers(machine, me, me).life(which)
+    def life(which: processes.Identity = me, **changes: str) -> watchers.Life:
+        machine = watchers.Machine(**{**vars(here), **changes})
+        return watchers.Watchers(machine, me, me).life(which)
 
-    assert life() is procs.Life.ALIVE
-    assert life(procs.Identity(me.pid, me.start + 1)) is procs.Life.DEAD
-    assert life(boot_id="x") is procs.Life.REBOOTED
+    assert life() is watchers.Life.ALIVE
+    assert life(processes.Identity(me.pid, me.start + 1)) is watchers.Life.DEAD
+    assert life(boot_id="x") is watchers.Life.REBOOTED
     assert life(boot_id="x", hostname="renamed", machine_id=here.machine_id or "y") in (
-        (procs.Life.REBOOTED,) if here.machine_id else (procs.Life.ELSEWHERE,)
+        (watchers.Life.REBOOTED,) if here.machine_id else (watchers.Life.ELSEWHERE,)
     )
-    assert life(boot_id="x", hostname="other", machine_id="other") is procs.Life.ELSEWHERE
-    assert life(pid_namespace="x") is procs.Life.ELSEWHERE
+    assert life(boot_id="x", hostname="other", machine_id="other") is watchers.Life.ELSEWHERE
+    assert life(pid_namespace="x") is watchers.Life.ELSEWHERE
     # A laptop that changes its name with its network.
-    assert life(hostname="other") is procs.Life.ALIVE
+    assert life(hostname="other") is watchers.Life.ALIVE
 
 
 def test_json_files_are_replaced_whole(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_supervisor_starts_on_the_standard_library_alone() -> None:
 
 
 def modules_imported(path: Path) -> set[str]:
-    found = set()
+    found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
@@ -69,8 +69,14 @@ def modules_imported(path: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("room", "forbidden"),
     [
-        ("plan", ("torchx_monarch.runtime", "torchx_monarch.schedulers", "torchx_monarch.backends", "monarch", "torch.")),
-        ("backends", ("torchx_monarch.runtime", "torchx_monarch.schedulers", "torchx_monarch.plan", "monarch", "torch.")),
+        (
+            "plan",
+            ("torchx_monarch.runtime", "torchx_monarch.schedulers", "torchx_monarch.backends", "monarch", "torch."),
+        ),
+        (
+            "backends",
+            ("torchx_monarch.runtime", "torchx_monarch.schedulers", "torchx_monarch.plan", "monarch", "torch."),
+        ),
         ("schedulers", ("torchx_monarch.runtime", "monarch", "torch.")),
         ("runtime", ("torchx_monarch.schedulers", "torchx_monarch.backends", "torchx.")),
     ],

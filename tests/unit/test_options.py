@@ -10,7 +10,6 @@ import io
 import os
 from collections.abc import Iterator, Mapping
 from itertools import product
-from unittest import mock
 
 import pytest
 from hypothesis import example, given, settings
@@ -280,33 +279,6 @@ def test_what_a_shell_has_yet_to_expand_is_not_judged() -> None:
     parsed = options(f"--nnodes={UNEXPANDED}", "--max-restarts", f"{UNEXPANDED}x", env={"PET_TEE": UNEXPANDED})
     assert parsed.unexpanded == {"nnodes", "max_restarts", "tee"}
     assert (parsed.min_nodes, parsed.max_restarts, parsed.tee) == (1, 0, Streams())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "run_id"),
-    [
-        ([], None),
-        (["--rdzv-id", "x"], None),
-        (["--standalone", "--nnodes=2", "--rdzv-id=x"], None),
-        (["--nnodes", "2"], "none"),
-        (["--master-port", "1234"], "none"),
-        (["--rdzv-backend", "c10d", "--rdzv-id", "x"], "x"),
-        (["--rdzv-endpoint", "h:1", "--rdzv-id", "x"], "x"),
-    ],
-)
-def test_the_run_id_is_random_where_torchrun_draws_one(arguments: list[str], run_id: str | None) -> None:
-    assert options(*arguments).run_id == run_id
-
-
-@pytest.mark.parametrize("arguments", [["--rdzv-id=x"], ["--standalone"], ["--nnodes=2"], ["--master-port=1"]])
-def test_the_run_id_agrees_with_torchrun_itself(arguments: list[str]) -> None:
-    from torch.distributed import run
-
-    with mock.patch.object(run, "elastic_launch") as launch, mock.patch.dict(os.environ):
-        run.run(run.parse_args([*arguments, "train.py"]))
-    theirs = launch.call_args.kwargs["config"].run_id
-    assert options(*arguments).run_id in (theirs, None)
-    assert (options(*arguments).run_id is None) == (len(theirs) == 36)
 
 
 def test_streams_are_torchs_std() -> None:

@@ -329,17 +329,6 @@ class TorchrunOptions:
     virtual_local_rank: bool
     unexpanded: frozenset[str] = frozenset()
 
-    @property
-    def run_id(self) -> str | None:
-        """What torchrun makes TORCHELASTIC_RUN_ID: ``--rdzv-id``, or None where it draws a random one."""
-        drawn = self.standalone or (
-            self.rdzv_backend == "static"
-            and not self.rdzv_endpoint
-            and self.master_port is None
-            and self.max_nodes == 1
-        )
-        return None if drawn else self.rdzv_id
-
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:

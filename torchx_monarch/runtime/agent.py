@@ -13,7 +13,7 @@ from monarch.actor import Actor, concurrent_endpoint
 from torchx_monarch.runtime.link import SOCKET_VARIABLE, LinkClient
 
 
-class Agent(Actor):
+class Agent(Actor):  # type: ignore[misc]
     """Passes the controller's requests to the host process, whose children the ranks are.
 
     The endpoint is concurrent: Monarch gives an actor one message at a time otherwise, and a request to stop would wait
@@ -23,7 +23,7 @@ class Agent(Actor):
     def __init__(self) -> None:
         self._link: asyncio.Future[LinkClient] | None = None
 
-    @concurrent_endpoint
+    @concurrent_endpoint  # type: ignore[untyped-decorator]
     async def call(self, op: str, args: dict[str, Any]) -> Any:
         """Have the host process do ``op`` (see ``HostProcess.handle``).
 

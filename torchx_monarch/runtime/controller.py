@@ -93,7 +93,8 @@ class Controller:
 
         def what() -> str:
             missing = ", ".join(str(replica) for replica in rendezvous.missing)
-            return f"host {rendezvous.present + 1} of {rendezvous.present + len(rendezvous.missing)} (replica {missing})"
+            total = rendezvous.present + len(rendezvous.missing)
+            return f"host {rendezvous.present + 1} of {total} (replica {missing})"
 
         waiting = self._reporter.while_waiting(asyncio.wait_for(rendezvous.hosts(), timeout), what)
         try:
@@ -148,7 +149,7 @@ class Controller:
         assert cause is not None
         return Verdict(shell_code(cause.code), cause.describe(), cause)
 
-    # -- the hosts' agents -----------------------------------------------------------------------------------------------
+    # -- the hosts' agents --------------------------------------------------------------------------------------------
 
     async def _call(self, replica: int, op: str, args: dict[str, Any]) -> Any:
         assert self._mesh is not None
@@ -215,7 +216,7 @@ class Controller:
             one = RankExit.from_json(values)
             self._exits[one.rank] = one
 
-    # -- waiting -----------------------------------------------------------------------------------------------------------
+    # -- waiting ------------------------------------------------------------------------------------------------------
 
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: function(*args))

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import os
 import shlex
+import shutil
 import signal
 import socket
 import sys
@@ -17,15 +18,23 @@ import traceback
 from collections.abc import Coroutine, Mapping
 from typing import Any, NoReturn
 
+from torchx_monarch import processes
 from torchx_monarch.errors import Verdict
 from torchx_monarch.plan.command import Command, CommandError, check, parse
 from torchx_monarch.runtime.controller import Controller, JobOptions
 from torchx_monarch.runtime.environment import World
 from torchx_monarch.runtime.link import SOCKET_VARIABLE, LinkServer
 from torchx_monarch.runtime.ranks import LaunchError, Place, RankPool
-from torchx_monarch.runtime.rendezvous import Membership, Registration, Rendezvous, RendezvousError, agent_lost, signalled
+from torchx_monarch.runtime.rendezvous import (
+    Membership,
+    Registration,
+    Rendezvous,
+    RendezvousError,
+    agent_lost,
+    signalled,
+)
 from torchx_monarch.runtime.report import Reporter
-from torchx_monarch.runtime.strays import adopt_orphans, kill_descendants, reap_orphans
+from torchx_monarch.runtime.strays import reap_orphans
 
 _HOST_EXIT_TIMEOUT = 5.0
 """Seconds that replica 0 waits for the other hosts to go before it goes itself."""
@@ -85,12 +94,12 @@ class HostProcess:
         self._pool: RankPool | None = None
         self._registration: Registration | None = None
         self._first_output = asyncio.Event()
-        self._sockets: list[str] = []
+        self._sockets = ""
         self._tasks: set[asyncio.Task[None]] = set()
 
     def main(self) -> NoReturn:
         """Run to the end and exit with the verdict's code."""
-        adopt_orphans()
+        processes.become_subreaper()
         self._redirect_own_output()
         asyncio.run(self._main())
         raise AssertionError("a host process ends in os._exit")
@@ -110,10 +119,9 @@ class HostProcess:
         self._exit(verdict.code)
 
     def _exit(self, code: int) -> NoReturn:
-        kill_descendants()
-        for path in self._sockets:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
+        processes.kill_descendants(self._environ.get(processes.MARKER, ""))
+        if self._sockets:
+            shutil.rmtree(self._sockets, ignore_errors=True)
         # Monarch's threads have nothing left to do, and waiting for them takes up to seconds.
         os._exit(code)
 
@@ -181,14 +189,12 @@ class HostProcess:
 
     async def _start_worker(self) -> str:
         """Monarch's worker loop, and the socket by which its agent will reach us."""
-        folder = self._run_dir
-        # Short, for a socket's path has at most 107 bytes; distinct from those of other roles and of an earlier life.
-        unique = f"{self._options.replica}-{os.getpid()}.sock"
-        link, client, worker = (os.path.join(folder, kind + unique) for kind in "ach")
-        self._sockets = [link, client, worker]
+        # Of this life of this replica alone, and short: the path of a socket has at most 107 bytes.
+        self._sockets = tempfile.mkdtemp(prefix="h", dir=self._run_dir)
+        link, client, worker = (os.path.join(self._sockets, name) for name in ("link", "client", "worker"))
         await LinkServer(link, self._handle, self._agent_lost).start()
         os.environ[SOCKET_VARIABLE] = link
-        os.environ["TMPDIR"] = folder  # Monarch makes its sockets there; ranks get the environment as it was
+        os.environ["TMPDIR"] = self._sockets  # Monarch makes more of them; ranks get the environment as it was
 
         def start() -> str:
             from torchx_monarch import monarch_api
@@ -203,9 +209,9 @@ class HostProcess:
     # -- the job -------------------------------------------------------------------------------------------------------
 
     def _run_id(self) -> str:
-        """TORCHELASTIC_RUN_ID: torchrun's ``--rdzv-id``, else the app's id (torchrun draws a random one, or says none)."""
-        run_id = self._command.options.run_id if self._command else None
-        return run_id if run_id not in (None, "none") else self._options.app
+        """TORCHELASTIC_RUN_ID: torchrun's ``--rdzv-id``, else the app's id (where torchrun draws one or says none)."""
+        given = self._command.options.rdzv_id if self._command else "none"
+        return given if given != "none" else self._options.app
 
     @property
     def _grace(self) -> float:
@@ -270,8 +276,8 @@ class HostProcess:
     async def _handle(self, op: str, args: dict[str, Any]) -> Any:
         """Do what the controller asks through the agent.
 
-        ``store`` finds the port where ranks meet; ``launch`` starts the ranks of a world; ``watch`` returns when one has
-        failed or all have ended; ``stop`` ends them. The last two answer the exits so far.
+        ``store`` finds the port where ranks meet; ``launch`` starts the ranks of a world; ``watch`` returns when one
+        has failed or all have ended; ``stop`` ends them. The last two answer the exits so far.
         """
         assert self._pool is not None
         if op == "store":

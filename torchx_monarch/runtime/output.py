@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A rank's stdout or stderr: byte for byte into its own file, in whole lines with a prefix onto the host's own output."""
+"""A rank's stdout or stderr: byte for byte into its own file, in whole lines with a prefix onto the host's output."""
 
 from __future__ import annotations
 

@@ -74,8 +74,8 @@ def _prepare(order: dict[str, Any]) -> None:
         sys.path.insert(0, _path0(order["mode"], order["target"]))
     if not order["modules"]:
         return
-    # Importing torch makes 260,000 objects that stay: looking at them again and again for garbage costs an eighth of the
-    # import and most of the interpreter's end. They go where the collector does not look; the program's own do not.
+    # Importing torch makes 260,000 objects that stay: to look at them again and again for garbage costs an eighth of
+    # the import and most of the interpreter's end. They go where the collector does not look; the program's do not.
     gc.disable()
     for name in order["modules"]:
         try:
@@ -96,7 +96,7 @@ def _count(device: str) -> int:
 
 def _serve_store(address: str) -> tuple[int, Any]:
     """Serve a TCPStore on a port that is bound before anybody hears of it; returns the port and the store to keep."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

@@ -60,7 +60,9 @@ class Place:
 class _Rank:
     """One interpreter, waiting or running."""
 
-    def __init__(self, process: subprocess.Popen[bytes], channel: socket.socket, outputs: tuple[RankOutput, RankOutput]):
+    def __init__(
+        self, process: subprocess.Popen[bytes], channel: socket.socket, outputs: tuple[RankOutput, RankOutput]
+    ):
         self.process = process
         self.channel = channel
         self.outputs = outputs
@@ -264,7 +266,7 @@ class RankPool:
         await self._drain()
 
     async def stop(self, number: int, grace: float) -> None:
-        """Send a signal to every rank, SIGKILL to those that are left after ``grace`` seconds; returns when all ended."""
+        """Send a signal to every rank, SIGKILL to those left after ``grace`` seconds; returns when all have ended."""
         left = [rank for rank in self._ranks if not rank.ended.is_set()]
         for rank in left:
             rank.stopped = True

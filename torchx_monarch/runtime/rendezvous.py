@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """How the hosts of a role find replica 0, stay in touch with it and learn the verdict.
 
-Replica 0 listens; every other host connects, registers, sends a sign of life every few seconds (its lease) and waits for
-the verdict. Either end knows the other as lost when the connection breaks or stays silent for longer than the lease.
+Replica 0 listens; every other host connects, registers, sends a sign of life every few seconds (its lease) and waits
+for the verdict. Replica 0 counts a host as lost when its connection breaks or stays silent for longer than the lease; a
+host counts replica 0 as lost when the connection breaks.
 
 =========================  =======================================================================================
 host to replica 0          ``register`` (greeting, with the protocol's version), ``alive``, ``agent_lost``, ``signal``

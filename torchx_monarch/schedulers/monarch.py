@@ -23,12 +23,12 @@ from torchx_monarch.schedulers.foreground import Foreground
 Cfg = Mapping[str, CfgVal]
 
 
-class InvalidCommandError(ComponentValidationException, ValueError):
+class InvalidCommandError(ComponentValidationException, ValueError):  # type: ignore[misc]
     """A role's command cannot run on Monarch hosts. The torchx command shows the message without a traceback."""
 
 
 @dataclasses.dataclass
-class MonarchOpts(StructuredOpts):
+class MonarchOpts(StructuredOpts):  # type: ignore[misc]
     """Run options that every ``monarch_*`` scheduler has, beside those of the scheduler it wraps."""
 
     grace: int = 30
@@ -42,7 +42,7 @@ class MonarchOpts(StructuredOpts):
     programs that must set environment variables before torch is first imported."""
 
 
-class _SubmitInfo(AppDryRunInfo[Any, Cfg]):
+class _SubmitInfo(AppDryRunInfo[Any, Cfg]):  # type: ignore[misc]
     """The wrapped scheduler's request, with what that scheduler wants back when it is submitted."""
 
     def __init__(self, inner: AppDryRunInfo[Any, Any]) -> None:
@@ -50,7 +50,7 @@ class _SubmitInfo(AppDryRunInfo[Any, Cfg]):
         self.inner = inner
 
 
-class MonarchScheduler(Scheduler[Cfg]):
+class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
     """Submits roles as Monarch hosts through any TorchX scheduler.
 
     The application that users see, in a dry run and in ``describe``, is theirs; the request shows the wrapped commands.
@@ -98,7 +98,7 @@ class MonarchScheduler(Scheduler[Cfg]):
     # -- submission ----------------------------------------------------------------------------------------------------
 
     def _submit_dryrun(self, app: AppDef, cfg: Cfg) -> AppDryRunInfo[Any, Cfg]:
-        options = MonarchOpts.from_cfg({name: cfg[name] for name in cfg if name in MonarchOpts().keys()})
+        options = MonarchOpts.from_cfg({name: cfg[name] for name in cfg if name in MonarchOpts()})
         preload = "" if options.preload == "none" else options.preload.replace("+", ",")
         hosts = HostOptions(
             python=self._python,
@@ -113,7 +113,7 @@ class MonarchScheduler(Scheduler[Cfg]):
         inner_cfg = self._inner_cfg(cfg)
         info = self.inner._submit_dryrun(rewritten, inner_cfg)
         info.app, info.cfg = rewritten, inner_cfg
-        for role, ours in zip(app.roles, rewritten.roles):
+        for role, ours in zip(app.roles, rewritten.roles, strict=True):
             role.image = ours.image  # a scheduler that pushes images writes the pushed name
         return _SubmitInfo(info)
 
@@ -121,7 +121,7 @@ class MonarchScheduler(Scheduler[Cfg]):
         """Submit what a dry run returned, its request as it is now."""
         assert isinstance(dryrun_info, _SubmitInfo), "the request of another scheduler"
         dryrun_info.inner.request = dryrun_info.request
-        app_id = self.inner.schedule(dryrun_info.inner)
+        app_id: str = self.inner.schedule(dryrun_info.inner)
         self._foreground.submitted(app_id)
         return app_id
 
@@ -147,7 +147,8 @@ class MonarchScheduler(Scheduler[Cfg]):
 
     def list(self, cfg: Cfg | None = None) -> list[ListAppResponse]:
         """The wrapped scheduler's apps."""
-        return self.inner.list(self._inner_cfg(cfg) if cfg else None)
+        apps: list[ListAppResponse] = self.inner.list(self._inner_cfg(cfg) if cfg else None)
+        return apps
 
     def log_iter(
         self,
@@ -161,7 +162,8 @@ class MonarchScheduler(Scheduler[Cfg]):
         streams: Stream | None = None,
     ) -> Iterable[str]:
         """The wrapped scheduler's logs of one replica."""
-        return self.inner.log_iter(app_id, role_name, k, regex, since, until, should_tail, streams)
+        lines: Iterable[str] = self.inner.log_iter(app_id, role_name, k, regex, since, until, should_tail, streams)
+        return lines
 
     def _cancel_existing(self, app_id: str) -> None:
         self.inner._cancel_existing(app_id)
@@ -177,7 +179,7 @@ class MonarchScheduler(Scheduler[Cfg]):
             self.inner.close()
 
 
-class MonarchWorkspaceScheduler(WorkspaceMixin[Any], MonarchScheduler):
+class MonarchWorkspaceScheduler(WorkspaceMixin[Any], MonarchScheduler):  # type: ignore[misc]
     """As above, around a scheduler that builds workspaces; TorchX tells them by the mix-in."""
 
     def build_workspaces(self, roles: list[Role], cfg: Cfg) -> None:
@@ -197,5 +199,3 @@ def wrap(backend: str, session_name: str, inner: Scheduler[Any], python: str = "
     """
     kind = MonarchWorkspaceScheduler if isinstance(inner, WorkspaceMixin) else MonarchScheduler
     return kind(backend, session_name, inner, python)
-
-

@@ -20,14 +20,14 @@ if os.environ.get("TORCHX_PLUGINS_SOURCE") == "1":
 
     # The first registered name is TorchX's default scheduler, and names of this module are registered in the order of
     # dir(): this one, TorchX's own default, comes first.
-    @register.scheduler(name=_name)
+    @register.scheduler(name=_name)  # type: ignore[untyped-decorator]
     def _0_default(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
         scheduler: Scheduler[dict[str, object]] = importlib.import_module(_module).create_scheduler(
             session_name, **kwargs
         )
         return scheduler
 
-    @register.scheduler(name="monarch_local")
+    @register.scheduler(name="monarch_local")  # type: ignore[untyped-decorator]
     def monarch_local(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
         """See ``torchx_monarch.schedulers``."""
         from torchx_monarch import schedulers

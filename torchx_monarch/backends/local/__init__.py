@@ -21,7 +21,7 @@
     replica     one replica: its process, its logs, its record
     spawn       starting one process with a clean slate
     pump        pipes to log files
-    procs       processes: identity, family, marker, signals
+    watchers    who watches over an app, on which machine, and whether they live
 
 The supervisor's side (from ``supervise`` down) and what it shares with the submit side import the standard library
 only.

@@ -27,8 +27,8 @@ import sys
 import time
 from collections.abc import Callable, Collection
 
-from torchx_monarch import events
-from torchx_monarch.backends.local import folder, procs, store
+from torchx_monarch import errors, events, processes
+from torchx_monarch.backends.local import folder, store
 from torchx_monarch.backends.local.replica import Replica
 from torchx_monarch.backends.local.request import DetachedRequest
 from torchx_monarch.backends.local.status import (
@@ -78,7 +78,7 @@ class Loop:
                     "TORCHELASTIC_ERROR_FILE": request.env.get(
                         "TORCHELASTIC_ERROR_FILE", os.path.join(log_dir, "error.json")
                     ),
-                    procs.MARKER: self._request.job,
+                    processes.MARKER: self._request.job,
                     "MONARCH_RENDEZVOUS": f"unix:{self._socket(index)}",
                     "MONARCH_RUN_DIR": self._request.run_dir,
                     "MONARCH_EVENTS": self._paths.events,
@@ -163,7 +163,7 @@ class Loop:
     def _on_signals(self, numbers: bytes) -> None:
         # In this order: what ended before the wish came has not ended because of it.
         if signal.SIGCHLD in numbers:
-            procs.reap(self._on_exit)
+            processes.reap(self._on_exit)
         if signal.SIGTERM in numbers and not self._done:
             self._on_cancel()
 
@@ -219,7 +219,7 @@ class Loop:
         assert replica.record.started is not None and replica.record.ended is not None
         self._event(
             "replica_exited",
-            f"replica {replica.name} (pid {pid}) {procs.describe_exit(code)}",
+            f"replica {replica.name} (pid {pid}) {errors.describe_code(code)}",
             seconds=replica.record.ended - replica.record.started,
             role=replica.role.name,
             replica=replica.record.id,
@@ -317,7 +317,7 @@ class Loop:
         assert self._verdict is not None
         state, message = self._verdict
         notes = [message] if message else []
-        if left := procs.kill_descendants(self._request.job):
+        if left := processes.kill_descendants(self._request.job):
             notes.append(f"these processes could not be killed: {', '.join(map(str, left))}")
         for replica in self._all:
             replica.close_pipes()

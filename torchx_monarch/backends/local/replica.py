@@ -13,7 +13,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchx_monarch.backends.local import procs, pump, spawn
+from torchx_monarch import errors, processes
+from torchx_monarch.backends.local import pump, spawn
 from torchx_monarch.backends.local.request import ReplicaRequest, RoleRequest
 from torchx_monarch.backends.local.status import CANCELLED, FAILED, PENDING, RUNNING, SUCCEEDED, ReplicaRecord
 
@@ -73,7 +74,7 @@ class Replica:
     @property
     def marks(self) -> list[bytes]:
         """What every process of this replica has in its environment, unless it took it out."""
-        return [procs.mark(name, self._env[name]) for name in (procs.MARKER, "MONARCH_LOG_DIR")]
+        return [processes.mark(name, self._env[name]) for name in (processes.MARKER, "MONARCH_LOG_DIR")]
 
     def start(self) -> bool:
         """Start its process; when that fails, the replica has ended with EXIT_NOT_STARTED and False is returned."""
@@ -133,7 +134,7 @@ class Replica:
         """Its process has ended."""
         for fd in list(self._pipes):
             self._drain(fd, _PIPE_BYTES)
-        text = f"replica {self.name} (pid {self.record.pid}) {procs.describe_exit(code)}"
+        text = f"replica {self.name} (pid {self.record.pid}) {errors.describe_code(code)}"
         if self.stopping and code:
             text += " after it was told to stop"
         self._ended(code, text)
@@ -174,7 +175,7 @@ class Replica:
 
     def prepare_restart(self) -> None:
         """Make ready for another start: nothing of the last one lives on, and the logs say that a new one begins."""
-        procs.kill_until_gone(lambda: procs.adopted(self.marks))
+        processes.kill_until_gone(lambda: processes.adopted(self.marks))
         self.close_pipes()
         self.record.restarts += 1
         self.record.state = PENDING
@@ -184,7 +185,7 @@ class Replica:
         """Ask it to end, once: SIGTERM to its hosts, or where there is none to its process group.
 
         Args:
-            hosts: the host processes of this replica (``procs.hosts``).
+            hosts: the host processes of this replica (``processes.hosts``).
         """
         pid = self.record.pid
         if self.stopping or pid is None or not self.alive:
@@ -202,9 +203,9 @@ class Replica:
         self.stopping = True
         pid = self.record.pid
         if pid is not None and self.alive:
-            job = self._env[procs.MARKER]
-            family = [*procs.descendants(pid, job), *procs.adopted(self.marks)]
-            procs.kill([pid, *family])
+            job = self._env[processes.MARKER]
+            family = [*processes.descendants(pid, job), *processes.adopted(self.marks)]
+            processes.kill([pid, *family])
 
 
 def error_message(error: str | None) -> str:

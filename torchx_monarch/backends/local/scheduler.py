@@ -28,7 +28,7 @@ from torchx.schedulers.api import (
 )
 from torchx.specs import NONE, AppDef, AppDryRunInfo, AppState, CfgVal, ReplicaStatus, RoleStatus, runopts
 
-from torchx_monarch.backends.local import appdef, folder, logs, procs, render, state, store, submit
+from torchx_monarch.backends.local import appdef, folder, logs, render, state, store, submit, watchers
 from torchx_monarch.backends.local.request import DetachedRequest
 from torchx_monarch.backends.local.status import AppRecord
 
@@ -101,8 +101,8 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
         paths, record = found
         submitted = store.read_json(paths.app)
         app = appdef.from_json(submitted["app"]) if submitted else AppDef(record.name)
-        watchers = state.watchers(paths)
-        hostname = watchers.machine.hostname if watchers else os.uname().nodename
+        watching = state.watched_by(paths)
+        hostname = watching.machine.hostname if watching else os.uname().nodename
         return DescribeAppResponse(
             app_id=app_id,
             state=AppState[record.state],
@@ -227,9 +227,9 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
         if found is None or found[1].terminal:
             return
         paths, _ = found
-        watchers = state.watchers(paths)
-        if watchers is not None and watchers.life(watchers.supervisor) is procs.Life.ELSEWHERE:
-            raise RuntimeError(f"app {app_id} runs on {watchers.machine.hostname}; it can only be cancelled there")
+        watching = state.watched_by(paths)
+        if watching is not None and watching.life(watching.supervisor) is watchers.Life.ELSEWHERE:
+            raise RuntimeError(f"app {app_id} runs on {watching.machine.hostname}; it can only be cancelled there")
         state.ask_to_end(paths, grace)
 
     def _cancel_existing(self, app_id: str) -> None:

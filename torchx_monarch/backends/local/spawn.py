@@ -10,7 +10,7 @@ import resource
 import signal
 from collections.abc import Mapping, Sequence
 
-from torchx_monarch.backends.local import procs
+from torchx_monarch import processes
 
 #: What the supervisor (or the shell that the submitter sat in) may have set to be ignored; that would be inherited.
 _RESET = (
@@ -122,7 +122,7 @@ def _become(
     """In the child: set everything up and run the program. Never returns."""
     try:
         os.setsid()
-        procs.die_with_parent(parent)
+        processes.die_with_parent(parent)
         signal.set_wakeup_fd(-1)
         for signum in _RESET:
             signal.signal(signum, signal.SIG_DFL)

@@ -10,18 +10,18 @@ import os
 import signal
 import time
 
-from torchx_monarch import events
-from torchx_monarch.backends.local import folder, procs, pump, status, store
+from torchx_monarch import events, processes
+from torchx_monarch.backends.local import folder, pump, status, store, watchers
 from torchx_monarch.backends.local.request import DetachedRequest
 
 #: Seconds from the making of an app's folder to its supervisor's first word, at the very most.
 _START_TIME = 60.0
 
 
-def watchers(paths: store.AppPaths) -> procs.Watchers | None:
+def watched_by(paths: store.AppPaths) -> watchers.Watchers | None:
     """Who watches over the app; None until the supervisor has started."""
     data = store.read_json(paths.supervisor)
-    return procs.Watchers.from_json(data) if data else None
+    return watchers.Watchers.from_json(data) if data else None
 
 
 def ask_to_end(paths: store.AppPaths, grace: float | None) -> None:
@@ -34,9 +34,9 @@ def ask_to_end(paths: store.AppPaths, grace: float | None) -> None:
         OSError: the wish could not be written, or the supervisor belongs to another user.
     """
     store.write_json(paths.cancel, {"grace": grace})
-    who = watchers(paths)
+    who = watched_by(paths)
     if who is not None:
-        procs.send(who.supervisor, signal.SIGTERM)
+        processes.send(who.supervisor, signal.SIGTERM)
 
 
 def recorded(paths: store.AppPaths) -> status.AppRecord | None:
@@ -53,23 +53,23 @@ def truth(paths: store.AppPaths) -> status.AppRecord | None:
     record = status.load(paths)
     if record is None or record.terminal:
         return record
-    who = watchers(paths)
+    who = watched_by(paths)
     if who is None:
         if time.time() - record.created < _START_TIME:
             return record
         reason = "it was never started: its submission was interrupted"
     else:
         life = who.life(who.supervisor)
-        if life is procs.Life.ELSEWHERE:
+        if life is watchers.Life.ELSEWHERE:
             record.msg = f"as last written by {who.machine.hostname}, which cannot be checked from here"
             return record
-        if procs.Life.ALIVE in (life, who.life(who.keeper)):
+        if watchers.Life.ALIVE in (life, who.life(who.keeper)):
             return record
         # The supervisor may have written the end and left between the two looks.
         record = status.load(paths)
         if record is None or record.terminal:
             return record
-        if life is procs.Life.REBOOTED:
+        if life is watchers.Life.REBOOTED:
             reason = "the machine was rebooted while the app ran"
         else:
             reason = f"the supervisor (pid {who.supervisor.pid}) and the keeper (pid {who.keeper.pid}) were killed"
@@ -88,7 +88,7 @@ def _bury_once(paths: store.AppPaths, reason: str) -> status.AppRecord | None:
         data = store.read_json(paths.request)
         request = DetachedRequest.from_json(data) if data else None
         if request is not None and request.job:
-            procs.kill_until_gone(lambda: procs.marked(request.job))
+            processes.kill_until_gone(lambda: processes.marked(request.job))
         bury(paths, record, request, reason)
         return record
     finally:

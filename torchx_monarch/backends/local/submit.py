@@ -15,8 +15,8 @@ from dataclasses import replace
 
 from torchx.specs import AppDef, CfgVal
 
-from torchx_monarch import events
-from torchx_monarch.backends.local import appdef, folder, procs, render, state, status, store, supervise
+from torchx_monarch import events, processes
+from torchx_monarch.backends.local import appdef, folder, render, state, status, store, supervise
 from torchx_monarch.backends.local.request import DetachedRequest
 
 #: Seconds that a supervisor has to say that it runs; it takes a few hundredths of one.
@@ -58,7 +58,7 @@ def submit(request: DetachedRequest, app: AppDef, cfg: dict[str, CfgVal]) -> str
     try:
         _start_supervisor(paths, request)
     except Exception:
-        procs.kill_until_gone(lambda: procs.marked(request.job))
+        processes.kill_until_gone(lambda: processes.marked(request.job))
         folder.remove_run_dir(paths, request.run_dir)
         folder.remove_app(paths)
         raise

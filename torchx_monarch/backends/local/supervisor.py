@@ -20,8 +20,8 @@ import signal
 import sys
 from collections.abc import Callable
 
-from torchx_monarch import events
-from torchx_monarch.backends.local import procs, spawn, state, status, store
+from torchx_monarch import errors, events, processes
+from torchx_monarch.backends.local import spawn, state, status, store, watchers
 from torchx_monarch.backends.local.loop import Loop
 from torchx_monarch.backends.local.request import DetachedRequest
 
@@ -58,7 +58,7 @@ def _fork(run: Callable[[], None]) -> int:
 
 def _keep(paths: store.AppPaths, ready: int) -> None:
     os.setsid()
-    procs.become_subreaper()
+    processes.become_subreaper()
     for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGPIPE):
         signal.signal(signum, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -80,12 +80,12 @@ def _keep(paths: store.AppPaths, ready: int) -> None:
         pid, result = os.waitpid(-1, 0)
         if pid == supervisor:
             break
-    procs.kill_descendants(request.job)
+    processes.kill_descendants(request.job)
     record = status.load(paths)
     if record is not None and not record.terminal:
         code = os.waitstatus_to_exitcode(result)
-        procs.kill_until_gone(lambda: procs.marked(request.job))
-        reason = f"the supervisor (pid {supervisor}) {procs.describe_exit(code)}"
+        processes.kill_until_gone(lambda: processes.marked(request.job))
+        reason = f"the supervisor (pid {supervisor}) {errors.describe_code(code)}"
         if code >= 0:
             reason += f"; see {paths.supervisor_log}"
         state.bury(paths, record, request, reason)
@@ -97,15 +97,15 @@ def _keep(paths: store.AppPaths, ready: int) -> None:
 
 def _supervise(paths: store.AppPaths, request: DetachedRequest, keeper: int, alive: int, ready: int) -> None:
     os.setsid()
-    procs.become_subreaper()
+    processes.become_subreaper()
     spawn.raise_file_limit()
     record = status.load(paths)
-    mine, keepers = procs.identity(os.getpid()), procs.identity(keeper)
+    mine, keepers = processes.identity(os.getpid()), processes.identity(keeper)
     if record is None or mine is None or keepers is None:
         raise RuntimeError(f"{paths.status} is missing, or the keeper has died")
     os.makedirs(request.run_dir, mode=0o700, exist_ok=True)
-    watchers = procs.Watchers(procs.this_machine(), keeper=keepers, supervisor=mine)
-    store.write_json(paths.supervisor, watchers.to_json())
+    ours = watchers.Watchers(watchers.this_machine(), keeper=keepers, supervisor=mine)
+    store.write_json(paths.supervisor, ours.to_json())
 
     def on_ready() -> None:
         # The submitter may have died meanwhile; the app goes on.

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection
 from typing import Protocol
 
-from torchx_monarch.backends.local import procs
+from torchx_monarch import processes
 from torchx_monarch.backends.local.replica import Replica
 
 #: Seconds that the siblings of a failed replica get to end by themselves: they usually carry the verdict out.
@@ -82,7 +82,7 @@ class WindDown:
             self._kill(self.scope)
             return
         living = {replica.record.pid: replica for replica in self.scope if replica.alive}
-        for pid, hosts in procs.hosts(pid for pid in living if pid is not None).items():
+        for pid, hosts in processes.hosts(pid for pid in living if pid is not None).items():
             living[pid].terminate(hosts)
             if hosts:
                 self._with_host.append(living[pid])

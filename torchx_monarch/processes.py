@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Processes: which one is meant, who belongs to whom, and how to end all of them.
 
-A pid alone names nothing for long: pids are used again, and machines reboot. A process is named by its pid, its start
-time and the machine's boot. A process belongs to an app when it descends from the app's supervisor (or keeper), or
-carries the app's marker in its environment: the marker finds those whose ancestors are dead.
+A pid alone names nothing for long: pids are used again. A process is named by its pid and its start time. A process
+belongs to an app when it descends from one that does, or carries the app's marker in its environment: the marker finds
+those whose ancestors are dead.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
-from enum import Enum
-from typing import Any
+from dataclasses import dataclass
 
 #: The environment variable that marks every process of an app.
 MARKER = "MONARCH_JOB"
@@ -73,72 +71,6 @@ def identity(pid: int) -> Identity | None:
     """The identity of a living process (a zombie is not living); None when there is none of this pid."""
     found = process(pid)
     return Identity(pid, found.start) if found is not None and found.state not in "ZX" else None
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Where pids mean something: one boot of one machine, and one pid namespace on it."""
-
-    hostname: str
-    machine_id: str
-    boot_id: str
-    pid_namespace: str
-
-
-def _first_line(path: str) -> str:
-    try:
-        with open(path) as file:
-            return file.readline().strip()
-    except OSError:
-        return ""
-
-
-def this_machine() -> Machine:
-    """The machine this process runs on."""
-    try:
-        namespace = os.readlink("/proc/self/ns/pid")
-    except OSError:
-        namespace = ""
-    boot = _first_line("/proc/sys/kernel/random/boot_id")
-    return Machine(os.uname().nodename, _first_line("/etc/machine-id"), boot, namespace)
-
-
-class Life(Enum):
-    """What can be said about a process that was recorded earlier, perhaps elsewhere."""
-
-    ALIVE = "alive"
-    DEAD = "dead"
-    REBOOTED = "dead: the machine was rebooted since"
-    ELSEWHERE = "on another machine or in another container: cannot be seen from here"
-
-
-@dataclass(frozen=True)
-class Watchers:
-    """The processes that watch over an app: the content of supervisor.json."""
-
-    machine: Machine
-    keeper: Identity
-    supervisor: Identity
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Watchers:
-        return cls(Machine(**data["machine"]), Identity(**data["keeper"]), Identity(**data["supervisor"]))
-
-    def life(self, which: Identity) -> Life:
-        """Whether the process ``which``, recorded with this machine, lives."""
-        here = this_machine()
-        if self.machine.boot_id != here.boot_id:
-            # A home directory may be shared by many machines: another boot is a reboot only of the same machine.
-            same = self.machine.hostname == here.hostname or (
-                self.machine.machine_id == here.machine_id and here.machine_id != ""
-            )
-            return Life.REBOOTED if same else Life.ELSEWHERE
-        if self.machine.pid_namespace != here.pid_namespace:
-            return Life.ELSEWHERE
-        return Life.ALIVE if identity(which.pid) == which else Life.DEAD
 
 
 def send(target: Identity, signum: int) -> bool:
@@ -312,6 +244,12 @@ def reap(on_exit: Callable[[int, int], None] = lambda pid, code: None) -> bool:
         on_exit(pid, os.waitstatus_to_exitcode(status))
 
 
+def dead_children() -> set[int]:
+    """The children of this process that have ended and that nobody has collected."""
+    found = (process(pid) for pid in _pids())
+    return {one.pid for one in found if one is not None and one.parent == os.getpid() and one.state in "ZX"}
+
+
 def kill_descendants(job: str, timeout: float = 5.0) -> list[int]:
     """End everything of the app below this process, however it has tried to get away, and collect it.
 
@@ -324,14 +262,3 @@ def kill_descendants(job: str, timeout: float = 5.0) -> list[int]:
         return descendants(os.getpid(), job) if reap() else []
 
     return kill_until_gone(find, timeout)
-
-
-def describe_exit(code: int) -> str:
-    """An exit code in words: ``exited with code 3``, ``was killed by signal 9 (SIGKILL)``."""
-    if code >= 0:
-        return f"exited with code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = "unknown"
-    return f"was killed by signal {-code} ({name})"
