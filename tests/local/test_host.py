@@ -20,6 +20,7 @@ import psutil
 import pytest
 
 from tests.local.hosts import Hosts
+from torchx_monarch.backends.local.folder import MAX_RUN_DIR
 
 Eventually = Callable[..., object]
 
@@ -155,6 +156,14 @@ def test_process_group_without_preload_uses_the_reserved_port(folder: Path, scri
     hosts = Hosts(folder, command, replicas=2).start()
     assert hosts.wait() == [0, 0]
     assert hosts.out(1) == "world 2\n"
+
+
+def test_longest_folder_for_sockets_that_a_backend_gives(folder: Path, script: Callable[[str], str]) -> None:
+    long = folder / ("x" * (MAX_RUN_DIR - len(str(folder)) - 1))
+    long.mkdir()
+    assert len(str(long)) == MAX_RUN_DIR
+    hosts = Hosts(folder, torchrun(script("")), options=NO_PRELOAD, environ={"MONARCH_RUN_DIR": str(long)}).start()
+    assert hosts.wait() == [0], hosts.err()
 
 
 def sleepers(folder: Path, script: Callable[[str], str], eventually: Eventually, replicas: int = 2) -> Hosts:

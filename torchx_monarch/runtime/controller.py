@@ -45,6 +45,7 @@ class JobOptions:
         host_timeout: seconds that the hosts have to arrive.
         grace: seconds from SIGTERM to SIGKILL for ranks.
         master_addr: what ranks dial to meet rank 0.
+        monarch_log: where Monarch says more.
     """
 
     run_id: str
@@ -52,6 +53,7 @@ class JobOptions:
     host_timeout: float
     grace: float
     master_addr: str
+    monarch_log: str
 
 
 class Controller:
@@ -116,7 +118,7 @@ class Controller:
         except _TroubleCame:
             raise
         except Exception as error:
-            reason = f"the mesh of {len(hosts)} hosts could not be formed: {_first_line(error)}; see monarch.log"
+            reason = f"the mesh could not be formed: {_first_line(error)}; see {self._options.monarch_log}"
             raise _TroubleCame(Trouble(0, Verdict(1, reason))) from error
         self._reporter.phase("mesh", "mesh")
 

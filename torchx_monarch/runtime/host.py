@@ -86,6 +86,7 @@ class HostProcess:
         self._stdout, self._stderr = os.dup(1), os.dup(2)
         self._log_dir = self._environ.get("MONARCH_LOG_DIR") or tempfile.mkdtemp(prefix="torchx-monarch-")
         self._run_dir = self._environ.get("MONARCH_RUN_DIR") or tempfile.mkdtemp(prefix="tm-")
+        self._monarch_log = os.path.join(self._log_dir, "monarch.log")
         events_path = self._environ.get("MONARCH_EVENTS") if options.replica == 0 else None
         self._reporter = Reporter(self._stderr, events_path, options.role)
         self._rendezvous: Rendezvous | None = None
@@ -112,7 +113,7 @@ class HostProcess:
         except Exception as error:
             traceback.print_exc()
             verdict = Verdict(1, f"internal error of the host process: {type(error).__name__}: {error}")
-            self._reporter.line(f"{verdict.reason}; see {os.path.join(self._log_dir, 'monarch.log')}")
+            self._reporter.line(f"{verdict.reason}; see {self._monarch_log}")
         if self._pool is not None:
             await self._pool.stop(signal.SIGTERM, self._grace)
         self._write_error_file(verdict)
@@ -146,10 +147,9 @@ class HostProcess:
     # -- start ---------------------------------------------------------------------------------------------------------
 
     def _redirect_own_output(self) -> None:
-        path = os.path.join(self._log_dir, "monarch.log")
         try:
             os.makedirs(self._log_dir, mode=0o700, exist_ok=True)
-            log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            log = os.open(self._monarch_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         except OSError:
             log = os.open(os.devnull, os.O_WRONLY)  # the ranks' logs will say what is wrong with the folder
         os.dup2(log, 1)
@@ -237,6 +237,7 @@ class HostProcess:
             host_timeout=options.host_timeout,
             grace=self._grace,
             master_addr="127.0.0.1",
+            monarch_log=self._monarch_log,
         )
         verdict = await Controller(job, rendezvous, self._reporter, self._first_output).run()
         self._conclude(verdict)

@@ -9,14 +9,17 @@ import os
 import shutil
 from collections.abc import Iterator
 
-from torchx_monarch.backends.local.store import MAX_SOCKET_PATH, AppPaths, write_all
+from torchx_monarch.backends.local.store import AppPaths, write_all
 
 #: Bytes held back on disk so that the final status can be written when the disk is full.
 RESERVE_BYTES = 64 * 1024
 
 STAGING_PREFIX = ".new-"
 TRASH_PREFIX = ".trash-"
-RUN_PREFIX = "monarch-run-"
+RUN_PREFIX = "tm-run-"
+#: Longest path, in bytes, of the folder for sockets: a socket's own path has at most 107, and Monarch makes some two
+#: folders deeper, `hXXXXXXXX/.tmpXXXXXX/XXXXXXXXXXX`.
+MAX_RUN_DIR = 74
 
 
 class StateDirError(RuntimeError):
@@ -113,12 +116,13 @@ def make_run_dir(paths: AppPaths) -> str:
     Raises:
         OSError: no folder could be made.
     """
-    if len(os.fsencode(os.path.join(paths.run, "0000.sock"))) <= MAX_SOCKET_PATH:
+    if len(os.fsencode(paths.run)) <= MAX_RUN_DIR:
         return paths.run
-    for base in (os.environ.get("TMPDIR", "/tmp"), "/tmp"):
-        if len(os.fsencode(os.path.join(base, RUN_PREFIX))) < MAX_SOCKET_PATH - 30:
-            break
-    return new_dir(os.path.join(os.path.abspath(base), RUN_PREFIX))
+    base = os.path.abspath(os.environ.get("TMPDIR") or "/tmp")
+    random_word = 16
+    if len(os.fsencode(os.path.join(base, RUN_PREFIX))) + random_word > MAX_RUN_DIR:
+        base = "/tmp"
+    return new_dir(os.path.join(base, RUN_PREFIX))
 
 
 def remove_run_dir(paths: AppPaths, run_dir: str) -> None:

@@ -18,9 +18,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-#: The longest path of a socket that every system takes (``sun_path`` is 108 bytes on Linux), with room for a suffix.
-MAX_SOCKET_PATH = 100
-
 
 def state_dir(environ: Mapping[str, str] = os.environ) -> str:
     """The absolute path of the state directory; it need not exist."""
