@@ -121,8 +121,9 @@ class HostProcess:
 
     def _exit(self, code: int) -> NoReturn:
         processes.kill_descendants(self._environ.get(processes.MARKER, ""))
-        if self._sockets:
-            shutil.rmtree(self._sockets, ignore_errors=True)
+        ours = self._sockets if "MONARCH_RUN_DIR" in self._environ else self._run_dir
+        if ours:
+            shutil.rmtree(ours, ignore_errors=True)
         # Monarch's threads have nothing left to do, and waiting for them takes up to seconds.
         os._exit(code)
 

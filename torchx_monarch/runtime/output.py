@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 from collections.abc import Callable
 
 _CHUNK = 1 << 18
@@ -14,11 +15,13 @@ _CHUNK = 1 << 18
 def write_all(fd: int, data: bytes) -> bool:
     """Write everything to ``fd``; False when it cannot be (nobody reads, the disk is full)."""
     view = memoryview(data)
-    try:
-        while view:
+    while view:
+        try:
             view = view[os.write(fd, view) :]
-    except OSError:
-        return False
+        except BlockingIOError:  # whoever gave us the descriptor made it so; it is shared, and not ours to change
+            select.select([], [fd], [])
+        except OSError:
+            return False
     return True
 
 
