@@ -10,10 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import signal
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
+
+_PEER_IS_GONE = re.compile(
+    # What gloo, NCCL, TCPStore and sockets say of a connection whose other end has died.
+    r"Connection (reset|closed) by peer|Connection refused|Broken pipe|recvValue failed|failed to recv|"
+    r"Socket Timeout|NCCL communicator was aborted|ncclRemoteError|remote process exited"
+)
+
+_RANKS_SHOWN = 3
 
 
 def describe_code(code: int) -> str:
@@ -44,7 +53,7 @@ class RankExit:
         pid: its process.
         code: exit code, -n for death by signal n.
         time: seconds since the epoch.
-        stopped: whether we had told it to stop; such an exit is never a cause.
+        stopped_at: when we told it to stop; None when we did not.
         stderr_path: its own log file on its host.
         error: what its torchelastic error file holds, if it wrote one.
     """
@@ -56,14 +65,30 @@ class RankExit:
     pid: int
     code: int
     time: float
-    stopped: bool = False
+    stopped_at: float | None = None
     stderr_path: str = ""
     error: Mapping[str, Any] | None = None
 
     @property
     def failed(self) -> bool:
-        """Whether this exit can be the cause of the job's failure."""
-        return self.code != 0 and not self.stopped
+        """Whether it failed by itself, not because we had told it to stop."""
+        return self.code != 0 and (self.stopped_at is None or self.failed_at < self.stopped_at)
+
+    @property
+    def failed_at(self) -> float:
+        """When it went wrong: when the exception was raised, where it says so. An interpreter's end takes a while."""
+        raised = self._extra.get("raised_at")
+        return float(raised) if isinstance(raised, (int, float)) else self.time
+
+    @property
+    def began(self) -> bool:
+        """Whether the first line of the program ran; a script that cannot be compiled is no use to start again."""
+        return self._extra.get("began", True) is not False
+
+    @property
+    def is_collateral(self) -> bool:
+        """Whether it says of itself that a peer had gone: the consequence of another's failure, if there is one."""
+        return bool(_PEER_IS_GONE.search(self.message))
 
     @property
     def message(self) -> str:
@@ -74,9 +99,13 @@ class RankExit:
     @property
     def traceback(self) -> str:
         """The Python traceback from the error file; empty without one."""
+        return str(self._extra.get("py_callstack", ""))
+
+    @property
+    def _extra(self) -> Mapping[str, Any]:
         message = (self.error or {}).get("message")
         extra = message.get("extraInfo") if isinstance(message, Mapping) else None
-        return str(extra.get("py_callstack", "")) if isinstance(extra, Mapping) else ""
+        return extra if isinstance(extra, Mapping) else {}
 
     def describe(self) -> str:
         """One line: who, where, how."""
@@ -126,5 +155,27 @@ class Verdict:
 
 
 def root_cause(exits: Iterable[RankExit]) -> RankExit | None:
-    """The first rank that failed by itself: those that we stopped cannot have begun it."""
-    return min((one for one in exits if one.failed), key=lambda one: (one.time, one.rank), default=None)
+    """The rank that began it: the first that failed by itself, and one that blames a peer only if none else has."""
+    failed = (one for one in exits if one.failed)
+    return min(failed, key=lambda one: (one.is_collateral, one.failed_at, one.rank), default=None)
+
+
+def others_in_words(exits: Iterable[RankExit], cause: RankExit) -> list[str]:
+    """A line for each way in which ranks other than the cause failed: ``ranks 3, 7 and 510 more: ...``."""
+    groups: dict[str, list[int]] = {}
+    for one in sorted(exits, key=lambda each: each.rank):
+        if one.failed and one.rank != cause.rank:
+            how = describe_code(one.code) + (f": {one.message}" if one.message else "")
+            if one.is_collateral:
+                how += " (a consequence)"
+            groups.setdefault(how, []).append(one.rank)
+    return [f"{_ranks_in_words(ranks)} {how}" for how, ranks in groups.items()]
+
+
+def _ranks_in_words(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ranks if len(ranks) <= _RANKS_SHOWN + 1 else ranks[:_RANKS_SHOWN]
+    if len(shown) < len(ranks):
+        return f"ranks {', '.join(map(str, shown))} and {len(ranks) - len(shown)} more"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

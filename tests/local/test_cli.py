@@ -113,6 +113,13 @@ def test_wait_tells_by_its_exit_code(work: Path, body: str, code: int) -> None:
     assert "Traceback (most recent call last)" not in done.stderr or body.startswith("raise")
 
 
+def test_restarts_of_ranks_are_counted(work: Path) -> None:
+    name = write(work, "sys.exit(int(os.environ['TORCHELASTIC_RESTART_COUNT']) < 2)")
+    words = ("--wait", "-cfg", "preload=none", "monarch.spmd", "--max_restarts", "3", name)
+    handle = run(*words, cwd=work).stdout.strip()
+    assert json.loads(torchx("status", "--json", handle).stdout)["num_restarts"] == 2
+
+
 def test_arguments_arrive_as_typed(work: Path) -> None:
     name = write(work, "import json; print(json.dumps(sys.argv[1:]))")
     arguments = ['--x=a b"c,$d', "$HOME", "é\n", "*", "", "--nproc", "${local_rank}"]
@@ -155,7 +162,7 @@ def test_dryrun_as_json(work: Path) -> None:
         (("monarch.spmd",), "No program to run"),
         (("monarch.spmd", "-j", "2x4", "--nproc", "2", "x.py"), "contradicts"),
         (("monarch.spmd", "--nproc", "many", "x.py"), "many"),
-        (("monarch.spmd", "--max_restarts", "1", "x.py"), "--max-restarts=1"),
+        (("monarch.spmd", "--max_restarts", "-1", "x.py"), "--max_restarts -1"),
         (("-cfg", "gracce=1", "monarch.spmd", "x.py"), "gracce"),
     ],
 )

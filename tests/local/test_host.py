@@ -238,7 +238,7 @@ def test_missing_replica_0_is_named(folder: Path, script: Callable[[str], str]) 
         (["torchrun", "-m", "no.such.module"], 1, "exited with code 1"),
         (["torchrun", "--nprocs", "2", "x.py"], 2, "--nprocs"),
         (["torchrun", "--nproc-per-node", "gpu", "PROGRAM"], 1, "--nproc-per-node=gpu"),
-        (["torchrun", "--max-restarts", "2", "PROGRAM"], 2, "--max-restarts=2"),
+        (["torchrun", "--logs-specs", "own", "PROGRAM"], 2, "--logs-specs=own"),
     ],
 )
 def test_what_cannot_run_says_so_in_the_last_line(

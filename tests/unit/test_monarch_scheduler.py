@@ -91,7 +91,7 @@ def test_unknown_option_names_the_allowed_ones(runner: Runner, app: AppDef) -> N
     [
         (["--nproc-per-nod", "2", "--bogus", "train.py"], "--bogus"),
         (["--nnodes", "3", "train.py"], "--nnodes=3"),
-        (["--max-restarts", "1", "--nnodes", "2", "train.py"], "--max-restarts=1"),
+        (["--logs-specs", "own", "--nnodes", "2", "train.py"], "--logs-specs=own"),
     ],
 )
 def test_bad_command_is_refused_before_anything_is_submitted(

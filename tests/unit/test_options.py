@@ -42,7 +42,6 @@ IMPLIED = {
     "start_method",
 }
 REFUSED = {
-    "max_restarts",
     "event_log_handler",
     "run_path",
     "logs_specs",

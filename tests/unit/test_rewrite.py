@@ -183,13 +183,16 @@ def test_every_role_is_looked_at_for_itself() -> None:
     [
         (app("torchrun", "a.py", replicas=2), "role 'trainer': torchrun option --nnodes=1 does not agree"),
         (app("torchrun", "--typo", "a.py"), "role 'trainer': torchrun has no option --typo."),
-        (app("torchrun", "a.py", PET_MAX_RESTARTS="1"), "role 'trainer': torchrun option --max-restarts=1 is not"),
+        (
+            app("torchrun", "a.py", PET_EVENT_LOG_HANDLER="x"),
+            "role 'trainer': torchrun option --event-log-handler=x is",
+        ),
         (app("setup.sh", "torchrun", "--run-path", "a.py"), "role 'trainer': torchrun option --run-path is not"),
         (
             app("bash", "-c", "torchrun --nproc-per-node x a.py"),
             "role 'trainer': torchrun option --nproc-per-node=x is",
         ),
-        (app("bash", "-c", "torchrun --max-restarts 1 $$X"), "role 'trainer': torchrun option --max-restarts=1 is not"),
+        (app("bash", "-c", "torchrun --logs-specs own $$X"), "role 'trainer': torchrun option --logs-specs=own is not"),
         (
             app("bash", "-c", "torchrun a; torchrun b"),
             "role 'trainer': the string of `bash -c` holds 2 torchrun commands",

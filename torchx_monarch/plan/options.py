@@ -200,9 +200,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(("--standalone",), Use.HONOURED, default=False, type=bool),
     Option(
         ("--max-restarts", "--max_restarts"),
-        Use.REFUSED,
-        "the first failure of a rank ends the job. Leave it out, and let the backend run the whole job again with "
-        "the role's max_retries (--max_retries of monarch.spmd and dist.torchrun)",
+        Use.HONOURED,
         default=0,
         type=int,
         parse=_restarts,

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torchx_monarch.errors import RankExit, Verdict, root_cause, shell_code
+from torchx_monarch.errors import RankExit, Verdict, others_in_words, root_cause, shell_code
 from torchx_monarch.runtime.environment import World
 from torchx_monarch.runtime.rendezvous import Registration, Rendezvous, Trouble
 from torchx_monarch.runtime.report import Reporter
@@ -41,7 +41,7 @@ class JobOptions:
 
     Attributes:
         run_id: TORCHELASTIC_RUN_ID of the ranks.
-        attempt: number of the attempt.
+        max_restarts: how often the ranks are started again after one has failed; one budget for the whole job.
         host_timeout: seconds that the hosts have to arrive.
         grace: seconds from SIGTERM to SIGKILL for ranks.
         master_addr: what ranks dial to meet rank 0.
@@ -49,7 +49,7 @@ class JobOptions:
     """
 
     run_id: str
-    attempt: int
+    max_restarts: int
     host_timeout: float
     grace: float
     master_addr: str
@@ -57,7 +57,7 @@ class JobOptions:
 
 
 class Controller:
-    """Drives one attempt over the hosts of a role.
+    """Drives the attempts of a role over its hosts.
 
     Args:
         options: of the job.
@@ -83,7 +83,7 @@ class Controller:
         try:
             hosts = await self._all_hosts()
             await self._form_mesh(hosts)
-            return await self._attempt(hosts)
+            return await self._attempts(hosts)
         except _TroubleCame as came:
             verdict = came.trouble.verdict
             self._reporter.note("failure", verdict.reason, replica=came.trouble.replica)
@@ -122,41 +122,56 @@ class Controller:
             raise _TroubleCame(Trouble(0, Verdict(1, reason))) from error
         self._reporter.phase("mesh", "mesh")
 
-    async def _attempt(self, hosts: list[Registration]) -> Verdict:
+    async def _attempts(self, hosts: list[Registration]) -> Verdict:
+        budget = self._options.max_restarts
+        attempt = 0
+        while cause := await self._attempt(hosts, attempt):
+            for line in others_in_words(self._exits.values(), cause):
+                self._reporter.line(f"also: {line}")
+            if attempt == budget or not cause.began:
+                if attempt < budget:
+                    self._reporter.line("no restart: the program cannot even begin")
+                return Verdict(shell_code(cause.code), cause.describe(), cause)
+            attempt += 1
+            text = f"restart {attempt} of {budget} after: {cause.describe()}"
+            self._reporter.note("rank_restart", text, attempt=attempt, rank=cause.rank, code=cause.code)
+        return Verdict(0, f"all {sum(host.nproc for host in hosts)} ranks ended with code 0")
+
+    async def _attempt(self, hosts: list[Registration], attempt: int) -> RankExit | None:
+        """Run the ranks once; None when all ended well, else the one that began the failure."""
         options = self._options
-        port, agent_store = await self._call(0, "store", {"address": options.master_addr})
+        self._exits = {}
+        store = self._call(0, "store", {"address": options.master_addr}, options.host_timeout)
+        port, agent_store = await self._reporter.while_waiting(store, lambda: "the interpreter of rank 0")
         sizes = tuple(host.nproc for host in hosts)
-        world = World(options.attempt, sizes, options.master_addr, port, agent_store, options.run_id)
+        world = World(attempt, sizes, options.master_addr, port, agent_store, options.run_id)
         launched = 0
         async for _ in self._each_host("launch", {"world": world.to_json()}, hosts):
             launched += 1
-        self._reporter.phase("ranks", f"ranks {world.size}/{world.size}", attempt=options.attempt)
-        output = asyncio.ensure_future(self._report_output())
+        self._reporter.phase("ranks", f"ranks {world.size}/{world.size}", attempt=attempt)
+        output = asyncio.ensure_future(self._report_output()) if attempt == 0 else None
         async for exits in self._each_host("watch", {}, hosts):
             await asyncio.sleep(0)  # what was printed comes before what ended
             self._note_exits(exits)
             if cause := root_cause(self._exits.values()):
                 self._reporter.note("failure", cause.describe(), rank=cause.rank)
                 await self._stop_ranks(set())
-                return self._failed()
-        output.cancel()
-        return Verdict(0, f"all {world.size} ranks ended with code 0")
+                # Those that had failed before we stopped them have said so by now.
+                return root_cause(self._exits.values())
+        if output is not None:
+            output.cancel()
+        return None
 
     async def _report_output(self) -> None:
         await self._first_output.wait()
         self._reporter.phase("output", "first output")
 
-    def _failed(self) -> Verdict:
-        cause = root_cause(self._exits.values())
-        assert cause is not None
-        return Verdict(shell_code(cause.code), cause.describe(), cause)
-
     # -- the hosts' agents --------------------------------------------------------------------------------------------
 
-    async def _call(self, replica: int, op: str, args: dict[str, Any]) -> Any:
+    async def _call(self, replica: int, op: str, args: dict[str, Any], timeout: float) -> Any:
         assert self._mesh is not None
         try:
-            return await self._unless_trouble(self._in_thread(self._mesh.call, replica, op, args, _MESH_TIMEOUT))
+            return await self._unless_trouble(self._in_thread(self._mesh.call, replica, op, args, timeout))
         except _TroubleCame:
             raise
         except Exception as error:

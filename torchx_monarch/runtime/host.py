@@ -180,7 +180,15 @@ class HostProcess:
             log_dir = os.path.join(command.options.log_dir, self._run_id())
         self._pool = RankPool(
             command,
-            Place(self._options.replica, self._hostname, os.path.abspath(log_dir), self._stdout, self._stderr),
+            Place(
+                replica=self._options.replica,
+                hostname=self._hostname,
+                log_dir=os.path.abspath(log_dir),
+                # The backend's earlier starts may have used up all their attempts.
+                first_attempt=int(self._environ.get("MONARCH_RESTART", "0")) * (command.options.max_restarts + 1),
+                stdout=self._stdout,
+                stderr=self._stderr,
+            ),
             self._environ,
             self._options.preload,
             self._first_output.set,
@@ -234,7 +242,7 @@ class HostProcess:
         rendezvous.register(host)
         job = JobOptions(
             run_id=self._run_id(),
-            attempt=int(self._environ.get("MONARCH_RESTART", "0")),
+            max_restarts=self._command.options.max_restarts if self._command else 0,
             host_timeout=options.host_timeout,
             grace=self._grace,
             master_addr="127.0.0.1",

@@ -8,6 +8,7 @@ import asyncio
 import os
 import select
 from collections.abc import Callable
+from typing import IO
 
 _CHUNK = 1 << 18
 
@@ -35,7 +36,7 @@ class RankOutput:
         on_first: called once, when the first bytes arrive after ``assign``.
     """
 
-    def __init__(self, pipe: int, on_first: Callable[[], None]) -> None:
+    def __init__(self, pipe: IO[bytes], on_first: Callable[[], None]) -> None:
         self.ended = asyncio.Event()
         self._pipe = pipe
         self._on_first: Callable[[], None] | None = on_first
@@ -44,7 +45,7 @@ class RankOutput:
         self._console: int | None = None
         self._prefix = b""
         self._partial = b""
-        os.set_blocking(pipe, False)
+        os.set_blocking(pipe.fileno(), False)
         asyncio.get_running_loop().add_reader(pipe, self._readable)
 
     def assign(self, path: str, console: int | None, prefix: str) -> None:
@@ -70,7 +71,7 @@ class RankOutput:
         if self.ended.is_set():
             return
         asyncio.get_running_loop().remove_reader(self._pipe)
-        os.close(self._pipe)
+        self._pipe.close()
         if self._partial and self._console is not None:
             write_all(self._console, self._prefix + self._partial + b"\n")
         if self._file is not None:
@@ -79,7 +80,7 @@ class RankOutput:
 
     def _readable(self) -> None:
         try:
-            data = os.read(self._pipe, _CHUNK)
+            data = os.read(self._pipe.fileno(), _CHUNK)
         except BlockingIOError:
             return
         if not data:

@@ -9,6 +9,7 @@ alone. ``FD`` is one end of a socket pair on which the host sends JSON lines and
 ``{"op": "prepare", ...}``              set ``sys.path[0]`` as the program will have it and import the modules named
 ``{"op": "count", "device": D}``        answer how many ranks torchrun would start for ``--nproc-per-node D``
 ``{"op": "store", "address": A}``       listen on a free port of ``A``, serve a TCPStore there, answer the port
+``{"op": "ready"}``                     answer, once the orders before it are done
 ``{"op": "run", ...}``                  take the environment and run the program; no answer, the socket is closed
 ======================================  =======================================================================
 
@@ -166,7 +167,7 @@ def _script_code(path: str, shown: str) -> types.CodeType:
 def _run(mode: str, target: str, args: list[str]) -> None:
     """Do what CPython's ``Modules/main.c`` does for ``script.py``, ``-m mod`` and ``-c code``."""
     main = types.ModuleType("__main__")
-    vars(main)["__builtins__"] = sys.modules["builtins"]
+    vars(main).update(__builtins__=sys.modules["builtins"], __annotations__={})
     sys.modules["__main__"] = main
     if mode == "module":
         import runpy
@@ -193,8 +194,11 @@ def _run(mode: str, target: str, args: list[str]) -> None:
     exec(_script_code(path, path), vars(main))
 
 
-def _record(error: BaseException) -> None:
-    """Write the torchelastic error file, unless the program (``@record``) has written it."""
+def _record(error: BaseException, began: bool) -> None:
+    """Write the torchelastic error file, unless the program (``@record``) has written it.
+
+    ``extraInfo`` says besides when it was raised, to a fraction of a second, and whether the program had begun.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or os.path.exists(path):
         return
@@ -202,7 +206,12 @@ def _record(error: BaseException) -> None:
     data = {
         "message": {
             "message": f"{type(error).__name__}: {error}",
-            "extraInfo": {"py_callstack": callstack, "timestamp": str(int(time.time()))},
+            "extraInfo": {
+                "py_callstack": callstack,
+                "timestamp": str(int(time.time())),
+                "raised_at": time.time(),
+                "began": began,
+            },
         }
     }
     try:
@@ -211,6 +220,12 @@ def _record(error: BaseException) -> None:
         os.replace(path + ".tmp", path)
     except OSError:
         return  # a full disk must not hide the program's own error
+
+
+def _began(trace: types.TracebackType | None) -> bool:
+    """Whether a line of the program ran: any frame that is neither ours nor of CPython's own ``-m``."""
+    names = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace))
+    return any(name != __file__ and not name.startswith("<frozen") for name in names)
 
 
 def _without_own_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
@@ -227,19 +242,20 @@ def main() -> None:
     order, _store = _serve_orders(socket.socket(fileno=int(sys.argv[1])))
     mode, target, args = order["mode"], order["target"], order["args"]
     os.environ.update(order["env"])
-    for name in order["unset"]:
-        os.environ.pop(name, None)
     if mode == "exec":
         _exec(target, args)
     sys.orig_argv = [sys.executable, *order["orig_argv"]]
     try:
         _run(mode, target, args)
-    except SystemExit:
+    except SystemExit as error:
+        # CPython's own way to say that there is no such script or module.
+        if not _began(error.__traceback__):
+            _record(error, began=False)
         raise
     except BaseException as error:
         error.__traceback__ = _without_own_frames(error.__traceback__)
         if not isinstance(error, KeyboardInterrupt):
-            _record(error)
+            _record(error, _began(error.__traceback__))
         # Printed by the program's own hook, without our frames; then raised on, so that the interpreter ends as it
         # always does (exit code 1, or death by SIGINT for KeyboardInterrupt), and not printed a second time.
         sys.excepthook(type(error), error, error.__traceback__)

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The ranks of one host: interpreters started ahead, then processes with exact exit codes.
+"""The ranks of one host, attempt after attempt: interpreters started ahead, then processes with exact exit codes.
 
 They are children of the host process itself, which exists before the mesh does: so they import torch while the mesh
 forms. The agent actor, in a process of its own, is how the controller reaches them.
@@ -15,7 +15,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,12 +25,10 @@ from typing import Any
 from torchx_monarch.errors import RankExit
 from torchx_monarch.plan.command import Command
 from torchx_monarch.runtime.environment import World, interpreter_environment, rank_environment
-from torchx_monarch.runtime.output import RankOutput
+from torchx_monarch.runtime.interpreter import Interpreter
 
-_RANK_MAIN = str(Path(__file__).with_name("rank_main.py"))
-
-_LEFTOVERS_GRACE = 1.0
-"""Seconds between SIGTERM and SIGKILL for what a rank that has ended left in its process group."""
+_SPARES_AFTER = 5.0
+"""Seconds after a launch until interpreters for a next attempt are started: not while the ranks are starting up."""
 
 
 class LaunchError(Exception):
@@ -46,6 +43,7 @@ class Place:
         replica: id of the host's replica.
         hostname: name of the machine.
         log_dir: gets ``attempt_N/RANK/{stdout,stderr}.log`` and ``error.json``.
+        first_attempt: N of this host process's first attempt; greater than 0 when the backend has started it again.
         stdout: descriptor for prefixed stdout lines.
         stderr: descriptor for prefixed stderr lines.
     """
@@ -53,61 +51,24 @@ class Place:
     replica: int
     hostname: str
     log_dir: str
+    first_attempt: int = 0
     stdout: int = 1
     stderr: int = 2
 
 
+@dataclasses.dataclass
 class _Rank:
-    """One interpreter, waiting or running."""
+    """One rank of the current attempt."""
 
-    def __init__(
-        self, process: subprocess.Popen[bytes], channel: socket.socket, outputs: tuple[RankOutput, RankOutput]
-    ):
-        self.process = process
-        self.channel = channel
-        self.outputs = outputs
-        self.rank = -1
-        self.directory = ""
-        self.stopped = False
-        self.ended_at = 0.0
-        self.ended = asyncio.Event()
-        self.drained = asyncio.Event()
-        self._asking = asyncio.Lock()
-
-    async def ask(self, order: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Send an order and wait for its answer; None when the interpreter has ended instead."""
-        loop = asyncio.get_running_loop()
-        buffer = b""
-        async with self._asking:
-            try:
-                await loop.sock_sendall(self.channel, json.dumps(order).encode() + b"\n")
-                while not buffer.endswith(b"\n"):
-                    data = await loop.sock_recv(self.channel, 65536)
-                    if not data:
-                        return None
-                    buffer += data
-            except OSError:
-                return None
-        answer: dict[str, Any] = json.loads(buffer)
-        return answer
-
-    async def start_program(self, order: Mapping[str, Any]) -> None:
-        """Send the last order, once the earlier ones are answered. One that has ended is reported as an exit."""
-        async with self._asking:
-            with contextlib.suppress(OSError):
-                await asyncio.get_running_loop().sock_sendall(self.channel, json.dumps(order).encode() + b"\n")
-            self.channel.close()
-
-    def kill(self, number: int) -> None:
-        """Signal its whole process group, which may outlive it."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, number)
+    interpreter: Interpreter
+    rank: int
+    local_rank: int
+    directory: str
+    stopped_at: float | None = None
 
 
 class RankPool:
-    """Starts, watches and stops the ranks of this host. To be used from the host's main thread alone.
-
-    The main thread, because Linux ties PDEATHSIG to the thread that started the child.
+    """Starts, watches and stops the ranks of this host.
 
     Args:
         command: what the role runs.
@@ -130,11 +91,13 @@ class RankPool:
         self._environ = environ
         self._preload = list(preload) if command.kind == "torchrun" and command.program.mode != "exec" else []
         self._on_first_output: Callable[[], None] | None = on_first_output
+        self._count = 0
+        self._waiting: list[Interpreter] = []
         self._ranks: list[_Rank] = []
-        self._tasks: list[asyncio.Task[Any]] = []  # held, or the loop might drop them
+        self._spares: asyncio.Task[None] | None = None
         self._reserved: socket.socket | None = None
 
-    # -- before the attempt --------------------------------------------------------------------------------------------
+    # -- before an attempt ---------------------------------------------------------------------------------------------
 
     async def warm(self, nproc: str) -> int:
         """Start the interpreters; they import their modules while we return.
@@ -149,18 +112,19 @@ class RankPool:
             LaunchError: the interpreter cannot be started, or torch refuses the name.
         """
         if nproc.isdigit():
-            count = int(nproc)
+            self._count = int(nproc)
         else:
-            first = self._start(0, 2)
-            answer = await first.ask({"op": "count", "device": nproc}) or {"error": "the interpreter ended"}
+            self._count = 2  # more than one, as far as the first interpreter's environment goes
+            self._start(0)
+            answer = await self._waiting[0].ask({"op": "count", "device": nproc}) or {"error": "the interpreter ended"}
             if "error" in answer:
                 raise LaunchError(f"--nproc-per-node={nproc} cannot be resolved on this host: {answer['error']}")
-            count = int(answer["count"])
-            if count < 1:
-                raise LaunchError(f"--nproc-per-node={nproc} gives {count} ranks on this host; 1 or more are needed")
-        for local_rank in range(len(self._ranks), count):
-            self._start(local_rank, count)
-        return count
+            self._count = int(answer["count"])
+            if self._count < 1:
+                reason = f"--nproc-per-node={nproc} gives {self._count} ranks on this host; 1 or more are needed"
+                raise LaunchError(reason)
+        self._start_missing()
+        return self._count
 
     async def serve_store(self, address: str) -> tuple[int, bool]:
         """Find the port where the ranks meet, on rank 0's host.
@@ -171,17 +135,23 @@ class RankPool:
 
         Returns:
             the port, and whether a store is served there already.
+
+        Raises:
+            LaunchError: the interpreter cannot be started.
         """
+        self._start_missing()
         if self._preload:
-            answer = await self._ranks[0].ask({"op": "store", "address": address})
+            answer = await self._waiting[0].ask({"op": "store", "address": address})
             if answer and "port" in answer:
                 return int(answer["port"]), True
+        if self._reserved is not None:
+            self._reserved.close()
         self._reserved = socket.socket()
         self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._reserved.bind(("", 0))
         return int(self._reserved.getsockname()[1]), False
 
-    def _interpreter(self) -> list[str]:
+    def _python(self) -> list[str]:
         if self._command.program.mode == "exec":
             return [sys.executable, "-I", "-S"]
         typed = list(self._command.interpreter) or ["python"]
@@ -190,37 +160,19 @@ class RankPool:
             typed[0] = sys.executable
         return [*typed, "-u"]
 
-    def _start(self, local_rank: int, count: int) -> _Rank:
-        program = self._command.program
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        interpreter = self._interpreter()
-        with theirs:
-            argv = [*interpreter, _RANK_MAIN, str(theirs.fileno()), str(os.getpid()), *self._typed(local_rank)]
-            try:
-                process = subprocess.Popen(
-                    argv,
-                    pass_fds=(theirs.fileno(),),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    bufsize=0,
-                    start_new_session=True,
-                    env=interpreter_environment(self._environ, count),
-                )
-            except OSError as error:
-                ours.close()
-                raise LaunchError(f"cannot start the Python interpreter {interpreter[0]!r}: {error.strerror}") from None
-        assert process.stdout is not None and process.stderr is not None
-        outputs = tuple(RankOutput(os.dup(pipe.fileno()), self._printed) for pipe in (process.stdout, process.stderr))
-        process.stdout.close()
-        process.stderr.close()
-        rank = _Rank(process, ours, (outputs[0], outputs[1]))
-        self._ranks.append(rank)
-        self._watch(rank)
-        prepare = {"op": "prepare", "mode": program.mode, "target": program.target, "modules": self._preload}
-        self._tasks.append(asyncio.ensure_future(rank.ask(prepare)))
-        return rank
+    def _start_missing(self) -> None:
+        for local_rank in range(len(self._waiting), self._count):
+            self._start(local_rank)
+
+    def _start(self, local_rank: int) -> None:
+        program, python = self._command.program, self._python()
+        env = interpreter_environment(self._environ, self._count)
+        try:
+            interpreter = Interpreter(python, self._typed(local_rank), env, self._printed)
+        except OSError as error:
+            raise LaunchError(f"cannot start the Python interpreter {python[0]!r}: {error.strerror}") from None
+        interpreter.prepare(program.mode, program.target, self._preload)
+        self._waiting.append(interpreter)
 
     def _typed(self, local_rank: int) -> list[str]:
         """The program's part of the command line, with torchrun's ``${local_rank}`` macro substituted."""
@@ -234,7 +186,7 @@ class RankPool:
             self._on_first_output()
             self._on_first_output = None
 
-    # -- the attempt ---------------------------------------------------------------------------------------------------
+    # -- an attempt ----------------------------------------------------------------------------------------------------
 
     async def launch(self, world: World) -> list[int]:
         """Give every interpreter its rank and have it run the program.
@@ -243,137 +195,127 @@ class RankPool:
             the processes, by local rank.
 
         Raises:
-            LaunchError: the log files cannot be made, or the environment cannot.
+            LaunchError: an interpreter cannot be started, the log files cannot be made, or the environment cannot.
         """
+        self._start_missing()
         try:
-            await asyncio.gather(*(self._launch(world, number) for number in range(len(self._ranks))))
+            self._ranks = [self._assign(world, number, each) for number, each in enumerate(self._waiting)]
+            orders = [self._order(world, rank) for rank in self._ranks]
         except OSError as error:
             raise LaunchError(f"cannot write the ranks' logs: {error.strerror}: {error.filename}") from None
         except ValueError as error:
             raise LaunchError(str(error)) from None
-        return [rank.process.pid for rank in self._ranks]
+        self._waiting = []
+        await asyncio.gather(*(rank.interpreter.run(order) for rank, order in zip(self._ranks, orders, strict=True)))
+        if world.attempt < self._command.options.max_restarts:
+            self._spares = asyncio.ensure_future(self._start_spares())
+        return [rank.interpreter.process.pid for rank in self._ranks]
 
     async def watch(self) -> None:
         """Returns when a rank has failed or all have ended."""
-        running = {asyncio.ensure_future(rank.ended.wait()): rank for rank in self._ranks}
+        ranks = self._ranks
+        running = {asyncio.ensure_future(rank.interpreter.ended.wait()): rank for rank in ranks}
         while running:
             done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             ended = [running.pop(task) for task in done]
-            if any(rank.process.returncode != 0 for rank in ended):
+            if any(rank.interpreter.process.returncode != 0 for rank in ended):
                 for task in running:
                     task.cancel()
                 return
-        await self._drain()
+        await self._drained(ranks)
 
     async def stop(self, number: int, grace: float) -> None:
         """Send a signal to every rank, SIGKILL to those left after ``grace`` seconds; returns when all have ended."""
-        left = [rank for rank in self._ranks if not rank.ended.is_set()]
+        ranks = self._ranks
+        left = [rank for rank in ranks if not rank.interpreter.ended.is_set()]
         for rank in left:
-            rank.stopped = True
-            rank.kill(number)
+            rank.stopped_at = rank.stopped_at or time.time()
+            rank.interpreter.kill(number)
         if left:
-            await asyncio.wait([asyncio.ensure_future(rank.ended.wait()) for rank in left], timeout=grace)
+            ends = [asyncio.ensure_future(rank.interpreter.ended.wait()) for rank in left]
+            await asyncio.wait(ends, timeout=grace)
         for rank in left:
-            if not rank.ended.is_set():
-                rank.kill(signal.SIGKILL)
-        await self._drain()
+            if not rank.interpreter.ended.is_set():
+                rank.interpreter.kill(signal.SIGKILL)
+        await self._drained(ranks)
+
+    def close(self) -> None:
+        """End the interpreters that wait for an attempt."""
+        if self._spares is not None:
+            self._spares.cancel()
+        for interpreter in self._waiting:
+            interpreter.kill(signal.SIGKILL)
 
     def exits(self) -> list[RankExit]:
-        """How the ranks that have ended did."""
-        return [self._exit_of(local_rank, rank) for local_rank, rank in enumerate(self._ranks) if rank.ended.is_set()]
+        """How the ranks of the attempt that have ended did."""
+        return [self._exit_of(rank) for rank in self._ranks if rank.interpreter.ended.is_set()]
 
-    async def _launch(self, world: World, local_rank: int) -> None:
-        rank = self._ranks[local_rank]
+    async def _start_spares(self) -> None:
+        """Have interpreters ready for the next attempt, one importing at a time: the ranks need the machine."""
+        await asyncio.sleep(_SPARES_AFTER)
+        for local_rank in range(self._count):
+            with contextlib.suppress(LaunchError):  # it will be said when the attempt needs one
+                self._start(local_rank)
+                await self._waiting[-1].ask({"op": "ready"})
+
+    def _assign(self, world: World, local_rank: int, interpreter: Interpreter) -> _Rank:
         options, place = self._command.options, self._place
-        rank.rank = world.first_rank(place.replica) + local_rank
-        rank.directory = os.path.join(place.log_dir, f"attempt_{world.attempt}", str(rank.rank))
-        os.makedirs(rank.directory, mode=0o700, exist_ok=True)
-        error_file = os.path.join(rank.directory, "error.json")
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(error_file)
+        rank = world.first_rank(place.replica) + local_rank
+        attempt = place.first_attempt + world.attempt
+        directory = os.path.join(place.log_dir, f"attempt_{attempt}", str(rank))
+        os.makedirs(directory, mode=0o700, exist_ok=True)
         shown = options.local_ranks_filter is None or local_rank in options.local_ranks_filter
         template = self._environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${role_name}${rank}]:")
-        prefix = Template(template).safe_substitute(role_name=options.role, rank=rank.rank, local_rank=local_rank)
+        prefix = Template(template).safe_substitute(role_name=options.role, rank=rank, local_rank=local_rank)
         for output, console, name, tee, redirect in (
-            (rank.outputs[0], place.stdout, "stdout", options.tee.stdout, options.redirects.stdout),
-            (rank.outputs[1], place.stderr, "stderr", options.tee.stderr, options.redirects.stderr),
+            (interpreter.stdout, place.stdout, "stdout", options.tee.stdout, options.redirects.stdout),
+            (interpreter.stderr, place.stderr, "stderr", options.tee.stderr, options.redirects.stderr),
         ):
             teed = tee(local_rank)
             onto_console = shown and (teed or not redirect(local_rank))
-            path = os.path.join(rank.directory, f"{name}.log")
+            path = os.path.join(directory, f"{name}.log")
             output.assign(path, console if onto_console else None, prefix if teed else "")
-        env = rank_environment(world, options, place.replica, local_rank, self._environ, error_file)
-        typed = self._typed(local_rank)
-        order = {
+        return _Rank(interpreter, rank, local_rank, directory)
+
+    def _order(self, world: World, rank: _Rank) -> dict[str, Any]:
+        program = self._command.program
+        error_file = os.path.join(rank.directory, "error.json")
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(error_file)
+        typed = self._typed(rank.local_rank)
+        return {
             "op": "run",
-            "mode": self._command.program.mode,
-            "target": self._command.program.target,
-            "args": typed[len(typed) - len(self._command.program.args) :],
+            "mode": program.mode,
+            "target": program.target,
+            "args": typed[len(typed) - len(program.args) :],
             "orig_argv": ["-u", *typed],
-            "env": env,
-            "unset": [],
+            "env": rank_environment(
+                world, self._command.options, self._place.replica, rank.local_rank, self._environ, error_file
+            ),
         }
-        await rank.start_program(order)
 
-    # -- ends ----------------------------------------------------------------------------------------------------------
+    async def _drained(self, ranks: Sequence[_Rank]) -> None:
+        for rank in ranks:
+            await rank.interpreter.drained.wait()
 
-    def _watch(self, rank: _Rank) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            pidfd = os.pidfd_open(rank.process.pid)
-        except OSError:  # before Linux 5.3, or forbidden in this container
-            loop.run_in_executor(None, rank.process.wait).add_done_callback(lambda _: self._ended(rank))
-            return
-
-        def readable() -> None:
-            loop.remove_reader(pidfd)
-            os.close(pidfd)
-            rank.process.wait()
-            self._ended(rank)
-
-        loop.add_reader(pidfd, readable)
-
-    def _ended(self, rank: _Rank) -> None:
-        rank.ended_at = time.time()
-        rank.ended.set()
-        self._tasks.append(asyncio.ensure_future(self._clear_up(rank)))
-
-    async def _clear_up(self, rank: _Rank) -> None:
-        """See to the end of a rank's output and of what it left in its process group."""
-        for number, seconds in ((None, 0.1), (signal.SIGTERM, _LEFTOVERS_GRACE), (signal.SIGKILL, 0.5)):
-            if number is not None:
-                rank.kill(number)
-            ends = [asyncio.ensure_future(output.ended.wait()) for output in rank.outputs]
-            _, waiting = await asyncio.wait(ends, timeout=seconds)
-            for task in waiting:
-                task.cancel()
-            if not waiting:
-                break
-        rank.kill(signal.SIGKILL)
-        for output in rank.outputs:
-            output.close()
-        rank.channel.close()
-        rank.drained.set()
-
-    async def _drain(self) -> None:
-        for rank in self._ranks:
-            if rank.rank >= 0 or rank.stopped or rank.ended.is_set():
-                await rank.drained.wait()
-
-    def _exit_of(self, local_rank: int, rank: _Rank) -> RankExit:
+    def _exit_of(self, rank: _Rank) -> RankExit:
         error: Any = None
         with contextlib.suppress(OSError, ValueError):
-            error = json.loads(Path(rank.directory, "error.json").read_text()) if rank.directory else None
-        code = rank.process.returncode
-        return RankExit(
+            error = json.loads(Path(rank.directory, "error.json").read_text())
+        interpreter = rank.interpreter
+        exit = RankExit(
             rank=rank.rank,
-            local_rank=local_rank,
+            local_rank=rank.local_rank,
             replica=self._place.replica,
             hostname=self._place.hostname,
-            pid=rank.process.pid,
-            code=code if code is not None else 0,
-            time=rank.ended_at,
-            stopped=rank.stopped,
-            stderr_path=os.path.join(rank.directory, "stderr.log") if rank.directory else "",
+            pid=interpreter.process.pid,
+            code=interpreter.process.returncode,
+            time=interpreter.ended_at,
+            stopped_at=rank.stopped_at,
+            stderr_path=os.path.join(rank.directory, "stderr.log"),
             error=error if isinstance(error, dict) else None,
         )
+        if exit.failed and rank.stopped_at is not None:
+            # We ended an interpreter that was on its way out after an exception: without us its code would have been 1.
+            return dataclasses.replace(exit, code=1)
+        return exit

@@ -45,7 +45,8 @@ class Reporter:
         self._event(kind, text, seconds, fields)
 
     def note(self, kind: str, text: str, **fields: object) -> None:
-        """Something that happened between phases."""
+        """Something that happened between phases; the next one's seconds count from here."""
+        self._last = time.monotonic()
         self.line(text)
         self._event(kind, text, None, fields)
 

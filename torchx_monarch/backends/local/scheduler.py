@@ -28,6 +28,7 @@ from torchx.schedulers.api import (
 )
 from torchx.specs import NONE, AppDef, AppDryRunInfo, AppState, CfgVal, ReplicaStatus, RoleStatus, runopts
 
+from torchx_monarch import events
 from torchx_monarch.backends.local import appdef, folder, logs, render, state, store, submit, watchers
 from torchx_monarch.backends.local.request import DetachedRequest
 from torchx_monarch.backends.local.status import AppRecord
@@ -102,11 +103,13 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
         submitted = store.read_json(paths.app)
         app = appdef.from_json(submitted["app"]) if submitted else AppDef(record.name)
         watching = state.watched_by(paths)
+        happened, _ = events.read(paths.events)
         hostname = watching.machine.hostname if watching else os.uname().nodename
         return DescribeAppResponse(
             app_id=app_id,
             state=AppState[record.state],
-            num_restarts=record.restarts,
+            # Those of the backend, and those of the ranks within one start of it, which the job itself reports.
+            num_restarts=record.restarts + sum(event["kind"] == "rank_restart" for event in happened),
             msg=record.msg or NONE,
             structured_error_msg=record.error or NONE,
             ui_url=Path(paths.root).as_uri(),

@@ -1,0 +1,169 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Restarts of the ranks, and which rank is named as the cause of a failure."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.local.hosts import Hosts
+
+NO_PRELOAD = ("--grace", "5", "--preload", "")
+
+
+@pytest.fixture
+def folder(leaves_nothing: None) -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="h"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], str]:
+    def write(text: str) -> str:
+        path = tmp_path / "prog.py"
+        start = "import os, sys, time, signal\nrank, attempt = (int(os.environ[n]) for n in "
+        names = "('RANK', 'TORCHELASTIC_RESTART_COUNT'))\n"
+        path.write_text(start + names + textwrap.dedent(text))
+        return str(path)
+
+    return write
+
+
+def torchrun(*words: str, restarts: int, nnodes: int = 1) -> list[str]:
+    options = ["--nproc-per-node", "2", "--nnodes", str(nnodes), "--role", "r", "--tee", "3"]
+    return ["torchrun", *options, "--max-restarts", str(restarts), *words]
+
+
+def test_restarts_until_it_succeeds_and_keeps_every_attempts_logs(folder: Path, script: Callable[[str], str]) -> None:
+    path = script("""
+        print("attempt", attempt, "of", os.environ["TORCHELASTIC_MAX_RESTARTS"])
+        sys.stdout.flush()
+        if rank == 3 and attempt < 2:
+            time.sleep(1)  # until the others have printed
+            raise RuntimeError(f"failure {attempt}")
+        if attempt < 2:
+            time.sleep(100)
+    """)
+    hosts = Hosts(folder, torchrun(path, restarts=3, nnodes=2), replicas=2, options=NO_PRELOAD).start()
+    assert hosts.wait() == [0, 0], hosts.err()
+    for attempt in range(3):
+        for rank in range(4):
+            logs = hosts.logs(rank // 2) / f"attempt_{attempt}" / str(rank)
+            assert (logs / "stdout.log").read_text() == f"attempt {attempt} of 3\n"
+            assert (logs / "error.json").exists() == (rank == 3 and attempt < 2)
+    restarts = [event for event in hosts.events() if event["kind"] == "rank_restart"]
+    assert [(event["attempt"], event["rank"]) for event in restarts] == [(1, 3), (2, 3)]
+    assert "restart 2 of 3 after: rank 3" in hosts.err()
+    assert "failure 1" in hosts.err()
+
+
+def test_one_budget_for_the_whole_job(folder: Path, script: Callable[[str], str]) -> None:
+    # A rank of the first host fails, then one of the second: torchrun, which counts per agent, would go on.
+    path = script("""
+        if rank == 2 * (attempt % 2):
+            sys.exit(10 + attempt)
+        time.sleep(100)
+    """)
+    hosts = Hosts(folder, torchrun(path, restarts=2, nnodes=2), replicas=2, options=NO_PRELOAD).start()
+    assert hosts.wait() == [12, 12]
+    assert hosts.err().count("[monarch] restart") == 2
+
+
+@pytest.mark.parametrize("case", ["syntax", "module"])
+def test_what_cannot_begin_is_not_started_again(folder: Path, tmp_path: Path, case: str) -> None:
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    program = [str(tmp_path / "broken.py")] if case == "syntax" else ["-m", "no.such.module"]
+    hosts = Hosts(folder, torchrun(*program, restarts=3), options=NO_PRELOAD).start()
+    assert hosts.wait() == [1]
+    assert "no restart: the program cannot even begin" in hosts.err()
+    assert not (hosts.logs(0) / "attempt_1").exists()
+
+
+def test_an_import_error_in_the_program_is_started_again(folder: Path, script: Callable[[str], str]) -> None:
+    # It may be a file system that hiccuped: the first line of the program has run.
+    hosts = Hosts(folder, torchrun(script("import no_such"), restarts=1), options=NO_PRELOAD).start()
+    assert hosts.wait() == [1]
+    assert (hosts.logs(0) / "attempt_1").exists()
+
+
+def test_spare_interpreters_take_over(folder: Path, script: Callable[[str], str]) -> None:
+    # The second attempt finds torch imported by interpreters that were started while the first ran.
+    path = script("""
+        import threading
+        was_there = "torch" in sys.modules
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
+        print("attempt", attempt, was_there, dist.get_world_size(), flush=True)
+        if attempt == 0:
+            time.sleep(14)
+            os._exit(1) if rank else time.sleep(100)
+    """)
+    hosts = Hosts(folder, torchrun(path, restarts=1)).start()
+    assert hosts.wait() == [0], hosts.err()
+    assert hosts.out().count("attempt 1 True 2") == 2
+    ranks = [event for event in hosts.events() if event["kind"] == "ranks"]
+    assert ranks[1]["seconds"] < 0.5 * ranks[0]["seconds"] + 0.5
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "words"),
+    [
+        ("raise ValueError('the cause')", 1, "ValueError: the cause"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by signal 9 (SIGKILL)"),
+        ("import ctypes; ctypes.string_at(0)", 139, "was killed by signal 11 (SIGSEGV)"),
+        ("os._exit(3)", 3, "exited with code 3"),
+    ],
+)
+def test_the_rank_that_began_it_is_named_while_the_others_wait_for_it(
+    folder: Path, script: Callable[[str], str], body: str, code: int, words: str
+) -> None:
+    path = script(f"""
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(1))
+        if rank == 2:
+            {body}
+        dist.all_reduce(torch.ones(1))
+    """)
+    hosts = Hosts(folder, torchrun(path, restarts=0, nnodes=2), replicas=2).start()
+    assert hosts.wait() == [code, code]
+    last = hosts.err(0).strip().splitlines()[-1]
+    assert "FAILED: rank 2 (" in last and words in last
+    if code == 1:
+        assert hosts.err(0).count("traceback of rank 2:") == 1
+    error = json.loads((hosts.logs(1) / "error.json").read_text())["message"]
+    assert error["message"].startswith("rank 2 (") and error["errorCode"] == code
+
+
+def test_a_rank_that_blames_its_peer_is_not_the_cause(folder: Path, script: Callable[[str], str]) -> None:
+    # The culprit takes its time to go, as an interpreter with torch does; its peer's complaint arrives first.
+    path = script("""
+        import atexit
+        if rank == 0:
+            time.sleep(0.3)
+            raise RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:3145")
+        atexit.register(time.sleep, 3)
+        raise ValueError("the cause")
+    """)
+    hosts = Hosts(folder, torchrun(path, restarts=0), options=NO_PRELOAD).start()
+    assert hosts.wait() == [1]
+    lines = hosts.err().strip().splitlines()
+    assert "FAILED: rank 1 (" in lines[-1] and "ValueError: the cause" in lines[-1]
+    assert any("also: rank 0 exited with code 1" in line and "(a consequence)" in line for line in lines)
+
+
+def test_the_same_failure_of_many_is_one_line(folder: Path, script: Callable[[str], str]) -> None:
+    command = ["torchrun", "--nproc-per-node", "8", "--role", "r", script("time.sleep(0.5); raise OSError(5)")]
+    hosts = Hosts(folder, command, options=NO_PRELOAD).start()
+    assert hosts.wait() == [1]
+    grouped = [line for line in hosts.err().splitlines() if "also: rank" in line]
+    assert len(grouped) <= 2  # those still on their way out when the first was seen count as well
+    assert hosts.err().count("traceback of rank") == 1

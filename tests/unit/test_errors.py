@@ -1,0 +1,82 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Who began it: exits, causes and words."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import Any
+
+import pytest
+
+from torchx_monarch.errors import RankExit, Verdict, describe_code, others_in_words, root_cause, shell_code
+
+
+def exit_of(rank: int, code: int, at: float = 10.0, **fields: Any) -> RankExit:
+    return RankExit(
+        rank=rank, local_rank=rank, replica=0, hostname="node", pid=100 + rank, code=code, time=at, **fields
+    )
+
+
+def error(message: str, **extra: Any) -> dict[str, Any]:
+    return {"message": {"message": message, "extraInfo": {"py_callstack": "Traceback ...", **extra}}}
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "shell"),
+    [
+        (0, "exited with code 0", 0),
+        (3, "exited with code 3", 3),
+        (-9, "was killed by signal 9 (SIGKILL)", 137),
+        (-40, "was killed by signal 40 (unnamed)", 168),
+    ],
+)
+def test_codes(code: int, words: str, shell: int) -> None:
+    assert (describe_code(code), shell_code(code)) == (words, shell)
+
+
+def test_the_first_to_fail_is_the_cause() -> None:
+    exits = [exit_of(0, 0, at=1), exit_of(1, 3, at=5), exit_of(2, -11, at=4), exit_of(3, -15, at=2, stopped_at=1)]
+    assert root_cause(exits) == exits[2]
+    assert root_cause(exits[:1]) is None
+
+
+def test_what_we_stopped_is_no_cause_unless_it_had_failed_before() -> None:
+    stopped = exit_of(0, -15, at=9, stopped_at=8)
+    failed_before = exit_of(1, -15, at=9, stopped_at=8, error=error("ValueError: x", raised_at=7.5))
+    failed_after = exit_of(2, 1, at=9, stopped_at=8, error=error("ValueError: x", raised_at=8.5))
+    assert [one.failed for one in (stopped, failed_before, failed_after)] == [False, True, False]
+
+
+def test_who_blames_a_peer_is_the_cause_only_when_nobody_else_is() -> None:
+    blames = exit_of(0, 1, at=1, error=error("RuntimeError: Connection reset by peer"))
+    culprit = exit_of(1, 1, at=2, error=error("ValueError: x"))
+    assert root_cause([blames, culprit]) == culprit
+    assert root_cause([blames]) == blames
+
+
+def test_others_are_grouped_by_how_they_failed() -> None:
+    cause = exit_of(2, 1, error=error("ValueError: x"))
+    same = [exit_of(rank, 1, error=error("ValueError: x")) for rank in (3, 7, 8, 9, 11)]
+    peers = [exit_of(rank, 1, error=error("RuntimeError: Connection closed by peer")) for rank in (0, 1)]
+    assert others_in_words([*same, cause, *peers, exit_of(12, -6)], cause) == [
+        "ranks 0 and 1 exited with code 1: RuntimeError: Connection closed by peer (a consequence)",
+        "ranks 3, 7, 8 and 2 more exited with code 1: ValueError: x",
+        "rank 12 was killed by signal 6 (SIGABRT)",
+    ]
+
+
+def test_they_survive_json_and_pickling() -> None:
+    cause = exit_of(2, -11, error=error("x", began=False))
+    verdict = Verdict(139, cause.describe(), cause)
+    assert Verdict.from_json(json.loads(json.dumps(verdict.to_json()))) == verdict
+    assert pickle.loads(pickle.dumps(verdict)) == verdict
+    assert not cause.began
+    assert json.loads(verdict.error_file())["message"]["errorCode"] == 139
+
+
+@pytest.mark.parametrize("content", [{}, {"message": "text"}, {"message": {}}, {"message": {"message": 3}}, {"x": 1}])
+def test_error_files_of_any_shape_are_read(content: dict[str, Any]) -> None:
+    one = exit_of(0, 1, error=content)
+    assert isinstance(one.message, str) and one.traceback == "" and one.began and one.failed_at == one.time
