@@ -1,0 +1,101 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Two ranks printing as fast as they can, beside ``torchrun --tee 3``: ``python bench/logs.py [--lines N]``.
+
+Checked are the lines on the launcher's stdout and those in the ranks' files: each there exactly once, whole, in the
+order of its rank. Reported are lines per second, from the launcher's start to its end; the variants alternate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+PROGRAM = """
+import os, sys
+rank = os.environ["RANK"]
+write = sys.stdout.write
+for number in range(int(sys.argv[1])):
+    write(f"{rank} {number} the quick brown fox jumps over the lazy dog\\n")
+"""
+
+COMMANDS = {
+    "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+    "ours": [sys.executable, "-m", "torchx_monarch.host", "--app", "bench", "--role", "bench", "--", "torchrun"],
+}
+
+LINE = re.compile(rb"^\[[^\]]*\]:(\d) (\d+) the quick brown fox jumps over the lazy dog$")
+
+
+class WrongLine(Exception):
+    """A line is missing, torn or there twice."""
+
+
+def check(stdout: Path, lines: int) -> None:
+    """Check what the launcher has printed.
+
+    Raises:
+        WrongLine: naming the first line that is wrong.
+    """
+    expected = [0, 0]
+    with open(stdout, "rb") as file:
+        for number, line in enumerate(file):
+            found = LINE.match(line.rstrip(b"\n"))
+            if found is None:
+                raise WrongLine(f"line {number} is torn: {line[:200]!r}")
+            rank, index = int(found[1]), int(found[2])
+            if index != expected[rank]:
+                raise WrongLine(f"line {number}: rank {rank} should say {expected[rank]}: {line[:200]!r}")
+            expected[rank] += 1
+    if expected != [lines, lines]:
+        raise WrongLine(f"of {lines} lines each, {expected} arrived")
+
+
+def once(variant: str, lines: int) -> tuple[float, str]:
+    """Lines per second, and what is wrong with the lines (empty: nothing)."""
+    with tempfile.TemporaryDirectory() as folder:
+        program, stdout = Path(folder, "program.py"), Path(folder, "stdout")
+        program.write_text(PROGRAM)
+        words = ["--nproc-per-node", "2", "--tee", "3", "--log-dir", f"{folder}/logs", str(program), str(lines)]
+        started = time.monotonic()
+        with open(stdout, "wb") as out:
+            subprocess.run([*COMMANDS[variant], *words], stdout=out, stderr=subprocess.DEVNULL, check=True)
+        seconds = time.monotonic() - started
+        try:
+            check(stdout, lines)
+        except WrongLine as wrong:
+            return 2 * lines / seconds, str(wrong)
+        return 2 * lines / seconds, ""
+
+
+def main() -> None:
+    """Measure and print; exits with 1 when a line of ours was wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lines", type=int, default=1_000_000, help="lines of each rank (default: 1000000)")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each variant (default: 3)")
+    args = parser.parse_args()
+    rates: dict[str, list[float]] = {variant: [] for variant in COMMANDS}
+    wrong: dict[str, list[str]] = {variant: [] for variant in COMMANDS}
+    for number in range(args.rounds):
+        for variant in sorted(COMMANDS, reverse=number % 2 == 1):
+            rate, what = once(variant, args.lines)
+            rates[variant].append(rate)
+            if what:
+                wrong[variant].append(what)
+    for variant in COMMANDS:
+        got = rates[variant]
+        print(f"{variant:10} {statistics.median(got):>10,.0f} lines/s ({min(got):,.0f}-{max(got):,.0f})", end="")
+        print(f"  wrong in {len(wrong[variant])} of {args.rounds} runs", *wrong[variant][:1], sep="  ")
+    ratios = [ours / theirs for ours, theirs in zip(rates["ours"], rates["torchrun"], strict=True)]
+    print(f"ours x torchrun: {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
+    sys.exit(1 if wrong["ours"] else 0)
+
+
+if __name__ == "__main__":
+    main()
