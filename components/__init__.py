@@ -73,6 +73,7 @@ def spmd(
     launch = plan.Launch.of(script_args, m, script)
     resource = plan.resource(h, cpu, gpu, memMB)
     shape = plan.Shape.of(j, nnodes, nproc, h)
+    plan.require_counts(max_restarts=max_restarts, max_retries=max_retries)
     names = StructuredNameArgument.parse_from(name=name, m=m, script=None if launch.module else launch.target)
 
     misplaced = plan.misplaced(launch.args, inspect.signature(spmd).parameters)
@@ -105,7 +106,7 @@ def spmd(
                     *("--nproc-per-node", shape.nproc),
                     *("--role", launch.role),
                     *("--tee", plan.tee(tee)),
-                    *(("--max-restarts", plan.restarts(max_restarts)) if max_restarts else ()),
+                    *(("--max-restarts", str(max_restarts)) if max_restarts else ()),
                     *(("--log-dir", log_dir) if log_dir else ()),
                     *launch.words,
                 ],

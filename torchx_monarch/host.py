@@ -28,6 +28,12 @@ def main(argv: list[str]) -> NoReturn:
     parser.add_argument("--preload", default="torch", help="modules that rank interpreters import ahead, with commas")
     parser.add_argument("command", nargs="+", metavar="COMMAND", help="after `--`: what the role runs")
     args = parser.parse_args(argv)
+    if not 0 <= args.replica < args.replicas:
+        parser.error(f"--replica {args.replica} is not one of {args.replicas} replicas, which count from 0")
+    if not (args.grace >= 0 and args.host_timeout > 0):
+        parser.error(
+            f"--grace {args.grace:g} --host-timeout {args.host_timeout:g}: give seconds, 0 or more and above 0"
+        )
     options = HostOptions(
         app=args.app,
         role=args.role,

@@ -163,6 +163,7 @@ def test_dryrun_as_json(work: Path) -> None:
         (("monarch.spmd", "-j", "2x4", "--nproc", "2", "x.py"), "contradicts"),
         (("monarch.spmd", "--nproc", "many", "x.py"), "many"),
         (("monarch.spmd", "--max_restarts", "-1", "x.py"), "--max_restarts -1"),
+        (("-cfg", "grace=-1", "monarch.spmd", "x.py"), "`grace` is -1"),
         (("-cfg", "gracce=1", "monarch.spmd", "x.py"), "gracce"),
     ],
 )
@@ -171,10 +172,26 @@ def test_bad_input_is_refused_without_a_traceback(work: Path, words: tuple[str, 
     assert done.returncode != 0
     assert said in done.stderr
     # What TorchX itself says of an unknown run option comes with a traceback of its own.
-    assert "Traceback" not in done.stderr or "-cfg" in words
+    assert "Traceback" not in done.stderr or "gracce=1" in words
     assert not Path(os.environ["MONARCH_STATE_DIR"], "apps").exists() or not os.listdir(
         Path(os.environ["MONARCH_STATE_DIR"], "apps")
     )
+
+
+def test_a_state_folder_that_cannot_be_written(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MONARCH_STATE_DIR", "/dev/null/state")
+    done = run("monarch.spmd", write(work, ""), cwd=work, check=False)
+    assert done.returncode == 1
+    assert "cannot write the state of the app to /dev/null" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_waits_without_a_stderr(work: Path) -> None:
+    name = write(work, "time.sleep(1.5)")
+    words = [*RUN, "--wait", "-cfg", "preload=none", "monarch.spmd", "-j", "1", name]
+    done = subprocess.run(["sh", "-c", 'exec "$@" 2>&-', "sh", *words], cwd=work, stdout=subprocess.PIPE, timeout=50)
+    assert done.returncode == 0
+    assert state(done.stdout.decode().strip()) == "SUCCEEDED"
 
 
 class Terminal:

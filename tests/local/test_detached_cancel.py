@@ -183,6 +183,13 @@ def test_hosts_have_some_time_more(apps: Detached, tmp_path: Path, eventually: E
     assert 5 < time.monotonic() - began < 8
 
 
+def test_a_supervisor_that_was_stopped(apps: Detached) -> None:
+    app_id = apps.run(sh("sleep 1000"))
+    os.kill(apps.watchers(app_id).supervisor.pid, signal.SIGSTOP)
+    apps.scheduler.cancel(app_id)
+    assert apps.wait(app_id).state is AppState.CANCELLED
+
+
 @pytest.mark.parametrize("signum", [signal.SIGHUP, signal.SIGINT, signal.SIGQUIT])
 def test_signals_of_a_terminal_are_ignored(apps: Detached, signum: int) -> None:
     app_id = apps.run(sh("sleep 1000"))

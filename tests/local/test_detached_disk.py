@@ -15,7 +15,7 @@ import pytest
 from torchx.specs import AppState
 
 from tests.local.detached import Detached, py, sh
-from torchx_monarch.backends.local.folder import StateDirError
+from torchx_monarch.backends.local.submit import StateDirError
 
 Eventually = Callable[..., object]
 
@@ -113,6 +113,7 @@ def test_a_full_disk_when_submitting(apps: Detached, small: Path) -> None:
     assert apps.scheduler.list() == []
     (small / "ballast").unlink()
     assert [path for path in small.rglob("*") if path.is_file()] == []
+    assert os.listdir(os.environ["TMPDIR"]) == []  # where a long path has its sockets
 
 
 def test_a_read_only_state_directory(apps: Detached, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,10 +140,13 @@ def test_environment_of_a_replica(apps: Detached, monkeypatch: pytest.MonkeyPatc
     assert "kept" not in Path(paths.request).read_text()
 
 
+@pytest.mark.parametrize("temporary", ["as it is", "/nonexistent"])
 def test_long_paths_get_a_short_folder_for_sockets(
-    apps: Detached, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    apps: Detached, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, temporary: str
 ) -> None:
     monkeypatch.setenv("MONARCH_STATE_DIR", str(tmp_path / ("long" * 30)))
+    if temporary != "as it is":
+        monkeypatch.setenv("TMPDIR", temporary)
     app_id = apps.run(sh('echo "$MONARCH_RENDEZVOUS"; test -d "$MONARCH_RUN_DIR" && touch "$MONARCH_RUN_DIR/0.sock"'))
     assert apps.wait(app_id).state is AppState.SUCCEEDED
     sock = Path(apps.log(app_id)[0].strip().removeprefix("unix:"))
@@ -195,6 +198,17 @@ def test_a_program_that_cannot_be_started(apps: Detached, tmp_path: Path, entryp
     assert apps.states(app_id) == {"r/0": AppState.FAILED, "r/1": AppState.CANCELLED}
     assert apps.log(app_id)[-1].startswith("[monarch] replica r/0 could not be started")
     assert apps.record(app_id)["roles"][0]["replicas"][0]["exit_code"] == 127
+
+
+def test_a_working_folder_that_may_not_be_entered(apps: Detached, tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        pytest.skip("root may enter any folder")
+    (tmp_path / "closed").mkdir(mode=0)
+    app_id = apps.run(Role("r", image=str(tmp_path / "closed"), entrypoint="/bin/true"))
+    assert apps.wait(app_id).msg == (
+        f"replica r/0 could not be started: the working directory {tmp_path}/closed cannot be entered: "
+        "Permission denied."
+    )
 
 
 def test_words_arrive_as_they_are(apps: Detached, tmp_path: Path) -> None:

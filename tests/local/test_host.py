@@ -46,6 +46,22 @@ def torchrun(*words: str, nproc: int = 2) -> list[str]:
     return ["torchrun", "--nproc-per-node", str(nproc), "--role", "trainer", "--tee", "3", *words]
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--replica", "2", "--replicas", "2"), "--replica 2 is not one of 2 replicas"),
+        (("--replicas", "0"), "--replica 0 is not one of 0 replicas"),
+        (("--host-timeout", "0"), "--host-timeout 0"),
+        (("--grace", "nan"), "--grace nan"),
+    ],
+)
+def test_senseless_options_are_refused(options: tuple[str, ...], said: str) -> None:
+    command = [sys.executable, "-m", "torchx_monarch.host", "--app", "a", "--role", "r", *options, "--", "python", "x"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
 # No torch: the programs of these tests do not use it, and importing it is most of a launch.
 NO_PRELOAD = ("--grace", "5", "--preload", "")
 
@@ -214,6 +230,42 @@ def test_signal_to_one_host_stops_the_job(
     hosts.processes[1].send_signal(number)
     assert hosts.wait() == [128 + number] * 2
     assert f"host 1 was told to stop by signal {int(number)} ({number.name})" in hosts.err(0).splitlines()[-1]
+
+
+def test_sigusr1_reaches_the_ranks_and_ends_nothing(
+    folder: Path, script: Callable[[str], str], eventually: Eventually
+) -> None:
+    path = script("""
+        got = []
+        signal.signal(signal.SIGUSR1, lambda *_: got.append(1))
+        print("ready", flush=True)
+        while not got:
+            time.sleep(0.05)
+        print("got it")
+    """)
+    hosts = Hosts(folder, torchrun(path), options=NO_PRELOAD).start()
+    eventually(lambda: hosts.out().count("ready") == 2, "the ranks")
+    hosts.processes[0].send_signal(signal.SIGUSR1)
+    assert hosts.wait() == [0]
+    assert hosts.out().count("got it") == 2
+
+
+def test_signals_to_handle_end_the_job_with_that_signal(
+    folder: Path, script: Callable[[str], str], eventually: Eventually
+) -> None:
+    path = script("""
+        def stop(*_):
+            print("saved", flush=True)
+            sys.exit(0)
+        signal.signal(signal.SIGUSR2, stop)
+        print("ready", flush=True)
+        time.sleep(1000)
+    """)
+    hosts = Hosts(folder, torchrun("--signals-to-handle", "SIGTERM,SIGUSR2", path), options=NO_PRELOAD).start()
+    eventually(lambda: hosts.out().count("ready") == 2, "the ranks")
+    hosts.processes[0].send_signal(signal.SIGUSR2)
+    assert hosts.wait() == [128 + signal.SIGUSR2]
+    assert hosts.out().count("saved") == 2
 
 
 def test_host_that_never_arrives_is_named(folder: Path, script: Callable[[str], str]) -> None:

@@ -172,6 +172,7 @@ def test_the_remaining_options() -> None:
         ("--nnodes 3:2 t.py", ["--nnodes 3:2", "MIN:MAX"]),
         ("--tee 7 t.py", ["--tee 7", "stdout"]),
         ("--max_restarts -1 t.py", ["--max_restarts -1", "0 or more"]),
+        ("--max_retries -1 t.py", ["--max_retries -1", "0 or more"]),
         ("-h gpu.smal t.py", ["-h gpu.smal", "gpu.small"]),
         ("-h aws_t3.medium -j 2 t.py", ["-j 2", "not a GPU instance"]),
         ("--mounts src=/a,dst=/b t.py", ["--mounts", "type must be specified first"]),

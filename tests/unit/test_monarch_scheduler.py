@@ -86,6 +86,12 @@ def test_unknown_option_names_the_allowed_ones(runner: Runner, app: AppDef) -> N
         runner.dryrun(app, "monarch_local", cfg={"grce": 3})
 
 
+@pytest.mark.parametrize(("name", "value"), [("grace", -1), ("host_timeout", 0)])
+def test_senseless_seconds_are_refused(runner: Runner, app: AppDef, name: str, value: int) -> None:
+    with pytest.raises(InvalidRunConfigException, match=f"`{name}` is {value}; it is a number of seconds"):
+        runner.dryrun(app, "monarch_local", cfg={name: value})
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [

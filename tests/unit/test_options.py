@@ -40,13 +40,12 @@ IMPLIED = {
     "master_port",
     "local_addr",
     "start_method",
+    "run_path",
 }
 REFUSED = {
     "event_log_handler",
-    "run_path",
     "logs_specs",
     "numa_binding",
-    "signals_to_handle",
     "duplicate_stdout_filters",
     "duplicate_stderr_filters",
 }
@@ -125,6 +124,8 @@ VALUES: dict[str, list[str]] = {
     "node_rank": ["1", "-1", "x"],
     "master_port": ["29500", "x"],
     "shutdown_timeout": ["10", "1.5"],
+    # torchrun warns of a name that it does not know, in its agent, and goes on; here that is an error.
+    "signals_to_handle": ["SIGTERM", "SIGUSR1,SIGTERM", "SIGUSR1, SIGUSR2"],
     "local_ranks_filter": ["", "0", "0,2", "0,", "x"],
 }
 TEXT = ["", "x", "a b", "-", "a,b,,c", "α"]
@@ -256,6 +257,11 @@ def test_a_command_line_is_split_where_torchrun_splits_it(arguments: list[str]) 
         ([], "torchrun: the following arguments are required: training_script"),
         (["--tee"], "torchrun: argument -t/--tee: expected one argument"),
         (["--max-restarts", "-1", "a.py"], "torchrun: --max-restarts=-1: use 0 or more."),
+        (["--signals-to-handle", "SIGTERM,TERM", "a.py"], "torchrun: --signals-to-handle=SIGTERM,TERM: use names of"),
+        (
+            ["--signals-to-handle", "SIGKILL", "a.py"],
+            "torchrun: --signals-to-handle=SIGKILL: use names of",
+        ),
         (["--tee", "5", "a.py"], "torchrun: --tee=5: use 0 (none), 1 (stdout), 2 (stderr) or 3 (both)"),
         (["--nnodes", "4:2", "a.py"], "torchrun: --nnodes=4:2: use a number of nodes above 0, or MIN:MAX"),
         (["--start-method", "x", "a.py"], "torchrun: --start-method=x: use one of spawn, fork, forkserver."),

@@ -187,7 +187,7 @@ def test_every_role_is_looked_at_for_itself() -> None:
             app("torchrun", "a.py", PET_EVENT_LOG_HANDLER="x"),
             "role 'trainer': torchrun option --event-log-handler=x is",
         ),
-        (app("setup.sh", "torchrun", "--run-path", "a.py"), "role 'trainer': torchrun option --run-path is not"),
+        (app("setup.sh", "torchrun", "--logs-specs=x", "a.py"), "role 'trainer': torchrun option --logs-specs=x is"),
         (
             app("bash", "-c", "torchrun --nproc-per-node x a.py"),
             "role 'trainer': torchrun option --nproc-per-node=x is",

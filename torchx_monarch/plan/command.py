@@ -110,7 +110,8 @@ def _torchrun(arguments: Sequence[str], env: Mapping[str, str], interpreter: tup
     except HelpRequested:
         return None
     mode: Literal["script", "module", "exec"]
-    mode = "exec" if options.no_python else "module" if options.module else "script"
+    # As in torchrun, --run-path takes precedence over the other two.
+    mode = "script" if options.run_path else "exec" if options.no_python else "module" if options.module else "script"
     if "PYTHON_EXEC" in env:
         interpreter = (env["PYTHON_EXEC"],)
     return Command("torchrun", options, Program(mode, target, args), interpreter)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -131,6 +132,14 @@ def _local_ranks(text: str) -> frozenset[int] | None:
         raise ValueError("use a comma-separated list of local ranks, such as 0,1,2") from None
 
 
+def _signal_names(text: str) -> str:
+    for name in text.split(","):
+        number = getattr(signal, name.strip(), None)
+        if not isinstance(number, signal.Signals) or number in (signal.SIGKILL, signal.SIGSTOP):
+            raise ValueError("use names of signals that can be handled, separated by commas, such as SIGTERM,SIGUSR1")
+    return text
+
+
 _PARSERS: Mapping[Callable[[str], Any], Callable[[str], Any]] = {int: _whole_number, float: _number, bool: _switch}
 
 
@@ -230,8 +239,8 @@ OPTIONS: tuple[Option, ...] = (
     Option(("--no-python", "--no_python"), Use.HONOURED, default=False, type=bool),
     Option(
         ("--run-path", "--run_path"),
-        Use.REFUSED,
-        "every rank is an interpreter of its own. Leave it out: the script runs as `python SCRIPT` does",
+        Use.IMPLIED,
+        "a script always runs in the interpreter that was started for its rank",
         default=False,
         type=bool,
     ),
@@ -272,9 +281,9 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         ("--signals-to-handle", "--signals_to_handle"),
-        Use.REFUSED,
-        "the signals that end a job are SIGTERM, SIGINT, SIGHUP and SIGQUIT. Leave it out",
+        Use.HONOURED,
         default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+        parse=_signal_names,
     ),
     Option(("--shutdown-timeout", "--shutdown_timeout"), Use.HONOURED, type=int),
     Option(("--virtual-local-rank", "--virtual_local_rank"), Use.HONOURED, default=False, type=bool),

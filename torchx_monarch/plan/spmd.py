@@ -170,11 +170,11 @@ def tee(text: str) -> str:
     return text
 
 
-def restarts(count: int) -> str:
-    """``count`` as a value of torchrun's ``--max-restarts``."""
-    if count < 0:
-        _refuse(f"--max_restarts {count}: use 0 or more.")
-    return str(count)
+def require_counts(**options: int) -> None:
+    """Refuse an option whose value is no count."""
+    for name, value in options.items():
+        if value < 0:
+            _refuse(f"--{name} {value}: use 0 or more.")
 
 
 def misplaced(script_args: Sequence[str], options: Collection[str]) -> list[str]:

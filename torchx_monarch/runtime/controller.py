@@ -87,7 +87,8 @@ class Controller:
         except _TroubleCame as came:
             verdict = came.trouble.verdict
             self._reporter.note("failure", verdict.reason, replica=came.trouble.replica)
-            await self._stop_ranks({came.trouble.replica} if came.trouble.lost else set())
+            lost = {came.trouble.replica} if came.trouble.lost else set()
+            await self._stop_ranks(lost, came.trouble.signal)
             return verdict
 
     async def _all_hosts(self) -> list[Registration]:
@@ -155,7 +156,7 @@ class Controller:
             self._note_exits(exits)
             if cause := root_cause(self._exits.values()):
                 self._reporter.note("failure", cause.describe(), rank=cause.rank)
-                await self._stop_ranks(set())
+                await self._stop_ranks(set(), signal.SIGTERM)
                 # Those that had failed before we stopped them have said so by now.
                 return root_cause(self._exits.values())
         if output is not None:
@@ -201,7 +202,7 @@ class Controller:
 
         threading.Thread(target=pump, name=f"monarch-{op}", daemon=True).start()
 
-    async def _stop_ranks(self, lost: set[int]) -> None:
+    async def _stop_ranks(self, lost: set[int], number: int) -> None:
         """Stop the ranks of every host that can be asked to; what they say of it is kept.
 
         A host whose agent is gone stops its ranks by itself, and one that is gone took them along.
@@ -212,7 +213,7 @@ class Controller:
         loop, grace = asyncio.get_running_loop(), self._options.grace
         asked = set(range(self._rendezvous.present)) - lost
         until = loop.time() + grace + _STOP_MARGIN
-        self._stream_into(answers, "stop", {"signal": int(signal.SIGTERM), "grace": grace})
+        self._stream_into(answers, "stop", {"signal": number, "grace": grace})
         while asked:
             try:
                 answer = await self._unless_trouble(asyncio.wait_for(answers.get(), until - loop.time()))

@@ -157,10 +157,18 @@ class HostProcess:
         os.dup2(log, 2)
         os.close(log)
 
-    def _handle_signals(self) -> None:
+    def _handle_signals(self, more: str = "") -> None:
+        """Have signals stop the job; SIGUSR1 and SIGUSR2, unless named here, only reach the ranks.
+
+        Args:
+            more: torchrun's ``--signals-to-handle``: names, with commas.
+        """
         loop = asyncio.get_running_loop()
-        for number in _STOP_SIGNALS:
+        named = {signal.Signals[name.strip()] for name in more.split(",") if name}
+        for number in {*_STOP_SIGNALS, *named}:
             loop.add_signal_handler(number, self._signalled, number)
+        for number in {signal.SIGUSR1, signal.SIGUSR2} - named:
+            loop.add_signal_handler(number, self._pass_on, number)
 
     def _parse(self) -> Command:
         options = self._options
@@ -168,6 +176,7 @@ class HostProcess:
         if command is None:
             raise CommandError(f"not a torchrun or Python command: {shlex.join(options.command)}")
         check(command, replicas=options.replicas, role=options.role)
+        self._handle_signals(command.options.signals_to_handle)
         program = command.program
         if program.mode == "script" and not os.path.exists(program.target):
             raise FileNotFoundError(2, "No such file or directory", os.path.abspath(program.target))
@@ -323,6 +332,11 @@ class HostProcess:
             # Not yet in touch with anybody who could decide.
             self._reporter.line(f"host {self._options.replica}: stopped before the job began")
             self._exit(128 + number)
+
+    def _pass_on(self, number: int) -> None:
+        self._reporter.line(f"host {self._options.replica}: passing {signal.Signals(number).name} on to its ranks")
+        if self._pool is not None:
+            self._pool.notify(number)
 
     def _stop_soon(self, number: int) -> None:
         if self._pool is not None:

@@ -38,6 +38,7 @@ import socket  # noqa: E402
 import time  # noqa: E402
 import traceback  # noqa: E402
 import types  # noqa: E402
+from collections.abc import Callable  # noqa: E402
 from typing import Any, NoReturn  # noqa: E402
 
 STACKS_SIGNAL = signal.SIGRTMAX - 3
@@ -56,23 +57,37 @@ def _die_with(parent: int) -> None:
 
 
 def _path0(mode: str, target: str) -> str:
-    """The first entry of ``sys.path``, as CPython sets it for ``-m``, ``-c`` and a script (links resolved)."""
+    """The first entry of ``sys.path``, as CPython sets it for ``-m``, ``-c``, a bundle and a script (links resolved)."""
     if mode == "module":
         return os.getcwd()
     if mode == "code":
         return ""
-    path = os.path.realpath(target)
-    return path if _is_bundle(path) else os.path.dirname(path)
+    return _absolute(target) if _is_bundle(target) else os.path.dirname(os.path.realpath(target))
+
+
+def _absolute(target: str) -> str:
+    """The path of a program as CPython makes it absolute: without normalising it."""
+    return os.getcwd() if target == "." else os.path.join(os.getcwd(), target)
 
 
 def _is_bundle(path: str) -> bool:
-    """Whether Python would run the ``__main__.py`` inside: a folder or a zip file."""
-    return os.path.isdir(path) or (path.endswith((".pyz", ".zip")) and os.path.isfile(path))
+    """Whether Python would run the ``__main__.py`` inside: a folder or a zip file of any name."""
+    if os.path.isdir(path):
+        return True
+    import zipimport
+
+    try:
+        zipimport.zipimporter(path)
+    except zipimport.ZipImportError:
+        return False
+    return True
 
 
 def _prepare(order: dict[str, Any]) -> None:
-    if _OWNS_PATH0 and order["mode"] != "exec":
-        sys.path.insert(0, _path0(order["mode"], order["target"]))
+    mode, target = order["mode"], order["target"]
+    # A bundle could not be run without it, so CPython puts it there even with -P.
+    if mode != "exec" and (_OWNS_PATH0 or (mode == "script" and _is_bundle(target))):
+        sys.path.insert(0, _path0(mode, target))
     if not order["modules"]:
         return
     # Importing torch makes 260,000 objects that stay: to look at them again and again for garbage costs an eighth of
@@ -180,18 +195,20 @@ def _run(mode: str, target: str, args: list[str]) -> None:
         exec(compile(target, "<string>", "exec", dont_inherit=True), vars(main))
         return
     sys.argv = [target, *args]
-    path = os.path.abspath(target)
+    path = _absolute(target)
     if _is_bundle(path):
         import runpy
 
         runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
         return
-    from importlib.machinery import SourceFileLoader
+    from importlib.machinery import SourceFileLoader, SourcelessFileLoader
 
-    vars(main).update(
-        __file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path), __spec__=None, __package__=None
-    )
-    exec(_script_code(path, path), vars(main))
+    compiled = SourcelessFileLoader("__main__", path) if path.endswith(".pyc") else None
+    loader = compiled or SourceFileLoader("__main__", path)
+    vars(main).update(__file__=path, __cached__=None, __loader__=loader, __spec__=None, __package__=None)
+    code = compiled.get_code("__main__") if compiled else _script_code(path, path)
+    assert code is not None
+    exec(code, vars(main))
 
 
 def _record(error: BaseException, began: bool) -> None:
@@ -203,9 +220,13 @@ def _record(error: BaseException, began: bool) -> None:
     if not path or os.path.exists(path):
         return
     callstack = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    try:
+        message = f"{type(error).__name__}: {error}"
+    except Exception:
+        message = f"{type(error).__name__}: <exception str() failed>"
     data = {
         "message": {
-            "message": f"{type(error).__name__}: {error}",
+            "message": message,
             "extraInfo": {
                 "py_callstack": callstack,
                 "timestamp": str(int(time.time())),
@@ -234,6 +255,31 @@ def _without_own_frames(trace: types.TracebackType | None) -> types.TracebackTyp
     return trace
 
 
+def _without_own_frames_for(hook: Callable[..., object] | None) -> Callable[..., None]:
+    """A ``sys.excepthook`` that calls the program's own, or does what CPython does when that is gone or fails."""
+
+    def show(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        error.__traceback__ = sys.last_traceback = _without_own_frames(trace)
+        if hook is None:
+            del sys.excepthook
+            print("sys.excepthook is missing", file=sys.stderr)
+            sys.__excepthook__(kind, error, error.__traceback__)
+            return
+        sys.excepthook = hook
+        try:
+            hook(kind, error, error.__traceback__)
+        except SystemExit:
+            raise
+        except BaseException as failure:
+            failure.__traceback__ = _without_own_frames(failure.__traceback__)
+            print("Error in sys.excepthook:", file=sys.stderr)
+            sys.__excepthook__(type(failure), failure, failure.__traceback__)
+            print("\nOriginal exception was:", file=sys.stderr)
+            sys.__excepthook__(kind, error, error.__traceback__)
+
+    return show
+
+
 def main() -> None:
     """Take orders from the host named on the command line, then run the program."""
     _die_with(int(sys.argv[2]))
@@ -256,10 +302,9 @@ def main() -> None:
         error.__traceback__ = _without_own_frames(error.__traceback__)
         if not isinstance(error, KeyboardInterrupt):
             _record(error, _began(error.__traceback__))
-        # Printed by the program's own hook, without our frames; then raised on, so that the interpreter ends as it
-        # always does (exit code 1, or death by SIGINT for KeyboardInterrupt), and not printed a second time.
-        sys.excepthook(type(error), error, error.__traceback__)
-        sys.excepthook = lambda *_: None
+        # Raised on, so that the interpreter ends as it always does: exit code 1, or death by SIGINT for
+        # KeyboardInterrupt. On the way our frames get into the traceback again; the hook takes them out.
+        sys.excepthook = _without_own_frames_for(getattr(sys, "excepthook", None))
         raise
 
 

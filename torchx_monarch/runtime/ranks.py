@@ -225,12 +225,16 @@ class RankPool:
         await self._drained(ranks)
 
     async def stop(self, number: int, grace: float) -> None:
-        """Send a signal to every rank, SIGKILL to those left after ``grace`` seconds; returns when all have ended."""
+        """Send a signal to every rank, SIGKILL to those left after ``grace`` seconds; returns when all have ended.
+
+        A rank that has been told to stop is not told again, except by SIGKILL: it is on its way.
+        """
         ranks = self._ranks
         left = [rank for rank in ranks if not rank.interpreter.ended.is_set()]
         for rank in left:
-            rank.stopped_at = rank.stopped_at or time.time()
-            rank.interpreter.kill(number)
+            if rank.stopped_at is None or number == signal.SIGKILL:
+                rank.stopped_at = rank.stopped_at or time.time()
+                rank.interpreter.kill(number)
         if left:
             ends = [asyncio.ensure_future(rank.interpreter.ended.wait()) for rank in left]
             await asyncio.wait(ends, timeout=grace)
@@ -239,12 +243,11 @@ class RankPool:
                 rank.interpreter.kill(signal.SIGKILL)
         await self._drained(ranks)
 
-    def close(self) -> None:
-        """End the interpreters that wait for an attempt."""
-        if self._spares is not None:
-            self._spares.cancel()
-        for interpreter in self._waiting:
-            interpreter.kill(signal.SIGKILL)
+    def notify(self, number: int) -> None:
+        """Send a signal to the ranks themselves, not to what they have started, and let them run on."""
+        for rank in self._ranks:
+            if not rank.interpreter.ended.is_set():
+                rank.interpreter.process.send_signal(number)
 
     def exits(self) -> list[RankExit]:
         """How the ranks of the attempt that have ended did."""

@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import signal
 import time
 from typing import Any
 
@@ -72,11 +73,13 @@ class Trouble:
         replica: the host.
         verdict: what it means for the job.
         lost: whether the host can no longer be asked to stop its ranks.
+        signal: what the ranks of the others are stopped with.
     """
 
     replica: int
     verdict: Verdict
     lost: bool = True
+    signal: int = signal.SIGTERM
 
 
 def socket_path(address: str) -> str:
@@ -215,7 +218,9 @@ def agent_lost(host: Registration) -> Trouble:
 def signalled(replica: int, number: int) -> Trouble:
     """The trouble of a host that was told to stop."""
     what = describe_code(-number).partition("by ")[2]
-    return Trouble(replica, Verdict(128 + number, f"host {replica} was told to stop by {what}"), lost=False)
+    return Trouble(
+        replica, Verdict(128 + number, f"host {replica} was told to stop by {what}"), lost=False, signal=number
+    )
 
 
 class Membership:

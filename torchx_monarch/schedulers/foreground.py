@@ -72,7 +72,7 @@ class Foreground:
         if self._polls[app_id] < 2 or self._inner is None:
             return
         # With --log another thread prints the job's log, where the same lines stand.
-        shows = sys.stderr.isatty() and threading.active_count() == 1
+        shows = sys.stderr is not None and sys.stderr.isatty() and threading.active_count() == 1
         until = time.monotonic() + _LONGEST_WAIT
         ended = False
         while not ended and time.monotonic() < until:

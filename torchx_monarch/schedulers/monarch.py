@@ -12,7 +12,7 @@ from typing import Any
 from torchx.runner import config
 from torchx.schedulers import DEFAULT_SCHEDULER_MODULES
 from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream, StructuredOpts
-from torchx.specs import AppDef, AppDryRunInfo, CfgVal, Role, runopts
+from torchx.specs import AppDef, AppDryRunInfo, CfgVal, InvalidRunConfigException, Role, runopts
 from torchx.specs.finder import ComponentValidationException
 from torchx.workspace import WorkspaceMixin
 
@@ -99,6 +99,10 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
 
     def _submit_dryrun(self, app: AppDef, cfg: Cfg) -> AppDryRunInfo[Any, Cfg]:
         options = MonarchOpts.from_cfg({name: cfg[name] for name in cfg if name in MonarchOpts()})
+        for name, lowest in (("grace", 0), ("host_timeout", 1)):
+            if options[name] < lowest:
+                reason = f"Run option `{name}` is {options[name]}; it is a number of seconds, {lowest} or more"
+                raise InvalidRunConfigException(reason, name, cfg)
         preload = "" if options.preload == "none" else options.preload.replace("+", ",")
         hosts = HostOptions(
             python=self._python,

@@ -22,26 +22,6 @@ RUN_PREFIX = "tm-run-"
 MAX_RUN_DIR = 74
 
 
-class StateDirError(RuntimeError):
-    """The state directory cannot be used; nothing was started.
-
-    Attributes:
-        path: the file or folder that could not be written.
-        reason: what the system said.
-    """
-
-    def __init__(self, path: str, reason: str) -> None:
-        super().__init__(path, reason)
-        self.path = path
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return (
-            f"cannot write the state of the app to {self.path}: {self.reason}. "
-            "Set MONARCH_STATE_DIR to a folder on this machine that you can write to."
-        )
-
-
 def make_reserve(path: str) -> None:
     """Put disk space by.
 
@@ -74,19 +54,15 @@ def staged(apps: str) -> Iterator[str]:
     """A new folder to fill; it is gone afterwards unless it was published.
 
     Raises:
-        StateDirError: the folder, or anything written below it, could not be written.
+        OSError: it cannot be made.
     """
-    folder = apps
+    os.makedirs(os.path.dirname(apps), mode=0o700, exist_ok=True)
+    os.makedirs(apps, mode=0o700, exist_ok=True)
+    folder = new_dir(os.path.join(apps, STAGING_PREFIX))
     try:
-        os.makedirs(os.path.dirname(apps), mode=0o700, exist_ok=True)
-        os.makedirs(apps, mode=0o700, exist_ok=True)
-        folder = new_dir(os.path.join(apps, STAGING_PREFIX))
         yield folder
-    except OSError as e:
-        raise StateDirError(e.filename or folder, e.strerror or str(e)) from e
     finally:
-        if folder != apps:
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def publish(folder: str, final: str) -> bool:
@@ -120,9 +96,10 @@ def make_run_dir(paths: AppPaths) -> str:
         return paths.run
     base = os.path.abspath(os.environ.get("TMPDIR") or "/tmp")
     random_word = 16
-    if len(os.fsencode(os.path.join(base, RUN_PREFIX))) + random_word > MAX_RUN_DIR:
-        base = "/tmp"
-    return new_dir(os.path.join(base, RUN_PREFIX))
+    if len(os.fsencode(os.path.join(base, RUN_PREFIX))) + random_word <= MAX_RUN_DIR:
+        with contextlib.suppress(OSError):  # a TMPDIR that is not there, or not ours to write to
+            return new_dir(os.path.join(base, RUN_PREFIX))
+    return new_dir(os.path.join("/tmp", RUN_PREFIX))
 
 
 def remove_run_dir(paths: AppPaths, run_dir: str) -> None:

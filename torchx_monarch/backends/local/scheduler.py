@@ -80,7 +80,7 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
 
         Raises:
             StateDirError: the state directory cannot be written; nothing was started.
-            RuntimeError: the supervisor could not be started; nothing is left of the app.
+            SubmitError: the supervisor could not be started; nothing is left of the app.
         """
         if dryrun_info.app is None:
             raise ValueError("the dry run carries no AppDef; it must come from submit_dryrun()")

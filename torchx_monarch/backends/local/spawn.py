@@ -99,9 +99,10 @@ def spawn(argv: Sequence[str], env: Mapping[str, str], cwd: str, stdout: int, st
         os.close(report)
         report = -1
         # End of file without a word means that exec() has closed the other end.
-        if number := os.read(failed, 32):
+        if said := os.read(failed, 8192):
             os.waitpid(pid, 0)
-            raise SpawnError(int(number), f"{program} cannot be executed: {os.strerror(int(number))}.")
+            number, _, what = said.decode(errors="surrogateescape").partition(" ")
+            raise SpawnError(int(number), f"{what}: {os.strerror(int(number))}.")
         return pid
     finally:
         os.close(null)
@@ -120,6 +121,7 @@ def _become(
     report: int,
 ) -> None:
     """In the child: set everything up and run the program. Never returns."""
+    refused = "a process cannot be set up"
     try:
         os.setsid()
         processes.die_with_parent(parent)
@@ -128,12 +130,14 @@ def _become(
             signal.signal(signum, signal.SIG_DFL)
         for number, stream in enumerate(streams):
             os.dup2(stream, number)
+        refused = f"the working directory {cwd} cannot be entered"
         os.chdir(cwd)
+        refused = f"{program} cannot be executed"
         if _given_files is not None:
             resource.setrlimit(resource.RLIMIT_NOFILE, _given_files)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         os.execve(program, list(argv), env)
     except OSError as e:
-        os.write(report, str(e.errno).encode())
+        os.write(report, f"{e.errno} {refused}".encode(errors="surrogateescape"))
     finally:
         os._exit(127)

@@ -37,6 +37,7 @@ def ask_to_end(paths: store.AppPaths, grace: float | None) -> None:
     who = watched_by(paths)
     if who is not None:
         processes.send(who.supervisor, signal.SIGTERM)
+        processes.send(who.supervisor, signal.SIGCONT)  # one that was stopped would not hear it
 
 
 def recorded(paths: store.AppPaths) -> status.AppRecord | None:

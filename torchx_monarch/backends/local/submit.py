@@ -14,6 +14,7 @@ import time
 from dataclasses import replace
 
 from torchx.specs import AppDef, CfgVal
+from torchx.specs.finder import ComponentValidationException
 
 from torchx_monarch import events, processes
 from torchx_monarch.backends.local import appdef, folder, render, state, status, store, supervise
@@ -22,6 +23,30 @@ from torchx_monarch.backends.local.request import DetachedRequest
 #: Seconds that a supervisor has to say that it runs; it takes a few hundredths of one.
 _START_TIMEOUT = 60.0
 _READY = b"ok"
+
+
+class SubmitError(ComponentValidationException, RuntimeError):  # type: ignore[misc]
+    """The app could not be started; nothing is left of it. The torchx command shows the message without a traceback."""
+
+
+class StateDirError(SubmitError):
+    """The state directory cannot be used.
+
+    Attributes:
+        path: the file or folder that could not be written.
+        reason: what the system said.
+    """
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(path, reason)
+        self.path = path
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return (
+            f"cannot write the state of the app to {self.path}: {self.reason}. "
+            "Set MONARCH_STATE_DIR to a folder on this machine that you can write to."
+        )
 
 
 def submit(request: DetachedRequest, app: AppDef, cfg: dict[str, CfgVal]) -> str:
@@ -36,10 +61,36 @@ def submit(request: DetachedRequest, app: AppDef, cfg: dict[str, CfgVal]) -> str
 
     Raises:
         StateDirError: the folder could not be written.
-        RuntimeError: the supervisor could not be started.
+        SubmitError: the supervisor could not be started.
     """
-    apps = store.apps_dir()
     created = time.time()
+    apps = store.apps_dir()
+    try:
+        request = _publish(apps, request, app, cfg, created)
+    except OSError as e:
+        raise StateDirError(e.filename or apps, e.strerror or str(e)) from e
+    paths = store.app_paths(request.app_id)
+    events.append(paths.events, "submitted", f"submitted as {request.app_id}", seconds=time.time() - created)
+    try:
+        _start_supervisor(paths, request)
+    except Exception as e:
+        processes.kill_until_gone(lambda: processes.marked(request.job))
+        folder.remove_run_dir(paths, request.run_dir)
+        folder.remove_app(paths)
+        if isinstance(e, OSError):
+            raise SubmitError(f"the supervisor of {request.app_id} could not be started: {e}") from e
+        raise
+    except BaseException:
+        # Ctrl-C: nobody will ever hear the app's id, so it must not go on.
+        state.ask_to_end(paths, grace=0)
+        raise
+    return request.app_id
+
+
+def _publish(
+    apps: str, request: DetachedRequest, app: AppDef, cfg: dict[str, CfgVal], created: float
+) -> DetachedRequest:
+    """Write the app's folder; the request as it stands there."""
     with folder.staged(apps) as staging:
         _make_log_dirs(store.AppPaths(staging), request)
         # The same request may be submitted twice.
@@ -48,25 +99,14 @@ def submit(request: DetachedRequest, app: AppDef, cfg: dict[str, CfgVal]) -> str
         while True:
             paths = store.app_paths(request.app_id)
             run_dir = folder.make_run_dir(paths)
-            request = replace(request, run_dir=run_dir, job=f"{request.app_id}:{secrets.token_hex(8)}")
-            _fill(store.AppPaths(staging), request, app, cfg, created)
-            if folder.publish(staging, paths.root):
-                break
-            folder.remove_run_dir(paths, run_dir)
+            with contextlib.ExitStack() as undo:
+                undo.callback(folder.remove_run_dir, paths, run_dir)
+                request = replace(request, run_dir=run_dir, job=f"{request.app_id}:{secrets.token_hex(8)}")
+                _fill(store.AppPaths(staging), request, app, cfg, created)
+                if folder.publish(staging, paths.root):
+                    undo.pop_all()
+                    return request
             request = request.renamed(render.new_app_id(request.name))
-    events.append(paths.events, "submitted", f"submitted as {request.app_id}", seconds=time.time() - created)
-    try:
-        _start_supervisor(paths, request)
-    except Exception:
-        processes.kill_until_gone(lambda: processes.marked(request.job))
-        folder.remove_run_dir(paths, request.run_dir)
-        folder.remove_app(paths)
-        raise
-    except BaseException:
-        # Ctrl-C: nobody will ever hear the app's id, so it must not go on.
-        state.ask_to_end(paths, grace=0)
-        raise
-    return request.app_id
 
 
 def _fill(paths: store.AppPaths, request: DetachedRequest, app: AppDef, cfg: dict[str, CfgVal], created: float) -> None:
@@ -90,7 +130,7 @@ def _make_log_dirs(paths: store.AppPaths, request: DetachedRequest) -> None:
 
 def _start_supervisor(paths: store.AppPaths, request: DetachedRequest) -> None:
     if not sys.executable:
-        raise RuntimeError(
+        raise SubmitError(
             "this Python does not know its own executable (sys.executable), so no supervisor can be started"
         )
     ready, word = os.pipe()
@@ -115,7 +155,7 @@ def _start_supervisor(paths: store.AppPaths, request: DetachedRequest) -> None:
         if word >= 0:
             os.close(word)
     if said != _READY:
-        raise RuntimeError(
+        raise SubmitError(
             f"the supervisor of {paths.app_id} could not be started (with {sys.executable}): "
             f"{_tail(paths.supervisor_log) or 'it said nothing'}"
         )
