@@ -4,10 +4,16 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-from typing import NoReturn
+
+# `python -m` has put the working folder first: a `monarch.py` or `types.py` of the user's must not stand in for what
+# is imported here. (With -P, from Python 3.11 on, nothing was put there.)
+if __name__ == "__main__" and sys.path[0] == os.getcwd() and not getattr(sys.flags, "safe_path", False):
+    del sys.path[0]
+
+import argparse  # noqa: E402
+from typing import NoReturn  # noqa: E402
 
 
 def main(argv: list[str]) -> NoReturn:

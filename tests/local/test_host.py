@@ -62,6 +62,14 @@ def test_senseless_options_are_refused(options: tuple[str, ...], said: str) -> N
     assert said in done.stderr
 
 
+def test_modules_in_the_working_folder_do_not_reach_the_host(tmp_path: Path) -> None:
+    for name in ("argparse", "asyncio", "monarch", "typing"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')")
+    command = [sys.executable, "-m", "torchx_monarch.host", "--help"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=20, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 # No torch: the programs of these tests do not use it, and importing it is most of a launch.
 NO_PRELOAD = ("--grace", "5", "--preload", "")
 
