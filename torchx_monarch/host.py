@@ -32,6 +32,9 @@ def main(argv: list[str]) -> NoReturn:
     parser.add_argument("--grace", type=float, default=30.0, help="seconds from SIGTERM to SIGKILL for ranks")
     parser.add_argument("--host-timeout", type=float, default=300.0, help="seconds that all hosts have to arrive")
     parser.add_argument("--preload", default="torch", help="modules that rank interpreters import ahead, with commas")
+    parser.add_argument(
+        "--replacements", type=int, default=0, help="how many lost hosts the backend replaces; the job then goes on"
+    )
     parser.add_argument("command", nargs="+", metavar="COMMAND", help="after `--`: what the role runs")
     args = parser.parse_args(argv)
     if not 0 <= args.replica < args.replicas:
@@ -48,6 +51,7 @@ def main(argv: list[str]) -> NoReturn:
         grace=args.grace,
         host_timeout=args.host_timeout,
         preload=tuple(name for name in args.preload.split(",") if name),
+        replacements=args.replacements,
         command=tuple(args.command),
     )
     HostProcess(options, os.environ).main()

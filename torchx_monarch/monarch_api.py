@@ -59,16 +59,17 @@ class AgentMesh:
     Args:
         addresses: of the hosts, by replica id.
         agent: the actor class.
+        number: distinguishes the meshes that a controller forms one after the other.
         timeout: seconds for attaching and for starting the agents.
 
     Raises:
         Exception: whatever Monarch raises when a host cannot be attached to or an agent does not start.
     """
 
-    def __init__(self, addresses: Sequence[str], agent: type[actor.Actor], timeout: float) -> None:
-        hosts = actor.attach_to_workers(ca=_CA, workers=list(addresses))
+    def __init__(self, addresses: Sequence[str], agent: type[actor.Actor], number: int, timeout: float) -> None:
+        hosts = actor.attach_to_workers(ca=_CA, workers=list(addresses), name=f"hosts{number}")
         hosts.initialized.get(timeout=timeout)
-        self._agents: Any = hosts.spawn_procs(per_host={"agent": 1}, name="agents").spawn("agent", agent)
+        self._agents: Any = hosts.spawn_procs(per_host={"agent": 1}, name=f"agents{number}").spawn("agent", agent)
         self._agents.initialized.get(timeout=timeout)
 
     def call(self, replica: int, op: str, args: Mapping[str, Any], timeout: float) -> Any:

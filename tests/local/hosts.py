@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Hosts:
-    """The replicas of one role, on this machine.
+    """The replicas of one role, on this machine. Changes of ``environ`` count for those started from then on.
 
     Args:
         folder: for sockets, logs and events; short.
@@ -35,7 +35,7 @@ class Hosts:
         self.replicas = replicas
         self._command = [*wrapper, sys.executable, "-m", "torchx_monarch.host", "--app", "app", "--role", "trainer"]
         self._rest = ["--replicas", str(replicas), *options, "--", *command]
-        self._environ = environ or {}
+        self.environ = dict(environ or {})
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, *which: int) -> Hosts:
@@ -50,9 +50,9 @@ class Hosts:
                 "MONARCH_EVENTS": str(self.folder / "events.jsonl"),
                 "MONARCH_LOG_DIR": str(logs),
                 "TORCHELASTIC_ERROR_FILE": str(logs / "error.json"),
-                **self._environ,
+                **self.environ,
             }
-            with open(logs / "out", "wb") as out, open(logs / "err", "wb") as err:
+            with open(logs / "out", "ab") as out, open(logs / "err", "ab") as err:
                 self.processes[replica] = subprocess.Popen(
                     [*self._command, "--replica", str(replica), *self._rest],
                     env=env,

@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.local.hosts import Hosts
@@ -168,3 +169,67 @@ def test_the_same_failure_of_many_is_one_line(folder: Path, script: Callable[[st
     grouped = [line for line in hosts.err().splitlines() if "also: rank" in line]
     assert len(grouped) <= 2  # those still on their way out when the first was seen count as well
     assert hosts.err().count("traceback of rank") == 1
+
+
+def goes_on(script: Callable[[str], str]) -> str:
+    """Sleeps in its first attempt, ends in the second."""
+    return script("""
+        print("pid", os.getpid(), "attempt", attempt, flush=True)
+        if attempt == 0:
+            time.sleep(1000)
+    """)
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_a_lost_host_is_replaced_and_the_job_goes_on(
+    folder: Path, script: Callable[[str], str], eventually: Callable[..., object], replica: int
+) -> None:
+    options = (*NO_PRELOAD, "--replacements", "1")
+    command = torchrun(goes_on(script), restarts=0, nnodes=3)
+    hosts = Hosts(folder, command, replicas=3, options=options).start()
+    eventually(lambda: len(hosts.rank_pids()) == 6, "the ranks")
+    eventually(lambda: any(event["kind"] == "output" for event in hosts.events()), "the controller's report of it")
+    hosts.processes[replica].kill()
+    hosts.processes[replica].wait()
+    if replica == 0:
+        for name in ("0",):  # as the backend does, the second start of a replica says that it is one
+            hosts.environ["MONARCH_RESTART"] = "1"
+    hosts.start(replica)
+    assert hosts.wait() == [0, 0, 0], hosts.err(0) + hosts.err(1) + hosts.err(2)
+    ended = "attempt 1" if replica else "attempt 0"
+    assert ended in hosts.out(2)
+    shutil.rmtree(folder / "h-lost", ignore_errors=True)
+    for path in folder.glob("h*/"):  # of the host that was killed
+        shutil.rmtree(path)
+
+
+def test_replacements_are_counted(
+    folder: Path, script: Callable[[str], str], eventually: Callable[..., object]
+) -> None:
+    options = (*NO_PRELOAD, "--replacements", "1")
+    path = script("print('pid', os.getpid(), 'attempt', attempt, flush=True)\ntime.sleep(1000)")
+    hosts = Hosts(folder, torchrun(path, restarts=0, nnodes=2), replicas=2, options=options).start()
+    for attempt in range(2):
+        eventually(lambda at=attempt: hosts.out(0).count(f"attempt {at}") == 2, "the ranks")
+        eventually(lambda at=attempt: sum(e["kind"] == "ranks" for e in hosts.events()) == at + 1, "the report of it")
+        hosts.processes[1].kill()
+        hosts.processes[1].wait()
+        if attempt == 0:
+            hosts.start(1)
+    assert hosts.wait() == [1, -9]
+    assert "was lost: its connection broke" in hosts.err(0).splitlines()[-1]
+    for path in folder.glob("h*/"):  # of the hosts that were killed
+        shutil.rmtree(path)
+
+
+def test_a_lost_agent_takes_its_host_along_and_is_replaced(
+    folder: Path, script: Callable[[str], str], eventually: Callable[..., object]
+) -> None:
+    options = (*NO_PRELOAD, "--replacements", "1")
+    hosts = Hosts(folder, torchrun(goes_on(script), restarts=0, nnodes=2), replicas=2, options=options).start()
+    eventually(lambda: any(event["kind"] == "output" for event in hosts.events()), "the ranks")
+    children = psutil.Process(hosts.processes[1].pid).children()
+    next(one for one in children if any("bootstrap_main" in word for word in one.cmdline())).kill()
+    assert hosts.processes[1].wait(20) == 1
+    hosts.start(1)
+    assert hosts.wait() == [0, 0], hosts.err(0) + hosts.err(1)

@@ -14,7 +14,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchx.specs import AppDef, Role, macros
+from torchx.specs import AppDef, RetryPolicy, Role, macros
 
 from torchx_monarch.plan.command import HOST_MODULE, Command, CommandError, check, parse
 from torchx_monarch.plan.shell import SimpleCommand, command_string, simple_commands
@@ -147,6 +147,7 @@ def _host_arguments(role: Role, options: HostOptions) -> list[str]:
         *("--grace", _seconds(options.grace)),
         *("--host-timeout", _seconds(options.host_timeout)),
         *("--preload", escape(options.preload)),
+        *("--replacements", str(role.max_retries if role.retry_policy is RetryPolicy.REPLICA else 0)),
         "--",
     ]
 

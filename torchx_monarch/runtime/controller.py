@@ -42,6 +42,8 @@ class JobOptions:
     Attributes:
         run_id: TORCHELASTIC_RUN_ID of the ranks.
         max_restarts: how often the ranks are started again after one has failed; one budget for the whole job.
+        replacements: how many lost hosts the backend replaces.
+        first_log_attempt: number of the first attempt's log folders.
         host_timeout: seconds that the hosts have to arrive.
         grace: seconds from SIGTERM to SIGKILL for ranks.
         master_addr: what ranks dial to meet rank 0.
@@ -50,6 +52,8 @@ class JobOptions:
 
     run_id: str
     max_restarts: int
+    replacements: int
+    first_log_attempt: int
     host_timeout: float
     grace: float
     master_addr: str
@@ -76,20 +80,31 @@ class Controller:
         # Monarch's calls block; one thread each, because a pending one must not hold up the next.
         self._threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="monarch-call")
         self._mesh: AgentMesh | None = None
+        self._meshes = 0
+        self._members: set[int] = set()
+        self._attempt_number = 0
+        self._restarts_left = options.max_restarts
+        self._replacements_left = options.replacements
         self._exits: dict[int, RankExit] = {}
 
     async def run(self) -> Verdict:
         """Run the job to its end; never raises for what can go wrong with hosts and ranks."""
-        try:
-            hosts = await self._all_hosts()
-            await self._form_mesh(hosts)
-            return await self._attempts(hosts)
-        except _TroubleCame as came:
-            verdict = came.trouble.verdict
-            self._reporter.note("failure", verdict.reason, replica=came.trouble.replica)
-            lost = {came.trouble.replica} if came.trouble.lost else set()
-            await self._stop_ranks(lost, came.trouble.signal)
-            return verdict
+        while True:
+            try:
+                hosts = await self._all_hosts()
+                await self._form_mesh(hosts)
+                return await self._attempts(hosts)
+            except _TroubleCame as came:
+                trouble = came.trouble
+            self._reporter.note("failure", trouble.verdict.reason, replica=trouble.replica)
+            await self._stop_ranks({trouble.replica} if trouble.lost else set(), trouble.signal)
+            # Replica 0 is where we are: its own trouble takes the job along.
+            if not trouble.lost or trouble.replica == 0 or self._replacements_left == 0:
+                return trouble.verdict
+            self._replacements_left -= 1
+            self._attempt_number += 1
+            text = f"replica {trouble.replica} is to be replaced, {self._replacements_left} replacements left"
+            self._reporter.note("replacement", text, replica=trouble.replica)
 
     async def _all_hosts(self) -> list[Registration]:
         rendezvous, timeout = self._rendezvous, self._options.host_timeout
@@ -114,28 +129,31 @@ class Controller:
         from torchx_monarch.runtime.agent import Agent
 
         try:
-            mesh = self._in_thread(AgentMesh, [host.address for host in hosts], Agent, _MESH_TIMEOUT)
+            addresses, number = [host.address for host in hosts], self._meshes
+            self._meshes += 1
+            mesh = self._in_thread(AgentMesh, addresses, Agent, number, _MESH_TIMEOUT)
             self._mesh = await self._unless_trouble(self._reporter.while_waiting(mesh, lambda: "the mesh"))
         except _TroubleCame:
             raise
         except Exception as error:
             reason = f"the mesh could not be formed: {_first_line(error)}; see {self._options.monarch_log}"
             raise _TroubleCame(Trouble(0, Verdict(1, reason))) from error
+        self._members = {host.replica for host in hosts}
         self._reporter.phase("mesh", "mesh")
 
     async def _attempts(self, hosts: list[Registration]) -> Verdict:
         budget = self._options.max_restarts
-        attempt = 0
-        while cause := await self._attempt(hosts, attempt):
+        while cause := await self._attempt(hosts, self._attempt_number):
             for line in others_in_words(self._exits.values(), cause):
                 self._reporter.line(f"also: {line}")
-            if attempt == budget or not cause.began:
-                if attempt < budget:
+            if self._restarts_left == 0 or not cause.began:
+                if self._restarts_left:
                     self._reporter.line("no restart: the program cannot even begin")
                 return Verdict(shell_code(cause.code), cause.describe(), cause)
-            attempt += 1
-            text = f"restart {attempt} of {budget} after: {cause.describe()}"
-            self._reporter.note("rank_restart", text, attempt=attempt, rank=cause.rank, code=cause.code)
+            self._restarts_left -= 1
+            self._attempt_number += 1
+            text = f"restart {budget - self._restarts_left} of {budget} after: {cause.describe()}"
+            self._reporter.note("rank_restart", text, attempt=self._attempt_number, rank=cause.rank, code=cause.code)
         return Verdict(0, f"all {sum(host.nproc for host in hosts)} ranks ended with code 0")
 
     async def _attempt(self, hosts: list[Registration], attempt: int) -> RankExit | None:
@@ -145,10 +163,11 @@ class Controller:
         store = self._call(0, "store", {"address": options.master_addr}, options.host_timeout)
         port, agent_store = await self._reporter.while_waiting(store, lambda: "the interpreter of rank 0")
         sizes = tuple(host.nproc for host in hosts)
-        world = World(attempt, sizes, options.master_addr, port, agent_store, options.run_id)
-        launched = 0
-        async for _ in self._each_host("launch", {"world": world.to_json()}, hosts):
-            launched += 1
+        log_attempt = options.first_log_attempt + attempt
+        world = World(attempt, log_attempt, sizes, options.master_addr, port, agent_store, options.run_id)
+        spares = self._restarts_left > 0 or self._replacements_left > 0
+        async for _ in self._each_host("launch", {"world": world.to_json(), "spares": spares}, hosts):
+            pass
         self._reporter.phase("ranks", f"ranks {world.size}/{world.size}", attempt=attempt)
         output = asyncio.ensure_future(self._report_output()) if attempt == 0 else None
         async for exits in self._each_host("watch", {}, hosts):
@@ -211,7 +230,7 @@ class Controller:
             return
         answers: asyncio.Queue[Any] = asyncio.Queue()
         loop, grace = asyncio.get_running_loop(), self._options.grace
-        asked = set(range(self._rendezvous.present)) - lost
+        asked = self._members - lost
         until = loop.time() + grace + _STOP_MARGIN
         self._stream_into(answers, "stop", {"signal": number, "grace": grace})
         while asked:

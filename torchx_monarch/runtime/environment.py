@@ -24,6 +24,7 @@ class World:
 
     Attributes:
         attempt: counts from 0; TORCHELASTIC_RESTART_COUNT.
+        log_attempt: N of the folders ``attempt_N``; runs on when the backend has started the job again.
         local_world_sizes: ranks of each replica, by replica id.
         master_addr: what the ranks dial.
         master_port: the TCP port of the store.
@@ -32,6 +33,7 @@ class World:
     """
 
     attempt: int
+    log_attempt: int
     local_world_sizes: tuple[int, ...]
     master_addr: str
     master_port: int

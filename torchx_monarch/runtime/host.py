@@ -26,6 +26,7 @@ from torchx_monarch.runtime.environment import World
 from torchx_monarch.runtime.link import SOCKET_VARIABLE, LinkServer
 from torchx_monarch.runtime.ranks import LaunchError, Place, RankPool
 from torchx_monarch.runtime.rendezvous import (
+    LEASE,
     Membership,
     Registration,
     Rendezvous,
@@ -57,6 +58,7 @@ class HostOptions:
         grace: seconds from SIGTERM to SIGKILL for ranks.
         host_timeout: seconds that all hosts have to arrive.
         preload: modules that rank interpreters import ahead.
+        replacements: how many lost hosts the backend replaces.
         command: what the role runs.
     """
 
@@ -67,6 +69,7 @@ class HostOptions:
     grace: float
     host_timeout: float
     preload: tuple[str, ...]
+    replacements: int
     command: tuple[str, ...]
 
 
@@ -94,6 +97,7 @@ class HostProcess:
         self._command: Command | None = None
         self._pool: RankPool | None = None
         self._registration: Registration | None = None
+        self._agent_gone = False
         self._first_output = asyncio.Event()
         self._sockets = ""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -193,8 +197,6 @@ class HostProcess:
                 replica=self._options.replica,
                 hostname=self._hostname,
                 log_dir=os.path.abspath(log_dir),
-                # The backend's earlier starts may have used up all their attempts.
-                first_attempt=int(self._environ.get("MONARCH_RESTART", "0")) * (command.options.max_restarts + 1),
                 stdout=self._stdout,
                 stderr=self._stderr,
             ),
@@ -249,9 +251,14 @@ class HostProcess:
         except RendezvousError as error:
             return self._conclude(Verdict(1, str(error)))
         rendezvous.register(host)
+        max_restarts = self._command.options.max_restarts if self._command else 0
         job = JobOptions(
             run_id=self._run_id(),
-            max_restarts=self._command.options.max_restarts if self._command else 0,
+            max_restarts=max_restarts,
+            replacements=options.replacements,
+            # The backend's earlier starts may have used up all their attempts.
+            first_log_attempt=int(self._environ.get("MONARCH_RESTART", "0"))
+            * (1 + max_restarts + options.replacements),
             host_timeout=options.host_timeout,
             grace=self._grace,
             master_addr="127.0.0.1",
@@ -284,11 +291,23 @@ class HostProcess:
             reason = host.error or str(error)
             self._reporter.line(f"host {options.replica}: {reason}")
             return Verdict(host.code if host.error else 1, reason)
-        verdict = await self._membership.verdict()
-        if verdict is None:
+        while True:
+            verdict = await self._membership.verdict()
+            if verdict is not None:
+                return verdict
             verdict = Verdict(1, f"host {options.replica} ({self._hostname}) lost replica 0")
+            if self._agent_gone:
+                verdict = Verdict(1, f"host {options.replica} ({self._hostname}) lost its agent")
             self._reporter.line(verdict.reason)
-        return verdict
+            if self._agent_gone or not options.replacements or self._pool is None:
+                return verdict
+            await self._pool.stop(signal.SIGTERM, self._grace)
+            try:
+                joining = Membership.join(address, host, LEASE)
+                self._membership = await self._reporter.while_waiting(joining, lambda: "another replica 0")
+            except RendezvousError as error:
+                self._reporter.line(f"host {options.replica}: {error}")
+                return verdict
 
     # -- requests and events -------------------------------------------------------------------------------------------
 
@@ -302,7 +321,7 @@ class HostProcess:
         if op == "store":
             return await self._pool.serve_store(args["address"])
         if op == "launch":
-            return await self._pool.launch(World.from_json(args["world"]))
+            return await self._pool.launch(World.from_json(args["world"]), args["spares"])
         if op == "watch":
             await self._pool.watch()
         elif op == "stop":
@@ -315,6 +334,7 @@ class HostProcess:
         host = self._registration
         if host is None:
             return
+        self._agent_gone = True
         self._stop_soon(signal.SIGKILL)
         if self._membership is not None:
             self._spawn(self._membership.tell("agent_lost"))

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The unix socket between a host process, which owns the ranks, and its agent, which the mesh reaches.
 
+A new mesh brings a new agent; the one before it is then ended, whose controller may be gone.
+
 Requests are ``{"id": n, "op": name, "args": {...}}``, answers ``{"id": n, "result": ...}`` or ``{"id": n, "error":
 text}``, in any order: a request to stop overtakes the one that waits for the ranks.
 """
@@ -9,8 +11,12 @@ text}``, in any order: a request to stop overtakes the one that waits for the ra
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
+import signal
+import socket
+import struct
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -32,7 +38,7 @@ class LinkServer:
     Args:
         path: socket file to make; its folder is the job's own, mode 0700.
         handler: does what a request asks; its exceptions are sent back as text.
-        on_lost: called when the agent has gone away.
+        on_lost: called when the agent has gone away and no newer one has come.
     """
 
     def __init__(self, path: str, handler: Handler, on_lost: Callable[[], None]) -> None:
@@ -40,6 +46,7 @@ class LinkServer:
         self._handler = handler
         self._on_lost = on_lost
         self._tasks: set[asyncio.Task[None]] = set()
+        self._agent = 0
 
     async def start(self) -> None:
         """Begin to listen."""
@@ -47,12 +54,19 @@ class LinkServer:
         os.chmod(self._path, 0o600)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        credentials = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        agent, _, _ = struct.unpack("3i", credentials)
+        before, self._agent = self._agent, agent
+        if before:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(before, signal.SIGKILL)
         while request := await protocol.receive(reader):
             task = asyncio.ensure_future(self._answer(request, writer))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         writer.close()
-        self._on_lost()
+        if self._agent == agent:
+            self._on_lost()
 
     async def _answer(self, request: protocol.Message, writer: asyncio.StreamWriter) -> None:
         try:

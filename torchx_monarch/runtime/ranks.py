@@ -43,7 +43,6 @@ class Place:
         replica: id of the host's replica.
         hostname: name of the machine.
         log_dir: gets ``attempt_N/RANK/{stdout,stderr}.log`` and ``error.json``.
-        first_attempt: N of this host process's first attempt; greater than 0 when the backend has started it again.
         stdout: descriptor for prefixed stdout lines.
         stderr: descriptor for prefixed stderr lines.
     """
@@ -51,7 +50,6 @@ class Place:
     replica: int
     hostname: str
     log_dir: str
-    first_attempt: int = 0
     stdout: int = 1
     stderr: int = 2
 
@@ -188,8 +186,12 @@ class RankPool:
 
     # -- an attempt ----------------------------------------------------------------------------------------------------
 
-    async def launch(self, world: World) -> list[int]:
+    async def launch(self, world: World, spares: bool) -> list[int]:
         """Give every interpreter its rank and have it run the program.
+
+        Args:
+            world: the ranks of the attempt.
+            spares: whether to have interpreters ready for another attempt.
 
         Returns:
             the processes, by local rank.
@@ -207,7 +209,7 @@ class RankPool:
             raise LaunchError(str(error)) from None
         self._waiting = []
         await asyncio.gather(*(rank.interpreter.run(order) for rank, order in zip(self._ranks, orders, strict=True)))
-        if world.attempt < self._command.options.max_restarts:
+        if spares:
             self._spares = asyncio.ensure_future(self._start_spares())
         return [rank.interpreter.process.pid for rank in self._ranks]
 
@@ -264,8 +266,7 @@ class RankPool:
     def _assign(self, world: World, local_rank: int, interpreter: Interpreter) -> _Rank:
         options, place = self._command.options, self._place
         rank = world.first_rank(place.replica) + local_rank
-        attempt = place.first_attempt + world.attempt
-        directory = os.path.join(place.log_dir, f"attempt_{attempt}", str(rank))
+        directory = os.path.join(place.log_dir, f"attempt_{world.log_attempt}", str(rank))
         os.makedirs(directory, mode=0o700, exist_ok=True)
         shown = options.local_ranks_filter is None or local_rank in options.local_ranks_filter
         template = self._environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${role_name}${rank}]:")

@@ -178,11 +178,14 @@ class Rendezvous:
         try:
             lost = await self._follow(host, reader)
         except (protocol.ProtocolError, TimeoutError) as error:
-            lost = str(error)
+            lost = f"{host.name} was lost: {error}"
         del self._writers[host.replica]
         writer.close()
-        if lost is not None and not host.error:
-            self.troubles.put_nowait(Trouble(host.replica, Verdict(1, f"{host.name} was lost: {lost}")))
+        if not host.error:
+            # From now on its replacement may register.
+            del self._hosts[host.replica]
+            self._complete.clear()
+            self.troubles.put_nowait(Trouble(host.replica, Verdict(1, lost)))
 
     def _admit(self, greeting: protocol.Message | None) -> Registration:
         if greeting is None:
@@ -199,15 +202,15 @@ class Rendezvous:
             raise RendezvousError(f"replica {host.replica} has registered already: {self._hosts[host.replica].name}")
         return host
 
-    async def _follow(self, host: Registration, reader: asyncio.StreamReader) -> str | None:
+    async def _follow(self, host: Registration, reader: asyncio.StreamReader) -> str:
         """Read what a host sends; returns why it counts as lost."""
         while message := await protocol.receive(reader, self._lease):
             kind = message.get("type")
             if kind == "agent_lost":
-                self.troubles.put_nowait(agent_lost(host))
-            elif kind == "signal":
+                return agent_lost(host).verdict.reason
+            if kind == "signal":
                 self.troubles.put_nowait(signalled(host.replica, int(message["number"])))
-        return "its connection broke"
+        return f"{host.name} was lost: its connection broke"
 
 
 def agent_lost(host: Registration) -> Trouble:
