@@ -92,6 +92,8 @@ class Controller:
         while True:
             try:
                 hosts = await self._all_hosts()
+                # Hosts that have lost an earlier replica 0 have seen attempts.
+                self._attempt_number = max(self._attempt_number, *(host.attempt + 1 for host in hosts))
                 await self._form_mesh(hosts)
                 return await self._attempts(hosts)
             except _TroubleCame as came:

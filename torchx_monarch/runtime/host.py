@@ -303,7 +303,8 @@ class HostProcess:
                 return verdict
             await self._pool.stop(signal.SIGTERM, self._grace)
             try:
-                joining = Membership.join(address, host, LEASE)
+                again = dataclasses.replace(host, attempt=self._pool.attempt)
+                joining = Membership.join(address, again, LEASE)
                 self._membership = await self._reporter.while_waiting(joining, lambda: "another replica 0")
             except RendezvousError as error:
                 self._reporter.line(f"host {options.replica}: {error}")

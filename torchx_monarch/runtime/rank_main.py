@@ -57,7 +57,7 @@ def _die_with(parent: int) -> None:
 
 
 def _path0(mode: str, target: str) -> str:
-    """The first entry of ``sys.path``, as CPython sets it for ``-m``, ``-c``, a bundle and a script (links resolved)."""
+    """The first entry of ``sys.path``, as CPython sets it for ``-m``, ``-c``, a bundle and a script, links resolved."""
     if mode == "module":
         return os.getcwd()
     if mode == "code":

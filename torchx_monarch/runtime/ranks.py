@@ -68,6 +68,9 @@ class _Rank:
 class RankPool:
     """Starts, watches and stops the ranks of this host.
 
+    Attributes:
+        attempt: the last one that was launched; -1 for none.
+
     Args:
         command: what the role runs.
         place: who we are and where output goes.
@@ -89,6 +92,7 @@ class RankPool:
         self._environ = environ
         self._preload = list(preload) if command.kind == "torchrun" and command.program.mode != "exec" else []
         self._on_first_output: Callable[[], None] | None = on_first_output
+        self.attempt = -1
         self._count = 0
         self._waiting: list[Interpreter] = []
         self._ranks: list[_Rank] = []
@@ -208,6 +212,7 @@ class RankPool:
         except ValueError as error:
             raise LaunchError(str(error)) from None
         self._waiting = []
+        self.attempt = world.attempt
         await asyncio.gather(*(rank.interpreter.run(order) for rank, order in zip(self._ranks, orders, strict=True)))
         if spares:
             self._spares = asyncio.ensure_future(self._start_spares())

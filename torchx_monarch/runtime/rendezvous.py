@@ -32,6 +32,8 @@ LEASE = 60.0
 
 _ALIVE_EVERY = 5.0
 
+_RETRY_EVERY = 0.01
+
 
 class RendezvousError(Exception):
     """A host cannot take part; the message says why."""
@@ -49,6 +51,7 @@ class Registration:
         nproc: ranks it will run.
         error: why it cannot take part; empty when it can.
         code: exit code that goes with ``error``.
+        attempt: the last attempt that it took part in, under another replica 0; -1 for none.
     """
 
     replica: int
@@ -58,6 +61,7 @@ class Registration:
     nproc: int
     error: str = ""
     code: int = 1
+    attempt: int = -1
 
     @property
     def name(self) -> str:
@@ -241,21 +245,27 @@ class Membership:
             RendezvousError: refused, or nobody listened within ``timeout`` seconds.
         """
         path = socket_path(address)
+        greeting = {"type": "register", "version": protocol.VERSION, "host": dataclasses.asdict(host)}
         until = time.monotonic() + timeout
-        while True:
+        why = ""
+        while time.monotonic() < until:
             try:
                 reader, writer = await asyncio.open_unix_connection(path, limit=protocol.MAX_LINE)
-                break
             except OSError as error:
-                if time.monotonic() > until:
-                    raise RendezvousError(f"replica 0 was not reached in {timeout:g} s at {path}: {error}") from None
-                await asyncio.sleep(0.01)
-        greeting = {"type": "register", "version": protocol.VERSION, "host": dataclasses.asdict(host)}
-        await protocol.send(writer, greeting)
-        answer = await protocol.receive(reader, LEASE) or {}
-        if answer.get("type") != "registered":
-            raise RendezvousError(f"replica 0 refused this host: {answer.get('reason', 'it hung up')}")
-        return cls(reader, writer)
+                why = error.strerror or str(error)
+                await asyncio.sleep(_RETRY_EVERY)
+                continue
+            await protocol.send(writer, greeting)
+            answer = await protocol.receive(reader, LEASE)
+            if answer is not None and answer.get("type") == "registered":
+                return cls(reader, writer)
+            writer.close()
+            if answer is not None:
+                raise RendezvousError(f"replica 0 refused this host: {answer.get('reason')}")
+            # One that is about to end, and whose socket was still open: there may be another.
+            why = "it hung up"
+            await asyncio.sleep(_RETRY_EVERY)
+        raise RendezvousError(f"replica 0 was not reached in {timeout:g} s at {path}: {why}")
 
     async def tell(self, kind: str, **fields: Any) -> None:
         """Send a message to replica 0."""
