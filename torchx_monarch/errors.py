@@ -131,11 +131,13 @@ class Verdict:
         code: exit code of the job, 0..255; the root cause's, 128+n for a signal.
         reason: one line for a person.
         cause: the rank that began it, where a rank did.
+        stopped: whether it was told to end.
     """
 
     code: int
     reason: str
     cause: RankExit | None = None
+    stopped: bool = False
 
     def error_file(self) -> str:
         """The content of a torchelastic error file that says this (see torch's ``ErrorHandler.record_exception``)."""
@@ -151,7 +153,8 @@ class Verdict:
     def from_json(cls, values: Mapping[str, Any]) -> Verdict:
         """The inverse of ``to_json``."""
         cause = values.get("cause")
-        return cls(values["code"], values["reason"], RankExit.from_json(cause) if cause else None)
+        exit = RankExit.from_json(cause) if cause else None
+        return cls(values["code"], values["reason"], exit, values["stopped"])
 
 
 def root_cause(exits: Iterable[RankExit]) -> RankExit | None:

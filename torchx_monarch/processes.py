@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterable
@@ -25,6 +26,20 @@ HOST_MODULE = b"torchx_monarch.host"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+def raise_file_limit() -> tuple[int, int] | None:
+    """Let this process have as many files open as it may; it holds several for each of its children.
+
+    Returns:
+        The limit that it was given, which its children should get: programs that use select() break with more. None
+        when there was nothing to raise.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == hard:
+        return None
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return soft, hard
 
 
 def become_subreaper() -> None:

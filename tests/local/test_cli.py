@@ -17,6 +17,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from torchx.runner import get_runner
+from torchx.specs import AppDef, RetryPolicy, Role
 
 Eventually = Callable[..., object]
 
@@ -283,6 +285,31 @@ def test_kill_9_of_any_process(work: Path, eventually: Eventually, victim: str) 
     assert {"rank": "was killed by signal 9", "agent": "agent", "host": "SIGKILL", "supervisor": "supervisor"}[
         victim
     ] in last
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_a_killed_host_is_replaced_under_the_policy_replica(
+    work: Path, eventually: Eventually, monkeypatch: pytest.MonkeyPatch, replica: int
+) -> None:
+    monkeypatch.chdir(work)
+    name = write(work, "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n    time.sleep(1000)\n")
+    args = ["--nnodes", "2", "--nproc-per-node", "2", name]
+    role = Role("r", image="", entrypoint="torchrun", args=args, num_replicas=2)
+    role.max_retries, role.retry_policy = 1, RetryPolicy.REPLICA
+    with get_runner() as runner:
+        handle = runner.run(AppDef("replaced", roles=[role]), "monarch_local", cfg={"preload": "none", "grace": 2})
+        app = folder(handle)
+        eventually(lambda: '"ranks"' in (app / "events.jsonl").read_text(), "the ranks")
+        supervisor = json.loads((app / "supervisor.json").read_text())["supervisor"]["pid"]
+        host = [
+            one
+            for one in psutil.Process(supervisor).children()
+            if one.cmdline()[one.cmdline().index("--replica") + 1] == str(replica)
+        ]
+        host[0].kill()
+        status = runner.wait(handle, wait_interval=0.1)
+    assert status is not None and str(status.state) == "SUCCEEDED", status
+    assert status.num_restarts == 1
 
 
 def test_fifty_jobs_at_once_have_ports_of_their_own(work: Path, eventually: Eventually) -> None:

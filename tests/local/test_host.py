@@ -84,7 +84,7 @@ NO_PRELOAD = ("--grace", "5", "--preload", "")
         ("import ctypes; ctypes.string_at(0)", 139, "was killed by signal 11 (SIGSEGV)"),
         ("raise ValueError('boom')", 1, "exited with code 1: ValueError: boom"),
         ("raise KeyboardInterrupt", 130, "was killed by signal 2 (SIGINT)"),
-        ("sys.exit('a message')", 1, "exited with code 1"),
+        ("sys.exit('a message')", 1, "exited with code 1: SystemExit: a message"),
     ],
 )
 def test_exit_code_of_one_rank_is_the_jobs(
@@ -323,6 +323,42 @@ def test_failure_to_start_on_another_host_is_reported_by_replica_0(
     assert hosts.wait() == [2, 2]
     last = hosts.err(0).splitlines()[-1]
     assert "host 1 (" in last and "cannot start: can't open file" in last
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "abc"), ("MONARCH_RESTART", "-1"), ("MONARCH_RUN_DIR", "/no/such/folder")],
+)
+def test_bad_variables_are_named(folder: Path, script: Callable[[str], str], variable: str, value: str) -> None:
+    hosts = Hosts(folder, torchrun(script("")), options=NO_PRELOAD, environ={variable: value}).start()
+    assert hosts.wait()[0] in (1, 2)
+    assert value in hosts.err().splitlines()[-1]
+    assert "internal error" not in hosts.err()
+
+
+def test_a_bad_rendezvous_address_is_named(folder: Path, script: Callable[[str], str]) -> None:
+    environ = {"MONARCH_RENDEZVOUS": "pigeon:1"}
+    command = torchrun("--nnodes", "2", script(""))
+    hosts = Hosts(folder, command, replicas=2, options=NO_PRELOAD, environ=environ).start()
+    assert hosts.wait() == [1, 1]
+    assert all("MONARCH_RENDEZVOUS='pigeon:1' is not of the form" in hosts.err(replica) for replica in (0, 1))
+
+
+def test_many_ranks_with_few_open_files(folder: Path, script: Callable[[str], str]) -> None:
+    path = script("import resource; print('files', resource.getrlimit(resource.RLIMIT_NOFILE)[0])")
+    limited = ("sh", "-c", 'ulimit -Sn 64; exec "$@"', "sh")
+    hosts = Hosts(folder, torchrun(path, nproc=20), options=NO_PRELOAD, wrapper=limited).start()
+    assert hosts.wait() == [0]
+    assert hosts.out().count("files 64\n") == 20
+
+
+def test_a_failure_before_all_hosts_have_come_is_told_to_those_that_come(folder: Path, eventually: Eventually) -> None:
+    hosts = Hosts(folder, torchrun("--nnodes", "2", "nosuch.py"), replicas=2, options=NO_PRELOAD).start(0)
+    eventually(lambda: "FAILED" in hosts.err(0), "the verdict")
+    started = time.monotonic()
+    hosts.start(1)
+    assert hosts.wait() == [2, 2]
+    assert time.monotonic() - started < 5
 
 
 def test_missing_interpreter_is_named(folder: Path, script: Callable[[str], str]) -> None:

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchx.components import dist, utils
-from torchx.specs import AppDef, Role, macros
+from torchx.specs import AppDef, RetryPolicy, Role, macros
 
 from torchx_monarch.plan.command import CommandError, parse
 from torchx_monarch.plan.rewrite import HostOptions, restore, rewrite
@@ -341,3 +341,18 @@ def test_the_host_gets_the_values_of_macros_that_a_shell_expands(stubs: Path) ->
     env = {"PATH": str(Path(sys.executable).parent), "JOB": "7", "NODE": "1"}
     ran = subprocess.run(["/bin/bash", "-c", string], env=env, capture_output=True, text=True, check=True, timeout=30)
     assert json.loads(ran.stdout)[1:7] == ["--app", "7", "--role", "trainer", "--replica", "1"]
+
+
+def test_only_backends_that_replace_replicas_promise_replacements() -> None:
+    def words(policy: RetryPolicy, replicas: int, retries: int = 3) -> list[str]:
+        given = app("torchrun", f"--nnodes={replicas}", "a.py", replicas=replicas)
+        given.roles[0].retry_policy, given.roles[0].max_retries = policy, retries
+        wrapped = rewrite(given, HostOptions()).roles[0]
+        assert restore(wrapped).args == given.roles[0].args
+        return list(wrapped.args)
+
+    args = words(RetryPolicy.REPLICA, 2)
+    assert args[args.index("--replacements") + 1] == "3"
+    assert "--replacements" not in words(RetryPolicy.REPLICA, 1)
+    assert "--replacements" not in words(RetryPolicy.REPLICA, 2, retries=0)
+    assert "--replacements" not in words(RetryPolicy.APPLICATION, 2)

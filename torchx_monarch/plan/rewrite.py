@@ -147,9 +147,14 @@ def _host_arguments(role: Role, options: HostOptions) -> list[str]:
         *("--grace", _seconds(options.grace)),
         *("--host-timeout", _seconds(options.host_timeout)),
         *("--preload", escape(options.preload)),
-        *("--replacements", str(role.max_retries if role.retry_policy is RetryPolicy.REPLICA else 0)),
+        *(("--replacements", str(role.max_retries)) if _are_replaced(role) else ()),
         "--",
     ]
+
+
+def _are_replaced(role: Role) -> bool:
+    """Whether the backend starts a lost replica again while the others live."""
+    return role.retry_policy is RetryPolicy.REPLICA and role.max_retries > 0 and role.num_replicas > 1
 
 
 def _seconds(value: float) -> str:

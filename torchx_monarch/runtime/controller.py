@@ -122,7 +122,7 @@ class Controller:
         except asyncio.TimeoutError:
             missing = ", ".join(str(replica) for replica in rendezvous.missing)
             reason = f"replica {missing} did not arrive within {timeout:g} s (--host-timeout)"
-            raise _TroubleCame(Trouble(rendezvous.missing[0], Verdict(1, reason))) from None
+            raise _TroubleCame(Trouble(0, Verdict(1, reason), lost=False)) from None
         self._reporter.phase("hosts", f"hosts {len(hosts)}/{len(hosts)}", hosts=[host.hostname for host in hosts])
         return hosts
 

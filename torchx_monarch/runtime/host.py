@@ -98,6 +98,9 @@ class HostProcess:
         self._pool: RankPool | None = None
         self._registration: Registration | None = None
         self._agent_gone = False
+        # Seconds from SIGTERM to SIGKILL for ranks: torchrun's own option or variable, else the host's.
+        self._grace = options.grace
+        self._backend_restarts = 0
         self._first_output = asyncio.Event()
         self._sockets = ""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -141,9 +144,6 @@ class HostProcess:
             error, code = str(failure), 2
         except LaunchError as failure:
             error = str(failure)
-        except FileNotFoundError as failure:
-            # The exit code of `python nosuch.py`.
-            error, code = f"can't open file {failure.filename!r}: No such file or directory", 2
         options = self._options
         host = Registration(options.replica, address, self._hostname, os.getpid(), nproc, error, code)
         self._registration = host
@@ -181,13 +181,18 @@ class HostProcess:
             raise CommandError(f"not a torchrun or Python command: {shlex.join(options.command)}")
         check(command, replicas=options.replicas, role=options.role)
         self._handle_signals(command.options.signals_to_handle)
+        self._command = command
+        self._backend_restarts = int(self._number("MONARCH_RESTART", 0))
+        self._grace = self._number("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", options.grace)
+        if command.options.shutdown_timeout is not None:
+            self._grace = float(command.options.shutdown_timeout)
         program = command.program
         if program.mode == "script" and not os.path.exists(program.target):
-            raise FileNotFoundError(2, "No such file or directory", os.path.abspath(program.target))
+            # The exit code goes with it, as of `python nosuch.py`.
+            raise CommandError(f"can't open file {os.path.abspath(program.target)!r}: No such file or directory")
         return command
 
     async def _start_interpreters(self, command: Command) -> int:
-        self._command = command
         log_dir = self._log_dir
         if command.options.log_dir:
             log_dir = os.path.join(command.options.log_dir, self._run_id())
@@ -210,10 +215,14 @@ class HostProcess:
     async def _start_worker(self) -> str:
         """Monarch's worker loop, and the socket by which its agent will reach us."""
         # Of this life of this replica alone, and short: the path of a socket has at most 107 bytes.
-        self._sockets = tempfile.mkdtemp(prefix="h", dir=self._run_dir)
+        try:
+            self._sockets = tempfile.mkdtemp(prefix="h", dir=self._run_dir)
+        except OSError as error:
+            raise LaunchError(f"cannot make sockets in {self._run_dir}: {error.strerror}") from None
         link, client, worker = (os.path.join(self._sockets, name) for name in ("link", "client", "worker"))
         await LinkServer(link, self._handle, self._agent_lost).start()
         os.environ[SOCKET_VARIABLE] = link
+        os.environ["PYTHONSAFEPATH"] = "1"  # a monarch.py of the user's in this folder is not what the agent imports
         os.environ["TMPDIR"] = self._sockets  # Monarch makes more of them; ranks get the environment as it was
 
         def start() -> str:
@@ -233,19 +242,29 @@ class HostProcess:
         given = self._command.options.rdzv_id if self._command else "none"
         return given if given != "none" else self._options.app
 
-    @property
-    def _grace(self) -> float:
-        """Seconds from SIGTERM to SIGKILL for ranks: torchrun's own option or variable, else the host's."""
-        if self._command and self._command.options.shutdown_timeout is not None:
-            return float(self._command.options.shutdown_timeout)
-        return float(self._environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", self._options.grace))
+    def _number(self, variable: str, default: float) -> float:
+        """The number, 0 or more, that an environment variable holds.
+
+        Raises:
+            CommandError: it holds something else.
+        """
+        text = self._environ.get(variable)
+        if text is None:
+            return default
+        try:
+            value = float(text)
+        except ValueError:
+            value = -1.0
+        if not 0 <= value < float("inf"):
+            raise CommandError(f"{variable}={text!r} is not a number of 0 or more")
+        return value
 
     async def _control(self, host: Registration) -> Verdict:
         """Replica 0: gather the hosts, run, announce."""
         options = self._options
         address = self._environ.get("MONARCH_RENDEZVOUS") or f"unix:{self._run_dir}/r.sock"
-        self._rendezvous = rendezvous = Rendezvous(address, options.replicas)
         try:
+            self._rendezvous = rendezvous = Rendezvous(address, options.replicas)
             if options.replicas > 1:
                 await rendezvous.start()
         except RendezvousError as error:
@@ -257,8 +276,7 @@ class HostProcess:
             max_restarts=max_restarts,
             replacements=options.replacements,
             # The backend's earlier starts may have used up all their attempts.
-            first_log_attempt=int(self._environ.get("MONARCH_RESTART", "0"))
-            * (1 + max_restarts + options.replacements),
+            first_log_attempt=self._backend_restarts * (1 + max_restarts + options.replacements),
             host_timeout=options.host_timeout,
             grace=self._grace,
             master_addr="127.0.0.1",
@@ -274,7 +292,7 @@ class HostProcess:
             self._reporter.line(f"traceback of rank {verdict.cause.rank}:\n{verdict.cause.traceback.rstrip()}")
         if verdict.cause:
             self._reporter.line(f"log of rank {verdict.cause.rank}: {verdict.cause.stderr_path}")
-        word = "SUCCEEDED" if verdict.code == 0 else "FAILED"
+        word = "SUCCEEDED" if verdict.code == 0 else "STOPPED" if verdict.stopped else "FAILED"
         self._reporter.phase("verdict", f"{word}: {verdict.reason}", code=verdict.code)
         return verdict
 

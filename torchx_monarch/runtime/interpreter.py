@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -39,6 +40,7 @@ class Interpreter:
         python: the interpreter with its flags.
         label: shown after them in a process listing.
         env: the environment.
+        files: its limit of open files; None for ours.
         on_first_output: called when its program first prints.
 
     Raises:
@@ -46,7 +48,12 @@ class Interpreter:
     """
 
     def __init__(
-        self, python: Sequence[str], label: Sequence[str], env: Mapping[str, str], on_first_output: Callable[[], None]
+        self,
+        python: Sequence[str],
+        label: Sequence[str],
+        env: Mapping[str, str],
+        files: tuple[int, int] | None,
+        on_first_output: Callable[[], None],
     ) -> None:
         self._channel, theirs = socket.socketpair()
         self._channel.setblocking(False)
@@ -65,6 +72,8 @@ class Interpreter:
             except OSError:
                 self._channel.close()
                 raise
+        if files is not None:
+            resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, files)
         assert self.process.stdout is not None and self.process.stderr is not None
         self.stdout = RankOutput(self.process.stdout, on_first_output)
         self.stderr = RankOutput(self.process.stderr, on_first_output)

@@ -294,9 +294,10 @@ def main() -> None:
     try:
         _run(mode, target, args)
     except SystemExit as error:
-        # CPython's own way to say that there is no such script or module.
-        if not _began(error.__traceback__):
-            _record(error, began=False)
+        # CPython's own way to say that there is no such script or module; or the program's, with a text for a person.
+        began = _began(error.__traceback__)
+        if not began or isinstance(error.code, str):
+            _record(error, began)
         raise
     except BaseException as error:
         error.__traceback__ = _without_own_frames(error.__traceback__)

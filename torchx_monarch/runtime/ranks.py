@@ -22,6 +22,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from torchx_monarch import processes
 from torchx_monarch.errors import RankExit
 from torchx_monarch.plan.command import Command
 from torchx_monarch.runtime.environment import World, interpreter_environment, rank_environment
@@ -98,6 +99,7 @@ class RankPool:
         self._ranks: list[_Rank] = []
         self._spares: asyncio.Task[None] | None = None
         self._reserved: socket.socket | None = None
+        self._files = processes.raise_file_limit()
 
     # -- before an attempt ---------------------------------------------------------------------------------------------
 
@@ -170,7 +172,7 @@ class RankPool:
         program, python = self._command.program, self._python()
         env = interpreter_environment(self._environ, self._count)
         try:
-            interpreter = Interpreter(python, self._typed(local_rank), env, self._printed)
+            interpreter = Interpreter(python, self._typed(local_rank), env, self._files, self._printed)
         except OSError as error:
             raise LaunchError(f"cannot start the Python interpreter {python[0]!r}: {error.strerror}") from None
         interpreter.prepare(program.mode, program.target, self._preload)

@@ -34,6 +34,8 @@ _ALIVE_EVERY = 5.0
 
 _RETRY_EVERY = 0.01
 
+_LATECOMERS = 1.0
+
 
 class RendezvousError(Exception):
     """A host cannot take part; the message says why."""
@@ -115,6 +117,8 @@ class Rendezvous:
         self._hosts: dict[int, Registration] = {}
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._complete = asyncio.Event()
+        self._were_complete = False
+        self._verdict: Verdict | None = None
         self._server: asyncio.AbstractServer | None = None
 
     async def start(self) -> None:
@@ -136,8 +140,9 @@ class Rendezvous:
         self._hosts[host.replica] = host
         if host.error:
             reason = f"{host.name} cannot start: {host.error}"
-            self.troubles.put_nowait(Trouble(host.replica, Verdict(host.code, reason)))
+            self.troubles.put_nowait(Trouble(host.replica, Verdict(host.code, reason), lost=False))
         elif len(self._hosts) == self._replicas:
+            self._were_complete = True
             self._complete.set()
 
     async def hosts(self) -> list[Registration]:
@@ -156,17 +161,24 @@ class Rendezvous:
         return len(self._hosts)
 
     async def announce(self, verdict: Verdict, timeout: float) -> None:
-        """Tell every host how the job ended; returns when they have hung up, or after ``timeout`` seconds."""
+        """Tell every host how the job ended; returns when they have hung up, or after ``timeout`` seconds.
+
+        When that was before all had come, those that come within a second are told as well: they would look for a
+        replica 0 for a long time.
+        """
+        self._verdict = verdict
+        for writer in list(self._writers.values()):
+            await protocol.send(writer, {"type": "verdict", **verdict.to_json()})
+        started = time.monotonic()
+        open_for = 0.0 if self._were_complete or self._server is None else _LATECOMERS
+        while (self._writers or open_for) and time.monotonic() < started + timeout:
+            await asyncio.sleep(0.005)
+            if not self.missing or time.monotonic() > started + open_for:
+                open_for = 0.0
         if self._server is not None:
-            self._server.close()  # a replacement that comes now is for the next replica 0
+            self._server.close()
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._path)
-        writers = list(self._writers.values())
-        for writer in writers:
-            await protocol.send(writer, {"type": "verdict", **verdict.to_json()})
-        until = time.monotonic() + timeout
-        while self._writers and time.monotonic() < until:
-            await asyncio.sleep(0.005)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -179,6 +191,8 @@ class Rendezvous:
         self._writers[host.replica] = writer
         await protocol.send(writer, {"type": "registered"})
         self.register(host)
+        if self._verdict is not None:
+            await protocol.send(writer, {"type": "verdict", **self._verdict.to_json()})
         try:
             lost = await self._follow(host, reader)
         except (protocol.ProtocolError, TimeoutError) as error:
@@ -225,9 +239,8 @@ def agent_lost(host: Registration) -> Trouble:
 def signalled(replica: int, number: int) -> Trouble:
     """The trouble of a host that was told to stop."""
     what = describe_code(-number).partition("by ")[2]
-    return Trouble(
-        replica, Verdict(128 + number, f"host {replica} was told to stop by {what}"), lost=False, signal=number
-    )
+    verdict = Verdict(128 + number, f"host {replica} was told to stop by {what}", stopped=True)
+    return Trouble(replica, verdict, lost=False, signal=number)
 
 
 class Membership:

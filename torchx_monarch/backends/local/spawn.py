@@ -29,16 +29,9 @@ _given_files: tuple[int, int] | None = None
 
 
 def raise_file_limit() -> None:
-    """Let this process have as many files open as it may: it holds several for each replica.
-
-    Processes that are started from here get the limit that this one was given: programs that use select() break with
-    more.
-    """
+    """Let this process have as many files open as it may; what is started from here gets the limit that it had."""
     global _given_files
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        _given_files = (soft, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    _given_files = processes.raise_file_limit()
 
 
 class SpawnError(OSError):
