@@ -87,7 +87,7 @@ def test_a_job_from_other_processes(work: Path, eventually: Eventually) -> None:
 
 
 def test_job_survives_its_shell(work: Path, eventually: Eventually) -> None:
-    name = write(work, "time.sleep(2); print('the end', flush=True)\n")
+    name = write(work, "while not os.path.exists('go on'):\n    time.sleep(0.05)\nprint('the end', flush=True)\n")
     shell = subprocess.Popen(
         [*RUN, "--wait", "--log", "-cfg", "preload=none", "monarch.spmd", name],
         cwd=work,
@@ -101,6 +101,7 @@ def test_job_survives_its_shell(work: Path, eventually: Eventually) -> None:
     os.killpg(shell.pid, signal.SIGHUP)
     shell.communicate(timeout=10)
     assert state(handle) in ("PENDING", "RUNNING")
+    (work / "go on").touch()
     eventually(lambda: state(handle) == "SUCCEEDED", "the end of the job")
     assert "the end" in torchx("log", handle).stdout
 
