@@ -244,9 +244,13 @@ def _record(error: BaseException, began: bool) -> None:
 
 
 def _began(trace: types.TracebackType | None) -> bool:
-    """Whether a line of the program ran: any frame that is neither ours nor of CPython's own ``-m``."""
-    names = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace))
-    return any(name != __file__ and not name.startswith("<frozen") for name in names)
+    """Whether a line of the program ran: any frame that is neither ours nor of what CPython's ``-m`` is made of."""
+    return any(
+        frame.f_code.co_filename != __file__
+        and not frame.f_code.co_filename.startswith("<frozen")
+        and frame.f_globals.get("__name__") != "runpy"  # frozen only since Python 3.11
+        for frame, _ in traceback.walk_tb(trace)
+    )
 
 
 def _without_own_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
