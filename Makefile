@@ -20,7 +20,7 @@ endif
 export PATH := $(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-PYTESTFLAGS ?=
+PYTESTFLAGS ?= -n 2
 BENCHFLAGS ?=
 
 .PHONY: help venv demo test check bench lint types format clean

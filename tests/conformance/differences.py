@@ -1,0 +1,197 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Everything in which a program or its caller can tell us from torchrun, each with its reason.
+
+A difference that is not here fails a test, and a test shows each one that is. ``docs/differences.md``
+holds the table that ``render`` makes; ``python -m tests.conformance.differences`` prints it.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Difference(Enum):
+    """What differs; how it is under torchrun; how it is here; why."""
+
+    MASTER_ADDR = (
+        "`MASTER_ADDR` on one machine",
+        "`localhost`",
+        "`127.0.0.1`",
+        "the address that the store is bound to; nothing has to resolve a name, and no other machine can reach it",
+    )
+
+    MASTER_PORT = (
+        "`MASTER_PORT`",
+        "a free port, taken again later",
+        "a free port, held from the first moment",
+        "no other job can take it in between",
+    )
+    ERROR_FILE = (
+        "`TORCHELASTIC_ERROR_FILE` without `--log-dir`",
+        "in a new folder under `/tmp`, which stays",
+        "in the job's own log folder",
+        "found again by the app's id, and removed with the job's logs",
+    )
+    RUN_ID = (
+        "`TORCHELASTIC_RUN_ID` on one machine",
+        "a random one, whatever `--rdzv-id` says, unless a rendezvous endpoint is given",
+        "`--rdzv-id`, or else the app's id",
+        "the name by which `torchx status` and `torchx log` know the job",
+    )
+    RELATIVE = (
+        "`TORCHELASTIC_ERROR_FILE` with a relative `--log-dir`",
+        "relative: a script that changes its folder loses it",
+        "absolute",
+        "the report finds the error file wherever the script has gone",
+    )
+    PRELOAD = (
+        "Modules imported before the script begins",
+        "none",
+        "torch, with `-cfg preload=torch`, the default",
+        "the ranks import while the mesh forms, which is most of the time that a start takes",
+    )
+
+    NO_TEXT = (
+        "A script that cannot be decoded (NUL, not UTF-8, unknown coding)",
+        "SyntaxError in the words of `python script.py`",
+        "SyntaxError in the words of `import script`",
+        "the script is compiled from memory, as modules are; exit code and kind of error are the same",
+    )
+    MISSING_SCRIPT = (
+        "A script that does not exist",
+        "every rank starts and prints that it cannot open it",
+        "one line from the launcher, no rank",
+        "said once, and before anything is started; the exit code is the rank's, 2",
+    )
+    EXECUTABLE = (
+        "`--no-python` with a program that cannot be executed",
+        "traceback of the launcher, exit code 1",
+        "one line in the rank's stderr, exit code 127 (not found) or 126",
+        "as a shell does",
+    )
+
+    CALL_STACK = (
+        "The bottom of the call stack (`inspect.stack()`, `sys._getframe`)",
+        "the script",
+        "`rank_main.py`, then the script",
+        "the program runs in an interpreter that was started ahead; tracebacks are printed without those frames",
+    )
+    FAULTHANDLER = (
+        "`faulthandler`",
+        "off",
+        "on, and a real-time signal prints the stacks of all threads",
+        "a crash shows where it was, and so does a rank that hangs; a script may switch it off or point it elsewhere",
+    )
+    STREAMS = (
+        "What stdout and stderr of a rank are",
+        "what the launcher has, or files",
+        "pipes that the host process reads",
+        "one reader numbers, prefixes and stores lines, none of them torn by another rank",
+    )
+    STDIN = (
+        "stdin of a rank",
+        "the launcher's, shared by all ranks",
+        "empty",
+        "the job is no child of the terminal that submitted it, and all ranks would read from one",
+    )
+    DEATH_WITH_HOST = (
+        "A rank whose launcher is killed",
+        "runs on",
+        "is killed",
+        "nothing outlives its owner: no rank keeps a GPU that nobody knows of",
+    )
+    COMMAND_LINE = (
+        "A rank's command line in a process listing",
+        "`python -u script.py ...`",
+        "`python -u rank_main.py ... script.py ...`",
+        "the process exists before it has its rank; `sys.argv` and `sys.orig_argv` are the same",
+    )
+
+    STORE = (
+        "Where the job's TCPStore is served",
+        "in the launcher",
+        "in rank 0, by threads of torch's own and some descriptors",
+        "rank 0 has torch imported before anything else of the job has, and listens before anybody is told the port",
+    )
+    EXIT_CODE = (
+        "Exit code of the job when a rank fails",
+        "1",
+        "that of the rank which began it; 128 + N for signal N, as in a shell",
+        "the caller can tell an assertion from a kill for memory; `max_retries` and schedulers look at it",
+    )
+
+    UNRECORDED = (
+        "Error file of a program without `@record`",
+        "none",
+        "as with `@record`",
+        "the report names the exception and shows its traceback, whoever wrote the program",
+    )
+
+    ALL_FILES = (
+        "Log files of streams that are not redirected",
+        "none",
+        "`stdout.log` and `stderr.log` of every rank, always",
+        "what a rank said is still there when it is asked for; `torchx log` and the report point at it",
+    )
+    LOG_DIR = (
+        "Folder of a run below `--log-dir`",
+        "`ID_xxxxxxxx`, a new one each time",
+        "`ID`",
+        "its path is known before the job runs; give each run an `--rdzv-id` of its own or none at all",
+    )
+    TEE = (
+        "`--tee` of carriage returns, bytes that are not UTF-8, a last line without an end, and lines being written",
+        "a carriage return begins a line with a prefix; bytes become U+FFFD; half a line may get a prefix of its own",
+        "bytes are passed on as they are, one prefix after each line feed; the last line is ended",
+        "a progress bar stays one line, and output can be compared with the file it is also in",
+    )
+
+    TORN = (
+        "Lines of several ranks without `--tee`",
+        "mixed within a line: `print` of an unbuffered interpreter writes piece by piece",
+        "whole lines, so a line is seen when it ends",
+        "one can read it; a rank's own file gets every byte at once",
+    )
+
+    SIGNALLED = (
+        "Exit code after a signal to the launcher",
+        "1, after a traceback of the launcher",
+        "128 + the signal",
+        "as a shell has it; a scheduler knows its own SIGTERM again",
+    )
+    LEFTOVERS = (
+        "Processes that a rank leaves running when it ends",
+        "run on",
+        "get SIGTERM, then SIGKILL",
+        "nothing outlives its owner: a data loader that was forgotten holds no memory of a GPU",
+    )
+
+    SHUTDOWN_TIMEOUT = (
+        "`--shutdown-timeout` after a rank has failed",
+        "not looked at: always 30 s",
+        "holds, as after a signal",
+        "the option says so",
+    )
+    USER_SIGNALS = (
+        "SIGUSR1 and SIGUSR2 to the launcher, when `--signals-to-handle` does not name them",
+        "end the launcher, whose ranks run on",
+        "go to the ranks, and the job goes on",
+        "schedulers send them ahead of a time limit, and only the program knows what to do",
+    )
+
+    def __init__(self, what: str, torchrun: str, here: str, reason: str) -> None:
+        self.what = what
+        self.torchrun = torchrun
+        self.here = here
+        self.reason = reason
+
+
+def render() -> str:
+    """The table of the page."""
+    rows = [("What", "Under torchrun", "Here", "Why"), ("---",) * 4, *(difference.value for difference in Difference)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+if __name__ == "__main__":
+    print(render(), end="")
