@@ -313,6 +313,7 @@ def test_a_killed_host_is_replaced_under_the_policy_replica(
     assert status.num_restarts == 1
 
 
+@pytest.mark.timeout(300)
 def test_fifty_jobs_at_once_have_ports_of_their_own(work: Path, eventually: Eventually) -> None:
     # Each job takes its MASTER_PORT as a TCPStore does: SO_REUSEADDR, then listen, on all addresses.
     name = write(

@@ -89,6 +89,7 @@ class HostProcess:
         self._stdout, self._stderr = os.dup(1), os.dup(2)
         self._log_dir = self._environ.get("MONARCH_LOG_DIR") or tempfile.mkdtemp(prefix="torchx-monarch-")
         self._run_dir = self._environ.get("MONARCH_RUN_DIR") or tempfile.mkdtemp(prefix="tm-")
+        self._log_dir = os.path.abspath(self._log_dir)
         self._monarch_log = os.path.join(self._log_dir, "monarch.log")
         events_path = self._environ.get("MONARCH_EVENTS") if options.replica == 0 else None
         self._reporter = Reporter(self._stderr, events_path, options.role)
@@ -193,15 +194,17 @@ class HostProcess:
         return command
 
     async def _start_interpreters(self, command: Command) -> int:
-        log_dir = self._log_dir
-        if command.options.log_dir:
-            log_dir = os.path.join(command.options.log_dir, self._run_id())
+        log_dir: str | None = self._log_dir
+        if command.options.log_dir == os.devnull:
+            log_dir = None  # torchrun's way to have none
+        elif command.options.log_dir:
+            log_dir = os.path.abspath(os.path.join(command.options.log_dir, self._run_id()))
         self._pool = RankPool(
             command,
             Place(
                 replica=self._options.replica,
                 hostname=self._hostname,
-                log_dir=os.path.abspath(log_dir),
+                log_dir=log_dir,
                 stdout=self._stdout,
                 stderr=self._stderr,
             ),
@@ -290,7 +293,7 @@ class HostProcess:
     def _conclude(self, verdict: Verdict) -> Verdict:
         if verdict.cause and verdict.cause.traceback:
             self._reporter.line(f"traceback of rank {verdict.cause.rank}:\n{verdict.cause.traceback.rstrip()}")
-        if verdict.cause:
+        if verdict.cause and verdict.cause.stderr_path:
             self._reporter.line(f"log of rank {verdict.cause.rank}: {verdict.cause.stderr_path}")
         word = "SUCCEEDED" if verdict.code == 0 else "STOPPED" if verdict.stopped else "FAILED"
         self._reporter.phase("verdict", f"{word}: {verdict.reason}", code=verdict.code)

@@ -48,18 +48,19 @@ class RankOutput:
         os.set_blocking(pipe.fileno(), False)
         asyncio.get_running_loop().add_reader(pipe, self._readable)
 
-    def assign(self, path: str, console: int | None, prefix: str) -> None:
+    def assign(self, path: str | None, console: int | None, prefix: str) -> None:
         """Say where it goes.
 
         Args:
-            path: the rank's own file; appended to.
+            path: the rank's own file; appended to. None for none.
             console: descriptor for the prefixed lines; None for the file alone.
             prefix: stands before each line, ``[trainer3]:``; may be empty.
 
         Raises:
             OSError: the file cannot be opened.
         """
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        if path is not None:
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._console = console
         self._prefix = prefix.encode()
         held, self._held = self._held or [], None

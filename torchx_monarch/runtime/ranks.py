@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import dataclasses
 import json
-import os
 import signal
 import socket
 import sys
@@ -43,14 +42,14 @@ class Place:
     Attributes:
         replica: id of the host's replica.
         hostname: name of the machine.
-        log_dir: gets ``attempt_N/RANK/{stdout,stderr}.log`` and ``error.json``.
+        log_dir: gets ``attempt_N/RANK/{stdout,stderr}.log`` and ``error.json``; None for no files.
         stdout: descriptor for prefixed stdout lines.
         stderr: descriptor for prefixed stderr lines.
     """
 
     replica: int
     hostname: str
-    log_dir: str
+    log_dir: str | None
     stdout: int = 1
     stderr: int = 2
 
@@ -62,7 +61,7 @@ class _Rank:
     interpreter: Interpreter
     rank: int
     local_rank: int
-    directory: str
+    directory: Path | None
     stopped_at: float | None = None
 
 
@@ -273,8 +272,10 @@ class RankPool:
     def _assign(self, world: World, local_rank: int, interpreter: Interpreter) -> _Rank:
         options, place = self._command.options, self._place
         rank = world.first_rank(place.replica) + local_rank
-        directory = os.path.join(place.log_dir, f"attempt_{world.log_attempt}", str(rank))
-        os.makedirs(directory, mode=0o700, exist_ok=True)
+        directory = None
+        if place.log_dir is not None:
+            directory = Path(place.log_dir, f"attempt_{world.log_attempt}", str(rank))
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         shown = options.local_ranks_filter is None or local_rank in options.local_ranks_filter
         template = self._environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${role_name}${rank}]:")
         prefix = Template(template).safe_substitute(role_name=options.role, rank=rank, local_rank=local_rank)
@@ -284,15 +285,16 @@ class RankPool:
         ):
             teed = tee(local_rank)
             onto_console = shown and (teed or not redirect(local_rank))
-            path = os.path.join(directory, f"{name}.log")
+            path = str(directory / f"{name}.log") if directory else None
             output.assign(path, console if onto_console else None, prefix if teed else "")
         return _Rank(interpreter, rank, local_rank, directory)
 
     def _order(self, world: World, rank: _Rank) -> dict[str, Any]:
         program = self._command.program
-        error_file = os.path.join(rank.directory, "error.json")
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(error_file)
+        error_file = ""
+        if rank.directory is not None:
+            (rank.directory / "error.json").unlink(missing_ok=True)
+            error_file = str(rank.directory / "error.json")
         typed = self._typed(rank.local_rank)
         return {
             "op": "run",
@@ -311,8 +313,9 @@ class RankPool:
 
     def _exit_of(self, rank: _Rank) -> RankExit:
         error: Any = None
-        with contextlib.suppress(OSError, ValueError):
-            error = json.loads(Path(rank.directory, "error.json").read_text())
+        if rank.directory is not None:
+            with contextlib.suppress(OSError, ValueError):
+                error = json.loads((rank.directory / "error.json").read_text())
         interpreter = rank.interpreter
         exit = RankExit(
             rank=rank.rank,
@@ -323,7 +326,7 @@ class RankPool:
             code=interpreter.process.returncode,
             time=interpreter.ended_at,
             stopped_at=rank.stopped_at,
-            stderr_path=os.path.join(rank.directory, "stderr.log"),
+            stderr_path=str(rank.directory / "stderr.log") if rank.directory else "",
             error=error if isinstance(error, dict) else None,
         )
         if exit.failed and rank.stopped_at is not None:
