@@ -66,7 +66,7 @@ def test_forked_torchrun_is_torchrun(form: str, both: Launchers, tmp_path: Path)
     observed = Path(os.environ["OBSERVED"])
     reports = {int(path.name): json.loads(path.read_text()) for path in observed.iterdir()}
     assert real.returncode == theirs.code == 1
-    assert real.stdout == theirs.out
+    assert sorted(real.stdout) == sorted(theirs.out)  # torchrun lets the lines of two ranks tear each other
     forked = _lasting(theirs.reports)
     for rank, report in _lasting(reports).items():
         assert {

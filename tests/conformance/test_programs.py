@@ -196,8 +196,8 @@ def test_program_that_cannot_run(case: str, both: Launchers) -> None:
     assert ours.log(0, "stderr.log") == theirs.log(0, "stderr.log") != b""
 
 
+# Not a null byte: releases of CPython differ on it (3.11.2 ends the source there, 3.11.4 refuses it).
 NO_TEXT: dict[str, str | bytes] = {
-    "null byte": b"x = 1\0\n",
     "not UTF-8": b"x = '\xff'\n",
     "unknown coding": "# coding: nonsense\n",
 }
