@@ -91,6 +91,7 @@ def test_job_survives_its_shell(work: Path, eventually: Eventually) -> None:
     shell = subprocess.Popen(
         [*RUN, "--wait", "--log", "-cfg", "preload=none", "monarch.spmd", name],
         cwd=work,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},  # or the handle comes with the command's end
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
