@@ -114,6 +114,19 @@ def test_spare_interpreters_take_over(folder: Path, script: Callable[[str], str]
     assert ranks[1]["seconds"] < 0.5 * ranks[0]["seconds"] + 0.5
 
 
+def test_spares_of_a_short_attempt_do_not_add_to_the_next(folder: Path, script: Callable[[str], str]) -> None:
+    path = script("""
+        if attempt < 2 and rank == 1:
+            time.sleep(9 * attempt)
+            sys.exit(1)
+        if attempt < 2:
+            time.sleep(100)
+    """)
+    hosts = Hosts(folder, torchrun(path, restarts=2), options=NO_PRELOAD).start()
+    assert hosts.wait() == [0], hosts.err()
+    assert sorted(rank.name for rank in (hosts.logs(0) / "attempt_2").iterdir()) == ["0", "1"]
+
+
 @pytest.mark.parametrize(
     ("body", "code", "words"),
     [

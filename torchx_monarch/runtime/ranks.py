@@ -216,7 +216,7 @@ class RankPool:
         self.attempt = world.attempt
         await asyncio.gather(*(rank.interpreter.run(order) for rank, order in zip(self._ranks, orders, strict=True)))
         if spares:
-            self._spares = asyncio.ensure_future(self._start_spares())
+            self._spares = asyncio.ensure_future(self._start_spares(world.attempt))
         return [rank.interpreter.process.pid for rank in self._ranks]
 
     async def watch(self) -> None:
@@ -261,12 +261,15 @@ class RankPool:
         """How the ranks of the attempt that have ended did."""
         return [self._exit_of(rank) for rank in self._ranks if rank.interpreter.ended.is_set()]
 
-    async def _start_spares(self) -> None:
-        """Have interpreters ready for the next attempt, one importing at a time: the ranks need the machine."""
+    async def _start_spares(self, attempt: int) -> None:
+        """Have interpreters ready for the next attempt, one importing at a time: the ranks need the machine.
+
+        Ends when that attempt has begun meanwhile, which has started what it missed and has spares of its own.
+        """
         await asyncio.sleep(_SPARES_AFTER)
-        for local_rank in range(self._count):
-            with contextlib.suppress(LaunchError):  # it will be said when the attempt needs one
-                self._start(local_rank)
+        with contextlib.suppress(LaunchError):  # it will be said when the attempt needs one
+            while self.attempt == attempt and len(self._waiting) < self._count:
+                self._start(len(self._waiting))
                 await self._waiting[-1].ask({"op": "ready"})
 
     def _assign(self, world: World, local_rank: int, interpreter: Interpreter) -> _Rank:
