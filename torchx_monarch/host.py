@@ -23,6 +23,7 @@ def main(argv: list[str]) -> NoReturn:
         argv: the options, ``--``, and the role's command.
     """
     from torchx_monarch.runtime.host import HostOptions, HostProcess
+    from torchx_monarch.runtime.network import NetworkOptions, parse_ports
 
     parser = argparse.ArgumentParser(prog="python -m torchx_monarch.host", description=__doc__, allow_abbrev=False)
     parser.add_argument("--app", required=True, help="id of the app")
@@ -35,6 +36,14 @@ def main(argv: list[str]) -> NoReturn:
     parser.add_argument(
         "--replacements", type=int, default=0, help="how many lost hosts the backend replaces; the job then goes on"
     )
+    parser.add_argument("--bind", default="", help="address or interface to open ports on (default: all)")
+    parser.add_argument(
+        "--advertise", default="", help="name or address by which other hosts dial this one (default: as seen by them)"
+    )
+    parser.add_argument("--ports", help="LOW-HIGH: the ports that Monarch may listen on (default: any)")
+    parser.add_argument(
+        "--peer-timeout", type=float, default=5.0, help="seconds of a machine's silence until it counts as lost"
+    )
     parser.add_argument("command", nargs="+", metavar="COMMAND", help="after `--`: what the role runs")
     args = parser.parse_args(argv)
     if not 0 <= args.replica < args.replicas:
@@ -43,6 +52,12 @@ def main(argv: list[str]) -> NoReturn:
         parser.error(
             f"--grace {args.grace:g} --host-timeout {args.host_timeout:g}: give seconds, 0 or more and above 0"
         )
+    if not 1 <= args.peer_timeout <= 3600:
+        parser.error(f"--peer-timeout {args.peer_timeout:g}: give seconds, 1 to 3600")
+    try:
+        ports = parse_ports(args.ports) if args.ports else None
+    except ValueError as error:
+        parser.error(f"--ports: {error}")
     options = HostOptions(
         app=args.app,
         role=args.role,
@@ -52,6 +67,7 @@ def main(argv: list[str]) -> NoReturn:
         host_timeout=args.host_timeout,
         preload=tuple(name for name in args.preload.split(",") if name),
         replacements=args.replacements,
+        network=NetworkOptions(args.bind, args.advertise, ports, args.peer_timeout),
         command=tuple(args.command),
     )
     HostProcess(options, os.environ).main()
