@@ -44,16 +44,17 @@ def main(argv: list[str]) -> NoReturn:
     parser.add_argument(
         "--peer-timeout", type=float, default=5.0, help="seconds of a machine's silence until it counts as lost"
     )
+    parser.add_argument(
+        "--rejoin-timeout", type=float, default=60.0, help="seconds that a host looks for another replica 0"
+    )
     parser.add_argument("command", nargs="+", metavar="COMMAND", help="after `--`: what the role runs")
     args = parser.parse_args(argv)
     if not 0 <= args.replica < args.replicas:
         parser.error(f"--replica {args.replica} is not one of {args.replicas} replicas, which count from 0")
-    if not (args.grace >= 0 and args.host_timeout > 0):
-        parser.error(
-            f"--grace {args.grace:g} --host-timeout {args.host_timeout:g}: give seconds, 0 or more and above 0"
-        )
-    if not 1 <= args.peer_timeout <= 3600:
-        parser.error(f"--peer-timeout {args.peer_timeout:g}: give seconds, 1 to 3600")
+    for name, lowest in (("grace", 0), ("host_timeout", 0.001), ("rejoin_timeout", 0), ("peer_timeout", 1)):
+        value = getattr(args, name)
+        if not lowest <= value < float("inf"):
+            parser.error(f"--{name.replace('_', '-')} {value:g}: give seconds, {lowest:g} or more")
     try:
         ports = parse_ports(args.ports) if args.ports else None
     except ValueError as error:
@@ -67,6 +68,7 @@ def main(argv: list[str]) -> NoReturn:
         host_timeout=args.host_timeout,
         preload=tuple(name for name in args.preload.split(",") if name),
         replacements=args.replacements,
+        rejoin_timeout=args.rejoin_timeout,
         network=NetworkOptions(args.bind, args.advertise, ports, args.peer_timeout),
         command=tuple(args.command),
     )

@@ -25,7 +25,7 @@ _TUNING = {
     # There is no option for another file; but when the file cannot be made, and no file can have so long a name, the
     # log goes to stderr, which a host process has pointed into the job's own folder.
     "MONARCH_LOG_SUFFIX": "to-stderr" * 32,
-    "MONARCH_FILE_LOG": "warn",
+    "MONARCH_FILE_LOG": "error",
 }
 
 _CA = "trust_all_connections"

@@ -28,7 +28,6 @@ from torchx_monarch.runtime.link import SOCKET_VARIABLE, LinkServer
 from torchx_monarch.runtime.network import NetworkOptions
 from torchx_monarch.runtime.ranks import LaunchError, Place, RankPool
 from torchx_monarch.runtime.rendezvous import (
-    LEASE,
     Membership,
     Registration,
     Rendezvous,
@@ -63,6 +62,7 @@ class HostOptions:
         host_timeout: seconds that all hosts have to arrive.
         preload: modules that rank interpreters import ahead.
         replacements: how many lost hosts the backend replaces.
+        rejoin_timeout: seconds that a host that has lost replica 0 looks for another.
         network: of the hosts, where they are on one.
         command: what the role runs.
     """
@@ -75,6 +75,7 @@ class HostOptions:
     host_timeout: float
     preload: tuple[str, ...]
     replacements: int
+    rejoin_timeout: float
     network: NetworkOptions
     command: tuple[str, ...]
 
@@ -377,7 +378,7 @@ class HostProcess:
             await self._pool.stop(signal.SIGTERM, self._grace)
             try:
                 again = dataclasses.replace(host, attempt=self._pool.attempt)
-                self._membership = await self._join(again, wires, LEASE, "another replica 0")
+                self._membership = await self._join(again, wires, options.rejoin_timeout, "another replica 0")
             except RendezvousError as error:
                 self._reporter.line(f"host {options.replica}: {error}")
                 return verdict

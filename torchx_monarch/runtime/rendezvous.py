@@ -44,14 +44,19 @@ _RETRY_EVERY = 0.01
 
 _RETRY_AT_MOST = 0.5
 
-_STALE_FOR = 5.0
-"""Seconds for which even a final refusal is tried again: an earlier job's replica 0 may still have the port."""
+_STALE_FOR = 1.6
+"""For how long even a final refusal is tried again, in units of the peer timeout: an earlier job's replica 0 may still
+have the port, or the host in whose place this one comes may not have been missed yet."""
 
 _LATECOMERS = 1.0
 
 
 class RendezvousError(Exception):
     """A host cannot take part; the message says why."""
+
+
+class _TakenError(RendezvousError):
+    """Another host is there in its place, which may be gone without anybody having noticed yet."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,7 +213,8 @@ class Rendezvous:
                 raise RendezvousError("a client may look at the job and stop it, and not register as a host")
             host = self._admit(greeting or {})
         except (protocol.ProtocolError, TimeoutError, RendezvousError) as error:
-            await protocol.send(writer, {"type": "refused", "reason": str(error)})
+            refusal = {"type": "refused", "reason": str(error), "again": isinstance(error, _TakenError)}
+            await protocol.send(writer, refusal)
             writer.close()
             return
         self._writers[host.replica] = writer
@@ -257,7 +263,7 @@ class Rendezvous:
         if not 0 <= host.replica < self._replicas:
             raise RendezvousError(f"replica {host.replica!r} is not one of the {self._replicas} of this role")
         if host.replica in self._hosts:
-            raise RendezvousError(f"replica {host.replica} has registered already: {self._hosts[host.replica].name}")
+            raise _TakenError(f"replica {host.replica} has registered already: {self._hosts[host.replica].name}")
         return host
 
     async def _follow(self, host: Registration, reader: asyncio.StreamReader) -> str:
@@ -340,7 +346,10 @@ class Membership:
                     return cls(reader, writer)
                 writer.close()
                 if answer is not None:
-                    raise RendezvousError(f"replica 0 refused this host: {answer.get('reason')}")
+                    refusal = f"replica 0 refused this host: {answer.get('reason')}"
+                    if answer.get("again"):
+                        raise ConnectError(refusal, final=True)
+                    raise RendezvousError(refusal)
                 broken = reader.exception()
                 if isinstance(broken, ssl.SSLError):  # its word on our certificate comes after the handshake
                     raise transport.explain(broken, address)
@@ -349,8 +358,8 @@ class Membership:
             except ConnectError as error:
                 why = str(error)
                 on_failure(why)
-                if error.final and time.monotonic() > started + _STALE_FOR:
-                    raise RendezvousError(f"replica 0 cannot be reached: {why}") from None
+                if error.final and time.monotonic() > started + _STALE_FOR * peer_timeout:
+                    raise RendezvousError(why) from None
             await asyncio.sleep(pause)
             pause = min(pause * 1.2, _RETRY_AT_MOST)
         raise RendezvousError(f"replica 0 was not reached in {timeout:g} s: {why}")
