@@ -109,10 +109,10 @@ class Difference(Enum):
     )
 
     STORE = (
-        "Where the job's TCPStore is served",
-        "in the launcher",
-        "in rank 0, by threads of torch's own and some descriptors",
-        "rank 0 has torch imported before anything else of the job has, and listens before anybody is told the port",
+        "Where the job's TCPStore is served without torch preloaded (`-cfg preload=none`, `--no-python`)",
+        "in the launcher, with `TORCHELASTIC_USE_AGENT_STORE` `True`",
+        "in rank 0's program, as `init_process_group` does, with `TORCHELASTIC_USE_AGENT_STORE` `False`",
+        "to import torch for it alone would take seconds; preloaded, a fork of rank 0's interpreter has it already",
     )
     EXIT_CODE = (
         "Exit code of the job when a rank fails",
