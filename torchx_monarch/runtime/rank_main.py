@@ -8,8 +8,8 @@ alone. ``FD`` is one end of a socket pair on which the host sends JSON lines and
 ======================================  =======================================================================
 ``{"op": "prepare", ...}``              set ``sys.path[0]`` as the program will have it and import the modules named
 ``{"op": "count", "device": D}``        answer how many ranks torchrun would start for ``--nproc-per-node D``
-``{"op": "store", "address": A}``       fork a process that serves a TCPStore on a free port of ``A``, answer the two;
-                                        it leaves when the pipe that comes with the order is closed
+``{"op": "store", "address": A}``       fork a process that serves a TCPStore on a free port of ``A`` until the pipe
+                                        that comes with the order is closed; answer its port and pid
 ``{"op": "ready"}``                     answer, once the orders before it are done
 ``{"op": "run", ...}``                  take the environment and run the program; no answer, the socket is closed
 ======================================  =======================================================================
