@@ -164,15 +164,19 @@ def root_cause(exits: Iterable[RankExit]) -> RankExit | None:
 
 
 def others_in_words(exits: Iterable[RankExit], cause: RankExit) -> list[str]:
-    """A line for each way in which ranks other than the cause failed: ``ranks 3, 7 and 510 more: ...``."""
-    groups: dict[str, list[int]] = {}
+    """A line for each way in which ranks other than the cause failed: ``ranks 3, 7 and 510 more: ...``.
+
+    Complaints about a peer that differ in numbers alone, an address or a port, are one; the lowest rank's is shown.
+    """
+    groups: dict[str, tuple[str, list[int]]] = {}
     for one in sorted(exits, key=lambda each: each.rank):
         if one.failed and one.rank != cause.rank:
             how = describe_code(one.code) + (f": {one.message}" if one.message else "")
             if one.is_collateral:
                 how += " (a consequence)"
-            groups.setdefault(how, []).append(one.rank)
-    return [f"{_ranks_in_words(ranks)} {how}" for how, ranks in groups.items()]
+            way = re.sub(r"\d+", "N", how) if one.is_collateral else how
+            groups.setdefault(way, (how, []))[1].append(one.rank)
+    return [f"{_ranks_in_words(ranks)} {how}" for how, ranks in groups.values()]
 
 
 def _ranks_in_words(ranks: list[int]) -> str:

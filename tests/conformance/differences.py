@@ -109,10 +109,16 @@ class Difference(Enum):
     )
 
     STORE = (
-        "Where the job's TCPStore is served",
-        "in the launcher",
-        "in rank 0, by threads of torch's own and some descriptors",
-        "rank 0 has torch imported before anything else of the job has, and listens before anybody is told the port",
+        "Where the job's TCPStore is served without torch preloaded (`-cfg preload=none`, `--no-python`)",
+        "in the launcher, with `TORCHELASTIC_USE_AGENT_STORE` `True`",
+        "in rank 0's program, as `init_process_group` does, with `TORCHELASTIC_USE_AGENT_STORE` `False`",
+        "to import torch for it alone would take seconds; preloaded, a fork of rank 0's interpreter has it already",
+    )
+    NEW_STORE = (
+        "The job's TCPStore after a restart",
+        "the one of the attempt before, with what that has written, on the same port",
+        "a new one, empty, on another port",
+        "ranks that find the addresses of dead ones in it fail or hang",
     )
     EXIT_CODE = (
         "Exit code of the job when a rank fails",
@@ -172,6 +178,24 @@ class Difference(Enum):
         "not looked at: always 30 s",
         "holds, as after a signal",
         "the option says so",
+    )
+    NOT_BEGUN = (
+        "`--max-restarts` with a program that cannot begin (a syntax error, no such module)",
+        "started again as often as allowed",
+        "not started again",
+        "it would fail the same way; an import that fails within the program is another matter",
+    )
+    SEVERAL_HOSTS = (
+        "`--max-restarts` on several hosts",
+        "each launcher counts the failures of its own ranks, and they see that in `TORCHELASTIC_RESTART_COUNT`",
+        "one budget and one count for the job",
+        "all ranks start again together, and all see which attempt it is",
+    )
+    OTHER_HOSTS = (
+        "Ranks on other hosts when one fails for good, and their launchers",
+        "run on until they fail by themselves; a launcher whose ranks have ended waits five minutes",
+        "are stopped; every launcher ends, with the same exit code",
+        "nobody pays for hosts that wait for the dead",
     )
     USER_SIGNALS = (
         "SIGUSR1 and SIGUSR2 to the launcher, when `--signals-to-handle` does not name them",

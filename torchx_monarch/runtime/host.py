@@ -232,6 +232,7 @@ class HostProcess:
             self._environ,
             self._options.preload,
             self._first_output.set,
+            self._reporter.line,
         )
         nproc = command.options.nproc_per_node if command.kind == "torchrun" else "1"
         return await self._pool.warm(nproc)

@@ -89,13 +89,15 @@ class Interpreter:
         order = {"op": "prepare", "mode": mode, "target": target, "modules": list(modules)}
         self._tasks.append(asyncio.ensure_future(self.ask(order)))
 
-    async def ask(self, order: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Send an order and wait for its answer; None when the interpreter has ended instead."""
+    async def ask(self, order: Mapping[str, Any], passed: Sequence[int] = ()) -> dict[str, Any] | None:
+        """Send an order, descriptors with it, and wait for its answer; None when the interpreter has ended instead."""
         loop = asyncio.get_running_loop()
         buffer = b""
         async with self._asking:
             try:
-                await loop.sock_sendall(self._channel, json.dumps(order).encode() + b"\n")
+                line = json.dumps(order).encode() + b"\n"
+                sent = socket.send_fds(self._channel, [line], passed) if passed else 0
+                await loop.sock_sendall(self._channel, line[sent:])
                 while not buffer.endswith(b"\n"):
                     data = await loop.sock_recv(self._channel, 65536)
                     if not data:

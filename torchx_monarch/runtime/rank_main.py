@@ -8,7 +8,8 @@ alone. ``FD`` is one end of a socket pair on which the host sends JSON lines and
 ======================================  =======================================================================
 ``{"op": "prepare", ...}``              set ``sys.path[0]`` as the program will have it and import the modules named
 ``{"op": "count", "device": D}``        answer how many ranks torchrun would start for ``--nproc-per-node D``
-``{"op": "store", "address": A}``       listen on a free port of ``A``, serve a TCPStore there, answer the port
+``{"op": "store", "address": A}``       fork a process that serves a TCPStore on a free port of ``A`` until the pipe
+                                        that comes with the order is closed; answer its port and pid
 ``{"op": "ready"}``                     answer, once the orders before it are done
 ``{"op": "run", ...}``                  take the environment and run the program; no answer, the socket is closed
 ======================================  =======================================================================
@@ -29,6 +30,7 @@ _OWNS_PATH0 = not getattr(sys.flags, "safe_path", False) and not sys.flags.isola
 if _OWNS_PATH0 and __name__ == "__main__":
     del sys.path[0]
 
+import contextlib  # noqa: E402
 import faulthandler  # noqa: E402
 import gc  # noqa: E402
 import io  # noqa: E402
@@ -38,6 +40,7 @@ import socket  # noqa: E402
 import time  # noqa: E402
 import traceback  # noqa: E402
 import types  # noqa: E402
+import warnings  # noqa: E402
 from collections.abc import Callable  # noqa: E402
 from typing import Any, NoReturn  # noqa: E402
 
@@ -110,8 +113,62 @@ def _count(device: str) -> int:
     return int(determine_local_world_size(device))
 
 
+def _fork_store(address: str, lifeline: int) -> dict[str, Any]:
+    """Fork the process that serves a TCPStore for as long as the other end of ``lifeline`` is open.
+
+    It outlives this rank, as torchrun's store does, which the agent serves. It is forked twice: so it becomes a child
+    of the host, and the program has no child that it did not start.
+
+    Returns:
+        its port, bound before anybody hears of it, and its pid; or the error.
+    """
+    answer, theirs = os.pipe()
+    with warnings.catch_warnings():
+        # Python 3.12 warns of a fork beside threads. Only those of a BLAS library are there, whose locks survive it.
+        warnings.simplefilter("ignore")
+        child = os.fork()
+    if child == 0:
+        try:
+            _become_store(address, lifeline, theirs)
+        finally:
+            os._exit(1)
+    os.close(theirs)
+    os.waitpid(child, 0)
+    with open(answer, "rb") as file:
+        said: dict[str, Any] = json.loads(file.read())
+    return said
+
+
+def _become_store(address: str, lifeline: int, answer: int) -> NoReturn:
+    os.setsid()  # what is sent to the rank's process group or its session is not for this process
+    if os.fork():
+        os._exit(0)
+    for ignored in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        # They may go to every process of a job. Its end is the host's business: ranks on their way out need the store.
+        signal.signal(ignored, signal.SIG_IGN)
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in range(3):
+        os.dup2(null, standard)
+    for name in os.listdir("/proc/self/fd"):
+        # Among them the rank's channel and pipes: the host sees their end only when nobody has them open.
+        if int(name) > 2 and int(name) not in (lifeline, answer):
+            with contextlib.suppress(OSError):
+                os.close(int(name))
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
+        file.write("tcpstore")  # in a process listing, where the command line is the rank's
+    try:
+        port, _store = _serve_store(address)
+    except Exception as error:
+        os.write(answer, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
+        os._exit(1)
+    os.write(answer, json.dumps({"port": port, "pid": os.getpid()}).encode())
+    os.close(answer)
+    os.read(lifeline, 1)  # returns at its end: nobody ever writes
+    os._exit(0)
+
+
 def _serve_store(address: str) -> tuple[int, Any]:
-    """Serve a TCPStore on a port that is bound before anybody hears of it; returns the port and the store to keep."""
+    """Serve a TCPStore on a free port, by threads of torch's own; returns the port and the store to keep."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -124,21 +181,27 @@ def _serve_store(address: str) -> tuple[int, Any]:
     return port, store
 
 
-def _serve_orders(channel: socket.socket) -> tuple[dict[str, Any], Any]:
-    """Obey orders until the one to run; returns it and the store to keep alive."""
-    store: Any = None
-    reader = channel.makefile("rb")
-    while True:
-        line = reader.readline()
-        if not line:
+def _next_order(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """The next order and the descriptors that came with it. Orders come one at a time: the host awaits each answer."""
+    line, passed = b"", []
+    while not line.endswith(b"\n"):
+        data, descriptors, _, _ = socket.recv_fds(channel, 65536, 1, socket.MSG_CMSG_CLOEXEC)
+        if not data:
             # The host is gone or has no use for this interpreter: no clean-up is owed, and torch's takes a while.
             os._exit(0)
-        order = json.loads(line)
+        line += data
+        passed += descriptors
+    return json.loads(line), passed
+
+
+def _serve_orders(channel: socket.socket) -> dict[str, Any]:
+    """Obey orders until the one to run, and return that."""
+    while True:
+        order, passed = _next_order(channel)
         op = order["op"]
         if op == "run":
-            reader.close()
             channel.close()
-            return order, store
+            return order
         answer: dict[str, Any] = {"op": op}
         try:
             if op == "prepare":
@@ -146,9 +209,11 @@ def _serve_orders(channel: socket.socket) -> tuple[dict[str, Any], Any]:
             elif op == "count":
                 answer["count"] = _count(order["device"])
             elif op == "store":
-                answer["port"], store = _serve_store(order["address"])
+                answer.update(_fork_store(order["address"], passed[0]))
         except Exception as error:
             answer["error"] = f"{type(error).__name__}: {error}"
+        for descriptor in passed:
+            os.close(descriptor)
         channel.sendall(json.dumps(answer).encode() + b"\n")
 
 
@@ -288,7 +353,7 @@ def main() -> None:
     _die_with(int(sys.argv[2]))
     faulthandler.enable()
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
-    order, _store = _serve_orders(socket.socket(fileno=int(sys.argv[1])))
+    order = _serve_orders(socket.socket(fileno=int(sys.argv[1])))
     mode, target, args = order["mode"], order["target"], order["args"]
     os.environ.update(order["env"])
     if mode == "exec":

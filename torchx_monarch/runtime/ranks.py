@@ -26,6 +26,7 @@ from torchx_monarch.errors import RankExit
 from torchx_monarch.plan.command import Command
 from torchx_monarch.runtime.environment import World, interpreter_environment, rank_environment
 from torchx_monarch.runtime.interpreter import Interpreter
+from torchx_monarch.runtime.store import StoreProcess
 
 _SPARES_AFTER = 5.0
 """Seconds after a launch until interpreters for a next attempt are started: not while the ranks are starting up."""
@@ -77,6 +78,7 @@ class RankPool:
         environ: the environment of the role.
         preload: modules that interpreters of a torchrun command import ahead.
         on_first_output: called once, when a rank first prints.
+        say: called with a line for a person.
     """
 
     def __init__(
@@ -86,17 +88,20 @@ class RankPool:
         environ: Mapping[str, str],
         preload: Sequence[str],
         on_first_output: Callable[[], None],
+        say: Callable[[str], None],
     ) -> None:
         self._command = command
         self._place = place
         self._environ = environ
         self._preload = list(preload) if command.kind == "torchrun" and command.program.mode != "exec" else []
         self._on_first_output: Callable[[], None] | None = on_first_output
+        self._say = say
         self.attempt = -1
         self._count = 0
         self._waiting: list[Interpreter] = []
         self._ranks: list[_Rank] = []
         self._spares: asyncio.Task[None] | None = None
+        self._store: StoreProcess | None = None
         self._reserved: socket.socket | None = None
         self._files = processes.raise_file_limit()
 
@@ -132,9 +137,9 @@ class RankPool:
     async def serve_store(self, address: str) -> tuple[int, bool]:
         """Find the port where the ranks meet, on rank 0's host.
 
-        With torch preloaded, local rank 0's interpreter serves a TCPStore there, bound before anybody is told: no other
-        process can take the port. Without, the port is held by a socket that never listens; SO_REUSEADDR lets the
-        program's own store, which sets it as well, bind it all the same.
+        With torch preloaded, a fork of local rank 0's interpreter serves a TCPStore there, bound before anybody is
+        told: no other process can take the port. Without, the port is held by a socket that never listens; SO_REUSEADDR
+        lets the program's own store, which sets it as well, bind it all the same.
 
         Returns:
             the port, and whether a store is served there already.
@@ -143,10 +148,11 @@ class RankPool:
             LaunchError: the interpreter cannot be started.
         """
         self._start_missing()
+        self._end_store()
         if self._preload:
-            answer = await self._waiting[0].ask({"op": "store", "address": address})
-            if answer and "port" in answer:
-                return int(answer["port"]), True
+            self._store = await StoreProcess.start(self._waiting[0], address, self._say)
+            if self._store is not None:
+                return self._store.port, True
         if self._reserved is not None:
             self._reserved.close()
         self._reserved = socket.socket()
@@ -205,6 +211,8 @@ class RankPool:
             LaunchError: an interpreter cannot be started, the log files cannot be made, or the environment cannot.
         """
         self._start_missing()
+        if self._store is not None and self._store.port != world.master_port:
+            self._end_store()  # the ranks of this attempt meet elsewhere
         try:
             self._ranks = [self._assign(world, number, each) for number, each in enumerate(self._waiting)]
             orders = [self._order(world, rank) for rank in self._ranks]
@@ -309,6 +317,11 @@ class RankPool:
                 world, self._command.options, self._place.replica, rank.local_rank, self._environ, error_file
             ),
         }
+
+    def _end_store(self) -> None:
+        if self._store is not None:
+            self._store.close()
+            self._store = None
 
     async def _drained(self, ranks: Sequence[_Rank]) -> None:
         for rank in ranks:
