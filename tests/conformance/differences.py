@@ -137,11 +137,12 @@ class Difference(Enum):
     LOG_DIR = (
         "Folder of a run below `--log-dir`",
         "`ID_xxxxxxxx`, a new one each time",
-        "`ID`",
+        "`ID`, shared by the hosts; `filtered_*.log` of host N is `filtered_*.N.log`, except for host 0",
         "its path is known before the job runs; give each run an `--rdzv-id` of its own or none at all",
     )
     TEE = (
-        "`--tee` of carriage returns, bytes that are not UTF-8, a last line without an end, and lines being written",
+        "`--tee`, filtered or not, of carriage returns, bytes that are not UTF-8, a last line without an end, and of "
+        "lines being written",
         "a carriage return begins a line with a prefix; bytes become U+FFFD; half a line may get a prefix of its own",
         "bytes are passed on as they are, one prefix after each line feed; the last line is ended",
         "a progress bar stays one line, and output can be compared with the file it is also in",

@@ -46,8 +46,6 @@ REFUSED = {
     "event_log_handler",
     "logs_specs",
     "numa_binding",
-    "duplicate_stdout_filters",
-    "duplicate_stderr_filters",
 }
 
 

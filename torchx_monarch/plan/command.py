@@ -190,6 +190,12 @@ def _contradiction(options: TorchrunOptions, replicas: int) -> str | None:
             f"torchrun option --nnodes={_nnodes(options)} does not agree with the role's {replicas} replicas. "
             f"Use --nnodes={replicas}, or change the replicas of the role."
         )
+    filters = options.duplicate_stdout_filters or options.duplicate_stderr_filters
+    if filters and options.log_dir == os.devnull:
+        return (
+            f"torchrun options --log-dir={os.devnull} and --duplicate-{{stdout,stderr}}-filters contradict each other: "
+            "the filtered lines go into the log folder. Leave one out."
+        )
     if "nproc_per_node" not in options.unexpanded and not is_process_count(options.nproc_per_node):
         return (
             f"torchrun option --nproc-per-node={options.nproc_per_node} is not a number of processes. "

@@ -250,15 +250,13 @@ OPTIONS: tuple[Option, ...] = (
     Option(("--local-ranks-filter", "--local_ranks_filter"), Use.HONOURED, default="", parse=_local_ranks),
     Option(
         ("--duplicate-stdout-filters", "--duplicate_stdout_filters"),
-        Use.REFUSED,
-        "no filtered copy of the output is written. Leave it out, and filter with `torchx log --regex`",
+        Use.HONOURED,
         default=(),
         type=_comma_separated_list,
     ),
     Option(
         ("--duplicate-stderr-filters", "--duplicate_stderr_filters"),
-        Use.REFUSED,
-        "no filtered copy of the output is written. Leave it out, and filter with `torchx log --regex`",
+        Use.HONOURED,
         default=(),
         type=_comma_separated_list,
     ),

@@ -25,6 +25,7 @@ from torchx_monarch import processes
 from torchx_monarch.errors import RankExit
 from torchx_monarch.plan.command import Command
 from torchx_monarch.runtime.environment import World, interpreter_environment, rank_environment
+from torchx_monarch.runtime.filtered import FilteredFile, filtered_name
 from torchx_monarch.runtime.interpreter import Interpreter
 
 _SPARES_AFTER = 5.0
@@ -282,14 +283,21 @@ class RankPool:
         shown = options.local_ranks_filter is None or local_rank in options.local_ranks_filter
         template = self._environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${role_name}${rank}]:")
         prefix = Template(template).safe_substitute(role_name=options.role, rank=rank, local_rank=local_rank)
-        for output, console, name, tee, redirect in (
-            (interpreter.stdout, place.stdout, "stdout", options.tee.stdout, options.redirects.stdout),
-            (interpreter.stderr, place.stderr, "stderr", options.tee.stderr, options.redirects.stderr),
+        out = (interpreter.stdout, options.tee.stdout, options.redirects.stdout, options.duplicate_stdout_filters)
+        err = (interpreter.stderr, options.tee.stderr, options.redirects.stderr, options.duplicate_stderr_filters)
+        for name, console, (output, tee, redirect, texts) in (
+            ("stdout", place.stdout, out),
+            ("stderr", place.stderr, err),
         ):
             teed = tee(local_rank)
             onto_console = shown and (teed or not redirect(local_rank))
             path = str(directory / f"{name}.log") if directory else None
-            output.assign(path, console if onto_console else None, prefix if teed else "")
+            sink = None
+            if texts and directory:
+                filtered = directory.with_name(filtered_name(name, place.replica))
+                filtered.touch(mode=0o600)  # there even if no stream is teed, as under torchrun
+                sink = FilteredFile(str(filtered), texts) if teed and shown else None
+            output.assign(path, console if onto_console else None, prefix if teed else "", sink)
         return _Rank(interpreter, rank, local_rank, directory)
 
     def _order(self, world: World, rank: _Rank) -> dict[str, Any]:
