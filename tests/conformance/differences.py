@@ -58,6 +58,12 @@ class Difference(Enum):
         "SyntaxError in the words of `import script`",
         "the script is compiled from memory, as modules are; exit code and kind of error are the same",
     )
+    NUMA = (
+        "`--numa-binding`",
+        "ranks are started through `numactl`, which must be installed; what is wrong is a traceback of the launcher",
+        "each rank binds itself before the program begins; what is wrong is one line",
+        "it is a process before it is a rank; torch chooses the same CPUs, and no tool has to be there",
+    )
     MISSING_SCRIPT = (
         "A script that does not exist",
         "every rank starts and prints that it cannot open it",

@@ -223,6 +223,13 @@ def test_script_that_is_missing(script: str, both: Launchers) -> None:
     assert ours.log(0, "stderr.log") is None
 
 
+def test_as_many_executables_as_cpus(both: Launchers) -> None:
+    words = ["--nproc-per-node", "cpu", "--no-python", "sh", "-c", "touch $RANK.of.$WORLD_SIZE"]
+    theirs, ours = both(words, {}, preload="")
+    assert theirs.code == ours.code == 0
+    assert ours.files == theirs.files != {}
+
+
 @pytest.mark.parametrize(("program", "code"), [("./nosuch", 127), ("./syntax.py", 126)])
 def test_executable_that_cannot_run(program: str, code: int, both: Launchers) -> None:
     assert Difference.EXECUTABLE

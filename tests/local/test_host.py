@@ -310,6 +310,7 @@ def test_missing_replica_0_is_named(folder: Path, script: Callable[[str], str]) 
         (["torchrun", "--nprocs", "2", "x.py"], 2, "--nprocs"),
         (["torchrun", "--nproc-per-node", "gpu", "PROGRAM"], 1, "--nproc-per-node=gpu"),
         (["torchrun", "--logs-specs", "own", "PROGRAM"], 2, "--logs-specs=own"),
+        (["torchrun", "--numa-binding", "node", "--no-python", "true"], 1, "--numa-binding=node: local rank 0 has no"),
     ],
 )
 def test_what_cannot_run_says_so_in_the_last_line(

@@ -42,11 +42,7 @@ IMPLIED = {
     "start_method",
     "run_path",
 }
-REFUSED = {
-    "event_log_handler",
-    "logs_specs",
-    "numa_binding",
-}
+REFUSED = {"event_log_handler", "logs_specs"}
 
 
 @pytest.fixture(autouse=True)

@@ -214,7 +214,7 @@ def _unsupported(options: TorchrunOptions) -> str | None:
         if option.use is Use.REFUSED:
             value = getattr(options, option.dest)
             if value != getattr(DEFAULTS, option.dest):
-                return f"torchrun option {_typed(option, value)} is not supported yet: {option.why}."
+                return f"torchrun option {_typed(option, value)} is not supported: {option.why}."
     return None
 
 

@@ -8,6 +8,7 @@ alone. ``FD`` is one end of a socket pair on which the host sends JSON lines and
 ======================================  =======================================================================
 ``{"op": "prepare", ...}``              set ``sys.path[0]`` as the program will have it and import the modules named
 ``{"op": "count", "device": D}``        answer how many ranks torchrun would start for ``--nproc-per-node D``
+``{"op": "bind", "mode": M, "gpu": N}`` run on the CPUs that ``--numa-binding M`` means for GPU N, and on no others
 ``{"op": "store", "address": A}``       listen on a free port of ``A``, serve a TCPStore there, answer the port
 ``{"op": "ready"}``                     answer, once the orders before it are done
 ``{"op": "run", ...}``                  take the environment and run the program; no answer, the socket is closed
@@ -45,6 +46,9 @@ STACKS_SIGNAL = signal.SIGRTMAX - 3
 """On this signal a rank prints the stacks of all its threads to its stderr."""
 
 _PR_SET_PDEATHSIG = 1
+
+_FORK_TIMEOUT = 120.0
+"""Seconds that a fork may take to import torch and ask it something."""
 
 
 def _die_with(parent: int) -> None:
@@ -110,6 +114,67 @@ def _count(device: str) -> int:
     return int(determine_local_world_size(device))
 
 
+def _cpus_near(gpu: int, mode: str) -> list[int]:
+    """The CPUs to which ``torchrun --numa-binding MODE`` binds the local rank of that number."""
+    try:
+        from torch.numa.binding import AffinityMode, NumaOptions, _get_logical_cpus_to_bind_to
+
+        options = NumaOptions(affinity_mode=AffinityMode(mode))
+    except (ImportError, ValueError):
+        import torch
+
+        raise RuntimeError(f"torch {torch.__version__} does not have it") from None
+    cpus = sorted(_get_logical_cpus_to_bind_to(gpu_index=gpu, numa_options=options))
+    if not cpus:
+        raise RuntimeError(f"none of the CPUs near GPU {gpu} is among those that this process may use")
+    return cpus
+
+
+def _bind(cpus: list[int]) -> None:
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            os.sched_setaffinity(int(thread), cpus)
+        except ProcessLookupError:
+            continue  # it has ended meanwhile
+
+
+class _ForkError(Exception):
+    """What went wrong in a fork, in its own words."""
+
+
+def _in_fork(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function returns, as JSON carries it, called in a fork of this process; raises ``_ForkError``.
+
+    torch asks the driver about GPUs, and a process that has asked cannot give GPUs to its own forks any more nor choose
+    among them by CUDA_VISIBLE_DEVICES: under torchrun it is the launcher that has, and not the rank.
+    """
+    import select
+    import warnings
+
+    rank, (reader, writer) = os.getpid(), os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of threads: those of torch wait for work
+        child = os.fork()
+    if child == 0:
+        try:
+            _die_with(rank)
+            answer = {"value": function(*args)}
+        except BaseException as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        os.write(writer, json.dumps(answer).encode())
+        os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as file:
+        if not select.select([file], [], [], _FORK_TIMEOUT)[0]:
+            os.kill(child, signal.SIGKILL)
+        data = file.read()
+    os.waitpid(child, 0)
+    answer = json.loads(data or '{"error": "torch has not answered"}')
+    if "error" in answer:
+        raise _ForkError(answer["error"])
+    return answer["value"]
+
+
 def _serve_store(address: str) -> tuple[int, Any]:
     """Serve a TCPStore on a port that is bound before anybody hears of it; returns the port and the store to keep."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -145,9 +210,13 @@ def _serve_orders(channel: socket.socket) -> tuple[dict[str, Any], Any]:
             if op == "prepare":
                 _prepare(order)
             elif op == "count":
-                answer["count"] = _count(order["device"])
+                answer["count"] = _in_fork(_count, order["device"])
+            elif op == "bind":
+                _bind(_in_fork(_cpus_near, order["gpu"], order["mode"]))
             elif op == "store":
                 answer["port"], store = _serve_store(order["address"])
+        except _ForkError as error:
+            answer["error"] = str(error)
         except Exception as error:
             answer["error"] = f"{type(error).__name__}: {error}"
         channel.sendall(json.dumps(answer).encode() + b"\n")

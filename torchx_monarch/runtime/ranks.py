@@ -156,7 +156,10 @@ class RankPool:
         return int(self._reserved.getsockname()[1]), False
 
     def _python(self) -> list[str]:
-        if self._command.program.mode == "exec":
+        options = self._command.options
+        # How many ranks and which CPUs is for torch to say, and so for a full Python, whatever then runs in its place.
+        asks_torch = options.numa_binding is not None or not options.nproc_per_node.isdigit()
+        if self._command.program.mode == "exec" and not asks_torch:
             return [sys.executable, "-I", "-S"]
         typed = list(self._command.interpreter) or ["python"]
         if typed[0] in ("python", "python3"):
@@ -176,6 +179,8 @@ class RankPool:
         except OSError as error:
             raise LaunchError(f"cannot start the Python interpreter {python[0]!r}: {error.strerror}") from None
         interpreter.prepare(program.mode, program.target, self._preload)
+        if self._command.options.numa_binding is not None:
+            interpreter.bind(self._command.options.numa_binding, local_rank)
         self._waiting.append(interpreter)
 
     def _typed(self, local_rank: int) -> list[str]:
@@ -203,9 +208,15 @@ class RankPool:
             the processes, by local rank.
 
         Raises:
-            LaunchError: an interpreter cannot be started, the log files cannot be made, or the environment cannot.
+            LaunchError: an interpreter cannot be started or bound to CPUs, or the log files or the environment cannot
+                be made.
         """
         self._start_missing()
+        for local_rank, interpreter in enumerate(self._waiting):
+            if error := await interpreter.binding_error():
+                binding = self._command.options.numa_binding
+                reason = f"local rank {local_rank} has no CPUs near GPU {local_rank}: {error}"
+                raise LaunchError(f"--numa-binding={binding}: {reason}")
         try:
             self._ranks = [self._assign(world, number, each) for number, each in enumerate(self._waiting)]
             orders = [self._order(world, rank) for rank in self._ranks]

@@ -1,0 +1,47 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``--numa-binding``, on a machine without GPUs: torch is told of two."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.local.hosts import Hosts
+
+TOPOLOGY = """
+import os
+import torch.numa.binding as binding
+
+binding._get_gpu_count = lambda: 2
+binding._get_numa_node_index_for_gpu_index = lambda *, gpu_index: 0
+binding._get_cpu_indices_for_numa_node_MAYBE_NOT_ALLOWED = lambda *, numa_node_index: set(range(4096))
+binding._get_logical_cpu_indices_sharing_same_physical_core_as = lambda *, logical_cpu_index: {logical_cpu_index}
+"""
+
+PROGRAM = """
+import os, sys, torch
+threads = [os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")]
+assert all(cpus == threads[0] for cpus in threads)
+print(*sorted(threads[0]))
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+def test_ranks_are_bound_before_the_program_begins(leaves_nothing: None, tmp_path: Path) -> None:
+    (tmp_path / "two_gpus.py").write_text(TOPOLOGY)
+    (tmp_path / "prog.py").write_text(PROGRAM)
+    folder = Path(tempfile.mkdtemp(prefix="h"))
+    words = ["--nproc-per-node", "2", "--numa-binding", "exclusive", str(tmp_path / "prog.py")]
+    environ = {"PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))}
+    hosts = Hosts(folder, ["torchrun", *words], options=("--preload", "torch,two_gpus"), environ=environ).start()
+    assert hosts.wait() == [0], hosts.err()
+    ranks = [hosts.logs(0) / "attempt_0" / rank / "stdout.log" for rank in "01"]
+    first, second = ([int(cpu) for cpu in path.read_text().split()] for path in ranks)
+    shutil.rmtree(folder)
+    assert first + second == sorted(os.sched_getaffinity(0))
+    assert 0 <= len(first) - len(second) <= 1
