@@ -56,6 +56,7 @@ class RankExit:
         stopped_at: when we told it to stop; None when we did not.
         stderr_path: its own log file on its host.
         error: what its torchelastic error file holds, if it wrote one.
+        timer: scope of the timer that expired, where its end is the watchdog's doing.
     """
 
     rank: int
@@ -68,6 +69,7 @@ class RankExit:
     stopped_at: float | None = None
     stderr_path: str = ""
     error: Mapping[str, Any] | None = None
+    timer: str = ""
 
     @property
     def failed(self) -> bool:
@@ -110,8 +112,9 @@ class RankExit:
     def describe(self) -> str:
         """One line: who, where, how."""
         where = f"local rank {self.local_rank} on {self.hostname}, pid {self.pid}"
+        timer = f": its timer {self.timer!r} expired" if self.timer else ""
         said = f": {self.message}" if self.message else ""
-        return f"rank {self.rank} ({where}) {describe_code(self.code)}{said}"
+        return f"rank {self.rank} ({where}) {describe_code(self.code)}{timer}{said}"
 
     def to_json(self) -> dict[str, Any]:
         """As the plain values that a message carries."""

@@ -174,6 +174,13 @@ class Difference(Enum):
         "nothing outlives its owner: a data loader that was forgotten holds no memory of a GPU",
     )
 
+    TIMERS = (
+        "A timer of `torch.distributed.elastic.timer` that expires (`TORCHELASTIC_ENABLE_FILE_TIMER=1`)",
+        "the rank gets the timer's signal, and then the launcher: by default both are killed, and other ranks run on",
+        "the rank gets the timer's signal; it has failed, and the job ends or restarts as after any failure",
+        "the report names the rank and its timer; the pipe is in the job's own folder, not in `/tmp`",
+    )
+
     SHUTDOWN_TIMEOUT = (
         "`--shutdown-timeout` after a rank has failed",
         "not looked at: always 30 s",

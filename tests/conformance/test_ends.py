@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -224,3 +225,23 @@ def test_script_that_uses_faulthandler(both: Launchers) -> None:
         return [line for line in outcome.files["crash"].decode().splitlines() if "prog.py" in line or "Fatal" in line]
 
     assert crash(ours) == crash(theirs) != []
+
+
+TIMER = """
+import signal, time
+import torch.distributed.elastic.timer as timer
+timer.configure(timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"]))
+with timer.expires(after=30):
+    mark("kept")
+with timer.expires(after=0.2):
+    time.sleep(30)
+"""
+
+
+def test_timer_that_expires(both: Launchers, tmp_path: Path) -> None:
+    assert Difference.TIMERS
+    environ = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1", "TMPDIR": str(tmp_path)}  # torchrun leaves its pipe there
+    theirs, ours = both.script(TIMER, nproc=1, environ=environ)
+    assert theirs.marks() == ours.marks() == ["0 kept"]
+    assert (theirs.code, ours.code) == (-9, 137)
+    assert b"(SIGKILL): its timer '" in ours.err.splitlines()[-1]

@@ -36,6 +36,7 @@ from torchx_monarch.runtime.rendezvous import (
 )
 from torchx_monarch.runtime.report import Reporter
 from torchx_monarch.runtime.strays import reap_orphans
+from torchx_monarch.runtime.watchdog import ENABLED, FILE
 
 _HOST_EXIT_TIMEOUT = 5.0
 """Seconds that replica 0 waits for the other hosts to go before it goes itself."""
@@ -128,6 +129,8 @@ class HostProcess:
         self._exit(verdict.code)
 
     def _exit(self, code: int) -> NoReturn:
+        if self._pool is not None:
+            self._pool.close()
         processes.kill_descendants(self._environ.get(processes.MARKER, ""))
         ours = self._sockets if "MONARCH_RUN_DIR" in self._environ else self._run_dir
         if ours:
@@ -141,6 +144,7 @@ class HostProcess:
             command = self._parse()
             nproc = await self._start_interpreters(command)
             address = await self._start_worker()
+            self._start_watchdog(command)
         except CommandError as failure:
             error, code = str(failure), 2
         except LaunchError as failure:
@@ -237,6 +241,16 @@ class HostProcess:
             )
 
         return await asyncio.get_running_loop().run_in_executor(None, start)
+
+    def _start_watchdog(self, command: Command) -> None:
+        """Serve the timers of ``torch.distributed.elastic.timer`` if the role's environment wants them."""
+        if command.kind != "torchrun" or self._environ.get(ENABLED) != "1" or self._pool is None:
+            return
+        path = self._environ.get(FILE) or os.path.join(self._sockets, "timers")
+        try:
+            self._pool.start_watchdog(path, self._run_id(), self._reporter.line)
+        except OSError as error:
+            raise LaunchError(f"cannot start torch's timer server: {error.strerror}: {error.filename}") from None
 
     # -- the job -------------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from torchx_monarch.plan.command import Command
 from torchx_monarch.runtime.environment import World, interpreter_environment, rank_environment
 from torchx_monarch.runtime.filtered import FilteredFile, filtered_name
 from torchx_monarch.runtime.interpreter import Interpreter
+from torchx_monarch.runtime.watchdog import FILE, Watchdog, WatchdogError
 
 _SPARES_AFTER = 5.0
 """Seconds after a launch until interpreters for a next attempt are started: not while the ranks are starting up."""
@@ -94,6 +95,7 @@ class RankPool:
         self._preload = list(preload) if command.kind == "torchrun" and command.program.mode != "exec" else []
         self._on_first_output: Callable[[], None] | None = on_first_output
         self.attempt = -1
+        self._watchdog: Watchdog | None = None
         self._count = 0
         self._waiting: list[Interpreter] = []
         self._ranks: list[_Rank] = []
@@ -155,12 +157,28 @@ class RankPool:
         self._reserved.bind(("", 0))
         return int(self._reserved.getsockname()[1]), False
 
-    def _python(self) -> list[str]:
+    def start_watchdog(self, path: str, run_id: str, tell: Callable[[str], None]) -> None:
+        """Have ranks set timers on a named pipe at ``path``; see ``Watchdog``.
+
+        Raises:
+            OSError: its process cannot be started.
+        """
+        env = interpreter_environment(self._environ, self._count)
+        self._watchdog = Watchdog(self._python(), path, run_id, env, tell)
+
+    def close(self) -> None:
+        """End what is no rank."""
+        if self._watchdog is not None:
+            self._watchdog.close()
+
+    def _bare_python(self) -> list[str]:
+        """What starts an interpreter that becomes another program."""
         options = self._command.options
-        # How many ranks and which CPUs is for torch to say, and so for a full Python, whatever then runs in its place.
+        # How many ranks and which CPUs is for torch to say, whatever then runs in the interpreter's place.
         asks_torch = options.numa_binding is not None or not options.nproc_per_node.isdigit()
-        if self._command.program.mode == "exec" and not asks_torch:
-            return [sys.executable, "-I", "-S"]
+        return self._python() if asks_torch else [sys.executable, "-I", "-S"]
+
+    def _python(self) -> list[str]:
         typed = list(self._command.interpreter) or ["python"]
         if typed[0] in ("python", "python3"):
             # The environment that the host runs in, as under torchrun; PATH may know another of that name, or none.
@@ -172,7 +190,8 @@ class RankPool:
             self._start(local_rank)
 
     def _start(self, local_rank: int) -> None:
-        program, python = self._command.program, self._python()
+        program = self._command.program
+        python = self._bare_python() if program.mode == "exec" else self._python()
         env = interpreter_environment(self._environ, self._count)
         try:
             interpreter = Interpreter(python, self._typed(local_rank), env, self._files, self._printed)
@@ -212,10 +231,15 @@ class RankPool:
                 be made.
         """
         self._start_missing()
+        try:
+            if self._watchdog is not None:
+                await self._watchdog.ready()
+        except WatchdogError as error:
+            raise LaunchError(f"torch's timer server does not run: {error}") from None
         for local_rank, interpreter in enumerate(self._waiting):
-            if error := await interpreter.binding_error():
+            if why := await interpreter.binding_error():
                 binding = self._command.options.numa_binding
-                reason = f"local rank {local_rank} has no CPUs near GPU {local_rank}: {error}"
+                reason = f"local rank {local_rank} has no CPUs near GPU {local_rank}: {why}"
                 raise LaunchError(f"--numa-binding={binding}: {reason}")
         try:
             self._ranks = [self._assign(world, number, each) for number, each in enumerate(self._waiting)]
@@ -318,15 +342,18 @@ class RankPool:
             (rank.directory / "error.json").unlink(missing_ok=True)
             error_file = str(rank.directory / "error.json")
         typed = self._typed(rank.local_rank)
+        env = rank_environment(
+            world, self._command.options, self._place.replica, rank.local_rank, self._environ, error_file
+        )
+        if self._watchdog is not None:
+            env[FILE] = self._watchdog.path
         return {
             "op": "run",
             "mode": program.mode,
             "target": program.target,
             "args": typed[len(typed) - len(program.args) :],
             "orig_argv": ["-u", *typed],
-            "env": rank_environment(
-                world, self._command.options, self._place.replica, rank.local_rank, self._environ, error_file
-            ),
+            "env": env,
         }
 
     async def _drained(self, ranks: Sequence[_Rank]) -> None:
@@ -350,6 +377,7 @@ class RankPool:
             stopped_at=rank.stopped_at,
             stderr_path=str(rank.directory / "stderr.log") if rank.directory else "",
             error=error if isinstance(error, dict) else None,
+            timer=self._watchdog.timer_of(interpreter.process.pid) if self._watchdog else "",
         )
         if exit.failed and rank.stopped_at is not None:
             # We ended an interpreter that was on its way out after an exception: without us its code would have been 1.
