@@ -88,6 +88,12 @@ class RankExit:
         return self._extra.get("began", True) is not False
 
     @property
+    def joined(self) -> bool | None:
+        """Whether it had been in a process group, of a rank that failed in forming one; None of any other."""
+        joined = self._extra.get("joined")
+        return joined if isinstance(joined, bool) else None
+
+    @property
     def is_collateral(self) -> bool:
         """Whether it says of itself that a peer had gone: the consequence of another's failure, if there is one."""
         return bool(_PEER_IS_GONE.search(self.message))

@@ -22,6 +22,7 @@ def main(argv: list[str]) -> NoReturn:
     Args:
         argv: the options, ``--``, and the role's command.
     """
+    from torchx_monarch.plan.exit_codes import parse_exit_codes
     from torchx_monarch.runtime.host import HostOptions, HostProcess
 
     parser = argparse.ArgumentParser(prog="python -m torchx_monarch.host", description=__doc__, allow_abbrev=False)
@@ -35,6 +36,9 @@ def main(argv: list[str]) -> NoReturn:
     parser.add_argument(
         "--replacements", type=int, default=0, help="how many lost hosts the backend replaces; the job then goes on"
     )
+    parser.add_argument(
+        "--retry-on", default="", help="exit codes and signals after which ranks are started again, with commas"
+    )
     parser.add_argument("command", nargs="+", metavar="COMMAND", help="after `--`: what the role runs")
     args = parser.parse_args(argv)
     if not 0 <= args.replica < args.replicas:
@@ -43,6 +47,10 @@ def main(argv: list[str]) -> NoReturn:
         parser.error(
             f"--grace {args.grace:g} --host-timeout {args.host_timeout:g}: give seconds, 0 or more and above 0"
         )
+    try:
+        retry_on = parse_exit_codes(args.retry_on)
+    except ValueError as error:
+        parser.error(f"--retry-on {args.retry_on}: {error}")
     options = HostOptions(
         app=args.app,
         role=args.role,
@@ -52,6 +60,7 @@ def main(argv: list[str]) -> NoReturn:
         host_timeout=args.host_timeout,
         preload=tuple(name for name in args.preload.split(",") if name),
         replacements=args.replacements,
+        retry_on=retry_on,
         command=tuple(args.command),
     )
     HostProcess(options, os.environ).main()

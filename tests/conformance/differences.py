@@ -174,6 +174,14 @@ class Difference(Enum):
         "nothing outlives its owner: a data loader that was forgotten holds no memory of a GPU",
     )
 
+    RESTARTS = (
+        "Failures after which `--max-restarts` starts no other attempt",
+        "none",
+        "exit code 78 (EX_CONFIG); a program that cannot begin; the second time in a row that a rank fails in "
+        "`init_process_group` and has been in no group yet",
+        "another attempt would end in the same way, and takes the machines as long; the log says so",
+    )
+
     TIMERS = (
         "A timer of `torch.distributed.elastic.timer` that expires (`TORCHELASTIC_ENABLE_FILE_TIMER=1`)",
         "the rank gets the timer's signal, and then the launcher: by default both are killed, and other ranks run on",

@@ -227,6 +227,22 @@ def test_script_that_uses_faulthandler(both: Launchers) -> None:
     assert crash(ours) == crash(theirs) != []
 
 
+HOPELESS = {
+    "EX_CONFIG": "sys.exit(78)",
+    "cannot begin": "def f(:",
+    "no group": "import torch.distributed as dist; dist.init_process_group('gloo', init_method='none://')",
+}
+
+
+@pytest.mark.parametrize(("case", "attempts"), [("EX_CONFIG", 1), ("cannot begin", 1), ("no group", 2)])
+def test_attempts_after_a_failure_without_hope(case: str, attempts: int, both: Launchers) -> None:
+    assert Difference.RESTARTS
+    theirs, ours = both.script(HOPELESS[case], *LOGS, "--max-restarts", "2", nproc=1)
+    assert ours.code == theirs.rank_code()
+    made = [{path.split("/")[2] for path in outcome.files if path.startswith("logs/")} for outcome in (theirs, ours)]
+    assert made == [{f"attempt_{number}" for number in range(count)} for count in (3, attempts)]
+
+
 TIMER = """
 import signal, time
 import torch.distributed.elastic.timer as timer

@@ -60,6 +60,7 @@ class HostOptions:
         host_timeout: seconds that all hosts have to arrive.
         preload: modules that rank interpreters import ahead.
         replacements: how many lost hosts the backend replaces.
+        retry_on: exit codes after which ranks are started again, as a shell has them; empty for any.
         command: what the role runs.
     """
 
@@ -71,6 +72,7 @@ class HostOptions:
     host_timeout: float
     preload: tuple[str, ...]
     replacements: int
+    retry_on: tuple[int, ...]
     command: tuple[str, ...]
 
 
@@ -292,6 +294,7 @@ class HostProcess:
             run_id=self._run_id(),
             max_restarts=max_restarts,
             replacements=options.replacements,
+            retry_on=options.retry_on,
             # The backend's earlier starts may have used up all their attempts.
             first_log_attempt=self._backend_restarts * (1 + max_restarts + options.replacements),
             host_timeout=options.host_timeout,
