@@ -260,6 +260,14 @@ def test_an_option_from_the_environment_is_refused_too() -> None:
         check(command, replicas=1, role="trainer")
 
 
+def test_the_macro_is_replaced_where_torchrun_replaces_it() -> None:
+    words = "'t${local_rank}.py' 'x${local_rank}$$' '$HOME'"
+    assert meaning(f"torchrun {words}").program_of(3) == Program("script", "t3.py", ("x3$", "$HOME"))
+    python = Program("script", "t${local_rank}.py", ("x${local_rank}$$", "$HOME"))
+    assert meaning(f"python {words}").program_of(3) == python
+    assert meaning("torchrun --no-python 'x${local_rank}' '${local_rank}'").program_of(1).target == "x${local_rank}"
+
+
 option_words = st.lists(
     st.sampled_from([option for option in OPTIONS if option.type is str and not option.parse and not option.choices]),
     max_size=4,

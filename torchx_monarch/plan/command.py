@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from string import Template
 from types import MappingProxyType
 from typing import Literal
 
@@ -66,6 +67,19 @@ class Command:
     options: TorchrunOptions
     program: Program
     interpreter: tuple[str, ...] = ()
+
+    def program_of(self, local_rank: int) -> Program:
+        """The program of one rank, with torchrun's macro ``${local_rank}`` replaced where torchrun replaces it.
+
+        That is in every word that it passes to Python, or to a program of another kind; a plain python has no macros.
+        """
+        if self.kind != "torchrun":
+            return self.program
+        program = self.program
+        target, *args = (
+            Template(word).safe_substitute(local_rank=str(local_rank)) for word in (program.target, *program.args)
+        )
+        return Program(program.mode, program.target if program.mode == "exec" else target, tuple(args))
 
 
 def parse(argv: Sequence[str], env: Mapping[str, str] = MappingProxyType({})) -> Command | None:

@@ -193,7 +193,7 @@ class HostProcess:
         self._grace = self._number("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", options.grace)
         if command.options.shutdown_timeout is not None:
             self._grace = float(command.options.shutdown_timeout)
-        program = command.program
+        program = command.program_of(0)
         if program.mode == "script" and not os.path.exists(program.target):
             # The exit code goes with it, as of `python nosuch.py`.
             raise CommandError(f"can't open file {os.path.abspath(program.target)!r}: No such file or directory")

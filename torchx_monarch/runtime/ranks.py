@@ -23,7 +23,7 @@ from typing import Any
 
 from torchx_monarch import processes
 from torchx_monarch.errors import RankExit
-from torchx_monarch.plan.command import Command
+from torchx_monarch.plan.command import Command, Program
 from torchx_monarch.runtime.environment import World, interpreter_environment, rank_environment
 from torchx_monarch.runtime.filtered import FilteredFile, filtered_name
 from torchx_monarch.runtime.interpreter import Interpreter
@@ -190,24 +190,17 @@ class RankPool:
             self._start(local_rank)
 
     def _start(self, local_rank: int) -> None:
-        program = self._command.program
+        program = self._command.program_of(local_rank)
         python = self._bare_python() if program.mode == "exec" else self._python()
         env = interpreter_environment(self._environ, self._count)
         try:
-            interpreter = Interpreter(python, self._typed(local_rank), env, self._files, self._printed)
+            interpreter = Interpreter(python, _typed(program), env, self._files, self._printed)
         except OSError as error:
             raise LaunchError(f"cannot start the Python interpreter {python[0]!r}: {error.strerror}") from None
         interpreter.prepare(program.mode, program.target, self._preload)
         if self._command.options.numa_binding is not None:
             interpreter.bind(self._command.options.numa_binding, local_rank)
         self._waiting.append(interpreter)
-
-    def _typed(self, local_rank: int) -> list[str]:
-        """The program's part of the command line, with torchrun's ``${local_rank}`` macro substituted."""
-        program = self._command.program
-        lead = {"module": ["-m", program.target], "code": ["-c", program.target]}.get(program.mode, [program.target])
-        args = [Template(arg).safe_substitute(local_rank=str(local_rank)) for arg in program.args]
-        return [*lead, *args]
 
     def _printed(self) -> None:
         if self._on_first_output is not None:
@@ -336,12 +329,11 @@ class RankPool:
         return _Rank(interpreter, rank, local_rank, directory)
 
     def _order(self, world: World, rank: _Rank) -> dict[str, Any]:
-        program = self._command.program
+        program = self._command.program_of(rank.local_rank)
         error_file = ""
         if rank.directory is not None:
             (rank.directory / "error.json").unlink(missing_ok=True)
             error_file = str(rank.directory / "error.json")
-        typed = self._typed(rank.local_rank)
         env = rank_environment(
             world, self._command.options, self._place.replica, rank.local_rank, self._environ, error_file
         )
@@ -351,8 +343,8 @@ class RankPool:
             "op": "run",
             "mode": program.mode,
             "target": program.target,
-            "args": typed[len(typed) - len(program.args) :],
-            "orig_argv": ["-u", *typed],
+            "args": list(program.args),
+            "orig_argv": ["-u", *_typed(program)],
             "env": env,
         }
 
@@ -383,3 +375,9 @@ class RankPool:
             # We ended an interpreter that was on its way out after an exception: without us its code would have been 1.
             return dataclasses.replace(exit, code=1)
         return exit
+
+
+def _typed(program: Program) -> list[str]:
+    """The program's part of the command line."""
+    lead = {"module": ["-m", program.target], "code": ["-c", program.target]}.get(program.mode, [program.target])
+    return [*lead, *program.args]
