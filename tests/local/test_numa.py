@@ -5,8 +5,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -31,17 +33,32 @@ print(*sorted(threads[0]))
 """
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
-def test_ranks_are_bound_before_the_program_begins(leaves_nothing: None, tmp_path: Path) -> None:
-    (tmp_path / "two_gpus.py").write_text(TOPOLOGY)
-    (tmp_path / "prog.py").write_text(PROGRAM)
+@pytest.fixture
+def run(leaves_nothing: None, tmp_path: Path) -> Iterator[Callable[[str, str], Hosts]]:
     folder = Path(tempfile.mkdtemp(prefix="h"))
-    words = ["--nproc-per-node", "2", "--numa-binding", "exclusive", str(tmp_path / "prog.py")]
-    environ = {"PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))}
-    hosts = Hosts(folder, ["torchrun", *words], options=("--preload", "torch,two_gpus"), environ=environ).start()
+    (tmp_path / "prog.py").write_text(PROGRAM)
+
+    def start(mode: str, topology: str) -> Hosts:
+        (tmp_path / "topology.py").write_text(topology)
+        words = ["torchrun", "--nproc-per-node", "2", "--numa-binding", mode, str(tmp_path / "prog.py")]
+        environ = {"PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))}
+        return Hosts(folder, words, options=("--preload", "torch,topology"), environ=environ).start()
+
+    yield start
+    shutil.rmtree(folder)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+def test_ranks_are_bound_before_the_program_begins(run: Callable[[str, str], Hosts]) -> None:
+    hosts = run("exclusive", TOPOLOGY)
     assert hosts.wait() == [0], hosts.err()
     ranks = [hosts.logs(0) / "attempt_0" / rank / "stdout.log" for rank in "01"]
     first, second = ([int(cpu) for cpu in path.read_text().split()] for path in ranks)
-    shutil.rmtree(folder)
     assert first + second == sorted(os.sched_getaffinity(0))
     assert 0 <= len(first) - len(second) <= 1
+
+
+def test_a_torch_that_knows_of_no_binding_is_named(run: Callable[[str, str], Hosts]) -> None:
+    hosts = run("node", "import torch.numa.binding as binding\ndel binding._get_logical_cpus_to_bind_to\n")
+    assert hosts.wait() == [1]
+    assert re.search(r"--numa-binding=node: .*: torch \S+ cannot tell \(torch.numa", hosts.err().splitlines()[-1])

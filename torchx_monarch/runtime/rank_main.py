@@ -123,7 +123,7 @@ def _cpus_near(gpu: int, mode: str) -> list[int]:
     except (ImportError, ValueError):
         import torch
 
-        raise RuntimeError(f"torch {torch.__version__} does not have it") from None
+        raise RuntimeError(f"torch {torch.__version__} cannot tell (torch.numa.binding)") from None
     cpus = sorted(_get_logical_cpus_to_bind_to(gpu_index=gpu, numa_options=options))
     if not cpus:
         raise RuntimeError(f"none of the CPUs near GPU {gpu} is among those that this process may use")
