@@ -56,6 +56,7 @@ class RankExit:
         stopped_at: when we told it to stop; None when we did not.
         stderr_path: its own log file on its host.
         error: what its torchelastic error file holds, if it wrote one.
+        timer: scope of the timer that expired, where its end is the watchdog's doing.
     """
 
     rank: int
@@ -68,6 +69,7 @@ class RankExit:
     stopped_at: float | None = None
     stderr_path: str = ""
     error: Mapping[str, Any] | None = None
+    timer: str = ""
 
     @property
     def failed(self) -> bool:
@@ -84,6 +86,12 @@ class RankExit:
     def began(self) -> bool:
         """Whether the first line of the program ran; a script that cannot be compiled is no use to start again."""
         return self._extra.get("began", True) is not False
+
+    @property
+    def joined(self) -> bool | None:
+        """Whether it had been in a process group, of a rank that failed in forming one; None of any other."""
+        joined = self._extra.get("joined")
+        return joined if isinstance(joined, bool) else None
 
     @property
     def is_collateral(self) -> bool:
@@ -110,8 +118,9 @@ class RankExit:
     def describe(self) -> str:
         """One line: who, where, how."""
         where = f"local rank {self.local_rank} on {self.hostname}, pid {self.pid}"
+        timer = f": its timer {self.timer!r} expired" if self.timer else ""
         said = f": {self.message}" if self.message else ""
-        return f"rank {self.rank} ({where}) {describe_code(self.code)}{said}"
+        return f"rank {self.rank} ({where}) {describe_code(self.code)}{timer}{said}"
 
     def to_json(self) -> dict[str, Any]:
         """As the plain values that a message carries."""

@@ -58,6 +58,12 @@ class Difference(Enum):
         "SyntaxError in the words of `import script`",
         "the script is compiled from memory, as modules are; exit code and kind of error are the same",
     )
+    NUMA = (
+        "`--numa-binding`",
+        "ranks are started through `numactl`, which must be installed; what is wrong is a traceback of the launcher",
+        "each rank binds itself before the program begins; what is wrong is one line",
+        "it is a process before it is a rank; torch chooses the same CPUs, and no tool has to be there",
+    )
     MISSING_SCRIPT = (
         "A script that does not exist",
         "every rank starts and prints that it cannot open it",
@@ -143,11 +149,12 @@ class Difference(Enum):
     LOG_DIR = (
         "Folder of a run below `--log-dir`",
         "`ID_xxxxxxxx`, a new one each time",
-        "`ID`",
+        "`ID`, shared by the hosts; `filtered_*.log` of host N is `filtered_*.N.log`, except for host 0",
         "its path is known before the job runs; give each run an `--rdzv-id` of its own or none at all",
     )
     TEE = (
-        "`--tee` of carriage returns, bytes that are not UTF-8, a last line without an end, and lines being written",
+        "`--tee`, filtered or not, of carriage returns, bytes that are not UTF-8, a last line without an end, and of "
+        "lines being written",
         "a carriage return begins a line with a prefix; bytes become U+FFFD; half a line may get a prefix of its own",
         "bytes are passed on as they are, one prefix after each line feed; the last line is ended",
         "a progress bar stays one line, and output can be compared with the file it is also in",
@@ -171,6 +178,21 @@ class Difference(Enum):
         "run on",
         "get SIGTERM, then SIGKILL",
         "nothing outlives its owner: a data loader that was forgotten holds no memory of a GPU",
+    )
+
+    RESTARTS = (
+        "Failures after which `--max-restarts` starts no other attempt",
+        "none",
+        "exit code 78 (EX_CONFIG); a program that cannot begin; the second time in a row that a rank fails in "
+        "`init_process_group` and has been in no group yet",
+        "another attempt would end in the same way, and takes the machines as long; the log says so",
+    )
+
+    TIMERS = (
+        "A timer of `torch.distributed.elastic.timer` that expires (`TORCHELASTIC_ENABLE_FILE_TIMER=1`)",
+        "the rank gets the timer's signal, and then the launcher: by default both are killed, and other ranks run on",
+        "the rank gets the timer's signal; it has failed, and the job ends or restarts as after any failure",
+        "the report names the rank and its timer; the pipe is in the job's own folder, not in `/tmp`",
     )
 
     SHUTDOWN_TIMEOUT = (

@@ -103,6 +103,17 @@ def test_exit_code_of_one_rank_is_the_jobs(
     assert [event["kind"] for event in hosts.events()][-1] == "verdict"
 
 
+def test_every_host_has_its_own_file_of_filtered_lines(folder: Path, script: Callable[[str], str]) -> None:
+    options = ("--nnodes", "2", "--log-dir", str(folder / "shared"), "--duplicate-stdout-filters", "of rank")
+    hosts = Hosts(folder, torchrun(*options, script("print('line of rank', rank); print('x')")), 2, NO_PRELOAD).start()
+    assert hosts.wait() == [0, 0], hosts.err()
+    files = {path.name: sorted(path.read_text().splitlines()) for path in folder.glob("shared/*/attempt_0/filtered*")}
+    assert files == {
+        "filtered_stdout.log": ["[trainer0]:line of rank 0", "[trainer1]:line of rank 1"],
+        "filtered_stdout.1.log": ["[trainer2]:line of rank 2", "[trainer3]:line of rank 3"],
+    }
+
+
 def test_sigterm_handler_runs_in_the_main_thread_and_peers_are_stopped(
     folder: Path, script: Callable[[str], str]
 ) -> None:
@@ -299,6 +310,7 @@ def test_missing_replica_0_is_named(folder: Path, script: Callable[[str], str]) 
         (["torchrun", "--nprocs", "2", "x.py"], 2, "--nprocs"),
         (["torchrun", "--nproc-per-node", "gpu", "PROGRAM"], 1, "--nproc-per-node=gpu"),
         (["torchrun", "--logs-specs", "own", "PROGRAM"], 2, "--logs-specs=own"),
+        (["torchrun", "--numa-binding", "node", "--no-python", "true"], 1, "--numa-binding=node: local rank 0 has no"),
     ],
 )
 def test_what_cannot_run_says_so_in_the_last_line(

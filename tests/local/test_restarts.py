@@ -95,6 +95,65 @@ def test_an_import_error_in_the_program_is_started_again(folder: Path, script: C
     assert (hosts.logs(0) / "attempt_1").exists()
 
 
+@pytest.mark.parametrize(
+    ("body", "options", "code", "attempts", "reason"),
+    [
+        ("sys.exit(78)", (), 78, 1, "no restart: with exit code 78 (EX_CONFIG) the program asks for none"),
+        ("sys.exit(4 - attempt)", ("--retry-on", "4,137"), 3, 2, "no restart: exit code 3 is not one of 4, 137"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", ("--retry-on", "SIGKILL"), 137, 4, ""),
+    ],
+)
+def test_exit_codes_that_are_not_retried(
+    folder: Path,
+    script: Callable[[str], str],
+    body: str,
+    options: tuple[str, ...],
+    code: int,
+    attempts: int,
+    reason: str,
+) -> None:
+    path = script(f"if rank:\n    {body}\ntime.sleep(100)")
+    hosts = Hosts(folder, torchrun(path, restarts=3), options=(*NO_PRELOAD, *options)).start()
+    assert hosts.wait() == [code]
+    assert len(list(hosts.logs(0).glob("attempt_*"))) == attempts
+    assert reason in hosts.err() and ("no restart" in hosts.err()) == bool(reason)
+
+
+@pytest.mark.parametrize(
+    ("body", "attempts"),
+    [
+        # Twice in a row without a group; what one does with the exception is all the same.
+        ("dist.init_process_group('gloo', init_method='none://')", 2),
+        (
+            "try: dist.init_process_group('gloo', init_method='none://')\n"
+            "except Exception as error: raise OSError('no group') from error",
+            2,
+        ),
+        # In a group before, with and without an URL, and destroyed.
+        ("join(); dist.init_process_group('gloo', init_method='none://')", 4),
+        ("join(store=dist.HashStore(), rank=0, world_size=1); dist.init_process_group(timeout='x')", 4),
+        # Not of forming a group, or not with torch.distributed at all.
+        ("raise RuntimeError('init_process_group')", 4),
+        ("dist.init_process_group('gloo', init_method='none://') if attempt % 2 else sys.exit(1)", 4),
+    ],
+)
+def test_a_rank_that_fails_to_join_twice_in_a_row_is_not_started_again(
+    folder: Path, script: Callable[[str], str], body: str, attempts: int
+) -> None:
+    path = script(f"""
+import torch.distributed as dist
+def join(**options):
+    dist.init_process_group("gloo", **options)
+    dist.destroy_process_group()
+{body}
+""")
+    command = ["torchrun", "--max-restarts", "3", path]
+    hosts = Hosts(folder, command).start()
+    assert hosts.wait() == [1]
+    assert len(list(hosts.logs(0).glob("attempt_*"))) == attempts, hosts.err()
+    assert ("no restart: rank 0 has failed twice in a row before it was in" in hosts.err()) == (attempts == 2)
+
+
 def test_spare_interpreters_take_over(folder: Path, script: Callable[[str], str]) -> None:
     # The second attempt finds torch imported by interpreters that were started while the first ran.
     path = script("""

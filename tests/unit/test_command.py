@@ -242,11 +242,9 @@ def test_what_can_be_run(text: str, replicas: int) -> None:
         ("torchrun --nproc-per-node 0 a.py", 1, ["--nproc-per-node=0", "auto, gpu, cpu, xpu"]),
         ("torchrun --nproc-per-node tpu a.py", 1, ["--nproc-per-node=tpu", "auto, gpu, cpu, xpu"]),
         ("torchrun --no-python -m a", 1, ["--no-python and --module contradict"]),
-        ("torchrun --event-log-handler x a.py", 1, ["--event-log-handler=x is not supported yet"]),
-        ("torchrun --logs-specs x a.py", 1, ["--logs-specs=x is not supported yet", "--log-dir"]),
-        ("torchrun --numa-binding node a.py", 1, ["--numa-binding=node is not supported yet"]),
-        ("torchrun --duplicate-stdout-filters a,b a.py", 1, ["--duplicate-stdout-filters=a,b is not supported yet"]),
-        ("torchrun --duplicate-stderr-filters a a.py", 1, ["--duplicate-stderr-filters=a is not supported yet"]),
+        ("torchrun --event-log-handler x a.py", 1, ["--event-log-handler=x is not supported: ", "events.jsonl"]),
+        ("torchrun --logs-specs x a.py", 1, ["--logs-specs=x is not supported: ", "--log-dir"]),
+        ("torchrun --log-dir /dev/null --duplicate-stdout-filters a a.py", 1, ["--log-dir=/dev/null and", "filters"]),
     ],
 )
 def test_what_cannot(text: str, replicas: int, parts: Sequence[str]) -> None:
@@ -260,6 +258,14 @@ def test_an_option_from_the_environment_is_refused_too() -> None:
     command = meaning("torchrun a.py", {"PET_EVENT_LOG_HANDLER": "own"})
     with pytest.raises(CommandError, match="--event-log-handler=own"):
         check(command, replicas=1, role="trainer")
+
+
+def test_the_macro_is_replaced_where_torchrun_replaces_it() -> None:
+    words = "'t${local_rank}.py' 'x${local_rank}$$' '$HOME'"
+    assert meaning(f"torchrun {words}").program_of(3) == Program("script", "t3.py", ("x3$", "$HOME"))
+    python = Program("script", "t${local_rank}.py", ("x${local_rank}$$", "$HOME"))
+    assert meaning(f"python {words}").program_of(3) == python
+    assert meaning("torchrun --no-python 'x${local_rank}' '${local_rank}'").program_of(1).target == "x${local_rank}"
 
 
 option_words = st.lists(

@@ -41,13 +41,7 @@ IMPLIED = {
     "start_method",
     "run_path",
 }
-REFUSED = {
-    "event_log_handler",
-    "logs_specs",
-    "numa_binding",
-    "duplicate_stdout_filters",
-    "duplicate_stderr_filters",
-}
+REFUSED = {"event_log_handler", "logs_specs"}
 
 
 @pytest.fixture(autouse=True)

@@ -231,7 +231,8 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         ("--event-log-handler", "--event_log_handler"),
         Use.REFUSED,
-        "torchelastic's event handlers are not called. Leave it out; the job's own events are in its events file",
+        "the handlers get the events of torchelastic's agent, and no such agent takes part. Leave it out; "
+        "the job's log has a line for each of its own events, and `events.jsonl` in the app's folder an entry",
         default="null",
     ),
     Option(("--role",), Use.HONOURED, default="default"),
@@ -250,15 +251,13 @@ OPTIONS: tuple[Option, ...] = (
     Option(("--local-ranks-filter", "--local_ranks_filter"), Use.HONOURED, default="", parse=_local_ranks),
     Option(
         ("--duplicate-stdout-filters", "--duplicate_stdout_filters"),
-        Use.REFUSED,
-        "no filtered copy of the output is written. Leave it out, and filter with `torchx log --regex`",
+        Use.HONOURED,
         default=(),
         type=_comma_separated_list,
     ),
     Option(
         ("--duplicate-stderr-filters", "--duplicate_stderr_filters"),
-        Use.REFUSED,
-        "no filtered copy of the output is written. Leave it out, and filter with `torchx log --regex`",
+        Use.HONOURED,
         default=(),
         type=_comma_separated_list,
     ),
@@ -273,13 +272,13 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         ("--logs-specs", "--logs_specs"),
         Use.REFUSED,
-        "torchrun's log plug-ins are not loaded. Leave it out, and use --log-dir, --redirects and --tee",
+        "the plug-in gives torchelastic's agent files for the ranks to write, and here the host process reads what "
+        "they print. Leave it out, and use --log-dir, --redirects, --tee and --duplicate-stdout-filters",
         env=False,
     ),
     Option(
         ("--numa-binding", "--numa_binding"),
-        Use.REFUSED,
-        "ranks are not bound to CPUs. Leave it out, and bind them in the script or with numactl through --no-python",
+        Use.HONOURED,
         choices=("node", "socket", "exclusive", "core-complex"),
         env=False,
     ),

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchx_monarch.errors import RankExit, Verdict, others_in_words, root_cause, shell_code
+from torchx_monarch.runtime import retry
 from torchx_monarch.runtime.environment import World
 from torchx_monarch.runtime.network import NetworkError
 from torchx_monarch.runtime.rendezvous import Registration, Rendezvous, Trouble
@@ -47,6 +48,7 @@ class JobOptions:
         run_id: TORCHELASTIC_RUN_ID of the ranks.
         max_restarts: how often the ranks are started again after one has failed; one budget for the whole job.
         replacements: how many lost hosts the backend replaces.
+        retry_on: exit codes, as a shell has them, after which ranks are started again; empty for any.
         first_log_attempt: number of the first attempt's log folders.
         host_timeout: seconds that the hosts have to arrive.
         grace: seconds from SIGTERM to SIGKILL for ranks.
@@ -58,6 +60,7 @@ class JobOptions:
     run_id: str
     max_restarts: int
     replacements: int
+    retry_on: tuple[int, ...]
     first_log_attempt: int
     host_timeout: float
     grace: float
@@ -160,13 +163,15 @@ class Controller:
         self._reporter.phase("mesh", "mesh")
 
     async def _attempts(self, hosts: list[Registration]) -> Verdict:
-        budget = self._options.max_restarts
+        budget, never_joined = self._options.max_restarts, frozenset[int]()
         while cause := await self._attempt(hosts, self._attempt_number):
             for line in others_in_words(self._exits.values(), cause):
                 self._reporter.line(f"also: {line}")
-            if self._restarts_left == 0 or not cause.began:
+            before, never_joined = never_joined, retry.never_joined(self._exits.values())
+            reason = retry.why_not(cause, never_joined, before, self._options.retry_on)
+            if self._restarts_left == 0 or reason:
                 if self._restarts_left:
-                    self._reporter.line("no restart: the program cannot even begin")
+                    self._reporter.line(f"no restart: {reason}")
                 return Verdict(shell_code(cause.code), cause.describe(), cause)
             self._restarts_left -= 1
             self._attempt_number += 1

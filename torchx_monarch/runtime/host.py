@@ -39,6 +39,7 @@ from torchx_monarch.runtime.report import Reporter
 from torchx_monarch.runtime.strays import reap_orphans
 from torchx_monarch.runtime.transport import Address
 from torchx_monarch.runtime.wires import Wires
+from torchx_monarch.runtime.watchdog import ENABLED, FILE
 
 _HOST_EXIT_TIMEOUT = 5.0
 """Seconds that replica 0 waits for the other hosts to go before it goes itself."""
@@ -64,6 +65,7 @@ class HostOptions:
         replacements: how many lost hosts the backend replaces.
         rejoin_timeout: seconds that a host that has lost replica 0 looks for another.
         network: of the hosts, where they are on one.
+        retry_on: exit codes after which ranks are started again, as a shell has them; empty for any.
         command: what the role runs.
     """
 
@@ -77,6 +79,7 @@ class HostOptions:
     replacements: int
     rejoin_timeout: float
     network: NetworkOptions
+    retry_on: tuple[int, ...]
     command: tuple[str, ...]
 
 
@@ -136,6 +139,8 @@ class HostProcess:
         self._exit(verdict.code)
 
     def _exit(self, code: int) -> NoReturn:
+        if self._pool is not None:
+            self._pool.close()
         processes.kill_descendants(self._environ.get(processes.MARKER, ""))
         ours = self._sockets if "MONARCH_RUN_DIR" in self._environ else self._run_dir
         if ours:
@@ -156,6 +161,7 @@ class HostProcess:
             if command is not None:
                 # First of all: what the ranks import takes longer than everything below.
                 nproc = await self._start_interpreters(command)
+                self._start_watchdog(command)
         except LaunchError as failure:
             error = str(failure)
         except ValueError as failure:
@@ -208,7 +214,7 @@ class HostProcess:
         self._grace = self._number("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", options.grace)
         if command.options.shutdown_timeout is not None:
             self._grace = float(command.options.shutdown_timeout)
-        program = command.program
+        program = command.program_of(0)
         if program.mode == "script" and not os.path.exists(program.target):
             # The exit code goes with it, as of `python nosuch.py`.
             raise CommandError(f"can't open file {os.path.abspath(program.target)!r}: No such file or directory")
@@ -292,6 +298,16 @@ class HostProcess:
 
         return await asyncio.get_running_loop().run_in_executor(None, start)
 
+    def _start_watchdog(self, command: Command) -> None:
+        """Serve the timers of ``torch.distributed.elastic.timer`` if the role's environment wants them."""
+        if command.kind != "torchrun" or self._environ.get(ENABLED) != "1" or self._pool is None:
+            return
+        path = self._environ.get(FILE) or os.path.join(self._sockets, "timers")
+        try:
+            self._pool.start_watchdog(path, self._run_id(), self._reporter.line)
+        except OSError as error:
+            raise LaunchError(f"cannot start torch's timer server: {error.strerror}: {error.filename}") from None
+
     # -- the job -------------------------------------------------------------------------------------------------------
 
     def _run_id(self) -> str:
@@ -333,6 +349,7 @@ class HostProcess:
             run_id=self._run_id(),
             max_restarts=max_restarts,
             replacements=options.replacements,
+            retry_on=options.retry_on,
             # The backend's earlier starts may have used up all their attempts.
             first_log_attempt=self._backend_restarts * (1 + max_restarts + options.replacements),
             host_timeout=options.host_timeout,

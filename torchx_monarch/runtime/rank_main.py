@@ -10,6 +10,7 @@ alone. ``FD`` is one end of a socket pair on which the host sends JSON lines and
 ``{"op": "count", "device": D}``        answer how many ranks torchrun would start for ``--nproc-per-node D``
 ``{"op": "store", "address": A}``       fork a process that serves a TCPStore on a free port of ``A`` until the pipe
                                         that comes with the order is closed; answer its port and pid
+``{"op": "bind", "mode": M, "gpu": N}`` run on the CPUs that ``--numa-binding M`` means for GPU N, and on no others
 ``{"op": "ready"}``                     answer, once the orders before it are done
 ``{"op": "run", ...}``                  take the environment and run the program; no answer, the socket is closed
 ======================================  =======================================================================
@@ -48,6 +49,9 @@ STACKS_SIGNAL = signal.SIGRTMAX - 3
 """On this signal a rank prints the stacks of all its threads to its stderr."""
 
 _PR_SET_PDEATHSIG = 1
+
+_FORK_TIMEOUT = 120.0
+"""Seconds that a fork may take to import torch and ask it something."""
 
 
 def _die_with(parent: int) -> None:
@@ -167,6 +171,66 @@ def _become_store(address: str, lifeline: int, answer: int) -> NoReturn:
     os._exit(0)
 
 
+def _cpus_near(gpu: int, mode: str) -> list[int]:
+    """The CPUs to which ``torchrun --numa-binding MODE`` binds the local rank of that number."""
+    try:
+        from torch.numa.binding import AffinityMode, NumaOptions, _get_logical_cpus_to_bind_to
+
+        options = NumaOptions(affinity_mode=AffinityMode(mode))
+    except (ImportError, ValueError):
+        import torch
+
+        raise RuntimeError(f"torch {torch.__version__} cannot tell (torch.numa.binding)") from None
+    cpus = sorted(_get_logical_cpus_to_bind_to(gpu_index=gpu, numa_options=options))
+    if not cpus:
+        raise RuntimeError(f"none of the CPUs near GPU {gpu} is among those that this process may use")
+    return cpus
+
+
+def _bind(cpus: list[int]) -> None:
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            os.sched_setaffinity(int(thread), cpus)
+        except ProcessLookupError:
+            continue  # it has ended meanwhile
+
+
+class _ForkError(Exception):
+    """What went wrong in a fork, in its own words."""
+
+
+def _in_fork(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function returns, as JSON carries it, called in a fork of this process; raises ``_ForkError``.
+
+    torch asks the driver about GPUs, and a process that has asked cannot give GPUs to its own forks any more nor choose
+    among them by CUDA_VISIBLE_DEVICES: under torchrun it is the launcher that has, and not the rank.
+    """
+    import select
+
+    rank, (reader, writer) = os.getpid(), os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of threads: those of torch wait for work
+        child = os.fork()
+    if child == 0:
+        try:
+            _die_with(rank)
+            answer = {"value": function(*args)}
+        except BaseException as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        os.write(writer, json.dumps(answer).encode())
+        os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as file:
+        if not select.select([file], [], [], _FORK_TIMEOUT)[0]:
+            os.kill(child, signal.SIGKILL)
+        data = file.read()
+    os.waitpid(child, 0)
+    answer = json.loads(data or '{"error": "torch has not answered"}')
+    if "error" in answer:
+        raise _ForkError(answer["error"])
+    return answer["value"]
+
+
 def _serve_store(address: str) -> tuple[int, Any]:
     """Serve a TCPStore on a free port, by threads of torch's own; returns the port and the store to keep."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -207,9 +271,13 @@ def _serve_orders(channel: socket.socket) -> dict[str, Any]:
             if op == "prepare":
                 _prepare(order)
             elif op == "count":
-                answer["count"] = _count(order["device"])
+                answer["count"] = _in_fork(_count, order["device"])
+            elif op == "bind":
+                _bind(_in_fork(_cpus_near, order["gpu"], order["mode"]))
             elif op == "store":
                 answer.update(_fork_store(order["address"], passed[0]))
+        except _ForkError as error:
+            answer["error"] = str(error)
         except Exception as error:
             answer["error"] = f"{type(error).__name__}: {error}"
         for descriptor in passed:
@@ -278,7 +346,8 @@ def _run(mode: str, target: str, args: list[str]) -> None:
 def _record(error: BaseException, began: bool) -> None:
     """Write the torchelastic error file, unless the program (``@record``) has written it.
 
-    ``extraInfo`` says besides when it was raised, to a fraction of a second, and whether the program had begun.
+    ``extraInfo`` says besides when it was raised, to a fraction of a second, whether the program had begun and, where
+    it failed in forming a process group, whether it had been in one.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or os.path.exists(path):
@@ -288,17 +357,16 @@ def _record(error: BaseException, began: bool) -> None:
         message = f"{type(error).__name__}: {error}"
     except Exception:
         message = f"{type(error).__name__}: <exception str() failed>"
-    data = {
-        "message": {
-            "message": message,
-            "extraInfo": {
-                "py_callstack": callstack,
-                "timestamp": str(int(time.time())),
-                "raised_at": time.time(),
-                "began": began,
-            },
-        }
+    extra = {
+        "py_callstack": callstack,
+        "timestamp": str(int(time.time())),
+        "raised_at": time.time(),
+        "began": began,
     }
+    joined = _joined(error)
+    if joined is not None:
+        extra["joined"] = joined
+    data = {"message": {"message": message, "extraInfo": extra}}
     try:
         with open(path + ".tmp", "w") as file:
             json.dump(data, file)
@@ -315,6 +383,25 @@ def _began(trace: types.TracebackType | None) -> bool:
         and frame.f_globals.get("__name__") != "runpy"  # frozen only since Python 3.11
         for frame, _ in traceback.walk_tb(trace)
     )
+
+
+def _joined(error: BaseException) -> bool | None:
+    """Whether this process has ever been in a process group, of an exception out of ``init_process_group``; else None.
+
+    Nothing of ``destroy_process_group`` takes back the last two of the signs.
+    """
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while c10d is not None and link is not None and id(link) not in seen:
+        for frame, _ in traceback.walk_tb(link.__traceback__):
+            if frame.f_globals is vars(c10d) and frame.f_code.co_name == "init_process_group":
+                hook = getattr(getattr(sys, "excepthook", None), "__qualname__", "")
+                url = getattr(c10d, "_default_pg_init_method", None)
+                return bool(c10d.is_initialized() or url or hook.startswith("init_process_group."))
+        seen.add(id(link))
+        link = link.__cause__ or link.__context__
+    return None
 
 
 def _without_own_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
