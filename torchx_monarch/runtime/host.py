@@ -38,8 +38,8 @@ from torchx_monarch.runtime.rendezvous import (
 from torchx_monarch.runtime.report import Reporter
 from torchx_monarch.runtime.strays import reap_orphans
 from torchx_monarch.runtime.transport import Address
-from torchx_monarch.runtime.wires import Wires
 from torchx_monarch.runtime.watchdog import ENABLED, FILE
+from torchx_monarch.runtime.wires import Wires
 
 _HOST_EXIT_TIMEOUT = 5.0
 """Seconds that replica 0 waits for the other hosts to go before it goes itself."""
