@@ -132,17 +132,24 @@ class Verdict:
         reason: one line for a person.
         cause: the rank that began it, where a rank did.
         stopped: whether it was told to end.
+        consequence: whether it says only that a host was lost: not why, which that host or its backend may know.
     """
 
     code: int
     reason: str
     cause: RankExit | None = None
     stopped: bool = False
+    consequence: bool = False
 
     def error_file(self) -> str:
         """The content of a torchelastic error file that says this (see torch's ``ErrorHandler.record_exception``)."""
         when = self.cause.time if self.cause else time.time()
-        extra = {"py_callstack": self.cause.traceback if self.cause else "", "timestamp": str(int(when))}
+        extra: dict[str, object] = {
+            "py_callstack": self.cause.traceback if self.cause else "",
+            "timestamp": str(int(when)),
+        }
+        if self.consequence:
+            extra["consequence"] = True
         return json.dumps({"message": {"message": self.reason, "errorCode": self.code, "extraInfo": extra}})
 
     def to_json(self) -> dict[str, Any]:
@@ -154,7 +161,7 @@ class Verdict:
         """The inverse of ``to_json``."""
         cause = values.get("cause")
         exit = RankExit.from_json(cause) if cause else None
-        return cls(values["code"], values["reason"], exit, values["stopped"])
+        return cls(values["code"], values["reason"], exit, values["stopped"], values["consequence"])
 
 
 def root_cause(exits: Iterable[RankExit]) -> RankExit | None:
