@@ -8,6 +8,7 @@ Importing it imports monarch (0.15 s) and nothing of torch.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -51,6 +52,12 @@ def start_worker(client_url: str, worker_url: str, on_fault: Callable[[str], Non
     address = f"{service}@{worker_url}"
     actor.start_worker_loop_forever(ca=_CA, address=address)
     return address
+
+
+def host_without_agent(error: BaseException) -> int | None:
+    """Which host's agent did not start, by its place in the mesh, where an error of ``AgentMesh`` says so."""
+    found = re.search(r"error creating proc \(host rank (\d+)\)", str(error))
+    return int(found[1]) if found else None
 
 
 class AgentMesh:
