@@ -56,8 +56,14 @@ def start_worker(client_url: str, worker_url: str, on_fault: Callable[[str], Non
 
 def host_without_agent(error: BaseException) -> int | None:
     """Which host's agent did not start, by its place in the mesh, where an error of ``AgentMesh`` says so."""
-    found = re.search(r"error creating proc \(host rank (\d+)\)", str(error))
-    return int(found[1]) if found else None
+    text = str(error)
+    if found := re.search(r"error creating proc \(host rank (\d+)\)", text):
+        return int(found[1])
+    # "error spawning actor mesh: statuses: Timeout(30.05s)=0..1;Running=1..3": names of states, and ranges of hosts.
+    for state, first, end in re.findall(r"[ ;](\w+)(?:\([^;]*\))?=(\d+)\.\.(\d+)", text.partition("statuses:")[2]):
+        if state != "Running" and int(end) == int(first) + 1:
+            return int(first)
+    return None
 
 
 class AgentMesh:

@@ -1,8 +1,8 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A soak: many small jobs, a random fault in each, and a close look at every end: ``python -m tests.soak [options]``.
+"""A soak: many small jobs, one or two random faults in each: ``python -m tests.soak [options]``.
 
-A job runs through monarch_local as any other; the fault (a signal to one of our processes, a cancellation, a deleted
+A job runs through monarch_local as any other; a fault (a signal to one of our processes, a cancellation, a deleted
 file, or none) comes at a random moment of its life. Then: it must have ended in time, its state must be true (SUCCEEDED
 only if every rank proved its end, FAILED only with who died, and only if it could not have gone on), its record and
 logs must answer, and nothing may be left of it. Everything about a job follows from the seed and its number.
@@ -27,11 +27,11 @@ from tests.soak.runs import Outcome, run_all
 def _summary(outcomes: list[Outcome]) -> None:
     by_fault: dict[str, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
-        by_fault[outcome.plan.what].append(outcome)
+        by_fault[outcome.plan.what if len(outcome.plan.blows) == 1 else "two"].append(outcome)
     print(f"\n{'fault':18}{'jobs':>5}{'hit':>5}{'longest':>10}  states")
     for fault, some in sorted(by_fault.items()):
         states = Counter(outcome.state.name if outcome.state else "gone" for outcome in some)
-        hits, longest = sum(outcome.hit is not None for outcome in some), max(outcome.seconds for outcome in some)
+        hits, longest = sum(len(outcome.hits) for outcome in some), max(outcome.seconds for outcome in some)
         shown = ", ".join(f"{name} {count}" for name, count in sorted(states.items()))
         print(f"{fault:18}{len(some):5}{hits:5}{longest:8.1f} s  {shown}")
 
@@ -55,7 +55,7 @@ def main() -> int:
         print(outcome, flush=True)
         if outcome.wrong:
             print(
-                f"     {outcome.plan.repeat(args.seed)}\n     {outcome.plan} {outcome.hit}\n     {outcome.kept}",
+                f"     {outcome.plan.repeat(args.seed)}\n     {outcome.plan} {outcome.hits}\n     {outcome.kept}",
                 flush=True,
             )
 

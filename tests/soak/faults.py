@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.soak.plans import Plan
+from tests.soak.plans import Blow
 from torchx_monarch import processes
 from torchx_monarch.backends.local import state, store
 from torchx_monarch.backends.local.scheduler import DetachedScheduler
@@ -24,11 +24,13 @@ class Hit:
     """What was really done.
 
     Attributes:
+        blow: what was to be done.
         at: seconds from the submission.
         pid: the process, 0 for none.
         replica: of a host, or of the host that an agent or a rank belongs to; -1 where that has no meaning.
     """
 
+    blow: Blow
     at: float
     pid: int = 0
     replica: int = -1
@@ -75,39 +77,39 @@ def targets(paths: store.AppPaths, job: str, kind: str) -> list[int]:
     return sorted(pid for pid in processes.marked(job) if is_one(_words(pid)))
 
 
-def strike(plan: Plan, scheduler: DetachedScheduler, app_id: str, began: float) -> Hit | None:
-    """Wait for the moment and for the target, and do what the plan says; None when the job ended before.
+def strike(blow: Blow, scheduler: DetachedScheduler, app_id: str, began: float) -> Hit | None:
+    """Wait for the moment and for the target, and do what it says; None when the job ended before.
 
     Args:
         began: when the job was submitted, by ``time.monotonic``.
     """
     paths = store.app_paths(app_id)
-    if plan.fault == "none" or _has_ended(scheduler, app_id, max(0.0, began + plan.moment - time.monotonic())):
+    if blow.fault == "none" or _has_ended(scheduler, app_id, max(0.0, began + blow.moment - time.monotonic())):
         return None
-    if plan.fault == "cancel":
+    if blow.fault == "cancel":
         scheduler.cancel(app_id)
-        return Hit(time.monotonic() - began)
-    if plan.fault == "folder":
-        hit = Hit(time.monotonic() - began)
+        return Hit(blow, time.monotonic() - began)
+    if blow.fault == "folder":
+        hit = Hit(blow, time.monotonic() - began)
         shutil.rmtree(paths.root, ignore_errors=True)
         shutil.rmtree(paths.root, ignore_errors=True)  # what was written meanwhile
         return hit
     request = store.read_json(paths.request) or {}
     while not _has_ended(scheduler, app_id, 0.0):
-        if plan.fault == "log":
+        if blow.fault == "log":
             if logs := sorted(Path(paths.logs).rglob("attempt_*/*/std*.log")):
-                logs[int(plan.which * len(logs))].unlink(missing_ok=True)
-                return Hit(time.monotonic() - began)
-        elif found := targets(paths, request["job"], plan.target):
-            pid = found[int(plan.which * len(found))]
+                logs[int(blow.which * len(logs))].unlink(missing_ok=True)
+                return Hit(blow, time.monotonic() - began)
+        elif found := targets(paths, request["job"], blow.target):
+            pid = found[int(blow.which * len(found))]
             replica = _replica(pid)
             try:
-                os.kill(pid, _SIGNALS[plan.fault])
+                os.kill(pid, _SIGNALS[blow.fault])
             except ProcessLookupError:
                 continue
-            hit = Hit(time.monotonic() - began, pid, replica)
-            if plan.fault == "stop":
-                _has_ended(scheduler, app_id, plan.pause)
+            hit = Hit(blow, time.monotonic() - began, pid, replica)
+            if blow.fault == "stop":
+                _has_ended(scheduler, app_id, blow.pause)
                 _continue(pid)
             return hit
         time.sleep(0.01)

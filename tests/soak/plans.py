@@ -74,19 +74,48 @@ _START = 0.7
 
 
 @dataclass(frozen=True)
+class Blow:
+    """One fault.
+
+    Attributes:
+        fault: none, cancel, log (delete a rank's log), folder (delete the app's folder), kill, term, stop (SIGSTOP, and
+            SIGCONT after ``pause`` seconds).
+        target: the kind of process that is signalled: keeper, supervisor, host, agent, rank, child.
+        moment: seconds from the submission to the fault; a process that is not there yet is waited for.
+        which: picks one of several targets, 0 to 1.
+    """
+
+    fault: str
+    target: str
+    moment: float
+    which: float
+    pause: float
+
+    @property
+    def what(self) -> str:
+        """In two words."""
+        return f"{self.fault} {self.target}".strip()
+
+    @property
+    def tells(self) -> bool:
+        """Whether it tells the app to end."""
+        return self.what in ("cancel", "term supervisor")
+
+    @property
+    def harmless(self) -> bool:
+        """Whether a job succeeds all the same."""
+        return self.fault in ("none", "log", "stop") or self.target in ("keeper", "child")
+
+
+@dataclass(frozen=True)
 class Plan:
-    """One job and its fault.
+    """One job and its faults, one or two.
 
     Attributes:
         restarts: torchrun's --max-restarts.
         seconds: that the ranks work.
         children: whether each rank has a child and a grandchild that has left its session and ignores SIGTERM.
         follow: whether somebody follows the log.
-        fault: none, cancel, log (delete a rank's log), folder (delete the app's folder), kill, term, stop (SIGSTOP, and
-            SIGCONT after ``pause`` seconds).
-        target: the kind of process that is signalled: keeper, supervisor, host, agent, rank, child.
-        moment: seconds from the submission to the fault; a process that is not there yet is waited for.
-        which: picks one of several targets, 0 to 1.
     """
 
     number: int
@@ -99,11 +128,7 @@ class Plan:
     children: bool
     torch: bool
     follow: bool
-    fault: str
-    target: str
-    moment: float
-    which: float
-    pause: float
+    blows: tuple[Blow, ...]
 
     @property
     def world(self) -> int:
@@ -111,8 +136,13 @@ class Plan:
 
     @property
     def what(self) -> str:
-        """The fault in two words."""
-        return f"{self.fault} {self.target}".strip()
+        """The faults, in two words each."""
+        return " + ".join(blow.what for blow in self.blows)
+
+    @property
+    def is_removed(self) -> bool:
+        """Whether its folder is removed."""
+        return self.blows[0].fault == "folder"
 
     @property
     def shape(self) -> str:
@@ -153,12 +183,12 @@ class Plan:
 def draw(seed: int, number: int) -> Plan:
     """The plan of one job."""
     dice = random.Random(f"{seed}/{number}")
-    (fault, target), *_ = dice.choices(list(_FAULTS), list(_FAULTS.values()))
     torch = dice.random() < 0.1
     seconds = round(dice.uniform(0.2, 1.5), 2)
-    moment = round(dice.uniform(0.0, _START + seconds + (4 if torch else 0.2)), 3)
-    if fault == "folder":
-        seconds = 1000.0  # nobody can see it end: it has to be stopped
+    first = _blow(dice, dice.uniform(0.0, _START + seconds + (4 if torch else 0.2)))
+    blows: tuple[Blow, ...] = (first,)
+    if first.fault not in ("none", "folder") and dice.random() < 0.3:
+        blows = (first, _blow(dice, first.moment + dice.uniform(0.0, 2.5), but=("none", "folder")))
     return Plan(
         number=number,
         hosts=dice.choice((1, 2, 2)),
@@ -166,13 +196,16 @@ def draw(seed: int, number: int) -> Plan:
         restarts=dice.choice((0, 0, 1, 2)),
         policy=dice.choice(("APPLICATION", "REPLICA", "ROLE")),
         retries=dice.choice((0, 0, 1, 2)),
-        seconds=seconds,
-        children=target == "child" or dice.random() < 0.3,
+        # One whose folder is removed has to be stopped: nobody could see it end.
+        seconds=1000.0 if first.fault == "folder" else seconds,
+        children=any(blow.target == "child" for blow in blows) or dice.random() < 0.3,
         torch=torch,
         follow=dice.random() < 0.3,
-        fault=fault,
-        target=target,
-        moment=moment,
-        which=dice.random(),
-        pause=round(dice.uniform(0.2, 2.5), 2),
+        blows=blows,
     )
+
+
+def _blow(dice: random.Random, moment: float, but: tuple[str, ...] = ()) -> Blow:
+    faults = {what: often for what, often in _FAULTS.items() if what[0] not in but}
+    [(fault, target)] = dice.choices(list(faults), list(faults.values()))
+    return Blow(fault, target, round(moment, 3), dice.random(), round(dice.uniform(0.2, 2.5), 2))

@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -45,7 +46,7 @@ class Outcome:
 
     plan: Plan
     app_id: str = ""
-    hit: faults.Hit | None = None
+    hits: list[faults.Hit] = field(default_factory=list)
     state: AppState | None = None
     message: str = ""
     seconds: float = 0.0
@@ -54,10 +55,10 @@ class Outcome:
     kept: str = ""
 
     def __str__(self) -> str:
-        when = f"at {self.hit.at:.2f} s" if self.hit else "missed"
+        when = ", ".join(f"{hit.at:.2f}" for hit in self.hits) or "missed"
         state = self.state.name if self.state else "gone"
         words = (
-            f"{self.plan.number:4d} {self.plan.what:15} {when:11} {self.plan.shape:38} {state:9} {self.seconds:5.1f} s"
+            f"{self.plan.number:4d} {self.plan.what:29} {when:10} {self.plan.shape:38} {state:9} {self.seconds:5.1f} s"
         )
         return f"{words}  {self.message}" if not self.wrong else f"{words}  WRONG: {'; '.join(self.wrong)}"
 
@@ -87,6 +88,15 @@ class _Followers:
 def run(plan: Plan) -> Outcome:
     """Submit one job, do what is to be done to it, and look at its end."""
     outcome = Outcome(plan)
+    try:
+        _run(outcome)
+    except Exception:
+        outcome.wrong.append(traceback.format_exc())
+    return outcome
+
+
+def _run(outcome: Outcome) -> None:
+    plan = outcome.plan
     folder = Path(tempfile.mkdtemp(prefix="soak"))
     with Runner("torchx", {"monarch_local": monarch_local}) as runner:
         scheduler = runner._scheduler("monarch_local").inner
@@ -98,7 +108,9 @@ def run(plan: Plan) -> Outcome:
         request = store.read_json(paths.request)
         assert request is not None
         followers = _Followers(plan, runner, handle)
-        outcome.hit = faults.strike(plan, scheduler, app_id, began)
+        for blow in plan.blows:
+            if hit := faults.strike(blow, scheduler, app_id, began):
+                outcome.hits.append(hit)
         ended = scheduler.wait_terminal(app_id, BOUND)
         outcome.seconds = time.monotonic() - began
         if not ended:
@@ -107,15 +119,15 @@ def run(plan: Plan) -> Outcome:
             scheduler.wait_terminal(app_id, 10)
         status = runner.status(handle)
         if status is None:
-            if plan.fault != "folder":
+            if not plan.is_removed:
                 outcome.wrong.append("it is unknown")
         else:
             outcome.state, outcome.message = status.state, "" if status.msg == "<NONE>" else status.msg
             if ended:
-                outcome.wrong += truth.of_the_end(plan, outcome.hit, status.state, outcome.message, folder)
+                outcome.wrong += truth.of_the_end(plan, outcome.hits, status.state, outcome.message, folder)
             outcome.wrong += truth.of_the_record(plan, scheduler, app_id, status.state)
             outcome.wrong += truth.of_followers(plan, scheduler, app_id, followers.texts())
-        within = REMOVED_WITHIN if plan.fault == "folder" and outcome.hit else LEFT_WITHIN
+        within = REMOVED_WITHIN if plan.is_removed and outcome.hits else LEFT_WITHIN
         outcome.wrong += truth.of_leftovers(request["job"], request["run_dir"], within)
         if status is None and os.path.exists(paths.root):
             outcome.wrong.append(f"it is unknown, and its folder is still there: {sorted(os.listdir(paths.root))}")
@@ -129,7 +141,6 @@ def run(plan: Plan) -> Outcome:
     if outcome.kept:
         shutil.copytree(folder, os.path.join(outcome.kept, "proofs"), dirs_exist_ok=True)
     shutil.rmtree(folder)
-    return outcome
 
 
 def run_all(plans: Sequence[Plan], parallel: int, tell: Callable[[Outcome], None]) -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from torchx.specs import AppState
 
 from tests.soak.faults import Hit
-from tests.soak.plans import ROLE, Plan
+from tests.soak.plans import ROLE, Blow, Plan
 from torchx_monarch import events, processes
 from torchx_monarch.backends.local.scheduler import DetachedScheduler
 
@@ -28,57 +28,46 @@ def finished(plan: Plan, folder: Path) -> bool:
     return any(ranks == set(range(plan.world)) for ranks in attempts.values())
 
 
-def _begun(folder: Path) -> bool:
-    return any(folder.glob("begin-*[0-9]"))
-
-
-def _blame(plan: Plan, hit: Hit) -> str:
+def _blame(hit: Hit) -> str:
     """What a message must say of a job that ended because of this fault."""
-    how = {"kill": r"killed by signal 9 \(SIGKILL\)", "term": r"killed by signal 15 \(SIGTERM\)", "stop": ""}[
-        plan.fault
-    ]
-    if plan.target == "supervisor":
+    how = {"kill": r"killed by signal 9 \(SIGKILL\)", "term": r"killed by signal 15 \(SIGTERM\)"}[hit.blow.fault]
+    if hit.blow.target == "supervisor":
         return rf"^the supervisor \(pid {hit.pid}\) was {how}"
-    if plan.target == "host":
+    if hit.blow.target == "host":
         # One that is told so early that it does not listen yet is killed by it.
-        preempted = rf"|preempted: host {hit.replica} \(\S+, pid {hit.pid}\) received SIGTERM" * (plan.fault == "term")
+        preempted = rf"|preempted: host {hit.replica} \(\S+, pid {hit.pid}\) received SIGTERM" * (
+            hit.blow.fault == "term"
+        )
         return rf"^replica {ROLE}/{hit.replica} \(pid {hit.pid}\) was {how}{preempted}"
-    if plan.target == "agent":
+    if hit.blow.target == "agent":
         return rf"host {hit.replica} \(.*\) lost its agent|agent of host {hit.replica} \("
     return rf"rank \d+ \(local rank \d on [\w.-]+, pid {hit.pid}\) was {how}"
 
 
-def _goes_on(plan: Plan) -> bool:
-    """Whether a job with this fault has what it needs to succeed all the same."""
-    if plan.fault in ("none", "log", "stop") or plan.target in ("keeper", "child"):
-        return True
-    return plan.retries > 0 or (plan.target == "rank" and plan.restarts > 0)
+def _goes_on(plan: Plan, blows: Sequence[Blow]) -> bool:
+    """Whether a job that was hit by these has what it needs to succeed all the same."""
+    deadly = [blow for blow in blows if not blow.harmless]
+    if any(blow.tells or blow.target == "supervisor" for blow in deadly):
+        return False
+    return len(deadly) <= plan.retries or (len(deadly) <= plan.restarts and all(one.target == "rank" for one in deadly))
 
 
-def of_the_end(plan: Plan, hit: Hit | None, state: AppState, message: str, folder: Path) -> list[str]:
+def of_the_end(plan: Plan, hits: Sequence[Hit], state: AppState, message: str, folder: Path) -> list[str]:
     """What is wrong with the state and the message."""
     wrong = []
-    done = finished(plan, folder)
-    if hit is None:
-        return (
-            []
-            if state is AppState.SUCCEEDED and done
-            else [f"nothing was done to it, and it is {state.name}: {message}"]
-        )
-    told = plan.fault == "cancel" or (plan.fault, plan.target) == ("term", "supervisor")
-    if state is AppState.SUCCEEDED and not done:
+    if state is AppState.SUCCEEDED and not finished(plan, folder):
         wrong.append("SUCCEEDED, and not every rank has reached its end")
-    if state is AppState.CANCELLED and not told:
+    if state is AppState.CANCELLED and not any(hit.blow.tells for hit in hits):
         wrong.append(f"CANCELLED, and nobody cancelled it: {message}")
-    if state is AppState.FAILED:
-        if told:
-            wrong.append(f"FAILED, and it was cancelled: {message}")
-        elif (plan.fault, plan.target) != ("kill", "supervisor") and _goes_on(plan):
-            wrong.append(f"FAILED, and it could have gone on: {message}")
-        elif not re.search(_blame(plan, hit), message):
-            wrong.append(f"FAILED for a wrong reason: {message}")
     if state is AppState.CANCELLED and "preempt" in message:
         wrong.append(f"a cancellation is called preemption: {message}")
+    if state is AppState.FAILED:
+        if _goes_on(plan, [hit.blow for hit in hits]):
+            wrong.append(f"FAILED, and it could have gone on: {message}")
+        elif all(hit.blow.tells for hit in hits):
+            wrong.append(f"FAILED, and it was cancelled: {message}")
+        elif not any(re.search(_blame(hit), message) for hit in hits if not (hit.blow.tells or hit.blow.harmless)):
+            wrong.append(f"FAILED for a wrong reason: {message}")
     return wrong
 
 

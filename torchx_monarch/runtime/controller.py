@@ -145,7 +145,7 @@ class Controller:
             place = host_without_agent(error)
             why = _first_line(error) if place is None else f"the agent of {hosts[place].name} did not start"
             reason = f"the mesh could not be formed: {why}; see {self._options.monarch_log}"
-            raise _TroubleCame(Trouble(0, Verdict(1, reason))) from error
+            raise _TroubleCame(Trouble(0, Verdict(1, reason, replica=-1 if place is None else place))) from error
         self._members = {host.replica for host in hosts}
         self._reporter.phase("mesh", "mesh")
 

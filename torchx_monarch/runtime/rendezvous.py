@@ -143,7 +143,8 @@ class Rendezvous:
         self._hosts[host.replica] = host
         if host.error:
             reason = f"{host.name} cannot start: {host.error}"
-            self.troubles.put_nowait(Trouble(host.replica, Verdict(host.code, reason), lost=False))
+            verdict = Verdict(host.code, reason, replica=host.replica)
+            self.troubles.put_nowait(Trouble(host.replica, verdict, lost=False))
         elif len(self._hosts) == self._replicas:
             self._were_complete = True
             self._complete.set()
@@ -240,12 +241,13 @@ class Rendezvous:
 
 
 def _lost(host: Registration, why: str) -> Trouble:
-    return Trouble(host.replica, Verdict(1, f"{host.name} was lost: {why}", consequence=True))
+    verdict = Verdict(1, f"{host.name} was lost: {why}", consequence=True, replica=host.replica)
+    return Trouble(host.replica, verdict)
 
 
 def agent_lost(host: Registration) -> Trouble:
     """The trouble of a host whose agent has died."""
-    return Trouble(host.replica, Verdict(1, f"the agent of {host.name} died"))
+    return Trouble(host.replica, Verdict(1, f"the agent of {host.name} died", replica=host.replica))
 
 
 def signalled(host: Registration, number: int, announced: bool) -> Trouble:
@@ -262,7 +264,8 @@ def signalled(host: Registration, number: int, announced: bool) -> Trouble:
     else:
         what = describe_code(-number).partition("by ")[2]
         reason, kind = f"host {host.replica} was told to stop by {what}", "failure"
-    return Trouble(host.replica, Verdict(128 + number, reason, stopped=True), lost=False, signal=number, kind=kind)
+    verdict = Verdict(128 + number, reason, stopped=True, replica=host.replica)
+    return Trouble(host.replica, verdict, lost=False, signal=number, kind=kind)
 
 
 class Membership:

@@ -367,6 +367,6 @@ class Loop:
         self._done = True
 
     def _failed(self) -> list[Replica]:
-        """The replicas that failed: in the order of their ends, but last those that only lost another host."""
+        """The replicas that failed: in the order of their ends, but first those that know the cause at first hand."""
         failed = [replica for replica in self._all if replica.record.state == FAILED]
-        return sorted(failed, key=lambda one: (one.consequence, one.record.ended or 0.0))
+        return sorted(failed, key=lambda one: (*one.hearsay, one.record.ended or 0.0))

@@ -72,12 +72,13 @@ class Replica:
         return self.record.state == SUCCEEDED
 
     @property
-    def consequence(self) -> bool:
-        """Whether all it says of its failure is that another host was lost."""
+    def hearsay(self) -> tuple[bool, bool]:
+        """How far what it says of its failure is from the cause: it only lost another; it happened to another."""
         data: Any = json.loads(self.record.error) if self.record.error else None
-        for key in ("message", "extraInfo", "consequence"):
+        for key in ("message", "extraInfo"):
             data = data.get(key) if isinstance(data, dict) else None
-        return data is True
+        said = data if isinstance(data, dict) else {}
+        return said.get("consequence") is True, said.get("replica", self.record.id) != self.record.id
 
     @property
     def _stop_file(self) -> str:
