@@ -112,6 +112,21 @@ def test_while_a_failed_attempt_is_stopped(folder: Path, script: Callable[[str],
     assert not (hosts.logs(0) / "attempt_1").exists()
 
 
+def test_while_a_lost_host_is_being_replaced(
+    folder: Path, script: Callable[[str], str], eventually: Eventually
+) -> None:
+    options = ("--grace", "20", "--preload", "", "--replacements", "1")
+    hosts = Hosts(folder, torchrun(script(CLEANS_UP)), replicas=2, options=options).start()
+    started(hosts, 4, eventually).processes[1].kill()
+    eventually(lambda: any(event["kind"] == "replacement" for event in hosts.events()), "the loss to be noticed")
+    hosts.processes[0].terminate()
+    began = time.monotonic()
+    assert hosts.wait() == [143, -9]
+    assert time.monotonic() - began < 10, "nobody waits for the one that is gone"
+    for left in folder.glob("h*/"):  # of the host that was killed
+        shutil.rmtree(left)
+
+
 def test_ranks_that_feel_the_loss_of_a_host_are_not_blamed(
     folder: Path, script: Callable[[str], str], eventually: Eventually
 ) -> None:

@@ -191,7 +191,7 @@ def draw(seed: int, number: int) -> Plan:
         blows = (first, _blow(dice, first.moment + dice.uniform(0.0, 2.5), but=("none", "folder")))
     return Plan(
         number=number,
-        hosts=dice.choice((1, 2, 2)),
+        hosts=dice.choice((1, 2, 2, 3)),
         ranks=dice.choice((1, 2)),
         restarts=dice.choice((0, 0, 1, 2)),
         policy=dice.choice(("APPLICATION", "REPLICA", "ROLE")),

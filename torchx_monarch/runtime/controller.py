@@ -100,7 +100,9 @@ class Controller:
             except _TroubleCame as came:
                 trouble = came.trouble
             self._reporter.note(trouble.kind, trouble.verdict.reason, replica=trouble.replica)
-            more = await self._stop_ranks({trouble.replica} if trouble.lost else set(), trouble.signal)
+            if trouble.lost:
+                self._members.discard(trouble.replica)
+            more = await self._stop_ranks(trouble.signal)
             # Another that was lost has to be replaced as well, which the next attempt waits for.
             self._put_back(one for one in more if not one.lost)
             # Replica 0 is where we are: its own trouble takes the job along.
@@ -183,7 +185,7 @@ class Controller:
             self._note_exits(answer["exits"])
             if cause := root_cause(self._exits.values()):
                 self._reporter.note("failure", cause.describe(), rank=cause.rank)
-                came = await self._stop_ranks(set(), signal.SIGTERM)
+                came = await self._stop_ranks(signal.SIGTERM)
                 # Those that had failed before we stopped them have said so by now.
                 cause = root_cause(self._exits.values())
                 if came and cause and (cause.is_collateral or self._restarts_left):
@@ -233,7 +235,7 @@ class Controller:
 
         threading.Thread(target=pump, name=f"monarch-{op}", daemon=True).start()
 
-    async def _stop_ranks(self, lost: set[int], number: int) -> list[Trouble]:
+    async def _stop_ranks(self, number: int) -> list[Trouble]:
         """Stop the ranks of every host that can be asked to; what they say of it is kept.
 
         A host whose agent is gone stops its ranks by itself, and one that is gone took them along.
@@ -246,7 +248,7 @@ class Controller:
             return came
         answers: asyncio.Queue[Any] = asyncio.Queue()
         loop, grace = asyncio.get_running_loop(), self._options.grace
-        asked = self._members - lost
+        asked = set(self._members)
         until = loop.time() + grace + _STOP_MARGIN
         self._stream_into(answers, "stop", {"signal": number, "grace": grace})
         while asked:
@@ -255,7 +257,8 @@ class Controller:
             except _TroubleCame as more:
                 came.append(more.trouble)
                 if more.trouble.lost:
-                    asked.discard(more.trouble.replica)
+                    self._members.discard(more.trouble.replica)
+                    asked &= self._members
             except asyncio.TimeoutError:
                 late = ", ".join(str(replica) for replica in sorted(asked))
                 self._reporter.line(f"host {late} did not stop its ranks within {grace + _STOP_MARGIN:g} s")
@@ -266,6 +269,7 @@ class Controller:
                     asked.discard(answer["replica"])  # by name: there are no exits when no rank was started
         while not self._rendezvous.troubles.empty():
             came.append(self._rendezvous.troubles.get_nowait())
+        self._members -= {one.replica for one in came if one.lost}
         return came
 
     def _put_back(self, troubles: Iterable[Trouble]) -> None:
