@@ -3,6 +3,7 @@
 #   make demo    a real training on a Monarch mesh, live on the screen
 #   make test    everything: lint, types, all tests
 #   make check   the quick part of it (under 3 minutes), for while you work
+#   make soak    200 small jobs with a fault in each; some minutes
 #   make bench   launch times beside torchrun, TorchX and Monarch
 #   make clean   remove what the above made
 
@@ -22,11 +23,12 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 PYTESTFLAGS ?=
 BENCHFLAGS ?=
+SOAKFLAGS ?=
 
 # Debian's packages that tests need beyond Python's; see `system` below.
 SYSTEM_PACKAGES := iproute2 openssl
 
-.PHONY: help venv system demo test check bench lint types format clean
+.PHONY: help venv system demo test check soak bench lint types format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -75,6 +77,9 @@ check: lint types
 	python -m pytest tests/unit $(PYTESTFLAGS)
 	d=$$(mktemp -d) && { torchx run -s monarch_local --wait --log monarch.spmd --nproc 2 --name check \
 		examples/digits.py --epochs 4 --min-accuracy 0.8 --checkpoint-dir "$$d"; rc=$$?; rm -rf "$$d"; exit $$rc; }
+
+soak: $(STAMP)
+	python -m tests.soak $(SOAKFLAGS)
 
 bench: $(STAMP)
 	python bench/launch.py $(BENCHFLAGS)

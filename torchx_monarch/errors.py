@@ -141,17 +141,27 @@ class Verdict:
         reason: one line for a person.
         cause: the rank that began it, where a rank did.
         stopped: whether it was told to end.
+        consequence: whether it says only that a host was lost: not why, which that host or its backend may know.
+        replica: of the host to which it happened, where it is no rank's; -1 for none.
     """
 
     code: int
     reason: str
     cause: RankExit | None = None
     stopped: bool = False
+    consequence: bool = False
+    replica: int = -1
 
     def error_file(self) -> str:
         """The content of a torchelastic error file that says this (see torch's ``ErrorHandler.record_exception``)."""
         when = self.cause.time if self.cause else time.time()
-        extra = {"py_callstack": self.cause.traceback if self.cause else "", "timestamp": str(int(when))}
+        extra: dict[str, object] = {
+            "py_callstack": self.cause.traceback if self.cause else "",
+            "timestamp": str(int(when)),
+            # For the backend, which has such a file from every replica and shows one.
+            "consequence": self.consequence,
+            "replica": self.cause.replica if self.cause else self.replica,
+        }
         return json.dumps({"message": {"message": self.reason, "errorCode": self.code, "extraInfo": extra}})
 
     def to_json(self) -> dict[str, Any]:
@@ -160,10 +170,11 @@ class Verdict:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Verdict:
-        """The inverse of ``to_json``."""
+        """The inverse of ``to_json``; what else the message holds is left out."""
         cause = values.get("cause")
         exit = RankExit.from_json(cause) if cause else None
-        return cls(values["code"], values["reason"], exit, values["stopped"])
+        others = [field.name for field in dataclasses.fields(cls) if field.name != "cause"]
+        return cls(cause=exit, **{name: values[name] for name in others})
 
 
 def root_cause(exits: Iterable[RankExit]) -> RankExit | None:

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
-import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -17,25 +15,6 @@ import pytest
 from tests.local.hosts import Hosts
 
 NO_PRELOAD = ("--grace", "5", "--preload", "")
-
-
-@pytest.fixture
-def folder(leaves_nothing: None) -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="h"))
-    yield path
-    shutil.rmtree(path)
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> Callable[[str], str]:
-    def write(text: str) -> str:
-        path = tmp_path / "prog.py"
-        start = "import os, sys, time, signal\nrank, attempt = (int(os.environ[n]) for n in "
-        names = "('RANK', 'TORCHELASTIC_RESTART_COUNT'))\n"
-        path.write_text(start + names + textwrap.dedent(text))
-        return str(path)
-
-    return write
 
 
 def torchrun(*words: str, restarts: int, nnodes: int = 1) -> list[str]:
@@ -241,6 +220,43 @@ def test_the_same_failure_of_many_is_one_line(folder: Path, script: Callable[[st
     grouped = [line for line in hosts.err().splitlines() if "also: rank" in line]
     assert len(grouped) <= 2  # those still on their way out when the first was seen count as well
     assert hosts.err().count("traceback of rank") == 1
+
+
+def test_nothing_of_an_attempt_lives_on_in_the_next(folder: Path, script: Callable[[str], str]) -> None:
+    # Children of ranks that were killed or have ended: with a session or a process group of their own, orphans of
+    # orphans, deaf to SIGTERM; one is a fork without an exec, as a data loader's worker is.
+    path = script("""
+        import pathlib, subprocess
+        notes = pathlib.Path(sys.argv[0]).with_name("strays")
+        notes.mkdir(exist_ok=True)
+        def endure():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            (notes / str(os.getpid())).touch()
+            time.sleep(1000)
+        def lives(pid):
+            try:
+                return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+            except FileNotFoundError:
+                return False
+        if attempt == 0:
+            for leave in (os.setsid, lambda: os.setpgid(0, 0), lambda: None):
+                if os.fork() == 0:
+                    leave()
+                    endure() if os.fork() == 0 else os._exit(0)
+            if os.fork() == 0:
+                os.setsid()
+                endure()
+            while len(list(notes.iterdir())) < 8:
+                time.sleep(0.02)
+            if rank == 1:
+                sys.exit(1)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(1000)
+        print("alive", [one.name for one in notes.iterdir() if lives(one.name)])
+    """)
+    hosts = Hosts(folder, torchrun(path, restarts=1), options=("--grace", "1", "--preload", "")).start()
+    assert hosts.wait() == [0], hosts.err()
+    assert hosts.out().count("alive []") == 2
 
 
 def goes_on(script: Callable[[str], str]) -> str:

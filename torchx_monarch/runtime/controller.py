@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import dataclasses
 import signal
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -31,9 +32,6 @@ _MESH_TIMEOUT = 60.0
 _STOP_MARGIN = 10.0
 """Seconds beyond the grace until a host that has not said that its ranks ended counts as lost."""
 
-_SAID_WITHIN = 8.0
-"""Seconds that the rendezvous has to say which host is lost when Monarch has found a call to fail."""
-
 
 class _TroubleCame(Exception):
     def __init__(self, trouble: Trouble) -> None:
@@ -54,6 +52,7 @@ class JobOptions:
         grace: seconds from SIGTERM to SIGKILL for ranks.
         master_addr: what ranks dial to meet rank 0.
         store_bind: the local address that its store listens on; empty for all.
+        said_within: seconds that the rendezvous has to say which host is lost when Monarch has found a call to fail.
         monarch_log: where Monarch says more.
     """
 
@@ -66,6 +65,7 @@ class JobOptions:
     grace: float
     master_addr: str
     store_bind: str
+    said_within: float
     monarch_log: str
 
 
@@ -114,8 +114,12 @@ class Controller:
                 return await self._attempts(hosts)
             except _TroubleCame as came:
                 trouble = came.trouble
-            self._reporter.note("failure", trouble.verdict.reason, replica=trouble.replica)
-            await self._stop_ranks({trouble.replica} if trouble.lost else set(), trouble.signal)
+            self._reporter.note(trouble.kind, trouble.verdict.reason, replica=trouble.replica)
+            if trouble.lost:
+                self._members.discard(trouble.replica)
+            more = await self._stop_ranks(trouble.signal)
+            # Another that was lost has to be replaced as well, which the next attempt waits for.
+            self._put_back(one for one in more if not one.lost)
             # Replica 0 is where we are: its own trouble takes the job along.
             if not trouble.lost or trouble.replica == 0 or self._replacements_left == 0:
                 return trouble.verdict
@@ -143,7 +147,7 @@ class Controller:
         return hosts
 
     async def _form_mesh(self, hosts: list[Registration]) -> None:
-        from torchx_monarch.monarch_api import AgentMesh
+        from torchx_monarch.monarch_api import AgentMesh, host_without_agent
         from torchx_monarch.runtime.agent import Agent
 
         try:
@@ -155,10 +159,14 @@ class Controller:
         except _TroubleCame:
             raise
         except NetworkError as error:
-            raise _TroubleCame(await self._trouble_behind(str(error))) from None
+            raise _TroubleCame(await self._trouble_behind(Trouble(0, Verdict(1, str(error))))) from None
         except Exception as error:
-            reason = f"the mesh could not be formed: {_first_line(error)}; see {self._options.monarch_log}"
-            raise _TroubleCame(await self._trouble_behind(reason)) from error
+            print(f"the mesh could not be formed: {error}", file=sys.stderr, flush=True)  # this is Monarch's log
+            place = host_without_agent(error)
+            why = _first_line(error) if place is None else f"the agent of {hosts[place].name} did not start"
+            reason = f"the mesh could not be formed: {why}; see {self._options.monarch_log}"
+            trouble = Trouble(0, Verdict(1, reason, replica=-1 if place is None else place))
+            raise _TroubleCame(await self._trouble_behind(trouble)) from error
         self._members = {host.replica for host in hosts}
         self._reporter.phase("mesh", "mesh")
 
@@ -193,14 +201,18 @@ class Controller:
             pass
         self._reporter.phase("ranks", f"ranks {world.size}/{world.size}", attempt=attempt)
         output = asyncio.ensure_future(self._report_output()) if attempt == 0 else None
-        async for exits in self._each_host("watch", {}, hosts):
+        async for answer in self._each_host("watch", {}, hosts):
             await asyncio.sleep(0)  # what was printed comes before what ended
-            self._note_exits(exits)
+            self._note_exits(answer["exits"])
             if cause := root_cause(self._exits.values()):
                 self._reporter.note("failure", cause.describe(), rank=cause.rank)
-                await self._stop_ranks(set(), signal.SIGTERM)
+                came = await self._stop_ranks(signal.SIGTERM)
                 # Those that had failed before we stopped them have said so by now.
-                return root_cause(self._exits.values())
+                cause = root_cause(self._exits.values())
+                if came and cause and (cause.is_collateral or self._restarts_left):
+                    # The ranks have felt before us what happened to a host.
+                    raise _TroubleCame(self._first_of(came))
+                return cause
         if output is not None:
             output.cancel()
         return None
@@ -227,15 +239,15 @@ class Controller:
         for _ in hosts:
             answer = await self._unless_trouble(answers.get())
             if isinstance(answer, Exception):
-                raise _TroubleCame(await self._trouble_behind(_first_line(answer)))
+                raise _TroubleCame(await self._trouble_behind(Trouble(0, Verdict(1, _first_line(answer)))))
             yield answer
 
-    async def _trouble_behind(self, reason: str) -> Trouble:
+    async def _trouble_behind(self, trouble: Trouble) -> Trouble:
         """What a host says of itself, which is better than what Monarch says of it, if some seconds later."""
         try:
-            return await asyncio.wait_for(self._rendezvous.troubles.get(), _SAID_WITHIN)
+            return await asyncio.wait_for(self._rendezvous.troubles.get(), self._options.said_within)
         except asyncio.TimeoutError:
-            return Trouble(0, Verdict(1, reason))
+            return trouble
 
     def _stream_into(self, answers: asyncio.Queue[Any], op: str, args: dict[str, Any]) -> None:
         loop, mesh = asyncio.get_running_loop(), self._mesh
@@ -248,32 +260,52 @@ class Controller:
 
         threading.Thread(target=pump, name=f"monarch-{op}", daemon=True).start()
 
-    async def _stop_ranks(self, lost: set[int], number: int) -> None:
+    async def _stop_ranks(self, number: int) -> list[Trouble]:
         """Stop the ranks of every host that can be asked to; what they say of it is kept.
 
         A host whose agent is gone stops its ranks by itself, and one that is gone took them along.
+
+        Returns:
+            the troubles that came meanwhile.
         """
+        came: list[Trouble] = []
         if self._mesh is None:
-            return
+            return came
         answers: asyncio.Queue[Any] = asyncio.Queue()
         loop, grace = asyncio.get_running_loop(), self._options.grace
-        asked = self._members - lost
+        asked = set(self._members)
         until = loop.time() + grace + _STOP_MARGIN
         self._stream_into(answers, "stop", {"signal": number, "grace": grace})
         while asked:
             try:
                 answer = await self._unless_trouble(asyncio.wait_for(answers.get(), until - loop.time()))
-            except _TroubleCame as came:
-                if came.trouble.lost:
-                    asked.discard(came.trouble.replica)
+            except _TroubleCame as more:
+                came.append(more.trouble)
+                if more.trouble.lost:
+                    self._members.discard(more.trouble.replica)
+                    asked &= self._members
             except asyncio.TimeoutError:
                 late = ", ".join(str(replica) for replica in sorted(asked))
                 self._reporter.line(f"host {late} did not stop its ranks within {grace + _STOP_MARGIN:g} s")
-                return
+                break
             else:
                 if not isinstance(answer, Exception):
-                    self._note_exits(answer)
-                    asked -= {one["replica"] for one in answer}
+                    self._note_exits(answer["exits"])
+                    asked.discard(answer["replica"])  # by name: there are no exits when no rank was started
+        while not self._rendezvous.troubles.empty():
+            came.append(self._rendezvous.troubles.get_nowait())
+        self._members -= {one.replica for one in came if one.lost}
+        return came
+
+    def _put_back(self, troubles: Iterable[Trouble]) -> None:
+        for trouble in troubles:
+            self._rendezvous.troubles.put_nowait(trouble)
+
+    def _first_of(self, troubles: list[Trouble]) -> Trouble:
+        """A wish to stop, which ends the job, or else the first of them; the others are put back."""
+        first = next((one for one in troubles if not one.lost), troubles[0])
+        self._put_back(one for one in troubles if one is not first and not one.lost)
+        return first
 
     def _note_exits(self, exits: list[dict[str, Any]]) -> None:
         for values in exits:

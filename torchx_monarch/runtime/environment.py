@@ -21,6 +21,7 @@ SECRET_VARIABLES = (
     "MONARCH_EVENTS",
     "MONARCH_LOG_DIR",
     "MONARCH_RESTART",
+    "MONARCH_STOP_FILE",
 )
 """Variables through which the backend talks to the host process; ranks do not get them."""
 

@@ -133,6 +133,10 @@ class HostProcess:
             traceback.print_exc()
             verdict = Verdict(1, f"internal error of the host process: {type(error).__name__}: {error}")
             self._reporter.line(f"{verdict.reason}; see {self._monarch_log}")
+        await self._leave(verdict)
+        raise AssertionError("unreachable")
+
+    async def _leave(self, verdict: Verdict) -> None:
         if self._pool is not None:
             await self._pool.stop(signal.SIGTERM, self._grace)
         self._write_error_file(verdict)
@@ -356,6 +360,8 @@ class HostProcess:
             grace=self._grace,
             master_addr=wires.advertised,
             store_bind=wires.bind,
+            # A machine that is gone is noticed by its silence.
+            said_within=options.network.peer_timeout + 3.0 if wires.rendezvous.networked else 1.0,
             monarch_log=self._monarch_log,
         )
         verdict = await Controller(job, rendezvous, self._reporter, self._first_output, wires.check).run()
@@ -387,7 +393,9 @@ class HostProcess:
             verdict = await self._membership.verdict()
             if verdict is not None:
                 return verdict
-            verdict = Verdict(1, f"host {options.replica} ({self._hostname}) lost replica 0")
+            self._membership = None
+            reason = f"host {options.replica} ({self._hostname}) lost replica 0"
+            verdict = Verdict(1, reason, consequence=True)
             if self._agent_gone:
                 verdict = Verdict(1, f"host {options.replica} ({self._hostname}) lost its agent")
             self._reporter.line(verdict.reason)
@@ -419,7 +427,7 @@ class HostProcess:
         """Do what the controller asks through the agent.
 
         ``store`` finds the port where ranks meet; ``launch`` starts the ranks of a world; ``watch`` returns when one
-        has failed or all have ended; ``stop`` ends them. The last two answer the exits so far.
+        has failed or all have ended; ``stop`` ends them. The last two answer who we are and the exits so far.
         """
         assert self._pool is not None
         if op == "store":
@@ -432,7 +440,7 @@ class HostProcess:
             await self._pool.stop(args["signal"], args["grace"])
         else:
             raise ValueError(f"unknown request {op!r}")
-        return [one.to_json() for one in self._pool.exits()]
+        return {"replica": self._options.replica, "exits": [one.to_json() for one in self._pool.exits()]}
 
     def _agent_lost(self) -> None:
         host = self._registration
@@ -448,14 +456,17 @@ class HostProcess:
     def _signalled(self, number: int) -> None:
         self._reporter.line(f"host {self._options.replica}: received {signal.Signals(number).name}")
         self._stop_soon(number)
+        announced = os.path.exists(self._environ.get("MONARCH_STOP_FILE", ""))
+        host = self._registration or Registration(self._options.replica, "", self._hostname, os.getpid(), 0)
+        trouble = signalled(host, number, announced)
         if self._membership is not None:
-            self._spawn(self._membership.tell("signal", number=number))
+            self._spawn(self._membership.tell("signal", number=number, announced=announced))
         elif self._rendezvous is not None:
-            self._rendezvous.troubles.put_nowait(signalled(self._options.replica, number))
+            self._rendezvous.troubles.put_nowait(trouble)
         else:
-            # Not yet in touch with anybody who could decide.
-            self._reporter.line(f"host {self._options.replica}: stopped before the job began")
-            self._exit(128 + number)
+            # Not in touch with anybody who could decide: not yet, or replica 0 is lost.
+            self._reporter.note(trouble.kind, trouble.verdict.reason, replica=trouble.replica)
+            self._spawn(self._leave(self._conclude(trouble.verdict)))
 
     def _pass_on(self, number: int) -> None:
         self._reporter.line(f"host {self._options.replica}: passing {signal.Signals(number).name} on to its ranks")

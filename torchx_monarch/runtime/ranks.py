@@ -28,6 +28,7 @@ from torchx_monarch.runtime.environment import World, interpreter_environment, r
 from torchx_monarch.runtime.filtered import FilteredFile, filtered_name
 from torchx_monarch.runtime.interpreter import Interpreter
 from torchx_monarch.runtime.store import StoreProcess
+from torchx_monarch.runtime.strays import end_strays
 from torchx_monarch.runtime.watchdog import FILE, Watchdog, WatchdogError
 
 _SPARES_AFTER = 5.0
@@ -272,6 +273,8 @@ class RankPool:
     async def stop(self, number: int, grace: float) -> None:
         """Send a signal to every rank, SIGKILL to those left after ``grace`` seconds; returns when all have ended.
 
+        Then nothing is left of what they have started.
+
         A rank that has been told to stop is not told again, except by SIGKILL: it is on its way.
         """
         ranks = self._ranks
@@ -287,6 +290,8 @@ class RankPool:
             if not rank.interpreter.ended.is_set():
                 rank.interpreter.kill(signal.SIGKILL)
         await self._drained(ranks)
+        if ranks is self._ranks:  # else another attempt has begun
+            end_strays(self._environ.get(processes.MARKER, ""), [one.process.pid for one in self._waiting])
 
     def notify(self, number: int) -> None:
         """Send a signal to the ranks themselves, not to what they have started, and let them run on."""

@@ -98,12 +98,14 @@ class Trouble:
         verdict: what it means for the job.
         lost: whether the host can no longer be asked to stop its ranks.
         signal: what the ranks of the others are stopped with.
+        kind: of the event that says it.
     """
 
     replica: int
     verdict: Verdict
     lost: bool = True
     signal: int = signal.SIGTERM
+    kind: str = "failure"
 
 
 class Rendezvous:
@@ -139,6 +141,7 @@ class Rendezvous:
         self._complete = asyncio.Event()
         self._were_complete = False
         self._verdict: Verdict | None = None
+        self._told: set[int] = set()
         self._server: asyncio.AbstractServer | None = None
 
     async def start(self) -> None:
@@ -159,7 +162,8 @@ class Rendezvous:
         self._hosts[host.replica] = host
         if host.error:
             reason = f"{host.name} cannot start: {host.error}"
-            self.troubles.put_nowait(Trouble(host.replica, Verdict(host.code, reason), lost=False))
+            verdict = Verdict(host.code, reason, replica=host.replica)
+            self.troubles.put_nowait(Trouble(host.replica, verdict, lost=False))
         elif len(self._hosts) == self._replicas:
             self._were_complete = True
             self._complete.set()
@@ -186,6 +190,7 @@ class Rendezvous:
         replica 0 for a long time.
         """
         self._verdict = verdict
+        self._told = set(self._writers)
         for writer in list(self._writers.values()):
             await protocol.send(writer, {"type": "verdict", **verdict.to_json()})
         started = time.monotonic()
@@ -217,6 +222,10 @@ class Rendezvous:
             await protocol.send(writer, refusal)
             writer.close()
             return
+        if host.replica in self._told:
+            # The next start of one that knows the verdict: it belongs to the next start of replica 0.
+            writer.close()
+            return
         self._writers[host.replica] = writer
         await protocol.send(writer, {"type": "registered"})
         self.register(host)
@@ -225,14 +234,14 @@ class Rendezvous:
         try:
             lost = await self._follow(host, reader)
         except (protocol.ProtocolError, TimeoutError) as error:
-            lost = f"{host.name} was lost: {error}"
+            lost = _lost(host, str(error))
         del self._writers[host.replica]
         writer.close()
         if not host.error:
             # From now on its replacement may register.
             del self._hosts[host.replica]
             self._complete.clear()
-            self.troubles.put_nowait(Trouble(host.replica, Verdict(1, lost)))
+            self.troubles.put_nowait(lost)
 
     def _kind(self, greeting: protocol.Message | None) -> str:
         if greeting is None:
@@ -266,32 +275,48 @@ class Rendezvous:
             raise _TakenError(f"replica {host.replica} has registered already: {self._hosts[host.replica].name}")
         return host
 
-    async def _follow(self, host: Registration, reader: asyncio.StreamReader) -> str:
+    async def _follow(self, host: Registration, reader: asyncio.StreamReader) -> Trouble:
         """Read what a host sends; returns why it counts as lost."""
         while message := await protocol.receive(reader, self._lease):
             kind = message.get("type")
             if kind == "agent_lost":
-                return agent_lost(host).verdict.reason
+                return agent_lost(host)
             if kind == "signal":
                 number = message.get("number")
                 if not isinstance(number, int) or not 0 < number < signal.NSIG:
                     raise protocol.ProtocolError(f"{str(number)[:20]!r} is no number of a signal")
-                self.troubles.put_nowait(signalled(host.replica, number))
+                self.troubles.put_nowait(signalled(host, number, message.get("announced") is True))
             if kind == "alive":
                 await protocol.send(self._writers[host.replica], {"type": "alive"})
-        return f"{host.name} was lost: its connection broke"
+        return _lost(host, "its connection broke")
+
+
+def _lost(host: Registration, why: str) -> Trouble:
+    verdict = Verdict(1, f"{host.name} was lost: {why}", consequence=True, replica=host.replica)
+    return Trouble(host.replica, verdict)
 
 
 def agent_lost(host: Registration) -> Trouble:
     """The trouble of a host whose agent has died."""
-    return Trouble(host.replica, Verdict(1, f"the agent of {host.name} died"))
+    return Trouble(host.replica, Verdict(1, f"the agent of {host.name} died", replica=host.replica))
 
 
-def signalled(replica: int, number: int) -> Trouble:
-    """The trouble of a host that was told to stop."""
-    what = describe_code(-number).partition("by ")[2]
-    verdict = Verdict(128 + number, f"host {replica} was told to stop by {what}", stopped=True)
-    return Trouble(replica, verdict, lost=False, signal=number)
+def signalled(host: Registration, number: int, announced: bool) -> Trouble:
+    """The trouble of a host that was told to stop.
+
+    Args:
+        host: which.
+        number: the signal.
+        announced: whether the backend had said that it would (``MONARCH_STOP_FILE``). A SIGTERM that it knows nothing
+            of is that of whoever takes the machine away.
+    """
+    if number == signal.SIGTERM and not announced:
+        reason, kind = f"preempted: {host.name} received SIGTERM from outside the job", "preempted"
+    else:
+        what = describe_code(-number).partition("by ")[2]
+        reason, kind = f"host {host.replica} was told to stop by {what}", "failure"
+    verdict = Verdict(128 + number, reason, stopped=True, replica=host.replica)
+    return Trouble(host.replica, verdict, lost=False, signal=number, kind=kind)
 
 
 def stopped_by_client() -> Trouble:

@@ -3,7 +3,7 @@
 """The supervisor's event loop: start the replicas, watch them, retry, stop, and say how it ended.
 
 One thread sleeps in a selector until something happens: a pipe has text, a child has ended, a signal asks for the end,
-a deadline has come. Nothing is polled.
+a deadline has come. Nothing is polled but whether the app's folder is still there.
 
 The rules:
 
@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Collection
 
 from torchx_monarch import errors, events, processes
-from torchx_monarch.backends.local import folder, store
+from torchx_monarch.backends.local import folder, status, store
 from torchx_monarch.backends.local.replica import Replica
 from torchx_monarch.backends.local.request import DetachedRequest
 from torchx_monarch.backends.local.status import (
@@ -40,6 +40,9 @@ from torchx_monarch.backends.local.status import (
     AppRecord,
 )
 from torchx_monarch.backends.local.winddown import WindDown
+
+#: Seconds between two looks whether the app's folder is still there.
+_LOOK_EVERY = 3.0
 
 
 class Loop:
@@ -120,6 +123,7 @@ class Loop:
                 self._record.state = RUNNING
         self._write_status()
         on_ready()
+        self._look_for_folder()
         while not self._done:
             self._write_status()
             for key, _ in self._selector.select(self._timeout()):
@@ -173,6 +177,23 @@ class Loop:
             with contextlib.suppress(OSError):
                 store.write_json(self._paths.status, self._record.to_json())
             self._dirty = False
+
+    def _look_for_folder(self) -> None:
+        """Stop a job whose folder was removed: nobody can see it or cancel it any more."""
+        if self._verdict is None:
+            if self._is_removed():
+                self._end(CANCELLED, f"its folder {self._paths.root} was removed")
+            else:
+                self.at(time.monotonic() + _LOOK_EVERY, self._look_for_folder)
+
+    def _is_removed(self) -> bool:
+        try:
+            os.stat(self._paths.request)  # written before we start, and never again
+        except FileNotFoundError:
+            return True
+        except OSError:  # a network file system that does not answer
+            return False
+        return False
 
     def _event(self, kind: str, message: str, *, seconds: float | None = None, **fields: object) -> None:
         events.append(self._paths.events, kind, message, seconds=seconds, **fields)
@@ -316,6 +337,9 @@ class Loop:
         """Write the last word. No replica lives any more, but what they have started may."""
         assert self._verdict is not None
         state, message = self._verdict
+        failed = self._failed() if state == FAILED else []
+        if failed:
+            message = failed[0].failure
         notes = [message] if message else []
         if left := processes.kill_descendants(self._request.job):
             notes.append(f"these processes could not be killed: {', '.join(map(str, left))}")
@@ -328,20 +352,21 @@ class Loop:
             reason = next(replica.logs.reason for replica in self._all if replica.logs.lost)
             notes.append(f"{lost} bytes of output could not be written to the logs: {reason}")
         self._record.state, self._record.msg, self._record.ended = state, "; ".join(notes), time.time()
-        if state == FAILED:
-            self._record.error = self._first_error()
+        self._record.error = next((error for r in failed if (error := r.read_error()) is not None), None)
         folder.remove_run_dir(self._paths, self._request.run_dir)
         self._event(
             "ended", f"{state}: {message}" if message else state, seconds=self._record.ended - self._record.created
         )
-        try:
-            store.write_last_json(self._paths.status, self._record.to_json(), self._paths.reserve)
-        except OSError as e:
-            print(f"the final status {self._record.to_json()} could not be written: {e}", file=sys.stderr)
+        if self._is_removed():
+            folder.remove_app(self._paths)  # what the job has put there since
+        else:
+            try:
+                status.save_last(self._paths, self._record)
+            except OSError as e:
+                print(f"the final status {self._record.to_json()} could not be written: {e}", file=sys.stderr)
         self._done = True
 
-    def _first_error(self) -> str | None:
-        """The error file's content of the replica that failed first."""
-        failed = [r for r in self._all if r.record.state == FAILED]
-        failed.sort(key=lambda r: r.record.ended or 0.0)
-        return next((error for r in failed if (error := r.read_error()) is not None), None)
+    def _failed(self) -> list[Replica]:
+        """The replicas that failed: in the order of their ends, but first those that know the cause at first hand."""
+        failed = [replica for replica in self._all if replica.record.state == FAILED]
+        return sorted(failed, key=lambda one: (*one.hearsay, one.record.ended or 0.0))

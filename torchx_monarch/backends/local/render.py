@@ -104,6 +104,7 @@ def submitter_env(environ: Mapping[str, str], job: str) -> dict[str, str]:
         "MONARCH_EVENTS",
         "MONARCH_LOG_DIR",
         "MONARCH_RESTART",
+        "MONARCH_STOP_FILE",
         "TORCHELASTIC_ERROR_FILE",
     }
     return {**{name: value for name, value in environ.items() if name not in theirs}, "MONARCH_JOB": job}
