@@ -14,8 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchx_monarch.errors import RankExit, Verdict, others_in_words, root_cause, shell_code
+from torchx_monarch.runtime.elastic import Gathering, Sizes, TooFewHosts
 from torchx_monarch.runtime.environment import World
-from torchx_monarch.runtime.rendezvous import Registration, Rendezvous, Trouble
+from torchx_monarch.runtime.rendezvous import Registration, Rendezvous, Trouble, joined
 from torchx_monarch.runtime.report import Reporter
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ class JobOptions:
         max_restarts: how often the ranks are started again after one has failed; one budget for the whole job.
         replacements: how many lost hosts the backend replaces.
         first_log_attempt: number of the first attempt's log folders.
-        host_timeout: seconds that the hosts have to arrive.
+        sizes: how many hosts it runs on, and how long it waits for them.
+        host_timeout: seconds that rank 0's interpreter has to find a port.
         grace: seconds from SIGTERM to SIGKILL for ranks.
         master_addr: what ranks dial to meet rank 0.
         monarch_log: where Monarch says more.
@@ -54,6 +56,7 @@ class JobOptions:
     max_restarts: int
     replacements: int
     first_log_attempt: int
+    sizes: Sizes
     host_timeout: float
     grace: float
     master_addr: str
@@ -75,6 +78,7 @@ class Controller:
     ) -> None:
         self._options = options
         self._rendezvous = rendezvous
+        self._gathering = Gathering(options.sizes, rendezvous, reporter)
         self._reporter = reporter
         self._first_output = first_output
         # Monarch's calls block; one thread each, because a pending one must not hold up the next.
@@ -83,47 +87,80 @@ class Controller:
         self._meshes = 0
         self._members: set[int] = set()
         self._attempt_number = 0
+        self._launched = -1
+        self._uncounted = 0
         self._restarts_left = options.max_restarts
         self._replacements_left = options.replacements
         self._exits: dict[int, RankExit] = {}
 
     async def run(self) -> Verdict:
         """Run the job to its end; never raises for what can go wrong with hosts and ranks."""
+        wait = self._options.sizes.last_call
         while True:
             try:
-                hosts = await self._all_hosts()
+                hosts = await self._gather(wait)
                 # Hosts that have lost an earlier replica 0 have seen attempts.
                 self._attempt_number = max(self._attempt_number, *(host.attempt + 1 for host in hosts))
                 await self._form_mesh(hosts)
                 return await self._attempts(hosts)
             except _TroubleCame as came:
                 trouble = came.trouble
-            self._reporter.note("failure", trouble.verdict.reason, replica=trouble.replica)
-            await self._stop_ranks({trouble.replica} if trouble.lost else set(), trouble.signal)
+            kind = "joined" if trouble.joined else "failure"
+            self._reporter.note(kind, trouble.verdict.reason, replica=trouble.replica)
+            leaves = await self._let_go(trouble)
+            self._take_up(await self._stop_ranks({trouble.replica} if leaves else set(), trouble.signal))
+            self._members = set()
             # Replica 0 is where we are: its own trouble takes the job along.
-            if not trouble.lost or trouble.replica == 0 or self._replacements_left == 0:
+            if not (leaves or trouble.joined) or trouble.replica == 0:
                 return trouble.verdict
-            self._replacements_left -= 1
+            if not self._options.sizes.elastic and self._replacements_left == 0:
+                return trouble.verdict
+            if shortage := self._gathering.shortage(self._replacements_left > 0):
+                return Verdict(1, f"{trouble.verdict.reason}; {shortage}")
+            wait = self._next_wait(trouble)
+
+    async def _let_go(self, trouble: Trouble) -> bool:
+        """Whether a host is no longer there to be asked; in an elastic job one that is told to stop leaves alone."""
+        if trouble.lost or trouble.joined:
+            return trouble.lost
+        leaves = trouble.replica != 0 and trouble.verdict.stopped and self._options.sizes.elastic
+        if not leaves or self._rendezvous.present <= self._options.sizes.fewest:
+            return False
+        await self._rendezvous.dismiss(trouble.replica, trouble.verdict)
+        return True
+
+    def _next_wait(self, trouble: Trouble) -> float:
+        """Begin another attempt after this trouble; how long it waits for more hosts than it needs."""
+        sizes = self._options.sizes
+        # An elastic job only counts attempts whose ranks had started.
+        if self._launched == self._attempt_number or not sizes.elastic:
             self._attempt_number += 1
+            self._uncounted += trouble.joined
+        if trouble.joined:
+            return 0.0
+        replaced = self._replacements_left > 0
+        if replaced and (self._rendezvous.present < sizes.fewest or not sizes.elastic):
+            self._replacements_left -= 1
             text = f"replica {trouble.replica} is to be replaced, {self._replacements_left} replacements left"
             self._reporter.note("replacement", text, replica=trouble.replica)
+        return sizes.last_call if replaced or self._rendezvous.present < sizes.fewest else 0.0
 
-    async def _all_hosts(self) -> list[Registration]:
-        rendezvous, timeout = self._rendezvous, self._options.host_timeout
+    def _take_up(self, troubles: Iterable[Trouble]) -> None:
+        """Have what came while ranks were being stopped not be forgotten: a wish to stop."""
+        for trouble in troubles:
+            if trouble.lost:
+                self._reporter.note("failure", trouble.verdict.reason, replica=trouble.replica)
+            elif not trouble.joined:
+                self._rendezvous.troubles.put_nowait(trouble)
 
-        def what() -> str:
-            missing = ", ".join(str(replica) for replica in rendezvous.missing)
-            total = rendezvous.present + len(rendezvous.missing)
-            return f"host {rendezvous.present + 1} of {total} (replica {missing})"
-
-        waiting = self._reporter.while_waiting(asyncio.wait_for(rendezvous.hosts(), timeout), what)
-        try:
-            hosts = await self._unless_trouble(waiting)
-        except asyncio.TimeoutError:
-            missing = ", ".join(str(replica) for replica in rendezvous.missing)
-            reason = f"replica {missing} did not arrive within {timeout:g} s (--host-timeout)"
-            raise _TroubleCame(Trouble(0, Verdict(1, reason), lost=False)) from None
-        self._reporter.phase("hosts", f"hosts {len(hosts)}/{len(hosts)}", hosts=[host.hostname for host in hosts])
+    async def _gather(self, wait: float) -> list[Registration]:
+        hosts: list[Registration] = []
+        while not hosts:
+            try:
+                await self._unless_trouble(self._gathering.enough(wait))
+            except TooFewHosts as error:
+                raise _TroubleCame(Trouble(0, Verdict(1, str(error)), lost=False)) from None
+            hosts = self._gathering.form()
         return hosts
 
     async def _form_mesh(self, hosts: list[Registration]) -> None:
@@ -162,27 +199,57 @@ class Controller:
         """Run the ranks once; None when all ended well, else the one that began the failure."""
         options = self._options
         self._exits = {}
+        if options.sizes.elastic and (newcomers := self._rendezvous.newcomers):
+            raise _TroubleCame(joined(newcomers[0]))
         store = self._call(0, "store", {"address": options.master_addr}, options.host_timeout)
         port, agent_store = await self._reporter.while_waiting(store, lambda: "the interpreter of rank 0")
-        sizes = tuple(host.nproc for host in hosts)
-        log_attempt = options.first_log_attempt + attempt
-        world = World(attempt, log_attempt, sizes, options.master_addr, port, agent_store, options.run_id)
-        spares = self._restarts_left > 0 or self._replacements_left > 0
+        world = World(
+            attempt=attempt,
+            log_attempt=options.first_log_attempt + attempt,
+            restart_count=attempt - self._uncounted,
+            replicas=tuple(host.replica for host in hosts),
+            local_world_sizes=tuple(host.nproc for host in hosts),
+            master_addr=options.master_addr,
+            master_port=port,
+            agent_store=agent_store,
+            run_id=options.run_id,
+        )
+        spares = self._restarts_left > 0 or self._replacements_left > 0 or options.sizes.elastic
+        self._launched = attempt
         async for _ in self._each_host("launch", {"world": world.to_json(), "spares": spares}, hosts):
             pass
         self._reporter.phase("ranks", f"ranks {world.size}/{world.size}", attempt=attempt)
         output = asyncio.ensure_future(self._report_output()) if attempt == 0 else None
-        async for exits in self._each_host("watch", {}, hosts):
-            await asyncio.sleep(0)  # what was printed comes before what ended
-            self._note_exits(exits)
-            if cause := root_cause(self._exits.values()):
-                self._reporter.note("failure", cause.describe(), rank=cause.rank)
-                await self._stop_ranks(set(), signal.SIGTERM)
-                # Those that had failed before we stopped them have said so by now.
-                return root_cause(self._exits.values())
+        growth = asyncio.ensure_future(self._report_newcomer())
+        try:
+            async for exits in self._each_host("watch", {}, hosts):
+                await asyncio.sleep(0)  # what was printed comes before what ended
+                self._note_exits(exits)
+                growth.cancel()  # where the ranks of a host are done, nobody else is needed
+                if cause := root_cause(self._exits.values()):
+                    self._reporter.note("failure", cause.describe(), rank=cause.rank)
+                    self._blame_hosts(await self._stop_ranks(set(), signal.SIGTERM))
+                    # Those that had failed before we stopped them have said so by now.
+                    return root_cause(self._exits.values())
+        finally:
+            growth.cancel()
         if output is not None:
             output.cancel()
         return None
+
+    def _blame_hosts(self, troubles: list[Trouble]) -> None:
+        """Raise a trouble with a host that explains why a rank has failed, and can be got over."""
+        elastic = self._options.sizes.elastic
+        for trouble in troubles:
+            leaves = trouble.lost or (trouble.verdict.stopped and elastic)
+            if leaves and trouble.replica != 0 and (elastic or self._replacements_left > 0):
+                self._take_up(other for other in troubles if other is not trouble)
+                raise _TroubleCame(trouble)
+        self._take_up(troubles)
+
+    async def _report_newcomer(self) -> None:
+        if self._options.sizes.elastic:
+            self._rendezvous.troubles.put_nowait(joined(await self._gathering.newcomer()))
 
     async def _report_output(self) -> None:
         await self._first_output.wait()
@@ -223,13 +290,17 @@ class Controller:
 
         threading.Thread(target=pump, name=f"monarch-{op}", daemon=True).start()
 
-    async def _stop_ranks(self, lost: set[int], number: int) -> None:
+    async def _stop_ranks(self, lost: set[int], number: int) -> list[Trouble]:
         """Stop the ranks of every host that can be asked to; what they say of it is kept.
 
         A host whose agent is gone stops its ranks by itself, and one that is gone took them along.
+
+        Returns:
+            the trouble that came meanwhile.
         """
-        if self._mesh is None:
-            return
+        troubles: list[Trouble] = []
+        if self._mesh is None or not self._members:
+            return troubles
         answers: asyncio.Queue[Any] = asyncio.Queue()
         loop, grace = asyncio.get_running_loop(), self._options.grace
         asked = self._members - lost
@@ -239,16 +310,18 @@ class Controller:
             try:
                 answer = await self._unless_trouble(asyncio.wait_for(answers.get(), until - loop.time()))
             except _TroubleCame as came:
+                troubles.append(came.trouble)
                 if came.trouble.lost:
                     asked.discard(came.trouble.replica)
             except asyncio.TimeoutError:
                 late = ", ".join(str(replica) for replica in sorted(asked))
                 self._reporter.line(f"host {late} did not stop its ranks within {grace + _STOP_MARGIN:g} s")
-                return
+                break
             else:
                 if not isinstance(answer, Exception):
                     self._note_exits(answer)
                     asked -= {one["replica"] for one in answer}
+        return troubles
 
     def _note_exits(self, exits: list[dict[str, Any]]) -> None:
         for values in exits:

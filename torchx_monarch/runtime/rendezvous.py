@@ -22,6 +22,7 @@ import dataclasses
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 from torchx_monarch.errors import Verdict, describe_code
@@ -80,12 +81,14 @@ class Trouble:
         verdict: what it means for the job.
         lost: whether the host can no longer be asked to stop its ranks.
         signal: what the ranks of the others are stopped with.
+        joined: whether it is a host that has come while an attempt runs, and wants to take part.
     """
 
     replica: int
     verdict: Verdict
     lost: bool = True
     signal: int = signal.SIGTERM
+    joined: bool = False
 
 
 def socket_path(address: str) -> str:
@@ -106,18 +109,22 @@ class Rendezvous:
     Args:
         address: where to listen.
         replicas: how many hosts the role has.
+        fewest: how many of them the job needs at least; None for all.
         lease: seconds of silence allowed.
     """
 
-    def __init__(self, address: str, replicas: int, lease: float = LEASE) -> None:
+    def __init__(self, address: str, replicas: int, fewest: int | None = None, lease: float = LEASE) -> None:
         self.troubles: asyncio.Queue[Trouble] = asyncio.Queue()
         self._path = socket_path(address)
         self._replicas = replicas
+        self._elastic = fewest is not None and fewest < replicas
         self._lease = lease
         self._hosts: dict[int, Registration] = {}
+        self._members: dict[int, Registration] = {}
+        self._seen: set[int] = set()
         self._writers: dict[int, asyncio.StreamWriter] = {}
-        self._complete = asyncio.Event()
-        self._were_complete = False
+        self._changed = asyncio.Event()
+        self._formed = False
         self._verdict: Verdict | None = None
         self._server: asyncio.AbstractServer | None = None
 
@@ -138,17 +145,41 @@ class Rendezvous:
     def register(self, host: Registration) -> None:
         """Count a host as present. A host that cannot take part is trouble."""
         self._hosts[host.replica] = host
+        self._seen.add(host.replica)
         if host.error:
             reason = f"{host.name} cannot start: {host.error}"
             self.troubles.put_nowait(Trouble(host.replica, Verdict(host.code, reason), lost=False))
-        elif len(self._hosts) == self._replicas:
-            self._were_complete = True
-            self._complete.set()
+        self._note_change()
 
-    async def hosts(self) -> list[Registration]:
-        """Wait until all are present; their registrations by replica id."""
-        await self._complete.wait()
-        return [self._hosts[replica] for replica in range(self._replicas)]
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until something holds that depends on which hosts are present."""
+        while not condition():
+            await self._changed.wait()
+
+    def form(self) -> list[Registration]:
+        """Make those that are present the members of the next attempt; their registrations by replica id.
+
+        What came of hosts that are gone, or have joined, is settled by that.
+        """
+        self._formed = True
+        self._members = {each: host for each, host in sorted(self._hosts.items()) if not host.error}
+        for _ in range(self.troubles.qsize()):
+            trouble = self.troubles.get_nowait()
+            gone = trouble.lost or (trouble.verdict.stopped and trouble.replica not in self._members)
+            if trouble.replica == 0 or not (gone or trouble.joined):
+                self.troubles.put_nowait(trouble)
+        return list(self._members.values())
+
+    @property
+    def newcomers(self) -> list[Registration]:
+        """Hosts that are present and no members yet."""
+        return [host for replica, host in sorted(self._hosts.items()) if self._members.get(replica) is not host]
+
+    async def dismiss(self, replica: int, verdict: Verdict) -> None:
+        """Let one host go, which is to end as the verdict says while the job goes on."""
+        if self._hosts.pop(replica, None) is not None:
+            self._note_change()
+            await protocol.send(self._writers[replica], {"type": "verdict", **verdict.to_json()})
 
     @property
     def missing(self) -> list[int]:
@@ -157,8 +188,17 @@ class Rendezvous:
 
     @property
     def present(self) -> int:
-        """How many hosts have registered."""
-        return len(self._hosts)
+        """How many hosts have registered and can take part."""
+        return sum(not host.error for host in self._hosts.values())
+
+    @property
+    def expected(self) -> bool:
+        """Whether there are replicas that have never registered: they may still come."""
+        return len(self._seen) < self._replicas
+
+    def _note_change(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def announce(self, verdict: Verdict, timeout: float) -> None:
         """Tell every host how the job ended; returns when they have hung up, or after ``timeout`` seconds.
@@ -170,7 +210,7 @@ class Rendezvous:
         for writer in list(self._writers.values()):
             await protocol.send(writer, {"type": "verdict", **verdict.to_json()})
         started = time.monotonic()
-        open_for = 0.0 if self._were_complete or self._server is None else _LATECOMERS
+        open_for = 0.0 if self._formed or self._server is None else _LATECOMERS
         while (self._writers or open_for) and time.monotonic() < started + timeout:
             await asyncio.sleep(0.005)
             if not self.missing or time.monotonic() > started + open_for:
@@ -197,12 +237,13 @@ class Rendezvous:
             lost = await self._follow(host, reader)
         except (protocol.ProtocolError, TimeoutError) as error:
             lost = f"{host.name} was lost: {error}"
-        del self._writers[host.replica]
+        if self._writers.get(host.replica) is writer:
+            del self._writers[host.replica]
         writer.close()
-        if not host.error:
+        if not host.error and self._hosts.get(host.replica) is host:
             # From now on its replacement may register.
             del self._hosts[host.replica]
-            self._complete.clear()
+            self._note_change()
             self.troubles.put_nowait(Trouble(host.replica, Verdict(1, lost)))
 
     def _admit(self, greeting: protocol.Message | None) -> Registration:
@@ -218,6 +259,8 @@ class Rendezvous:
             raise RendezvousError(f"replica {host.replica!r} is not one of the {self._replicas} of this role")
         if host.replica in self._hosts:
             raise RendezvousError(f"replica {host.replica} has registered already: {self._hosts[host.replica].name}")
+        if host.error and self._elastic and self._formed:
+            raise RendezvousError(host.error)  # the job goes on without it
         return host
 
     async def _follow(self, host: Registration, reader: asyncio.StreamReader) -> str:
@@ -226,7 +269,7 @@ class Rendezvous:
             kind = message.get("type")
             if kind == "agent_lost":
                 return agent_lost(host).verdict.reason
-            if kind == "signal":
+            if kind == "signal" and self._hosts.get(host.replica) is host:
                 self.troubles.put_nowait(signalled(host.replica, int(message["number"])))
         return f"{host.name} was lost: its connection broke"
 
@@ -234,6 +277,11 @@ class Rendezvous:
 def agent_lost(host: Registration) -> Trouble:
     """The trouble of a host whose agent has died."""
     return Trouble(host.replica, Verdict(1, f"the agent of {host.name} died"))
+
+
+def joined(host: Registration) -> Trouble:
+    """What a host brings about that has come while an attempt runs."""
+    return Trouble(host.replica, Verdict(0, f"{host.name} has joined"), lost=False, joined=True)
 
 
 def signalled(replica: int, number: int) -> Trouble:
