@@ -262,8 +262,8 @@ class Loop:
         self._given_up.add(replica)
         role = replica.role
         left = sum(r.alive or r.succeeded for r in self._roles[replica.role_index])
-        text = f"{replica.failure}; {role.name} goes on with {left} of {len(role.replicas)} replicas"
-        self._event("shrunk", f"{text}, at least {role.min_replicas}", role=role.name, replica=replica.record.id)
+        text = f"{replica.failure}; {left} of {len(role.replicas)} are left, and {role.min_replicas} are enough"
+        self._event("replica_spared", text, role=role.name, replica=replica.record.id)
         if all(r.succeeded or r in self._given_up for r in self._roles[0]):
             self._end(SUCCEEDED, "")
 
@@ -381,7 +381,7 @@ class Loop:
         self._done = True
 
     def _first_error(self) -> str | None:
-        """The error file's content of the replica that failed first; of one that could be spared, if there is no other."""
-        failed = [r for r in self._all if r.record.state == FAILED]
-        failed.sort(key=lambda r: (r in self._given_up, r.record.ended or 0.0))
+        """The error file's content of the replica that failed first; one that could be spared does not count."""
+        failed = [r for r in self._all if r.record.state == FAILED and r not in self._given_up]
+        failed.sort(key=lambda r: r.record.ended or 0.0)
         return next((error for r in failed if (error := r.read_error()) is not None), None)
