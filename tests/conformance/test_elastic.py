@@ -55,9 +55,11 @@ class TorchrunNodes:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, node: int) -> None:
-        self._processes[node] = subprocess.Popen(
-            self._command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        # Without this a host that joins torch 2.13's waits for ever for a MASTER_ADDR that was told before it came
+        # (DynamicRendezvousHandler.next_rendezvous builds its bootstrap_store_info once, in a store of one round).
+        env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        null = subprocess.DEVNULL
+        self._processes[node] = subprocess.Popen(self._command, env=env, stdin=null, stdout=null, stderr=null)
 
     def kill(self, node: int) -> None:
         self._processes[node].kill()
