@@ -199,3 +199,41 @@ def test_a_host_that_cannot_start_does_not_disturb_those_that_run(folder: Path, 
     assert "cannot start the Python interpreter '/no/such/python'" in job.hosts.err(2)
     assert job.finish() == [0, 0, 1]
     assert len(job.events("ranks")) == 1
+
+
+def test_a_replaced_replica_0_gathers_those_that_are_left(folder: Path, eventually: Eventually) -> None:
+    job = Job(folder, *conf(last_call=2), fewest=2, options=("--replacements", "1"))
+    job.hosts.start(0, 2)
+    eventually(lambda: job.events("output"), "the ranks")
+    job.kill(0)
+    job.hosts.environ["MONARCH_RESTART"] = "1"
+    job.hosts.start(0)
+    for replica, group in ((0, 0), (2, 1)):
+        eventually(lambda r=replica, g=group: job.attempt(r, 1) == ranks(2, g, restarts=1), f"ranks of {replica}")
+    assert job.finish() == [0, 0]
+
+
+def test_ranks_that_miss_a_lost_host_are_not_to_blame(folder: Path, eventually: Eventually) -> None:
+    # They fail of its loss while the controller hears of it, without a budget for failures.
+    program = folder / "ddp.py"
+    program.write_text(
+        textwrap.dedent("""
+            import os, time
+            import torch, torch.distributed as dist
+            dist.init_process_group("gloo")
+            for step in range(10**6):
+                total = torch.ones(1)
+                dist.all_reduce(total)
+                if step == 1:
+                    print("sum", int(total), flush=True)
+                if total == 2 and step > 9:
+                    break
+            dist.destroy_process_group()
+        """)
+    )
+    command = ["torchrun", "--nnodes", "1:3", "--nproc-per-node", "1", str(program)]
+    hosts = Hosts(folder, command, replicas=3, options=("--grace", "5")).start()
+    eventually(lambda: all("sum 3" in hosts.out(each) for each in range(3)), "the sum of three", seconds=60)
+    hosts.processes[1].kill()
+    assert hosts.wait(60) == [0, -9, 0], hosts.err()
+    assert "sum 2" in hosts.out(0) and "sum 2" in hosts.out(2)
