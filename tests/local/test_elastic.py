@@ -108,6 +108,16 @@ def test_starts_with_the_fewest_after_the_last_call_and_grows(folder: Path, even
     assert {path.name for path in job.hosts.logs(0).glob("attempt_*")} == {"attempt_0", "attempt_1", "attempt_2"}
 
 
+def test_hosts_that_come_one_after_the_other(folder: Path, eventually: Eventually) -> None:
+    job = Job(folder, *conf(last_call=1))
+    for replica in range(3):
+        job.hosts.start(replica)
+        eventually(lambda n=replica: len(job.events("mesh")) + len(job.events("ranks")) > n, "some progress")
+    eventually(lambda: job.attempt(2, 0) == ranks(3, 2), "the ranks of three", seconds=15)
+    assert job.finish() == [0, 0, 0]
+    assert job.resizes() in ([(1, 3)], [(1, 2), (2, 3)])
+
+
 def test_all_hosts_do_not_wait_and_a_lost_one_is_not_the_end(folder: Path, eventually: Eventually) -> None:
     job = Job(folder, *conf(last_call=600), "--max-restarts", "1")
     job.hosts.start()

@@ -222,9 +222,9 @@ class Controller:
         output = asyncio.ensure_future(self._report_output()) if attempt == 0 else None
         growth = asyncio.ensure_future(self._report_newcomer())
         try:
-            async for exits in self._each_host("watch", {}, hosts):
+            async for answer in self._each_host("watch", {}, hosts):
                 await asyncio.sleep(0)  # what was printed comes before what ended
-                self._note_exits(exits)
+                self._note_exits(answer["exits"])
                 growth.cancel()  # where the ranks of a host are done, nobody else is needed
                 if cause := root_cause(self._exits.values()):
                     self._reporter.note("failure", cause.describe(), rank=cause.rank)
@@ -296,11 +296,11 @@ class Controller:
         A host whose agent is gone stops its ranks by itself, and one that is gone took them along.
 
         Returns:
-            the trouble that came meanwhile.
+            the troubles that came meanwhile.
         """
-        troubles: list[Trouble] = []
+        came: list[Trouble] = []
         if self._mesh is None or not self._members:
-            return troubles
+            return came
         answers: asyncio.Queue[Any] = asyncio.Queue()
         loop, grace = asyncio.get_running_loop(), self._options.grace
         asked = self._members - lost
@@ -309,19 +309,21 @@ class Controller:
         while asked:
             try:
                 answer = await self._unless_trouble(asyncio.wait_for(answers.get(), until - loop.time()))
-            except _TroubleCame as came:
-                troubles.append(came.trouble)
-                if came.trouble.lost:
-                    asked.discard(came.trouble.replica)
+            except _TroubleCame as more:
+                came.append(more.trouble)
+                if more.trouble.lost:
+                    asked.discard(more.trouble.replica)
             except asyncio.TimeoutError:
                 late = ", ".join(str(replica) for replica in sorted(asked))
                 self._reporter.line(f"host {late} did not stop its ranks within {grace + _STOP_MARGIN:g} s")
                 break
             else:
                 if not isinstance(answer, Exception):
-                    self._note_exits(answer)
-                    asked -= {one["replica"] for one in answer}
-        return troubles
+                    self._note_exits(answer["exits"])
+                    asked.discard(answer["replica"])  # by name: there are no exits when no rank was started
+        while not self._rendezvous.troubles.empty():
+            came.append(self._rendezvous.troubles.get_nowait())
+        return came
 
     def _note_exits(self, exits: list[dict[str, Any]]) -> None:
         for values in exits:

@@ -362,7 +362,7 @@ class HostProcess:
         """Do what the controller asks through the agent.
 
         ``store`` finds the port where ranks meet; ``launch`` starts the ranks of a world; ``watch`` returns when one
-        has failed or all have ended; ``stop`` ends them. The last two answer the exits so far.
+        has failed or all have ended; ``stop`` ends them. The last two answer who we are and the exits so far.
         """
         assert self._pool is not None
         if op == "store":
@@ -375,7 +375,7 @@ class HostProcess:
             await self._pool.stop(args["signal"], args["grace"])
         else:
             raise ValueError(f"unknown request {op!r}")
-        return [one.to_json() for one in self._pool.exits()]
+        return {"replica": self._options.replica, "exits": [one.to_json() for one in self._pool.exits()]}
 
     def _agent_lost(self) -> None:
         host = self._registration
