@@ -238,14 +238,19 @@ class Controller:
         return None
 
     def _blame_hosts(self, troubles: list[Trouble]) -> None:
-        """Raise a trouble with a host that explains why a rank has failed, and can be got over."""
+        """Raise a trouble with a host that explains why a rank has failed, and can be got over; others are put back."""
         elastic = self._options.sizes.elastic
-        for trouble in troubles:
+
+        def explains(trouble: Trouble) -> bool:
             leaves = trouble.lost or (trouble.verdict.stopped and elastic)
-            if leaves and trouble.replica != 0 and (elastic or self._replacements_left > 0):
-                self._take_up(other for other in troubles if other is not trouble)
-                raise _TroubleCame(trouble)
-        self._take_up(troubles)
+            return leaves and trouble.replica != 0 and (elastic or self._replacements_left > 0)
+
+        blamed = next((trouble for trouble in troubles if explains(trouble)), None)
+        for trouble in troubles:
+            if trouble is not blamed:
+                self._rendezvous.troubles.put_nowait(trouble)
+        if blamed is not None:
+            raise _TroubleCame(blamed)
 
     async def _report_newcomer(self) -> None:
         if self._options.sizes.elastic:
