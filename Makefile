@@ -23,7 +23,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PYTESTFLAGS ?=
 BENCHFLAGS ?=
 
-.PHONY: help venv demo test check bench lint types format clean
+# Debian's packages that tests need beyond Python's; see `system` below.
+SYSTEM_PACKAGES := iproute2 openssl
+
+.PHONY: help venv system demo test check bench lint types format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -43,6 +46,12 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	"$(BIN)/python" -m pip install -q -c constraints.txt -e '.[docker,kubernetes,aws,examples,test,dev]'
 	@touch $@
 
+# Where they are missing and may not be installed, the tests that need them skip and say why.
+system:
+	@command -v ip >/dev/null && command -v openssl >/dev/null || { test "$$(id -u)" = 0 && \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
+		$(SYSTEM_PACKAGES) >/dev/null; } || echo "not installed: $(SYSTEM_PACKAGES); the tests over networks will skip"
+
 demo: $(STAMP)
 	torchx run -s monarch_local --wait --log monarch.spmd --nproc 4 --name digits examples/digits.py --fresh
 
@@ -59,7 +68,7 @@ format: $(STAMP)
 
 # What failed is tried once more: torch's own races (a gloo group that aborts its interpreter at the end, torchrun's torn
 # lines) reach the tests that compare with torchrun. What is wrong with us fails twice.
-test: lint types
+test: lint types system
 	python -m pytest $(PYTESTFLAGS) || python -m pytest --last-failed --last-failed-no-failures none $(PYTESTFLAGS)
 
 check: lint types

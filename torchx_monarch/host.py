@@ -23,6 +23,7 @@ def main(argv: list[str]) -> NoReturn:
         argv: the options, ``--``, and the role's command.
     """
     from torchx_monarch.runtime.host import HostOptions, HostProcess
+    from torchx_monarch.runtime.network import NetworkOptions, parse_ports
 
     parser = argparse.ArgumentParser(prog="python -m torchx_monarch.host", description=__doc__, allow_abbrev=False)
     parser.add_argument("--app", required=True, help="id of the app")
@@ -35,14 +36,29 @@ def main(argv: list[str]) -> NoReturn:
     parser.add_argument(
         "--replacements", type=int, default=0, help="how many lost hosts the backend replaces; the job then goes on"
     )
+    parser.add_argument("--bind", default="", help="address or interface to open ports on (default: all)")
+    parser.add_argument(
+        "--advertise", default="", help="name or address by which other hosts dial this one (default: as seen by them)"
+    )
+    parser.add_argument("--ports", help="LOW-HIGH: the ports that Monarch may listen on (default: any)")
+    parser.add_argument(
+        "--peer-timeout", type=float, default=5.0, help="seconds of a machine's silence until it counts as lost"
+    )
+    parser.add_argument(
+        "--rejoin-timeout", type=float, default=60.0, help="seconds that a host looks for another replica 0"
+    )
     parser.add_argument("command", nargs="+", metavar="COMMAND", help="after `--`: what the role runs")
     args = parser.parse_args(argv)
     if not 0 <= args.replica < args.replicas:
         parser.error(f"--replica {args.replica} is not one of {args.replicas} replicas, which count from 0")
-    if not (args.grace >= 0 and args.host_timeout > 0):
-        parser.error(
-            f"--grace {args.grace:g} --host-timeout {args.host_timeout:g}: give seconds, 0 or more and above 0"
-        )
+    for name, lowest in (("grace", 0), ("host_timeout", 0.001), ("rejoin_timeout", 0), ("peer_timeout", 1)):
+        value = getattr(args, name)
+        if not lowest <= value < float("inf"):
+            parser.error(f"--{name.replace('_', '-')} {value:g}: give seconds, {lowest:g} or more")
+    try:
+        ports = parse_ports(args.ports) if args.ports else None
+    except ValueError as error:
+        parser.error(f"--ports: {error}")
     options = HostOptions(
         app=args.app,
         role=args.role,
@@ -52,6 +68,8 @@ def main(argv: list[str]) -> NoReturn:
         host_timeout=args.host_timeout,
         preload=tuple(name for name in args.preload.split(",") if name),
         replacements=args.replacements,
+        rejoin_timeout=args.rejoin_timeout,
+        network=NetworkOptions(args.bind, args.advertise, ports, args.peer_timeout),
         command=tuple(args.command),
     )
     HostProcess(options, os.environ).main()

@@ -2,16 +2,17 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The one module that knows how Monarch is driven: 0.7's names, environment variables and habits.
 
-Importing it imports monarch (0.15 s) and nothing of torch.
+Monarch is imported by ``start_worker`` (0.15 s, nothing of torch): it reads its environment when that happens.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from monarch import actor
+if TYPE_CHECKING:
+    from monarch import actor
 
 _TUNING = {
     # Env only, no configure() key; the default of 10 s is how long a dead process stays unnoticed.
@@ -20,37 +21,53 @@ _TUNING = {
     "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "5s",
     "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "5s",
     "HYPERACTOR_MESH_PROC_STOP_MAX_IDLE": "5s",
+    # Its log would go to /tmp/USER/monarch_log.log, a name that anybody can foresee, for all jobs of the user together.
+    # There is no option for another file; but when the file cannot be made, and no file can have so long a name, the
+    # log goes to stderr, which a host process has pointed into the job's own folder.
+    "MONARCH_LOG_SUFFIX": "to-stderr" * 32,
+    "MONARCH_FILE_LOG": "error",
 }
 
 _CA = "trust_all_connections"
-"""The only value that 0.7 accepts. It says nothing: an ipc:// address is protected by its folder's mode."""
+"""The only value that 0.7 accepts. It says nothing: an ipc:// address is protected by its folder, a tls:// one by
+certificates, which Monarch demands of both ends."""
 
 
-def tune(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment variables that Monarch should have and the user has not set. They are read at its first use."""
-    return {name: value for name, value in _TUNING.items() if name not in environ}
-
-
-def start_worker(client_url: str, worker_url: str, on_fault: Callable[[str], None]) -> str:
-    """Start Monarch's worker loop in this process.
+def start_worker(
+    client_url: str,
+    serve_url: str,
+    dial_url: str,
+    tls: tuple[str, str, str] | None,
+    on_fault: Callable[[str], None],
+) -> str:
+    """Import Monarch and start its worker loop in this process.
 
     Args:
         client_url: where this process listens as a client; must be given before Monarch does anything.
-        worker_url: where the worker loop listens.
+        serve_url: where the worker loop listens; ``tls://NAME:fdN`` for a socket that is bound already.
+        dial_url: how others reach that.
+        tls: for ``tls://``: files with this host's certificate, its key, and the authority that it trusts.
         on_fault: called, from a thread of Monarch's, with the text of each fault that no one handles; several times
             for one failure. (Monarch's default interrupts the main thread.)
 
     Returns:
         the address by which a controller attaches to it.
     """
+    for name, value in _TUNING.items():
+        os.environ.setdefault(name, value)
+    if tls is not None:
+        names = ("HYPERACTOR_TLS_CERT", "HYPERACTOR_TLS_KEY", "HYPERACTOR_TLS_CA")
+        os.environ.update(zip(names, tls, strict=True))
+
+    from monarch import actor
+
     actor.unhandled_fault_hook = lambda failure: on_fault(str(failure))
     actor.enable_transport(client_url)
     # With a service id the host is known by that, and not by the address it believes it serves. These two lines are
     # monarch.job's new_service_proc_id and service_proc_addr, whose import costs as much as monarch.actor's.
     service = actor.ProcId(actor.Uid.instance("service"))
-    address = f"{service}@{worker_url}"
-    actor.start_worker_loop_forever(ca=_CA, address=address)
-    return address
+    actor.start_worker_loop_forever(ca=_CA, address=f"{service}@{serve_url}")
+    return f"{service}@{dial_url}"
 
 
 class AgentMesh:
@@ -67,6 +84,8 @@ class AgentMesh:
     """
 
     def __init__(self, addresses: Sequence[str], agent: type[actor.Actor], number: int, timeout: float) -> None:
+        from monarch import actor
+
         hosts = actor.attach_to_workers(ca=_CA, workers=list(addresses), name=f"hosts{number}")
         hosts.initialized.get(timeout=timeout)
         self._agents: Any = hosts.spawn_procs(per_host={"agent": 1}, name=f"agents{number}").spawn("agent", agent)

@@ -20,6 +20,8 @@ class Hosts:
         replicas: how many.
         options: further options of the host's command line.
         environ: beside this process's environment.
+        wrapper: words before the command of every host.
+        within: words before those, by replica: what puts it into a network of its own. May be changed.
     """
 
     def __init__(
@@ -30,12 +32,14 @@ class Hosts:
         options: tuple[str, ...] = ("--grace", "5"),
         environ: dict[str, str] | None = None,
         wrapper: tuple[str, ...] = (),
+        within: dict[int, tuple[str, ...]] | None = None,
     ) -> None:
         self.folder = folder
         self.replicas = replicas
         self._command = [*wrapper, sys.executable, "-m", "torchx_monarch.host", "--app", "app", "--role", "trainer"]
         self._rest = ["--replicas", str(replicas), *options, "--", *command]
         self.environ = dict(environ or {})
+        self.within = dict(within or {})
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, *which: int) -> Hosts:
@@ -54,7 +58,7 @@ class Hosts:
             }
             with open(logs / "out", "ab") as out, open(logs / "err", "ab") as err:
                 self.processes[replica] = subprocess.Popen(
-                    [*self._command, "--replica", str(replica), *self._rest],
+                    [*self.within.get(replica, ()), *self._command, "--replica", str(replica), *self._rest],
                     env=env,
                     stdin=subprocess.DEVNULL,
                     stdout=out,

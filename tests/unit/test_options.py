@@ -41,7 +41,6 @@ IMPLIED = {
     "node_rank",
     "master_addr",
     "master_port",
-    "local_addr",
     "start_method",
     "run_path",
 }

@@ -267,7 +267,11 @@ OPTIONS: tuple[Option, ...] = (
     Option(("--node-rank", "--node_rank"), Use.IMPLIED, "hosts are ranked by their replica id", default=0, type=int),
     Option(("--master-addr", "--master_addr"), Use.IMPLIED, _MESH, default="127.0.0.1"),
     Option(("--master-port", "--master_port"), Use.IMPLIED, "a free port is chosen for every job", type=int),
-    Option(("--local-addr", "--local_addr"), Use.IMPLIED, _MESH),
+    Option(
+        ("--local-addr", "--local_addr"),
+        Use.HONOURED,
+        "the address by which other hosts dial this one; on one machine there is none",
+    ),
     Option(
         ("--logs-specs", "--logs_specs"),
         Use.REFUSED,

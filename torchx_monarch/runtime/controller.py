@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torchx_monarch.errors import RankExit, Verdict, others_in_words, root_cause, shell_code
 from torchx_monarch.runtime.elastic import Gathering, Sizes, TooFewHosts
 from torchx_monarch.runtime.environment import World
+from torchx_monarch.runtime.network import NetworkError
 from torchx_monarch.runtime.rendezvous import Registration, Rendezvous, Trouble, joined
 from torchx_monarch.runtime.report import Reporter
 
@@ -29,6 +30,9 @@ _MESH_TIMEOUT = 60.0
 
 _STOP_MARGIN = 10.0
 """Seconds beyond the grace until a host that has not said that its ranks ended counts as lost."""
+
+_SAID_WITHIN = 8.0
+"""Seconds that the rendezvous has to say which host is lost when Monarch has found a call to fail."""
 
 
 class _TroubleCame(Exception):
@@ -49,6 +53,7 @@ class JobOptions:
         host_timeout: seconds that rank 0's interpreter has to find a port.
         grace: seconds from SIGTERM to SIGKILL for ranks.
         master_addr: what ranks dial to meet rank 0.
+        store_bind: the local address that its store listens on; empty for all.
         monarch_log: where Monarch says more.
     """
 
@@ -60,6 +65,7 @@ class JobOptions:
     host_timeout: float
     grace: float
     master_addr: str
+    store_bind: str
     monarch_log: str
 
 
@@ -71,16 +77,23 @@ class Controller:
         rendezvous: where the hosts register.
         reporter: what a person sees.
         first_output: set when a rank of this host has printed something.
+        check: makes sure that hosts can be reached; raises what says why not.
     """
 
     def __init__(
-        self, options: JobOptions, rendezvous: Rendezvous, reporter: Reporter, first_output: asyncio.Event
+        self,
+        options: JobOptions,
+        rendezvous: Rendezvous,
+        reporter: Reporter,
+        first_output: asyncio.Event,
+        check: Callable[[Iterable[Registration]], Awaitable[None]],
     ) -> None:
         self._options = options
         self._rendezvous = rendezvous
         self._gathering = Gathering(options.sizes, rendezvous, reporter)
         self._reporter = reporter
         self._first_output = first_output
+        self._check = check
         # Monarch's calls block; one thread each, because a pending one must not hold up the next.
         self._threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="monarch-call")
         self._mesh: AgentMesh | None = None
@@ -170,13 +183,16 @@ class Controller:
         try:
             addresses, number = [host.address for host in hosts], self._meshes
             self._meshes += 1
+            await self._unless_trouble(self._check(hosts))
             mesh = self._in_thread(AgentMesh, addresses, Agent, number, _MESH_TIMEOUT)
             self._mesh = await self._unless_trouble(self._reporter.while_waiting(mesh, lambda: "the mesh"))
         except _TroubleCame:
             raise
+        except NetworkError as error:
+            raise _TroubleCame(await self._trouble_behind(str(error))) from None
         except Exception as error:
             reason = f"the mesh could not be formed: {_first_line(error)}; see {self._options.monarch_log}"
-            raise _TroubleCame(Trouble(0, Verdict(1, reason))) from error
+            raise _TroubleCame(await self._trouble_behind(reason)) from error
         self._members = {host.replica for host in hosts}
         self._reporter.phase("mesh", "mesh")
 
@@ -201,7 +217,7 @@ class Controller:
         self._exits = {}
         if options.sizes.elastic and (newcomers := self._rendezvous.newcomers):
             raise _TroubleCame(joined(newcomers[0]))
-        store = self._call(0, "store", {"address": options.master_addr}, options.host_timeout)
+        store = self._call(0, "store", {"address": options.store_bind}, options.host_timeout)
         port, agent_store = await self._reporter.while_waiting(store, lambda: "the interpreter of rank 0")
         world = World(
             attempt=attempt,
@@ -278,11 +294,15 @@ class Controller:
         for _ in hosts:
             answer = await self._unless_trouble(answers.get())
             if isinstance(answer, Exception):
-                # The host itself says it better than Monarch's supervision, if a moment later.
-                with contextlib.suppress(asyncio.TimeoutError):
-                    raise _TroubleCame(await asyncio.wait_for(self._rendezvous.troubles.get(), 1.0))
-                raise _TroubleCame(Trouble(0, Verdict(1, _first_line(answer))))
+                raise _TroubleCame(await self._trouble_behind(_first_line(answer)))
             yield answer
+
+    async def _trouble_behind(self, reason: str) -> Trouble:
+        """What a host says of itself, which is better than what Monarch says of it, if some seconds later."""
+        try:
+            return await asyncio.wait_for(self._rendezvous.troubles.get(), _SAID_WITHIN)
+        except asyncio.TimeoutError:
+            return Trouble(0, Verdict(1, reason))
 
     def _stream_into(self, answers: asyncio.Queue[Any], op: str, args: dict[str, Any]) -> None:
         loop, mesh = asyncio.get_running_loop(), self._mesh

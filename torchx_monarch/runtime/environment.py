@@ -14,7 +14,14 @@ from typing import Any
 
 from torchx_monarch.plan.command import TorchrunOptions
 
-SECRET_VARIABLES = ("MONARCH_RENDEZVOUS", "MONARCH_RUN_DIR", "MONARCH_EVENTS", "MONARCH_LOG_DIR", "MONARCH_RESTART")
+SECRET_VARIABLES = (
+    "MONARCH_RENDEZVOUS",
+    "MONARCH_CREDENTIALS",
+    "MONARCH_RUN_DIR",
+    "MONARCH_EVENTS",
+    "MONARCH_LOG_DIR",
+    "MONARCH_RESTART",
+)
 """Variables through which the backend talks to the host process; ranks do not get them."""
 
 

@@ -21,13 +21,14 @@ from typing import Any, NoReturn
 from torchx_monarch import processes
 from torchx_monarch.errors import Verdict
 from torchx_monarch.plan.command import Command, CommandError, check, parse
+from torchx_monarch.runtime import network
 from torchx_monarch.runtime.controller import Controller, JobOptions
 from torchx_monarch.runtime.elastic import Sizes
 from torchx_monarch.runtime.environment import World
 from torchx_monarch.runtime.link import SOCKET_VARIABLE, LinkServer
+from torchx_monarch.runtime.network import NetworkOptions
 from torchx_monarch.runtime.ranks import LaunchError, Place, RankPool
 from torchx_monarch.runtime.rendezvous import (
-    LEASE,
     Membership,
     Registration,
     Rendezvous,
@@ -37,6 +38,8 @@ from torchx_monarch.runtime.rendezvous import (
 )
 from torchx_monarch.runtime.report import Reporter
 from torchx_monarch.runtime.strays import reap_orphans
+from torchx_monarch.runtime.transport import Address
+from torchx_monarch.runtime.wires import Wires
 
 _HOST_EXIT_TIMEOUT = 5.0
 """Seconds that replica 0 waits for the other hosts to go before it goes itself."""
@@ -60,6 +63,8 @@ class HostOptions:
         host_timeout: seconds that all hosts have to arrive.
         preload: modules that rank interpreters import ahead.
         replacements: how many lost hosts the backend replaces.
+        rejoin_timeout: seconds that a host that has lost replica 0 looks for another.
+        network: of the hosts, where they are on one.
         command: what the role runs.
     """
 
@@ -71,6 +76,8 @@ class HostOptions:
     host_timeout: float
     preload: tuple[str, ...]
     replacements: int
+    rejoin_timeout: float
+    network: NetworkOptions
     command: tuple[str, ...]
 
 
@@ -85,6 +92,7 @@ class HostProcess:
     def __init__(self, options: HostOptions, environ: Mapping[str, str]) -> None:
         self._options = options
         self._environ = dict(environ)
+        os.environ.pop("MONARCH_CREDENTIALS", None)  # Monarch's processes get what is left
         self._hostname = socket.gethostname()
         # Monarch and its processes print to what is left as 1 and 2, which becomes a file of its own.
         self._stdout, self._stderr = os.dup(1), os.dup(2)
@@ -137,19 +145,32 @@ class HostProcess:
         os._exit(code)
 
     async def _job(self) -> Verdict:
+        options, command = self._options, None
         address, nproc, error, code = "", 0, "", 1
         try:
             command = self._parse()
-            nproc = await self._start_interpreters(command)
-            address = await self._start_worker()
         except CommandError as failure:
             error, code = str(failure), 2
+        try:
+            self._sockets = self._private_folder()
+            rendezvous, advertised = self._settle_network(command)
+            if command is not None:
+                # First of all: what the ranks import takes longer than everything below.
+                nproc = await self._start_interpreters(command)
         except LaunchError as failure:
             error = str(failure)
-        options = self._options
+        except ValueError as failure:
+            return self._conclude(Verdict(1, f"host {options.replica}: {failure}"))
+        try:
+            credentials = self._environ.get("MONARCH_CREDENTIALS", "")
+            wires = Wires.lay(rendezvous, advertised, options.network, credentials, self._sockets)
+        except ValueError as failure:
+            return self._conclude(Verdict(1, f"host {options.replica}: {failure}"))
+        if not error:
+            address = await self._start_worker(wires)
         host = Registration(options.replica, address, self._hostname, os.getpid(), nproc, error, code)
         self._registration = host
-        return await (self._control(host) if options.replica == 0 else self._take_part(host))
+        return await (self._control(host, wires) if options.replica == 0 else self._take_part(host, wires))
 
     # -- start ---------------------------------------------------------------------------------------------------------
 
@@ -216,14 +237,43 @@ class HostProcess:
         nproc = command.options.nproc_per_node if command.kind == "torchrun" else "1"
         return await self._pool.warm(nproc)
 
-    async def _start_worker(self) -> str:
-        """Monarch's worker loop, and the socket by which its agent will reach us."""
-        # Of this life of this replica alone, and short: the path of a socket has at most 107 bytes.
+    def _private_folder(self) -> str:
+        """For sockets and keys: of this life of this replica alone, and short: a socket's path has at most 107 bytes.
+
+        Raises:
+            ValueError: it cannot be made.
+        """
         try:
-            self._sockets = tempfile.mkdtemp(prefix="h", dir=self._run_dir)
+            return tempfile.mkdtemp(prefix="h", dir=self._run_dir)
         except OSError as error:
-            raise LaunchError(f"cannot make sockets in {self._run_dir}: {error.strerror}") from None
-        link, client, worker = (os.path.join(self._sockets, name) for name in ("link", "client", "worker"))
+            raise ValueError(f"cannot make sockets in {self._run_dir}: {error.strerror}") from None
+
+    def _settle_network(self, command: Command | None) -> tuple[Address, str]:
+        """Where replica 0 listens, and the name by which the other hosts dial this one.
+
+        Raises:
+            ValueError: one or the other makes no sense; the message says what.
+        """
+        given = self._environ.get("MONARCH_RENDEZVOUS") or f"unix:{self._run_dir}/r.sock"
+        rendezvous = Address.parse(given, "MONARCH_RENDEZVOUS")
+        if not rendezvous.networked:
+            return rendezvous, "127.0.0.1"
+        if rendezvous.scheme == "insecure-tcp":
+            self._reporter.line(
+                f"INSECURE: host {self._options.replica} uses plain TCP: whoever can reach its ports can run code here"
+            )
+        options = self._options.network
+        if command is not None and command.options.local_addr and not options.advertise:
+            options = dataclasses.replace(options, advertise=command.options.local_addr)
+        advertised = network.advertised(rendezvous, self._options.replica == 0, options)
+        interface = network.gloo_interface(advertised)
+        if interface:
+            self._environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        return rendezvous, advertised
+
+    async def _start_worker(self, wires: Wires) -> str:
+        """Monarch's worker loop, and the socket by which its agent will reach us."""
+        link = os.path.join(self._sockets, "link")
         await LinkServer(link, self._handle, self._agent_lost).start()
         os.environ[SOCKET_VARIABLE] = link
         os.environ["PYTHONSAFEPATH"] = "1"  # a monarch.py of the user's in this folder is not what the agent imports
@@ -232,9 +282,12 @@ class HostProcess:
         def start() -> str:
             from torchx_monarch import monarch_api
 
-            os.environ.update(monarch_api.tune())
             return monarch_api.start_worker(
-                f"ipc://{client}", f"ipc://{worker}", lambda text: print(text, file=sys.stderr, flush=True)
+                wires.client_url,
+                wires.serve_url,
+                wires.dial_url,
+                wires.identity.files if wires.identity else None,
+                lambda text: print(text, file=sys.stderr, flush=True),
             )
 
         return await asyncio.get_running_loop().run_in_executor(None, start)
@@ -285,13 +338,19 @@ class HostProcess:
             raise CommandError(f"{variable}={text!r} is not a number of 0 or more")
         return value
 
-    async def _control(self, host: Registration) -> Verdict:
+    async def _control(self, host: Registration, wires: Wires) -> Verdict:
         """Replica 0: gather the hosts, run, announce."""
         options = self._options
-        address = self._environ.get("MONARCH_RENDEZVOUS") or f"unix:{self._run_dir}/r.sock"
+        sizes = self._sizes()
+        self._rendezvous = rendezvous = Rendezvous(
+            wires.rendezvous,
+            options.replicas,
+            wires.identity,
+            wires.bind,
+            options.network.peer_timeout,
+            fewest=sizes.fewest,
+        )
         try:
-            sizes = self._sizes()
-            self._rendezvous = rendezvous = Rendezvous(address, options.replicas, sizes.fewest)
             if options.replicas > 1:
                 await rendezvous.start()
         except RendezvousError as error:
@@ -306,10 +365,11 @@ class HostProcess:
             sizes=sizes,
             host_timeout=options.host_timeout,
             grace=self._grace,
-            master_addr="127.0.0.1",
+            master_addr=wires.advertised,
+            store_bind=wires.bind,
             monarch_log=self._monarch_log,
         )
-        verdict = await Controller(job, rendezvous, self._reporter, self._first_output).run()
+        verdict = await Controller(job, rendezvous, self._reporter, self._first_output, wires.check).run()
         self._conclude(verdict)
         await rendezvous.announce(verdict, _HOST_EXIT_TIMEOUT + self._grace)
         return verdict
@@ -323,16 +383,14 @@ class HostProcess:
         self._reporter.phase("verdict", f"{word}: {verdict.reason}", code=verdict.code)
         return verdict
 
-    async def _take_part(self, host: Registration) -> Verdict:
+    async def _take_part(self, host: Registration, wires: Wires) -> Verdict:
         """Every other replica: register and wait for the verdict."""
         options = self._options
-        address = self._environ.get("MONARCH_RENDEZVOUS") or f"unix:{self._run_dir}/r.sock"
         # A host that cannot take part has only that to say; if replica 0 cannot either, it is gone already.
         join_timeout = self._sizes().join_timeout
         timeout = min(join_timeout, _LAST_WORDS_TIMEOUT) if host.error else join_timeout
         try:
-            joining = Membership.join(address, host, timeout)
-            self._membership = await self._reporter.while_waiting(joining, lambda: "replica 0")
+            self._membership = await self._join(host, wires, timeout, "replica 0")
         except RendezvousError as error:
             reason = host.error or str(error)
             self._reporter.line(f"host {options.replica}: {reason}")
@@ -350,11 +408,22 @@ class HostProcess:
             await self._pool.stop(signal.SIGTERM, self._grace)
             try:
                 again = dataclasses.replace(host, attempt=self._pool.attempt)
-                joining = Membership.join(address, again, LEASE)
-                self._membership = await self._reporter.while_waiting(joining, lambda: "another replica 0")
+                self._membership = await self._join(again, wires, options.rejoin_timeout, "another replica 0")
             except RendezvousError as error:
                 self._reporter.line(f"host {options.replica}: {error}")
                 return verdict
+
+    async def _join(self, host: Registration, wires: Wires, timeout: float, whom: str) -> Membership:
+        failure = ""
+
+        def failed(reason: str) -> None:
+            nonlocal failure
+            failure = f" ({reason})"
+
+        joining = Membership.join(
+            wires.rendezvous, host, timeout, wires.identity, self._options.network.peer_timeout, failed
+        )
+        return await self._reporter.while_waiting(joining, lambda: whom + failure)
 
     # -- requests and events -------------------------------------------------------------------------------------------
 

@@ -46,17 +46,17 @@ async def receive(reader: asyncio.StreamReader, timeout: float | None = None) ->
     """
     try:
         line = await asyncio.wait_for(reader.readline(), timeout)
-    except asyncio.TimeoutError:  # on Python 3.10 not yet the builtin
-        raise TimeoutError(f"no message within {timeout:g} s") from None
     except ValueError:
         raise ProtocolError(f"a message is over the limit of {MAX_LINE} bytes") from None
-    except ConnectionError:
-        return None
+    except (OSError, asyncio.TimeoutError) as error:  # on Python 3.10 the latter is not yet the builtin TimeoutError
+        if isinstance(error, OSError) and error.errno is not None:
+            return None  # broken, or given up by the kernel (ETIMEDOUT), which is a TimeoutError as well
+        raise TimeoutError(f"no message within {timeout or 0:g} s") from None
     if not line.endswith(b"\n"):
         return None
     try:
         message = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ProtocolError(f"not a JSON line: {line[:80]!r}") from None
     if not isinstance(message, dict):
         raise ProtocolError(f"not a JSON object: {line[:80]!r}")
@@ -68,6 +68,6 @@ async def send(writer: asyncio.StreamWriter, message: Message) -> bool:
     try:
         writer.write(encode(message))
         await writer.drain()
-    except (ConnectionError, RuntimeError):
+    except (OSError, RuntimeError):
         return False
     return True

@@ -119,9 +119,8 @@ def _serve_store(address: str) -> tuple[int, Any]:
     listener.bind((address, 0))
     listener.listen(4096)
     port: int = listener.getsockname()[1]
-    store = TCPStore(
-        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
-    )
+    host, descriptor = address or "127.0.0.1", listener.detach()
+    store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor, use_libuv=True)
     return port, store
 
 

@@ -8,38 +8,55 @@ host counts replica 0 as lost when the connection breaks.
 
 =========================  =======================================================================================
 host to replica 0          ``register`` (greeting, with the protocol's version), ``alive``, ``agent_lost``, ``signal``
-replica 0 to host          ``registered``, ``refused`` (with the reason), ``verdict``
+client to replica 0        ``look``, ``stop`` (greetings; the answer is ``state``)
+replica 0 to either        ``registered``, ``alive``, ``refused`` (with the reason), ``state``, ``verdict``
 =========================  =======================================================================================
 
-The address is ``unix:PATH``, a socket file of mode 0600 in a folder of mode 0700.
+Who is a host and who a client shows in the certificate (``transport.is_client``). Where there is none, on a socket
+file of our own user or on an insecure port, everybody may do everything.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import os
 import signal
+import ssl
 import time
 from collections.abc import Callable
 from typing import Any
 
 from torchx_monarch.errors import Verdict, describe_code
-from torchx_monarch.runtime import protocol
+from torchx_monarch.runtime import protocol, transport
+from torchx_monarch.runtime.transport import PEER_TIMEOUT, Address, ConnectError, Identity
 
 LEASE = 60.0
-"""Seconds of silence after which the other end counts as lost. A broken connection is noticed at once."""
+"""Seconds of silence after which the other end counts as lost. A broken connection is noticed at once, and one to a
+machine that is gone within the transport's ``peer_timeout``; what the lease finds is a process that hangs."""
 
 _ALIVE_EVERY = 5.0
 
+_GREETING_TIMEOUT = 10.0
+
 _RETRY_EVERY = 0.01
+"""Seconds between two tries to reach replica 0 at first; each wait is a little longer than the one before."""
+
+_RETRY_AT_MOST = 0.5
+
+_STALE_FOR = 1.6
+"""For how long even a final refusal is tried again, in units of the peer timeout: an earlier job's replica 0 may still
+have the port, or the host in whose place this one comes may not have been missed yet."""
 
 _LATECOMERS = 1.0
 
 
 class RendezvousError(Exception):
     """A host cannot take part; the message says why."""
+
+
+class _TakenError(RendezvousError):
+    """Another host is there in its place, which may be gone without anybody having noticed yet."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,31 +108,34 @@ class Trouble:
     joined: bool = False
 
 
-def socket_path(address: str) -> str:
-    """The path in ``unix:PATH``.
-
-    Raises:
-        RendezvousError: another kind of address.
-    """
-    scheme, _, path = address.partition(":")
-    if scheme != "unix" or not path:
-        raise RendezvousError(f"MONARCH_RENDEZVOUS={address!r} is not of the form unix:PATH")
-    return path
-
-
 class Rendezvous:
     """Replica 0's end.
 
     Args:
         address: where to listen.
         replicas: how many hosts the role has.
-        fewest: how many of them the job needs at least; None for all.
-        lease: seconds of silence allowed.
+        identity: ours, where the address is one of TLS.
+        bind: local address to listen on; empty for all.
+        peer_timeout: seconds of a machine's silence until its connection breaks.
+        lease: seconds of a process's silence allowed.
+        fewest: how many of the hosts the job needs at least; None for all.
     """
 
-    def __init__(self, address: str, replicas: int, fewest: int | None = None, lease: float = LEASE) -> None:
+    def __init__(
+        self,
+        address: Address,
+        replicas: int,
+        identity: Identity | None = None,
+        bind: str = "",
+        peer_timeout: float = PEER_TIMEOUT,
+        lease: float = LEASE,
+        fewest: int | None = None,
+    ) -> None:
         self.troubles: asyncio.Queue[Trouble] = asyncio.Queue()
-        self._path = socket_path(address)
+        self._address = address
+        self._identity = identity
+        self._bind = bind
+        self._peer_timeout = peer_timeout
         self._replicas = replicas
         self._elastic = fewest is not None and fewest < replicas
         self._lease = lease
@@ -132,15 +152,14 @@ class Rendezvous:
         """Begin to listen.
 
         Raises:
-            RendezvousError: the socket file cannot be made.
+            RendezvousError: it is not possible there.
         """
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self._path)  # of a replica 0 that was replaced
         try:
-            self._server = await asyncio.start_unix_server(self._serve, self._path, limit=protocol.MAX_LINE)
-            os.chmod(self._path, 0o600)
-        except OSError as error:
-            raise RendezvousError(f"cannot listen for the other hosts at {self._path}: {error.strerror}") from None
+            self._server = await transport.listen(
+                self._address, self._serve, self._identity, self._bind, self._peer_timeout
+            )
+        except ConnectError as error:
+            raise RendezvousError(str(error)) from None
 
     def register(self, host: Registration) -> None:
         """Count a host as present. A host that cannot take part is trouble."""
@@ -217,15 +236,25 @@ class Rendezvous:
                 open_for = 0.0
         if self._server is not None:
             self._server.close()
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._path)
+            if not self._address.networked and os.path.exists(self._address.path):
+                os.unlink(self._address.path)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            greeting = await protocol.receive(reader, self._lease)
-            host = self._admit(greeting)
+            greeting = await protocol.receive(reader, _GREETING_TIMEOUT)
+            kind = self._kind(greeting)
+            if kind in ("look", "stop"):
+                if kind == "stop":
+                    self.troubles.put_nowait(stopped_by_client())
+                await protocol.send(writer, {"type": "state", **self._state()})
+                writer.close()
+                return
+            if transport.is_client(writer):
+                raise RendezvousError("a client may look at the job and stop it, and not register as a host")
+            host = self._admit(greeting or {})
         except (protocol.ProtocolError, TimeoutError, RendezvousError) as error:
-            await protocol.send(writer, {"type": "refused", "reason": str(error)})
+            refusal = {"type": "refused", "reason": str(error), "again": isinstance(error, _TakenError)}
+            await protocol.send(writer, refusal)
             writer.close()
             return
         self._writers[host.replica] = writer
@@ -246,19 +275,36 @@ class Rendezvous:
             self._note_change()
             self.troubles.put_nowait(Trouble(host.replica, Verdict(1, lost)))
 
-    def _admit(self, greeting: protocol.Message | None) -> Registration:
+    def _kind(self, greeting: protocol.Message | None) -> str:
         if greeting is None:
             raise RendezvousError("the connection ended before a greeting")
-        if greeting.get("type") != "register" or greeting.get("version") != protocol.VERSION:
-            raise RendezvousError(f"a greeting of version {protocol.VERSION} is expected")
+        if greeting.get("version") != protocol.VERSION:
+            version = str(greeting.get("version"))[:20]
+            raise RendezvousError(
+                f"it speaks version {protocol.VERSION} of the protocol, and this end version {version}: install one "
+                "release of torchx-monarch on all hosts"
+            )
+        kind = greeting.get("type")
+        if kind not in ("register", "look", "stop"):
+            raise RendezvousError(f"a greeting is register, look or stop, not {str(kind)[:20]!r}")
+        return str(kind)
+
+    def _state(self) -> protocol.Message:
+        hosts = [dataclasses.asdict(host) for host in self._hosts.values()]
+        return {"hosts": hosts, "missing": self.missing, "over": self._verdict is not None}
+
+    def _admit(self, greeting: protocol.Message) -> Registration:
         try:
             host = Registration(**greeting["host"])
         except (KeyError, TypeError) as error:
             raise RendezvousError(f"the registration is not complete: {error}") from None
-        if not isinstance(host.replica, int) or not 0 <= host.replica < self._replicas:
+        for field in dataclasses.fields(Registration):
+            if type(getattr(host, field.name)).__name__ != field.type:
+                raise RendezvousError(f"{field.name} of the registration is no {field.type}")
+        if not 0 <= host.replica < self._replicas:
             raise RendezvousError(f"replica {host.replica!r} is not one of the {self._replicas} of this role")
         if host.replica in self._hosts:
-            raise RendezvousError(f"replica {host.replica} has registered already: {self._hosts[host.replica].name}")
+            raise _TakenError(f"replica {host.replica} has registered already: {self._hosts[host.replica].name}")
         if host.error and self._elastic and self._formed:
             raise RendezvousError(host.error)  # the job goes on without it
         return host
@@ -269,8 +315,14 @@ class Rendezvous:
             kind = message.get("type")
             if kind == "agent_lost":
                 return agent_lost(host).verdict.reason
-            if kind == "signal" and self._hosts.get(host.replica) is host:
-                self.troubles.put_nowait(signalled(host.replica, int(message["number"])))
+            if kind == "signal":
+                number = message.get("number")
+                if not isinstance(number, int) or not 0 < number < signal.NSIG:
+                    raise protocol.ProtocolError(f"{str(number)[:20]!r} is no number of a signal")
+                if self._hosts.get(host.replica) is host:
+                    self.troubles.put_nowait(signalled(host.replica, number))
+            if kind == "alive" and host.replica in self._writers:
+                await protocol.send(self._writers[host.replica], {"type": "alive"})
         return f"{host.name} was lost: its connection broke"
 
 
@@ -291,6 +343,11 @@ def signalled(replica: int, number: int) -> Trouble:
     return Trouble(replica, verdict, lost=False, signal=number)
 
 
+def stopped_by_client() -> Trouble:
+    """The trouble of a client that has asked for the end of the job."""
+    return Trouble(0, Verdict(128 + signal.SIGTERM, "the job was told to stop by its client", stopped=True), lost=False)
+
+
 class Membership:
     """The end of every other host."""
 
@@ -299,34 +356,62 @@ class Membership:
         self._writer = writer
 
     @classmethod
-    async def join(cls, address: str, host: Registration, timeout: float) -> Membership:
+    async def join(
+        cls,
+        address: Address,
+        host: Registration,
+        timeout: float,
+        identity: Identity | None = None,
+        peer_timeout: float = PEER_TIMEOUT,
+        on_failure: Callable[[str], None] = lambda reason: None,
+    ) -> Membership:
         """Connect to replica 0 and register; tries again until it listens.
+
+        Args:
+            address: where it listens.
+            host: what it is told.
+            timeout: seconds.
+            identity: ours, where the address is one of TLS.
+            peer_timeout: seconds of its machine's silence until the connection breaks.
+            on_failure: called with the reason why a try has failed.
 
         Raises:
             RendezvousError: refused, or nobody listened within ``timeout`` seconds.
         """
-        path = socket_path(address)
         greeting = {"type": "register", "version": protocol.VERSION, "host": dataclasses.asdict(host)}
-        until = time.monotonic() + timeout
-        why = ""
-        while time.monotonic() < until:
+        started = time.monotonic()
+        pause, why = _RETRY_EVERY, ""
+        while time.monotonic() < started + timeout:
             try:
-                reader, writer = await asyncio.open_unix_connection(path, limit=protocol.MAX_LINE)
-            except OSError as error:
-                why = error.strerror or str(error)
-                await asyncio.sleep(_RETRY_EVERY)
-                continue
-            await protocol.send(writer, greeting)
-            answer = await protocol.receive(reader, LEASE)
-            if answer is not None and answer.get("type") == "registered":
-                return cls(reader, writer)
-            writer.close()
-            if answer is not None:
-                raise RendezvousError(f"replica 0 refused this host: {answer.get('reason')}")
-            # One that is about to end, and whose socket was still open: there may be another.
-            why = "it hung up"
-            await asyncio.sleep(_RETRY_EVERY)
-        raise RendezvousError(f"replica 0 was not reached in {timeout:g} s at {path}: {why}")
+                reader, writer = await transport.connect(address, identity, peer_timeout)
+                await protocol.send(writer, greeting)
+                try:
+                    answer = await protocol.receive(reader, LEASE)
+                except protocol.ProtocolError as error:
+                    raise ConnectError(f"{address}: what listens there is another program: {error}") from None
+                except TimeoutError as error:
+                    raise ConnectError(f"{address}: {error}") from None
+                if answer is not None and answer.get("type") == "registered":
+                    return cls(reader, writer)
+                writer.close()
+                if answer is not None:
+                    refusal = f"replica 0 refused this host: {answer.get('reason')}"
+                    if answer.get("again"):
+                        raise ConnectError(refusal, final=True)
+                    raise RendezvousError(refusal)
+                broken = reader.exception()
+                if isinstance(broken, ssl.SSLError):  # its word on our certificate comes after the handshake
+                    raise transport.explain(broken, address)
+                # One that is about to end, and whose socket was still open: there may be another.
+                raise ConnectError(f"{address}: it hung up")
+            except ConnectError as error:
+                why = str(error)
+                on_failure(why)
+                if error.final and time.monotonic() > started + _STALE_FOR * peer_timeout:
+                    raise RendezvousError(why) from None
+            await asyncio.sleep(pause)
+            pause = min(pause * 1.2, _RETRY_AT_MOST)
+        raise RendezvousError(f"replica 0 was not reached in {timeout:g} s: {why}")
 
     async def tell(self, kind: str, **fields: Any) -> None:
         """Send a message to replica 0."""
@@ -336,11 +421,11 @@ class Membership:
         """Wait for the verdict, sending signs of life; None when replica 0 is lost."""
         alive = asyncio.ensure_future(self._stay_alive())
         try:
-            while message := await protocol.receive(self._reader):
+            while message := await protocol.receive(self._reader, LEASE):
                 if message.get("type") == "verdict":
                     return Verdict.from_json(message)
             return None
-        except protocol.ProtocolError:
+        except (protocol.ProtocolError, TimeoutError):
             return None
         finally:
             alive.cancel()

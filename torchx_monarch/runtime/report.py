@@ -17,6 +17,9 @@ T = TypeVar("T")
 _WAITING_EVERY = 10.0
 """Seconds between two lines that say what a wait waits for."""
 
+_WAITING_FIRST = 5.0
+"""Seconds until the first of them."""
+
 
 class Reporter:
     """Writes lines to the host's own stderr and events to the app's file.
@@ -51,14 +54,15 @@ class Reporter:
         self._event(kind, text, None, fields)
 
     async def while_waiting(self, awaitable: Awaitable[T], what: Callable[[], str]) -> T:
-        """Await something, saying every ten seconds what is awaited: ``waiting for host 3 of 4, 20 s``."""
-        started = time.monotonic()
+        """Await something, saying now and then what is awaited: ``waiting for host 3 of 4, 20 s``."""
+        started, patience = time.monotonic(), _WAITING_FIRST
         task = asyncio.ensure_future(awaitable)
         try:
             while True:
-                done, _ = await asyncio.wait([task], timeout=_WAITING_EVERY)
+                done, _ = await asyncio.wait([task], timeout=patience)
                 if done:
                     return task.result()
+                patience = _WAITING_EVERY
                 self.line(f"waiting for {what()}, {time.monotonic() - started:.0f} s")
         finally:
             task.cancel()

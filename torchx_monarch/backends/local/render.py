@@ -103,6 +103,7 @@ def submitter_env(environ: Mapping[str, str], job: str) -> dict[str, str]:
     """
     theirs = {
         "MONARCH_RENDEZVOUS",
+        "MONARCH_CREDENTIALS",
         "MONARCH_RUN_DIR",
         "MONARCH_EVENTS",
         "MONARCH_LOG_DIR",

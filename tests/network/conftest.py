@@ -1,0 +1,58 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Fixtures of the tests over a network."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.local.hosts import Hosts
+from tests.network.namespaces import Network
+from torchx_monarch import credentials
+
+PORT = 26599
+"""Of the rendezvous, on machine 0; each network has its own."""
+
+
+@pytest.fixture
+def folder(leaves_nothing: None) -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="h"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def network(leaves_nothing: None) -> Iterator[Callable[[int], Network]]:
+    """Makes a network of so many machines."""
+    made: list[Network] = []
+
+    def make(machines: int) -> Network:
+        made.append(Network(machines))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.remove()
+
+
+@pytest.fixture
+def networked(folder: Path) -> Callable[..., Hosts]:
+    """Host processes that meet over TLS, replica N on machine N."""
+
+    def make(network: Network, command: list[str], replicas: int = 2, **rest: object) -> Hosts:
+        hosts, client = credentials.create()
+        (folder / "client").write_text(client.to_text())
+        environ = {
+            "MONARCH_RENDEZVOUS": f"tls:{network.address(0)}:{PORT}",
+            "MONARCH_CREDENTIALS": hosts.to_text(),
+            **rest.pop("environ", {}),  # type: ignore[dict-item]
+        }
+        within = {replica: network.within(replica) for replica in range(replicas)}
+        return Hosts(folder, command, replicas, environ=environ, within=within, **rest)  # type: ignore[arg-type]
+
+    return make

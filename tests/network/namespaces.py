@@ -1,0 +1,97 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Machines with a network between them, each a network namespace of this one, on a switch in a namespace of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import uuid
+
+import pytest
+
+
+def missing() -> str:
+    """Why there can be no namespaces here; empty when there can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if shutil.which("ip") is None:
+        return "network namespaces need `ip` (Debian: iproute2)"
+    probe = subprocess.run(["unshare", "--net", "true"], capture_output=True, text=True)
+    return probe.stderr.strip() if probe.returncode else ""
+
+
+def ip(*words: str) -> None:
+    """Run ``ip``; fails the test with what it says."""
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=20)
+    assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
+
+
+class Network:
+    """Machines 0, 1, ... with the addresses 10.99.0.1, 10.99.0.2, ... and nothing else that they could reach.
+
+    Args:
+        machines: how many.
+    """
+
+    def __init__(self, machines: int) -> None:
+        self._name = f"tm{uuid.uuid4().hex[:6]}"
+        self._made: list[str] = []
+        self._add(self._switch)
+        ip("-n", self._switch, "link", "add", "bridge0", "type", "bridge")
+        ip("-n", self._switch, "link", "set", "bridge0", "up")
+        for machine in range(machines):
+            self._machine(machine)
+
+    @property
+    def _switch(self) -> str:
+        return f"{self._name}s"
+
+    def _add(self, name: str) -> None:
+        ip("netns", "add", name)
+        self._made.append(name)
+
+    def _machine(self, machine: int) -> None:
+        name = self.namespace(machine)
+        self._add(name)
+        ip("-n", self._switch, "link", "add", f"port{machine}", "type", "veth", "peer", "name", "eth0", "netns", name)
+        ip("-n", self._switch, "link", "set", f"port{machine}", "master", "bridge0", "up")
+        ip("-n", name, "addr", "add", f"{self.address(machine)}/24", "dev", "eth0")
+        ip("-n", name, "link", "set", "lo", "up")
+        ip("-n", name, "link", "set", "eth0", "up")
+
+    def namespace(self, machine: int) -> str:
+        """Name of a machine's namespace."""
+        return f"{self._name}m{machine}"
+
+    def address(self, machine: int) -> str:
+        """Its address."""
+        return f"10.99.0.{machine + 1}"
+
+    def within(self, machine: int) -> tuple[str, ...]:
+        """Words that run a command on it."""
+        return ("nsenter", f"--net=/run/netns/{self.namespace(machine)}", "--")
+
+    def cut(self, machine: int) -> None:
+        """Cut its link at the switch: nothing comes and nothing goes, and no connection is closed."""
+        ip("-n", self._switch, "link", "set", f"port{machine}", "down")
+
+    def mend(self, machine: int) -> None:
+        """The opposite of ``cut``."""
+        ip("-n", self._switch, "link", "set", f"port{machine}", "up")
+
+    def listening(self, machine: int) -> list[int]:
+        """TCP ports on which something on it listens."""
+        command = [*self.within(machine), "ss", "-tlnH"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+        return sorted(int(line.split()[3].rpartition(":")[2]) for line in done.stdout.splitlines())
+
+    def remove(self) -> None:
+        """Remove all of it; the kernel takes the links along."""
+        for name in self._made:
+            subprocess.run(["ip", "netns", "delete", name], check=False, timeout=20)
+
+
+# In CI a machine without is a mistake, and the tests say so by failing.
+requires_namespaces = pytest.mark.skipif(bool(missing()) and "CI" not in os.environ, reason=missing() or "-")

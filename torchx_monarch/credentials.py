@@ -1,0 +1,235 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The certificates of one job: made when it is submitted, good for that job alone.
+
+Two authorities are made for each job. Every host carries the first with its key and signs a certificate of its own when
+it starts, with the names and addresses it is dialled by: so a host may start anywhere, and again elsewhere. The second
+signs one certificate, for the client that submitted the job, and its key is forgotten. Hosts trust each other by the
+first alone: a client's certificate opens the rendezvous, where it may look and stop, and nothing of Monarch's.
+
+All keys are P-256. Imported where there is a network between hosts, and nowhere else: ``cryptography`` costs 30 ms.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import dataclasses
+import datetime
+import ipaddress
+import json
+from collections.abc import Iterable, Sequence
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+VARIABLE = "MONARCH_CREDENTIALS"
+"""How a backend hands them to a host process: the text itself, or ``file:PATH``. Never passed on to ranks."""
+
+HOST_AUTHORITY = "torchx-monarch hosts"
+"""Common name of the authority whose certificates are hosts'."""
+
+CLIENT_AUTHORITY = "torchx-monarch client"
+"""Common name of the authority whose certificate is the client's."""
+
+VALID_FOR = datetime.timedelta(days=90)
+"""How long a job may live, by its certificates."""
+
+_SKEW = datetime.timedelta(hours=1)
+"""How far the clocks of two machines may differ."""
+
+
+class CredentialsError(ValueError):
+    """What should be a job's credentials is something else; the message says what, and never shows it."""
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Leaf:
+    """A certificate and its key, as PEM."""
+
+    certificate: str
+    key: str
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ClientCredentials:
+    """What the submitting machine keeps: a certificate that may look at the job and stop it.
+
+    Attributes:
+        authority: certificate of the hosts' authority, by which it knows them.
+        leaf: its own.
+    """
+
+    authority: str
+    leaf: Leaf
+
+    def to_text(self) -> str:
+        """One line of base64."""
+        return _pack({"authority": self.authority, "certificate": self.leaf.certificate, "key": self.leaf.key})
+
+    @classmethod
+    def from_text(cls, text: str) -> ClientCredentials:
+        """The inverse of ``to_text``.
+
+        Raises:
+            CredentialsError: it is nothing of the kind.
+        """
+        values = _unpack(text, ("authority", "certificate", "key"))
+        return cls(values["authority"], Leaf(values["certificate"], values["key"]))
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class HostCredentials:
+    """What every host of a job carries.
+
+    Attributes:
+        authority: certificate of the hosts' authority.
+        key: its key.
+        client_authority: certificate of the client's authority.
+    """
+
+    authority: str
+    key: str
+    client_authority: str
+
+    def to_text(self) -> str:
+        """One line of base64, as an environment variable or a secret of a backend's holds it."""
+        return _pack(dataclasses.asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> HostCredentials:
+        """The inverse of ``to_text``.
+
+        Raises:
+            CredentialsError: it is nothing of the kind.
+        """
+        return cls(**_unpack(text, ("authority", "key", "client_authority")))
+
+    @classmethod
+    def load(cls, value: str) -> HostCredentials:
+        """From the value of ``VARIABLE``: the text or ``file:PATH``.
+
+        Raises:
+            CredentialsError: there is no such file, or it holds nothing of the kind.
+        """
+        if not value.startswith("file:"):
+            return cls.from_text(value)
+        path = value[len("file:") :]
+        try:
+            with open(path) as file:
+                return cls.from_text(file.read())
+        except OSError as error:
+            raise CredentialsError(f"{VARIABLE} names a file that cannot be read: {path}: {error.strerror}") from None
+
+    def sign(self, names: Iterable[str]) -> Leaf:
+        """A certificate for this host.
+
+        Args:
+            names: names and addresses by which it is dialled.
+        """
+        authority = x509.load_pem_x509_certificate(self.authority.encode())
+        key = serialization.load_pem_private_key(self.key.encode(), None)
+        assert isinstance(key, ec.EllipticCurvePrivateKey)
+        usages = (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH)
+        return _leaf("host", authority, key, usages, sorted(set(names)))
+
+
+def create(valid_for: datetime.timedelta = VALID_FOR) -> tuple[HostCredentials, ClientCredentials]:
+    """The credentials of a new job."""
+    hosts, hosts_key = _authority(HOST_AUTHORITY, valid_for)
+    clients, clients_key = _authority(CLIENT_AUTHORITY, valid_for)
+    leaf = _leaf("client", clients, clients_key, (ExtendedKeyUsageOID.CLIENT_AUTH,), ())
+    return (
+        HostCredentials(_pem(hosts), _key_pem(hosts_key), _pem(clients)),
+        ClientCredentials(_pem(hosts), leaf),
+    )
+
+
+def _authority(name: str, valid_for: datetime.timedelta) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    key = ec.generate_private_key(ec.SECP256R1())
+    now = datetime.datetime.now(datetime.timezone.utc)
+    builder = _builder(name, name, key, now - _SKEW, now + valid_for)
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    usage = _key_usage(signs_certificates=True)
+    return builder.add_extension(usage, critical=True).sign(key, hashes.SHA256()), key
+
+
+def _leaf(
+    name: str,
+    authority: x509.Certificate,
+    authority_key: ec.EllipticCurvePrivateKey,
+    usages: Sequence[x509.ObjectIdentifier],
+    names: Sequence[str],
+) -> Leaf:
+    key = ec.generate_private_key(ec.SECP256R1())
+    issuer = authority.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value
+    now = datetime.datetime.now(datetime.timezone.utc)
+    builder = _builder(name, str(issuer), key, now - _SKEW, authority.not_valid_after_utc)
+    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    builder = builder.add_extension(_key_usage(signs_certificates=False), critical=True)
+    builder = builder.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+    if names:
+        builder = builder.add_extension(x509.SubjectAlternativeName([_general_name(one) for one in names]), False)
+    return Leaf(_pem(builder.sign(authority_key, hashes.SHA256())), _key_pem(key))
+
+
+def _builder(
+    name: str, issuer: str, key: ec.EllipticCurvePrivateKey, start: datetime.datetime, end: datetime.datetime
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
+        .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(start)
+        .not_valid_after(end)
+    )
+
+
+def _key_usage(signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _general_name(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        return x509.DNSName(name)
+
+
+def _pem(certificate: x509.Certificate) -> str:
+    return certificate.public_bytes(serialization.Encoding.PEM).decode()
+
+
+def _key_pem(key: ec.EllipticCurvePrivateKey) -> str:
+    plain = serialization.NoEncryption()
+    return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain).decode()
+
+
+def _pack(values: dict[str, str]) -> str:
+    return base64.b64encode(json.dumps(values).encode()).decode()
+
+
+def _unpack(text: str, names: Sequence[str]) -> dict[str, str]:
+    try:
+        values = json.loads(base64.b64decode(text, validate=True))
+    except (binascii.Error, ValueError):
+        raise CredentialsError(f"{VARIABLE} does not hold a job's credentials: not JSON in base64") from None
+    if not isinstance(values, dict) or set(values) != set(names):
+        raise CredentialsError(f"{VARIABLE} does not hold a job's credentials: it needs {', '.join(names)}")
+    if not all(isinstance(value, str) and value.startswith("-----BEGIN ") for value in values.values()):
+        raise CredentialsError(f"{VARIABLE} does not hold a job's credentials: its values are not PEM")
+    return values

@@ -1,0 +1,302 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The connections between hosts: where replica 0 listens, who may connect, and in words why somebody cannot.
+
+======================  ============================================================================================
+``unix:PATH``           hosts of one machine: a socket file of mode 0600 in a folder of mode 0700
+``tls:HOST:PORT``       TLS 1.3, both ends with a certificate of the job's own authority
+``insecure-tcp:H:P``    no protection: whoever reaches the port can run code; for networks that are closed otherwise
+======================  ============================================================================================
+
+A cut link says nothing, so the kernel is asked to find out: it probes a silent connection and gives it up after
+``peer_timeout`` seconds, however busy the processes at its ends are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import errno
+import os
+import re
+import socket
+import ssl
+import tempfile
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from torchx_monarch.runtime import protocol
+
+if TYPE_CHECKING:
+    from torchx_monarch.credentials import HostCredentials
+
+PEER_TIMEOUT = 5.0
+"""Seconds after which a network connection whose other end does not answer counts as broken, unless told otherwise."""
+
+_HANDSHAKE_TIMEOUT = 5.0
+
+_CONNECT_TIMEOUT = 5.0
+
+_BACKLOG = 4096
+"""All hosts of a large job connect within a second. The kernel takes the lesser of this and net.core.somaxconn."""
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+class AddressError(ValueError):
+    """An address that is none of the three forms."""
+
+
+class ConnectError(Exception):
+    """No connection.
+
+    Attributes:
+        final: whether it makes no sense to try again.
+    """
+
+    def __init__(self, message: str, final: bool = False) -> None:
+        super().__init__(message)
+        self.final = final
+
+
+@dataclasses.dataclass(frozen=True)
+class Address:
+    """Where replica 0 listens.
+
+    Attributes:
+        scheme: ``unix``, ``tls`` or ``insecure-tcp``.
+        host: name or address that hosts dial; empty for ``unix``.
+        port: 0 for ``unix``.
+        path: the socket file; empty for the others.
+    """
+
+    scheme: str
+    host: str = ""
+    port: int = 0
+    path: str = ""
+
+    @classmethod
+    def parse(cls, text: str, source: str) -> Address:
+        """Read one of the three forms.
+
+        Args:
+            text: the address.
+            source: what gave it, for the message.
+
+        Raises:
+            AddressError: it is none of them.
+        """
+        scheme, _, rest = text.partition(":")
+        if scheme == "unix" and rest:
+            return cls(scheme, path=rest)
+        host, _, port = rest.rpartition(":")
+        if scheme in ("tls", "insecure-tcp") and host and port.isdigit() and 0 < int(port) < 65536:
+            if ":" in host:
+                raise AddressError(
+                    f"{source}={text!r}: an IPv6 address cannot be dialled by Monarch; give a name for it"
+                )
+            return cls(scheme, host, int(port))
+        raise AddressError(f"{source}={text!r} is not of the form unix:PATH, tls:HOST:PORT or insecure-tcp:HOST:PORT")
+
+    @property
+    def networked(self) -> bool:
+        """Whether hosts of other machines can reach it."""
+        return self.scheme != "unix"
+
+    def __str__(self) -> str:
+        return f"unix:{self.path}" if self.scheme == "unix" else f"{self.scheme}:{self.host}:{self.port}"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Identity:
+    """Who this host is to the others, and whom it trusts.
+
+    Attributes:
+        certificate: file with its certificate.
+        key: file with its key, mode 0600.
+        authority: file with the certificate of the hosts' authority.
+        client_authority: certificate of the client's authority, as PEM.
+    """
+
+    certificate: str
+    key: str
+    authority: str
+    client_authority: str = ""
+
+    @classmethod
+    def of(cls, credentials: HostCredentials, names: Iterable[str], folder: str) -> Identity:
+        """A certificate made for this host.
+
+        Args:
+            credentials: the job's.
+            names: names and addresses by which this host is dialled.
+            folder: for the files; of mode 0700.
+        """
+        leaf = credentials.sign(names)
+        paths = []
+        for content in (leaf.certificate, leaf.key, credentials.authority):
+            descriptor, path = tempfile.mkstemp(prefix="tls", dir=folder)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(content)
+            paths.append(path)
+        return cls(paths[0], paths[1], paths[2], credentials.client_authority)
+
+    @property
+    def files(self) -> tuple[str, str, str]:
+        """Certificate, key, authority."""
+        return self.certificate, self.key, self.authority
+
+    def context(self, server: bool) -> ssl.SSLContext:
+        """TLS 1.3 with a certificate required of the other end."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_cert_chain(self.certificate, self.key)
+        context.load_verify_locations(self.authority)
+        if server:
+            context.num_tickets = 0  # nobody comes twice
+            if self.client_authority:
+                context.load_verify_locations(cadata=self.client_authority)
+        return context
+
+
+def is_client(writer: asyncio.StreamWriter) -> bool:
+    """Whether the other end has shown a client's certificate, not a host's."""
+    certificate = writer.get_extra_info("peercert")
+    if not certificate:
+        return False
+    from torchx_monarch.credentials import CLIENT_AUTHORITY
+
+    return (("commonName", CLIENT_AUTHORITY),) in certificate["issuer"]
+
+
+async def listen(address: Address, serve: Serve, identity: Identity | None, bind: str, peer_timeout: float) -> Any:
+    """Serve every connection that is made to the address; an ``asyncio`` server.
+
+    Args:
+        address: where.
+        serve: called with each connection, after its handshake.
+        identity: ours, for ``tls``.
+        bind: local address to listen on; empty for all.
+        peer_timeout: seconds of silence from a machine that is gone until its connection breaks.
+
+    Raises:
+        ConnectError: it cannot be listened on.
+    """
+    limit = protocol.MAX_LINE
+    try:
+        if not address.networked:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(address.path)  # of a replica 0 that was replaced
+            server = await asyncio.start_unix_server(serve, address.path, limit=limit, backlog=_BACKLOG)
+            os.chmod(address.path, 0o600)
+            return server
+        context = identity.context(server=True) if identity else None
+
+        async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            watch_peer(writer, peer_timeout)
+            await serve(reader, writer)
+
+        return await asyncio.start_server(
+            accepted,
+            bind or None,
+            address.port,
+            limit=limit,
+            backlog=_BACKLOG,
+            ssl=context,
+            ssl_handshake_timeout=_HANDSHAKE_TIMEOUT if context else None,
+        )
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConnectError(f"cannot listen for the other hosts at {address.path or address}: {reason}") from None
+
+
+async def connect(
+    address: Address, identity: Identity | None, peer_timeout: float
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to where replica 0 listens.
+
+    Raises:
+        ConnectError: in words why not.
+    """
+    limit = protocol.MAX_LINE
+    try:
+        if not address.networked:
+            return await asyncio.open_unix_connection(address.path, limit=limit)
+        opening = asyncio.open_connection(
+            address.host,
+            address.port,
+            limit=limit,
+            ssl=identity.context(server=False) if identity else None,
+            server_hostname=address.host if identity else None,
+            ssl_handshake_timeout=_HANDSHAKE_TIMEOUT if identity else None,
+        )
+        reader, writer = await asyncio.wait_for(opening, _CONNECT_TIMEOUT)
+    except (OSError, asyncio.TimeoutError) as error:
+        raise explain(error, address) from None
+    watch_peer(writer, peer_timeout)
+    return reader, writer
+
+
+def watch_peer(writer: asyncio.StreamWriter, seconds: float) -> None:
+    """Have the kernel break the connection when the other machine has not answered for so long."""
+    connection = writer.get_extra_info("socket")
+    if connection is None or connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    # Idle for two fifths, then three probes: the last goes unanswered at the end. USER_TIMEOUT is for data under way.
+    interval = max(1, round(seconds / 5))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2 * interval)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(seconds * 1000))
+
+
+# OpenSSL's names of X509_verify_cert errors (x509_vfy.h).
+_NOT_YET_VALID, _EXPIRED, _WRONG_NAME, _WRONG_ADDRESS = 9, 10, 62, 64
+
+_ALERTS = {
+    # What the other end says of our certificate, in TLS alerts.
+    "UNKNOWN_CA": "it does not know the authority of this host's certificate: it belongs to another job",
+    "CERTIFICATE_EXPIRED": "it takes this host's certificate for expired or not yet valid: compare the two clocks",
+    "CERTIFICATE_REQUIRED": "it wants a certificate of this host",
+    "BAD_CERTIFICATE": "it refuses this host's certificate",
+    "PROTOCOL_VERSION": "it does not speak TLS 1.3",
+}
+
+
+def explain(error: BaseException, address: Address) -> ConnectError:
+    """Why there is no connection, in words, with the address."""
+    where = f"{address.host}:{address.port}" if address.networked else address.path
+    if isinstance(error, ssl.SSLCertVerificationError):
+        code = error.verify_code
+        if code == _EXPIRED:
+            why = "its certificate has expired: the job is older than its certificates may be, or a clock is wrong"
+        elif code == _NOT_YET_VALID:
+            why = "its certificate is not valid yet by the clock of this machine: the two clocks differ by over an hour"
+        elif code in (_WRONG_NAME, _WRONG_ADDRESS):
+            why = f"its certificate is for another name than {address.host!r}: advertise the name that hosts dial"
+        else:
+            why = f"its certificate is not of this job's authority ({error.verify_message}): it belongs to another job"
+        return ConnectError(f"{where}: {why}", final=True)
+    if isinstance(error, ssl.SSLError):
+        reason = str(error.reason or "")
+        for alert, why in _ALERTS.items():
+            if alert in reason:
+                return ConnectError(f"{where}: {why}", final=True)
+        if re.search("WRONG_VERSION_NUMBER|UNEXPECTED_MESSAGE|PACKET_LENGTH|RECORD_LAYER", reason):
+            return ConnectError(f"{where}: what listens there does not speak TLS: it is another program", final=True)
+        return ConnectError(f"{where}: the TLS handshake failed: {reason or error}")
+    if isinstance(error, socket.gaierror):
+        return ConnectError(f"{where}: the name {address.host!r} cannot be resolved: {error.strerror}")
+    if isinstance(error, (asyncio.TimeoutError, TimeoutError)):
+        return ConnectError(
+            f"{where}: unreachable: no answer within {_CONNECT_TIMEOUT:g} s (a firewall, or a cut link)"
+        )
+    number = error.errno if isinstance(error, OSError) else None
+    if number == errno.ECONNREFUSED:
+        return ConnectError(f"{where}: connection refused: nothing listens there (yet)")
+    if number in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT):
+        return ConnectError(f"{where}: unreachable: {os.strerror(number)}")
+    return ConnectError(f"{where}: {getattr(error, 'strerror', None) or error}")

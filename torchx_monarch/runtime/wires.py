@@ -1,0 +1,120 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""How one host is connected to the others: the rendezvous, Monarch's own traffic, and what protects both.
+
+The scheme of the rendezvous decides it all. ``unix`` is one machine: Monarch runs over socket files, and nothing
+listens on any network. ``tls`` is mutual TLS on both, with a certificate that this host makes for itself.
+``insecure-tcp`` is what it says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import re
+from collections.abc import Iterable
+
+from torchx_monarch.runtime import network, transport
+from torchx_monarch.runtime.network import NetworkError, NetworkOptions
+from torchx_monarch.runtime.rendezvous import Registration
+from torchx_monarch.runtime.transport import Address, ConnectError, Identity
+
+_CHECKS_AT_A_TIME = 64
+
+_MONARCH_SCHEMES = {"tls": "tls", "insecure-tcp": "tcp"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Wires:
+    """The connections of this host.
+
+    Attributes:
+        rendezvous: where replica 0 listens.
+        options: the user's.
+        advertised: name or address by which other hosts dial this one; ``127.0.0.1`` on one machine.
+        bind: local address that ports are opened on; empty for all.
+        identity: ours, under TLS.
+        client_url: where this process listens as Monarch's client.
+        serve_url: where its worker loop listens.
+        dial_url: how others reach that.
+    """
+
+    rendezvous: Address
+    options: NetworkOptions
+    advertised: str
+    bind: str
+    identity: Identity | None
+    client_url: str
+    serve_url: str
+    dial_url: str
+
+    @classmethod
+    def lay(cls, rendezvous: Address, advertised: str, options: NetworkOptions, credentials: str, folder: str) -> Wires:
+        """Make the certificate and open the ports.
+
+        Args:
+            rendezvous: where replica 0 listens.
+            advertised: what ``network.advertised`` found.
+            options: the user's.
+            credentials: the value of ``credentials.VARIABLE``; empty where there is none.
+            folder: for sockets and keys; of mode 0700.
+
+        Raises:
+            CredentialsError: TLS without credentials, or with something else in their place.
+            NetworkError: no port can be opened.
+        """
+        if not rendezvous.networked:
+            client, worker = (f"ipc://{os.path.join(folder, name)}" for name in ("client", "worker"))
+            return cls(rendezvous, options, advertised, "127.0.0.1", None, client, worker, worker)
+        identity = None
+        if rendezvous.scheme == "tls":
+            from torchx_monarch.credentials import VARIABLE, CredentialsError, HostCredentials
+
+            if not credentials:
+                raise CredentialsError(
+                    f"the hosts are to meet at {rendezvous}, and {VARIABLE} is not set: without the job's credentials "
+                    "a host can neither prove itself nor know the others"
+                )
+            names = {advertised, rendezvous.host, os.uname().nodename}
+            identity = Identity.of(HostCredentials.load(credentials), names, folder)
+        scheme = _MONARCH_SCHEMES[rendezvous.scheme]
+        client_socket, worker_socket = network.bound(options), network.bound(options)
+        port = worker_socket.getsockname()[1]
+        client_url, serve_url = (
+            f"{scheme}://{advertised}:fd{each.detach()}" for each in (client_socket, worker_socket)
+        )
+        dial_url = f"{scheme}://{advertised}:{port}"
+        bind = network.address_of(options.bind)
+        return cls(rendezvous, options, advertised, bind, identity, client_url, serve_url, dial_url)
+
+    async def check(self, hosts: Iterable[Registration]) -> None:
+        """Make sure that Monarch's port of every host can be reached and proves who it is.
+
+        Monarch itself says nothing of a handshake that fails: it would time out after a minute, without a reason.
+
+        Raises:
+            NetworkError: it cannot; the message names the host.
+        """
+        if self.identity is None:
+            return
+        at_a_time = asyncio.Semaphore(_CHECKS_AT_A_TIME)
+
+        async def check(host: Registration) -> None:
+            found = re.search(r"@tls://(.+):(\d+)$", host.address)
+            if found is None:
+                raise NetworkError(f"{host.name} has registered with {host.address!r}, which is no address of TLS")
+            async with at_a_time:
+                try:
+                    address = Address("tls", found[1], int(found[2]))
+                    _, writer = await transport.connect(address, self.identity, self.options.peer_timeout)
+                except ConnectError as error:
+                    raise NetworkError(f"{host.name} cannot be reached by replica 0: {error}") from None
+            writer.close()
+
+        checks = [asyncio.ensure_future(check(host)) for host in hosts]
+        try:
+            await asyncio.gather(*checks)
+        finally:
+            for one in checks:
+                one.cancel()
