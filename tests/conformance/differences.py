@@ -226,6 +226,25 @@ class Difference(Enum):
         "schedulers send them ahead of a time limit, and only the program knows what to do",
     )
 
+    LOST_HOST = (
+        "A host of an elastic job that is lost, or told to stop alone",
+        "the ranks of the others fail, which counts for `--max-restarts`, or wait for theirs to time out",
+        "the ranks of the others are stopped and start again without its, and nothing is counted",
+        "the loss of a host is no fault of the program, and is known at once",
+    )
+    LAST_CALL = (
+        "A host that joins an elastic job when others are still missing",
+        "all ranks are stopped, and then wait for `last_call_timeout`",
+        "the ranks run on for that time, and are stopped then",
+        "hosts that come one after the other are one interruption, and nobody is idle meanwhile",
+    )
+    RESTARTS_BEFORE = (
+        "`TORCHELASTIC_RESTART_COUNT` of the ranks of a host that has joined",
+        "0",
+        "as on all other ranks",
+        "ranks of one world agree on it; torch's own rendezvous puts it into the names of its keys",
+    )
+
     def __init__(self, what: str, torchrun: str, here: str, reason: str) -> None:
         self.what = what
         self.torchrun = torchrun

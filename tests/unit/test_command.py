@@ -221,7 +221,8 @@ def refusal(text: str, replicas: int = 1) -> str:
         ("torchrun --nnodes 2 --nproc-per-node auto a.py", 2),
         ("torchrun --nnodes 3:3 --nproc-per-node xpu a.py", 3),
         ("torchrun --max-restarts 0 --event-log-handler null a.py", 1),
-        ("torchrun --rdzv-backend etcd --rdzv-endpoint h:1 --rdzv-conf x --node-rank 7 --master-addr m a.py", 1),
+        ("torchrun --nnodes 1:4 --rdzv-conf join_timeout=9 a.py", 2),
+        ("torchrun --rdzv-backend etcd --rdzv-endpoint h:1 --rdzv-conf x=y --node-rank 7 --master-addr m a.py", 1),
         ("torchrun --start-method fork --monitor-interval 60 --local-addr h --master-port 1 a.py", 1),
         ("torchrun --no-python -- sh -c x", 1),
         ("python train.py", 7),
@@ -237,7 +238,7 @@ def test_what_can_be_run(text: str, replicas: int) -> None:
         ("torchrun a.py", 2, ["--nnodes=1", "role's 2 replicas", "Use --nnodes=2"]),
         ("torchrun --nnodes 4 a.py", 2, ["--nnodes=4", "2 replicas", "Use --nnodes=2"]),
         ("torchrun --nnodes 3:4 a.py", 2, ["--nnodes=3:4", "does not agree"]),
-        ("torchrun --nnodes 1:4 a.py", 2, ["--nnodes=1:4", "elastic", "not supported yet", "Use --nnodes=4"]),
+        ("torchrun --nnodes 1:2 a.py", 3, ["--nnodes=1:2", "role's 3 replicas", "Use --nnodes=3"]),
         ("torchrun --standalone a.py", 2, ["--standalone is for one node", "2 replicas", "use --nnodes=2"]),
         ("torchrun --nproc-per-node 0 a.py", 1, ["--nproc-per-node=0", "auto, gpu, cpu, xpu"]),
         ("torchrun --nproc-per-node tpu a.py", 1, ["--nproc-per-node=tpu", "auto, gpu, cpu, xpu"]),
@@ -252,6 +253,14 @@ def test_what_cannot(text: str, replicas: int, parts: Sequence[str]) -> None:
     assert message.startswith("role 'trainer': ") and message.endswith(".")
     for part in parts:
         assert part in message
+
+
+@pytest.mark.parametrize(
+    ("text", "replicas", "fewest"),
+    [("torchrun a.py", 1, 1), ("torchrun --nnodes 2:4 a.py", 3, 2), ("python a.py", 7, 7)],
+)
+def test_the_fewest_replicas(text: str, replicas: int, fewest: int) -> None:
+    assert meaning(text).fewest(replicas) == fewest
 
 
 def test_an_option_from_the_environment_is_refused_too() -> None:

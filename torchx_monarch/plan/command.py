@@ -81,6 +81,10 @@ class Command:
         )
         return Program(program.mode, program.target if program.mode == "exec" else target, tuple(args))
 
+    def fewest(self, replicas: int) -> int:
+        """How many of a role's ``replicas`` the job needs at least: MIN of torchrun's ``--nnodes MIN:MAX``."""
+        return self.options.min_nodes if self.kind == "torchrun" else replicas
+
 
 def parse(argv: Sequence[str], env: Mapping[str, str] = MappingProxyType({})) -> Command | None:
     """Read a command as torchrun and CPython would.
@@ -219,11 +223,6 @@ def _contradiction(options: TorchrunOptions, replicas: int) -> str | None:
 
 
 def _unsupported(options: TorchrunOptions) -> str | None:
-    if options.min_nodes != options.max_nodes:
-        return (
-            f"torchrun option --nnodes={_nnodes(options)} asks for an elastic job, which is not supported yet: "
-            f"the job waits for a fixed number of hosts. Use --nnodes={options.max_nodes}."
-        )
     for option in OPTIONS:
         if option.use is Use.REFUSED:
             value = getattr(options, option.dest)

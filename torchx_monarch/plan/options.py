@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NoReturn
 
+from torchx_monarch.plan.rendezvous_conf import RendezvousConf
+
 UNEXPANDED = "\0"
 """Stands, in a word of a shell string, for text that the shell has yet to expand. No real argument can hold a NUL."""
 
@@ -205,7 +207,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(("--rdzv-backend", "--rdzv_backend"), Use.IMPLIED, _MESH, default="static"),
     Option(("--rdzv-endpoint", "--rdzv_endpoint"), Use.IMPLIED, _MESH, default=""),
     Option(("--rdzv-id", "--rdzv_id"), Use.HONOURED, default="none"),
-    Option(("--rdzv-conf", "--rdzv_conf"), Use.IMPLIED, _MESH, default=""),
+    Option(("--rdzv-conf", "--rdzv_conf"), Use.HONOURED, default="", parse=RendezvousConf.parse),
     Option(("--standalone",), Use.HONOURED, default=False, type=bool),
     Option(
         ("--max-restarts", "--max_restarts"),
@@ -312,7 +314,7 @@ class TorchrunOptions:
     rdzv_backend: str
     rdzv_endpoint: str
     rdzv_id: str
-    rdzv_conf: str
+    rdzv_conf: RendezvousConf
     standalone: bool
     max_restarts: int
     monitor_interval: float

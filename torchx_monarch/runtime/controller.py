@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchx_monarch.errors import RankExit, Verdict, others_in_words, root_cause, shell_code
 from torchx_monarch.runtime import retry
+from torchx_monarch.runtime.elastic import Gathering, Sizes, TooFewHosts
 from torchx_monarch.runtime.environment import World
 from torchx_monarch.runtime.network import NetworkError
-from torchx_monarch.runtime.rendezvous import Registration, Rendezvous, Trouble
+from torchx_monarch.runtime.rendezvous import JOINED, PREEMPTED, Registration, Rendezvous, Trouble, joined
 from torchx_monarch.runtime.report import Reporter
 
 if TYPE_CHECKING:
@@ -48,7 +49,8 @@ class JobOptions:
         replacements: how many lost hosts the backend replaces.
         retry_on: exit codes, as a shell has them, after which ranks are started again; empty for any.
         first_log_attempt: number of the first attempt's log folders.
-        host_timeout: seconds that the hosts have to arrive.
+        sizes: how many hosts it runs on, and how long it waits for them.
+        host_timeout: seconds that rank 0's interpreter has to find a port.
         grace: seconds from SIGTERM to SIGKILL for ranks.
         master_addr: what ranks dial to meet rank 0.
         store_bind: the local address that its store listens on; empty for all.
@@ -61,6 +63,7 @@ class JobOptions:
     replacements: int
     retry_on: tuple[int, ...]
     first_log_attempt: int
+    sizes: Sizes
     host_timeout: float
     grace: float
     master_addr: str
@@ -90,6 +93,7 @@ class Controller:
     ) -> None:
         self._options = options
         self._rendezvous = rendezvous
+        self._gathering = Gathering(options.sizes, rendezvous, reporter)
         self._reporter = reporter
         self._first_output = first_output
         self._check = check
@@ -99,15 +103,18 @@ class Controller:
         self._meshes = 0
         self._members: set[int] = set()
         self._attempt_number = 0
+        self._launched = -1
+        self._uncounted = 0
         self._restarts_left = options.max_restarts
         self._replacements_left = options.replacements
         self._exits: dict[int, RankExit] = {}
 
     async def run(self) -> Verdict:
         """Run the job to its end; never raises for what can go wrong with hosts and ranks."""
+        wait = self._options.sizes.last_call
         while True:
             try:
-                hosts = await self._all_hosts()
+                hosts = await self._gather(wait)
                 # Hosts that have lost an earlier replica 0 have seen attempts.
                 self._attempt_number = max(self._attempt_number, *(host.attempt + 1 for host in hosts))
                 await self._form_mesh(hosts)
@@ -115,35 +122,62 @@ class Controller:
             except _TroubleCame as came:
                 trouble = came.trouble
             self._reporter.note(trouble.kind, trouble.verdict.reason, replica=trouble.replica)
-            if trouble.lost:
+            leaves = await self._let_go(trouble)
+            if leaves:
                 self._members.discard(trouble.replica)
-            more = await self._stop_ranks(trouble.signal)
-            # Another that was lost has to be replaced as well, which the next attempt waits for.
-            self._put_back(one for one in more if not one.lost)
+            self._take_up(await self._stop_ranks(trouble.signal))
+            self._members = set()
             # Replica 0 is where we are: its own trouble takes the job along.
-            if not trouble.lost or trouble.replica == 0 or self._replacements_left == 0:
+            if not (leaves or trouble.kind == JOINED) or trouble.replica == 0:
                 return trouble.verdict
-            self._replacements_left -= 1
+            if not self._options.sizes.elastic and self._replacements_left == 0:
+                return trouble.verdict
+            if shortage := self._gathering.shortage(self._replacements_left > 0):
+                return Verdict(1, f"{trouble.verdict.reason}; {shortage}")
+            wait = self._next_wait(trouble)
+
+    async def _let_go(self, trouble: Trouble) -> bool:
+        """Whether a host is no longer there to be asked; in an elastic job one that is told to stop leaves alone."""
+        if trouble.lost or trouble.kind == JOINED:
+            return trouble.lost
+        leaves = trouble.replica != 0 and trouble.kind == PREEMPTED and self._options.sizes.elastic
+        if not leaves or self._rendezvous.present <= self._options.sizes.fewest:
+            return False
+        await self._rendezvous.dismiss(trouble.replica, trouble.verdict)
+        return True
+
+    def _next_wait(self, trouble: Trouble) -> float:
+        """Begin another attempt after this trouble; how long it waits for more hosts than it needs."""
+        sizes = self._options.sizes
+        # An elastic job only counts attempts whose ranks had started.
+        if self._launched == self._attempt_number or not sizes.elastic:
             self._attempt_number += 1
+            self._uncounted += trouble.kind == JOINED
+        if trouble.kind == JOINED:
+            return 0.0
+        replaced = self._replacements_left > 0
+        if replaced and (self._rendezvous.present < sizes.fewest or not sizes.elastic):
+            self._replacements_left -= 1
             text = f"replica {trouble.replica} is to be replaced, {self._replacements_left} replacements left"
             self._reporter.note("replacement", text, replica=trouble.replica)
+        return sizes.last_call if replaced or self._rendezvous.present < sizes.fewest else 0.0
 
-    async def _all_hosts(self) -> list[Registration]:
-        rendezvous, timeout = self._rendezvous, self._options.host_timeout
+    def _take_up(self, troubles: Iterable[Trouble]) -> None:
+        """Have what came while ranks were being stopped not be forgotten: a wish to stop."""
+        for trouble in troubles:
+            if trouble.lost:
+                self._reporter.note("failure", trouble.verdict.reason, replica=trouble.replica)
+            elif trouble.kind != JOINED:
+                self._rendezvous.troubles.put_nowait(trouble)
 
-        def what() -> str:
-            missing = ", ".join(str(replica) for replica in rendezvous.missing)
-            total = rendezvous.present + len(rendezvous.missing)
-            return f"host {rendezvous.present + 1} of {total} (replica {missing})"
-
-        waiting = self._reporter.while_waiting(asyncio.wait_for(rendezvous.hosts(), timeout), what)
-        try:
-            hosts = await self._unless_trouble(waiting)
-        except asyncio.TimeoutError:
-            missing = ", ".join(str(replica) for replica in rendezvous.missing)
-            reason = f"replica {missing} did not arrive within {timeout:g} s (--host-timeout)"
-            raise _TroubleCame(Trouble(0, Verdict(1, reason), lost=False)) from None
-        self._reporter.phase("hosts", f"hosts {len(hosts)}/{len(hosts)}", hosts=[host.hostname for host in hosts])
+    async def _gather(self, wait: float) -> list[Registration]:
+        hosts: list[Registration] = []
+        while not hosts:
+            try:
+                await self._unless_trouble(self._gathering.enough(wait))
+            except TooFewHosts as error:
+                raise _TroubleCame(Trouble(0, Verdict(1, str(error)), lost=False)) from None
+            hosts = self._gathering.form()
         return hosts
 
     async def _form_mesh(self, hosts: list[Registration]) -> None:
@@ -191,31 +225,63 @@ class Controller:
         """Run the ranks once; None when all ended well, else the one that began the failure."""
         options = self._options
         self._exits = {}
+        if options.sizes.elastic and (newcomers := self._rendezvous.newcomers):
+            raise _TroubleCame(joined(newcomers[0]))
         store = self._call(0, "store", {"address": options.store_bind}, options.host_timeout)
         port, agent_store = await self._reporter.while_waiting(store, lambda: "the interpreter of rank 0")
-        sizes = tuple(host.nproc for host in hosts)
-        log_attempt = options.first_log_attempt + attempt
-        world = World(attempt, log_attempt, sizes, options.master_addr, port, agent_store, options.run_id)
-        spares = self._restarts_left > 0 or self._replacements_left > 0
+        world = World(
+            attempt=attempt,
+            log_attempt=options.first_log_attempt + attempt,
+            restart_count=attempt - self._uncounted,
+            replicas=tuple(host.replica for host in hosts),
+            local_world_sizes=tuple(host.nproc for host in hosts),
+            master_addr=options.master_addr,
+            master_port=port,
+            agent_store=agent_store,
+            run_id=options.run_id,
+        )
+        spares = self._restarts_left > 0 or self._replacements_left > 0 or options.sizes.elastic
+        self._launched = attempt
         async for _ in self._each_host("launch", {"world": world.to_json(), "spares": spares}, hosts):
             pass
         self._reporter.phase("ranks", f"ranks {world.size}/{world.size}", attempt=attempt)
         output = asyncio.ensure_future(self._report_output()) if attempt == 0 else None
-        async for answer in self._each_host("watch", {}, hosts):
-            await asyncio.sleep(0)  # what was printed comes before what ended
-            self._note_exits(answer["exits"])
-            if cause := root_cause(self._exits.values()):
-                self._reporter.note("failure", cause.describe(), rank=cause.rank)
-                came = await self._stop_ranks(signal.SIGTERM)
-                # Those that had failed before we stopped them have said so by now.
-                cause = root_cause(self._exits.values())
-                if came and cause and (cause.is_collateral or self._restarts_left):
-                    # The ranks have felt before us what happened to a host.
-                    raise _TroubleCame(self._first_of(came))
-                return cause
+        growth = asyncio.ensure_future(self._report_newcomer())
+        try:
+            async for answer in self._each_host("watch", {}, hosts):
+                await asyncio.sleep(0)  # what was printed comes before what ended
+                self._note_exits(answer["exits"])
+                growth.cancel()  # where the ranks of a host are done, nobody else is needed
+                if cause := root_cause(self._exits.values()):
+                    self._reporter.note("failure", cause.describe(), rank=cause.rank)
+                    came = await self._stop_ranks(signal.SIGTERM)
+                    # Those that had failed before we stopped them have said so by now.
+                    cause = root_cause(self._exits.values())
+                    self._blame_hosts(came, cause)
+                    return cause
+        finally:
+            growth.cancel()
         if output is not None:
             output.cancel()
         return None
+
+    def _blame_hosts(self, troubles: list[Trouble], cause: RankExit | None) -> None:
+        """Raise a trouble with a host that ranks may have felt before us; the others are put back."""
+        if self._options.sizes.elastic:
+            blamed = [one for one in troubles if one.replica != 0 and (one.lost or one.kind == PREEMPTED)]
+        elif cause is None or cause.is_collateral or self._restarts_left:
+            blamed = sorted(troubles, key=lambda one: one.lost)  # a wish to stop comes first: it ends the job
+        else:
+            blamed = []
+        for one in troubles:
+            if one not in blamed[:1]:
+                self._rendezvous.troubles.put_nowait(one)
+        if blamed:
+            raise _TroubleCame(blamed[0])
+
+    async def _report_newcomer(self) -> None:
+        if self._options.sizes.elastic:
+            self._rendezvous.troubles.put_nowait(joined(await self._gathering.newcomer()))
 
     async def _report_output(self) -> None:
         await self._first_output.wait()
@@ -269,7 +335,7 @@ class Controller:
             the troubles that came meanwhile.
         """
         came: list[Trouble] = []
-        if self._mesh is None:
+        if self._mesh is None or not self._members:
             return came
         answers: asyncio.Queue[Any] = asyncio.Queue()
         loop, grace = asyncio.get_running_loop(), self._options.grace
@@ -296,16 +362,6 @@ class Controller:
             came.append(self._rendezvous.troubles.get_nowait())
         self._members -= {one.replica for one in came if one.lost}
         return came
-
-    def _put_back(self, troubles: Iterable[Trouble]) -> None:
-        for trouble in troubles:
-            self._rendezvous.troubles.put_nowait(trouble)
-
-    def _first_of(self, troubles: list[Trouble]) -> Trouble:
-        """A wish to stop, which ends the job, or else the first of them; the others are put back."""
-        first = next((one for one in troubles if not one.lost), troubles[0])
-        self._put_back(one for one in troubles if one is not first and not one.lost)
-        return first
 
     def _note_exits(self, exits: list[dict[str, Any]]) -> None:
         for values in exits:

@@ -23,6 +23,7 @@ from torchx_monarch.errors import Verdict
 from torchx_monarch.plan.command import Command, CommandError, check, parse
 from torchx_monarch.runtime import network
 from torchx_monarch.runtime.controller import Controller, JobOptions
+from torchx_monarch.runtime.elastic import Sizes
 from torchx_monarch.runtime.environment import World
 from torchx_monarch.runtime.link import SOCKET_VARIABLE, LinkServer
 from torchx_monarch.runtime.network import NetworkOptions
@@ -319,6 +320,28 @@ class HostProcess:
         given = self._command.options.rdzv_id if self._command else "none"
         return given if given != "none" else self._options.app
 
+    def _sizes(self) -> Sizes:
+        """How many hosts the job runs on, as torchrun's ``--nnodes`` and ``--rdzv-conf`` say."""
+        replicas, timeout, command = self._options.replicas, self._options.host_timeout, self._command
+        if command is None:
+            return Sizes(replicas, replicas, timeout)
+        conf = command.options.rdzv_conf
+        sizes = Sizes(command.fewest(replicas), replicas, timeout, last_call=conf.last_call_timeout)
+        if conf.join_timeout is None:
+            return sizes
+        option = f"--rdzv-conf join_timeout={conf.join_timeout}"
+        return dataclasses.replace(sizes, join_timeout=conf.join_timeout, join_option=option)
+
+    def _first_log_attempt(self, max_restarts: int, sizes: Sizes) -> int:
+        """The number of the first attempt's log folders: the backend's earlier starts may have used up all of theirs.
+
+        An elastic job has any number of them: replica 0, which takes part in each, goes on from the last it finds.
+        """
+        at_most = self._backend_restarts * (1 + max_restarts + self._options.replacements)
+        if not sizes.elastic or not self._backend_restarts or self._pool is None:
+            return at_most
+        return max(at_most, self._pool.last_logged() + 1)
+
     def _number(self, variable: str, default: float) -> float:
         """The number, 0 or more, that an environment variable holds.
 
@@ -339,8 +362,14 @@ class HostProcess:
     async def _control(self, host: Registration, wires: Wires) -> Verdict:
         """Replica 0: gather the hosts, run, announce."""
         options = self._options
+        sizes = self._sizes()
         self._rendezvous = rendezvous = Rendezvous(
-            wires.rendezvous, options.replicas, wires.identity, wires.bind, options.network.peer_timeout
+            wires.rendezvous,
+            options.replicas,
+            wires.identity,
+            wires.bind,
+            options.network.peer_timeout,
+            fewest=sizes.fewest,
         )
         try:
             if options.replicas > 1:
@@ -354,8 +383,8 @@ class HostProcess:
             max_restarts=max_restarts,
             replacements=options.replacements,
             retry_on=options.retry_on,
-            # The backend's earlier starts may have used up all their attempts.
-            first_log_attempt=self._backend_restarts * (1 + max_restarts + options.replacements),
+            first_log_attempt=self._first_log_attempt(max_restarts, sizes),
+            sizes=sizes,
             host_timeout=options.host_timeout,
             grace=self._grace,
             master_addr=wires.advertised,
@@ -382,7 +411,8 @@ class HostProcess:
         """Every other replica: register and wait for the verdict."""
         options = self._options
         # A host that cannot take part has only that to say; if replica 0 cannot either, it is gone already.
-        timeout = min(options.host_timeout, _LAST_WORDS_TIMEOUT) if host.error else options.host_timeout
+        join_timeout = self._sizes().join_timeout
+        timeout = min(join_timeout, _LAST_WORDS_TIMEOUT) if host.error else join_timeout
         try:
             self._membership = await self._join(host, wires, timeout, "replica 0")
         except RendezvousError as error:

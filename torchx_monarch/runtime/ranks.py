@@ -303,6 +303,12 @@ class RankPool:
         """How the ranks of the attempt that have ended did."""
         return [self._exit_of(rank) for rank in self._ranks if rank.interpreter.ended.is_set()]
 
+    def last_logged(self) -> int:
+        """The highest N for which there is a log folder ``attempt_N``, of an earlier start; -1 for none."""
+        folders = Path(self._place.log_dir).glob("attempt_*") if self._place.log_dir else ()
+        numbers = [each.name.partition("_")[2] for each in folders]
+        return max((int(number) for number in numbers if number.isdigit()), default=-1)
+
     async def _start_spares(self, attempt: int) -> None:
         """Have interpreters ready for the next attempt, one importing at a time: the ranks need the machine.
 

@@ -51,6 +51,13 @@ have the port, or the host in whose place this one comes may not have been misse
 _LATECOMERS = 1.0
 
 
+PREEMPTED = "preempted"
+"""Kind of the trouble of a host whose machine is taken away."""
+
+JOINED = "joined"
+"""Kind of the trouble of a host that has come while an attempt runs, and wants to take part."""
+
+
 class RendezvousError(Exception):
     """A host cannot take part; the message says why."""
 
@@ -98,7 +105,7 @@ class Trouble:
         verdict: what it means for the job.
         lost: whether the host can no longer be asked to stop its ranks.
         signal: what the ranks of the others are stopped with.
-        kind: of the event that says it.
+        kind: of the event that says it: ``failure``, ``PREEMPTED`` or ``JOINED``.
     """
 
     replica: int
@@ -118,6 +125,7 @@ class Rendezvous:
         bind: local address to listen on; empty for all.
         peer_timeout: seconds of a machine's silence until its connection breaks.
         lease: seconds of a process's silence allowed.
+        fewest: how many of the hosts the job needs at least; None for all.
     """
 
     def __init__(
@@ -128,6 +136,7 @@ class Rendezvous:
         bind: str = "",
         peer_timeout: float = PEER_TIMEOUT,
         lease: float = LEASE,
+        fewest: int | None = None,
     ) -> None:
         self.troubles: asyncio.Queue[Trouble] = asyncio.Queue()
         self._address = address
@@ -135,11 +144,14 @@ class Rendezvous:
         self._bind = bind
         self._peer_timeout = peer_timeout
         self._replicas = replicas
+        self._elastic = fewest is not None and fewest < replicas
         self._lease = lease
         self._hosts: dict[int, Registration] = {}
+        self._members: dict[int, Registration] = {}
+        self._seen: set[int] = set()
         self._writers: dict[int, asyncio.StreamWriter] = {}
-        self._complete = asyncio.Event()
-        self._were_complete = False
+        self._changed = asyncio.Event()
+        self._formed = False
         self._verdict: Verdict | None = None
         self._told: set[int] = set()
         self._server: asyncio.AbstractServer | None = None
@@ -160,18 +172,42 @@ class Rendezvous:
     def register(self, host: Registration) -> None:
         """Count a host as present. A host that cannot take part is trouble."""
         self._hosts[host.replica] = host
+        self._seen.add(host.replica)
         if host.error:
             reason = f"{host.name} cannot start: {host.error}"
             verdict = Verdict(host.code, reason, replica=host.replica)
             self.troubles.put_nowait(Trouble(host.replica, verdict, lost=False))
-        elif len(self._hosts) == self._replicas:
-            self._were_complete = True
-            self._complete.set()
+        self._note_change()
 
-    async def hosts(self) -> list[Registration]:
-        """Wait until all are present; their registrations by replica id."""
-        await self._complete.wait()
-        return [self._hosts[replica] for replica in range(self._replicas)]
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until something holds that depends on which hosts are present."""
+        while not condition():
+            await self._changed.wait()
+
+    def form(self) -> list[Registration]:
+        """Make those that are present the members of the next attempt; their registrations by replica id.
+
+        What came of hosts that are gone, or have joined, is settled by that.
+        """
+        self._formed = True
+        self._members = {each: host for each, host in sorted(self._hosts.items()) if not host.error}
+        for _ in range(self.troubles.qsize()):
+            trouble = self.troubles.get_nowait()
+            gone = trouble.lost or (trouble.verdict.stopped and trouble.replica not in self._members)
+            if trouble.replica == 0 or not (gone or trouble.kind == JOINED):
+                self.troubles.put_nowait(trouble)
+        return list(self._members.values())
+
+    @property
+    def newcomers(self) -> list[Registration]:
+        """Hosts that are present and no members yet."""
+        return [host for replica, host in sorted(self._hosts.items()) if self._members.get(replica) is not host]
+
+    async def dismiss(self, replica: int, verdict: Verdict) -> None:
+        """Let one host go, which is to end as the verdict says while the job goes on."""
+        if self._hosts.pop(replica, None) is not None:
+            self._note_change()
+            await protocol.send(self._writers[replica], {"type": "verdict", **verdict.to_json()})
 
     @property
     def missing(self) -> list[int]:
@@ -180,8 +216,17 @@ class Rendezvous:
 
     @property
     def present(self) -> int:
-        """How many hosts have registered."""
-        return len(self._hosts)
+        """How many hosts have registered and can take part."""
+        return sum(not host.error for host in self._hosts.values())
+
+    @property
+    def expected(self) -> bool:
+        """Whether there are replicas that have never registered: they may still come."""
+        return len(self._seen) < self._replicas
+
+    def _note_change(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def announce(self, verdict: Verdict, timeout: float) -> None:
         """Tell every host how the job ended; returns when they have hung up, or after ``timeout`` seconds.
@@ -194,7 +239,7 @@ class Rendezvous:
         for writer in list(self._writers.values()):
             await protocol.send(writer, {"type": "verdict", **verdict.to_json()})
         started = time.monotonic()
-        open_for = 0.0 if self._were_complete or self._server is None else _LATECOMERS
+        open_for = 0.0 if self._formed or self._server is None else _LATECOMERS
         while (self._writers or open_for) and time.monotonic() < started + timeout:
             await asyncio.sleep(0.005)
             if not self.missing or time.monotonic() > started + open_for:
@@ -235,12 +280,13 @@ class Rendezvous:
             lost = await self._follow(host, reader)
         except (protocol.ProtocolError, TimeoutError) as error:
             lost = _lost(host, str(error))
-        del self._writers[host.replica]
+        if self._writers.get(host.replica) is writer:
+            del self._writers[host.replica]
         writer.close()
-        if not host.error:
+        if not host.error and self._hosts.get(host.replica) is host:
             # From now on its replacement may register.
             del self._hosts[host.replica]
-            self._complete.clear()
+            self._note_change()
             self.troubles.put_nowait(lost)
 
     def _kind(self, greeting: protocol.Message | None) -> str:
@@ -273,6 +319,8 @@ class Rendezvous:
             raise RendezvousError(f"replica {host.replica!r} is not one of the {self._replicas} of this role")
         if host.replica in self._hosts:
             raise _TakenError(f"replica {host.replica} has registered already: {self._hosts[host.replica].name}")
+        if host.error and self._elastic and self._formed:
+            raise RendezvousError(host.error)  # the job goes on without it
         return host
 
     async def _follow(self, host: Registration, reader: asyncio.StreamReader) -> Trouble:
@@ -285,8 +333,9 @@ class Rendezvous:
                 number = message.get("number")
                 if not isinstance(number, int) or not 0 < number < signal.NSIG:
                     raise protocol.ProtocolError(f"{str(number)[:20]!r} is no number of a signal")
-                self.troubles.put_nowait(signalled(host, number, message.get("announced") is True))
-            if kind == "alive":
+                if self._hosts.get(host.replica) is host:
+                    self.troubles.put_nowait(signalled(host, number, message.get("announced") is True))
+            if kind == "alive" and host.replica in self._writers:
                 await protocol.send(self._writers[host.replica], {"type": "alive"})
         return _lost(host, "its connection broke")
 
@@ -311,12 +360,17 @@ def signalled(host: Registration, number: int, announced: bool) -> Trouble:
             of is that of whoever takes the machine away.
     """
     if number == signal.SIGTERM and not announced:
-        reason, kind = f"preempted: {host.name} received SIGTERM from outside the job", "preempted"
+        reason, kind = f"preempted: {host.name} received SIGTERM from outside the job", PREEMPTED
     else:
         what = describe_code(-number).partition("by ")[2]
         reason, kind = f"host {host.replica} was told to stop by {what}", "failure"
     verdict = Verdict(128 + number, reason, stopped=True, replica=host.replica)
     return Trouble(host.replica, verdict, lost=False, signal=number, kind=kind)
+
+
+def joined(host: Registration) -> Trouble:
+    """What a host brings about that has come while an attempt runs."""
+    return Trouble(host.replica, Verdict(0, f"{host.name} has joined"), lost=False, kind=JOINED)
 
 
 def stopped_by_client() -> Trouble:

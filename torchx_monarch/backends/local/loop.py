@@ -11,6 +11,8 @@ The rules:
 - A role other than the main one may end with 0 before.
 - A replica that fails is started again while its role has retries left: alone (REPLICA), with its role (ROLE), or with
   the whole app (APPLICATION). The count is per replica, per role, per app.
+- A role with min_replicas goes on without a replica that fails, other than replica 0, while so many of the others run
+  or have ended with 0; only REPLICA starts it again first. The replica stays FAILED, and the app may still succeed.
 - Otherwise the app has FAILED: the failed replica's siblings get a few seconds to end by themselves, then everything is
   stopped.
 """
@@ -39,7 +41,7 @@ from torchx_monarch.backends.local.status import (
     SUCCEEDED,
     AppRecord,
 )
-from torchx_monarch.backends.local.winddown import WindDown
+from torchx_monarch.backends.local.winddown import SETTLE, WindDown
 
 #: Seconds between two looks whether the app's folder is still there.
 _LOOK_EVERY = 3.0
@@ -64,6 +66,7 @@ class Loop:
         self._app_retries = 0
         self._role_retries = [0] * len(self._roles)
         self._replica_retries: dict[Replica, int] = {}
+        self._given_up: set[Replica] = set()
         self._dirty = False
         self._done = False
 
@@ -253,14 +256,47 @@ class Loop:
                 return
         if not replica.succeeded:
             self._on_failure(replica)
-        elif all(r.succeeded for r in self._roles[0]):
+        else:
+            self._on_success(replica)
+
+    def _on_success(self, replica: Replica) -> None:
+        main = self._roles[0]
+        if all(r.succeeded or r in self._given_up for r in main):
+            self._end(SUCCEEDED, "")
+        elif replica is main[0] and replica.role.elastic:
+            self.at(time.monotonic() + SETTLE, self._end_without_latecomers)
+
+    def _end_without_latecomers(self) -> None:
+        """End an elastic job that is over, though a host lives that was started too late to hear of it."""
+        main = self._roles[0]
+        living = [r.record.pid for r in main if r.alive and r.record.pid is not None]
+        if self._verdict is None and main[0].succeeded and any(processes.hosts(living).values()):
+            self._end(SUCCEEDED, "")
+
+    def _can_do_without(self, replica: Replica) -> bool:
+        """Whether enough other replicas of an elastic role, and its replica 0, run or have succeeded."""
+        siblings = [r for r in self._roles[replica.role_index] if r.alive or r.succeeded]
+        fewest = replica.role.min_replicas or 0
+        return replica.role.elastic and any(r.record.id == 0 for r in siblings) and len(siblings) >= fewest
+
+    def _give_up(self, replica: Replica) -> None:
+        self._given_up.add(replica)
+        role = replica.role
+        left = sum(r.alive or r.succeeded for r in self._roles[replica.role_index])
+        text = f"{replica.failure}; {left} of {len(role.replicas)} are left, and {role.min_replicas} are enough"
+        self._event("replica_spared", text, role=role.name, replica=replica.record.id)
+        if all(r.succeeded or r in self._given_up for r in self._roles[0]):
             self._end(SUCCEEDED, "")
 
     def _on_failure(self, replica: Replica) -> None:
         index, role = replica.role_index, replica.role
         siblings = self._roles[index]
+        spare = not replica.final and self._can_do_without(replica)
         if replica.final:
             pass
+        elif spare and (siblings[0].succeeded or role.retry_policy != "REPLICA"):
+            self._give_up(replica)
+            return
         elif role.retry_policy == "REPLICA":
             if self._replica_retries.get(replica, 0) < role.max_retries:
                 self._replica_retries[replica] = self._replica_retries.get(replica, 0) + 1
@@ -275,12 +311,16 @@ class Loop:
             self._app_retries += 1
             self._wind_down(self._all, lambda: self._restart(self._all, "the app"), settling=siblings)
             return
-        self._end(FAILED, replica.failure, settling=siblings)
+        if spare:
+            self._give_up(replica)
+        else:
+            self._end(FAILED, replica.failure, settling=siblings)
 
     def _restart(self, replicas: Collection[Replica], what: str) -> None:
         self._wind_downs = [w for w in self._wind_downs if not set(w.scope) & set(replicas)]
         self._record.restarts += 1
         self._event("restart", f"{what} is started again (restart {self._record.restarts})")
+        self._given_up.difference_update(replicas)
         for replica in replicas:
             replica.prepare_restart()
             self._note_unfinished(replica)
@@ -368,5 +408,5 @@ class Loop:
 
     def _failed(self) -> list[Replica]:
         """The replicas that failed: in the order of their ends, but first those that know the cause at first hand."""
-        failed = [replica for replica in self._all if replica.record.state == FAILED]
+        failed = [replica for replica in self._all if replica.record.state == FAILED and replica not in self._given_up]
         return sorted(failed, key=lambda one: (*one.hearsay, one.record.ended or 0.0))
