@@ -39,6 +39,10 @@ REPORT = textwrap.dedent("""
         while not os.path.exists(path):
             assert time.monotonic() < until, path
             time.sleep(0.01)
+    def rest():
+        import time
+        for _ in range(1200):
+            time.sleep(0.05)  # a signal that comes just before a long sleep would be handled after it
 """)
 """Stands before a script: ``report`` what it sees as JSON, ``mark`` a moment in a file that all ranks share."""
 

@@ -31,7 +31,7 @@ def kill():
     os.kill(os.getpid(), 9)
 def sleep():
     open(f"asleep{attempt}", "w")
-    time.sleep(60)
+    rest()
 mark(f"{attempt} begins")
 """
 

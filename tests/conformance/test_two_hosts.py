@@ -46,7 +46,7 @@ def test_process_group(both: Launchers) -> None:
 
 
 FAILS = """
-    import signal, time
+    import signal
     rank = os.environ["RANK"]
     def handle(*_):
         mark("SIGTERM")
@@ -57,7 +57,7 @@ FAILS = """
     if rank == "2":
         wait_for("go")
         sys.exit(5)
-    time.sleep(60)
+    rest()
 """
 
 
@@ -102,7 +102,6 @@ def test_signal_to_the_launcher_of_the_second_host(both: Launchers) -> None:
 
 def test_restart_after_a_failure_on_one_host(both: Launchers) -> None:
     body = """
-        import time
         rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
         again = os.path.exists(f"ran{rank}")
         open(f"ran{rank}", "w")
@@ -112,7 +111,7 @@ def test_restart_after_a_failure_on_one_host(both: Launchers) -> None:
                 for other in "013":
                     wait_for(f"ran{other}")
                 os._exit(5)
-            time.sleep(60)
+            rest()
     """
     theirs, ours = both.script(body, "--max-restarts", "1", preload="", nodes=2)
     assert theirs.codes == ours.codes == [0, 0], ours.err.decode()
