@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -172,9 +171,7 @@ class Plan:
 
     def repeat(self, seed: int) -> str:
         """How to do just this again."""
-        return (
-            f"{os.path.basename(os.environ.get('PYTHON', 'python'))} -m tests.soak --seed {seed} --only {self.number}"
-        )
+        return f"python -m tests.soak --seed {seed} --only {self.number}"
 
     def __str__(self) -> str:
         return str(asdict(self))
