@@ -23,8 +23,9 @@ def main(argv: list[str]) -> NoReturn:
         argv: the options, ``--``, and the role's command.
     """
     from torchx_monarch.plan.exit_codes import parse_exit_codes
-    from torchx_monarch.runtime.host import HostOptions, HostProcess
+    from torchx_monarch.runtime.host import HostProcess
     from torchx_monarch.runtime.network import NetworkOptions, parse_ports
+    from torchx_monarch.runtime.options import HostOptions
 
     parser = argparse.ArgumentParser(prog="python -m torchx_monarch.host", description=__doc__, allow_abbrev=False)
     parser.add_argument("--app", required=True, help="id of the app")

@@ -26,7 +26,7 @@ from torchx_monarch.runtime.controller import Controller, JobOptions
 from torchx_monarch.runtime.elastic import Sizes
 from torchx_monarch.runtime.environment import World
 from torchx_monarch.runtime.link import SOCKET_VARIABLE, LinkServer
-from torchx_monarch.runtime.network import NetworkOptions
+from torchx_monarch.runtime.options import HostOptions
 from torchx_monarch.runtime.ranks import LaunchError, Place, RankPool
 from torchx_monarch.runtime.rendezvous import (
     Membership,
@@ -49,39 +49,6 @@ _LAST_WORDS_TIMEOUT = 10.0
 """Seconds in which a host that cannot take part tries to tell replica 0."""
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-
-
-@dataclasses.dataclass(frozen=True)
-class HostOptions:
-    """The command line of a host process, ``python -m torchx_monarch.host``.
-
-    Attributes:
-        app: the app's id.
-        role: the role's name.
-        replica: which replica of the role this is.
-        replicas: how many there are.
-        grace: seconds from SIGTERM to SIGKILL for ranks.
-        host_timeout: seconds that all hosts have to arrive.
-        preload: modules that rank interpreters import ahead.
-        replacements: how many lost hosts the backend replaces.
-        rejoin_timeout: seconds that a host that has lost replica 0 looks for another.
-        network: of the hosts, where they are on one.
-        retry_on: exit codes after which ranks are started again, as a shell has them; empty for any.
-        command: what the role runs.
-    """
-
-    app: str
-    role: str
-    replica: int
-    replicas: int
-    grace: float
-    host_timeout: float
-    preload: tuple[str, ...]
-    replacements: int
-    rejoin_timeout: float
-    network: NetworkOptions
-    retry_on: tuple[int, ...]
-    command: tuple[str, ...]
 
 
 class HostProcess:

@@ -291,7 +291,9 @@ class RankPool:
                 rank.interpreter.kill(signal.SIGKILL)
         await self._drained(ranks)
         if ranks is self._ranks:  # else another attempt has begun
-            end_strays(self._environ.get(processes.MARKER, ""), [one.process.pid for one in self._waiting])
+            # The ranks of other hosts may be on their way out still, and need the store.
+            ours = [self._store, self._watchdog, *(one.process for one in self._waiting)]
+            end_strays(self._environ.get(processes.MARKER, ""), [one.pid for one in ours if one is not None])
 
     def notify(self, number: int) -> None:
         """Send a signal to the ranks themselves, not to what they have started, and let them run on."""

@@ -29,15 +29,15 @@ async def reap_orphans() -> None:
         seen = dead - seen
 
 
-def end_strays(job: str, interpreters: Collection[int]) -> None:
+def end_strays(job: str, ours: Collection[int]) -> None:
     """SIGKILL what ranks that have ended left behind in sessions or process groups of its own.
 
     Args:
         job: the app's marker (``processes.MARKER``).
-        interpreters: processes of ranks that are still to run, with all that is in their sessions.
+        ours: processes that are to live on, with all that is in their sessions.
     """
     # Every rank leads a session. What Monarch has started is in ours.
-    keep = {os.getsid(0), *interpreters}
+    keep = {os.getsid(0), *map(_session, ours)}
 
     def find() -> list[int]:
         return [pid for pid in processes.descendants(os.getpid(), job) if _session(pid) not in keep]

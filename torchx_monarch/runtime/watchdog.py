@@ -68,6 +68,11 @@ class Watchdog:
         assert self._process.stdout is not None
         asyncio.get_running_loop().add_reader(self._process.stdout, self._readable)
 
+    @property
+    def pid(self) -> int:
+        """The server's process."""
+        return self._process.pid
+
     async def ready(self) -> None:
         """Returns when the ranks of an attempt can set timers; those of the one before are forgotten.
 

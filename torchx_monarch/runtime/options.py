@@ -1,0 +1,42 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a host process is told on its command line."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torchx_monarch.runtime.network import NetworkOptions
+
+
+@dataclasses.dataclass(frozen=True)
+class HostOptions:
+    """The command line of a host process, ``python -m torchx_monarch.host``.
+
+    Attributes:
+        app: the app's id.
+        role: the role's name.
+        replica: which replica of the role this is.
+        replicas: how many there are.
+        grace: seconds from SIGTERM to SIGKILL for ranks.
+        host_timeout: seconds that all hosts have to arrive.
+        preload: modules that rank interpreters import ahead.
+        replacements: how many lost hosts the backend replaces.
+        rejoin_timeout: seconds that a host that has lost replica 0 looks for another.
+        network: of the hosts, where they are on one.
+        retry_on: exit codes after which ranks are started again, as a shell has them; empty for any.
+        command: what the role runs.
+    """
+
+    app: str
+    role: str
+    replica: int
+    replicas: int
+    grace: float
+    host_timeout: float
+    preload: tuple[str, ...]
+    replacements: int
+    rejoin_timeout: float
+    network: NetworkOptions
+    retry_on: tuple[int, ...]
+    command: tuple[str, ...]
