@@ -3,6 +3,7 @@
 #   make demo    a real training on a Monarch mesh, live on the screen
 #   make test    everything: lint, types, all tests
 #   make check   the quick part of it (under 3 minutes), for while you work
+#   make soak    200 small jobs with a fault in each; some minutes
 #   make bench   launch times beside torchrun, TorchX and Monarch
 #   make clean   remove what the above made
 
@@ -22,8 +23,12 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 PYTESTFLAGS ?=
 BENCHFLAGS ?=
+SOAKFLAGS ?=
 
-.PHONY: help venv demo test check bench lint types format clean
+# Debian's packages that tests need beyond Python's; see `system` below.
+SYSTEM_PACKAGES := iproute2 openssl
+
+.PHONY: help venv system demo test check soak bench lint types format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -43,6 +48,12 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	"$(BIN)/python" -m pip install -q -c constraints.txt -e '.[docker,kubernetes,aws,examples,test,dev]'
 	@touch $@
 
+# Where they are missing and may not be installed, the tests that need them skip and say why.
+system:
+	@command -v ip >/dev/null && command -v openssl >/dev/null || { test "$$(id -u)" = 0 && \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
+		$(SYSTEM_PACKAGES) >/dev/null; } || echo "not installed: $(SYSTEM_PACKAGES); the tests over networks will skip"
+
 demo: $(STAMP)
 	torchx run -s monarch_local --wait --log monarch.spmd --nproc 4 --name digits examples/digits.py --fresh
 
@@ -59,13 +70,16 @@ format: $(STAMP)
 
 # What failed is tried once more: torch's own races (a gloo group that aborts its interpreter at the end, torchrun's torn
 # lines) reach the tests that compare with torchrun. What is wrong with us fails twice.
-test: lint types
+test: lint types system
 	python -m pytest $(PYTESTFLAGS) || python -m pytest --last-failed --last-failed-no-failures none $(PYTESTFLAGS)
 
 check: lint types
 	python -m pytest tests/unit $(PYTESTFLAGS)
 	d=$$(mktemp -d) && { torchx run -s monarch_local --wait --log monarch.spmd --nproc 2 --name check \
 		examples/digits.py --epochs 4 --min-accuracy 0.8 --checkpoint-dir "$$d"; rc=$$?; rm -rf "$$d"; exit $$rc; }
+
+soak: $(STAMP)
+	python -m tests.soak $(SOAKFLAGS)
 
 bench: $(STAMP)
 	python bench/launch.py $(BENCHFLAGS)

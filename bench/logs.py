@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 PROGRAM = """
@@ -30,31 +31,31 @@ COMMANDS = {
     "ours": [sys.executable, "-m", "torchx_monarch.host", "--app", "bench", "--role", "bench", "--", "torchrun"],
 }
 
-LINE = re.compile(rb"^\[[^\]]*\]:(\d) (\d+) the quick brown fox jumps over the lazy dog$")
+LINE = re.compile(rb"^(\d) (\d+) the quick brown fox jumps over the lazy dog$")
 
 
 class WrongLine(Exception):
     """A line is missing, torn or there twice."""
 
 
-def check(stdout: Path, lines: int) -> None:
-    """Check what the launcher has printed.
+def check(path: Path, ranks: Sequence[int], lines: int, prefixed: bool) -> None:
+    """Check the lines of some ranks in a file, each after a ``[default0]:`` if they are to be prefixed.
 
     Raises:
         WrongLine: naming the first line that is wrong.
     """
-    expected = [0, 0]
-    with open(stdout, "rb") as file:
+    expected = dict.fromkeys(ranks, 0)
+    with open(path, "rb") as file:
         for number, line in enumerate(file):
-            found = LINE.match(line.rstrip(b"\n"))
-            if found is None:
-                raise WrongLine(f"line {number} is torn: {line[:200]!r}")
+            found = LINE.match((line.partition(b"]:")[2] if prefixed else line).rstrip(b"\n"))
+            if found is None or int(found[1]) not in expected:
+                raise WrongLine(f"{path.name}, line {number} is torn: {line[:200]!r}")
             rank, index = int(found[1]), int(found[2])
             if index != expected[rank]:
-                raise WrongLine(f"line {number}: rank {rank} should say {expected[rank]}: {line[:200]!r}")
+                raise WrongLine(f"{path.name}, line {number}: rank {rank} should say {expected[rank]}: {line[:200]!r}")
             expected[rank] += 1
-    if expected != [lines, lines]:
-        raise WrongLine(f"of {lines} lines each, {expected} arrived")
+    if set(expected.values()) != {lines}:
+        raise WrongLine(f"{path.name}: of {lines} lines each, {list(expected.values())} arrived")
 
 
 def once(variant: str, lines: int) -> tuple[float, str]:
@@ -68,7 +69,10 @@ def once(variant: str, lines: int) -> tuple[float, str]:
             subprocess.run([*COMMANDS[variant], *words], stdout=out, stderr=subprocess.DEVNULL, check=True)
         seconds = time.monotonic() - started
         try:
-            check(stdout, lines)
+            check(stdout, (0, 1), lines, prefixed=True)
+            for rank in (0, 1):
+                [path] = Path(folder, "logs").glob(f"*/attempt_0/{rank}/stdout.log")
+                check(path, (rank,), lines, prefixed=False)
         except WrongLine as wrong:
             return 2 * lines / seconds, str(wrong)
         return 2 * lines / seconds, ""

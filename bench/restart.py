@@ -91,11 +91,8 @@ def main() -> None:
                 for variant in sorted(COMMANDS, reverse=number % 2 == 1):
                     times[variant].append(once(variant, nproc, delay))
             ratios = [ours / theirs for ours, theirs in zip(times["ours"], times["torchrun"], strict=True)]
-            cells = [
-                f"{statistics.median(t):.3f} ({min(t):.3f}-{max(t):.3f})" for t in (times["torchrun"], times["ours"])
-            ]
-            ratio = f"{statistics.median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f})"
-            print(f"{nproc:>5}  {when:4}  {cells[0]:>20}  {cells[1]:>20}  {ratio:>18}", flush=True)
+            cells = [in_words(values) for values in (times["torchrun"], times["ours"], ratios)]
+            print(f"{nproc:>5}  {when:4}  {cells[0]:>20}  {cells[1]:>20}  {cells[2]:>20}", flush=True)
             everything.append({"nproc": nproc, "when": when, "seconds": times, "ratios": ratios})
     if args.json:
         args.json.write_text(json.dumps(everything, indent=1))

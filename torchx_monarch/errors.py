@@ -56,6 +56,7 @@ class RankExit:
         stopped_at: when we told it to stop; None when we did not.
         stderr_path: its own log file on its host.
         error: what its torchelastic error file holds, if it wrote one.
+        timer: scope of the timer that expired, where its end is the watchdog's doing.
     """
 
     rank: int
@@ -68,6 +69,7 @@ class RankExit:
     stopped_at: float | None = None
     stderr_path: str = ""
     error: Mapping[str, Any] | None = None
+    timer: str = ""
 
     @property
     def failed(self) -> bool:
@@ -84,6 +86,12 @@ class RankExit:
     def began(self) -> bool:
         """Whether the first line of the program ran; a script that cannot be compiled is no use to start again."""
         return self._extra.get("began", True) is not False
+
+    @property
+    def joined(self) -> bool | None:
+        """Whether it had been in a process group, of a rank that failed in forming one; None of any other."""
+        joined = self._extra.get("joined")
+        return joined if isinstance(joined, bool) else None
 
     @property
     def is_collateral(self) -> bool:
@@ -110,8 +118,9 @@ class RankExit:
     def describe(self) -> str:
         """One line: who, where, how."""
         where = f"local rank {self.local_rank} on {self.hostname}, pid {self.pid}"
+        timer = f": its timer {self.timer!r} expired" if self.timer else ""
         said = f": {self.message}" if self.message else ""
-        return f"rank {self.rank} ({where}) {describe_code(self.code)}{said}"
+        return f"rank {self.rank} ({where}) {describe_code(self.code)}{timer}{said}"
 
     def to_json(self) -> dict[str, Any]:
         """As the plain values that a message carries."""
@@ -132,17 +141,27 @@ class Verdict:
         reason: one line for a person.
         cause: the rank that began it, where a rank did.
         stopped: whether it was told to end.
+        consequence: whether it says only that a host was lost: not why, which that host or its backend may know.
+        replica: of the host to which it happened, where it is no rank's; -1 for none.
     """
 
     code: int
     reason: str
     cause: RankExit | None = None
     stopped: bool = False
+    consequence: bool = False
+    replica: int = -1
 
     def error_file(self) -> str:
         """The content of a torchelastic error file that says this (see torch's ``ErrorHandler.record_exception``)."""
         when = self.cause.time if self.cause else time.time()
-        extra = {"py_callstack": self.cause.traceback if self.cause else "", "timestamp": str(int(when))}
+        extra: dict[str, object] = {
+            "py_callstack": self.cause.traceback if self.cause else "",
+            "timestamp": str(int(when)),
+            # For the backend, which has such a file from every replica and shows one.
+            "consequence": self.consequence,
+            "replica": self.cause.replica if self.cause else self.replica,
+        }
         return json.dumps({"message": {"message": self.reason, "errorCode": self.code, "extraInfo": extra}})
 
     def to_json(self) -> dict[str, Any]:
@@ -151,10 +170,11 @@ class Verdict:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Verdict:
-        """The inverse of ``to_json``."""
+        """The inverse of ``to_json``; what else the message holds is left out."""
         cause = values.get("cause")
         exit = RankExit.from_json(cause) if cause else None
-        return cls(values["code"], values["reason"], exit, values["stopped"])
+        others = [field.name for field in dataclasses.fields(cls) if field.name != "cause"]
+        return cls(cause=exit, **{name: values[name] for name in others})
 
 
 def root_cause(exits: Iterable[RankExit]) -> RankExit | None:
@@ -164,15 +184,19 @@ def root_cause(exits: Iterable[RankExit]) -> RankExit | None:
 
 
 def others_in_words(exits: Iterable[RankExit], cause: RankExit) -> list[str]:
-    """A line for each way in which ranks other than the cause failed: ``ranks 3, 7 and 510 more: ...``."""
-    groups: dict[str, list[int]] = {}
+    """A line for each way in which ranks other than the cause failed: ``ranks 3, 7 and 510 more: ...``.
+
+    Complaints about a peer that differ in numbers alone, an address or a port, are one; the lowest rank's is shown.
+    """
+    groups: dict[str, tuple[str, list[int]]] = {}
     for one in sorted(exits, key=lambda each: each.rank):
         if one.failed and one.rank != cause.rank:
             how = describe_code(one.code) + (f": {one.message}" if one.message else "")
             if one.is_collateral:
                 how += " (a consequence)"
-            groups.setdefault(how, []).append(one.rank)
-    return [f"{_ranks_in_words(ranks)} {how}" for how, ranks in groups.items()]
+            way = re.sub(r"\d+", "N", how) if one.is_collateral else how
+            groups.setdefault(way, (how, []))[1].append(one.rank)
+    return [f"{_ranks_in_words(ranks)} {how}" for how, ranks in groups.values()]
 
 
 def _ranks_in_words(ranks: list[int]) -> str:

@@ -22,6 +22,7 @@ def main(argv: list[str]) -> NoReturn:
     Args:
         argv: the options, ``--``, and the role's command.
     """
+    from torchx_monarch.plan.exit_codes import parse_exit_codes
     from torchx_monarch.runtime.host import HostOptions, HostProcess
     from torchx_monarch.runtime.network import NetworkOptions, parse_ports
 
@@ -47,6 +48,9 @@ def main(argv: list[str]) -> NoReturn:
     parser.add_argument(
         "--rejoin-timeout", type=float, default=60.0, help="seconds that a host looks for another replica 0"
     )
+    parser.add_argument(
+        "--retry-on", default="", help="exit codes and signals after which ranks are started again, with commas"
+    )
     parser.add_argument("command", nargs="+", metavar="COMMAND", help="after `--`: what the role runs")
     args = parser.parse_args(argv)
     if not 0 <= args.replica < args.replicas:
@@ -59,6 +63,10 @@ def main(argv: list[str]) -> NoReturn:
         ports = parse_ports(args.ports) if args.ports else None
     except ValueError as error:
         parser.error(f"--ports: {error}")
+    try:
+        retry_on = parse_exit_codes(args.retry_on)
+    except ValueError as error:
+        parser.error(f"--retry-on {args.retry_on}: {error}")
     options = HostOptions(
         app=args.app,
         role=args.role,
@@ -70,6 +78,7 @@ def main(argv: list[str]) -> NoReturn:
         replacements=args.replacements,
         rejoin_timeout=args.rejoin_timeout,
         network=NetworkOptions(args.bind, args.advertise, ports, args.peer_timeout),
+        retry_on=retry_on,
         command=tuple(args.command),
     )
     HostProcess(options, os.environ).main()

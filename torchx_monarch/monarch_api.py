@@ -8,6 +8,7 @@ Monarch is imported by ``start_worker`` (0.15 s, nothing of torch): it reads its
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ _TUNING = {
 }
 
 _CA = "trust_all_connections"
-"""The only value that 0.7 accepts. It says nothing: an ipc:// address is protected by its folder's mode, a tls:// one by
+"""The only value that 0.7 accepts. It says nothing: an ipc:// address is protected by its folder, a tls:// one by
 certificates, which Monarch demands of both ends."""
 
 
@@ -68,6 +69,18 @@ def start_worker(
     service = actor.ProcId(actor.Uid.instance("service"))
     actor.start_worker_loop_forever(ca=_CA, address=f"{service}@{serve_url}")
     return f"{service}@{dial_url}"
+
+
+def host_without_agent(error: BaseException) -> int | None:
+    """Which host's agent did not start, by its place in the mesh, where an error of ``AgentMesh`` says so."""
+    text = str(error)
+    if found := re.search(r"error creating proc \(host rank (\d+)\)", text):
+        return int(found[1])
+    # "error spawning actor mesh: statuses: Timeout(30.05s)=0..1;Running=1..3": names of states, and ranges of hosts.
+    for state, first, end in re.findall(r"[ ;](\w+)(?:\([^;]*\))?=(\d+)\.\.(\d+)", text.partition("statuses:")[2]):
+        if state != "Running" and int(end) == int(first) + 1:
+            return int(first)
+    return None
 
 
 class AgentMesh:

@@ -58,6 +58,12 @@ class Difference(Enum):
         "SyntaxError in the words of `import script`",
         "the script is compiled from memory, as modules are; exit code and kind of error are the same",
     )
+    NUMA = (
+        "`--numa-binding`",
+        "ranks are started through `numactl`, which must be installed; what is wrong is a traceback of the launcher",
+        "each rank binds itself before the program begins; what is wrong is one line",
+        "it is a process before it is a rank; torch chooses the same CPUs, and no tool has to be there",
+    )
     MISSING_SCRIPT = (
         "A script that does not exist",
         "every rank starts and prints that it cannot open it",
@@ -109,10 +115,16 @@ class Difference(Enum):
     )
 
     STORE = (
-        "Where the job's TCPStore is served",
-        "in the launcher",
-        "in rank 0, by threads of torch's own and some descriptors",
-        "rank 0 has torch imported before anything else of the job has, and listens before anybody is told the port",
+        "Where the job's TCPStore is served without torch preloaded (`-cfg preload=none`, `--no-python`)",
+        "in the launcher, with `TORCHELASTIC_USE_AGENT_STORE` `True`",
+        "in rank 0's program, as `init_process_group` does, with `TORCHELASTIC_USE_AGENT_STORE` `False`",
+        "to import torch for it alone would take seconds; preloaded, a fork of rank 0's interpreter has it already",
+    )
+    NEW_STORE = (
+        "The job's TCPStore after a restart",
+        "the one of the attempt before, with what that has written, on the same port",
+        "a new one, empty, on another port",
+        "ranks that find the addresses of dead ones in it fail or hang",
     )
     EXIT_CODE = (
         "Exit code of the job when a rank fails",
@@ -137,11 +149,12 @@ class Difference(Enum):
     LOG_DIR = (
         "Folder of a run below `--log-dir`",
         "`ID_xxxxxxxx`, a new one each time",
-        "`ID`",
+        "`ID`, shared by the hosts; `filtered_*.log` of host N is `filtered_*.N.log`, except for host 0",
         "its path is known before the job runs; give each run an `--rdzv-id` of its own or none at all",
     )
     TEE = (
-        "`--tee` of carriage returns, bytes that are not UTF-8, a last line without an end, and lines being written",
+        "`--tee`, filtered or not, of carriage returns, bytes that are not UTF-8, a last line without an end, and of "
+        "lines being written",
         "a carriage return begins a line with a prefix; bytes become U+FFFD; half a line may get a prefix of its own",
         "bytes are passed on as they are, one prefix after each line feed; the last line is ended",
         "a progress bar stays one line, and output can be compared with the file it is also in",
@@ -167,17 +180,69 @@ class Difference(Enum):
         "nothing outlives its owner: a data loader that was forgotten holds no memory of a GPU",
     )
 
+    RESTARTS = (
+        "Failures after which `--max-restarts` starts no other attempt",
+        "none",
+        "exit code 78 (EX_CONFIG); a program that cannot begin; the second time in a row that a rank fails in "
+        "`init_process_group` and has been in no group yet",
+        "another attempt would end in the same way, and takes the machines as long; the log says so",
+    )
+
+    TIMERS = (
+        "A timer of `torch.distributed.elastic.timer` that expires (`TORCHELASTIC_ENABLE_FILE_TIMER=1`)",
+        "the rank gets the timer's signal, and then the launcher: by default both are killed, and other ranks run on",
+        "the rank gets the timer's signal; it has failed, and the job ends or restarts as after any failure",
+        "the report names the rank and its timer; the pipe is in the job's own folder, not in `/tmp`",
+    )
+
     SHUTDOWN_TIMEOUT = (
         "`--shutdown-timeout` after a rank has failed",
         "not looked at: always 30 s",
         "holds, as after a signal",
         "the option says so",
     )
+    NOT_BEGUN = (
+        "`--max-restarts` with a program that cannot begin (a syntax error, no such module)",
+        "started again as often as allowed",
+        "not started again",
+        "it would fail the same way; an import that fails within the program is another matter",
+    )
+    SEVERAL_HOSTS = (
+        "`--max-restarts` on several hosts",
+        "each launcher counts the failures of its own ranks, and they see that in `TORCHELASTIC_RESTART_COUNT`",
+        "one budget and one count for the job",
+        "all ranks start again together, and all see which attempt it is",
+    )
+    OTHER_HOSTS = (
+        "Ranks on other hosts when one fails for good, and their launchers",
+        "run on until they fail by themselves; a launcher whose ranks have ended waits five minutes",
+        "are stopped; every launcher ends, with the same exit code",
+        "nobody pays for hosts that wait for the dead",
+    )
     USER_SIGNALS = (
         "SIGUSR1 and SIGUSR2 to the launcher, when `--signals-to-handle` does not name them",
         "end the launcher, whose ranks run on",
         "go to the ranks, and the job goes on",
         "schedulers send them ahead of a time limit, and only the program knows what to do",
+    )
+
+    LOST_HOST = (
+        "A host of an elastic job that is lost, or told to stop alone",
+        "the ranks of the others fail, which counts for `--max-restarts`, or wait for theirs to time out",
+        "the ranks of the others are stopped and start again without its, and nothing is counted",
+        "the loss of a host is no fault of the program, and is known at once",
+    )
+    LAST_CALL = (
+        "A host that joins an elastic job when others are still missing",
+        "all ranks are stopped, and then wait for `last_call_timeout`",
+        "the ranks run on for that time, and are stopped then",
+        "hosts that come one after the other are one interruption, and nobody is idle meanwhile",
+    )
+    RESTARTS_BEFORE = (
+        "`TORCHELASTIC_RESTART_COUNT` of the ranks of a host that has joined",
+        "0",
+        "as on all other ranks",
+        "ranks of one world agree on it; torch's own rendezvous puts it into the names of its keys",
     )
 
     def __init__(self, what: str, torchrun: str, here: str, reason: str) -> None:

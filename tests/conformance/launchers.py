@@ -11,6 +11,7 @@ import re
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -38,6 +39,10 @@ REPORT = textwrap.dedent("""
         while not os.path.exists(path):
             assert time.monotonic() < until, path
             time.sleep(0.01)
+    def rest():
+        import time
+        for _ in range(1200):
+            time.sleep(0.05)  # a signal that comes just before a long sleep would be handled after it
 """)
 """Stands before a script: ``report`` what it sees as JSON, ``mark`` a moment in a file that all ranks share."""
 
@@ -52,12 +57,12 @@ class Job(NamedTuple):
     """A launch that is under way.
 
     Attributes:
-        pid: of the launcher.
-        work: where it runs.
+        pids: of the launchers, one a host.
+        work: where they run.
         under: ``torchrun`` or ``host``.
     """
 
-    pid: int
+    pids: list[int]
     work: Path
     under: str
 
@@ -68,9 +73,9 @@ class Job(NamedTuple):
             assert time.monotonic() < until, f"{self.under}: waited in vain for {marks}"
             time.sleep(0.02)
 
-    def signal(self, number: int) -> None:
-        """Signal the launcher, as a scheduler or a terminal would."""
-        os.kill(self.pid, number)
+    def signal(self, number: int, node: int = 0) -> None:
+        """Signal a launcher, as a scheduler or a terminal would."""
+        os.kill(self.pids[node], number)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,21 +84,26 @@ class Outcome:
 
     Attributes:
         under: ``torchrun`` or ``host``.
-        code: the launcher's exit code, negative for a signal.
-        out: what the caller gets on stdout.
-        err: what the caller gets on stderr.
+        codes: exit codes of the launchers, one a host, negative for a signal.
+        out: what the caller gets on stdout, of all hosts.
+        err: what the caller gets on stderr, likewise.
         files: what is in the working folder, by relative path; compiled files without their content.
         reports: what the ranks reported, by rank.
         error: the job's torchelastic error file.
     """
 
     under: str
-    code: int
+    codes: list[int]
     out: bytes
     err: bytes
     files: dict[str, bytes]
     reports: dict[int, Any]
     error: Any
+
+    @property
+    def code(self) -> int:
+        """The exit code of the launcher on the first host."""
+        return self.codes[0]
 
     def log(self, rank: int, stream: str) -> bytes | None:
         """A rank's file in the log folder; None when there is none."""
@@ -132,8 +142,9 @@ class TorchrunServer:
         return self._number()
 
     def wait(self, pid: int) -> int:
-        """The exit code of what was started last; ended by force when it takes too long."""
-        assert self._process.stdout is not None
+        """The exit code of a launch; ended by force when it takes too long."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"wait": pid}).encode() + b"\n")
         ready, _, _ = select.select([self._process.stdout], [], [], TIMEOUT)
         if not ready:
             os.kill(pid, signal.SIGKILL)
@@ -194,6 +205,8 @@ class Launchers:
         preload: str = "torch",
         cwd: str = ".",
         stdin: str = os.devnull,
+        nodes: int = 1,
+        rdzv: str = "c10d",
     ) -> Pair:
         """Run ``torchrun WORDS`` under both, one after the other, in a folder that holds ``files`` and nothing else.
 
@@ -206,6 +219,8 @@ class Launchers:
             preload: modules that rank interpreters import ahead under the host process.
             cwd: where to start, relative to the folder.
             stdin: what torchrun has as stdin; a host process has none, as under every backend.
+            nodes: how many hosts, with a launcher each; the options with which several meet are added to the words.
+            rdzv: torchrun's rendezvous backend of more hosts than one.
         """
         for name, value in (environ or {}).items():
             self._patch.delenv(name, raising=False) if value is None else self._patch.setenv(name, value)
@@ -223,49 +238,74 @@ class Launchers:
             self._patch.chdir(self._work / cwd)
             self._stdin = stdin
             launch = self._under_torchrun if under == "torchrun" else self._under_host
-            code, out, err = launch(list(words), during, preload)
-            return Outcome(under, code, out, err, _tree(self._work), self._reports(), self._error())
+            port = free_port()
+            each = [[*_meeting(nodes, node, rdzv, port), *words] for node in range(nodes)]
+            codes, out, err = launch(each, during, preload)
+            return Outcome(under, codes, out, err, _tree(self._work), self._reports(), self._error())
 
         return Pair(run("torchrun"), run("host"))
 
     def _under_torchrun(
-        self, words: list[str], during: Callable[[Job], None] | None, preload: str
-    ) -> tuple[int, bytes, bytes]:
-        out, err = self._console / "out", self._console / "err"
-        out.touch()
-        err.touch()
-        files = {"stdin": self._stdin, "stdout": str(out), "stderr": str(err)}
-        pid = self._server.start({"args": words, "env": dict(os.environ), "cwd": os.getcwd(), **files})
+        self, words: list[list[str]], during: Callable[[Job], None] | None, preload: str
+    ) -> tuple[list[int], bytes, bytes]:
+        consoles = [(self._console / f"out{node}", self._console / f"err{node}") for node in range(len(words))]
+        pids, codes = [], []
+        for args, (out, err) in zip(words, consoles, strict=True):
+            out.touch()
+            err.touch()
+            files = {"stdin": self._stdin, "stdout": str(out), "stderr": str(err)}
+            pids.append(self._server.start({"args": args, "env": dict(os.environ), "cwd": os.getcwd(), **files}))
         try:
             if during:
-                during(Job(pid, self._work, "torchrun"))
+                during(Job(pids, self._work, "torchrun"))
         finally:
-            code = self._server.wait(pid)
-        return code, out.read_bytes(), err.read_bytes()
+            codes = [self._server.wait(pid) for pid in pids]
+        texts = [b"".join(path.read_bytes() for path in paths) for paths in zip(*consoles, strict=True)]
+        return codes, texts[0], texts[1]
 
     def _under_host(
-        self, words: list[str], during: Callable[[Job], None] | None, preload: str
-    ) -> tuple[int, bytes, bytes]:
+        self, words: list[list[str]], during: Callable[[Job], None] | None, preload: str
+    ) -> tuple[list[int], bytes, bytes]:
         folder = Path(tempfile.mkdtemp(prefix="h"))
         environ = {"TORCHELASTIC_ERROR_FILE": str(self._error_file)}
-        hosts = Hosts(folder, ["torchrun", *words], options=("--preload", preload), environ=environ).start()
-        process = hosts.processes[0]
+        command, options = ["torchrun", *words[0]], ("--preload", preload)
+        hosts = Hosts(folder, command, len(words), options, environ).start()
+        processes = [hosts.processes[node] for node in range(len(words))]
         try:
             if during:
-                during(Job(process.pid, self._work, "host"))
-            process.wait(TIMEOUT)
+                during(Job([process.pid for process in processes], self._work, "host"))
+            for process in processes:
+                process.wait(TIMEOUT)
         finally:
-            process.kill()
-            process.wait()
-        out, err = ((hosts.logs(0) / name).read_bytes() for name in ("out", "err"))
+            for process in processes:
+                process.kill()
+                process.wait()
+        out, err = (
+            b"".join((hosts.logs(node) / name).read_bytes() for node in hosts.processes) for name in ("out", "err")
+        )
         shutil.rmtree(folder)
-        return process.returncode, out, err
+        return [process.returncode for process in processes], out, err
 
     def _reports(self) -> dict[int, Any]:
         return {int(path.name): json.loads(path.read_text()) for path in self._observed.iterdir()}
 
     def _error(self) -> Any:
         return json.loads(self._error_file.read_text())["message"] if self._error_file.exists() else None
+
+
+def free_port() -> int:
+    """A TCP port that nobody has now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _meeting(nodes: int, node: int, rdzv: str, port: int) -> list[str]:
+    """The options with which the launchers of several hosts find each other; ours are replicas, and ignore most."""
+    if nodes == 1:
+        return []
+    where = ["--rdzv-backend", rdzv, "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "job"]
+    return ["--nnodes", str(nodes), "--node-rank", str(node), *where]
 
 
 def _tree(folder: Path) -> dict[str, bytes]:

@@ -24,7 +24,7 @@ report({
     "argv": sys.orig_argv,
     "path": sys.path,
     "cwd": os.getcwd(),
-    "status": [line for line in open("/proc/self/status") if line.startswith(("Sig", "Shd", "NoNew"))],
+    "status": [line for line in open("/proc/self/status") if line.startswith(("SigB", "SigI", "SigC", "NoNew"))],
     "signals": [repr(signal.getsignal(n)) for n in (1, 2, 3, 10, 12, 13, 15)],
     "leader": os.getsid(0) == os.getpid(),
     "descriptors": sorted(os.listdir("/proc/self/fd")),

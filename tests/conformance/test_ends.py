@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -224,3 +225,39 @@ def test_script_that_uses_faulthandler(both: Launchers) -> None:
         return [line for line in outcome.files["crash"].decode().splitlines() if "prog.py" in line or "Fatal" in line]
 
     assert crash(ours) == crash(theirs) != []
+
+
+HOPELESS = {
+    "EX_CONFIG": "sys.exit(78)",
+    "cannot begin": "def f(:",
+    "no group": "import torch.distributed as dist; dist.init_process_group('gloo', init_method='none://')",
+}
+
+
+@pytest.mark.parametrize(("case", "attempts"), [("EX_CONFIG", 1), ("cannot begin", 1), ("no group", 2)])
+def test_attempts_after_a_failure_without_hope(case: str, attempts: int, both: Launchers) -> None:
+    assert Difference.RESTARTS
+    theirs, ours = both.script(HOPELESS[case], *LOGS, "--max-restarts", "2", nproc=1)
+    assert ours.code == theirs.rank_code()
+    made = [{path.split("/")[2] for path in outcome.files if path.startswith("logs/")} for outcome in (theirs, ours)]
+    assert made == [{f"attempt_{number}" for number in range(count)} for count in (3, attempts)]
+
+
+TIMER = """
+import signal, time
+import torch.distributed.elastic.timer as timer
+timer.configure(timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"]))
+with timer.expires(after=30):
+    mark("kept")
+with timer.expires(after=0.2):
+    time.sleep(30)
+"""
+
+
+def test_timer_that_expires(both: Launchers, tmp_path: Path) -> None:
+    assert Difference.TIMERS
+    environ = {"TORCHELASTIC_ENABLE_FILE_TIMER": "1", "TMPDIR": str(tmp_path)}  # torchrun leaves its pipe there
+    theirs, ours = both.script(TIMER, nproc=1, environ=environ)
+    assert theirs.marks() == ours.marks() == ["0 kept"]
+    assert (theirs.code, ours.code) == (-9, 137)
+    assert b"(SIGKILL): its timer '" in ours.err.splitlines()[-1]

@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.conformance.differences import Difference
 from tests.conformance.launchers import Launchers, Outcome
@@ -79,6 +80,16 @@ def test_more_ranks_than_devices(both: Launchers) -> None:
     assert (theirs.code, theirs.marks()) == (ours.code, ours.marks()) == (1, [])
     for outcome in (theirs, ours):
         assert b"CUDA_VISIBLE_DEVICES=3" in outcome.err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compares what is said without a GPU")
+def test_ranks_bound_to_the_cpus_near_no_gpu(both: Launchers) -> None:
+    assert Difference.NUMA
+    theirs, ours = both.script("mark('ran')", "--numa-binding", "socket")
+    assert (theirs.code, theirs.marks()) == (ours.code, ours.marks()) == (1, [])
+    last = theirs.err.decode().strip().splitlines()[-1]
+    assert "CUDA" in last and last in ours.err.decode()
+    assert b"Traceback" in theirs.err and b"Traceback" not in ours.err
 
 
 def test_error_file_in_a_relative_folder(both: Launchers) -> None:

@@ -70,6 +70,39 @@ def test_streams(form: str, both: Launchers) -> None:
     assert {*our} == everything
 
 
+FILTERS = {
+    "a text": ("--tee", "3", "--duplicate-stdout-filters", " 1"),
+    "texts of both streams": (
+        *("--tee", "3", "--duplicate-stdout-filters", "out 0,out 1 2", "--duplicate-stderr-filters", "err 1"),
+    ),
+    "the empty text": ("--tee", "1", "--duplicate-stdout-filters", ""),
+    "a comma and an end of line": ("--tee", "3", "--duplicate-stderr-filters", "x,,y,0\n"),
+    "a stream that is not teed": ("--tee", "2", "--redirects", "1", "--duplicate-stdout-filters", "out"),
+    "one rank teed": ("--tee", "0:3", "--duplicate-stdout-filters", "out", "--duplicate-stderr-filters", "none"),
+    "a rank that is not shown": ("--tee", "3", "--local-ranks-filter", "1", "--duplicate-stdout-filters", "out"),
+}
+
+
+@pytest.mark.parametrize("form", FILTERS)
+def test_filtered_lines(form: str, both: Launchers) -> None:
+    theirs, ours = both.script(LINES, "--log-dir", "logs", *FILTERS[form], preload="")
+    assert theirs.code == ours.code == 0
+    assert console(ours) == console(theirs)
+    their, our = (
+        {path: sorted(data.splitlines()) for path, data in files(one).items() if "filtered" in path}
+        for one in (theirs, ours)
+    )
+    assert our == their != {}
+
+
+def test_filtered_lines_into_nothing(both: Launchers) -> None:
+    words = ("--log-dir", "/dev/null", "--tee", "1", "--duplicate-stdout-filters", "out")
+    theirs, ours = both.script("mark('ran')", *words, preload="")
+    assert theirs.code == 1 and ours.code == 2
+    assert theirs.marks() == ours.marks() == []
+    assert b"--log-dir=/dev/null and" in ours.err
+
+
 def test_log_dir_of_a_run(both: Launchers) -> None:
     assert Difference.LOG_DIR
     theirs, ours = both.script(LINES, "--log-dir", "new/logs", "-r", "3", "--rdzv-id", "id", "--master-port", "29511")

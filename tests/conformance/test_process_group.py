@@ -125,7 +125,6 @@ def test_process_group(name: str, both: Launchers) -> None:
 
 
 def test_process_group_without_preload(both: Launchers) -> None:
-    assert Difference.STORE
     theirs, ours = observe(
         both, ["is launched by torchelastic", "env://", "sum", "objects", "destroyed", "threads"], preload=""
     )
@@ -152,7 +151,6 @@ def test_second_group_that_meets_in_a_file(both: Launchers) -> None:
     assert ours.reports == theirs.reports == {0: 2.0, 1: 2.0}
 
 
-@pytest.mark.xfail(strict=True, reason="the store ends with rank 0, under torchrun with the launcher")
 def test_store_after_rank_0_has_ended(both: Launchers) -> None:
     body = """
         import time
@@ -173,6 +171,43 @@ def test_store_after_rank_0_has_ended(both: Launchers) -> None:
     assert theirs.marks() == ["1 word"]
     assert ours.marks() == theirs.marks(), ours.err.decode()
     assert theirs.code == ours.code == 0
+
+
+def test_group_of_ranks_that_outlive_rank_0(both: Launchers) -> None:
+    body = """
+        import torch, torch.distributed as dist
+        rank = int(os.environ["RANK"])
+        if rank == 0:
+            sys.exit(0)
+        dist.init_process_group("gloo", rank=rank - 1, world_size=2)
+        ones = torch.ones(1)
+        dist.all_reduce(ones)
+        report(ones.item())
+        dist.barrier()
+        dist.destroy_process_group()
+    """
+    theirs, ours = both.script(body, nproc=3)
+    assert theirs.reports == ours.reports == {1: 2.0, 2: 2.0}
+    assert theirs.code == ours.code == 0, ours.err.decode()
+
+
+def test_rank_has_no_child_that_it_did_not_start(both: Launchers) -> None:
+    body = """
+        try:
+            os.wait()
+        except ChildProcessError as error:
+            report(str(error))
+    """
+    theirs, ours = both.script(body)
+    assert theirs.reports == ours.reports == dict.fromkeys(range(2), "[Errno 10] No child processes")
+
+
+@pytest.mark.parametrize("preload", ["torch", ""])
+def test_who_serves_the_store(preload: str, both: Launchers) -> None:
+    theirs, ours = both.script("report(os.environ['TORCHELASTIC_USE_AGENT_STORE'])", preload=preload)
+    assert theirs.reports == dict.fromkeys(range(2), "True")
+    assert Difference.STORE
+    assert ours.reports == dict.fromkeys(range(2), "True" if preload else "False")
 
 
 def test_threads_chosen_by_the_script(both: Launchers) -> None:

@@ -74,6 +74,8 @@ FILES: dict[str, str | bytes] = {
     "app.bin": _zipped(__main____dot__py=OBSERVE),
     "pkg/__init__.py": "",
     "pkg/mod.py": OBSERVE,
+    "pkg/of0.py": OBSERVE,
+    "of 0/prog.py": OBSERVE,
     "pkg/deep/__init__.py": "",
     "pkg/deep/__main__.py": OBSERVE,
     "space/mod.py": OBSERVE,
@@ -129,6 +131,8 @@ GOOD: dict[str, tuple[list[str], dict[str, str | None]]] = {
     "script with PYTHONSAFEPATH": (["prog.py"], {"PYTHONSAFEPATH": "1"}),
     "module with PYTHONSAFEPATH": (["-m", "libmod"], {"PYTHONSAFEPATH": "1", "PYTHONPATH": "lib"}),
     "macro": (["prog.py", "x=${local_rank}", "$local_rank", "$$", "${other}", "$(pwd)", "%d"], {}),
+    "macro in a script's name": (["of ${local_rank}/prog.py", "$$"], {}),
+    "macro in a module's name": (["-m", "pkg.of${local_rank}"], {}),
     "interpreter of choice": (["prog.py"], {"PYTHON_EXEC": "{work}/tool-python"}),
     "PYTHONOPTIMIZE": (["prog.py"], {"PYTHONOPTIMIZE": "1", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUTF8": "1"}),
     "no python": (["--no-python", "./tool", "a b", "${local_rank}"], {}),
@@ -221,6 +225,13 @@ def test_script_that_is_missing(script: str, both: Launchers) -> None:
     assert b"can't open file '%s/%s'" % (os.getcwdb(), script.encode()) in (theirs.log(0, "stderr.log") or b"")
     assert b"can't open file '%s/%s'" % (os.getcwdb(), script.encode()) in ours.err
     assert ours.log(0, "stderr.log") is None
+
+
+def test_as_many_executables_as_cpus(both: Launchers) -> None:
+    words = ["--nproc-per-node", "cpu", "--no-python", "sh", "-c", "touch $RANK.of.$WORLD_SIZE"]
+    theirs, ours = both(words, {}, preload="")
+    assert theirs.code == ours.code == 0
+    assert ours.files == theirs.files != {}
 
 
 @pytest.mark.parametrize(("program", "code"), [("./nosuch", 127), ("./syntax.py", 126)])

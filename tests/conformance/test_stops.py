@@ -28,7 +28,7 @@ def on_signal(number):
 
 SLEEP = """
 mark("ready")
-time.sleep(60)
+rest()
 """
 
 

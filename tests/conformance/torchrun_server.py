@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """torchrun without its two seconds of importing torch: a process that has imported it forks for every launch.
 
-Run as a script. Each line on stdin is a launch: ``{"args", "env", "cwd", "stdin", "stdout", "stderr"}``, the last three
-paths. Two lines answer it: the process, and how it ended. torchrun starts its ranks as new programs, so nothing of the
-fork is left in them.
+Run as a script. A line on stdin is a launch, ``{"args", "env", "cwd", "stdin", "stdout", "stderr"}``, the last three
+paths, and answered by its process; or ``{"wait": process}``, answered by the exit code when it has ended. torchrun
+starts its ranks as new programs, so nothing of the fork is left in them.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ def serve() -> list[str]:
     """Answer launches until there are no more; returns, in the fork alone, the arguments of a launch."""
     for line in iter(sys.stdin.readline, ""):
         launch = json.loads(line)
+        if "wait" in launch:
+            print(os.waitstatus_to_exitcode(os.waitpid(launch["wait"], 0)[1]), flush=True)
+            continue
         pid = os.fork()
         if pid == 0:
             os.setsid()
@@ -33,7 +36,6 @@ def serve() -> list[str]:
             args: list[str] = launch["args"]
             return args
         print(pid, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
     os._exit(0)
 
 

@@ -74,6 +74,29 @@ def test_the_disk_is_full_when_a_job_ends(apps: Detached, small: Path, tmp_path:
     assert apps.record(app_id)["roles"][0]["replicas"][0]["exit_code"] == 5
 
 
+def test_the_disk_is_full_and_there_is_much_to_say(
+    apps: Detached, small: Path, tmp_path: Path, eventually: Eventually
+) -> None:
+    # Error files may be of any length; the final status is then one without them.
+    code = """
+import json, os, sys, time
+with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+    json.dump({"message": "x" * 300000}, file)
+open(sys.argv[1] + "/up", "w").close()
+while not os.path.exists(sys.argv[1] + "/go"):
+    time.sleep(0.02)
+sys.exit(5)
+"""
+    app_id = apps.run(py(code, str(tmp_path), env={"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error")}))
+    eventually(lambda: (tmp_path / "up").exists(), "the start")
+    fill(small)
+    (tmp_path / "go").touch()
+    status = apps.wait(app_id)
+    assert status.state is AppState.FAILED
+    assert "exited with code 5: xxx" in status.msg
+    assert apps.record(app_id)["roles"][0]["replicas"][0]["exit_code"] == 5
+
+
 def test_the_disk_has_room_again(apps: Detached, small: Path, tmp_path: Path, eventually: Eventually) -> None:
     command = (
         f"while ! test -e {tmp_path}/full; do sleep 0.02; done;"

@@ -50,6 +50,14 @@ def test_retries_are_used_up(apps: Detached, tmp_path: Path, policy: RetryPolicy
 
 
 @pytest.mark.parametrize("policy", list(RetryPolicy))
+def test_exit_code_78_asks_for_no_retry(apps: Detached, policy: RetryPolicy) -> None:
+    app_id = apps.run(sh("exit 78", max_retries=2, retry_policy=policy))
+    status = apps.wait(app_id)
+    assert (status.state, status.num_restarts) == (F, 0)
+    assert apps.log(app_id)[-1].endswith("exited with code 78 (EX_CONFIG), which asks for no other start\n")
+
+
+@pytest.mark.parametrize("policy", list(RetryPolicy))
 def test_a_retry_succeeds(apps: Detached, tmp_path: Path, policy: RetryPolicy) -> None:
     app_id = apps.run(sh("test $MONARCH_RESTART = 1", max_retries=5, retry_policy=policy))
     status = apps.wait(app_id)

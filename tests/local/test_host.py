@@ -10,10 +10,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -23,23 +21,6 @@ from tests.local.hosts import Hosts
 from torchx_monarch.backends.local.folder import MAX_RUN_DIR
 
 Eventually = Callable[..., object]
-
-
-@pytest.fixture
-def folder(leaves_nothing: None) -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="h"))
-    yield path
-    shutil.rmtree(path)
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> Callable[[str], str]:
-    def write(text: str) -> str:
-        path = tmp_path / "prog.py"
-        path.write_text("import os, sys, time, signal\nrank = int(os.environ['RANK'])\n" + textwrap.dedent(text))
-        return str(path)
-
-    return write
 
 
 def torchrun(*words: str, nproc: int = 2) -> list[str]:
@@ -101,6 +82,17 @@ def test_exit_code_of_one_rank_is_the_jobs(
         assert error["errorCode"] == code
         assert words in error["message"]
     assert [event["kind"] for event in hosts.events()][-1] == "verdict"
+
+
+def test_every_host_has_its_own_file_of_filtered_lines(folder: Path, script: Callable[[str], str]) -> None:
+    options = ("--nnodes", "2", "--log-dir", str(folder / "shared"), "--duplicate-stdout-filters", "of rank")
+    hosts = Hosts(folder, torchrun(*options, script("print('line of rank', rank); print('x')")), 2, NO_PRELOAD).start()
+    assert hosts.wait() == [0, 0], hosts.err()
+    files = {path.name: sorted(path.read_text().splitlines()) for path in folder.glob("shared/*/attempt_0/filtered*")}
+    assert files == {
+        "filtered_stdout.log": ["[trainer0]:line of rank 0", "[trainer1]:line of rank 1"],
+        "filtered_stdout.1.log": ["[trainer2]:line of rank 2", "[trainer3]:line of rank 3"],
+    }
 
 
 def test_sigterm_handler_runs_in_the_main_thread_and_peers_are_stopped(
@@ -237,7 +229,10 @@ def test_signal_to_one_host_stops_the_job(
     hosts = sleepers(folder, script, eventually)
     hosts.processes[1].send_signal(number)
     assert hosts.wait() == [128 + number] * 2
-    assert f"host 1 was told to stop by signal {int(number)} ({number.name})" in hosts.err(0).splitlines()[-1]
+    said = f"host 1 was told to stop by signal {int(number)} ({number.name})"
+    if number == signal.SIGTERM:
+        said = "preempted: host 1 ("
+    assert said in hosts.err(0).splitlines()[-1]
 
 
 def test_sigusr1_reaches_the_ranks_and_ends_nothing(
@@ -299,6 +294,7 @@ def test_missing_replica_0_is_named(folder: Path, script: Callable[[str], str]) 
         (["torchrun", "--nprocs", "2", "x.py"], 2, "--nprocs"),
         (["torchrun", "--nproc-per-node", "gpu", "PROGRAM"], 1, "--nproc-per-node=gpu"),
         (["torchrun", "--logs-specs", "own", "PROGRAM"], 2, "--logs-specs=own"),
+        (["torchrun", "--numa-binding", "node", "--no-python", "true"], 1, "--numa-binding=node: local rank 0 has no"),
     ],
 )
 def test_what_cannot_run_says_so_in_the_last_line(

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
-import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -17,25 +15,6 @@ import pytest
 from tests.local.hosts import Hosts
 
 NO_PRELOAD = ("--grace", "5", "--preload", "")
-
-
-@pytest.fixture
-def folder(leaves_nothing: None) -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="h"))
-    yield path
-    shutil.rmtree(path)
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> Callable[[str], str]:
-    def write(text: str) -> str:
-        path = tmp_path / "prog.py"
-        start = "import os, sys, time, signal\nrank, attempt = (int(os.environ[n]) for n in "
-        names = "('RANK', 'TORCHELASTIC_RESTART_COUNT'))\n"
-        path.write_text(start + names + textwrap.dedent(text))
-        return str(path)
-
-    return write
 
 
 def torchrun(*words: str, restarts: int, nnodes: int = 1) -> list[str]:
@@ -93,6 +72,65 @@ def test_an_import_error_in_the_program_is_started_again(folder: Path, script: C
     hosts = Hosts(folder, torchrun(script("import no_such"), restarts=1), options=NO_PRELOAD).start()
     assert hosts.wait() == [1]
     assert (hosts.logs(0) / "attempt_1").exists()
+
+
+@pytest.mark.parametrize(
+    ("body", "options", "code", "attempts", "reason"),
+    [
+        ("sys.exit(78)", (), 78, 1, "no restart: with exit code 78 (EX_CONFIG) the program asks for none"),
+        ("sys.exit(4 - attempt)", ("--retry-on", "4,137"), 3, 2, "no restart: exit code 3 is not one of 4, 137"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", ("--retry-on", "SIGKILL"), 137, 4, ""),
+    ],
+)
+def test_exit_codes_that_are_not_retried(
+    folder: Path,
+    script: Callable[[str], str],
+    body: str,
+    options: tuple[str, ...],
+    code: int,
+    attempts: int,
+    reason: str,
+) -> None:
+    path = script(f"if rank:\n    {body}\ntime.sleep(100)")
+    hosts = Hosts(folder, torchrun(path, restarts=3), options=(*NO_PRELOAD, *options)).start()
+    assert hosts.wait() == [code]
+    assert len(list(hosts.logs(0).glob("attempt_*"))) == attempts
+    assert reason in hosts.err() and ("no restart" in hosts.err()) == bool(reason)
+
+
+@pytest.mark.parametrize(
+    ("body", "attempts"),
+    [
+        # Twice in a row without a group; what one does with the exception is all the same.
+        ("dist.init_process_group('gloo', init_method='none://')", 2),
+        (
+            "try: dist.init_process_group('gloo', init_method='none://')\n"
+            "except Exception as error: raise OSError('no group') from error",
+            2,
+        ),
+        # In a group before, with and without an URL, and destroyed.
+        ("join(); dist.init_process_group('gloo', init_method='none://')", 4),
+        ("join(store=dist.HashStore(), rank=0, world_size=1); dist.init_process_group(timeout='x')", 4),
+        # Not of forming a group, or not with torch.distributed at all.
+        ("raise RuntimeError('init_process_group')", 4),
+        ("dist.init_process_group('gloo', init_method='none://') if attempt % 2 else sys.exit(1)", 4),
+    ],
+)
+def test_a_rank_that_fails_to_join_twice_in_a_row_is_not_started_again(
+    folder: Path, script: Callable[[str], str], body: str, attempts: int
+) -> None:
+    path = script(f"""
+import torch.distributed as dist
+def join(**options):
+    dist.init_process_group("gloo", **options)
+    dist.destroy_process_group()
+{body}
+""")
+    command = ["torchrun", "--max-restarts", "3", path]
+    hosts = Hosts(folder, command).start()
+    assert hosts.wait() == [1]
+    assert len(list(hosts.logs(0).glob("attempt_*"))) == attempts, hosts.err()
+    assert ("no restart: rank 0 has failed twice in a row before it was in" in hosts.err()) == (attempts == 2)
 
 
 def test_spare_interpreters_take_over(folder: Path, script: Callable[[str], str]) -> None:
@@ -182,6 +220,43 @@ def test_the_same_failure_of_many_is_one_line(folder: Path, script: Callable[[st
     grouped = [line for line in hosts.err().splitlines() if "also: rank" in line]
     assert len(grouped) <= 2  # those still on their way out when the first was seen count as well
     assert hosts.err().count("traceback of rank") == 1
+
+
+def test_nothing_of_an_attempt_lives_on_in_the_next(folder: Path, script: Callable[[str], str]) -> None:
+    # Children of ranks that were killed or have ended: with a session or a process group of their own, orphans of
+    # orphans, deaf to SIGTERM; one is a fork without an exec, as a data loader's worker is.
+    path = script("""
+        import pathlib, subprocess
+        notes = pathlib.Path(sys.argv[0]).with_name("strays")
+        notes.mkdir(exist_ok=True)
+        def endure():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            (notes / str(os.getpid())).touch()
+            time.sleep(1000)
+        def lives(pid):
+            try:
+                return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+            except FileNotFoundError:
+                return False
+        if attempt == 0:
+            for leave in (os.setsid, lambda: os.setpgid(0, 0), lambda: None):
+                if os.fork() == 0:
+                    leave()
+                    endure() if os.fork() == 0 else os._exit(0)
+            if os.fork() == 0:
+                os.setsid()
+                endure()
+            while len(list(notes.iterdir())) < 8:
+                time.sleep(0.02)
+            if rank == 1:
+                sys.exit(1)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(1000)
+        print("alive", [one.name for one in notes.iterdir() if lives(one.name)])
+    """)
+    hosts = Hosts(folder, torchrun(path, restarts=1), options=("--grace", "1", "--preload", "")).start()
+    assert hosts.wait() == [0], hosts.err()
+    assert hosts.out().count("alive []") == 2
 
 
 def goes_on(script: Callable[[str], str]) -> str:

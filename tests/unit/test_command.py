@@ -221,7 +221,8 @@ def refusal(text: str, replicas: int = 1) -> str:
         ("torchrun --nnodes 2 --nproc-per-node auto a.py", 2),
         ("torchrun --nnodes 3:3 --nproc-per-node xpu a.py", 3),
         ("torchrun --max-restarts 0 --event-log-handler null a.py", 1),
-        ("torchrun --rdzv-backend etcd --rdzv-endpoint h:1 --rdzv-conf x --node-rank 7 --master-addr m a.py", 1),
+        ("torchrun --nnodes 1:4 --rdzv-conf join_timeout=9 a.py", 2),
+        ("torchrun --rdzv-backend etcd --rdzv-endpoint h:1 --rdzv-conf x=y --node-rank 7 --master-addr m a.py", 1),
         ("torchrun --start-method fork --monitor-interval 60 --local-addr h --master-port 1 a.py", 1),
         ("torchrun --no-python -- sh -c x", 1),
         ("python train.py", 7),
@@ -237,16 +238,14 @@ def test_what_can_be_run(text: str, replicas: int) -> None:
         ("torchrun a.py", 2, ["--nnodes=1", "role's 2 replicas", "Use --nnodes=2"]),
         ("torchrun --nnodes 4 a.py", 2, ["--nnodes=4", "2 replicas", "Use --nnodes=2"]),
         ("torchrun --nnodes 3:4 a.py", 2, ["--nnodes=3:4", "does not agree"]),
-        ("torchrun --nnodes 1:4 a.py", 2, ["--nnodes=1:4", "elastic", "not supported yet", "Use --nnodes=4"]),
+        ("torchrun --nnodes 1:2 a.py", 3, ["--nnodes=1:2", "role's 3 replicas", "Use --nnodes=3"]),
         ("torchrun --standalone a.py", 2, ["--standalone is for one node", "2 replicas", "use --nnodes=2"]),
         ("torchrun --nproc-per-node 0 a.py", 1, ["--nproc-per-node=0", "auto, gpu, cpu, xpu"]),
         ("torchrun --nproc-per-node tpu a.py", 1, ["--nproc-per-node=tpu", "auto, gpu, cpu, xpu"]),
         ("torchrun --no-python -m a", 1, ["--no-python and --module contradict"]),
-        ("torchrun --event-log-handler x a.py", 1, ["--event-log-handler=x is not supported yet"]),
-        ("torchrun --logs-specs x a.py", 1, ["--logs-specs=x is not supported yet", "--log-dir"]),
-        ("torchrun --numa-binding node a.py", 1, ["--numa-binding=node is not supported yet"]),
-        ("torchrun --duplicate-stdout-filters a,b a.py", 1, ["--duplicate-stdout-filters=a,b is not supported yet"]),
-        ("torchrun --duplicate-stderr-filters a a.py", 1, ["--duplicate-stderr-filters=a is not supported yet"]),
+        ("torchrun --event-log-handler x a.py", 1, ["--event-log-handler=x is not supported: ", "events.jsonl"]),
+        ("torchrun --logs-specs x a.py", 1, ["--logs-specs=x is not supported: ", "--log-dir"]),
+        ("torchrun --log-dir /dev/null --duplicate-stdout-filters a a.py", 1, ["--log-dir=/dev/null and", "filters"]),
     ],
 )
 def test_what_cannot(text: str, replicas: int, parts: Sequence[str]) -> None:
@@ -256,10 +255,26 @@ def test_what_cannot(text: str, replicas: int, parts: Sequence[str]) -> None:
         assert part in message
 
 
+@pytest.mark.parametrize(
+    ("text", "replicas", "fewest"),
+    [("torchrun a.py", 1, 1), ("torchrun --nnodes 2:4 a.py", 3, 2), ("python a.py", 7, 7)],
+)
+def test_the_fewest_replicas(text: str, replicas: int, fewest: int) -> None:
+    assert meaning(text).fewest(replicas) == fewest
+
+
 def test_an_option_from_the_environment_is_refused_too() -> None:
     command = meaning("torchrun a.py", {"PET_EVENT_LOG_HANDLER": "own"})
     with pytest.raises(CommandError, match="--event-log-handler=own"):
         check(command, replicas=1, role="trainer")
+
+
+def test_the_macro_is_replaced_where_torchrun_replaces_it() -> None:
+    words = "'t${local_rank}.py' 'x${local_rank}$$' '$HOME'"
+    assert meaning(f"torchrun {words}").program_of(3) == Program("script", "t3.py", ("x3$", "$HOME"))
+    python = Program("script", "t${local_rank}.py", ("x${local_rank}$$", "$HOME"))
+    assert meaning(f"python {words}").program_of(3) == python
+    assert meaning("torchrun --no-python 'x${local_rank}' '${local_rank}'").program_of(1).target == "x${local_rank}"
 
 
 option_words = st.lists(

@@ -275,7 +275,7 @@ def test_json_files_are_replaced_whole(tmp_path: Path) -> None:
 
 def test_the_last_word_uses_the_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reserve, status = str(tmp_path / "reserve"), str(tmp_path / "status.json")
-    folder.make_reserve(reserve)
+    folder.make_reserve(reserve, 64 * 1024)
     store.write_json(status, {"state": "RUNNING"})
 
     def full(path: str, value: object, *, durable: bool = False) -> None:

@@ -59,9 +59,10 @@ def test_who_blames_a_peer_is_the_cause_only_when_nobody_else_is() -> None:
 def test_others_are_grouped_by_how_they_failed() -> None:
     cause = exit_of(2, 1, error=error("ValueError: x"))
     same = [exit_of(rank, 1, error=error("ValueError: x")) for rank in (3, 7, 8, 9, 11)]
-    peers = [exit_of(rank, 1, error=error("RuntimeError: Connection closed by peer")) for rank in (0, 1)]
+    said = "RuntimeError: Connection closed by peer [127.0.0.1]:3145"
+    peers = [exit_of(rank, 1, error=error(f"{said}{rank}")) for rank in (0, 1)]
     assert others_in_words([*same, cause, *peers, exit_of(12, -6)], cause) == [
-        "ranks 0 and 1 exited with code 1: RuntimeError: Connection closed by peer (a consequence)",
+        f"ranks 0 and 1 exited with code 1: {said}0 (a consequence)",
         "ranks 3, 7, 8 and 2 more exited with code 1: ValueError: x",
         "rank 12 was killed by signal 6 (SIGABRT)",
     ]

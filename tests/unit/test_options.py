@@ -16,6 +16,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.elastic.multiprocessing.api import to_map
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout, _get_timeout
+from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
 from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 
 from torchx_monarch.plan.options import (
@@ -30,24 +33,18 @@ from torchx_monarch.plan.options import (
     Use,
     parse_options,
 )
+from torchx_monarch.plan.rendezvous_conf import RendezvousConf
 
 IMPLIED = {
     "rdzv_backend",
     "rdzv_endpoint",
-    "rdzv_conf",
     "node_rank",
     "master_addr",
     "master_port",
     "start_method",
     "run_path",
 }
-REFUSED = {
-    "event_log_handler",
-    "logs_specs",
-    "numa_binding",
-    "duplicate_stdout_filters",
-    "duplicate_stderr_filters",
-}
+REFUSED = {"event_log_handler", "logs_specs"}
 
 
 @pytest.fixture(autouse=True)
@@ -114,6 +111,17 @@ def options(*arguments: str, env: Mapping[str, str] | None = None) -> TorchrunOp
 
 VALUES: dict[str, list[str]] = {
     "nnodes": ["1", "3", "2:4", "0", "4:2", "1:2:3", "x", ""],
+    "rdzv_conf": [
+        *("", " ", "x", "=1", "a=", "a=1,", "a=b=c,d=2", "join_timeout=7", " join_timeout = 7 , last_call_timeout=3"),
+        *(
+            "join_timeout=5,join_timeout=6",
+            "join_timeout=0",
+            "last_call_timeout=-1",
+            "join_timeout=1.5",
+            "join_timeout=",
+        ),
+        "join_timeout=600,close_timeout=600,timeout=600",
+    ],
     "max_restarts": ["0", "3", "x", ""],
     "monitor_interval": ["5", "0.01", "1e-3", "x"],
     "start_method": ["spawn", "fork", "thread"],
@@ -156,11 +164,21 @@ def torch_value(option: Option, arguments: list[str]) -> object:
             return (low, high) if 0 < low <= high else None
         if option.dest in ("redirects", "tee"):
             return to_map(Std.from_str(value), 12)
+        if option.dest == "rdzv_conf":
+            return torch_rendezvous_conf(value)
         if option.dest == "local_ranks_filter":
             return (frozenset(map(int, value.split(","))) if value else frozenset(),)
     except (RuntimeError, ValueError):
         return None
     return (tuple(value) if isinstance(value, list) else value,)
+
+
+def torch_rendezvous_conf(text: str) -> tuple[int, int]:
+    """Seconds to join and of the last call, as torch's dynamic rendezvous reads them."""
+    config = _parse_rendezvous_config(text)
+    params = RendezvousParameters("c10d", "h:1", "id", 1, 1, **config)
+    timeout = RendezvousTimeout(_get_timeout(params, "join"), _get_timeout(params, "last_call"))
+    return int(timeout.join.total_seconds()), int(timeout.last_call.total_seconds())
 
 
 def our_value(option: Option, arguments: list[str], env: Mapping[str, str] | None = None) -> object:
@@ -175,6 +193,8 @@ def our_value(option: Option, arguments: list[str], env: Mapping[str, str] | Non
         return {rank: value.stdout(rank) + 2 * value.stderr(rank) for rank in range(12)}
     if option.dest == "local_ranks_filter":
         return (value or frozenset(),)
+    if isinstance(value, RendezvousConf):
+        return value.join_timeout or 600, value.last_call_timeout
     return (value,)
 
 
@@ -263,6 +283,14 @@ def test_a_command_line_is_split_where_torchrun_splits_it(arguments: list[str]) 
         ),
         (["--tee", "5", "a.py"], "torchrun: --tee=5: use 0 (none), 1 (stdout), 2 (stderr) or 3 (both)"),
         (["--nnodes", "4:2", "a.py"], "torchrun: --nnodes=4:2: use a number of nodes above 0, or MIN:MAX"),
+        (
+            ["--rdzv-conf", "x", "a.py"],
+            "torchrun: --rdzv-conf=x: x has no value; use KEY=VALUE,..., such as join_timeout=",
+        ),
+        (
+            ["--rdzv-conf", "a=b,join_timeout=soon", "a.py"],
+            "torchrun: --rdzv-conf=a=b,join_timeout=soon: join_timeout=soon is not a whole number of seconds above 0.",
+        ),
         (["--start-method", "x", "a.py"], "torchrun: --start-method=x: use one of spawn, fork, forkserver."),
         (["--local-ranks-filter", "x", "a.py"], "torchrun: --local-ranks-filter=x: use a comma-separated list"),
     ],

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torchx.components import dist, utils
 from torchx.specs import AppDef, RetryPolicy, Role, macros
 
+from torchx_monarch.components import spmd
 from torchx_monarch.plan.command import CommandError, parse
 from torchx_monarch.plan.rewrite import HostOptions, restore, rewrite
 
@@ -243,9 +244,15 @@ def test_utils_python_and_sh() -> None:
     assert rewritten(utils.sh("echo", "torchrun")).args == ["-c", "echo torchrun"]
 
 
-def test_an_elastic_component_is_refused() -> None:
-    with pytest.raises(CommandError, match="--nnodes=1:2 asks for an elastic job"):
-        rewrite(dist.torchrun(script="a.py", j="1:2x2"), OPTIONS)
+@pytest.mark.parametrize("component", [dist.torchrun, spmd])
+def test_elastic_components(component: Callable[..., AppDef]) -> None:
+    given = component(script="a.py", j="1:3x2")
+    role = rewritten(given)
+    assert (role.min_replicas, role.num_replicas) == (1, 3)
+    assert "--replicas 3" in " ".join(role.args)
+    given.roles[0].num_replicas = 4
+    with pytest.raises(CommandError, match="--nnodes=1:3 does not agree with the role's 4 replicas"):
+        rewrite(given, OPTIONS)
 
 
 arguments = st.lists(

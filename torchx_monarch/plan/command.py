@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from string import Template
 from types import MappingProxyType
 from typing import Literal
 
@@ -66,6 +67,23 @@ class Command:
     options: TorchrunOptions
     program: Program
     interpreter: tuple[str, ...] = ()
+
+    def program_of(self, local_rank: int) -> Program:
+        """The program of one rank, with torchrun's macro ``${local_rank}`` replaced where torchrun replaces it.
+
+        That is in every word that it passes to Python, or to a program of another kind; a plain python has no macros.
+        """
+        if self.kind != "torchrun":
+            return self.program
+        program = self.program
+        target, *args = (
+            Template(word).safe_substitute(local_rank=str(local_rank)) for word in (program.target, *program.args)
+        )
+        return Program(program.mode, program.target if program.mode == "exec" else target, tuple(args))
+
+    def fewest(self, replicas: int) -> int:
+        """How many of a role's ``replicas`` the job needs at least: MIN of torchrun's ``--nnodes MIN:MAX``."""
+        return self.options.min_nodes if self.kind == "torchrun" else replicas
 
 
 def parse(argv: Sequence[str], env: Mapping[str, str] = MappingProxyType({})) -> Command | None:
@@ -190,6 +208,12 @@ def _contradiction(options: TorchrunOptions, replicas: int) -> str | None:
             f"torchrun option --nnodes={_nnodes(options)} does not agree with the role's {replicas} replicas. "
             f"Use --nnodes={replicas}, or change the replicas of the role."
         )
+    filters = options.duplicate_stdout_filters or options.duplicate_stderr_filters
+    if filters and options.log_dir == os.devnull:
+        return (
+            f"torchrun options --log-dir={os.devnull} and --duplicate-{{stdout,stderr}}-filters contradict each other: "
+            "the filtered lines go into the log folder. Leave one out."
+        )
     if "nproc_per_node" not in options.unexpanded and not is_process_count(options.nproc_per_node):
         return (
             f"torchrun option --nproc-per-node={options.nproc_per_node} is not a number of processes. "
@@ -199,16 +223,11 @@ def _contradiction(options: TorchrunOptions, replicas: int) -> str | None:
 
 
 def _unsupported(options: TorchrunOptions) -> str | None:
-    if options.min_nodes != options.max_nodes:
-        return (
-            f"torchrun option --nnodes={_nnodes(options)} asks for an elastic job, which is not supported yet: "
-            f"the job waits for a fixed number of hosts. Use --nnodes={options.max_nodes}."
-        )
     for option in OPTIONS:
         if option.use is Use.REFUSED:
             value = getattr(options, option.dest)
             if value != getattr(DEFAULTS, option.dest):
-                return f"torchrun option {_typed(option, value)} is not supported yet: {option.why}."
+                return f"torchrun option {_typed(option, value)} is not supported: {option.why}."
     return None
 
 

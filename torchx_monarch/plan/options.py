@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NoReturn
 
+from torchx_monarch.plan.rendezvous_conf import RendezvousConf
+
 UNEXPANDED = "\0"
 """Stands, in a word of a shell string, for text that the shell has yet to expand. No real argument can hold a NUL."""
 
@@ -205,7 +207,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(("--rdzv-backend", "--rdzv_backend"), Use.IMPLIED, _MESH, default="static"),
     Option(("--rdzv-endpoint", "--rdzv_endpoint"), Use.IMPLIED, _MESH, default=""),
     Option(("--rdzv-id", "--rdzv_id"), Use.HONOURED, default="none"),
-    Option(("--rdzv-conf", "--rdzv_conf"), Use.IMPLIED, _MESH, default=""),
+    Option(("--rdzv-conf", "--rdzv_conf"), Use.HONOURED, default="", parse=RendezvousConf.parse),
     Option(("--standalone",), Use.HONOURED, default=False, type=bool),
     Option(
         ("--max-restarts", "--max_restarts"),
@@ -231,7 +233,8 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         ("--event-log-handler", "--event_log_handler"),
         Use.REFUSED,
-        "torchelastic's event handlers are not called. Leave it out; the job's own events are in its events file",
+        "the handlers get the events of torchelastic's agent, and no such agent takes part. Leave it out; "
+        "the job's log has a line for each of its own events, and `events.jsonl` in the app's folder an entry",
         default="null",
     ),
     Option(("--role",), Use.HONOURED, default="default"),
@@ -250,15 +253,13 @@ OPTIONS: tuple[Option, ...] = (
     Option(("--local-ranks-filter", "--local_ranks_filter"), Use.HONOURED, default="", parse=_local_ranks),
     Option(
         ("--duplicate-stdout-filters", "--duplicate_stdout_filters"),
-        Use.REFUSED,
-        "no filtered copy of the output is written. Leave it out, and filter with `torchx log --regex`",
+        Use.HONOURED,
         default=(),
         type=_comma_separated_list,
     ),
     Option(
         ("--duplicate-stderr-filters", "--duplicate_stderr_filters"),
-        Use.REFUSED,
-        "no filtered copy of the output is written. Leave it out, and filter with `torchx log --regex`",
+        Use.HONOURED,
         default=(),
         type=_comma_separated_list,
     ),
@@ -273,13 +274,13 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         ("--logs-specs", "--logs_specs"),
         Use.REFUSED,
-        "torchrun's log plug-ins are not loaded. Leave it out, and use --log-dir, --redirects and --tee",
+        "the plug-in gives torchelastic's agent files for the ranks to write, and here the host process reads what "
+        "they print. Leave it out, and use --log-dir, --redirects, --tee and --duplicate-stdout-filters",
         env=False,
     ),
     Option(
         ("--numa-binding", "--numa_binding"),
-        Use.REFUSED,
-        "ranks are not bound to CPUs. Leave it out, and bind them in the script or with numactl through --no-python",
+        Use.HONOURED,
         choices=("node", "socket", "exclusive", "core-complex"),
         env=False,
     ),
@@ -313,7 +314,7 @@ class TorchrunOptions:
     rdzv_backend: str
     rdzv_endpoint: str
     rdzv_id: str
-    rdzv_conf: str
+    rdzv_conf: RendezvousConf
     standalone: bool
     max_restarts: int
     monitor_interval: float

@@ -30,12 +30,14 @@ class HostOptions:
         grace: seconds from SIGTERM to SIGKILL when ranks are stopped.
         host_timeout: seconds to wait for all hosts to arrive.
         preload: the modules, separated by commas, that rank interpreters import while they wait; empty for none.
+        retry_on: the exit codes, as a shell has them, after which ranks are started again; empty for any.
     """
 
     python: str = "python"
     grace: float = 30.0
     host_timeout: float = 300.0
     preload: str = "torch"
+    retry_on: tuple[int, ...] = ()
 
 
 def rewrite(app: AppDef, options: HostOptions) -> AppDef:
@@ -147,6 +149,7 @@ def _host_arguments(role: Role, options: HostOptions) -> list[str]:
         *("--grace", _seconds(options.grace)),
         *("--host-timeout", _seconds(options.host_timeout)),
         *("--preload", escape(options.preload)),
+        *(("--retry-on", ",".join(map(str, options.retry_on))) if options.retry_on else ()),
         *(("--replacements", str(role.max_retries)) if _are_replaced(role) else ()),
         "--",
     ]

@@ -8,15 +8,18 @@ import asyncio
 import contextlib
 import dataclasses
 import signal
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchx_monarch.errors import RankExit, Verdict, others_in_words, root_cause, shell_code
+from torchx_monarch.runtime import retry
+from torchx_monarch.runtime.elastic import Gathering, Sizes, TooFewHosts
 from torchx_monarch.runtime.environment import World
 from torchx_monarch.runtime.network import NetworkError
-from torchx_monarch.runtime.rendezvous import Registration, Rendezvous, Trouble
+from torchx_monarch.runtime.rendezvous import JOINED, PREEMPTED, Registration, Rendezvous, Trouble, joined
 from torchx_monarch.runtime.report import Reporter
 
 if TYPE_CHECKING:
@@ -29,9 +32,6 @@ _MESH_TIMEOUT = 60.0
 
 _STOP_MARGIN = 10.0
 """Seconds beyond the grace until a host that has not said that its ranks ended counts as lost."""
-
-_SAID_WITHIN = 8.0
-"""Seconds that the rendezvous has to say which host is lost when Monarch has found a call to fail."""
 
 
 class _TroubleCame(Exception):
@@ -47,22 +47,28 @@ class JobOptions:
         run_id: TORCHELASTIC_RUN_ID of the ranks.
         max_restarts: how often the ranks are started again after one has failed; one budget for the whole job.
         replacements: how many lost hosts the backend replaces.
+        retry_on: exit codes, as a shell has them, after which ranks are started again; empty for any.
         first_log_attempt: number of the first attempt's log folders.
-        host_timeout: seconds that the hosts have to arrive.
+        sizes: how many hosts it runs on, and how long it waits for them.
+        host_timeout: seconds that rank 0's interpreter has to find a port.
         grace: seconds from SIGTERM to SIGKILL for ranks.
         master_addr: what ranks dial to meet rank 0.
         store_bind: the local address that its store listens on; empty for all.
+        said_within: seconds that the rendezvous has to say which host is lost when Monarch has found a call to fail.
         monarch_log: where Monarch says more.
     """
 
     run_id: str
     max_restarts: int
     replacements: int
+    retry_on: tuple[int, ...]
     first_log_attempt: int
+    sizes: Sizes
     host_timeout: float
     grace: float
     master_addr: str
     store_bind: str
+    said_within: float
     monarch_log: str
 
 
@@ -87,6 +93,7 @@ class Controller:
     ) -> None:
         self._options = options
         self._rendezvous = rendezvous
+        self._gathering = Gathering(options.sizes, rendezvous, reporter)
         self._reporter = reporter
         self._first_output = first_output
         self._check = check
@@ -96,51 +103,85 @@ class Controller:
         self._meshes = 0
         self._members: set[int] = set()
         self._attempt_number = 0
+        self._launched = -1
+        self._uncounted = 0
         self._restarts_left = options.max_restarts
         self._replacements_left = options.replacements
         self._exits: dict[int, RankExit] = {}
 
     async def run(self) -> Verdict:
         """Run the job to its end; never raises for what can go wrong with hosts and ranks."""
+        wait = self._options.sizes.last_call
         while True:
             try:
-                hosts = await self._all_hosts()
+                hosts = await self._gather(wait)
                 # Hosts that have lost an earlier replica 0 have seen attempts.
                 self._attempt_number = max(self._attempt_number, *(host.attempt + 1 for host in hosts))
                 await self._form_mesh(hosts)
                 return await self._attempts(hosts)
             except _TroubleCame as came:
                 trouble = came.trouble
-            self._reporter.note("failure", trouble.verdict.reason, replica=trouble.replica)
-            await self._stop_ranks({trouble.replica} if trouble.lost else set(), trouble.signal)
+            self._reporter.note(trouble.kind, trouble.verdict.reason, replica=trouble.replica)
+            leaves = await self._let_go(trouble)
+            if leaves:
+                self._members.discard(trouble.replica)
+            self._take_up(await self._stop_ranks(trouble.signal))
+            self._members = set()
             # Replica 0 is where we are: its own trouble takes the job along.
-            if not trouble.lost or trouble.replica == 0 or self._replacements_left == 0:
+            if not (leaves or trouble.kind == JOINED) or trouble.replica == 0:
                 return trouble.verdict
-            self._replacements_left -= 1
+            if not self._options.sizes.elastic and self._replacements_left == 0:
+                return trouble.verdict
+            if shortage := self._gathering.shortage(self._replacements_left > 0):
+                return Verdict(1, f"{trouble.verdict.reason}; {shortage}")
+            wait = self._next_wait(trouble)
+
+    async def _let_go(self, trouble: Trouble) -> bool:
+        """Whether a host is no longer there to be asked; in an elastic job one that is told to stop leaves alone."""
+        if trouble.lost or trouble.kind == JOINED:
+            return trouble.lost
+        leaves = trouble.replica != 0 and trouble.kind == PREEMPTED and self._options.sizes.elastic
+        if not leaves or self._rendezvous.present <= self._options.sizes.fewest:
+            return False
+        await self._rendezvous.dismiss(trouble.replica, trouble.verdict)
+        return True
+
+    def _next_wait(self, trouble: Trouble) -> float:
+        """Begin another attempt after this trouble; how long it waits for more hosts than it needs."""
+        sizes = self._options.sizes
+        # An elastic job only counts attempts whose ranks had started.
+        if self._launched == self._attempt_number or not sizes.elastic:
             self._attempt_number += 1
+            self._uncounted += trouble.kind == JOINED
+        if trouble.kind == JOINED:
+            return 0.0
+        replaced = self._replacements_left > 0
+        if replaced and (self._rendezvous.present < sizes.fewest or not sizes.elastic):
+            self._replacements_left -= 1
             text = f"replica {trouble.replica} is to be replaced, {self._replacements_left} replacements left"
             self._reporter.note("replacement", text, replica=trouble.replica)
+        return sizes.last_call if replaced or self._rendezvous.present < sizes.fewest else 0.0
 
-    async def _all_hosts(self) -> list[Registration]:
-        rendezvous, timeout = self._rendezvous, self._options.host_timeout
+    def _take_up(self, troubles: Iterable[Trouble]) -> None:
+        """Have what came while ranks were being stopped not be forgotten: a wish to stop."""
+        for trouble in troubles:
+            if trouble.lost:
+                self._reporter.note("failure", trouble.verdict.reason, replica=trouble.replica)
+            elif trouble.kind != JOINED:
+                self._rendezvous.troubles.put_nowait(trouble)
 
-        def what() -> str:
-            missing = ", ".join(str(replica) for replica in rendezvous.missing)
-            total = rendezvous.present + len(rendezvous.missing)
-            return f"host {rendezvous.present + 1} of {total} (replica {missing})"
-
-        waiting = self._reporter.while_waiting(asyncio.wait_for(rendezvous.hosts(), timeout), what)
-        try:
-            hosts = await self._unless_trouble(waiting)
-        except asyncio.TimeoutError:
-            missing = ", ".join(str(replica) for replica in rendezvous.missing)
-            reason = f"replica {missing} did not arrive within {timeout:g} s (--host-timeout)"
-            raise _TroubleCame(Trouble(0, Verdict(1, reason), lost=False)) from None
-        self._reporter.phase("hosts", f"hosts {len(hosts)}/{len(hosts)}", hosts=[host.hostname for host in hosts])
+    async def _gather(self, wait: float) -> list[Registration]:
+        hosts: list[Registration] = []
+        while not hosts:
+            try:
+                await self._unless_trouble(self._gathering.enough(wait))
+            except TooFewHosts as error:
+                raise _TroubleCame(Trouble(0, Verdict(1, str(error)), lost=False)) from None
+            hosts = self._gathering.form()
         return hosts
 
     async def _form_mesh(self, hosts: list[Registration]) -> None:
-        from torchx_monarch.monarch_api import AgentMesh
+        from torchx_monarch.monarch_api import AgentMesh, host_without_agent
         from torchx_monarch.runtime.agent import Agent
 
         try:
@@ -152,21 +193,27 @@ class Controller:
         except _TroubleCame:
             raise
         except NetworkError as error:
-            raise _TroubleCame(await self._trouble_behind(str(error))) from None
+            raise _TroubleCame(await self._trouble_behind(Trouble(0, Verdict(1, str(error))))) from None
         except Exception as error:
-            reason = f"the mesh could not be formed: {_first_line(error)}; see {self._options.monarch_log}"
-            raise _TroubleCame(await self._trouble_behind(reason)) from error
+            print(f"the mesh could not be formed: {error}", file=sys.stderr, flush=True)  # this is Monarch's log
+            place = host_without_agent(error)
+            why = _first_line(error) if place is None else f"the agent of {hosts[place].name} did not start"
+            reason = f"the mesh could not be formed: {why}; see {self._options.monarch_log}"
+            trouble = Trouble(0, Verdict(1, reason, replica=-1 if place is None else place))
+            raise _TroubleCame(await self._trouble_behind(trouble)) from error
         self._members = {host.replica for host in hosts}
         self._reporter.phase("mesh", "mesh")
 
     async def _attempts(self, hosts: list[Registration]) -> Verdict:
-        budget = self._options.max_restarts
+        budget, never_joined = self._options.max_restarts, frozenset[int]()
         while cause := await self._attempt(hosts, self._attempt_number):
             for line in others_in_words(self._exits.values(), cause):
                 self._reporter.line(f"also: {line}")
-            if self._restarts_left == 0 or not cause.began:
+            before, never_joined = never_joined, retry.never_joined(self._exits.values())
+            reason = retry.why_not(cause, never_joined, before, self._options.retry_on)
+            if self._restarts_left == 0 or reason:
                 if self._restarts_left:
-                    self._reporter.line("no restart: the program cannot even begin")
+                    self._reporter.line(f"no restart: {reason}")
                 return Verdict(shell_code(cause.code), cause.describe(), cause)
             self._restarts_left -= 1
             self._attempt_number += 1
@@ -178,27 +225,63 @@ class Controller:
         """Run the ranks once; None when all ended well, else the one that began the failure."""
         options = self._options
         self._exits = {}
+        if options.sizes.elastic and (newcomers := self._rendezvous.newcomers):
+            raise _TroubleCame(joined(newcomers[0]))
         store = self._call(0, "store", {"address": options.store_bind}, options.host_timeout)
         port, agent_store = await self._reporter.while_waiting(store, lambda: "the interpreter of rank 0")
-        sizes = tuple(host.nproc for host in hosts)
-        log_attempt = options.first_log_attempt + attempt
-        world = World(attempt, log_attempt, sizes, options.master_addr, port, agent_store, options.run_id)
-        spares = self._restarts_left > 0 or self._replacements_left > 0
+        world = World(
+            attempt=attempt,
+            log_attempt=options.first_log_attempt + attempt,
+            restart_count=attempt - self._uncounted,
+            replicas=tuple(host.replica for host in hosts),
+            local_world_sizes=tuple(host.nproc for host in hosts),
+            master_addr=options.master_addr,
+            master_port=port,
+            agent_store=agent_store,
+            run_id=options.run_id,
+        )
+        spares = self._restarts_left > 0 or self._replacements_left > 0 or options.sizes.elastic
+        self._launched = attempt
         async for _ in self._each_host("launch", {"world": world.to_json(), "spares": spares}, hosts):
             pass
         self._reporter.phase("ranks", f"ranks {world.size}/{world.size}", attempt=attempt)
         output = asyncio.ensure_future(self._report_output()) if attempt == 0 else None
-        async for exits in self._each_host("watch", {}, hosts):
-            await asyncio.sleep(0)  # what was printed comes before what ended
-            self._note_exits(exits)
-            if cause := root_cause(self._exits.values()):
-                self._reporter.note("failure", cause.describe(), rank=cause.rank)
-                await self._stop_ranks(set(), signal.SIGTERM)
-                # Those that had failed before we stopped them have said so by now.
-                return root_cause(self._exits.values())
+        growth = asyncio.ensure_future(self._report_newcomer())
+        try:
+            async for answer in self._each_host("watch", {}, hosts):
+                await asyncio.sleep(0)  # what was printed comes before what ended
+                self._note_exits(answer["exits"])
+                growth.cancel()  # where the ranks of a host are done, nobody else is needed
+                if cause := root_cause(self._exits.values()):
+                    self._reporter.note("failure", cause.describe(), rank=cause.rank)
+                    came = await self._stop_ranks(signal.SIGTERM)
+                    # Those that had failed before we stopped them have said so by now.
+                    cause = root_cause(self._exits.values())
+                    self._blame_hosts(came, cause)
+                    return cause
+        finally:
+            growth.cancel()
         if output is not None:
             output.cancel()
         return None
+
+    def _blame_hosts(self, troubles: list[Trouble], cause: RankExit | None) -> None:
+        """Raise a trouble with a host that ranks may have felt before us; the others are put back."""
+        if self._options.sizes.elastic:
+            blamed = [one for one in troubles if one.replica != 0 and (one.lost or one.kind == PREEMPTED)]
+        elif cause is None or cause.is_collateral or self._restarts_left:
+            blamed = sorted(troubles, key=lambda one: one.lost)  # a wish to stop comes first: it ends the job
+        else:
+            blamed = []
+        for one in troubles:
+            if one not in blamed[:1]:
+                self._rendezvous.troubles.put_nowait(one)
+        if blamed:
+            raise _TroubleCame(blamed[0])
+
+    async def _report_newcomer(self) -> None:
+        if self._options.sizes.elastic:
+            self._rendezvous.troubles.put_nowait(joined(await self._gathering.newcomer()))
 
     async def _report_output(self) -> None:
         await self._first_output.wait()
@@ -222,15 +305,15 @@ class Controller:
         for _ in hosts:
             answer = await self._unless_trouble(answers.get())
             if isinstance(answer, Exception):
-                raise _TroubleCame(await self._trouble_behind(_first_line(answer)))
+                raise _TroubleCame(await self._trouble_behind(Trouble(0, Verdict(1, _first_line(answer)))))
             yield answer
 
-    async def _trouble_behind(self, reason: str) -> Trouble:
+    async def _trouble_behind(self, trouble: Trouble) -> Trouble:
         """What a host says of itself, which is better than what Monarch says of it, if some seconds later."""
         try:
-            return await asyncio.wait_for(self._rendezvous.troubles.get(), _SAID_WITHIN)
+            return await asyncio.wait_for(self._rendezvous.troubles.get(), self._options.said_within)
         except asyncio.TimeoutError:
-            return Trouble(0, Verdict(1, reason))
+            return trouble
 
     def _stream_into(self, answers: asyncio.Queue[Any], op: str, args: dict[str, Any]) -> None:
         loop, mesh = asyncio.get_running_loop(), self._mesh
@@ -243,32 +326,42 @@ class Controller:
 
         threading.Thread(target=pump, name=f"monarch-{op}", daemon=True).start()
 
-    async def _stop_ranks(self, lost: set[int], number: int) -> None:
+    async def _stop_ranks(self, number: int) -> list[Trouble]:
         """Stop the ranks of every host that can be asked to; what they say of it is kept.
 
         A host whose agent is gone stops its ranks by itself, and one that is gone took them along.
+
+        Returns:
+            the troubles that came meanwhile.
         """
-        if self._mesh is None:
-            return
+        came: list[Trouble] = []
+        if self._mesh is None or not self._members:
+            return came
         answers: asyncio.Queue[Any] = asyncio.Queue()
         loop, grace = asyncio.get_running_loop(), self._options.grace
-        asked = self._members - lost
+        asked = set(self._members)
         until = loop.time() + grace + _STOP_MARGIN
         self._stream_into(answers, "stop", {"signal": number, "grace": grace})
         while asked:
             try:
                 answer = await self._unless_trouble(asyncio.wait_for(answers.get(), until - loop.time()))
-            except _TroubleCame as came:
-                if came.trouble.lost:
-                    asked.discard(came.trouble.replica)
+            except _TroubleCame as more:
+                came.append(more.trouble)
+                if more.trouble.lost:
+                    self._members.discard(more.trouble.replica)
+                    asked &= self._members
             except asyncio.TimeoutError:
                 late = ", ".join(str(replica) for replica in sorted(asked))
                 self._reporter.line(f"host {late} did not stop its ranks within {grace + _STOP_MARGIN:g} s")
-                return
+                break
             else:
                 if not isinstance(answer, Exception):
-                    self._note_exits(answer)
-                    asked -= {one["replica"] for one in answer}
+                    self._note_exits(answer["exits"])
+                    asked.discard(answer["replica"])  # by name: there are no exits when no rank was started
+        while not self._rendezvous.troubles.empty():
+            came.append(self._rendezvous.troubles.get_nowait())
+        self._members -= {one.replica for one in came if one.lost}
+        return came
 
     def _note_exits(self, exits: list[dict[str, Any]]) -> None:
         for values in exits:

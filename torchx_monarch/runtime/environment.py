@@ -21,6 +21,7 @@ SECRET_VARIABLES = (
     "MONARCH_EVENTS",
     "MONARCH_LOG_DIR",
     "MONARCH_RESTART",
+    "MONARCH_STOP_FILE",
 )
 """Variables through which the backend talks to the host process; ranks do not get them."""
 
@@ -30,9 +31,12 @@ class World:
     """The ranks of one attempt and where they meet.
 
     Attributes:
-        attempt: counts from 0; TORCHELASTIC_RESTART_COUNT.
+        attempt: counts from 0.
         log_attempt: N of the folders ``attempt_N``; runs on when the backend has started the job again.
-        local_world_sizes: ranks of each replica, by replica id.
+        restart_count: TORCHELASTIC_RESTART_COUNT: the attempts before this one, but for those that ended because a host
+            joined, which torchrun does not count either.
+        replicas: ids of the replicas that take part, in order; the position of one is its GROUP_RANK.
+        local_world_sizes: ranks of each of them.
         master_addr: what the ranks dial.
         master_port: the TCP port of the store.
         agent_store: whether a TCPStore is already served there (else rank 0's program serves it).
@@ -41,6 +45,8 @@ class World:
 
     attempt: int
     log_attempt: int
+    restart_count: int
+    replicas: tuple[int, ...]
     local_world_sizes: tuple[int, ...]
     master_addr: str
     master_port: int
@@ -54,7 +60,11 @@ class World:
 
     def first_rank(self, replica: int) -> int:
         """The global rank of a replica's local rank 0: ranks are numbered replica by replica."""
-        return sum(self.local_world_sizes[:replica])
+        return sum(self.local_world_sizes[: self.group_rank(replica)])
+
+    def group_rank(self, replica: int) -> int:
+        """Which of those that take part a replica is."""
+        return self.replicas.index(replica)
 
     def to_json(self) -> dict[str, Any]:
         """As the plain values that a message carries."""
@@ -63,7 +73,8 @@ class World:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> World:
         """The inverse of ``to_json``."""
-        return cls(**{**values, "local_world_sizes": tuple(values["local_world_sizes"])})
+        tuples = {name: tuple(values[name]) for name in ("replicas", "local_world_sizes")}
+        return cls(**{**values, **tuples})
 
 
 def interpreter_environment(host: Mapping[str, str], local_world_size: int) -> dict[str, str]:
@@ -90,16 +101,16 @@ def rank_environment(
     env = {
         "RANK": str(rank),
         "LOCAL_RANK": str(local_rank),
-        "GROUP_RANK": str(replica),
+        "GROUP_RANK": str(world.group_rank(replica)),
         "ROLE_RANK": str(rank),
         "ROLE_NAME": options.role,
         "WORLD_SIZE": str(world.size),
-        "LOCAL_WORLD_SIZE": str(world.local_world_sizes[replica]),
+        "LOCAL_WORLD_SIZE": str(world.local_world_sizes[world.group_rank(replica)]),
         "GROUP_WORLD_SIZE": str(len(world.local_world_sizes)),
         "ROLE_WORLD_SIZE": str(world.size),
         "MASTER_ADDR": world.master_addr,
         "MASTER_PORT": str(world.master_port),
-        "TORCHELASTIC_RESTART_COUNT": str(world.attempt),
+        "TORCHELASTIC_RESTART_COUNT": str(world.restart_count),
         "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
         "TORCHELASTIC_RUN_ID": world.run_id,
         "TORCHELASTIC_USE_AGENT_STORE": str(world.agent_store),

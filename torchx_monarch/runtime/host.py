@@ -23,6 +23,7 @@ from torchx_monarch.errors import Verdict
 from torchx_monarch.plan.command import Command, CommandError, check, parse
 from torchx_monarch.runtime import network
 from torchx_monarch.runtime.controller import Controller, JobOptions
+from torchx_monarch.runtime.elastic import Sizes
 from torchx_monarch.runtime.environment import World
 from torchx_monarch.runtime.link import SOCKET_VARIABLE, LinkServer
 from torchx_monarch.runtime.network import NetworkOptions
@@ -38,6 +39,7 @@ from torchx_monarch.runtime.rendezvous import (
 from torchx_monarch.runtime.report import Reporter
 from torchx_monarch.runtime.strays import reap_orphans
 from torchx_monarch.runtime.transport import Address
+from torchx_monarch.runtime.watchdog import ENABLED, FILE
 from torchx_monarch.runtime.wires import Wires
 
 _HOST_EXIT_TIMEOUT = 5.0
@@ -64,6 +66,7 @@ class HostOptions:
         replacements: how many lost hosts the backend replaces.
         rejoin_timeout: seconds that a host that has lost replica 0 looks for another.
         network: of the hosts, where they are on one.
+        retry_on: exit codes after which ranks are started again, as a shell has them; empty for any.
         command: what the role runs.
     """
 
@@ -77,6 +80,7 @@ class HostOptions:
     replacements: int
     rejoin_timeout: float
     network: NetworkOptions
+    retry_on: tuple[int, ...]
     command: tuple[str, ...]
 
 
@@ -130,12 +134,18 @@ class HostProcess:
             traceback.print_exc()
             verdict = Verdict(1, f"internal error of the host process: {type(error).__name__}: {error}")
             self._reporter.line(f"{verdict.reason}; see {self._monarch_log}")
+        await self._leave(verdict)
+        raise AssertionError("unreachable")
+
+    async def _leave(self, verdict: Verdict) -> None:
         if self._pool is not None:
             await self._pool.stop(signal.SIGTERM, self._grace)
         self._write_error_file(verdict)
         self._exit(verdict.code)
 
     def _exit(self, code: int) -> NoReturn:
+        if self._pool is not None:
+            self._pool.close()
         processes.kill_descendants(self._environ.get(processes.MARKER, ""))
         ours = self._sockets if "MONARCH_RUN_DIR" in self._environ else self._run_dir
         if ours:
@@ -156,6 +166,7 @@ class HostProcess:
             if command is not None:
                 # First of all: what the ranks import takes longer than everything below.
                 nproc = await self._start_interpreters(command)
+                self._start_watchdog(command)
         except LaunchError as failure:
             error = str(failure)
         except ValueError as failure:
@@ -208,7 +219,7 @@ class HostProcess:
         self._grace = self._number("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", options.grace)
         if command.options.shutdown_timeout is not None:
             self._grace = float(command.options.shutdown_timeout)
-        program = command.program
+        program = command.program_of(0)
         if program.mode == "script" and not os.path.exists(program.target):
             # The exit code goes with it, as of `python nosuch.py`.
             raise CommandError(f"can't open file {os.path.abspath(program.target)!r}: No such file or directory")
@@ -232,6 +243,7 @@ class HostProcess:
             self._environ,
             self._options.preload,
             self._first_output.set,
+            self._reporter.line,
         )
         nproc = command.options.nproc_per_node if command.kind == "torchrun" else "1"
         return await self._pool.warm(nproc)
@@ -291,12 +303,44 @@ class HostProcess:
 
         return await asyncio.get_running_loop().run_in_executor(None, start)
 
+    def _start_watchdog(self, command: Command) -> None:
+        """Serve the timers of ``torch.distributed.elastic.timer`` if the role's environment wants them."""
+        if command.kind != "torchrun" or self._environ.get(ENABLED) != "1" or self._pool is None:
+            return
+        path = self._environ.get(FILE) or os.path.join(self._sockets, "timers")
+        try:
+            self._pool.start_watchdog(path, self._run_id(), self._reporter.line)
+        except OSError as error:
+            raise LaunchError(f"cannot start torch's timer server: {error.strerror}: {error.filename}") from None
+
     # -- the job -------------------------------------------------------------------------------------------------------
 
     def _run_id(self) -> str:
         """TORCHELASTIC_RUN_ID: torchrun's ``--rdzv-id``, else the app's id (where torchrun draws one or says none)."""
         given = self._command.options.rdzv_id if self._command else "none"
         return given if given != "none" else self._options.app
+
+    def _sizes(self) -> Sizes:
+        """How many hosts the job runs on, as torchrun's ``--nnodes`` and ``--rdzv-conf`` say."""
+        replicas, timeout, command = self._options.replicas, self._options.host_timeout, self._command
+        if command is None:
+            return Sizes(replicas, replicas, timeout)
+        conf = command.options.rdzv_conf
+        sizes = Sizes(command.fewest(replicas), replicas, timeout, last_call=conf.last_call_timeout)
+        if conf.join_timeout is None:
+            return sizes
+        option = f"--rdzv-conf join_timeout={conf.join_timeout}"
+        return dataclasses.replace(sizes, join_timeout=conf.join_timeout, join_option=option)
+
+    def _first_log_attempt(self, max_restarts: int, sizes: Sizes) -> int:
+        """The number of the first attempt's log folders: the backend's earlier starts may have used up all of theirs.
+
+        An elastic job has any number of them: replica 0, which takes part in each, goes on from the last it finds.
+        """
+        at_most = self._backend_restarts * (1 + max_restarts + self._options.replacements)
+        if not sizes.elastic or not self._backend_restarts or self._pool is None:
+            return at_most
+        return max(at_most, self._pool.last_logged() + 1)
 
     def _number(self, variable: str, default: float) -> float:
         """The number, 0 or more, that an environment variable holds.
@@ -318,8 +362,14 @@ class HostProcess:
     async def _control(self, host: Registration, wires: Wires) -> Verdict:
         """Replica 0: gather the hosts, run, announce."""
         options = self._options
+        sizes = self._sizes()
         self._rendezvous = rendezvous = Rendezvous(
-            wires.rendezvous, options.replicas, wires.identity, wires.bind, options.network.peer_timeout
+            wires.rendezvous,
+            options.replicas,
+            wires.identity,
+            wires.bind,
+            options.network.peer_timeout,
+            fewest=sizes.fewest,
         )
         try:
             if options.replicas > 1:
@@ -332,12 +382,15 @@ class HostProcess:
             run_id=self._run_id(),
             max_restarts=max_restarts,
             replacements=options.replacements,
-            # The backend's earlier starts may have used up all their attempts.
-            first_log_attempt=self._backend_restarts * (1 + max_restarts + options.replacements),
+            retry_on=options.retry_on,
+            first_log_attempt=self._first_log_attempt(max_restarts, sizes),
+            sizes=sizes,
             host_timeout=options.host_timeout,
             grace=self._grace,
             master_addr=wires.advertised,
             store_bind=wires.bind,
+            # A machine that is gone is noticed by its silence.
+            said_within=options.network.peer_timeout + 3.0 if wires.rendezvous.networked else 1.0,
             monarch_log=self._monarch_log,
         )
         verdict = await Controller(job, rendezvous, self._reporter, self._first_output, wires.check).run()
@@ -358,7 +411,8 @@ class HostProcess:
         """Every other replica: register and wait for the verdict."""
         options = self._options
         # A host that cannot take part has only that to say; if replica 0 cannot either, it is gone already.
-        timeout = min(options.host_timeout, _LAST_WORDS_TIMEOUT) if host.error else options.host_timeout
+        join_timeout = self._sizes().join_timeout
+        timeout = min(join_timeout, _LAST_WORDS_TIMEOUT) if host.error else join_timeout
         try:
             self._membership = await self._join(host, wires, timeout, "replica 0")
         except RendezvousError as error:
@@ -369,7 +423,9 @@ class HostProcess:
             verdict = await self._membership.verdict()
             if verdict is not None:
                 return verdict
-            verdict = Verdict(1, f"host {options.replica} ({self._hostname}) lost replica 0")
+            self._membership = None
+            reason = f"host {options.replica} ({self._hostname}) lost replica 0"
+            verdict = Verdict(1, reason, consequence=True)
             if self._agent_gone:
                 verdict = Verdict(1, f"host {options.replica} ({self._hostname}) lost its agent")
             self._reporter.line(verdict.reason)
@@ -401,7 +457,7 @@ class HostProcess:
         """Do what the controller asks through the agent.
 
         ``store`` finds the port where ranks meet; ``launch`` starts the ranks of a world; ``watch`` returns when one
-        has failed or all have ended; ``stop`` ends them. The last two answer the exits so far.
+        has failed or all have ended; ``stop`` ends them. The last two answer who we are and the exits so far.
         """
         assert self._pool is not None
         if op == "store":
@@ -414,7 +470,7 @@ class HostProcess:
             await self._pool.stop(args["signal"], args["grace"])
         else:
             raise ValueError(f"unknown request {op!r}")
-        return [one.to_json() for one in self._pool.exits()]
+        return {"replica": self._options.replica, "exits": [one.to_json() for one in self._pool.exits()]}
 
     def _agent_lost(self) -> None:
         host = self._registration
@@ -430,14 +486,17 @@ class HostProcess:
     def _signalled(self, number: int) -> None:
         self._reporter.line(f"host {self._options.replica}: received {signal.Signals(number).name}")
         self._stop_soon(number)
+        announced = os.path.exists(self._environ.get("MONARCH_STOP_FILE", ""))
+        host = self._registration or Registration(self._options.replica, "", self._hostname, os.getpid(), 0)
+        trouble = signalled(host, number, announced)
         if self._membership is not None:
-            self._spawn(self._membership.tell("signal", number=number))
+            self._spawn(self._membership.tell("signal", number=number, announced=announced))
         elif self._rendezvous is not None:
-            self._rendezvous.troubles.put_nowait(signalled(self._options.replica, number))
+            self._rendezvous.troubles.put_nowait(trouble)
         else:
-            # Not yet in touch with anybody who could decide.
-            self._reporter.line(f"host {self._options.replica}: stopped before the job began")
-            self._exit(128 + number)
+            # Not in touch with anybody who could decide: not yet, or replica 0 is lost.
+            self._reporter.note(trouble.kind, trouble.verdict.reason, replica=trouble.replica)
+            self._spawn(self._leave(self._conclude(trouble.verdict)))
 
     def _pass_on(self, number: int) -> None:
         self._reporter.line(f"host {self._options.replica}: passing {signal.Signals(number).name} on to its ranks")

@@ -82,6 +82,7 @@ class Interpreter:
         self.drained = asyncio.Event()
         self._asking = asyncio.Lock()
         self._tasks: list[asyncio.Task[Any]] = []  # held, or the loop might drop them
+        self._binding: asyncio.Task[dict[str, Any] | None] | None = None
         self._watch()
 
     def prepare(self, mode: str, target: str, modules: Sequence[str]) -> None:
@@ -89,13 +90,26 @@ class Interpreter:
         order = {"op": "prepare", "mode": mode, "target": target, "modules": list(modules)}
         self._tasks.append(asyncio.ensure_future(self.ask(order)))
 
-    async def ask(self, order: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Send an order and wait for its answer; None when the interpreter has ended instead."""
+    def bind(self, mode: str, gpu: int) -> None:
+        """Have it run on the CPUs near a GPU alone (``--numa-binding``); ``binding_error`` says how that went."""
+        self._binding = asyncio.ensure_future(self.ask({"op": "bind", "mode": mode, "gpu": gpu}))
+
+    async def binding_error(self) -> str:
+        """Why it cannot be bound, as it was told to; empty when it is, or was not told to."""
+        if self._binding is None:
+            return ""
+        answer = await self._binding
+        return "the interpreter has ended" if answer is None else str(answer.get("error", ""))
+
+    async def ask(self, order: Mapping[str, Any], passed: Sequence[int] = ()) -> dict[str, Any] | None:
+        """Send an order, descriptors with it, and wait for its answer; None when the interpreter has ended instead."""
         loop = asyncio.get_running_loop()
         buffer = b""
         async with self._asking:
             try:
-                await loop.sock_sendall(self._channel, json.dumps(order).encode() + b"\n")
+                line = json.dumps(order).encode() + b"\n"
+                sent = socket.send_fds(self._channel, [line], passed) if passed else 0
+                await loop.sock_sendall(self._channel, line[sent:])
                 while not buffer.endswith(b"\n"):
                     data = await loop.sock_recv(self._channel, 65536)
                     if not data:

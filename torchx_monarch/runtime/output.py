@@ -8,7 +8,7 @@ import asyncio
 import os
 import select
 from collections.abc import Callable
-from typing import IO
+from typing import IO, Protocol
 
 _CHUNK = 1 << 18
 
@@ -24,6 +24,16 @@ def write_all(fd: int, data: bytes) -> bool:
         except OSError:
             return False
     return True
+
+
+class LineSink(Protocol):
+    """What else gets the lines that go onto the host's output (see ``FilteredFile``)."""
+
+    def write(self, prefix: bytes, lines: bytes) -> None:
+        """Take whole lines, without the last line feed."""
+
+    def close(self) -> None:
+        """There are no more."""
 
 
 class RankOutput:
@@ -43,18 +53,20 @@ class RankOutput:
         self._held: list[bytes] | None = []
         self._file: int | None = None
         self._console: int | None = None
+        self._sink: LineSink | None = None
         self._prefix = b""
         self._partial = b""
         os.set_blocking(pipe.fileno(), False)
         asyncio.get_running_loop().add_reader(pipe, self._readable)
 
-    def assign(self, path: str | None, console: int | None, prefix: str) -> None:
+    def assign(self, path: str | None, console: int | None, prefix: str, sink: LineSink | None = None) -> None:
         """Say where it goes.
 
         Args:
             path: the rank's own file; appended to. None for none.
             console: descriptor for the prefixed lines; None for the file alone.
             prefix: stands before each line, ``[trainer3]:``; may be empty.
+            sink: gets the prefixed lines as well; closed at the end.
 
         Raises:
             OSError: the file cannot be opened.
@@ -63,6 +75,7 @@ class RankOutput:
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._console = console
         self._prefix = prefix.encode()
+        self._sink = sink
         held, self._held = self._held or [], None
         for data in held:
             self._feed(data)
@@ -74,7 +87,9 @@ class RankOutput:
         asyncio.get_running_loop().remove_reader(self._pipe)
         self._pipe.close()
         if self._partial and self._console is not None:
-            write_all(self._console, self._prefix + self._partial + b"\n")
+            self._show(self._partial)
+        if self._sink is not None:
+            self._sink.close()
         if self._file is not None:
             os.close(self._file)
         self.ended.set()
@@ -105,6 +120,12 @@ class RankOutput:
             return
         whole = self._partial + data[:end]
         self._partial = data[end + 1 :]
+        self._show(whole)
+
+    def _show(self, lines: bytes) -> None:
+        assert self._console is not None
+        if self._sink is not None:
+            self._sink.write(self._prefix, lines)
         if self._prefix:
-            whole = self._prefix + whole.replace(b"\n", b"\n" + self._prefix)
-        write_all(self._console, whole + b"\n")
+            lines = self._prefix + lines.replace(b"\n", b"\n" + self._prefix)
+        write_all(self._console, lines + b"\n")

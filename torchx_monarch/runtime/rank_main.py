@@ -8,7 +8,9 @@ alone. ``FD`` is one end of a socket pair on which the host sends JSON lines and
 ======================================  =======================================================================
 ``{"op": "prepare", ...}``              set ``sys.path[0]`` as the program will have it and import the modules named
 ``{"op": "count", "device": D}``        answer how many ranks torchrun would start for ``--nproc-per-node D``
-``{"op": "store", "address": A}``       listen on a free port of ``A``, serve a TCPStore there, answer the port
+``{"op": "store", "address": A}``       fork a process that serves a TCPStore on a free port of ``A`` until the pipe
+                                        that comes with the order is closed; answer its port and pid
+``{"op": "bind", "mode": M, "gpu": N}`` run on the CPUs that ``--numa-binding M`` means for GPU N, and on no others
 ``{"op": "ready"}``                     answer, once the orders before it are done
 ``{"op": "run", ...}``                  take the environment and run the program; no answer, the socket is closed
 ======================================  =======================================================================
@@ -29,6 +31,7 @@ _OWNS_PATH0 = not getattr(sys.flags, "safe_path", False) and not sys.flags.isola
 if _OWNS_PATH0 and __name__ == "__main__":
     del sys.path[0]
 
+import contextlib  # noqa: E402
 import faulthandler  # noqa: E402
 import gc  # noqa: E402
 import io  # noqa: E402
@@ -38,6 +41,7 @@ import socket  # noqa: E402
 import time  # noqa: E402
 import traceback  # noqa: E402
 import types  # noqa: E402
+import warnings  # noqa: E402
 from collections.abc import Callable  # noqa: E402
 from typing import Any, NoReturn  # noqa: E402
 
@@ -45,6 +49,9 @@ STACKS_SIGNAL = signal.SIGRTMAX - 3
 """On this signal a rank prints the stacks of all its threads to its stderr."""
 
 _PR_SET_PDEATHSIG = 1
+
+_FORK_TIMEOUT = 120.0
+"""Seconds that a fork may take to import torch and ask it something."""
 
 
 def _die_with(parent: int) -> None:
@@ -110,8 +117,122 @@ def _count(device: str) -> int:
     return int(determine_local_world_size(device))
 
 
+def _fork_store(address: str, lifeline: int) -> dict[str, Any]:
+    """Fork the process that serves a TCPStore for as long as the other end of ``lifeline`` is open.
+
+    It outlives this rank, as torchrun's store does, which the agent serves. It is forked twice: so it becomes a child
+    of the host, and the program has no child that it did not start.
+
+    Returns:
+        its port, bound before anybody hears of it, and its pid; or the error.
+    """
+    answer, theirs = os.pipe()
+    with warnings.catch_warnings():
+        # Python 3.12 warns of a fork beside threads. Only those of a BLAS library are there, whose locks survive it.
+        warnings.simplefilter("ignore")
+        child = os.fork()
+    if child == 0:
+        try:
+            _become_store(address, lifeline, theirs)
+        finally:
+            os._exit(1)
+    os.close(theirs)
+    os.waitpid(child, 0)
+    with open(answer, "rb") as file:
+        said: dict[str, Any] = json.loads(file.read())
+    return said
+
+
+def _become_store(address: str, lifeline: int, answer: int) -> NoReturn:
+    os.setsid()  # what is sent to the rank's process group or its session is not for this process
+    if os.fork():
+        os._exit(0)
+    for ignored in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        # They may go to every process of a job. Its end is the host's business: ranks on their way out need the store.
+        signal.signal(ignored, signal.SIG_IGN)
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in range(3):
+        os.dup2(null, standard)
+    for name in os.listdir("/proc/self/fd"):
+        # Among them the rank's channel and pipes: the host sees their end only when nobody has them open.
+        if int(name) > 2 and int(name) not in (lifeline, answer):
+            with contextlib.suppress(OSError):
+                os.close(int(name))
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
+        file.write("tcpstore")  # in a process listing, where the command line is the rank's
+    try:
+        port, _store = _serve_store(address)
+    except Exception as error:
+        os.write(answer, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
+        os._exit(1)
+    os.write(answer, json.dumps({"port": port, "pid": os.getpid()}).encode())
+    os.close(answer)
+    os.read(lifeline, 1)  # returns at its end: nobody ever writes
+    os._exit(0)
+
+
+def _cpus_near(gpu: int, mode: str) -> list[int]:
+    """The CPUs to which ``torchrun --numa-binding MODE`` binds the local rank of that number."""
+    try:
+        from torch.numa.binding import AffinityMode, NumaOptions, _get_logical_cpus_to_bind_to
+
+        options = NumaOptions(affinity_mode=AffinityMode(mode))
+    except (ImportError, ValueError):
+        import torch
+
+        raise RuntimeError(f"torch {torch.__version__} cannot tell (torch.numa.binding)") from None
+    cpus = sorted(_get_logical_cpus_to_bind_to(gpu_index=gpu, numa_options=options))
+    if not cpus:
+        raise RuntimeError(f"none of the CPUs near GPU {gpu} is among those that this process may use")
+    return cpus
+
+
+def _bind(cpus: list[int]) -> None:
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            os.sched_setaffinity(int(thread), cpus)
+        except ProcessLookupError:
+            continue  # it has ended meanwhile
+
+
+class _ForkError(Exception):
+    """What went wrong in a fork, in its own words."""
+
+
+def _in_fork(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function returns, as JSON carries it, called in a fork of this process; raises ``_ForkError``.
+
+    torch asks the driver about GPUs, and a process that has asked cannot give GPUs to its own forks any more nor choose
+    among them by CUDA_VISIBLE_DEVICES: under torchrun it is the launcher that has, and not the rank.
+    """
+    import select
+
+    rank, (reader, writer) = os.getpid(), os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of threads: those of torch wait for work
+        child = os.fork()
+    if child == 0:
+        try:
+            _die_with(rank)
+            answer = {"value": function(*args)}
+        except BaseException as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        os.write(writer, json.dumps(answer).encode())
+        os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as file:
+        if not select.select([file], [], [], _FORK_TIMEOUT)[0]:
+            os.kill(child, signal.SIGKILL)
+        data = file.read()
+    os.waitpid(child, 0)
+    answer = json.loads(data or '{"error": "torch has not answered"}')
+    if "error" in answer:
+        raise _ForkError(answer["error"])
+    return answer["value"]
+
+
 def _serve_store(address: str) -> tuple[int, Any]:
-    """Serve a TCPStore on a port that is bound before anybody hears of it; returns the port and the store to keep."""
+    """Serve a TCPStore on a free port, by threads of torch's own; returns the port and the store to keep."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -124,31 +245,43 @@ def _serve_store(address: str) -> tuple[int, Any]:
     return port, store
 
 
-def _serve_orders(channel: socket.socket) -> tuple[dict[str, Any], Any]:
-    """Obey orders until the one to run; returns it and the store to keep alive."""
-    store: Any = None
-    reader = channel.makefile("rb")
-    while True:
-        line = reader.readline()
-        if not line:
+def _next_order(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """The next order and the descriptors that came with it. Orders come one at a time: the host awaits each answer."""
+    line, passed = b"", []
+    while not line.endswith(b"\n"):
+        data, descriptors, _, _ = socket.recv_fds(channel, 65536, 1, socket.MSG_CMSG_CLOEXEC)
+        if not data:
             # The host is gone or has no use for this interpreter: no clean-up is owed, and torch's takes a while.
             os._exit(0)
-        order = json.loads(line)
+        line += data
+        passed += descriptors
+    return json.loads(line), passed
+
+
+def _serve_orders(channel: socket.socket) -> dict[str, Any]:
+    """Obey orders until the one to run, and return that."""
+    while True:
+        order, passed = _next_order(channel)
         op = order["op"]
         if op == "run":
-            reader.close()
             channel.close()
-            return order, store
+            return order
         answer: dict[str, Any] = {"op": op}
         try:
             if op == "prepare":
                 _prepare(order)
             elif op == "count":
-                answer["count"] = _count(order["device"])
+                answer["count"] = _in_fork(_count, order["device"])
+            elif op == "bind":
+                _bind(_in_fork(_cpus_near, order["gpu"], order["mode"]))
             elif op == "store":
-                answer["port"], store = _serve_store(order["address"])
+                answer.update(_fork_store(order["address"], passed[0]))
+        except _ForkError as error:
+            answer["error"] = str(error)
         except Exception as error:
             answer["error"] = f"{type(error).__name__}: {error}"
+        for descriptor in passed:
+            os.close(descriptor)
         channel.sendall(json.dumps(answer).encode() + b"\n")
 
 
@@ -213,7 +346,8 @@ def _run(mode: str, target: str, args: list[str]) -> None:
 def _record(error: BaseException, began: bool) -> None:
     """Write the torchelastic error file, unless the program (``@record``) has written it.
 
-    ``extraInfo`` says besides when it was raised, to a fraction of a second, and whether the program had begun.
+    ``extraInfo`` says besides when it was raised, to a fraction of a second, whether the program had begun and, where
+    it failed in forming a process group, whether it had been in one.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or os.path.exists(path):
@@ -223,17 +357,16 @@ def _record(error: BaseException, began: bool) -> None:
         message = f"{type(error).__name__}: {error}"
     except Exception:
         message = f"{type(error).__name__}: <exception str() failed>"
-    data = {
-        "message": {
-            "message": message,
-            "extraInfo": {
-                "py_callstack": callstack,
-                "timestamp": str(int(time.time())),
-                "raised_at": time.time(),
-                "began": began,
-            },
-        }
+    extra = {
+        "py_callstack": callstack,
+        "timestamp": str(int(time.time())),
+        "raised_at": time.time(),
+        "began": began,
     }
+    joined = _joined(error)
+    if joined is not None:
+        extra["joined"] = joined
+    data = {"message": {"message": message, "extraInfo": extra}}
     try:
         with open(path + ".tmp", "w") as file:
             json.dump(data, file)
@@ -250,6 +383,25 @@ def _began(trace: types.TracebackType | None) -> bool:
         and frame.f_globals.get("__name__") != "runpy"  # frozen only since Python 3.11
         for frame, _ in traceback.walk_tb(trace)
     )
+
+
+def _joined(error: BaseException) -> bool | None:
+    """Whether this process has ever been in a process group, of an exception out of ``init_process_group``; else None.
+
+    Nothing of ``destroy_process_group`` takes back the last two of the signs.
+    """
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while c10d is not None and link is not None and id(link) not in seen:
+        for frame, _ in traceback.walk_tb(link.__traceback__):
+            if frame.f_globals is vars(c10d) and frame.f_code.co_name == "init_process_group":
+                hook = getattr(getattr(sys, "excepthook", None), "__qualname__", "")
+                url = getattr(c10d, "_default_pg_init_method", None)
+                return bool(c10d.is_initialized() or url or hook.startswith("init_process_group."))
+        seen.add(id(link))
+        link = link.__cause__ or link.__context__
+    return None
 
 
 def _without_own_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
@@ -288,7 +440,7 @@ def main() -> None:
     _die_with(int(sys.argv[2]))
     faulthandler.enable()
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
-    order, _store = _serve_orders(socket.socket(fileno=int(sys.argv[1])))
+    order = _serve_orders(socket.socket(fileno=int(sys.argv[1])))
     mode, target, args = order["mode"], order["target"], order["args"]
     os.environ.update(order["env"])
     if mode == "exec":

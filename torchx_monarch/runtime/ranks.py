@@ -23,9 +23,13 @@ from typing import Any
 
 from torchx_monarch import processes
 from torchx_monarch.errors import RankExit
-from torchx_monarch.plan.command import Command
+from torchx_monarch.plan.command import Command, Program
 from torchx_monarch.runtime.environment import World, interpreter_environment, rank_environment
+from torchx_monarch.runtime.filtered import FilteredFile, filtered_name
 from torchx_monarch.runtime.interpreter import Interpreter
+from torchx_monarch.runtime.store import StoreProcess
+from torchx_monarch.runtime.strays import end_strays
+from torchx_monarch.runtime.watchdog import FILE, Watchdog, WatchdogError
 
 _SPARES_AFTER = 5.0
 """Seconds after a launch until interpreters for a next attempt are started: not while the ranks are starting up."""
@@ -77,6 +81,7 @@ class RankPool:
         environ: the environment of the role.
         preload: modules that interpreters of a torchrun command import ahead.
         on_first_output: called once, when a rank first prints.
+        say: called with a line for a person.
     """
 
     def __init__(
@@ -86,17 +91,21 @@ class RankPool:
         environ: Mapping[str, str],
         preload: Sequence[str],
         on_first_output: Callable[[], None],
+        say: Callable[[str], None],
     ) -> None:
         self._command = command
         self._place = place
         self._environ = environ
         self._preload = list(preload) if command.kind == "torchrun" and command.program.mode != "exec" else []
         self._on_first_output: Callable[[], None] | None = on_first_output
+        self._say = say
         self.attempt = -1
+        self._watchdog: Watchdog | None = None
         self._count = 0
         self._waiting: list[Interpreter] = []
         self._ranks: list[_Rank] = []
         self._spares: asyncio.Task[None] | None = None
+        self._store: StoreProcess | None = None
         self._reserved: socket.socket | None = None
         self._files = processes.raise_file_limit()
 
@@ -132,9 +141,9 @@ class RankPool:
     async def serve_store(self, address: str) -> tuple[int, bool]:
         """Find the port where the ranks meet, on rank 0's host.
 
-        With torch preloaded, local rank 0's interpreter serves a TCPStore there, bound before anybody is told: no other
-        process can take the port. Without, the port is held by a socket that never listens; SO_REUSEADDR lets the
-        program's own store, which sets it as well, bind it all the same.
+        With torch preloaded, a fork of local rank 0's interpreter serves a TCPStore there, bound before anybody is
+        told: no other process can take the port. Without, the port is held by a socket that never listens; SO_REUSEADDR
+        lets the program's own store, which sets it as well, bind it all the same.
 
         Returns:
             the port, and whether a store is served there already.
@@ -143,10 +152,11 @@ class RankPool:
             LaunchError: the interpreter cannot be started.
         """
         self._start_missing()
+        self._end_store()
         if self._preload:
-            answer = await self._waiting[0].ask({"op": "store", "address": address})
-            if answer and "port" in answer:
-                return int(answer["port"]), True
+            self._store = await StoreProcess.start(self._waiting[0], address, self._say)
+            if self._store is not None:
+                return self._store.port, True
         if self._reserved is not None:
             self._reserved.close()
         self._reserved = socket.socket()
@@ -154,9 +164,28 @@ class RankPool:
         self._reserved.bind(("", 0))
         return int(self._reserved.getsockname()[1]), False
 
+    def start_watchdog(self, path: str, run_id: str, tell: Callable[[str], None]) -> None:
+        """Have ranks set timers on a named pipe at ``path``; see ``Watchdog``.
+
+        Raises:
+            OSError: its process cannot be started.
+        """
+        env = interpreter_environment(self._environ, self._count)
+        self._watchdog = Watchdog(self._python(), path, run_id, env, tell)
+
+    def close(self) -> None:
+        """End what is no rank."""
+        if self._watchdog is not None:
+            self._watchdog.close()
+
+    def _bare_python(self) -> list[str]:
+        """What starts an interpreter that becomes another program."""
+        options = self._command.options
+        # How many ranks and which CPUs is for torch to say, whatever then runs in the interpreter's place.
+        asks_torch = options.numa_binding is not None or not options.nproc_per_node.isdigit()
+        return self._python() if asks_torch else [sys.executable, "-I", "-S"]
+
     def _python(self) -> list[str]:
-        if self._command.program.mode == "exec":
-            return [sys.executable, "-I", "-S"]
         typed = list(self._command.interpreter) or ["python"]
         if typed[0] in ("python", "python3"):
             # The environment that the host runs in, as under torchrun; PATH may know another of that name, or none.
@@ -168,21 +197,17 @@ class RankPool:
             self._start(local_rank)
 
     def _start(self, local_rank: int) -> None:
-        program, python = self._command.program, self._python()
+        program = self._command.program_of(local_rank)
+        python = self._bare_python() if program.mode == "exec" else self._python()
         env = interpreter_environment(self._environ, self._count)
         try:
-            interpreter = Interpreter(python, self._typed(local_rank), env, self._files, self._printed)
+            interpreter = Interpreter(python, _typed(program), env, self._files, self._printed)
         except OSError as error:
             raise LaunchError(f"cannot start the Python interpreter {python[0]!r}: {error.strerror}") from None
         interpreter.prepare(program.mode, program.target, self._preload)
+        if self._command.options.numa_binding is not None:
+            interpreter.bind(self._command.options.numa_binding, local_rank)
         self._waiting.append(interpreter)
-
-    def _typed(self, local_rank: int) -> list[str]:
-        """The program's part of the command line, with torchrun's ``${local_rank}`` macro substituted."""
-        program = self._command.program
-        lead = {"module": ["-m", program.target], "code": ["-c", program.target]}.get(program.mode, [program.target])
-        args = [Template(arg).safe_substitute(local_rank=str(local_rank)) for arg in program.args]
-        return [*lead, *args]
 
     def _printed(self) -> None:
         if self._on_first_output is not None:
@@ -202,9 +227,22 @@ class RankPool:
             the processes, by local rank.
 
         Raises:
-            LaunchError: an interpreter cannot be started, the log files cannot be made, or the environment cannot.
+            LaunchError: an interpreter cannot be started or bound to CPUs, or the log files or the environment cannot
+                be made.
         """
         self._start_missing()
+        if self._store is not None and self._store.port != world.master_port:
+            self._end_store()  # the ranks of this attempt meet elsewhere
+        try:
+            if self._watchdog is not None:
+                await self._watchdog.ready()
+        except WatchdogError as error:
+            raise LaunchError(f"torch's timer server does not run: {error}") from None
+        for local_rank, interpreter in enumerate(self._waiting):
+            if why := await interpreter.binding_error():
+                binding = self._command.options.numa_binding
+                reason = f"local rank {local_rank} has no CPUs near GPU {local_rank}: {why}"
+                raise LaunchError(f"--numa-binding={binding}: {reason}")
         try:
             self._ranks = [self._assign(world, number, each) for number, each in enumerate(self._waiting)]
             orders = [self._order(world, rank) for rank in self._ranks]
@@ -235,6 +273,8 @@ class RankPool:
     async def stop(self, number: int, grace: float) -> None:
         """Send a signal to every rank, SIGKILL to those left after ``grace`` seconds; returns when all have ended.
 
+        Then nothing is left of what they have started.
+
         A rank that has been told to stop is not told again, except by SIGKILL: it is on its way.
         """
         ranks = self._ranks
@@ -250,6 +290,8 @@ class RankPool:
             if not rank.interpreter.ended.is_set():
                 rank.interpreter.kill(signal.SIGKILL)
         await self._drained(ranks)
+        if ranks is self._ranks:  # else another attempt has begun
+            end_strays(self._environ.get(processes.MARKER, ""), [one.process.pid for one in self._waiting])
 
     def notify(self, number: int) -> None:
         """Send a signal to the ranks themselves, not to what they have started, and let them run on."""
@@ -260,6 +302,12 @@ class RankPool:
     def exits(self) -> list[RankExit]:
         """How the ranks of the attempt that have ended did."""
         return [self._exit_of(rank) for rank in self._ranks if rank.interpreter.ended.is_set()]
+
+    def last_logged(self) -> int:
+        """The highest N for which there is a log folder ``attempt_N``, of an earlier start; -1 for none."""
+        folders = Path(self._place.log_dir).glob("attempt_*") if self._place.log_dir else ()
+        numbers = [each.name.partition("_")[2] for each in folders]
+        return max((int(number) for number in numbers if number.isdigit()), default=-1)
 
     async def _start_spares(self, attempt: int) -> None:
         """Have interpreters ready for the next attempt, one importing at a time: the ranks need the machine.
@@ -282,33 +330,47 @@ class RankPool:
         shown = options.local_ranks_filter is None or local_rank in options.local_ranks_filter
         template = self._environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${role_name}${rank}]:")
         prefix = Template(template).safe_substitute(role_name=options.role, rank=rank, local_rank=local_rank)
-        for output, console, name, tee, redirect in (
-            (interpreter.stdout, place.stdout, "stdout", options.tee.stdout, options.redirects.stdout),
-            (interpreter.stderr, place.stderr, "stderr", options.tee.stderr, options.redirects.stderr),
+        out = (interpreter.stdout, options.tee.stdout, options.redirects.stdout, options.duplicate_stdout_filters)
+        err = (interpreter.stderr, options.tee.stderr, options.redirects.stderr, options.duplicate_stderr_filters)
+        for name, console, (output, tee, redirect, texts) in (
+            ("stdout", place.stdout, out),
+            ("stderr", place.stderr, err),
         ):
             teed = tee(local_rank)
             onto_console = shown and (teed or not redirect(local_rank))
             path = str(directory / f"{name}.log") if directory else None
-            output.assign(path, console if onto_console else None, prefix if teed else "")
+            sink = None
+            if texts and directory:
+                filtered = directory.with_name(filtered_name(name, place.replica))
+                filtered.touch(mode=0o600)  # there even if no stream is teed, as under torchrun
+                sink = FilteredFile(str(filtered), texts) if teed and shown else None
+            output.assign(path, console if onto_console else None, prefix if teed else "", sink)
         return _Rank(interpreter, rank, local_rank, directory)
 
     def _order(self, world: World, rank: _Rank) -> dict[str, Any]:
-        program = self._command.program
+        program = self._command.program_of(rank.local_rank)
         error_file = ""
         if rank.directory is not None:
             (rank.directory / "error.json").unlink(missing_ok=True)
             error_file = str(rank.directory / "error.json")
-        typed = self._typed(rank.local_rank)
+        env = rank_environment(
+            world, self._command.options, self._place.replica, rank.local_rank, self._environ, error_file
+        )
+        if self._watchdog is not None:
+            env[FILE] = self._watchdog.path
         return {
             "op": "run",
             "mode": program.mode,
             "target": program.target,
-            "args": typed[len(typed) - len(program.args) :],
-            "orig_argv": ["-u", *typed],
-            "env": rank_environment(
-                world, self._command.options, self._place.replica, rank.local_rank, self._environ, error_file
-            ),
+            "args": list(program.args),
+            "orig_argv": ["-u", *_typed(program)],
+            "env": env,
         }
+
+    def _end_store(self) -> None:
+        if self._store is not None:
+            self._store.close()
+            self._store = None
 
     async def _drained(self, ranks: Sequence[_Rank]) -> None:
         for rank in ranks:
@@ -331,8 +393,15 @@ class RankPool:
             stopped_at=rank.stopped_at,
             stderr_path=str(rank.directory / "stderr.log") if rank.directory else "",
             error=error if isinstance(error, dict) else None,
+            timer=self._watchdog.timer_of(interpreter.process.pid) if self._watchdog else "",
         )
         if exit.failed and rank.stopped_at is not None:
             # We ended an interpreter that was on its way out after an exception: without us its code would have been 1.
             return dataclasses.replace(exit, code=1)
         return exit
+
+
+def _typed(program: Program) -> list[str]:
+    """The program's part of the command line."""
+    lead = {"module": ["-m", program.target], "code": ["-c", program.target]}.get(program.mode, [program.target])
+    return [*lead, *program.args]

@@ -52,6 +52,13 @@ have the port, or the host in whose place this one comes may not have been misse
 _LATECOMERS = 1.0
 
 
+PREEMPTED = "preempted"
+"""Kind of the trouble of a host whose machine is taken away."""
+
+JOINED = "joined"
+"""Kind of the trouble of a host that has come while an attempt runs, and wants to take part."""
+
+
 class RendezvousError(Exception):
     """A host cannot take part; the message says why."""
 
@@ -99,12 +106,14 @@ class Trouble:
         verdict: what it means for the job.
         lost: whether the host can no longer be asked to stop its ranks.
         signal: what the ranks of the others are stopped with.
+        kind: of the event that says it: ``failure``, ``PREEMPTED`` or ``JOINED``.
     """
 
     replica: int
     verdict: Verdict
     lost: bool = True
     signal: int = signal.SIGTERM
+    kind: str = "failure"
 
 
 class Rendezvous:
@@ -117,6 +126,7 @@ class Rendezvous:
         bind: local address to listen on; empty for all.
         peer_timeout: seconds of a machine's silence until its connection breaks.
         lease: seconds of a process's silence allowed.
+        fewest: how many of the hosts the job needs at least; None for all.
     """
 
     def __init__(
@@ -127,6 +137,7 @@ class Rendezvous:
         bind: str = "",
         peer_timeout: float = PEER_TIMEOUT,
         lease: float = LEASE,
+        fewest: int | None = None,
     ) -> None:
         self.troubles: asyncio.Queue[Trouble] = asyncio.Queue()
         self._address = address
@@ -134,12 +145,16 @@ class Rendezvous:
         self._bind = bind
         self._peer_timeout = peer_timeout
         self._replicas = replicas
+        self._elastic = fewest is not None and fewest < replicas
         self._lease = lease
         self._hosts: dict[int, Registration] = {}
+        self._members: dict[int, Registration] = {}
+        self._seen: set[int] = set()
         self._writers: dict[int, asyncio.StreamWriter] = {}
-        self._complete = asyncio.Event()
-        self._were_complete = False
+        self._changed = asyncio.Event()
+        self._formed = False
         self._verdict: Verdict | None = None
+        self._told: set[int] = set()
         self._server: asyncio.AbstractServer | None = None
 
     async def start(self) -> None:
@@ -158,17 +173,42 @@ class Rendezvous:
     def register(self, host: Registration) -> None:
         """Count a host as present. A host that cannot take part is trouble."""
         self._hosts[host.replica] = host
+        self._seen.add(host.replica)
         if host.error:
             reason = f"{host.name} cannot start: {host.error}"
-            self.troubles.put_nowait(Trouble(host.replica, Verdict(host.code, reason), lost=False))
-        elif len(self._hosts) == self._replicas:
-            self._were_complete = True
-            self._complete.set()
+            verdict = Verdict(host.code, reason, replica=host.replica)
+            self.troubles.put_nowait(Trouble(host.replica, verdict, lost=False))
+        self._note_change()
 
-    async def hosts(self) -> list[Registration]:
-        """Wait until all are present; their registrations by replica id."""
-        await self._complete.wait()
-        return [self._hosts[replica] for replica in range(self._replicas)]
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until something holds that depends on which hosts are present."""
+        while not condition():
+            await self._changed.wait()
+
+    def form(self) -> list[Registration]:
+        """Make those that are present the members of the next attempt; their registrations by replica id.
+
+        What came of hosts that are gone, or have joined, is settled by that.
+        """
+        self._formed = True
+        self._members = {each: host for each, host in sorted(self._hosts.items()) if not host.error}
+        for _ in range(self.troubles.qsize()):
+            trouble = self.troubles.get_nowait()
+            gone = trouble.lost or (trouble.verdict.stopped and trouble.replica not in self._members)
+            if trouble.replica == 0 or not (gone or trouble.kind == JOINED):
+                self.troubles.put_nowait(trouble)
+        return list(self._members.values())
+
+    @property
+    def newcomers(self) -> list[Registration]:
+        """Hosts that are present and no members yet."""
+        return [host for replica, host in sorted(self._hosts.items()) if self._members.get(replica) is not host]
+
+    async def dismiss(self, replica: int, verdict: Verdict) -> None:
+        """Let one host go, which is to end as the verdict says while the job goes on."""
+        if self._hosts.pop(replica, None) is not None:
+            self._note_change()
+            await protocol.send(self._writers[replica], {"type": "verdict", **verdict.to_json()})
 
     @property
     def missing(self) -> list[int]:
@@ -177,8 +217,17 @@ class Rendezvous:
 
     @property
     def present(self) -> int:
-        """How many hosts have registered."""
-        return len(self._hosts)
+        """How many hosts have registered and can take part."""
+        return sum(not host.error for host in self._hosts.values())
+
+    @property
+    def expected(self) -> bool:
+        """Whether there are replicas that have never registered: they may still come."""
+        return len(self._seen) < self._replicas
+
+    def _note_change(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def announce(self, verdict: Verdict, timeout: float) -> None:
         """Tell every host how the job ended; returns when they have hung up, or after ``timeout`` seconds.
@@ -187,10 +236,11 @@ class Rendezvous:
         replica 0 for a long time.
         """
         self._verdict = verdict
+        self._told = set(self._writers)
         for writer in list(self._writers.values()):
             await protocol.send(writer, {"type": "verdict", **verdict.to_json()})
         started = time.monotonic()
-        open_for = 0.0 if self._were_complete or self._server is None else _LATECOMERS
+        open_for = 0.0 if self._formed or self._server is None else _LATECOMERS
         while (self._writers or open_for) and time.monotonic() < started + timeout:
             await asyncio.sleep(0.005)
             if not self.missing or time.monotonic() > started + open_for:
@@ -218,6 +268,10 @@ class Rendezvous:
             await protocol.send(writer, refusal)
             writer.close()
             return
+        if host.replica in self._told:
+            # The next start of one that knows the verdict: it belongs to the next start of replica 0.
+            writer.close()
+            return
         self._writers[host.replica] = writer
         await protocol.send(writer, {"type": "registered"})
         self.register(host)
@@ -226,14 +280,15 @@ class Rendezvous:
         try:
             lost = await self._follow(host, reader)
         except (protocol.ProtocolError, TimeoutError) as error:
-            lost = f"{host.name} was lost: {error}"
-        del self._writers[host.replica]
+            lost = _lost(host, str(error))
+        if self._writers.get(host.replica) is writer:
+            del self._writers[host.replica]
         writer.close()
-        if not host.error:
+        if not host.error and self._hosts.get(host.replica) is host:
             # From now on its replacement may register.
             del self._hosts[host.replica]
-            self._complete.clear()
-            self.troubles.put_nowait(Trouble(host.replica, Verdict(1, lost)))
+            self._note_change()
+            self.troubles.put_nowait(lost)
 
     def _kind(self, greeting: protocol.Message | None) -> str:
         if greeting is None:
@@ -265,34 +320,58 @@ class Rendezvous:
             raise RendezvousError(f"replica {host.replica!r} is not one of the {self._replicas} of this role")
         if host.replica in self._hosts:
             raise _TakenError(f"replica {host.replica} has registered already: {self._hosts[host.replica].name}")
+        if host.error and self._elastic and self._formed:
+            raise RendezvousError(host.error)  # the job goes on without it
         return host
 
-    async def _follow(self, host: Registration, reader: asyncio.StreamReader) -> str:
+    async def _follow(self, host: Registration, reader: asyncio.StreamReader) -> Trouble:
         """Read what a host sends; returns why it counts as lost."""
         while message := await protocol.receive(reader, self._lease):
             kind = message.get("type")
             if kind == "agent_lost":
-                return agent_lost(host).verdict.reason
+                return agent_lost(host)
             if kind == "signal":
                 number = message.get("number")
                 if not isinstance(number, int) or not 0 < number < signal.NSIG:
                     raise protocol.ProtocolError(f"{str(number)[:20]!r} is no number of a signal")
-                self.troubles.put_nowait(signalled(host.replica, number))
-            if kind == "alive":
+                if self._hosts.get(host.replica) is host:
+                    self.troubles.put_nowait(signalled(host, number, message.get("announced") is True))
+            if kind == "alive" and host.replica in self._writers:
                 await protocol.send(self._writers[host.replica], {"type": "alive"})
-        return f"{host.name} was lost: its connection broke"
+        return _lost(host, "its connection broke")
+
+
+def _lost(host: Registration, why: str) -> Trouble:
+    verdict = Verdict(1, f"{host.name} was lost: {why}", consequence=True, replica=host.replica)
+    return Trouble(host.replica, verdict)
 
 
 def agent_lost(host: Registration) -> Trouble:
     """The trouble of a host whose agent has died."""
-    return Trouble(host.replica, Verdict(1, f"the agent of {host.name} died"))
+    return Trouble(host.replica, Verdict(1, f"the agent of {host.name} died", replica=host.replica))
 
 
-def signalled(replica: int, number: int) -> Trouble:
-    """The trouble of a host that was told to stop."""
-    what = describe_code(-number).partition("by ")[2]
-    verdict = Verdict(128 + number, f"host {replica} was told to stop by {what}", stopped=True)
-    return Trouble(replica, verdict, lost=False, signal=number)
+def signalled(host: Registration, number: int, announced: bool) -> Trouble:
+    """The trouble of a host that was told to stop.
+
+    Args:
+        host: which.
+        number: the signal.
+        announced: whether the backend had said that it would (``MONARCH_STOP_FILE``). A SIGTERM that it knows nothing
+            of is that of whoever takes the machine away.
+    """
+    if number == signal.SIGTERM and not announced:
+        reason, kind = f"preempted: {host.name} received SIGTERM from outside the job", PREEMPTED
+    else:
+        what = describe_code(-number).partition("by ")[2]
+        reason, kind = f"host {host.replica} was told to stop by {what}", "failure"
+    verdict = Verdict(128 + number, reason, stopped=True, replica=host.replica)
+    return Trouble(host.replica, verdict, lost=False, signal=number, kind=kind)
+
+
+def joined(host: Registration) -> Trouble:
+    """What a host brings about that has come while an attempt runs."""
+    return Trouble(host.replica, Verdict(0, f"{host.name} has joined"), lost=False, kind=JOINED)
 
 
 def stopped_by_client() -> Trouble:

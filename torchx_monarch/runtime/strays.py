@@ -1,12 +1,13 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The duty of PID 1, which a host process has in a container and takes on elsewhere: reaping orphans."""
+"""What leaves the family of a rank becomes the host's child, as it would be PID 1's: reaping and ending them."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
+from collections.abc import Collection
 
 from torchx_monarch import processes
 
@@ -26,3 +27,26 @@ async def reap_orphans() -> None:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
         seen = dead - seen
+
+
+def end_strays(job: str, interpreters: Collection[int]) -> None:
+    """SIGKILL what ranks that have ended left behind in sessions or process groups of its own.
+
+    Args:
+        job: the app's marker (``processes.MARKER``).
+        interpreters: processes of ranks that are still to run, with all that is in their sessions.
+    """
+    # Every rank leads a session. What Monarch has started is in ours.
+    keep = {os.getsid(0), *interpreters}
+
+    def find() -> list[int]:
+        return [pid for pid in processes.descendants(os.getpid(), job) if _session(pid) not in keep]
+
+    processes.kill_until_gone(find)
+
+
+def _session(pid: int) -> int:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return os.getsid(0)

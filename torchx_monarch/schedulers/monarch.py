@@ -17,6 +17,7 @@ from torchx.specs.finder import ComponentValidationException
 from torchx.workspace import WorkspaceMixin
 
 from torchx_monarch.plan.command import CommandError
+from torchx_monarch.plan.exit_codes import parse_exit_codes
 from torchx_monarch.plan.rewrite import HostOptions, restore, rewrite
 from torchx_monarch.schedulers.foreground import Foreground
 
@@ -40,6 +41,10 @@ class MonarchOpts(StructuredOpts):  # type: ignore[misc]
     preload: str = "torch"
     """Modules, separated by `+`, that interpreters of a torchrun command import while the mesh forms; `none` for
     programs that must set environment variables before torch is first imported."""
+
+    retry_on: str = ""
+    """Exit codes after which ranks are started again while torchrun's `--max-restarts` lasts: numbers, and signals by
+    name, separated by `+` (`1+134+SIGKILL`); empty for any. Exit code 78 asks for no other start, always."""
 
 
 class _SubmitInfo(AppDryRunInfo[Any, Cfg]):  # type: ignore[misc]
@@ -103,12 +108,18 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             if options[name] < lowest:
                 reason = f"Run option `{name}` is {options[name]}; it is a number of seconds, {lowest} or more"
                 raise InvalidRunConfigException(reason, name, cfg)
+        try:
+            retry_on = parse_exit_codes(options.retry_on)
+        except ValueError as error:
+            reason = f"Run option `retry_on` is {options.retry_on}: {error}"
+            raise InvalidRunConfigException(reason, "retry_on", cfg) from None
         preload = "" if options.preload == "none" else options.preload.replace("+", ",")
         hosts = HostOptions(
             python=self._python,
             grace=float(options.grace),
             host_timeout=float(options.host_timeout),
             preload=preload,
+            retry_on=retry_on,
         )
         try:
             rewritten = rewrite(app, hosts)

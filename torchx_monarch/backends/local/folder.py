@@ -11,9 +11,6 @@ from collections.abc import Iterator
 
 from torchx_monarch.backends.local.store import AppPaths, write_all
 
-#: Bytes held back on disk so that the final status can be written when the disk is full.
-RESERVE_BYTES = 64 * 1024
-
 STAGING_PREFIX = ".new-"
 TRASH_PREFIX = ".trash-"
 RUN_PREFIX = "tm-run-"
@@ -22,8 +19,11 @@ RUN_PREFIX = "tm-run-"
 MAX_RUN_DIR = 74
 
 
-def make_reserve(path: str) -> None:
-    """Put disk space by.
+def make_reserve(path: str, size: int) -> None:
+    """Put disk space by, so that the final status can be written when the disk is full.
+
+    Args:
+        size: in bytes.
 
     Raises:
         OSError: there is none left.
@@ -31,7 +31,7 @@ def make_reserve(path: str) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         # Zeros would do on most file systems; some (compressing ones) store them in no space at all.
-        write_all(fd, os.urandom(RESERVE_BYTES))
+        write_all(fd, os.urandom(size))
     finally:
         os.close(fd)
 

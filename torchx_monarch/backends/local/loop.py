@@ -3,7 +3,7 @@
 """The supervisor's event loop: start the replicas, watch them, retry, stop, and say how it ended.
 
 One thread sleeps in a selector until something happens: a pipe has text, a child has ended, a signal asks for the end,
-a deadline has come. Nothing is polled.
+a deadline has come. Nothing is polled but whether the app's folder is still there.
 
 The rules:
 
@@ -11,6 +11,8 @@ The rules:
 - A role other than the main one may end with 0 before.
 - A replica that fails is started again while its role has retries left: alone (REPLICA), with its role (ROLE), or with
   the whole app (APPLICATION). The count is per replica, per role, per app.
+- A role with min_replicas goes on without a replica that fails, other than replica 0, while so many of the others run
+  or have ended with 0; only REPLICA starts it again first. The replica stays FAILED, and the app may still succeed.
 - Otherwise the app has FAILED: the failed replica's siblings get a few seconds to end by themselves, then everything is
   stopped.
 """
@@ -28,7 +30,7 @@ import time
 from collections.abc import Callable, Collection
 
 from torchx_monarch import errors, events, processes
-from torchx_monarch.backends.local import folder, store
+from torchx_monarch.backends.local import folder, status, store
 from torchx_monarch.backends.local.replica import Replica
 from torchx_monarch.backends.local.request import DetachedRequest
 from torchx_monarch.backends.local.status import (
@@ -39,7 +41,10 @@ from torchx_monarch.backends.local.status import (
     SUCCEEDED,
     AppRecord,
 )
-from torchx_monarch.backends.local.winddown import WindDown
+from torchx_monarch.backends.local.winddown import SETTLE, WindDown
+
+#: Seconds between two looks whether the app's folder is still there.
+_LOOK_EVERY = 3.0
 
 
 class Loop:
@@ -61,6 +66,7 @@ class Loop:
         self._app_retries = 0
         self._role_retries = [0] * len(self._roles)
         self._replica_retries: dict[Replica, int] = {}
+        self._given_up: set[Replica] = set()
         self._dirty = False
         self._done = False
 
@@ -120,6 +126,7 @@ class Loop:
                 self._record.state = RUNNING
         self._write_status()
         on_ready()
+        self._look_for_folder()
         while not self._done:
             self._write_status()
             for key, _ in self._selector.select(self._timeout()):
@@ -173,6 +180,23 @@ class Loop:
             with contextlib.suppress(OSError):
                 store.write_json(self._paths.status, self._record.to_json())
             self._dirty = False
+
+    def _look_for_folder(self) -> None:
+        """Stop a job whose folder was removed: nobody can see it or cancel it any more."""
+        if self._verdict is None:
+            if self._is_removed():
+                self._end(CANCELLED, f"its folder {self._paths.root} was removed")
+            else:
+                self.at(time.monotonic() + _LOOK_EVERY, self._look_for_folder)
+
+    def _is_removed(self) -> bool:
+        try:
+            os.stat(self._paths.request)  # written before we start, and never again
+        except FileNotFoundError:
+            return True
+        except OSError:  # a network file system that does not answer
+            return False
+        return False
 
     def _event(self, kind: str, message: str, *, seconds: float | None = None, **fields: object) -> None:
         events.append(self._paths.events, kind, message, seconds=seconds, **fields)
@@ -232,14 +256,47 @@ class Loop:
                 return
         if not replica.succeeded:
             self._on_failure(replica)
-        elif all(r.succeeded for r in self._roles[0]):
+        else:
+            self._on_success(replica)
+
+    def _on_success(self, replica: Replica) -> None:
+        main = self._roles[0]
+        if all(r.succeeded or r in self._given_up for r in main):
+            self._end(SUCCEEDED, "")
+        elif replica is main[0] and replica.role.elastic:
+            self.at(time.monotonic() + SETTLE, self._end_without_latecomers)
+
+    def _end_without_latecomers(self) -> None:
+        """End an elastic job that is over, though a host lives that was started too late to hear of it."""
+        main = self._roles[0]
+        living = [r.record.pid for r in main if r.alive and r.record.pid is not None]
+        if self._verdict is None and main[0].succeeded and any(processes.hosts(living).values()):
+            self._end(SUCCEEDED, "")
+
+    def _can_do_without(self, replica: Replica) -> bool:
+        """Whether enough other replicas of an elastic role, and its replica 0, run or have succeeded."""
+        siblings = [r for r in self._roles[replica.role_index] if r.alive or r.succeeded]
+        fewest = replica.role.min_replicas or 0
+        return replica.role.elastic and any(r.record.id == 0 for r in siblings) and len(siblings) >= fewest
+
+    def _give_up(self, replica: Replica) -> None:
+        self._given_up.add(replica)
+        role = replica.role
+        left = sum(r.alive or r.succeeded for r in self._roles[replica.role_index])
+        text = f"{replica.failure}; {left} of {len(role.replicas)} are left, and {role.min_replicas} are enough"
+        self._event("replica_spared", text, role=role.name, replica=replica.record.id)
+        if all(r.succeeded or r in self._given_up for r in self._roles[0]):
             self._end(SUCCEEDED, "")
 
     def _on_failure(self, replica: Replica) -> None:
         index, role = replica.role_index, replica.role
         siblings = self._roles[index]
+        spare = not replica.final and self._can_do_without(replica)
         if replica.final:
             pass
+        elif spare and (siblings[0].succeeded or role.retry_policy != "REPLICA"):
+            self._give_up(replica)
+            return
         elif role.retry_policy == "REPLICA":
             if self._replica_retries.get(replica, 0) < role.max_retries:
                 self._replica_retries[replica] = self._replica_retries.get(replica, 0) + 1
@@ -254,12 +311,16 @@ class Loop:
             self._app_retries += 1
             self._wind_down(self._all, lambda: self._restart(self._all, "the app"), settling=siblings)
             return
-        self._end(FAILED, replica.failure, settling=siblings)
+        if spare:
+            self._give_up(replica)
+        else:
+            self._end(FAILED, replica.failure, settling=siblings)
 
     def _restart(self, replicas: Collection[Replica], what: str) -> None:
         self._wind_downs = [w for w in self._wind_downs if not set(w.scope) & set(replicas)]
         self._record.restarts += 1
         self._event("restart", f"{what} is started again (restart {self._record.restarts})")
+        self._given_up.difference_update(replicas)
         for replica in replicas:
             replica.prepare_restart()
             self._note_unfinished(replica)
@@ -316,6 +377,9 @@ class Loop:
         """Write the last word. No replica lives any more, but what they have started may."""
         assert self._verdict is not None
         state, message = self._verdict
+        failed = self._failed() if state == FAILED else []
+        if failed:
+            message = failed[0].failure
         notes = [message] if message else []
         if left := processes.kill_descendants(self._request.job):
             notes.append(f"these processes could not be killed: {', '.join(map(str, left))}")
@@ -328,20 +392,21 @@ class Loop:
             reason = next(replica.logs.reason for replica in self._all if replica.logs.lost)
             notes.append(f"{lost} bytes of output could not be written to the logs: {reason}")
         self._record.state, self._record.msg, self._record.ended = state, "; ".join(notes), time.time()
-        if state == FAILED:
-            self._record.error = self._first_error()
+        self._record.error = next((error for r in failed if (error := r.read_error()) is not None), None)
         folder.remove_run_dir(self._paths, self._request.run_dir)
         self._event(
             "ended", f"{state}: {message}" if message else state, seconds=self._record.ended - self._record.created
         )
-        try:
-            store.write_last_json(self._paths.status, self._record.to_json(), self._paths.reserve)
-        except OSError as e:
-            print(f"the final status {self._record.to_json()} could not be written: {e}", file=sys.stderr)
+        if self._is_removed():
+            folder.remove_app(self._paths)  # what the job has put there since
+        else:
+            try:
+                status.save_last(self._paths, self._record)
+            except OSError as e:
+                print(f"the final status {self._record.to_json()} could not be written: {e}", file=sys.stderr)
         self._done = True
 
-    def _first_error(self) -> str | None:
-        """The error file's content of the replica that failed first."""
-        failed = [r for r in self._all if r.record.state == FAILED]
-        failed.sort(key=lambda r: r.record.ended or 0.0)
-        return next((error for r in failed if (error := r.read_error()) is not None), None)
+    def _failed(self) -> list[Replica]:
+        """The replicas that failed: in the order of their ends, but first those that know the cause at first hand."""
+        failed = [replica for replica in self._all if replica.record.state == FAILED and replica not in self._given_up]
+        return sorted(failed, key=lambda one: (*one.hearsay, one.record.ended or 0.0))

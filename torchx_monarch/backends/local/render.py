@@ -61,7 +61,11 @@ def _role(role: Role, app_id: str) -> RoleRequest:
         filled = values.apply(role)
         replicas.append(ReplicaRequest(args=[filled.entrypoint, *filled.args], env=dict(filled.env), cwd=cwd))
     return RoleRequest(
-        name=role.name, replicas=replicas, max_retries=role.max_retries, retry_policy=str(role.retry_policy.value)
+        name=role.name,
+        replicas=replicas,
+        max_retries=role.max_retries,
+        retry_policy=str(role.retry_policy.value),
+        min_replicas=role.min_replicas,
     )
 
 
@@ -104,6 +108,7 @@ def submitter_env(environ: Mapping[str, str], job: str) -> dict[str, str]:
         "MONARCH_EVENTS",
         "MONARCH_LOG_DIR",
         "MONARCH_RESTART",
+        "MONARCH_STOP_FILE",
         "TORCHELASTIC_ERROR_FILE",
     }
     return {**{name: value for name, value in environ.items() if name not in theirs}, "MONARCH_JOB": job}

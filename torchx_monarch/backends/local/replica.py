@@ -31,7 +31,7 @@ class Replica:
     Attributes:
         record: what the status file says about it.
         stopping: it has been told to end, so its end is no failure of its own.
-        final: it cannot be retried: its command cannot be started at all.
+        final: it is not retried: its command cannot be started at all, or has ended with EX_CONFIG.
         failure: why it failed, in words; "" while it has not.
     """
 
@@ -72,6 +72,21 @@ class Replica:
         return self.record.state == SUCCEEDED
 
     @property
+    def hearsay(self) -> tuple[bool, bool]:
+        """How far what it says of its failure is from the cause: it only lost another; it happened to another."""
+        data: Any = json.loads(self.record.error) if self.record.error else None
+        for key in ("message", "extraInfo"):
+            data = data.get(key) if isinstance(data, dict) else None
+        said = data if isinstance(data, dict) else {}
+        return said.get("consequence") is True, said.get("replica", self.record.id) != self.record.id
+
+    @property
+    def _stop_file(self) -> str:
+        """Is there when we tell this start of it to end: any other SIGTERM means that it is preempted."""
+        name = f"stop.{self.role_index}.{self.record.id}.{self.record.restarts}"
+        return os.path.join(self._env["MONARCH_RUN_DIR"], name)
+
+    @property
     def marks(self) -> list[bytes]:
         """What every process of this replica has in its environment, unless it took it out."""
         return [processes.mark(name, self._env[name]) for name in (processes.MARKER, "MONARCH_LOG_DIR")]
@@ -83,7 +98,7 @@ class Replica:
         self.record.pid = self.record.exit_code = self.record.error = self.record.ended = None
         self.record.started = time.time()
         self._keep_old_error()
-        env = {**self._env, "MONARCH_RESTART": str(self.record.restarts)}
+        env = {**self._env, "MONARCH_RESTART": str(self.record.restarts), "MONARCH_STOP_FILE": self._stop_file}
         pipes = [os.pipe2(os.O_CLOEXEC) for _ in (pump.STDOUT, pump.STDERR)]
         try:
             pid = spawn.spawn(self._request.args, env, self._request.cwd, pipes[0][1], pipes[1][1])
@@ -137,6 +152,10 @@ class Replica:
         text = f"replica {self.name} (pid {self.record.pid}) {errors.describe_code(code)}"
         if self.stopping and code:
             text += " after it was told to stop"
+        elif code == os.EX_CONFIG:
+            self.final = True
+            if self.role.max_retries:
+                text += " (EX_CONFIG), which asks for no other start"
         self._ended(code, text)
 
     def _ended(self, code: int, text: str) -> None:
@@ -191,6 +210,8 @@ class Replica:
         if self.stopping or pid is None or not self.alive:
             return
         self.stopping = True
+        with contextlib.suppress(OSError):  # a full disk: its log will speak of a preemption
+            os.close(os.open(self._stop_file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
         for host in hosts:
             with contextlib.suppress(OSError):
                 os.kill(host, signal.SIGTERM)

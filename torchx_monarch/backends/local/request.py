@@ -28,12 +28,23 @@ class ReplicaRequest:
 
 @dataclass
 class RoleRequest:
-    """Attributes: retry_policy is APPLICATION, ROLE or REPLICA."""
+    """One role to run.
+
+    Attributes:
+        retry_policy: APPLICATION, ROLE or REPLICA.
+        min_replicas: how many replicas it can do with, replica 0 among them; None for all.
+    """
 
     name: str
     replicas: list[ReplicaRequest]
     max_retries: int = 0
     retry_policy: str = "APPLICATION"
+    min_replicas: int | None = None
+
+    @property
+    def elastic(self) -> bool:
+        """Whether it can do with fewer replicas than it has."""
+        return self.min_replicas is not None and self.min_replicas < len(self.replicas)
 
 
 @dataclass

@@ -79,7 +79,10 @@ def truth(paths: store.AppPaths) -> status.AppRecord | None:
 
 def _bury_once(paths: store.AppPaths, reason: str) -> status.AppRecord | None:
     """``bury`` by one of those who find the app dead at the same time; the record as it then is."""
-    fd = os.open(paths.root, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fd = os.open(paths.root, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:  # removed meanwhile
+        return None
     try:
         with contextlib.suppress(OSError):  # a file system without locks: it is then said twice
             fcntl.flock(fd, fcntl.LOCK_EX)

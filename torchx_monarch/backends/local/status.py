@@ -20,6 +20,12 @@ FAILED = "FAILED"
 CANCELLED = "CANCELLED"
 TERMINAL = frozenset({SUCCEEDED, FAILED, CANCELLED})
 
+#: Characters of a message in the brief form, of six bytes each at most.
+_BRIEF_TEXT = 4000
+#: Bytes of the brief form on disk, for the app (names among them) and for each replica; at least.
+_BRIEF_BASE = 64 * 1024
+_BRIEF_REPLICA = 256
+
 
 def is_terminal(state: str) -> bool:
     """Whether an app or a replica in this state has ended. The names are those of torchx.specs.AppState."""
@@ -82,6 +88,15 @@ class AppRecord:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
+    def brief(self) -> dict[str, Any]:
+        """As ``to_json``, with texts of bounded length: for a disk with little room."""
+        data = self.to_json()
+        data["msg"], data["error"] = self.msg[:_BRIEF_TEXT], None
+        for role in data["roles"]:
+            for replica in role["replicas"]:
+                replica["error"] = None
+        return data
+
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> AppRecord:
         """The record in a status file; what a newer version added to it is left out."""
@@ -115,4 +130,21 @@ def close_for_dead(paths: store.AppPaths, record: AppRecord, reason: str) -> Non
             if not is_terminal(replica.state):
                 replica.state, replica.ended = FAILED, now
     record.state, record.msg, record.ended = FAILED, reason, now
-    store.write_last_json(paths.status, record.to_json(), paths.reserve)
+    save_last(paths, record)
+
+
+def reserve_bytes(record: AppRecord) -> int:
+    """Disk space that is enough for the last word about this app, at least for its ``brief`` form."""
+    return _BRIEF_BASE + _BRIEF_REPLICA * sum(len(role.replicas) for role in record.roles)
+
+
+def save_last(paths: store.AppPaths, record: AppRecord) -> None:
+    """Write the last word about an app; on a full disk without what needs much space.
+
+    Raises:
+        OSError: not even that could be done.
+    """
+    try:
+        store.write_last_json(paths.status, record.to_json(), paths.reserve)
+    except OSError:
+        store.write_last_json(paths.status, record.brief(), paths.reserve)

@@ -117,7 +117,7 @@ def _fill(paths: store.AppPaths, request: DetachedRequest, app: AppDef, cfg: dic
         replicas = [status.ReplicaRecord(id=k) for k in range(len(role.replicas))]
         record.roles.append(status.RoleRecord(role.name, replicas))
     store.write_json(paths.status, record.to_json())
-    folder.make_reserve(paths.reserve)
+    folder.make_reserve(paths.reserve, status.reserve_bytes(record))
 
 
 def _make_log_dirs(paths: store.AppPaths, request: DetachedRequest) -> None:

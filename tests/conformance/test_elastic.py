@@ -1,0 +1,183 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Hosts that come and go: agents of ``python -m torch.distributed.run`` that share a c10d rendezvous, and our hosts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+from tests.conformance.differences import Difference
+from tests.local.hosts import Hosts
+
+Eventually = Callable[..., object]
+
+START = """
+import os, sys, time
+rank, size, count = (os.environ[name] for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
+def mark(text):
+    with open("marks", "a") as file:
+        file.write(text + chr(10))
+"""
+
+
+class Nodes(Protocol):
+    """The launchers of a job, one for each node."""
+
+    def start(self, node: int) -> None: ...
+
+    def kill(self, node: int) -> None:
+        """Lose a node, ranks and all."""
+
+    def wait(self, node: int) -> int: ...
+
+
+class TorchrunNodes:
+    """Agents of torchrun; the first one serves the rendezvous."""
+
+    def __init__(self, folder: Path, options: list[str], nodes: int) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+        rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "j"]
+        self._command = [sys.executable, "-m", "torch.distributed.run", *rendezvous, *options]
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, node: int) -> None:
+        # Without this a host that joins torch 2.13's waits for ever for a MASTER_ADDR that was told before it came
+        # (DynamicRendezvousHandler.next_rendezvous builds its bootstrap_store_info once, in a store of one round).
+        env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        null = subprocess.DEVNULL
+        self._processes[node] = subprocess.Popen(self._command, env=env, stdin=null, stdout=null, stderr=null)
+
+    def kill(self, node: int) -> None:
+        self._processes[node].kill()
+        self._processes[node].wait()
+        for path in Path().glob("pid-*"):  # under torchrun they outlive their agent
+            pid, parent = path.read_text().split()
+            if int(parent) == self._processes[node].pid:
+                os.kill(int(pid), signal.SIGKILL)
+
+    def wait(self, node: int) -> int:
+        return self._processes[node].wait(60)
+
+    def close(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+            process.wait()
+
+
+class HostNodes:
+    """Our host processes."""
+
+    def __init__(self, folder: Path, options: list[str], nodes: int) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="h"))
+        self._hosts = Hosts(self._folder, ["torchrun", *options], replicas=nodes, options=("--preload", ""))
+
+    def start(self, node: int) -> None:
+        self._hosts.start(node)
+
+    def kill(self, node: int) -> None:
+        self._hosts.processes[node].kill()
+        self._hosts.processes[node].wait()
+
+    def wait(self, node: int) -> int:
+        return self._hosts.processes[node].wait(60)
+
+    def close(self) -> None:
+        for process in self._hosts.processes.values():
+            process.kill()
+            process.wait()
+        shutil.rmtree(self._folder)
+
+
+Start = Callable[..., Nodes]
+
+
+@pytest.fixture(params=[TorchrunNodes, HostNodes], ids=["torchrun", "here"])
+def start(
+    request: pytest.FixtureRequest, leaves_nothing: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Start]:
+    monkeypatch.chdir(tmp_path)
+    made = []
+
+    def make(body: str, *options: str, nodes: int) -> Nodes:
+        (tmp_path / "prog.py").write_text(START + textwrap.dedent(body))
+        one = request.param(tmp_path, ["--nnodes", f"1:{nodes}", *options, "prog.py"], nodes)
+        made.append(one)
+        one.start(0)
+        return one  # type: ignore[no-any-return]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def marks() -> list[str]:
+    path = Path("marks")
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def test_growth(start: Start, request: pytest.FixtureRequest, eventually: Eventually) -> None:
+    here = request.node.callspec.id == "here"
+    body = """
+        mark(f"rank {rank} of {size}, restart {count}")
+        if size == "1" and count == "0":
+            sys.exit(1)
+        while size == "1":
+            mark(str(time.time()))
+            time.sleep(0.05)
+        mark(str(time.time()))
+    """
+    nodes = start(body, "--max-restarts", "3", "--rdzv-conf", "last_call_timeout=3", nodes=3)
+    eventually(lambda: "rank 0 of 1, restart 1" in marks() and "." in marks()[-1], "the restart", seconds=60)
+    nodes.start(1)
+    assert [nodes.wait(0), nodes.wait(1)] == [0, 0]
+    said = [line for line in marks() if line.startswith("rank")]
+    assert said[:2] == ["rank 0 of 1, restart 0", "rank 0 of 1, restart 1"]
+    # Growth is no restart, in either; who has come in the meantime does not know of those before, under torchrun.
+    assert Difference.RESTARTS_BEFORE
+    counts = ["1", "1"] if here else ["0", "1"]
+    assert sorted(line.partition(", restart ")[2] for line in said[2:]) == counts
+    assert sorted(line.partition(",")[0] for line in said[2:]) == ["rank 0 of 2", "rank 1 of 2"]
+    assert Difference.LAST_CALL
+    times = sorted(float(line) for line in marks() if not line.startswith("rank"))
+    assert (max(after - before for before, after in zip(times, times[1:], strict=False)) < 2.5) is here
+
+
+def test_loss(start: Start, request: pytest.FixtureRequest, eventually: Eventually) -> None:
+    body = """
+        with open(f"pid-{rank}", "w") as file:
+            file.write(f"{os.getpid()} {os.getppid()}")
+        mark(f"rank {rank} of {size}, restart {count}")
+        while size == "2":
+            time.sleep(0.05)
+            try:
+                os.kill(int(open(f"pid-{1 - int(rank)}").read().split()[0]), 0)
+            except ProcessLookupError:
+                sys.exit(1)  # as a rank whose peer is gone
+            except (OSError, IndexError):
+                pass  # has not begun
+    """
+    nodes = start(body, "--rdzv-conf", "last_call_timeout=60", nodes=2)
+    nodes.start(1)
+    eventually(lambda: len(marks()) == 2, "the ranks", seconds=60)
+    nodes.kill(1)
+    assert Difference.LOST_HOST
+    if request.node.callspec.id == "here":
+        assert nodes.wait(0) == 0
+        assert marks()[2:] == ["rank 0 of 1, restart 1"]
+    else:
+        assert nodes.wait(0) == 1
+        assert len(marks()) == 2

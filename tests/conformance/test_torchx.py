@@ -1,0 +1,64 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``torchx run dist.torchrun``: the same command with ``-s local_cwd``, which runs torchrun, and with ours."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conformance.launchers import free_port
+from tests.conformance.test_environment import DIFFERENT
+
+ARGUMENTS = [
+    *("--x=a b\"c,$d", "", "it's", "$HOME", "${HOME}", "100$$", "é\n", "*", "a\\b", ";", "&& false", "`id`", "$(id)"),
+    *("#c", "~", "!", "%s", "r${local_rank}", "--", "-j", "--wait"),
+]  # fmt: skip
+
+PROGRAM = """
+import json, os, sys
+with open(f"seen.{os.environ['RANK']}", "w") as file:
+    json.dump({"argv": sys.argv, "env": dict(os.environ), "path": sys.path}, file)
+sys.exit(3 * (os.environ["RANK"] == "1" and sys.argv[1] == "fail"))
+"""
+
+SCHEDULERS = {"TORCHX_JOB_ID", "TORCHX_INTERNAL_SESSION_ID", "MONARCH_JOB", "PET_LOG_DIR", "PATH", "_"}
+"""Variables by which the app and its scheduler are told. ``local_cwd`` puts the working folder into PATH."""
+
+
+def torchx_run(scheduler: str, folder: Path, *words: str) -> tuple[int, dict[int, Any]]:
+    """The exit code of ``torchx run --wait``, and what the ranks have seen."""
+    work = folder / "work"
+    work.mkdir()
+    (work / "prog.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "torchx.cli.main", "run", "-s", scheduler, "--wait", "dist.torchrun", *words]
+    done = subprocess.run(command, cwd=work, capture_output=True, timeout=60, check=False)
+    seen = {int(path.suffix[1:]): json.loads(path.read_text()) for path in work.glob("seen.*")}
+    work.rename(folder / scheduler)
+    return done.returncode, seen
+
+
+@pytest.mark.parametrize(("ending", "code"), [("end", 0), ("fail", 1)])
+def test_arguments_and_exit_code(ending: str, code: int, tmp_path: Path) -> None:
+    words = ["-j", "1x2", "--script", "prog.py", "--", ending, *ARGUMENTS]
+    theirs, ours = (torchx_run(scheduler, tmp_path, *words) for scheduler in ("local_cwd", "monarch_local"))
+    assert theirs[0] == ours[0] == code
+    assert sorted(theirs[1]) == sorted(ours[1]) == [0, 1]
+    for rank in range(2):
+        assert ours[1][rank]["argv"] == theirs[1][rank]["argv"]
+        assert ours[1][rank]["path"] == theirs[1][rank]["path"]
+
+
+def test_environment_of_two_hosts(tmp_path: Path) -> None:
+    words = ["-j", "2x1", "--rdzv_port", str(free_port()), "--script", "prog.py", "--", "end"]
+    theirs, ours = (torchx_run(scheduler, tmp_path, *words) for scheduler in ("local_cwd", "monarch_local"))
+    assert theirs[0] == ours[0] == 0
+    for rank in range(2):
+        their, our = theirs[1][rank]["env"], ours[1][rank]["env"]
+        different = {name for name in {*their, *our} if their.get(name) != our.get(name)}
+        assert different == {*DIFFERENT, *SCHEDULERS}

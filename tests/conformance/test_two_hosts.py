@@ -1,0 +1,127 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Two hosts, with a launcher each: torchrun's two agents on this machine beside two host processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+
+from tests.conformance.differences import Difference
+from tests.conformance.launchers import Job, Launchers, Outcome
+from tests.conformance.test_environment import environments
+
+
+@pytest.mark.parametrize("rdzv", ["static", "c10d"])
+def test_environment(rdzv: str, both: Launchers) -> None:
+    # With the c10d backend, torchrun numbers its agents as they happen to come; the variables of a rank do not show it.
+    theirs, ours = both.script("report(dict(os.environ))", "--role", "r", nodes=2, rdzv=rdzv)
+    assert theirs.codes == ours.codes == [0, 0]
+    expected = {"MASTER_PORT": Difference.MASTER_PORT, "TORCHELASTIC_ERROR_FILE": Difference.ERROR_FILE}
+    if rdzv == "c10d":
+        expected["MASTER_ADDR"] = Difference.MASTER_ADDR
+    assert sorted(ours.reports) == [0, 1, 2, 3]
+    for their, our in zip(environments(theirs), environments(ours), strict=True):
+        assert {name for name in {*their, *our} if their.get(name) != our.get(name)} == set(expected)
+
+
+def test_process_group(both: Launchers) -> None:
+    body = """
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        ones = torch.ones(1)
+        dist.all_reduce(ones)
+        report([dist.get_rank(), ones.item()])
+        dist.barrier()
+        dist.destroy_process_group()
+    """
+    theirs, ours = both.script(body, nproc=1, nodes=2)
+    assert theirs.codes == ours.codes == [0, 0], ours.err.decode()
+    assert theirs.reports == ours.reports == {0: [0, 2.0], 1: [1, 2.0]}
+
+
+FAILS = """
+    import signal
+    rank = os.environ["RANK"]
+    def handle(*_):
+        mark("SIGTERM")
+        sys.exit(0)
+    signal.signal(15, handle)
+    open(f"pid{rank}", "w").write(str(os.getpid()))
+    mark("ready")
+    if rank == "2":
+        wait_for("go")
+        sys.exit(5)
+    rest()
+"""
+
+
+def test_rank_that_fails_on_the_second_host(both: Launchers, eventually: Callable[..., object]) -> None:
+    """torchrun's second agent stops its own ranks and ends; the first is told by nobody, and by a signal here."""
+    alive: dict[str, list[bool]] = {}
+
+    def during(job: Job) -> None:
+        job.await_marks(*(f"{rank} ready" for rank in range(4)))
+        (job.work / "go").touch()
+        job.await_marks("3 SIGTERM")
+        if job.under == "torchrun":
+            time.sleep(2)
+            pids = [int((job.work / f"pid{rank}").read_text()) for rank in range(2)]
+            alive[job.under] = [psutil.pid_exists(pid) for pid in pids]
+            os.kill(job.pids[0], signal.SIGTERM)
+
+    theirs, ours = both.script(FAILS, nodes=2, rdzv="static", preload="", during=during)
+    assert Difference.OTHER_HOSTS
+    assert alive == {"torchrun": [True, True]}
+    assert Difference.EXIT_CODE
+    assert (theirs.codes, ours.codes) == ([1, 1], [5, 5])
+    assert sorted(ours.marks()) == sorted(theirs.marks())
+    assert b"exitcode  : 5" in theirs.err.partition(b"Root Cause")[2]
+    assert ours.error["message"].startswith("rank 2 (local rank 0 on ")
+
+
+def test_signal_to_the_launcher_of_the_second_host(both: Launchers) -> None:
+    def during(job: Job) -> None:
+        job.await_marks(*(f"{rank} ready" for rank in range(4)))
+        job.signal(signal.SIGTERM, node=1)
+        job.await_marks("2 SIGTERM", "3 SIGTERM")
+        if job.under == "torchrun":
+            job.signal(signal.SIGTERM)
+
+    theirs, ours = both.script(FAILS, nodes=2, rdzv="static", preload="", during=during)
+    assert Difference.OTHER_HOSTS
+    assert Difference.SIGNALLED
+    assert (theirs.codes, ours.codes) == ([1, 1], [143, 143])
+    assert sorted(ours.marks()) == sorted(theirs.marks())
+
+
+def test_restart_after_a_failure_on_one_host(both: Launchers) -> None:
+    body = """
+        rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+        again = os.path.exists(f"ran{rank}")
+        open(f"ran{rank}", "w")
+        mark(f"{'second' if again else 'first'} run, restart count {attempt}")
+        if not again:
+            if rank == "2":
+                for other in "013":
+                    wait_for(f"ran{other}")
+                os._exit(5)
+            rest()
+    """
+    theirs, ours = both.script(body, "--max-restarts", "1", preload="", nodes=2)
+    assert theirs.codes == ours.codes == [0, 0], ours.err.decode()
+
+    def counts(outcome: Outcome) -> list[list[str]]:
+        runs = (sorted(one for one in outcome.marks() if f" {which} run" in one) for which in ("first", "second"))
+        return [[one[-1] for one in run] for run in runs]
+
+    assert Difference.SEVERAL_HOSTS
+    # On the host that has not failed, whichever of the two torchrun has numbered first, the count stays 0.
+    assert counts(theirs)[0] == ["0"] * 4
+    assert counts(theirs)[1] == ["0", "0", "1", "1"]
+    assert counts(ours) == [["0"] * 4, ["1"] * 4]

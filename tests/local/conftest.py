@@ -1,0 +1,35 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the tests that run host processes and programs share."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def folder(leaves_nothing: None) -> Iterator[Path]:
+    """Where hosts have their sockets, logs and events: short."""
+    path = Path(tempfile.mkdtemp(prefix="h"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], str]:
+    """Writes the program of ranks, which knows ``rank`` and ``attempt``; its path."""
+
+    def write(text: str) -> str:
+        path = tmp_path / "prog.py"
+        names = "('RANK', 'TORCHELASTIC_RESTART_COUNT')"
+        start = f"import os, sys, time, signal\nrank, attempt = (int(os.environ[name]) for name in {names})\n"
+        path.write_text(start + textwrap.dedent(text))
+        return str(path)
+
+    return write

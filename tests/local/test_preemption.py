@@ -1,0 +1,258 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A SIGTERM from outside is a preemption; ours is not. Neither is lost, and neither is taken for something else."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torchx.runner import Runner
+from torchx.specs import AppDef, AppState, AppStatus, RetryPolicy, Role
+
+from tests.local.hosts import Hosts
+from torchx_monarch import processes
+from torchx_monarch.backends.local import store
+from torchx_monarch.backends.local.scheduler import DetachedScheduler
+from torchx_monarch.schedulers import monarch_local
+
+Eventually = Callable[..., object]
+
+NO_PRELOAD = ("--grace", "5", "--preload", "")
+
+#: Takes its time to end when it is told.
+CLEANS_UP = """
+def stop(*_):
+    print("told", rank, flush=True)
+    time.sleep(1.5)
+    print("clean", rank, flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+print("pid", os.getpid(), flush=True)
+time.sleep(1000)
+"""
+
+
+def torchrun(script: str, nnodes: int = 2, nproc: int = 2, restarts: int = 0) -> list[str]:
+    options = ["--nnodes", str(nnodes), "--nproc-per-node", str(nproc), "--max-restarts", str(restarts)]
+    return ["torchrun", *options, "--tee", "3", script]
+
+
+def started(hosts: Hosts, ranks: int, eventually: Eventually) -> Hosts:
+    eventually(lambda: len(hosts.rank_pids()) == ranks, "the ranks")
+    eventually(lambda: any(event["kind"] == "output" for event in hosts.events()), "the report of it")
+    return hosts
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_the_ranks_of_all_hosts_have_the_whole_grace(
+    folder: Path, script: Callable[[str], str], eventually: Eventually, replica: int
+) -> None:
+    hosts = Hosts(folder, torchrun(script(CLEANS_UP)), replicas=2, options=NO_PRELOAD).start()
+    started(hosts, 4, eventually).processes[replica].terminate()
+    assert hosts.wait() == [143, 143]
+    text = hosts.out(0) + hosts.out(1)
+    assert text.count("told") == text.count("clean") == 4
+    said = f"preempted: host {replica} ("
+    assert f"STOPPED: {said}" in hosts.err(0).splitlines()[-1]
+    assert [event["message"] for event in hosts.events() if event["kind"] == "preempted"][0].startswith(said)
+    error = json.loads((hosts.logs(1 - replica) / "error.json").read_text())["message"]
+    assert error["errorCode"] == 143 and error["message"].startswith(said)
+
+
+def test_before_the_job_began(folder: Path, script: Callable[[str], str], eventually: Eventually) -> None:
+    hosts = Hosts(folder, torchrun(script("")), replicas=2, options=NO_PRELOAD).start(1)
+    log = hosts.logs(1) / "monarch.log"
+    eventually(log.exists, "the host's own log")
+    eventually(lambda: any(folder.glob("h*/worker")), "the host to look for replica 0")
+    hosts.processes[1].terminate()
+    assert hosts.wait() == [143]
+    error = json.loads((hosts.logs(1) / "error.json").read_text())["message"]
+    assert error["message"].startswith("preempted: host 1 (")
+
+
+def test_while_interpreters_import(folder: Path, tmp_path: Path, script: Callable[[str], str]) -> None:
+    # The mesh is there and no rank was started: nobody has anything to stop, and nobody waits for that.
+    (tmp_path / "heavy.py").write_text("import time; time.sleep(15)")
+    options = ("--grace", "20", "--preload", "heavy")
+    hosts = Hosts(folder, torchrun(script("")), replicas=2, options=options).start()
+    until = time.monotonic() + 12
+    while not any(event["kind"] == "mesh" for event in hosts.events()):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    began = time.monotonic()
+    hosts.processes[1].terminate()
+    assert hosts.wait() == [143, 143]
+    assert time.monotonic() - began < 10
+
+
+def test_while_a_failed_attempt_is_stopped(folder: Path, script: Callable[[str], str], eventually: Eventually) -> None:
+    path = script("""
+        if rank == 0:
+            signal.signal(signal.SIGTERM, lambda *_: print("told", flush=True) or time.sleep(1.5) or sys.exit(0))
+            print("pid", os.getpid(), flush=True)
+            time.sleep(1000)
+        while not os.path.exists(f"{sys.argv[0]}.go"):
+            time.sleep(0.02)
+        sys.exit(3)
+    """)
+    hosts = Hosts(folder, torchrun(path, nnodes=1, restarts=5), options=NO_PRELOAD).start()
+    started(hosts, 1, eventually)
+    Path(f"{path}.go").touch()
+    eventually(lambda: "told" in hosts.out(), "the end of the attempt to begin")
+    hosts.processes[0].terminate()
+    assert hosts.wait() == [143], hosts.err()
+    assert "preempted: host 0 (" in hosts.err().splitlines()[-1]
+    assert not (hosts.logs(0) / "attempt_1").exists()
+
+
+def test_while_a_lost_host_is_being_replaced(
+    folder: Path, script: Callable[[str], str], eventually: Eventually
+) -> None:
+    options = ("--grace", "20", "--preload", "", "--replacements", "1")
+    hosts = Hosts(folder, torchrun(script(CLEANS_UP)), replicas=2, options=options).start()
+    started(hosts, 4, eventually).processes[1].kill()
+    eventually(lambda: any(event["kind"] == "replacement" for event in hosts.events()), "the loss to be noticed")
+    hosts.processes[0].terminate()
+    began = time.monotonic()
+    assert hosts.wait() == [143, -9]
+    assert time.monotonic() - began < 10, "nobody waits for the one that is gone"
+    for left in folder.glob("h*/"):  # of the host that was killed
+        shutil.rmtree(left)
+
+
+def test_ranks_that_feel_the_loss_of_a_host_are_not_blamed(
+    folder: Path, script: Callable[[str], str], eventually: Eventually
+) -> None:
+    path = script("""
+        import socket
+        os.chdir(os.path.dirname(sys.argv[0]))
+        if rank == 1:
+            server = socket.socket(socket.AF_UNIX)
+            server.bind("s")
+            server.listen()
+            peer = server.accept()
+        else:
+            peer = socket.socket(socket.AF_UNIX)
+            while peer.connect_ex("s"):
+                time.sleep(0.02)
+        print("pid", os.getpid(), flush=True)
+        if rank == 0:
+            peer.recv(1)
+            os.unlink("s")
+            raise RuntimeError("Connection closed by peer")
+        time.sleep(1000)
+    """)
+    hosts = Hosts(folder, torchrun(path, nproc=1), replicas=2, options=NO_PRELOAD).start()
+    killed = started(hosts, 2, eventually).processes[1]
+    killed.kill()
+    assert hosts.wait() == [1, -9]
+    assert f"pid {killed.pid}) was lost: its connection broke" in hosts.err(0).splitlines()[-1]
+    for left in folder.glob("h*/"):  # of the host that was killed
+        shutil.rmtree(left)
+
+
+class Job:
+    """An app on monarch_local, through TorchX's Runner."""
+
+    def __init__(self, script: str, grace: int = 4, **role: object) -> None:
+        self._runner = Runner("torchx", {"monarch_local": monarch_local})
+        command = torchrun(script)
+        app = AppDef("a", [Role("r", image="", entrypoint=command[0], args=command[1:], num_replicas=2, **role)])
+        self.handle: str = self._runner.run(app, "monarch_local", cfg={"preload": "none", "grace": grace})
+        self.paths = store.app_paths(self.handle.rpartition("/")[2])
+        self.marker = str((store.read_json(self.paths.request) or {})["job"])
+
+    @property
+    def scheduler(self) -> DetachedScheduler:
+        inner: DetachedScheduler = self._runner._scheduler("monarch_local").inner
+        return inner
+
+    def text(self) -> str:
+        """All logs and events."""
+        paths = [*Path(self.paths.logs).rglob("combined.log"), Path(self.paths.events)]
+        return "".join(path.read_text() for path in paths)
+
+    def pid(self, replica: int) -> int:
+        """Of a host."""
+        record = store.read_json(self.paths.status) or {}
+        return int(record["roles"][0]["replicas"][replica]["pid"])
+
+    def cancel(self) -> None:
+        self._runner.cancel(self.handle)
+
+    def wait(self) -> AppStatus:
+        assert self.scheduler.wait_terminal(self.paths.app_id, 40), self.text()
+        return self._runner.status(self.handle)
+
+
+def test_cancelling_ranks_that_ignore_sigterm(script: Callable[[str], str], eventually: Eventually) -> None:
+    path = script("""
+        import subprocess
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        subprocess.Popen(["sleep", "1000"])
+        subprocess.Popen(["sleep", "1001"], start_new_session=True)
+        print("pid", os.getpid(), flush=True)
+        time.sleep(1000)
+    """)
+    job = Job(path, grace=1)
+    eventually(lambda: job.text().count("]:pid") == 4, "the ranks")
+    job.cancel()
+    began = time.monotonic()
+    assert job.wait().state is AppState.CANCELLED
+    assert time.monotonic() - began < 8
+    left = [pid for pid in processes.marked(job.marker) if Path(f"/proc/{pid}/comm").read_text() == "sleep\n"]
+    assert not left, "what is left is the keeper, which leaves in a moment"
+
+
+def test_a_cancelled_job_is_not_preempted(script: Callable[[str], str], eventually: Eventually) -> None:
+    job = Job(script(CLEANS_UP))
+    eventually(lambda: job.text().count("]:pid") == 4, "the ranks")
+    job.cancel()
+    status = job.wait()
+    assert (status.state, status.msg) == (AppState.CANCELLED, "cancelled")
+    text = job.text()
+    assert "preempt" not in text and "was told to stop" in text
+    assert text.count("]:clean") == 4
+
+
+def test_a_preempted_job_says_so(script: Callable[[str], str], eventually: Eventually) -> None:
+    job = Job(script(CLEANS_UP))
+    eventually(lambda: job.text().count("]:pid") == 4, "the ranks")
+    os.kill(job.pid(1), signal.SIGTERM)
+    status = job.wait()
+    assert status.state is AppState.FAILED
+    assert "exited with code 143: preempted: host 1 (" in status.msg
+    assert job.text().count("]:clean") == 4
+
+
+@pytest.mark.parametrize("policy", [RetryPolicy.APPLICATION, RetryPolicy.REPLICA])
+def test_a_preempted_job_is_started_again(
+    script: Callable[[str], str], tmp_path: Path, eventually: Eventually, policy: RetryPolicy
+) -> None:
+    path = script(f"""
+        print("pid", os.getpid(), flush=True)
+        while not os.path.exists("{tmp_path}/go"):
+            time.sleep(0.02)
+    """)
+    job = Job(path, max_retries=1, retry_policy=policy)
+    eventually(lambda: job.text().count("]:pid") == 4, "the ranks")
+    os.kill(job.pid(1), signal.SIGTERM)
+    eventually(lambda: job.text().count("]:pid") == 8, "the ranks again", seconds=30)
+    (tmp_path / "go").touch()
+    assert job.wait().state is AppState.SUCCEEDED
+    assert "preempted: host 1 (" in job.text()
+
+
+def test_a_job_whose_folder_is_removed_is_stopped(script: Callable[[str], str], eventually: Eventually) -> None:
+    job = Job(script(CLEANS_UP))
+    eventually(lambda: job.text().count("]:pid") == 4, "the ranks")
+    shutil.rmtree(job.paths.root)
+    eventually(lambda: not processes.marked(job.marker), "the end of all its processes", seconds=30)
+    assert not os.path.exists(job.paths.root)

@@ -1,0 +1,69 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A rank of four fails while the others wait for it in a collective: what the log and ``torchx status`` say of it."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+import os, signal
+import torch, torch.distributed as dist
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+def step():
+    if rank == 2:
+        {end}
+    dist.all_reduce(torch.ones(1))
+step()
+"""
+
+ENDS = {
+    "ValueError": ("raise ValueError('the loss is NaN')", "ValueError: the loss is NaN"),
+    "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by signal 9 (SIGKILL)"),
+    "segfault": ("import ctypes; ctypes.string_at(0)", "was killed by signal 11 (SIGSEGV)"),
+    "silent": ("os._exit(3)", "exited with code 3"),
+}
+
+
+def torchx(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torchx.cli.main", *words]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize("shape", ["1x4", "2x2"])
+@pytest.mark.parametrize("end", ENDS)
+def test_rank_that_began_it(end: str, shape: str, tmp_path: Path) -> None:
+    body, words = ENDS[end]
+    (tmp_path / "prog.py").write_text(PROGRAM.format(end=body))
+    done = torchx("run", "-s", "monarch_local", "--wait", "monarch.spmd", "-j", shape, "prog.py", cwd=tmp_path)
+    assert done.returncode == 1
+    handle = done.stdout.strip()
+
+    log = torchx("log", handle, cwd=tmp_path).stdout
+    report = "\n".join(line for line in log.splitlines() if not re.search(r"^\S+ \[prog\d\]:", line))
+    assert re.search(rf"FAILED: rank 2 \(local rank \d on .*, pid \d+\) .*{re.escape(words)}", report), log
+    assert report.count("FAILED: ") == 1
+    # Its traceback and no other; what the others say of their broken connections is a line and no cause.
+    assert (
+        report.count("Traceback (most recent call last):")
+        == report.count("traceback of rank 2:")
+        == (end == "ValueError")
+    )
+    assert ("in step" in report) == (end == "ValueError")
+    assert all(line.endswith("(a consequence)") for line in report.splitlines() if "[monarch] also: " in line), report
+
+    status = json.loads(torchx("status", "--json", handle, cwd=tmp_path).stdout)
+    assert status["state"] == "FAILED"
+    shown = torchx("status", handle, cwd=tmp_path).stdout
+    for text in (status["msg"], shown):
+        assert re.search(r"rank 2 \(", text) and words in text, text
+    for other in (0, 1, 3):
+        assert f"rank {other} (" not in json.dumps(status) + shown

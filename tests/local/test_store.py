@@ -1,0 +1,148 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The process that serves the ranks' TCPStore: outlives rank 0, belongs to the host, is nothing to the program."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.local.hosts import Hosts
+
+Eventually = Callable[..., object]
+
+CLIENT = """
+import os, sys, time, datetime
+rank, attempt = (int(os.environ[name]) for name in ("RANK", "TORCHELASTIC_RESTART_COUNT"))
+import torch.distributed as dist
+address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+store = dist.TCPStore(address, port, is_master=False, timeout=datetime.timedelta(seconds=20))
+def ended(path):
+    while not os.path.exists(path) or os.path.exists(f"/proc/{open(path).read() or 'self'}/fd/0"):
+        time.sleep(0.02)
+"""
+
+
+@pytest.fixture
+def folder(leaves_nothing: None) -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="h"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], str]:
+    def write(text: str) -> str:
+        path = tmp_path / "prog.py"
+        path.write_text(CLIENT + f"os.chdir({str(tmp_path)!r})\n" + textwrap.dedent(text))
+        return str(path)
+
+    return write
+
+
+def store_of(hosts: Hosts, replica: int = 0) -> list[psutil.Process]:
+    children = psutil.Process(hosts.processes[replica].pid).children()
+    return [one for one in children if one.name() == "tcpstore" and not has_ended(one)]
+
+
+def has_ended(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def test_it_serves_until_the_last_rank_of_any_host_has_ended(folder: Path, script: Callable[[str], str]) -> None:
+    path = script("""
+        if rank < 2:
+            open(f"gone{rank}", "w").write(str(os.getpid()))
+            sys.exit()
+        ended("gone0")
+        ended("gone1")
+        store.set(f"late{rank}", "word")
+        print(store.get(f"late{5 - rank}").decode())
+        dist.init_process_group("gloo", rank=rank - 2, world_size=2)
+        dist.barrier()
+    """)
+    command = ["torchrun", "--nnodes", "2", "--nproc-per-node", "2", path]
+    hosts = Hosts(folder, command, replicas=2).start()
+    assert hosts.wait() == [0, 0], hosts.err(0) + hosts.err(1)
+    assert hosts.out(1) == "word\nword\n"
+
+
+def test_each_attempt_has_its_own(folder: Path, script: Callable[[str], str], eventually: Eventually) -> None:
+    path = script("""
+        print(attempt, store.add("n", 1), flush=True)
+        while not os.path.exists(f"go{attempt}"):
+            time.sleep(0.02)
+        sys.exit(1 - attempt)
+    """)
+    hosts = Hosts(folder, ["torchrun", "--max-restarts", "1", path]).start()
+    stores = []
+    for attempt in range(2):
+        eventually(lambda at=attempt: f"{at} 1\n" in hosts.out(), "the rank")  # in a store that nobody has counted in
+        [store] = store_of(hosts)
+        stores.append(store)
+        Path(path).with_name(f"go{attempt}").touch()
+    assert hosts.wait() == [0]
+    assert stores[0].pid != stores[1].pid
+    assert all(has_ended(one) for one in stores)
+    assert "TCPStore" not in hosts.err()  # which told of no death
+
+
+def test_it_holds_nothing_of_the_rank_and_heeds_no_signal_to_the_job(
+    folder: Path, script: Callable[[str], str], eventually: Eventually
+) -> None:
+    path = script("""
+        print("pid", os.getpid(), flush=True)
+        while not os.path.exists("go"):
+            time.sleep(0.02)
+        store.set("still", "there")
+    """)
+    hosts = Hosts(folder, ["torchrun", path]).start()
+    eventually(lambda: len(hosts.rank_pids()) == 1, "the rank")
+    [store] = store_of(hosts)
+    [rank] = hosts.rank_pids()
+
+    def held(pid: int) -> set[str]:
+        return {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()}
+
+    assert not {one for one in held(store.pid) & held(rank) if one.startswith(("pipe:", "socket:", "/root", "/tmp"))}
+    assert os.readlink(f"/proc/{store.pid}/fd/1") == os.devnull
+    assert os.getsid(store.pid) not in (os.getsid(rank), os.getsid(hosts.processes[0].pid))
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        store.send_signal(number)
+    Path(path).with_name("go").touch()
+    assert hosts.wait() == [0], hosts.err()
+
+
+def test_it_dies_with_its_host(folder: Path, script: Callable[[str], str], eventually: Eventually) -> None:
+    path = script("print('pid', os.getpid(), flush=True)\ntime.sleep(1000)")
+    hosts = Hosts(folder, ["torchrun", path]).start()
+    eventually(lambda: len(hosts.rank_pids()) == 1, "the rank")
+    [store] = store_of(hosts)
+    hosts.processes[0].kill()
+    assert hosts.wait() == [-9]
+    eventually(lambda: has_ended(store), "the end of the store's process")
+    for left in folder.glob("h*/"):  # a host that is killed cannot remove its sockets
+        shutil.rmtree(left)
+
+
+def test_its_own_death_is_told(folder: Path, script: Callable[[str], str], eventually: Eventually) -> None:
+    path = script("print('pid', os.getpid(), flush=True)\nstore.get('what nobody sets')")
+    hosts = Hosts(folder, ["torchrun", "--nproc-per-node", "2", path]).start()
+    eventually(lambda: len(hosts.rank_pids()) == 2, "the ranks")
+    [store] = store_of(hosts)
+    store.kill()
+    assert hosts.wait() == [1]
+    lines = hosts.err().splitlines()
+    told = (
+        f"[monarch] the process of the ranks' TCPStore (pid {store.pid}) was killed by signal 9 (SIGKILL); ranks that"
+    )
+    assert sum(line.startswith(told) for line in lines) == 1
+    assert "FAILED: rank " in lines[-1] and "DistNetworkError" in lines[-1]

@@ -1,0 +1,112 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Timers of ``torch.distributed.elastic.timer``: set by ranks, looked at beside the host process."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import tempfile
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.local.hosts import Hosts
+
+SET_UP = """
+import os, sys, time
+import torch.distributed.elastic.timer as timer
+rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+timer.configure(timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"]))
+"""
+
+
+@pytest.fixture
+def folder(leaves_nothing: None) -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="h"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def run(folder: Path, tmp_path: Path) -> Callable[..., Hosts]:
+    def start(body: str, *options: str, environ: dict[str, str] | None = None) -> Hosts:
+        path = tmp_path / "prog.py"
+        path.write_text(SET_UP + textwrap.dedent(body))
+        words = ["torchrun", "--nproc-per-node", "2", "--role", "r", *options, str(path)]
+        return Hosts(folder, words, environ={"TORCHELASTIC_ENABLE_FILE_TIMER": "1", **(environ or {})}).start()
+
+    return start
+
+
+def test_a_rank_whose_timer_expires_is_killed_and_named(run: Callable[..., Hosts]) -> None:
+    # The first attempt is started again, with the same server; ranks that keep their time are left alone.
+    body = """
+        with timer.expires(after=60):
+            time.sleep(0.5)
+        if rank == 1:
+            with timer.expires(after=0.5, scope=f"step of {attempt}"):
+                time.sleep(100)
+        time.sleep(100)
+    """
+    hosts = run(body, "--max-restarts", "1")
+    assert hosts.wait() == [137]
+    lines = hosts.err().splitlines()
+    assert "restart 1 of 1 after: rank 1 (" in hosts.err()
+    assert "was killed by signal 9 (SIGKILL): its timer 'step of 0' expired" in hosts.err()
+    assert "FAILED: rank 1 (" in lines[-1] and "(SIGKILL): its timer 'step of 1' expired" in lines[-1]
+    assert sum("timer 'step of " in line and "expired: it gets signal 9" in line for line in lines) == 2
+    error = json.loads((hosts.logs(0) / "error.json").read_text())["message"]["message"]
+    assert "its timer 'step of 1' expired" in error
+
+
+def test_the_pipe_is_the_jobs_own_and_goes_with_it(run: Callable[..., Hosts], folder: Path, tmp_path: Path) -> None:
+    body = """
+        import stat
+        with timer.expires(after=60):
+            print(oct(os.stat(os.environ["TORCHELASTIC_TIMER_FILE"]).st_mode), os.environ["TORCHELASTIC_TIMER_FILE"])
+    """
+    hosts = run(body)
+    assert hosts.wait() == [0], hosts.err()
+    mode, path = hosts.out().split()[:2]
+    assert int(mode, 8) == stat.S_IFIFO | 0o600
+    assert Path(path).is_relative_to(folder) and not os.path.exists(path)
+
+
+def test_a_pipe_that_the_user_names(run: Callable[..., Hosts], tmp_path: Path) -> None:
+    path = str(tmp_path / "my timers")
+    hosts = run("print(timer.api._timer_client._file_path)", environ={"TORCHELASTIC_TIMER_FILE": path})
+    assert hosts.wait() == [0], hosts.err()
+    assert hosts.out().splitlines() == [path] * 2
+    assert not os.path.exists(path)
+
+
+def test_a_server_that_cannot_begin_is_named(run: Callable[..., Hosts], tmp_path: Path) -> None:
+    hosts = run("", environ={"TORCHELASTIC_TIMER_FILE": str(tmp_path / "no" / "such")})
+    assert hosts.wait() == [1]
+    assert "torch's timer server does not run: FileNotFoundError: " in hosts.err().splitlines()[-1]
+
+
+def test_a_server_that_is_gone_is_told_and_the_job_goes_on(
+    run: Callable[..., Hosts], tmp_path: Path, eventually: Callable[..., object]
+) -> None:
+    hosts = run(f"while not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(0.1)")
+    eventually(lambda: any(event["kind"] == "ranks" for event in hosts.events()), "the ranks")
+    children = psutil.Process(hosts.processes[0].pid).children()
+    next(one for one in children if any("timer_main" in word for word in one.cmdline())).kill()
+    eventually(lambda: "are not looked at any more: its process has ended" in hosts.err(), "the line")
+    (tmp_path / "go").touch()
+    assert hosts.wait() == [0], hosts.err()
+
+
+def test_no_server_unless_asked_for(run: Callable[..., Hosts], tmp_path: Path) -> None:
+    path = str(tmp_path / "timers")
+    body = "print(os.environ['TORCHELASTIC_TIMER_FILE'], os.path.exists(os.environ['TORCHELASTIC_TIMER_FILE']))"
+    hosts = run(body, environ={"TORCHELASTIC_ENABLE_FILE_TIMER": "0", "TORCHELASTIC_TIMER_FILE": path})
+    assert hosts.wait() == [0], hosts.err()
+    assert hosts.out().splitlines() == [f"{path} False"] * 2

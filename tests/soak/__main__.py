@@ -1,0 +1,76 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A soak: many small jobs, one or two random faults in each: ``python -m tests.soak [options]``.
+
+A job runs through monarch_local as any other; a fault (a signal to one of our processes, a cancellation, a deleted
+file, or none) comes at a random moment of its life. Then: it must have ended in time, its state must be true (SUCCEEDED
+only if every rank proved its end, FAILED only with who died, and only if it could not have gone on), its record and
+logs must answer, and nothing may be left of it. Everything about a job follows from the seed and its number.
+
+Exit code 1 when anything was wrong; what is needed to look into it is then kept and named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import sys
+import tempfile
+from collections import Counter, defaultdict
+
+from tests.soak.plans import draw
+from tests.soak.runs import Outcome, run_all
+
+
+def _summary(outcomes: list[Outcome]) -> None:
+    by_fault: dict[str, list[Outcome]] = defaultdict(list)
+    for outcome in outcomes:
+        by_fault[outcome.plan.what if len(outcome.plan.blows) == 1 else "two"].append(outcome)
+    print(f"\n{'fault':18}{'jobs':>5}{'hit':>5}{'longest':>10}  states")
+    for fault, some in sorted(by_fault.items()):
+        states = Counter(outcome.state.name if outcome.state else "gone" for outcome in some)
+        hits, longest = sum(len(outcome.hits) for outcome in some), max(outcome.seconds for outcome in some)
+        shown = ", ".join(f"{name} {count}" for name, count in sorted(states.items()))
+        print(f"{fault:18}{len(some):5}{hits:5}{longest:8.1f} s  {shown}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.partition("\n")[0])
+    parser.add_argument("--jobs", type=int, default=200, help="how many")
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="what makes them the same again")
+    parser.add_argument("--only", type=int, action="append", help="the number of one job; may be repeated")
+    parser.add_argument("--parallel", type=int, default=3, help="how many at a time")
+    args = parser.parse_args()
+    temporary = tempfile.mkdtemp(prefix="tms", dir="/tmp")  # short, as paths of sockets must be
+    os.environ["MONARCH_STATE_DIR"], os.environ["TMPDIR"] = f"{temporary}/state", f"{temporary}/tmp"
+    tempfile.tempdir = None
+    os.mkdir(f"{temporary}/tmp")
+    print(f"seed {args.seed}; state in {temporary}", flush=True)
+    outcomes: list[Outcome] = []
+
+    def tell(outcome: Outcome) -> None:
+        outcomes.append(outcome)
+        print(outcome, flush=True)
+        if outcome.wrong:
+            print(
+                f"     {outcome.plan.repeat(args.seed)}\n     {outcome.plan} {outcome.hits}\n     {outcome.kept}",
+                flush=True,
+            )
+
+    wrong = run_all([draw(args.seed, number) for number in args.only or range(args.jobs)], args.parallel, tell)
+    left = [name for name in os.listdir(f"{temporary}/tmp")]
+    wrong += [f"left in the folder for temporary files: {left}"] if left else []
+    _summary(outcomes)
+    bad = [outcome for outcome in outcomes if outcome.wrong]
+    print("\n".join(wrong))
+    print(f"seed {args.seed}: {len(outcomes)} jobs, {len(bad)} wrong: {[outcome.plan.number for outcome in bad]}")
+    if bad or wrong:
+        return 1
+    shutil.rmtree(temporary)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

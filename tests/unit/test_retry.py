@@ -1,0 +1,73 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""When ranks are started again, and the exit codes that say so."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchx_monarch.errors import RankExit
+from torchx_monarch.plan.exit_codes import parse_exit_codes
+from torchx_monarch.runtime.retry import never_joined, why_not
+
+
+def failed(rank: int = 0, code: int = 1, **extra: object) -> RankExit:
+    error = {"message": {"message": "boom", "extraInfo": extra}} if extra else None
+    return RankExit(rank, rank, 0, "node", 100 + rank, code, 1.0, error=error)
+
+
+@pytest.mark.parametrize(
+    ("cause", "retry_on", "reason"),
+    [
+        (failed(code=1), (), ""),
+        (failed(code=-9), (), ""),
+        (failed(code=1, began=False), (1,), "the program cannot even begin"),
+        (failed(code=78), (), "with exit code 78 (EX_CONFIG) the program asks for none"),
+        (failed(code=-9), (137, 139), ""),
+        (failed(code=137), (137, 139), ""),
+        (failed(code=1), (139, 137), "exit code 1 is not one of 137, 139 (retry_on)"),
+        (failed(code=-6), (1,), "exit code 134 is not one of 1 (retry_on)"),
+    ],
+)
+def test_what_an_exit_code_says(cause: RankExit, retry_on: tuple[int, ...], reason: str) -> None:
+    assert why_not(cause, (), (), retry_on) == reason
+
+
+@pytest.mark.parametrize(
+    ("now", "before", "reason"),
+    [
+        ({0}, {0}, "rank 0 has failed twice in a row before it was in a process group"),
+        ({0, 3}, {3, 4}, "rank 3 has failed twice in a row before it was in a process group"),
+        ({0}, set(), ""),
+        ({0}, {1}, ""),  # another one each time
+        ({1}, {1}, ""),  # not what began it
+        (set(), {0}, ""),
+    ],
+)
+def test_a_rank_that_never_joins(now: set[int], before: set[int], reason: str) -> None:
+    assert why_not(failed(0), now, before, ()) == reason
+
+
+def test_who_has_never_joined() -> None:
+    stopped = RankExit(7, 7, 0, "node", 107, 1, 3.0, stopped_at=2.0, error=failed(7, joined=False, raised_at=2.5).error)
+    exits = [failed(0), failed(1, joined=False), failed(2, joined=True), failed(3, code=-11), stopped]
+    assert never_joined(exits) == {1}
+
+
+@pytest.mark.parametrize(
+    ("text", "codes"),
+    [("", ()), (" ", ()), ("1", (1,)), ("SIGKILL+1,134 + 1", (1, 134, 137)), ("255,SIGSEGV", (139, 255))],
+)
+def test_exit_codes_are_read(text: str, codes: tuple[int, ...]) -> None:
+    assert parse_exit_codes(text) == codes
+
+
+@pytest.mark.parametrize("text", ["0", "256", "-1", "x", "1++2", "KILL", "1;2", "1+", "SIGNONE", "1.0", "\u0663"])
+def test_what_is_no_exit_code_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match="use numbers from 1 to 255 and names of signals such as SIGKILL"):
+        parse_exit_codes(text)
+
+
+def test_the_exit_code_that_is_never_retried_is_refused() -> None:
+    with pytest.raises(ValueError, match="78 is the exit code with which a program asks not to be started again"):
+        parse_exit_codes("1+78")

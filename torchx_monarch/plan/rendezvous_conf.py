@@ -1,0 +1,49 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What torchrun's ``--rdzv-conf`` says of how long the hosts of a job wait for each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_FORM = "use KEY=VALUE,..., such as join_timeout=600,last_call_timeout=30"
+
+
+@dataclass(frozen=True)
+class RendezvousConf:
+    """The keys that have a meaning here; any other key (``close_timeout``, ``timeout``, ...) is read and left alone.
+
+    Attributes:
+        join_timeout: seconds in which the fewest hosts that the job runs on have to arrive; None leaves it to the host.
+        last_call_timeout: seconds that the job then waits for more of them.
+    """
+
+    join_timeout: int | None = None
+    last_call_timeout: int = 30
+
+    @classmethod
+    def parse(cls, text: str) -> RendezvousConf:
+        """Read ``KEY=VALUE,...`` as torch's ``_parse_rendezvous_config`` does, and seconds as its c10d rendezvous.
+
+        Raises:
+            ValueError: another form, or a timeout that is no whole number above 0; the message says what is allowed.
+        """
+        values: dict[str, str] = {}
+        for pair in text.split(",") if text.strip() else ():
+            key, _, value = (part.strip() for part in pair.partition("="))
+            if not key:
+                raise ValueError(_FORM)
+            if not value:
+                raise ValueError(f"{key} has no value; {_FORM}")
+            values[key] = value
+        return cls(**{key: _seconds(key, values[key]) for key in cls.__dataclass_fields__ if key in values})
+
+
+def _seconds(key: str, text: str) -> int:
+    try:
+        seconds = int(text)
+    except ValueError:
+        seconds = 0
+    if seconds <= 0:
+        raise ValueError(f"{key}={text} is not a whole number of seconds above 0")
+    return seconds

@@ -1,0 +1,154 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""How many hosts an attempt runs on, and how long it waits for them: torchrun's ``--nnodes MIN:MAX``.
+
+The rules are those of torch's c10d rendezvous (``torch/distributed/elastic/rendezvous/dynamic_rendezvous.py``): the
+fewest hosts have ``join_timeout`` seconds to arrive; from then on the others have ``last_call_timeout`` seconds, which
+end at once when all are there. A job of fixed size is one whose fewest hosts are all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Iterable
+
+from torchx_monarch.runtime.rendezvous import Registration, Rendezvous
+from torchx_monarch.runtime.report import Reporter
+
+
+class TooFewHosts(Exception):
+    """The fewest hosts that the job needs have not come in time; the message says which are missing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """How many hosts a job runs on.
+
+    Attributes:
+        fewest: hosts without which it does not run.
+        most: all of the role's replicas.
+        join_timeout: seconds that the fewest have to arrive.
+        join_option: the option that says so.
+        last_call: seconds that are then waited for more.
+    """
+
+    fewest: int
+    most: int
+    join_timeout: float
+    join_option: str = "--host-timeout"
+    last_call: float = 0.0
+
+    @property
+    def elastic(self) -> bool:
+        """Whether the job runs on fewer hosts than the role has replicas."""
+        return self.fewest < self.most
+
+
+class Gathering:
+    """Gathers the hosts of each attempt.
+
+    Args:
+        sizes: of the job.
+        rendezvous: where the hosts register.
+        reporter: what a person sees.
+    """
+
+    def __init__(self, sizes: Sizes, rendezvous: Rendezvous, reporter: Reporter) -> None:
+        self._sizes = sizes
+        self._rendezvous = rendezvous
+        self._reporter = reporter
+        self._before: dict[int, Registration] = {}
+
+    async def enough(self, wait: float) -> None:
+        """Wait for the hosts of the next attempt.
+
+        Args:
+            wait: seconds for more hosts once the fewest are there.
+
+        Raises:
+            TooFewHosts: those have not come in time.
+        """
+        rendezvous, sizes = self._rendezvous, self._sizes
+        while True:
+            await self._fewest()
+            if wait and rendezvous.missing:
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await self._reporter.while_waiting(
+                        asyncio.wait_for(rendezvous.until(self._settled), wait),
+                        lambda: f"more hosts, {wait:g} s in all (replica {_listed(rendezvous.missing)})",
+                    )
+            if rendezvous.present >= sizes.fewest:
+                return
+
+    def form(self) -> list[Registration]:
+        """The hosts of the next attempt, by replica id; none when some have gone since there were enough."""
+        rendezvous, sizes = self._rendezvous, self._sizes
+        if rendezvous.present < sizes.fewest:
+            return []
+        hosts = rendezvous.form()
+        size = f" (elastic, {sizes.fewest} to {sizes.most})" if sizes.elastic else ""
+        names = [host.hostname for host in hosts]
+        self._reporter.phase("hosts", f"hosts {len(hosts)}/{sizes.most}{size}", hosts=names)
+        self._report_change(hosts)
+        return hosts
+
+    async def newcomer(self) -> Registration:
+        """Wait for a host that takes no part yet, and for more: until all are there, or the last call is over."""
+        rendezvous = self._rendezvous
+        while not rendezvous.newcomers:
+            await rendezvous.until(lambda: bool(rendezvous.newcomers))
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(rendezvous.until(lambda: not rendezvous.missing), self._sizes.last_call)
+        return rendezvous.newcomers[0]
+
+    def shortage(self, replaced: bool) -> str:
+        """Why the job cannot go on with the hosts that are left; empty when it can.
+
+        Args:
+            replaced: whether the backend starts lost hosts again. One that has not come yet may still come.
+        """
+        rendezvous, fewest = self._rendezvous, self._sizes.fewest
+        if rendezvous.present >= fewest or replaced or rendezvous.expected:
+            return ""
+        missing = _listed(rendezvous.missing)
+        return f"{rendezvous.present} of at least {fewest} hosts left, and replica {missing} will not be replaced"
+
+    def _settled(self) -> bool:
+        return not self._rendezvous.missing or self._rendezvous.present < self._sizes.fewest
+
+    async def _fewest(self) -> None:
+        rendezvous, sizes = self._rendezvous, self._sizes
+
+        def what() -> str:
+            total = f"at least {sizes.fewest}" if sizes.elastic else str(sizes.most)
+            return f"host {rendezvous.present + 1} of {total} (replica {_listed(rendezvous.missing)})"
+
+        arrived = asyncio.wait_for(rendezvous.until(lambda: rendezvous.present >= sizes.fewest), sizes.join_timeout)
+        try:
+            await self._reporter.while_waiting(arrived, what)
+        except asyncio.TimeoutError:
+            within = f"within {sizes.join_timeout:g} s ({sizes.join_option})"
+            missing = f"replica {_listed(rendezvous.missing)}"
+            if not sizes.elastic:
+                raise TooFewHosts(f"{missing} did not arrive {within}") from None
+            count = f"{rendezvous.present} of at least {sizes.fewest} hosts"
+            raise TooFewHosts(f"{count} arrived {within}: {missing} did not") from None
+
+    def _report_change(self, hosts: list[Registration]) -> None:
+        before, now = self._before, {host.replica: host for host in hosts}
+        self._before = now
+        if not before or len(before) == len(now):
+            return
+        changes = []
+        if came := now.keys() - before.keys():
+            changes.append(f"replica {_listed(came)} came")
+        if went := before.keys() - now.keys():
+            changes.append(f"replica {_listed(went)} went")
+        text = f"size changed from {len(before)} to {len(now)} hosts: {', '.join(changes)}"
+        self._reporter.note("resize", text, before=len(before), now=len(now))
+
+
+def _listed(replicas: Iterable[int]) -> str:
+    return ", ".join(str(replica) for replica in sorted(replicas))

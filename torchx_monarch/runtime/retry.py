@@ -1,0 +1,39 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Whether another attempt may help. torchrun makes one after every failure, as long as ``--max-restarts`` lasts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from torchx_monarch.errors import RankExit, shell_code
+from torchx_monarch.plan.exit_codes import NEVER_AGAIN
+
+
+def never_joined(exits: Iterable[RankExit]) -> frozenset[int]:
+    """The ranks that failed in forming their process group, and had not been in one before."""
+    return frozenset(one.rank for one in exits if one.failed and one.joined is False)
+
+
+def why_not(
+    cause: RankExit, failed_now: Collection[int], failed_before: Collection[int], retry_on: Collection[int]
+) -> str:
+    """Why the ranks are not to be started again; empty when they are.
+
+    Args:
+        cause: the rank that began the failure.
+        failed_now: what ``never_joined`` says of this attempt.
+        failed_before: and of the attempt before.
+        retry_on: the exit codes, as a shell has them, after which they may be; empty for any.
+    """
+    code = shell_code(cause.code)
+    if not cause.began:
+        return "the program cannot even begin"
+    if code == NEVER_AGAIN:
+        return f"with exit code {code} (EX_CONFIG) the program asks for none"
+    if retry_on and code not in retry_on:
+        return f"exit code {code} is not one of {', '.join(map(str, sorted(retry_on)))} (retry_on)"
+    again = set(failed_now) & set(failed_before)
+    if cause.rank in failed_now and again:
+        return f"rank {min(again)} has failed twice in a row before it was in a process group"
+    return ""

@@ -1,0 +1,75 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The process that serves the ranks' TCPStore: a fork of rank 0's interpreter, so that torch is imported once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+from torchx_monarch.errors import describe_code
+from torchx_monarch.runtime.interpreter import Interpreter
+
+
+class StoreProcess:
+    """Lives until it is closed, as long as the host does at most: it reads a pipe that only the host can close.
+
+    Attributes:
+        port: of the store.
+        pid: of the process, a child of the host.
+
+    Args:
+        port: of the store.
+        pid: of the process.
+        lifeline: the end of the pipe that the host holds.
+        say: called with a line for a person when the process ends before it is closed.
+    """
+
+    def __init__(self, port: int, pid: int, lifeline: int, say: Callable[[str], None]) -> None:
+        self.port = port
+        self.pid = pid
+        self._lifeline = lifeline
+        self._closed = False
+        self._say = say
+        # Without pidfds (an old kernel, a strict container) its death is not told, and the host's reaper collects it.
+        with contextlib.suppress(AttributeError, OSError):
+            self._pidfd = os.pidfd_open(pid)
+            asyncio.get_running_loop().add_reader(self._pidfd, self._has_ended)
+
+    @classmethod
+    async def start(cls, interpreter: Interpreter, address: str, say: Callable[[str], None]) -> StoreProcess | None:
+        """Have an interpreter fork it; None when that cannot: torch is not there, the address is not ours.
+
+        Args:
+            interpreter: of a rank, before its program.
+            address: where the store listens.
+            say: called with a line for a person when the process ends before it is closed.
+        """
+        theirs, lifeline = os.pipe()
+        answer: dict[str, Any] | None = None
+        try:
+            answer = await interpreter.ask({"op": "store", "address": address}, [theirs])
+        finally:
+            os.close(theirs)
+            if answer is None or "port" not in answer:
+                os.close(lifeline)  # it leaves, if it has been forked
+        return cls(answer["port"], answer["pid"], lifeline, say) if answer and "port" in answer else None
+
+    def close(self) -> None:
+        """Have it leave."""
+        if not self._closed:
+            self._closed = True
+            os.close(self._lifeline)
+
+    def _has_ended(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        code = None
+        with contextlib.suppress(ChildProcessError):
+            code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        if not self._closed:
+            how = "ended" if code is None else describe_code(code)
+            self._say(f"the process of the ranks' TCPStore (pid {self.pid}) {how}; ranks that need it will fail")
