@@ -47,7 +47,7 @@ from torchx_monarch.runtime.rendezvous import Membership, Registration, Rendezvo
 from torchx_monarch.runtime.transport import Address, Identity
 from torchx_monarch.runtime.wires import Wires
 
-TIMEOUT = 120.0
+TIMEOUT = 60.0
 NAME = "127.0.0.1"
 
 
@@ -105,7 +105,8 @@ async def _serve(pipe: Connection, address: Address, identity: Identity, replica
     rendezvous.register(Registration(0, f"self@tls://{NAME}:{address.port}", "bench", os.getpid(), 1))
     pipe.send(None)
     cpu, memory = time.process_time(), resident()
-    hosts = await asyncio.wait_for(rendezvous.hosts(), TIMEOUT)
+    await asyncio.wait_for(rendezvous.until(lambda: rendezvous.present == replicas), TIMEOUT)
+    hosts = rendezvous.form()
     cpu, memory = time.process_time() - cpu, resident() - memory
     started = time.monotonic()
     await wires.check(hosts[1:])
