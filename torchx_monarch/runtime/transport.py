@@ -15,13 +15,16 @@ A cut link says nothing, so the kernel is asked to find out: it probes a silent 
 from __future__ import annotations
 
 import asyncio
+import asyncio.sslproto
 import contextlib
 import dataclasses
 import errno
+import functools
 import os
 import re
 import socket
 import ssl
+import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any
@@ -37,6 +40,14 @@ PEER_TIMEOUT = 5.0
 _HANDSHAKE_TIMEOUT = 5.0
 
 _CONNECT_TIMEOUT = 5.0
+
+_PATIENCE = 30.0
+"""Seconds that the handshake may take once the connection is there: where thousands of hosts come at once, each waits
+for those before it, about 1.5 ms of replica 0's processor for each."""
+
+_TLS_BUFFER = 1 << 14
+"""Bytes that asyncio sets aside for each TLS connection, and for each read: one TLS record. Its own 256 KiB make a
+gigabyte for thousands of hosts, whose messages have some hundred bytes."""
 
 _BACKLOG = 4096
 """All hosts of a large job connect within a second. The kernel takes the lesser of this and net.core.somaxconn."""
@@ -149,16 +160,21 @@ class Identity:
 
     def context(self, server: bool) -> ssl.SSLContext:
         """TLS 1.3 with a certificate required of the other end."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.verify_mode = ssl.CERT_REQUIRED
-        context.load_cert_chain(self.certificate, self.key)
-        context.load_verify_locations(self.authority)
-        if server:
-            context.num_tickets = 0  # nobody comes twice
-            if self.client_authority:
-                context.load_verify_locations(cadata=self.client_authority)
-        return context
+        return _context(self, server)
+
+
+@functools.lru_cache(maxsize=4)  # replica 0 connects to every host, and to make one takes as long as a handshake
+def _context(identity: Identity, server: bool) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_cert_chain(identity.certificate, identity.key)
+    context.load_verify_locations(identity.authority)
+    if server:
+        context.num_tickets = 0  # nobody comes twice
+        if identity.client_authority:
+            context.load_verify_locations(cadata=identity.client_authority)
+    return context
 
 
 def is_client(writer: asyncio.StreamWriter) -> bool:
@@ -193,6 +209,8 @@ async def listen(address: Address, serve: Serve, identity: Identity | None, bind
             os.chmod(address.path, 0o600)
             return server
         context = identity.context(server=True) if identity else None
+        if sys.version_info >= (3, 11):  # before, nothing was set aside
+            asyncio.sslproto.SSLProtocol.max_size = _TLS_BUFFER
 
         async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             watch_peer(writer, peer_timeout)
@@ -224,19 +242,36 @@ async def connect(
     try:
         if not address.networked:
             return await asyncio.open_unix_connection(address.path, limit=limit)
-        opening = asyncio.open_connection(
-            address.host,
-            address.port,
+        connection = await asyncio.wait_for(_dial(address), _CONNECT_TIMEOUT)
+        reader, writer = await asyncio.open_connection(
             limit=limit,
+            sock=connection,
             ssl=identity.context(server=False) if identity else None,
             server_hostname=address.host if identity else None,
-            ssl_handshake_timeout=_HANDSHAKE_TIMEOUT if identity else None,
+            ssl_handshake_timeout=_PATIENCE if identity else None,
         )
-        reader, writer = await asyncio.wait_for(opening, _CONNECT_TIMEOUT)
     except (OSError, asyncio.TimeoutError) as error:
         raise explain(error, address) from None
     watch_peer(writer, peer_timeout)
     return reader, writer
+
+
+async def _dial(address: Address) -> socket.socket:
+    loop = asyncio.get_running_loop()
+    failure = OSError(f"{address.host} has no address")
+    for family, kind, number, _, where in await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM):
+        connection = socket.socket(family, kind, number)
+        connection.setblocking(False)
+        try:
+            await loop.sock_connect(connection, where)
+            return connection
+        except OSError as error:
+            connection.close()
+            failure = error
+        except BaseException:  # cancelled: no time is left
+            connection.close()
+            raise
+    raise failure
 
 
 def watch_peer(writer: asyncio.StreamWriter, seconds: float) -> None:
@@ -288,6 +323,10 @@ def explain(error: BaseException, address: Address) -> ConnectError:
         if re.search("WRONG_VERSION_NUMBER|UNEXPECTED_MESSAGE|PACKET_LENGTH|RECORD_LAYER", reason):
             return ConnectError(f"{where}: what listens there does not speak TLS: it is another program", final=True)
         return ConnectError(f"{where}: the TLS handshake failed: {reason or error}")
+    if isinstance(error, ConnectionAbortedError) and not error.errno:  # asyncio's: the handshake took too long
+        return ConnectError(
+            f"{where}: it took the connection and said nothing for {_PATIENCE:g} s: it is busy, or hangs"
+        )
     if isinstance(error, socket.gaierror):
         return ConnectError(f"{where}: the name {address.host!r} cannot be resolved: {error.strerror}")
     if isinstance(error, (asyncio.TimeoutError, TimeoutError)):
@@ -299,4 +338,6 @@ def explain(error: BaseException, address: Address) -> ConnectError:
         return ConnectError(f"{where}: connection refused: nothing listens there (yet)")
     if number in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT):
         return ConnectError(f"{where}: unreachable: {os.strerror(number)}")
-    return ConnectError(f"{where}: {getattr(error, 'strerror', None) or error}")
+    # Of a connection that the other end has broken in the handshake, asyncio's error says nothing.
+    why = getattr(error, "strerror", None) or str(error) or "the connection broke in the handshake"
+    return ConnectError(f"{where}: {why}")

@@ -1,0 +1,250 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The rendezvous of many hosts over mutual TLS: ``python bench/rendezvous.py [--hosts N ...] [--rounds N]``.
+
+Replica 0's end, the real server, has a process of its own; the other hosts are simulated in this one, with one
+certificate of the job's authority. So two cores do the work of N machines. Real hosts answer within milliseconds, each
+for itself, and wait in the kernel's queue until replica 0 takes them; this one process could not answer for thousands
+in time, so that only ``--at-once`` of them connect at a time. What the columns say, as medians over the rounds:
+
+    registered   seconds from the start of the first connection until the last host knows that it is registered
+    per host     that divided by the number of hosts, in milliseconds
+    growth       per host, divided by that of the smallest number of hosts that is 64 or more; 1 is linear
+    server CPU   seconds of CPU that replica 0 used for it
+    hosts CPU    the same of all simulated hosts together
+    retries      how often one of them was sent away or lost its patience, and tried again
+    KiB a host   memory of replica 0 for each registered host
+    checked      seconds in which replica 0 reaches the Monarch port of every host (``Wires.check``)
+    alive        CPU that signs of life cost replica 0, in percent of a core (each host sends one every 15 s)
+    verdict      seconds from the verdict until the last host knows it
+
+Apart from that: the seconds in which a host makes its certificate, which every real one does for itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import dataclasses
+import json
+import multiprocessing
+import os
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from torchx_monarch import credentials
+from torchx_monarch.errors import Verdict
+from torchx_monarch.processes import raise_file_limit
+from torchx_monarch.runtime import transport
+from torchx_monarch.runtime.network import NetworkOptions
+from torchx_monarch.runtime.rendezvous import Membership, Registration, Rendezvous, RendezvousError
+from torchx_monarch.runtime.transport import Address, Identity
+from torchx_monarch.runtime.wires import Wires
+
+TIMEOUT = 60.0
+NAME = "127.0.0.1"
+
+
+class BenchError(Exception):
+    """A host did not do what is measured; the message is for the person at the screen."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Server:
+    """What replica 0 has measured; times are of the monotonic clock, which all processes of a machine share."""
+
+    cpu: float
+    memory: float
+    checked: float
+    alive: float
+    announced: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """One round; units as in the table."""
+
+    registered: float
+    server_cpu: float
+    hosts_cpu: float
+    retries: int
+    memory: float
+    checked: float
+    alive: float
+    verdict: float
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as sock:
+        sock.bind((NAME, 0))
+        return int(sock.getsockname()[1])
+
+
+def resident() -> int:
+    """Bytes of memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def serve(pipe: Connection, address: Address, identity: Identity, replicas: int, alive: float) -> None:
+    """The process of replica 0: says ``None`` when it listens, and at the end what it has measured."""
+    raise_file_limit()
+    pipe.send(asyncio.run(_serve(pipe, address, identity, replicas, alive)))
+
+
+async def _serve(pipe: Connection, address: Address, identity: Identity, replicas: int, alive: float) -> Server:
+    rendezvous = Rendezvous(address, replicas, identity, NAME)
+    wires = Wires(address, NetworkOptions(), NAME, NAME, identity, "", "", "")
+    await rendezvous.start()
+    rendezvous.register(Registration(0, f"self@tls://{NAME}:{address.port}", "bench", os.getpid(), 1))
+    pipe.send(None)
+    cpu, memory = time.process_time(), resident()
+    await asyncio.wait_for(rendezvous.until(lambda: rendezvous.present == replicas), TIMEOUT)
+    hosts = rendezvous.form()
+    cpu, memory = time.process_time() - cpu, resident() - memory
+    started = time.monotonic()
+    await wires.check(hosts[1:])
+    checked = time.monotonic() - started
+    before = time.process_time()
+    await asyncio.sleep(alive)
+    share = 100 * (time.process_time() - before) / alive
+    announced = time.monotonic()
+    await rendezvous.announce(Verdict(0, "the end of the benchmark"), TIMEOUT)
+    return Server(cpu, memory / 1024 / replicas, checked, share, announced)
+
+
+async def hosts(address: Address, identity: Identity, replicas: int, at_once: int) -> tuple[float, float, float, int]:
+    """All other hosts, from their first try to connect to the verdict.
+
+    Returns:
+        seconds and seconds of CPU until all were registered, when the last of them knew the verdict, failed tries.
+
+    Raises:
+        BenchError: one could not register, or lost replica 0.
+    """
+    port = free_port()
+    serving = await transport.listen(Address("tls", NAME, port), _hang_up, identity, NAME, 5.0)
+    started, cpu = time.monotonic(), time.process_time()
+    registered: list[tuple[float, float]] = []
+    failures: dict[str, int] = {}
+
+    def failed(reason: str) -> None:
+        failures[reason] = failures.get(reason, 0) + 1
+
+    connecting = asyncio.Semaphore(at_once)
+
+    async def host(replica: int) -> float:
+        registration = Registration(replica, f"host@tls://{NAME}:{port}", "bench", os.getpid(), 1)
+        try:
+            async with connecting:
+                membership = await Membership.join(address, registration, TIMEOUT, identity, on_failure=failed)
+        except RendezvousError as error:
+            raise BenchError(f"{replicas} hosts, host {replica}: {error}; before: {failures}") from None
+        registered.append((time.monotonic() - started, time.process_time() - cpu))
+        if await membership.verdict() is None:
+            raise BenchError(f"{replicas} hosts: host {replica} lost replica 0")
+        return time.monotonic()
+
+    told = await asyncio.gather(*(host(replica) for replica in range(1, replicas)))
+    serving.close()
+    return (*max(registered), max(told), sum(failures.values()))
+
+
+async def _hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """A Monarch port as it is checked: after the handshake nothing happens."""
+    await reader.read()
+    writer.close()
+
+
+def once(identity: Identity, replicas: int, alive: float, at_once: int) -> Sample:
+    """Bring up so many hosts, keep them for ``alive`` seconds and tell them the verdict."""
+    address = Address("tls", NAME, free_port())
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs, address, identity, replicas, alive), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        ours.recv()
+        registered, cpu, told, retries = asyncio.run(hosts(address, identity, replicas, at_once))
+        server: Server = ours.recv()
+        process.join(TIMEOUT)
+    except EOFError:
+        raise BenchError(f"{replicas} hosts: the process of replica 0 has ended") from None
+    finally:
+        process.kill()
+    verdict = told - server.announced
+    return Sample(registered, server.cpu, cpu, retries, server.memory, server.checked, server.alive, verdict)
+
+
+def minting(authority: credentials.HostCredentials, rounds: int = 50) -> float:
+    """Seconds in which a host makes its certificate: the median."""
+    taken = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        authority.sign({"node7", "10.0.0.7", "node0.example"})
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken)
+
+
+def report(samples: dict[int, list[Sample]]) -> str:
+    """The table; numbers of hosts in ascending order."""
+
+    def median(taken: Sequence[Sample], name: str) -> float:
+        return float(statistics.median(getattr(sample, name) for sample in taken))
+
+    base = min((number for number in samples if number >= 64), default=min(samples))
+    base_cost = median(samples[base], "registered") / base
+    rows = ["hosts  registered  (least-greatest)  per host  growth  server CPU  hosts CPU  retries  KiB a host"]
+    rows[0] += "  checked   alive  verdict"
+    for number, taken in sorted(samples.items()):
+        times = [sample.registered for sample in taken]
+        cost = median(taken, "registered") / number
+        rows.append(
+            f"{number:>5}  {median(taken, 'registered'):>10.2f}  {f'({min(times):.2f}-{max(times):.2f})':>16}  "
+            f"{1000 * cost:>8.2f}  {cost / base_cost:>6.2f}  {median(taken, 'server_cpu'):>10.2f}  "
+            f"{median(taken, 'hosts_cpu'):>9.2f}  {median(taken, 'retries'):>7.0f}  {median(taken, 'memory'):>10.0f}  "
+            f"{median(taken, 'checked'):>7.2f}  {median(taken, 'alive'):>5.1f}%  {median(taken, 'verdict'):>7.3f}"
+        )
+    return "\n".join(rows)
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = [16, 64, 256, 1024, 4096]
+    parser.add_argument("--hosts", type=int, nargs="+", default=sizes, help="numbers of hosts (default: 16 to 4096)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds (default: 3)")
+    parser.add_argument("--alive", type=float, default=15.0, help="seconds that all are alive (default: 15)")
+    parser.add_argument("--at-once", type=int, default=256, help="hosts that connect at a time (default: 256)")
+    parser.add_argument("--json", type=Path, help="write everything measured to this file")
+    args = parser.parse_args()
+    if min(args.hosts) < 2 or min(args.rounds, args.at_once) < 1 or args.alive <= 0:
+        parser.error("--hosts must be 2 or more, --rounds and --at-once 1 or more, --alive more than 0")
+    raise_file_limit()
+    authority, _ = credentials.create()
+    mint = minting(authority)
+    print(f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.2f}; a host's certificate takes {1000 * mint:.2f} ms")
+    samples: dict[int, list[Sample]] = {number: [] for number in args.hosts}
+    with tempfile.TemporaryDirectory() as folder:
+        identity = Identity.of(authority, {NAME}, folder)
+        for _ in range(args.rounds):
+            for number in samples:
+                try:
+                    samples[number].append(once(identity, number, args.alive, args.at_once))
+                except BenchError as error:
+                    sys.exit(f"bench/rendezvous.py: {error}")
+    print(report(samples))
+    if args.json:
+        everything = {str(number): [dataclasses.asdict(one) for one in taken] for number, taken in samples.items()}
+        args.json.write_text(json.dumps({"certificate": mint, "hosts": everything}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

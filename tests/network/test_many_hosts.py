@@ -1,0 +1,23 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Many hosts at once, simulated on one machine by the benchmark."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+BENCH = Path(__file__).parents[2] / "bench" / "rendezvous.py"
+
+
+def test_64_hosts_register_over_tls_and_learn_the_verdict(tmp_path: Path) -> None:
+    result = tmp_path / "result.json"
+    command = [sys.executable, str(BENCH), "--hosts", "64", "--rounds", "1", "--alive", "0.1", "--json", str(result)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (sample,) = json.loads(result.read_text())["hosts"]["64"]
+    assert sample["retries"] == 0  # nobody was sent away, or had to wait for too long
+    assert 0 < sample["memory"] < 160  # KiB of replica 0 for each host; asyncio's own buffers alone would be 256
+    assert sample["verdict"] < 30
