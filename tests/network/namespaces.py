@@ -4,10 +4,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+import re
 import shutil
 import subprocess
 import uuid
+from collections.abc import Iterator
 
 import pytest
 
@@ -86,6 +90,31 @@ class Network:
         command = [*self.within(machine), "ss", "-tlnH"]
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
         return sorted(int(line.split()[3].rpartition(":")[2]) for line in done.stdout.splitlines())
+
+    def listeners(self, machine: int) -> list[tuple[int, int]]:
+        """The port and the process of each of them."""
+        command = [*self.within(machine), "ss", "-tlnpH"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+        found = []
+        for line in done.stdout.splitlines():
+            pid = re.search(r"pid=(\d+)", line)
+            assert pid, line
+            found.append((int(line.split()[3].rpartition(":")[2]), int(pid[1])))
+        return sorted(set(found))
+
+    @contextlib.contextmanager
+    def entered(self, machine: int) -> Iterator[None]:
+        """Be on a machine with this thread: what is opened inside stays there."""
+        home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+        there = os.open(f"/run/netns/{self.namespace(machine)}", os.O_RDONLY)
+        libc = ctypes.CDLL(None, use_errno=True)
+        try:
+            assert libc.setns(there, 0) == 0, os.strerror(ctypes.get_errno())
+            yield
+        finally:
+            assert libc.setns(home, 0) == 0, os.strerror(ctypes.get_errno())
+            os.close(there)
+            os.close(home)
 
     def remove(self) -> None:
         """Remove all of it; the kernel takes the links along."""

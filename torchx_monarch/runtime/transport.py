@@ -23,10 +23,11 @@ import re
 import socket
 import ssl
 import tempfile
-from collections.abc import Awaitable, Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from torchx_monarch.runtime import protocol
+from torchx_monarch.runtime.door import Door, Serve
 
 if TYPE_CHECKING:
     from torchx_monarch.credentials import HostCredentials
@@ -40,8 +41,6 @@ _CONNECT_TIMEOUT = 5.0
 
 _BACKLOG = 4096
 """All hosts of a large job connect within a second. The kernel takes the lesser of this and net.core.somaxconn."""
-
-Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 class AddressError(ValueError):
@@ -171,12 +170,12 @@ def is_client(writer: asyncio.StreamWriter) -> bool:
     return (("commonName", CLIENT_AUTHORITY),) in certificate["issuer"]
 
 
-async def listen(address: Address, serve: Serve, identity: Identity | None, bind: str, peer_timeout: float) -> Any:
-    """Serve every connection that is made to the address; an ``asyncio`` server.
+async def listen(address: Address, serve: Serve, identity: Identity | None, bind: str, peer_timeout: float) -> Door:
+    """Serve every connection that is made to the address.
 
     Args:
         address: where.
-        serve: called with each connection, after its handshake.
+        serve: called with each connection, after its handshake; ``Door.settle`` says that it may stay.
         identity: ours, for ``tls``.
         bind: local address to listen on; empty for all.
         peer_timeout: seconds of silence from a machine that is gone until its connection breaks.
@@ -184,32 +183,43 @@ async def listen(address: Address, serve: Serve, identity: Identity | None, bind
     Raises:
         ConnectError: it cannot be listened on.
     """
-    limit = protocol.MAX_LINE
     try:
         if not address.networked:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(address.path)  # of a replica 0 that was replaced
-            server = await asyncio.start_unix_server(serve, address.path, limit=limit, backlog=_BACKLOG)
-            os.chmod(address.path, 0o600)
-            return server
+            return Door(_socket_file(address.path), serve, None, protocol.MAX_GREETING)
         context = identity.context(server=True) if identity else None
-
-        async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            watch_peer(writer, peer_timeout)
-            await serve(reader, writer)
-
-        return await asyncio.start_server(
-            accepted,
-            bind or None,
-            address.port,
-            limit=limit,
-            backlog=_BACKLOG,
-            ssl=context,
-            ssl_handshake_timeout=_HANDSHAKE_TIMEOUT if context else None,
-        )
+        listening = _port(bind, address.port)
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConnectError(f"cannot listen for the other hosts at {address.path or address}: {reason}") from None
+
+    async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        watch_peer(writer, peer_timeout)
+        await serve(reader, writer)
+
+    return Door(listening, accepted, context, protocol.MAX_GREETING)
+
+
+def _socket_file(path: str) -> socket.socket:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)  # of a replica 0 that was replaced
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listening.bind(path)
+        os.chmod(path, 0o600)
+        listening.listen(_BACKLOG)
+    except OSError:
+        listening.close()
+        raise
+    return listening
+
+
+def _port(bind: str, port: int) -> socket.socket:
+    if bind:
+        family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+        return socket.create_server((bind, port), family=family, backlog=_BACKLOG)
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
 
 
 async def connect(
@@ -233,7 +243,7 @@ async def connect(
             ssl_handshake_timeout=_HANDSHAKE_TIMEOUT if identity else None,
         )
         reader, writer = await asyncio.wait_for(opening, _CONNECT_TIMEOUT)
-    except (OSError, asyncio.TimeoutError) as error:
+    except (OSError, asyncio.TimeoutError, ValueError, OverflowError) as error:
         raise explain(error, address) from None
     watch_peer(writer, peer_timeout)
     return reader, writer
@@ -294,6 +304,8 @@ def explain(error: BaseException, address: Address) -> ConnectError:
         return ConnectError(
             f"{where}: unreachable: no answer within {_CONNECT_TIMEOUT:g} s (a firewall, or a cut link)"
         )
+    if isinstance(error, (ValueError, OverflowError)):  # UnicodeError is one: the name cannot be encoded
+        return ConnectError(f"{where}: this is no address that can be dialled: {error}", final=True)
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.ECONNREFUSED:
         return ConnectError(f"{where}: connection refused: nothing listens there (yet)")
