@@ -362,7 +362,8 @@ class Membership:
                 broken = reader.exception()
                 if isinstance(broken, ssl.SSLError):  # its word on our certificate comes after the handshake
                     raise transport.explain(broken, address)
-                # One that is about to end, and whose socket was still open: there may be another.
+                # One that is about to end, and whose socket was still open: there may be another. One that had no
+                # time for this host among many strangers does the same.
                 raise ConnectError(f"{address}: it hung up")
             except ConnectError as error:
                 why = str(error)

@@ -35,9 +35,10 @@ if TYPE_CHECKING:
 PEER_TIMEOUT = 5.0
 """Seconds after which a network connection whose other end does not answer counts as broken, unless told otherwise."""
 
-_HANDSHAKE_TIMEOUT = 5.0
-
 _CONNECT_TIMEOUT = 5.0
+
+_HANDSHAKE_TIMEOUT = 4.0
+"""Part of that one, and shorter: so it shows whether there was an answer at all."""
 
 _BACKLOG = 4096
 """All hosts of a large job connect within a second. The kernel takes the lesser of this and net.core.somaxconn."""
@@ -274,6 +275,7 @@ _ALERTS = {
     # OpenSSL's for one that is not valid yet.
     "BAD_CERTIFICATE": "it refuses this host's certificate, perhaps as not valid yet: compare the two clocks",
     "DECRYPT_ERROR": "this host's certificate is not signed by the authority that it knows: it belongs to another job",
+    "UNSUPPORTED_CERTIFICATE": "it refuses this host's certificate as one that is not for this use",
     "PROTOCOL_VERSION": "it does not speak TLS 1.3",
 }
 
@@ -309,6 +311,10 @@ def explain(error: BaseException, address: Address) -> ConnectError:
     if isinstance(error, (ValueError, OverflowError)):  # UnicodeError is one: the name cannot be encoded
         return ConnectError(f"{where}: this is no address that can be dialled: {error}", final=True)
     number = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, ConnectionAbortedError) and number is None:  # asyncio's
+        return ConnectError(
+            f"{where}: no answer to the TLS handshake within {_HANDSHAKE_TIMEOUT:g} s: it is another program, or busy"
+        )
     if number == errno.ECONNREFUSED:
         return ConnectError(f"{where}: connection refused: nothing listens there (yet)")
     if number in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT):
