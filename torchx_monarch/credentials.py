@@ -134,7 +134,8 @@ class HostCredentials:
             names: names and addresses by which it is dialled.
 
         Raises:
-            CredentialsError: these are no certificates or no key of ours, or a name is none that a certificate can hold.
+            CredentialsError: these are no certificates or no key of ours, they have expired, or a name is none that a
+                certificate can hold.
         """
         try:
             authority = x509.load_pem_x509_certificate(self.authority.encode())
@@ -144,6 +145,11 @@ class HostCredentials:
             raise CredentialsError(f"{VARIABLE} does not hold a job's credentials: its PEM cannot be read") from None
         if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != authority.public_key():
             raise CredentialsError(f"{VARIABLE} does not hold a job's credentials: its key is not its certificate's")
+        if authority.not_valid_after_utc < datetime.datetime.now(datetime.timezone.utc):
+            raise CredentialsError(
+                f"the job's certificates have expired, {authority.not_valid_after_utc:%Y-%m-%d %H:%M} UTC: the job is "
+                "older than that, or the clock of this machine is wrong"
+            )
         usages = (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH)
         return _leaf("host", authority, key, usages, sorted(set(names)))
 

@@ -201,11 +201,11 @@ def test_nobody_without_a_certificate_of_the_job_gets_in_anywhere(job: Job, fold
         "client": monarch_client(job, "tls", job.client_identity(), with_tls),
         "ours": monarch_client(job, "tls", ours, workers),
     }
-    said = {name: client.communicate(timeout=40)[0] for name, client in clients.items()}
+    answers = {name: client.communicate(timeout=40)[0] for name, client in clients.items()}
     for name in ("plain", "foreign", "client"):
-        assert said[name].count("refused") == len(with_tls) and "attached" not in said[name], (name, said[name])
+        assert answers[name].count("refused") == len(with_tls) and "attached" not in answers[name], answers
     # The same client with a host's certificate does attach: the others were not kept out by something else.
-    assert said["ours"].count("attached") == 2, said["ours"]
+    assert answers["ours"].count("attached") == 2, answers
     job.finish()
 
 

@@ -100,5 +100,7 @@ def test_pem_of_something_else_cannot_sign() -> None:
             dataclasses.replace(hosts, **change).sign(["node7"])
     with pytest.raises(CredentialsError, match="its key is not its certificate's"):
         dataclasses.replace(hosts, key=others.key).sign(["node7"])
+    with pytest.raises(CredentialsError, match="the job's certificates have expired, .* or the clock of this machine"):
+        credentials.create(datetime.timedelta(seconds=-1))[0].sign(["node7"])
     with pytest.raises(CredentialsError, match="'nöde' is no name that a certificate can hold"):
         hosts.sign(["nöde"])

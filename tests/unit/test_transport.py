@@ -254,7 +254,7 @@ def test_replica_0_tries_the_monarch_port_of_every_host(
     bad: list[tuple[Identity | None, str, str]] = [
         (authority.identity(address="127.0.0.2"), good, "its certificate is for another name"),
         (foreign.identity(), good, "it belongs to another job"),
-        (None, good, "does not speak TLS"),
+        (None, good, "no answer to the TLS handshake within 0.5 s"),
         (None, "service@tls://127.0.0.1:1", "127.0.0.1:1: connection refused"),
         (None, "service@tls://127.0.0.1:99999", "no address that can be dialled"),
         (None, "service@tcp://127.0.0.1:1", "is no address of TLS"),

@@ -33,6 +33,9 @@ _STOP_MARGIN = 10.0
 _SAID_WITHIN = 8.0
 """Seconds that the rendezvous has to say which host is lost when Monarch has found a call to fail."""
 
+_SAID_ANYWAY = 1.0
+"""The same where the failure names the host, and no other is to take its place."""
+
 
 class _TroubleCame(Exception):
     def __init__(self, trouble: Trouble) -> None:
@@ -152,7 +155,8 @@ class Controller:
         except _TroubleCame:
             raise
         except NetworkError as error:
-            raise _TroubleCame(await self._trouble_behind(str(error))) from None
+            within = _SAID_WITHIN if self._replacements_left else _SAID_ANYWAY
+            raise _TroubleCame(await self._trouble_behind(str(error), within)) from None
         except Exception as error:
             reason = f"the mesh could not be formed: {_first_line(error)}; see {self._options.monarch_log}"
             raise _TroubleCame(await self._trouble_behind(reason)) from error
@@ -225,10 +229,10 @@ class Controller:
                 raise _TroubleCame(await self._trouble_behind(_first_line(answer)))
             yield answer
 
-    async def _trouble_behind(self, reason: str) -> Trouble:
+    async def _trouble_behind(self, reason: str, within: float = _SAID_WITHIN) -> Trouble:
         """What a host says of itself, which is better than what Monarch says of it, if some seconds later."""
         try:
-            return await asyncio.wait_for(self._rendezvous.troubles.get(), _SAID_WITHIN)
+            return await asyncio.wait_for(self._rendezvous.troubles.get(), within)
         except asyncio.TimeoutError:
             return Trouble(0, Verdict(1, reason))
 

@@ -35,9 +35,10 @@ if TYPE_CHECKING:
 PEER_TIMEOUT = 5.0
 """Seconds after which a network connection whose other end does not answer counts as broken, unless told otherwise."""
 
-_CONNECT_TIMEOUT = 5.0
+_CONNECT_TIMEOUT = 4.0
+"""Less than the time until a waiting host first says what for; it can then say why."""
 
-_HANDSHAKE_TIMEOUT = 4.0
+_HANDSHAKE_TIMEOUT = 3.0
 """Part of that one, and shorter: so it shows whether there was an answer at all."""
 
 _BACKLOG = 4096
