@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,7 @@ class Job:
         self.go.touch()
         assert self.hosts.wait() == [0, 0], self.hosts.err() + self.hosts.err(1)
         assert "SUCCEEDED" in self.hosts.err()
+        assert not list(self.hosts.folder.rglob("tls*")), "keys are left"
 
     def talk(self, identity: Identity, message: dict[str, Any]) -> dict[str, Any] | None:
         """Send one message to the rendezvous from the third machine; the answer."""
@@ -221,6 +222,62 @@ def test_a_client_looks_and_stops_and_does_nothing_else(job: Job, eventually: Ca
     assert (job.talk(me, {"type": "stop"}) or {})["type"] == "state"
     assert job.hosts.wait() == [143, 143]
     assert "the job was told to stop by its client" in job.hosts.err()
+
+
+def in_every_guise(key: str) -> set[bytes]:
+    """What shows that a private key in PEM stands somewhere: its lines, and what base64 makes of them."""
+    lines = [line.encode() for line in key.splitlines() if "-----" not in line]
+    joined = b"".join(lines)
+    # Base64 of it within something else begins at one of three places; the ends depend on what is around.
+    coded = {base64.b64encode(b"x" * shift + line)[4:-4] for line in [joined, *lines] for shift in range(3)}
+    return {*lines, joined, *coded, base64.b64decode(joined)}
+
+
+def descendants(pid: int) -> set[int]:
+    """A process and all that it has started."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return {pid}.union(*(descendants(int(child)) for child in children))
+
+
+def places_with(secrets: set[bytes], places: Iterable[Path]) -> list[Path]:
+    """Those that hold one of the secrets."""
+    found = []
+    for place in places:
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            content = place.read_bytes()
+            found += [place] if any(secret in content for secret in secrets) else []
+    return found
+
+
+def test_a_private_key_stands_in_one_file_while_it_is_needed(job: Job, folder: Path, tmp_path: Path) -> None:
+    hosts = {process.pid for process in job.hosts.processes.values()}
+    key_files = [path for path in folder.rglob("tls*") if "PRIVATE KEY" in path.read_text()]
+    assert len(key_files) == 2
+    for path in key_files:
+        assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
+    authoritys = in_every_guise(job.credentials.key)
+    leafs = set.union(*(in_every_guise(path.read_text()) for path in key_files))
+    all_of = {*authoritys, *leafs, job.credentials.to_text().encode()[-100:]}
+
+    family = set.union(*(descendants(pid) for pid in hosts))
+    assert len(family) >= 2 + 2 + 4, "two hosts, two agents, four ranks"
+    environs = [Path(f"/proc/{pid}/environ") for pid in family]
+    # This finds them: the hosts were given the authority's, in their environment.
+    assert places_with(all_of, environs) == places_with(all_of, [Path(f"/proc/{pid}/environ") for pid in hosts])
+    assert len(places_with(authoritys, environs)) == 2 and not places_with(leafs, environs)
+    assert not places_with(all_of, Path("/proc").glob("[0-9]*/cmdline"))
+    files = [path for root in (folder, tmp_path) for path in root.rglob("*") if path.is_file()]
+    assert {"events.jsonl", "monarch.log", "err", "stdout.log"} <= {path.name for path in files}
+    assert set(places_with(all_of, files)) == set(key_files)
+
+    job.hosts.processes[1].kill()  # a failure: error files are written, and the most is said
+    job.hosts.wait()
+    assert (job.hosts.logs(0) / "error.json").exists()
+    files = [path for root in (folder, tmp_path) for path in root.rglob("*") if path.is_file()]
+    left = set(places_with(all_of, files))
+    # Who is killed cannot tidy up; that folder goes with the job's, which the backend removes.
+    assert left <= set(key_files) and len(left) == 1
+    assert not [path for path in folder.iterdir() if path.name.startswith("h") and path not in {left.pop().parent}]
 
 
 def resident(pid: int) -> int:

@@ -40,7 +40,7 @@ def test_takes_the_ports_of_its_range_and_no_other() -> None:
     options = NetworkOptions(bind="127.0.0.1", ports=(port, port))
     with network.bound(options) as taken:
         assert taken.getsockname() == ("127.0.0.1", port)
-        with pytest.raises(NetworkError, match=rf"none of the ports {port}-{port} \(--ports\) .* on 127.0.0.1: Address"):
+        with pytest.raises(NetworkError, match=rf"none of the ports {port}-{port} \(--ports\) .* 127.0.0.1: Address"):
             network.bound(options)
     with pytest.raises(NetworkError, match="no port can be opened on 203.0.113.1: Cannot assign"):
         network.bound(NetworkOptions(bind="203.0.113.1"))

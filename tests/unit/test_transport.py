@@ -192,9 +192,7 @@ def test_says_that_one_end_does_not_speak_tls(authority: Authority, address: Add
     assert str(plain) in asyncio.run(run())
 
 
-def test_says_why_it_cannot_be_reached(
-    authority: Authority, address: Address, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_says_why_it_cannot_be_reached(authority: Authority, address: Address, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "_CONNECT_TIMEOUT", 0.5)
 
     def why(to: Address) -> str:
@@ -276,9 +274,7 @@ def test_an_address_of_ipv6_needs_a_name() -> None:
         Address.parse("tls:[::1]:26599", "X")
 
 
-def test_strangers_make_room_for_hosts(
-    authority: Authority, address: Address, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_strangers_make_room_for_hosts(authority: Authority, address: Address, monkeypatch: pytest.MonkeyPatch) -> None:
     """More silent connections than may stand at the door do not keep a host out, and go; hosts stay."""
     monkeypatch.setattr(door, "_HANDSHAKE_TIMEOUT", 2.0)
 

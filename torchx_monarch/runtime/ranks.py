@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import os
 import signal
 import socket
 import sys
@@ -99,6 +100,8 @@ class RankPool:
         self._spares: asyncio.Task[None] | None = None
         self._reserved: socket.socket | None = None
         self._files = processes.raise_file_limit()
+        # Whatever this process and Monarch's make is for nobody else's eyes; what ranks make is as the user has it.
+        self._umask = os.umask(0o077)
 
     # -- before an attempt ---------------------------------------------------------------------------------------------
 
@@ -171,7 +174,7 @@ class RankPool:
         program, python = self._command.program, self._python()
         env = interpreter_environment(self._environ, self._count)
         try:
-            interpreter = Interpreter(python, self._typed(local_rank), env, self._files, self._printed)
+            interpreter = Interpreter(python, self._typed(local_rank), env, self._files, self._umask, self._printed)
         except OSError as error:
             raise LaunchError(f"cannot start the Python interpreter {python[0]!r}: {error.strerror}") from None
         interpreter.prepare(program.mode, program.target, self._preload)
