@@ -42,11 +42,15 @@ class Network:
     def __init__(self, machines: int) -> None:
         self._name = f"tm{uuid.uuid4().hex[:6]}"
         self._made: list[str] = []
-        self._add(self._switch)
-        ip("-n", self._switch, "link", "add", "bridge0", "type", "bridge")
-        ip("-n", self._switch, "link", "set", "bridge0", "up")
-        for machine in range(machines):
-            self._machine(machine)
+        try:
+            self._add(self._switch)
+            ip("-n", self._switch, "link", "add", "bridge0", "type", "bridge")
+            ip("-n", self._switch, "link", "set", "bridge0", "up")
+            for machine in range(machines):
+                self._machine(machine)
+        except BaseException:
+            self.remove()
+            raise
 
     @property
     def _switch(self) -> str:
@@ -117,9 +121,11 @@ class Network:
             os.close(home)
 
     def remove(self) -> None:
-        """Remove all of it; the kernel takes the links along."""
+        """Remove all of it; the kernel takes the links along. Fails the test when something cannot be removed."""
         for name in self._made:
-            subprocess.run(["ip", "netns", "delete", name], check=False, timeout=20)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                subprocess.run(["ip", "netns", "delete", name], check=False, timeout=20)
+        assert not (left := [name for name in self._made if os.path.exists(f"/run/netns/{name}")]), left
 
 
 requires_namespaces = pytest.mark.skipif(bool(missing()), reason=missing() or "-")

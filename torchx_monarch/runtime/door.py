@@ -83,7 +83,7 @@ class Door:
     def close(self) -> None:
         """Let nobody in any more; those who are stay."""
         self._accepting.cancel()
-        self._listening.close()
+        self._accepting.add_done_callback(lambda _: self._listening.close())  # when the loop no longer watches it
         for task in list(self._strangers):
             task.cancel()
 
