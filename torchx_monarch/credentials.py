@@ -118,20 +118,38 @@ class HostCredentials:
             return cls.from_text(value)
         path = value[len("file:") :]
         try:
-            with open(path) as file:
-                return cls.from_text(file.read())
+            with open(path, errors="replace") as file:
+                text = file.read().strip()
         except OSError as error:
             raise CredentialsError(f"{VARIABLE} names a file that cannot be read: {path}: {error.strerror}") from None
+        try:
+            return cls.from_text(text)
+        except CredentialsError as error:
+            raise CredentialsError(f"{error}, in {path}") from None
 
     def sign(self, names: Iterable[str]) -> Leaf:
         """A certificate for this host.
 
         Args:
             names: names and addresses by which it is dialled.
+
+        Raises:
+            CredentialsError: these are no certificates or no key of ours, they have expired, or a name is none that a
+                certificate can hold.
         """
-        authority = x509.load_pem_x509_certificate(self.authority.encode())
-        key = serialization.load_pem_private_key(self.key.encode(), None)
-        assert isinstance(key, ec.EllipticCurvePrivateKey)
+        try:
+            authority = x509.load_pem_x509_certificate(self.authority.encode())
+            x509.load_pem_x509_certificate(self.client_authority.encode())
+            key = serialization.load_pem_private_key(self.key.encode(), None)
+        except (ValueError, TypeError):  # the latter for a key with a password
+            raise CredentialsError(f"{VARIABLE} does not hold a job's credentials: its PEM cannot be read") from None
+        if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != authority.public_key():
+            raise CredentialsError(f"{VARIABLE} does not hold a job's credentials: its key is not its certificate's")
+        if authority.not_valid_after_utc < datetime.datetime.now(datetime.timezone.utc):
+            raise CredentialsError(
+                f"the job's certificates have expired, {authority.not_valid_after_utc:%Y-%m-%d %H:%M} UTC: the job is "
+                "older than that, or the clock of this machine is wrong"
+            )
         usages = (ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH)
         return _leaf("host", authority, key, usages, sorted(set(names)))
 
@@ -207,7 +225,11 @@ def _general_name(name: str) -> x509.GeneralName:
     try:
         return x509.IPAddress(ipaddress.ip_address(name))
     except ValueError:
+        pass
+    try:
         return x509.DNSName(name)
+    except ValueError:
+        raise CredentialsError(f"{name!r} is no name that a certificate can hold: give its ASCII form") from None
 
 
 def _pem(certificate: x509.Certificate) -> str:

@@ -30,8 +30,8 @@ _TUNING = {
 }
 
 _CA = "trust_all_connections"
-"""The only value that 0.7 accepts. It says nothing: an ipc:// address is protected by its folder, a tls:// one by
-certificates, which Monarch demands of both ends."""
+"""The only value that 0.7 accepts. It says nothing: an ipc:// address is protected by its folder's mode, a tls:// one
+by certificates, which Monarch demands of both ends."""
 
 
 def start_worker(

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -36,8 +37,9 @@ def network(leaves_nothing: None) -> Iterator[Callable[[int], Network]]:
         return made[-1]
 
     yield make
-    for one in made:
-        one.remove()
+    with contextlib.ExitStack() as stack:  # each of them, even when one cannot be removed
+        for one in made:
+            stack.callback(one.remove)
 
 
 @pytest.fixture

@@ -4,10 +4,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+import re
 import shutil
 import subprocess
 import uuid
+from collections.abc import Iterator
 
 import pytest
 
@@ -38,11 +42,15 @@ class Network:
     def __init__(self, machines: int) -> None:
         self._name = f"tm{uuid.uuid4().hex[:6]}"
         self._made: list[str] = []
-        self._add(self._switch)
-        ip("-n", self._switch, "link", "add", "bridge0", "type", "bridge")
-        ip("-n", self._switch, "link", "set", "bridge0", "up")
-        for machine in range(machines):
-            self._machine(machine)
+        try:
+            self._add(self._switch)
+            ip("-n", self._switch, "link", "add", "bridge0", "type", "bridge")
+            ip("-n", self._switch, "link", "set", "bridge0", "up")
+            for machine in range(machines):
+                self._machine(machine)
+        except BaseException:
+            self.remove()
+            raise
 
     @property
     def _switch(self) -> str:
@@ -87,10 +95,37 @@ class Network:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
         return sorted(int(line.split()[3].rpartition(":")[2]) for line in done.stdout.splitlines())
 
+    def listeners(self, machine: int) -> list[tuple[int, int]]:
+        """The port and the process of each of them."""
+        command = [*self.within(machine), "ss", "-tlnpH"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+        found = []
+        for line in done.stdout.splitlines():
+            pid = re.search(r"pid=(\d+)", line)
+            assert pid, line
+            found.append((int(line.split()[3].rpartition(":")[2]), int(pid[1])))
+        return sorted(set(found))
+
+    @contextlib.contextmanager
+    def entered(self, machine: int) -> Iterator[None]:
+        """Be on a machine with this thread: what is opened inside stays there."""
+        home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+        there = os.open(f"/run/netns/{self.namespace(machine)}", os.O_RDONLY)
+        libc = ctypes.CDLL(None, use_errno=True)
+        try:
+            assert libc.setns(there, 0) == 0, os.strerror(ctypes.get_errno())
+            yield
+        finally:
+            assert libc.setns(home, 0) == 0, os.strerror(ctypes.get_errno())
+            os.close(there)
+            os.close(home)
+
     def remove(self) -> None:
-        """Remove all of it; the kernel takes the links along."""
+        """Remove all of it; the kernel takes the links along. Fails the test when something cannot be removed."""
         for name in self._made:
-            subprocess.run(["ip", "netns", "delete", name], check=False, timeout=20)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                subprocess.run(["ip", "netns", "delete", name], check=False, timeout=20)
+        assert not (left := [name for name in self._made if os.path.exists(f"/run/netns/{name}")]), left
 
 
 # In CI a machine without is a mistake, and the tests say so by failing.

@@ -33,6 +33,9 @@ _MESH_TIMEOUT = 60.0
 _STOP_MARGIN = 10.0
 """Seconds beyond the grace until a host that has not said that its ranks ended counts as lost."""
 
+_SAID_ANYWAY = 1.0
+"""Seconds that it has where the failure names the host, and no other is to take its place."""
+
 
 class _TroubleCame(Exception):
     def __init__(self, trouble: Trouble) -> None:
@@ -193,7 +196,8 @@ class Controller:
         except _TroubleCame:
             raise
         except NetworkError as error:
-            raise _TroubleCame(await self._trouble_behind(Trouble(0, Verdict(1, str(error))))) from None
+            within = self._options.said_within if self._replacements_left else _SAID_ANYWAY
+            raise _TroubleCame(await self._trouble_behind(Trouble(0, Verdict(1, str(error))), within)) from None
         except Exception as error:
             print(f"the mesh could not be formed: {error}", file=sys.stderr, flush=True)  # this is Monarch's log
             place = host_without_agent(error)
@@ -308,10 +312,11 @@ class Controller:
                 raise _TroubleCame(await self._trouble_behind(Trouble(0, Verdict(1, _first_line(answer)))))
             yield answer
 
-    async def _trouble_behind(self, trouble: Trouble) -> Trouble:
+    async def _trouble_behind(self, trouble: Trouble, within: float | None = None) -> Trouble:
         """What a host says of itself, which is better than what Monarch says of it, if some seconds later."""
         try:
-            return await asyncio.wait_for(self._rendezvous.troubles.get(), self._options.said_within)
+            within = self._options.said_within if within is None else within
+            return await asyncio.wait_for(self._rendezvous.troubles.get(), within)
         except asyncio.TimeoutError:
             return trouble
 

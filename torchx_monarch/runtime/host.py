@@ -484,6 +484,6 @@ class HostProcess:
         if verdict.code == 0 or not path:
             return
         with contextlib.suppress(OSError):
-            with open(path + ".tmp", "w") as file:
+            with open(path + ".tmp", "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
                 file.write(verdict.error_file())
             os.replace(path + ".tmp", path)

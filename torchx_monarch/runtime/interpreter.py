@@ -41,6 +41,7 @@ class Interpreter:
         label: shown after them in a process listing.
         env: the environment.
         files: its limit of open files; None for ours.
+        umask: its file mode creation mask.
         on_first_output: called when its program first prints.
 
     Raises:
@@ -53,6 +54,7 @@ class Interpreter:
         label: Sequence[str],
         env: Mapping[str, str],
         files: tuple[int, int] | None,
+        umask: int,
         on_first_output: Callable[[], None],
     ) -> None:
         self._channel, theirs = socket.socketpair()
@@ -68,6 +70,7 @@ class Interpreter:
                     bufsize=0,
                     start_new_session=True,
                     env=env,
+                    umask=umask,
                 )
             except OSError:
                 self._channel.close()

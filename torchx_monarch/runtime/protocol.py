@@ -14,6 +14,13 @@ VERSION = 1
 MAX_LINE = 1 << 20
 """Longest message in bytes. The largest real one, an error with its traceback, is a few kilobytes."""
 
+MAX_GREETING = 1 << 16
+"""Longest message in bytes that replica 0 takes of another process, which may be anybody's. Those are short: a host's
+registration, which is cut where it is long (``MAX_ERROR``), and signs of life."""
+
+MAX_ERROR = 8000
+"""Longest text in characters that a host sends of why it cannot take part; JSON may spend six bytes on each."""
+
 Message = dict[str, Any]
 
 

@@ -368,7 +368,7 @@ def _record(error: BaseException, began: bool) -> None:
         extra["joined"] = joined
     data = {"message": {"message": message, "extraInfo": extra}}
     try:
-        with open(path + ".tmp", "w") as file:
+        with open(path + ".tmp", "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             json.dump(data, file)
         os.replace(path + ".tmp", path)
     except OSError:

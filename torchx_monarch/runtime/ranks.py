@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import os
 import signal
 import socket
 import sys
@@ -108,6 +109,8 @@ class RankPool:
         self._store: StoreProcess | None = None
         self._reserved: socket.socket | None = None
         self._files = processes.raise_file_limit()
+        # Whatever this process and Monarch's make is for nobody else's eyes; what ranks make is as the user has it.
+        self._umask = os.umask(0o077)
 
     # -- before an attempt ---------------------------------------------------------------------------------------------
 
@@ -201,7 +204,7 @@ class RankPool:
         python = self._bare_python() if program.mode == "exec" else self._python()
         env = interpreter_environment(self._environ, self._count)
         try:
-            interpreter = Interpreter(python, _typed(program), env, self._files, self._printed)
+            interpreter = Interpreter(python, _typed(program), env, self._files, self._umask, self._printed)
         except OSError as error:
             raise LaunchError(f"cannot start the Python interpreter {python[0]!r}: {error.strerror}") from None
         interpreter.prepare(program.mode, program.target, self._preload)

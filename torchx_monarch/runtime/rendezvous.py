@@ -29,6 +29,7 @@ from typing import Any
 
 from torchx_monarch.errors import Verdict, describe_code
 from torchx_monarch.runtime import protocol, transport
+from torchx_monarch.runtime.door import Door
 from torchx_monarch.runtime.transport import PEER_TIMEOUT, Address, ConnectError, Identity
 
 LEASE = 60.0
@@ -155,7 +156,7 @@ class Rendezvous:
         self._formed = False
         self._verdict: Verdict | None = None
         self._told: set[int] = set()
-        self._server: asyncio.AbstractServer | None = None
+        self._door: Door | None = None
 
     async def start(self) -> None:
         """Begin to listen.
@@ -164,7 +165,7 @@ class Rendezvous:
             RendezvousError: it is not possible there.
         """
         try:
-            self._server = await transport.listen(
+            self._door = await transport.listen(
                 self._address, self._serve, self._identity, self._bind, self._peer_timeout
             )
         except ConnectError as error:
@@ -237,16 +238,17 @@ class Rendezvous:
         """
         self._verdict = verdict
         self._told = set(self._writers)
-        for writer in list(self._writers.values()):
-            await protocol.send(writer, {"type": "verdict", **verdict.to_json()})
         started = time.monotonic()
-        open_for = 0.0 if self._formed or self._server is None else _LATECOMERS
+        message = {"type": "verdict", **verdict.to_json()}
+        if telling := [asyncio.ensure_future(protocol.send(writer, message)) for writer in self._writers.values()]:
+            await asyncio.wait(telling, timeout=timeout)  # one that does not read must not keep it from the others
+        open_for = 0.0 if self._formed or self._door is None else _LATECOMERS
         while (self._writers or open_for) and time.monotonic() < started + timeout:
             await asyncio.sleep(0.005)
             if not self.missing or time.monotonic() > started + open_for:
                 open_for = 0.0
-        if self._server is not None:
-            self._server.close()
+        if self._door is not None:
+            self._door.close()
             if not self._address.networked and os.path.exists(self._address.path):
                 os.unlink(self._address.path)
 
@@ -258,23 +260,24 @@ class Rendezvous:
                 if kind == "stop":
                     self.troubles.put_nowait(stopped_by_client())
                 await protocol.send(writer, {"type": "state", **self._state()})
-                writer.close()
                 return
             if transport.is_client(writer):
                 raise RendezvousError("a client may look at the job and stop it, and not register as a host")
             host = self._admit(greeting or {})
         except (protocol.ProtocolError, TimeoutError, RendezvousError) as error:
-            refusal = {"type": "refused", "reason": str(error), "again": isinstance(error, _TakenError)}
+            # The reason may quote what came, at any length.
+            refusal = {"type": "refused", "reason": str(error)[:1000], "again": isinstance(error, _TakenError)}
             await protocol.send(writer, refusal)
-            writer.close()
             return
         if host.replica in self._told:
             # The next start of one that knows the verdict: it belongs to the next start of replica 0.
-            writer.close()
             return
+        # Before anything is awaited: another may ask for the same place.
         self._writers[host.replica] = writer
-        await protocol.send(writer, {"type": "registered"})
         self.register(host)
+        if self._door is not None:
+            self._door.settle()
+        await protocol.send(writer, {"type": "registered"})
         if self._verdict is not None:
             await protocol.send(writer, {"type": "verdict", **self._verdict.to_json()})
         try:
@@ -283,7 +286,6 @@ class Rendezvous:
             lost = _lost(host, str(error))
         if self._writers.get(host.replica) is writer:
             del self._writers[host.replica]
-        writer.close()
         if not host.error and self._hosts.get(host.replica) is host:
             # From now on its replacement may register.
             del self._hosts[host.replica]
@@ -294,14 +296,14 @@ class Rendezvous:
         if greeting is None:
             raise RendezvousError("the connection ended before a greeting")
         if greeting.get("version") != protocol.VERSION:
-            version = str(greeting.get("version"))[:20]
+            version = _brief(greeting.get("version"))
             raise RendezvousError(
                 f"it speaks version {protocol.VERSION} of the protocol, and this end version {version}: install one "
                 "release of torchx-monarch on all hosts"
             )
         kind = greeting.get("type")
         if kind not in ("register", "look", "stop"):
-            raise RendezvousError(f"a greeting is register, look or stop, not {str(kind)[:20]!r}")
+            raise RendezvousError(f"a greeting is register, look or stop, not {_brief(kind)}")
         return str(kind)
 
     def _state(self) -> protocol.Message:
@@ -333,7 +335,7 @@ class Rendezvous:
             if kind == "signal":
                 number = message.get("number")
                 if not isinstance(number, int) or not 0 < number < signal.NSIG:
-                    raise protocol.ProtocolError(f"{str(number)[:20]!r} is no number of a signal")
+                    raise protocol.ProtocolError(f"{_brief(number)} is no number of a signal")
                 if self._hosts.get(host.replica) is host:
                     self.troubles.put_nowait(signalled(host, number, message.get("announced") is True))
             if kind == "alive" and host.replica in self._writers:
@@ -379,6 +381,11 @@ def stopped_by_client() -> Trouble:
     return Trouble(0, Verdict(128 + signal.SIGTERM, "the job was told to stop by its client", stopped=True), lost=False)
 
 
+def _brief(value: object) -> str:
+    """What came in a message, for an error; a list in lists in lists is not looked into."""
+    return repr(value)[:20] if isinstance(value, (str, int, float)) else type(value).__name__
+
+
 class Membership:
     """The end of every other host."""
 
@@ -409,12 +416,13 @@ class Membership:
         Raises:
             RendezvousError: refused, or nobody listened within ``timeout`` seconds.
         """
-        greeting = {"type": "register", "version": protocol.VERSION, "host": dataclasses.asdict(host)}
+        said = dataclasses.replace(host, error=host.error[: protocol.MAX_ERROR])
+        greeting = {"type": "register", "version": protocol.VERSION, "host": dataclasses.asdict(said)}
         started = time.monotonic()
-        pause, why = _RETRY_EVERY, ""
+        pause, why, patience = _RETRY_EVERY, "", transport.IMPATIENCE
         while time.monotonic() < started + timeout:
             try:
-                reader, writer = await transport.connect(address, identity, peer_timeout)
+                reader, writer = await transport.connect(address, identity, peer_timeout, patience)
                 await protocol.send(writer, greeting)
                 try:
                     answer = await protocol.receive(reader, LEASE)
@@ -433,11 +441,13 @@ class Membership:
                 broken = reader.exception()
                 if isinstance(broken, ssl.SSLError):  # its word on our certificate comes after the handshake
                     raise transport.explain(broken, address)
-                # One that is about to end, and whose socket was still open: there may be another.
+                # One that is about to end, and whose socket was still open: there may be another. One that had no
+                # time for this host among many strangers does the same.
                 raise ConnectError(f"{address}: it hung up")
             except ConnectError as error:
                 why = str(error)
                 on_failure(why)
+                patience = transport.PATIENCE
                 if error.final and time.monotonic() > started + _STALE_FOR * peer_timeout:
                     raise RendezvousError(why) from None
             await asyncio.sleep(pause)

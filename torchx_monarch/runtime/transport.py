@@ -15,7 +15,6 @@ A cut link says nothing, so the kernel is asked to find out: it probes a silent 
 from __future__ import annotations
 
 import asyncio
-import asyncio.sslproto
 import contextlib
 import dataclasses
 import errno
@@ -24,12 +23,12 @@ import os
 import re
 import socket
 import ssl
-import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from torchx_monarch.runtime import protocol
+from torchx_monarch.runtime.door import Door, Serve
 
 if TYPE_CHECKING:
     from torchx_monarch.credentials import HostCredentials
@@ -37,22 +36,18 @@ if TYPE_CHECKING:
 PEER_TIMEOUT = 5.0
 """Seconds after which a network connection whose other end does not answer counts as broken, unless told otherwise."""
 
-_HANDSHAKE_TIMEOUT = 5.0
+_CONNECT_TIMEOUT = 4.0
+"""Less than the time until a waiting host first says what for; it can then say why."""
 
-_CONNECT_TIMEOUT = 5.0
+IMPATIENCE = 3.0
+"""Seconds for the handshake at a first try: a waiting host can then say that there is no answer."""
 
-_PATIENCE = 30.0
-"""Seconds that the handshake may take once the connection is there: where thousands of hosts come at once, each waits
-for those before it, about 1.5 ms of replica 0's processor for each."""
-
-_TLS_BUFFER = 1 << 14
-"""Bytes that asyncio sets aside for each TLS connection, and for each read: one TLS record. Its own 256 KiB make a
-gigabyte for thousands of hosts, whose messages have some hundred bytes."""
+PATIENCE = 30.0
+"""Seconds for the handshake once the connection is there: where thousands of hosts come at once, each waits for those
+before it, about 1.5 ms of replica 0's processor for each."""
 
 _BACKLOG = 4096
 """All hosts of a large job connect within a second. The kernel takes the lesser of this and net.core.somaxconn."""
-
-Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 class AddressError(ValueError):
@@ -187,12 +182,12 @@ def is_client(writer: asyncio.StreamWriter) -> bool:
     return (("commonName", CLIENT_AUTHORITY),) in certificate["issuer"]
 
 
-async def listen(address: Address, serve: Serve, identity: Identity | None, bind: str, peer_timeout: float) -> Any:
-    """Serve every connection that is made to the address; an ``asyncio`` server.
+async def listen(address: Address, serve: Serve, identity: Identity | None, bind: str, peer_timeout: float) -> Door:
+    """Serve every connection that is made to the address.
 
     Args:
         address: where.
-        serve: called with each connection, after its handshake.
+        serve: called with each connection, after its handshake; ``Door.settle`` says that it may stay.
         identity: ours, for ``tls``.
         bind: local address to listen on; empty for all.
         peer_timeout: seconds of silence from a machine that is gone until its connection breaks.
@@ -200,40 +195,55 @@ async def listen(address: Address, serve: Serve, identity: Identity | None, bind
     Raises:
         ConnectError: it cannot be listened on.
     """
-    limit = protocol.MAX_LINE
     try:
         if not address.networked:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(address.path)  # of a replica 0 that was replaced
-            server = await asyncio.start_unix_server(serve, address.path, limit=limit, backlog=_BACKLOG)
-            os.chmod(address.path, 0o600)
-            return server
+            return Door(_socket_file(address.path), serve, None, protocol.MAX_GREETING)
         context = identity.context(server=True) if identity else None
-        if sys.version_info >= (3, 11):  # before, nothing was set aside
-            asyncio.sslproto.SSLProtocol.max_size = _TLS_BUFFER
-
-        async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            watch_peer(writer, peer_timeout)
-            await serve(reader, writer)
-
-        return await asyncio.start_server(
-            accepted,
-            bind or None,
-            address.port,
-            limit=limit,
-            backlog=_BACKLOG,
-            ssl=context,
-            ssl_handshake_timeout=_HANDSHAKE_TIMEOUT if context else None,
-        )
+        listening = _port(bind, address.port)
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConnectError(f"cannot listen for the other hosts at {address.path or address}: {reason}") from None
 
+    async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        watch_peer(writer, peer_timeout)
+        await serve(reader, writer)
+
+    return Door(listening, accepted, context, protocol.MAX_GREETING)
+
+
+def _socket_file(path: str) -> socket.socket:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)  # of a replica 0 that was replaced
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listening.bind(path)
+        os.chmod(path, 0o600)
+        listening.listen(_BACKLOG)
+    except OSError:
+        listening.close()
+        raise
+    return listening
+
+
+def _port(bind: str, port: int) -> socket.socket:
+    if bind:
+        family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+        return socket.create_server((bind, port), family=family, backlog=_BACKLOG)
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+
 
 async def connect(
-    address: Address, identity: Identity | None, peer_timeout: float
+    address: Address, identity: Identity | None, peer_timeout: float, patience: float = PATIENCE
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect to where replica 0 listens.
+
+    Args:
+        address: where.
+        identity: ours, where the address is one of TLS.
+        peer_timeout: seconds of silence from a machine that is gone until the connection breaks.
+        patience: seconds for the handshake.
 
     Raises:
         ConnectError: in words why not.
@@ -248,9 +258,9 @@ async def connect(
             sock=connection,
             ssl=identity.context(server=False) if identity else None,
             server_hostname=address.host if identity else None,
-            ssl_handshake_timeout=_PATIENCE if identity else None,
+            ssl_handshake_timeout=patience if identity else None,
         )
-    except (OSError, asyncio.TimeoutError) as error:
+    except (OSError, asyncio.TimeoutError, ValueError, OverflowError) as error:
         raise explain(error, address) from None
     watch_peer(writer, peer_timeout)
     return reader, writer
@@ -296,7 +306,10 @@ _ALERTS = {
     "UNKNOWN_CA": "it does not know the authority of this host's certificate: it belongs to another job",
     "CERTIFICATE_EXPIRED": "it takes this host's certificate for expired or not yet valid: compare the two clocks",
     "CERTIFICATE_REQUIRED": "it wants a certificate of this host",
-    "BAD_CERTIFICATE": "it refuses this host's certificate",
+    # OpenSSL's for one that is not valid yet.
+    "BAD_CERTIFICATE": "it refuses this host's certificate, perhaps as not valid yet: compare the two clocks",
+    "DECRYPT_ERROR": "this host's certificate is not signed by the authority that it knows: it belongs to another job",
+    "UNSUPPORTED_CERTIFICATE": "it refuses this host's certificate as one that is not for this use",
     "PROTOCOL_VERSION": "it does not speak TLS 1.3",
 }
 
@@ -324,15 +337,15 @@ def explain(error: BaseException, address: Address) -> ConnectError:
             return ConnectError(f"{where}: what listens there does not speak TLS: it is another program", final=True)
         return ConnectError(f"{where}: the TLS handshake failed: {reason or error}")
     if isinstance(error, ConnectionAbortedError) and not error.errno:  # asyncio's: the handshake took too long
-        return ConnectError(
-            f"{where}: it took the connection and said nothing for {_PATIENCE:g} s: it is busy, or hangs"
-        )
+        return ConnectError(f"{where}: no answer to the TLS handshake: it is another program, or busy")
     if isinstance(error, socket.gaierror):
         return ConnectError(f"{where}: the name {address.host!r} cannot be resolved: {error.strerror}")
     if isinstance(error, (asyncio.TimeoutError, TimeoutError)):
         return ConnectError(
             f"{where}: unreachable: no answer within {_CONNECT_TIMEOUT:g} s (a firewall, or a cut link)"
         )
+    if isinstance(error, (ValueError, OverflowError)):  # UnicodeError is one: the name cannot be encoded
+        return ConnectError(f"{where}: this is no address that can be dialled: {error}", final=True)
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.ECONNREFUSED:
         return ConnectError(f"{where}: connection refused: nothing listens there (yet)")

@@ -1,0 +1,68 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a job leaves on disk is its user's alone, however careless the user's umask."""
+
+from __future__ import annotations
+
+import os
+import stat
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torchx.runner import Runner
+from torchx.specs import AppDef, Role
+
+from torchx_monarch import credentials
+from torchx_monarch.schedulers import monarch_local
+
+_PROGRAM = """
+import os, sys, time
+with open(sys.argv[1] + os.environ["RANK"] + ".new", "w") as file:
+    print(*os.environ.items(), sep="\\n", file=file)
+os.rename(file.name, file.name[:-4])
+while not os.path.exists(sys.argv[1] + "go"):
+    time.sleep(0.05)
+raise ValueError("boom")
+"""
+
+
+def open_to_others(folder: Path) -> list[str]:
+    """Files and folders that others of the machine may do something with."""
+    found = [(path, path.lstat().st_mode) for path in [folder, *folder.rglob("*")]]
+    return [f"{stat.filemode(mode)} {path}" for path, mode in found if mode & 0o077 and not stat.S_ISLNK(mode)]
+
+
+def test_nothing_of_a_job_is_open_to_others(
+    tmp_path: Path, eventually: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user = f"tm{uuid.uuid4().hex[:8]}"  # Monarch would log to /tmp/USER/monarch_log.log
+    monkeypatch.setenv("USER", user)
+    secret = credentials.create()[0].to_text()
+    monkeypatch.setenv("MONARCH_CREDENTIALS", secret)  # of another job, from which this one is submitted
+    made = tmp_path / "made"
+    state = Path(os.environ["MONARCH_STATE_DIR"])
+    before = os.umask(0)
+    try:
+        with Runner("t", {"monarch_local": monarch_local}) as runner:
+            script = tmp_path / "prog.py"
+            script.write_text(_PROGRAM)
+            args = ["--nnodes", "2", "--nproc-per-node", "1", str(script), str(made)]
+            role = Role("r", image="", entrypoint="torchrun", args=args, num_replicas=2)
+            app = AppDef("app", [role])
+            assert secret not in str(runner.dryrun(app, "monarch_local", cfg={"preload": "none"}))
+            handle = runner.run(app, "monarch_local", cfg={"preload": "none"})
+            eventually(lambda: all(Path(f"{made}{rank}").exists() for rank in (0, 1)), "the ranks", seconds=40)
+            assert not (during := open_to_others(state)), during
+            Path(f"{made}go").touch()
+            runner.wait(handle, wait_interval=0.2)
+    finally:
+        os.umask(before)
+    assert len(list(state.rglob("error.json"))) >= 3, "of the hosts and of a rank at least"
+    assert not (after := open_to_others(state)), after
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and secret in path.read_text(errors="replace")]
+    # But what the program makes is as its user wants it.
+    assert stat.S_IMODE(Path(f"{made}0").stat().st_mode) == 0o666
+    assert not Path("/tmp", user).exists()
+    assert not [path for path in Path("/tmp").glob("*") if user in path.name]

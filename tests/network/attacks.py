@@ -1,0 +1,237 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Connects to a port with all that nobody should: ``python -m tests.network.attacks HOST PORT [FILE]``.
+
+FILE holds the credentials of the job's hosts (``credentials.HostCredentials``), for what a host that has gone mad might
+send. Without it only strangers connect. Prints how many connections of each kind there were, as JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import socket
+import ssl
+import struct
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from torchx_monarch import credentials
+from torchx_monarch.runtime import protocol
+from torchx_monarch.runtime.transport import Identity
+
+_AT_A_TIME = 50
+_SILENT_AT_A_TIME = 300
+_SILENT_FOR = 3.0
+_PATIENCE = 10.0
+
+_RANDOM = random.Random(1)
+
+Attack = Callable[[], Awaitable[None]]
+
+
+class Attacker:
+    """Connections to one port.
+
+    Args:
+        host: its address.
+        port: its number.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._where = (host, port)
+        hello = ssl.MemoryBIO()
+        context = ssl.create_default_context()
+        with contextlib.suppress(ssl.SSLWantReadError):
+            context.wrap_bio(ssl.MemoryBIO(), hello, server_hostname="x").do_handshake()
+        self._hello = hello.read()
+
+    async def plain(self, data: bytes, reset: bool = False, held: float = 0.0) -> None:
+        """Send bytes, then close or reset, at once or after a time or when the other end has."""
+        with contextlib.suppress(OSError, asyncio.TimeoutError):
+            reader, writer = await asyncio.wait_for(asyncio.open_connection(*self._where), _PATIENCE)
+            try:
+                writer.write(data)
+                if held:
+                    with contextlib.suppress(asyncio.TimeoutError):
+                        await asyncio.wait_for(reader.read(), held)
+                if reset:
+                    linger = struct.pack("ii", 1, 0)
+                    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            finally:
+                writer.close()
+
+    async def noise(self) -> None:
+        """Random bytes, sometimes many."""
+        size = _RANDOM.choice((0, 1, 5, 100, 2000, 100_000))
+        await self.plain(_RANDOM.randbytes(size), held=_RANDOM.choice((0.0, 0.2)))
+
+    async def half_a_handshake(self) -> None:
+        """A ClientHello that is cut off, or goes on with noise."""
+        cut = _RANDOM.randrange(1, len(self._hello))
+        rest = _RANDOM.randbytes(_RANDOM.choice((0, 0, 200)))
+        await self.plain(self._hello[:cut] + rest, held=_RANDOM.choice((0.0, 0.0, 0.5)))
+
+    async def reset(self) -> None:
+        """Nothing or the first bytes of TLS, and a reset."""
+        await self.plain(self._hello[: _RANDOM.choice((0, 3, len(self._hello)))], reset=True)
+
+    async def silence(self) -> None:
+        """A connection that says nothing, for as long as it is let."""
+        await self.plain(b"", held=_SILENT_FOR)
+
+    async def encrypted(self, context: ssl.SSLContext, pieces: list[bytes], pause: float = 0.0) -> None:
+        """Send pieces over TLS, and wait until the other end has closed."""
+        with contextlib.suppress(OSError, asyncio.TimeoutError):
+            opening = asyncio.open_connection(*self._where, ssl=context, server_hostname=self._where[0])
+            reader, writer = await asyncio.wait_for(opening, _PATIENCE)
+            try:
+                for piece in pieces:
+                    writer.write(piece)
+                    await asyncio.wait_for(writer.drain(), _PATIENCE)
+                    await asyncio.sleep(pause)
+                await asyncio.wait_for(reader.read(), _PATIENCE)
+            finally:
+                writer.transport.abort()
+
+
+def context_of(hosts: credentials.HostCredentials, folder: str) -> ssl.SSLContext:
+    """TLS with a certificate of these credentials; the other end's is not looked at."""
+    context = Identity.of(hosts, ["x"], folder).context(server=False)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def lines(how_many: int, replicas: int) -> list[bytes]:
+    """Messages that a host might send if it were out to do harm."""
+    fields = {
+        "replica": st.integers(-2, replicas) | st.integers(),
+        "address": st.text(),
+        "hostname": st.text(),
+        "pid": st.integers(),
+        "nproc": st.integers(),
+        "error": st.text(),
+        "code": st.integers(),
+        "attempt": st.integers(),
+    }
+    anything: st.SearchStrategy[Any] = st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4),
+        max_leaves=8,
+    )
+    plausible = st.fixed_dictionaries({}, optional=fields)
+    odd = st.fixed_dictionaries({}, optional={name: anything for name in fields})
+    greeting = st.fixed_dictionaries(
+        {},
+        optional={
+            "type": st.sampled_from(["register"] * 8 + ["look", "alive", "verdict", "agent_lost", "signal"]) | anything,
+            "version": st.sampled_from([1] * 8 + [0, 2, "1", None]) | anything,
+            "host": plausible | odd | anything | st.fixed_dictionaries(fields),
+            "number": anything,
+        },
+    )
+    complete = st.builds(
+        lambda host: {"type": "register", "version": 1, "host": host}, st.fixed_dictionaries(fields) | plausible
+    )
+    found: list[bytes] = []
+
+    # Made before anything is sent, and in the same order each time.
+    @settings(
+        max_examples=how_many,
+        database=None,
+        derandomize=True,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(greeting | complete | anything)
+    def collect(message: Any) -> None:
+        found.append(json.dumps(message).encode() + b"\n")
+
+    collect()
+    return found
+
+
+def monsters() -> list[list[bytes]]:
+    """Messages by hand, in pieces: too long, too deep, no text, slow."""
+    limit = protocol.MAX_LINE
+    brackets = [b"[" * depth + b"]" * depth + b"\n" for depth in (100, 900, 30_000)]
+    nested = [b'{"version": ' + one[:-1] + b"}\n" for one in brackets]
+    keys = json.dumps({"type": "register", "version": 1, "host": {"k" * 60_000: 1}}).encode() + b"\n"
+    digits = b'{"version": 1' + b"0" * 5000 + b"}\n"
+    return [
+        [b"x" * limit, b"x" * limit, b"x" * limit, b"\n"],
+        [b'{"type": "' + b"r" * (limit + 1) + b'"}\n'],
+        *([one] for one in (*brackets, *nested, keys, digits)),
+        [bytes(range(256)) * 100 + b"\n"],
+        [b"\xff\xfe\x00\n"],
+        [b"\n"] * 10,
+        [],
+    ]
+
+
+async def _all(attacks: list[Attack], at_a_time: int) -> None:
+    slots = asyncio.Semaphore(at_a_time)
+
+    async def one(attack: Attack) -> None:
+        async with slots:
+            await attack()
+
+    await asyncio.gather(*(one(attack) for attack in attacks))
+
+
+async def strangers(attacker: Attacker, scale: int) -> dict[str, int]:
+    """Attacks of those who have no certificate that counts."""
+    with tempfile.TemporaryDirectory() as folder:
+        foreign = context_of(credentials.create()[0], folder)
+    nobody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    nobody.check_hostname, nobody.verify_mode = False, ssl.CERT_NONE
+    rounds: dict[str, tuple[Attack, int, int]] = {
+        "noise": (attacker.noise, 35 * scale, _AT_A_TIME),
+        "half a handshake": (attacker.half_a_handshake, 20 * scale, _AT_A_TIME),
+        "reset": (attacker.reset, 19 * scale, _AT_A_TIME),
+        "silence": (attacker.silence, 6 * scale, _SILENT_AT_A_TIME),
+        "foreign": (lambda: attacker.encrypted(foreign, [b"{}\n"]), 3 * scale, _AT_A_TIME),
+        "no certificate": (lambda: attacker.encrypted(nobody, [b"{}\n"]), 2 * scale, _AT_A_TIME),
+    }
+    for attack, number, at_a_time in rounds.values():
+        await _all([attack] * number, at_a_time)
+    return {name: number for name, (_, number, _) in rounds.items()}
+
+
+async def mad_hosts(attacker: Attacker, hosts: credentials.HostCredentials, how_many: int) -> dict[str, int]:
+    """Attacks with a certificate of the job's."""
+    with tempfile.TemporaryDirectory() as folder:
+        context = context_of(hosts, folder)
+
+    def sending(pieces: list[bytes], pause: float = 0.0) -> Attack:
+        return lambda: attacker.encrypted(context, pieces, pause)
+
+    made = 3 * [sending([line]) for line in lines(how_many, replicas=2)]
+    by_hand = [sending(pieces) for pieces in monsters()]
+    slow = [sending([bytes([byte]) for byte in b'{"type": "look", "version": 1}'], 0.1) for _ in range(20)]
+    await _all(made, _AT_A_TIME)
+    await _all([*by_hand, *slow], _AT_A_TIME)
+    return {"messages": len(made), "monsters": len(by_hand), "slow": len(slow)}
+
+
+async def _main(host: str, port: str, file: str = "") -> None:
+    attacker = Attacker(host, int(port))
+    done = await strangers(attacker, 100 if file else 4)
+    if file:
+        with open(file) as text:
+            hosts = credentials.HostCredentials.from_text(text.read())
+        done |= await mad_hosts(attacker, hosts, 500)
+    print(json.dumps(done))
+
+
+if __name__ == "__main__":
+    asyncio.run(_main(*sys.argv[1:]))

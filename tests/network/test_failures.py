@@ -1,0 +1,232 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a host says when it and another cannot get together, and what its options do. All on the loopback interface.
+
+Certificates that are wrong in ways that a job's own credentials cannot be are in ``tests/unit/test_transport.py``.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import dataclasses
+import datetime
+import re
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from tests.local.hosts import Hosts
+from torchx_monarch import credentials
+from torchx_monarch.credentials import HostCredentials
+
+_OPTIONS = ("--grace", "5", "--preload", "", "--peer-timeout", "1")
+
+_PROGRAM = ["torchrun", "--nnodes", "2", "--nproc-per-node", "1", "--tee", "3", "--no-python", "sh", "-c"]
+
+_SAYS_WITHIN = 20.0
+"""Seconds for what takes 5 or less on a machine that does nothing else."""
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+@pytest.fixture
+def start(folder: Path, port: int) -> Iterator[Callable[..., Hosts]]:
+    """Start one replica, of two, with options and an environment of its own. They end with the test."""
+    started: list[Hosts] = []
+
+    def one(replica: int, *options: str, rendezvous: str = "", does: str = "true", **environ: str) -> Hosts:
+        given = {"MONARCH_RENDEZVOUS": rendezvous or f"tls:127.0.0.1:{port}", **environ}
+        started.append(Hosts(folder, [*_PROGRAM, does], 2, (*_OPTIONS, *options), given))
+        return started[-1].start(replica)
+
+    yield one
+    for hosts in started:
+        for process in hosts.processes.values():
+            process.terminate()
+            process.wait(20)
+
+
+def with_life(given: HostCredentials, start: datetime.timedelta, end: datetime.timedelta) -> HostCredentials:
+    """The same authority, valid at other times from now."""
+    key = serialization.load_pem_private_key(given.key.encode(), None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    old, now = x509.load_pem_x509_certificate(given.authority.encode()), datetime.datetime.now(datetime.timezone.utc)
+    builder = x509.CertificateBuilder(old.issuer, old.subject, old.public_key(), old.serial_number)
+    for extension in old.extensions:
+        builder = builder.add_extension(extension.value, extension.critical)
+    new = builder.not_valid_before(now + start).not_valid_after(now + end).sign(key, hashes.SHA256())
+    return dataclasses.replace(given, authority=new.public_bytes(serialization.Encoding.PEM).decode())
+
+
+_HOUR = datetime.timedelta(hours=1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("name", r"localhost:\d+: its certificate is for another name than 'localhost'"),
+        ("expired", r"the job's certificates have expired, .* or the clock of this machine is wrong"),
+        ("early", r"127.0.0.1:\d+: its certificate is not valid yet by the clock of this machine"),
+        ("foreign", r"127.0.0.1:\d+: its certificate is not of this job's authority .* belongs to another job"),
+        ("release", "replica 0 refused this host: it speaks version 1 of the protocol, and this end version 99"),
+    ],
+)
+def test_a_host_that_replica_0_is_not_for_says_why(
+    start: Callable[..., Hosts], port: int, tmp_path: Path, kind: str, why: str
+) -> None:
+    ours, _ = credentials.create()
+    theirs, rendezvous, more = ours, "", {}
+    if kind == "name":
+        rendezvous = f"tls:localhost:{port}"
+    elif kind == "expired":
+        theirs = with_life(ours, -3 * _HOUR, -2 * _HOUR)
+    elif kind == "early":
+        theirs = with_life(ours, 2 * _HOUR, 3 * _HOUR)
+    elif kind == "foreign":
+        theirs, _ = credentials.create()
+    else:
+        (tmp_path / "sitecustomize.py").write_text("import torchx_monarch.runtime.protocol as p; p.VERSION = 99\n")
+        more = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
+    first = start(0, MONARCH_CREDENTIALS=ours.to_text())
+    second = start(1, rendezvous=rendezvous, MONARCH_CREDENTIALS=theirs.to_text(), **more)
+    assert second.processes[1].wait(_SAYS_WITHIN) == 1
+    assert re.search(rf"^\[monarch\] (FAILED: )?host 1: {why}", second.err(1), re.M), second.err(1)
+    assert len(second.err(1).splitlines()) <= 2
+    assert first.processes[0].poll() is None
+
+
+@pytest.mark.parametrize(
+    ("rendezvous", "why"),
+    [
+        ("tls:127.0.0.1:{port}", r"127.0.0.1:{port}: connection refused: nothing listens there \(yet\)"),
+        ("tls:127.0.0.1:{full}", r"127.0.0.1:{full}: unreachable: no answer within 4 s \(a firewall, or a cut link\)"),
+        ("tls:no-such-host.invalid:{port}", "the name 'no-such-host.invalid' cannot be resolved"),
+        ("insecure-tcp:127.0.0.1:{port}", "127.0.0.1:{port}: connection refused"),
+    ],
+)
+def test_a_host_that_finds_nobody_says_where_it_looks(
+    start: Callable[..., Hosts], port: int, eventually: Callable[..., object], rendezvous: str, why: str
+) -> None:
+    with socket.socket() as full, contextlib.ExitStack() as stack:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)  # and takes nobody: who connects gets no answer
+        for _ in range(4):
+            one = stack.enter_context(socket.socket())
+            one.setblocking(False)
+            one.connect_ex(full.getsockname())
+        ports = {"port": port, "full": full.getsockname()[1]}
+        secret = credentials.create()[0].to_text()
+        hosts = start(1, rendezvous=rendezvous.format(**ports), MONARCH_CREDENTIALS=secret)
+        line = rf"^\[monarch\] waiting for replica 0 \(.*{why.format(**ports)}"
+        eventually(lambda: re.search(line, hosts.err(1), re.M), f"{line} in {hosts.err(1)}", seconds=_SAYS_WITHIN)
+        assert hosts.err(1).count("waiting") == 1, hosts.err(1)  # the first of these lines says it, after five seconds
+
+
+def test_a_host_without_credentials_says_so(start: Callable[..., Hosts], tmp_path: Path) -> None:
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\x00" * 100)
+    pem = base64.b64encode(
+        b'{"authority": "-----BEGIN X", "key": "-----BEGIN HUNTER2", "client_authority": "-----BEGIN X"}'
+    ).decode()
+    wrong = {
+        "": "MONARCH_CREDENTIALS is not set: without the job's credentials a host can neither prove itself",
+        "hunter2": "MONARCH_CREDENTIALS does not hold a job's credentials: not JSON in base64",
+        pem: "MONARCH_CREDENTIALS does not hold a job's credentials: its PEM cannot be read",
+        f"file:{tmp_path}/no": f"MONARCH_CREDENTIALS names a file that cannot be read: {tmp_path}/no: No such file",
+        f"file:{tmp_path}": f"MONARCH_CREDENTIALS names a file that cannot be read: {tmp_path}: Is a directory",
+        f"file:{binary}": f"MONARCH_CREDENTIALS does not hold a job's credentials: not JSON in base64, in {binary}",
+    }
+    for value, why in wrong.items():
+        for replica in (0, 1):
+            hosts = start(replica, MONARCH_CREDENTIALS=value)
+            assert hosts.processes[replica].wait(_SAYS_WITHIN) == 1
+            said = (hosts.logs(replica) / "err").read_text()
+            assert f"host {replica}: " in said and why in said, said
+            assert "hunter2" not in said.lower()
+            (hosts.logs(replica) / "err").unlink()
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (("--advertise", "127.0.0.9", "--bind", "127.0.0.1"), r"127.0.0.9:\d+: connection refused"),
+        (("--advertise", "no-such-host.invalid"), "the name 'no-such-host.invalid' cannot be resolved"),
+    ],
+)
+def test_replica_0_names_a_host_whose_monarch_port_leads_nowhere(
+    start: Callable[..., Hosts], options: tuple[str, ...], why: str
+) -> None:
+    secret = credentials.create()[0].to_text()
+    first = start(0, MONARCH_CREDENTIALS=secret)
+    second = start(1, *options, MONARCH_CREDENTIALS=secret)
+    assert first.processes[0].wait(30) == 1 and second.processes[1].wait(30) == 1
+    assert re.search(rf"FAILED: host 1 \(\S+, pid \d+\) cannot be reached by replica 0: .*{why}", first.err(0))
+
+
+def listening(pid: int) -> dict[int, str]:
+    """Ports on which a process listens, and the address of each."""
+    lines = subprocess.run(["ss", "-tlnpH"], capture_output=True, text=True, check=True).stdout.splitlines()
+    places = [line.split()[3].rpartition(":") for line in lines if f"pid={pid}," in line]
+    return {int(port): address for address, _, port in places}
+
+
+@pytest.mark.parametrize("bind", ["127.0.0.1", "lo"])
+def test_opens_what_it_is_told_to_and_nothing_else(
+    start: Callable[..., Hosts], port: int, tmp_path: Path, eventually: Callable[..., object], bind: str
+) -> None:
+    secret = credentials.create()[0].to_text()
+    go = tmp_path / "go"
+    low = port + 1 if port < 65000 else port - 9
+    options = ("--bind", bind, "--ports", f"{low}-{low + 7}")
+    both = [
+        start(replica, *options, does=f"until [ -e {go} ]; do sleep 0.1; done", MONARCH_CREDENTIALS=secret)
+        for replica in (0, 1)
+    ]
+    eventually(lambda: "ranks 2/2" in both[0].err(0), "the ranks", seconds=40)
+    for replica, hosts in enumerate(both):
+        found = listening(hosts.processes[replica].pid)
+        assert set(found.values()) == {"127.0.0.1"}
+        assert all(low <= one <= low + 7 for one in found if one != port), found
+        assert len(found) == (3 if replica == 0 else 1)
+    go.touch()
+    assert [hosts.wait() for hosts in both] == [[0], [0]]
+
+
+def test_says_what_is_wrong_with_an_option(start: Callable[..., Hosts], port: int) -> None:
+    secret = credentials.create()[0].to_text()
+    wrong = {
+        ("--bind", "nonsense"): (1, "--bind nonsense: neither an address nor an interface of this machine, which has"),
+        ("--bind", "203.0.113.1"): (1, "no port can be opened on 203.0.113.1: Cannot assign requested address"),
+        ("--ports", f"{port}"): (1, rf"none of the ports {port}-{port} \(--ports\) can be opened on any address: Addr"),
+        ("--ports", "5-4"): (2, "--ports: '5-4' is no port and no range of ports such as 26600-26699"),
+        ("--peer-timeout", "0"): (2, "--peer-timeout 0: give seconds, 1 or more"),
+        ("--peer-timeout", "inf"): (2, "--peer-timeout inf: give seconds, 1 or more"),
+        ("--advertise", "nöde"): (1, "'nöde' is no name that a certificate can hold"),
+    }
+    with socket.create_server(("", port)):
+        for options, (code, why) in wrong.items():
+            hosts = start(1, *options, MONARCH_CREDENTIALS=secret)
+            assert hosts.processes[1].wait(_SAYS_WITHIN) == code
+            assert re.search(why, hosts.err(1)), hosts.err(1)
+        hosts = start(0, MONARCH_CREDENTIALS=secret)
+        assert hosts.processes[0].wait(_SAYS_WITHIN) == 1
+        assert f"cannot listen for the other hosts at tls:127.0.0.1:{port}: Address already in use" in hosts.err(0)
+
+
+def test_plain_tcp_works_and_is_called_what_it_is(start: Callable[..., Hosts], port: int) -> None:
+    both = [start(replica, rendezvous=f"insecure-tcp:127.0.0.1:{port}", does="echo hi") for replica in (0, 1)]
+    assert [hosts.wait() for hosts in both] == [[0], [0]], both[0].err(0) + both[1].err(1)
+    for replica, hosts in enumerate(both):
+        assert "hi" in hosts.out(replica)
+        assert f"INSECURE: host {replica} uses plain TCP: whoever can reach its ports" in hosts.err(replica)

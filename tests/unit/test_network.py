@@ -1,0 +1,55 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which address and which ports a host takes."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from torchx_monarch.runtime import network
+from torchx_monarch.runtime.network import NetworkError, NetworkOptions
+from torchx_monarch.runtime.transport import Address
+
+
+@pytest.mark.parametrize(("text", "ports"), [("26600", (26600, 26600)), ("1-65535", (1, 65535))])
+def test_reads_ports(text: str, ports: tuple[int, int]) -> None:
+    assert network.parse_ports(text) == ports
+
+
+@pytest.mark.parametrize("text", ["", "0", "65536", "5-4", "1-", "-5", "1-2-3", "1,2", "ports", "1 - 2", "²"])
+def test_says_what_ports_are(text: str) -> None:
+    with pytest.raises(ValueError, match="is no port and no range of ports such as 26600-26699"):
+        network.parse_ports(text)
+
+
+def test_binds_to_addresses_and_interfaces() -> None:
+    assert network.address_of("") == ""
+    assert network.address_of("127.0.0.1") == "127.0.0.1"
+    assert network.address_of("::1") == "::1"
+    assert network.address_of("lo") == "127.0.0.1"
+    with pytest.raises(NetworkError, match=r"--bind nonsense: neither an address nor .* which has .*lo \(127.0.0.1\)"):
+        network.address_of("nonsense")
+
+
+def test_takes_the_ports_of_its_range_and_no_other() -> None:
+    probe = socket.create_server(("127.0.0.1", 0))
+    port = probe.getsockname()[1]
+    probe.close()
+    options = NetworkOptions(bind="127.0.0.1", ports=(port, port))
+    with network.bound(options) as taken:
+        assert taken.getsockname() == ("127.0.0.1", port)
+        with pytest.raises(NetworkError, match=rf"none of the ports {port}-{port} \(--ports\) .* 127.0.0.1: Address"):
+            network.bound(options)
+    with pytest.raises(NetworkError, match="no port can be opened on 203.0.113.1: Cannot assign"):
+        network.bound(NetworkOptions(bind="203.0.113.1"))
+
+
+def test_is_known_by_what_leads_to_replica_0() -> None:
+    rendezvous = Address("tls", "127.0.0.1", 26599)
+    assert network.advertised(rendezvous, True, NetworkOptions()) == "127.0.0.1"
+    assert network.advertised(rendezvous, False, NetworkOptions()) == "127.0.0.1"
+    assert network.advertised(rendezvous, False, NetworkOptions(bind="127.0.0.2")) == "127.0.0.2"
+    assert network.advertised(rendezvous, False, NetworkOptions(bind="0.0.0.0")) == "127.0.0.1"
+    assert network.advertised(rendezvous, True, NetworkOptions(bind="lo", advertise="me")) == "me"
