@@ -267,6 +267,8 @@ async def connect(
 
 
 async def _dial(address: Address) -> socket.socket:
+    if not 0 < address.port < 65536:  # the resolver would take it modulo 65536
+        raise OverflowError("a port is a number from 1 to 65535")
     loop = asyncio.get_running_loop()
     failure = OSError(f"{address.host} has no address")
     for family, kind, number, _, where in await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM):

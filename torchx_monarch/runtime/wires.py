@@ -22,6 +22,9 @@ from torchx_monarch.runtime.transport import Address, ConnectError, Identity
 
 _CHECKS_AT_A_TIME = 64
 
+_CHECK_PATIENCE = 10.0
+"""Seconds that a host has for the handshake when it is checked; it is busy with importing torch at that time."""
+
 _MONARCH_SCHEMES = {"tls": "tls", "insecure-tcp": "tcp"}
 
 
@@ -107,7 +110,9 @@ class Wires:
             async with at_a_time:
                 try:
                     address = Address("tls", found[1], int(found[2]))
-                    _, writer = await transport.connect(address, self.identity, self.options.peer_timeout)
+                    _, writer = await transport.connect(
+                        address, self.identity, self.options.peer_timeout, _CHECK_PATIENCE
+                    )
                 except ConnectError as error:
                     raise NetworkError(f"{host.name} cannot be reached by replica 0: {error}") from None
             writer.close()
