@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import copy
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torchx.specs import AppDef, RetryPolicy, Role, macros
 
@@ -30,12 +30,16 @@ class HostOptions:
         grace: seconds from SIGTERM to SIGKILL when ranks are stopped.
         host_timeout: seconds to wait for all hosts to arrive.
         preload: the modules, separated by commas, that rank interpreters import while they wait; empty for none.
+        rendezvous: where replica 0 of each role listens, by the role's name; roles of one machine have none.
+        network: further words of the host's command line, each option with its value.
     """
 
     python: str = "python"
     grace: float = 30.0
     host_timeout: float = 300.0
     preload: str = "torch"
+    rendezvous: Mapping[str, str] = field(default_factory=dict)
+    network: Sequence[str] = ()
 
 
 def rewrite(app: AppDef, options: HostOptions) -> AppDef:
@@ -148,6 +152,8 @@ def _host_arguments(role: Role, options: HostOptions) -> list[str]:
         *("--host-timeout", _seconds(options.host_timeout)),
         *("--preload", escape(options.preload)),
         *(("--replacements", str(role.max_retries)) if _are_replaced(role) else ()),
+        *(("--rendezvous", options.rendezvous[role.name]) if role.name in options.rendezvous else ()),
+        *(escape(word) for word in options.network),
         "--",
     ]
 

@@ -63,6 +63,7 @@ class HostOptions:
         preload: modules that rank interpreters import ahead.
         replacements: how many lost hosts the backend replaces.
         rejoin_timeout: seconds that a host that has lost replica 0 looks for another.
+        rendezvous: where replica 0 listens; empty for MONARCH_RENDEZVOUS, or else a socket of this machine's.
         network: of the hosts, where they are on one.
         command: what the role runs.
     """
@@ -76,6 +77,7 @@ class HostOptions:
     preload: tuple[str, ...]
     replacements: int
     rejoin_timeout: float
+    rendezvous: str
     network: NetworkOptions
     command: tuple[str, ...]
 
@@ -253,8 +255,9 @@ class HostProcess:
         Raises:
             ValueError: one or the other makes no sense; the message says what.
         """
-        given = self._environ.get("MONARCH_RENDEZVOUS") or f"unix:{self._run_dir}/r.sock"
-        rendezvous = Address.parse(given, "MONARCH_RENDEZVOUS")
+        is_first = self._options.replica == 0
+        given = self._options.rendezvous or self._environ.get("MONARCH_RENDEZVOUS") or f"unix:{self._run_dir}/r.sock"
+        rendezvous = Address.parse(network.expanded(given, self._environ, is_first), "the address of the rendezvous")
         if not rendezvous.networked:
             return rendezvous, "127.0.0.1"
         if rendezvous.scheme == "insecure-tcp":
@@ -264,7 +267,7 @@ class HostProcess:
         options = self._options.network
         if command is not None and command.options.local_addr and not options.advertise:
             options = dataclasses.replace(options, advertise=command.options.local_addr)
-        advertised = network.advertised(rendezvous, self._options.replica == 0, options)
+        advertised = network.advertised(rendezvous, is_first, options)
         interface = network.gloo_interface(advertised)
         if interface:
             self._environ.setdefault("GLOO_SOCKET_IFNAME", interface)
