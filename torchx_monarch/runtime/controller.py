@@ -112,9 +112,12 @@ class Controller:
             except _TroubleCame as came:
                 trouble = came.trouble
             self._reporter.note("failure", trouble.verdict.reason, replica=trouble.replica)
-            await self._stop_ranks({trouble.replica} if trouble.lost else set(), trouble.signal)
             # Replica 0 is where we are: its own trouble takes the job along.
-            if not trouble.lost or trouble.replica == 0 or self._replacements_left == 0:
+            goes_on = trouble.lost and trouble.replica != 0 and self._replacements_left > 0
+            if not goes_on:
+                self._rendezvous.end()
+            await self._stop_ranks({trouble.replica} if trouble.lost else set(), trouble.signal)
+            if not goes_on:
                 return trouble.verdict
             self._replacements_left -= 1
             self._attempt_number += 1

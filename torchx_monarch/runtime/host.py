@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -318,6 +319,15 @@ class HostProcess:
             raise CommandError(f"{variable}={text!r} is not a number of 0 or more")
         return value
 
+    def _first_log_attempt(self, max_restarts: int) -> int:
+        """Where the numbers of ``attempt_N`` go on after the backend's earlier starts."""
+        if "MONARCH_RESTART" in self._environ or self._options.replacements:
+            # They may have used up all their attempts. (With replacements the hosts that are left know the number.)
+            return self._backend_restarts * (1 + max_restarts + self._options.replacements)
+        # A container that is started again finds its files, and nothing that counts its starts.
+        found = [re.fullmatch(r"attempt_(\d+)", name) for name in os.listdir(self._log_dir)]
+        return max((int(each[1]) + 1 for each in found if each), default=0)
+
     async def _control(self, host: Registration, wires: Wires) -> Verdict:
         """Replica 0: gather the hosts, run, announce."""
         options = self._options
@@ -335,8 +345,7 @@ class HostProcess:
             run_id=self._run_id(),
             max_restarts=max_restarts,
             replacements=options.replacements,
-            # The backend's earlier starts may have used up all their attempts.
-            first_log_attempt=self._backend_restarts * (1 + max_restarts + options.replacements),
+            first_log_attempt=self._first_log_attempt(max_restarts),
             host_timeout=options.host_timeout,
             grace=self._grace,
             master_addr=wires.advertised,

@@ -59,6 +59,10 @@ class _TakenError(RendezvousError):
     """Another host is there in its place, which may be gone without anybody having noticed yet."""
 
 
+class _EndingError(RendezvousError):
+    """The hosts that were here are ending, and the backend has started one of them again before the others."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Registration:
     """What a host says of itself.
@@ -138,6 +142,7 @@ class Rendezvous:
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._complete = asyncio.Event()
         self._were_complete = False
+        self._ending = False
         self._verdict: Verdict | None = None
         self._server: asyncio.AbstractServer | None = None
 
@@ -169,6 +174,14 @@ class Rendezvous:
         await self._complete.wait()
         return [self._hosts[replica] for replica in range(self._replicas)]
 
+    def end(self) -> None:
+        """Have hosts wait that the backend starts again, until this one is started again as well.
+
+        For backends that do so one by one: a host that was let in would be told this start's verdict, and so spend one
+        of its restarts for nothing.
+        """
+        self._ending = self._were_complete
+
     @property
     def missing(self) -> list[int]:
         """Replicas that have not registered."""
@@ -186,6 +199,8 @@ class Rendezvous:
         replica 0 for a long time.
         """
         self._verdict = verdict
+        if verdict.code != 0:
+            self.end()
         for writer in list(self._writers.values()):
             await protocol.send(writer, {"type": "verdict", **verdict.to_json()})
         started = time.monotonic()
@@ -214,6 +229,7 @@ class Rendezvous:
             host = self._admit(greeting or {})
         except (protocol.ProtocolError, TimeoutError, RendezvousError) as error:
             refusal = {"type": "refused", "reason": str(error), "again": isinstance(error, _TakenError)}
+            refusal["later"] = isinstance(error, _EndingError)
             await protocol.send(writer, refusal)
             writer.close()
             return
@@ -264,6 +280,8 @@ class Rendezvous:
             raise RendezvousError(f"replica {host.replica!r} is not one of the {self._replicas} of this role")
         if host.replica in self._hosts:
             raise _TakenError(f"replica {host.replica} has registered already: {self._hosts[host.replica].name}")
+        if self._ending and host.attempt < 0:  # one that has seen attempts is of this start, and wants the verdict
+            raise _EndingError("the hosts that this one was started to join are ending")
         return host
 
     async def _follow(self, host: Registration, reader: asyncio.StreamReader) -> str:
@@ -347,6 +365,8 @@ class Membership:
                 writer.close()
                 if answer is not None:
                     refusal = f"replica 0 refused this host: {answer.get('reason')}"
+                    if answer.get("later"):
+                        raise ConnectError(refusal)
                     if answer.get("again"):
                         raise ConnectError(refusal, final=True)
                     raise RendezvousError(refusal)

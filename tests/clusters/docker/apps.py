@@ -4,9 +4,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
+import tarfile
 import textwrap
 import time
 from pathlib import Path
@@ -61,10 +64,11 @@ class Apps:
         shape = ("--nnodes", str(replicas), "--nproc-per-node", str(nproc), "--tee", "3")
         return self.role("torchrun", *shape, *words, replicas=replicas, **more)
 
-    def run(self, *roles: Role, preload: str = "none", grace: int = 5, **cfg: Any) -> str:
+    def run(self, *roles: Role, preload: str = "none", grace: int = 5, workspace: str | None = None, **cfg: Any) -> str:
         """Submits; the handle."""
         cfg = {"preload": preload, "grace": grace, **cfg}
-        handle: str = self.runner.run(AppDef("app", list(roles), {"team": "a b"}), NAME, cfg=cfg)
+        app = AppDef("app", list(roles), {"team": "a b"})
+        handle: str = self.runner.run(app, NAME, cfg=cfg, workspace=workspace)
         self._handles.append(handle)
         return handle
 
@@ -95,6 +99,13 @@ class Apps:
     def log(self, handle: str, role: str = "trainer", replicas: int = 2) -> str:
         """What all replicas of a role have said."""
         return "".join(line for k in range(replicas) for line in self.lines(handle, k, role))
+
+    def files(self, handle: str, replica: int, folder: str) -> set[str]:
+        """What lies in a folder of a container."""
+        with contextlib.closing(self.daemon.client()) as client:
+            chunks, _ = client.containers.get(self.hostname(handle, replica)).get_archive(folder)
+            with tarfile.open(fileobj=io.BytesIO(b"".join(chunks))) as archive:
+                return {name.split("/")[1] for name in archive.getnames() if "/" in name}
 
     def torchx(self, *words: str) -> str:
         """What the command says, run by a process that knows nothing, elsewhere."""

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 import time
 from collections.abc import Callable
 from datetime import datetime, timezone
@@ -84,23 +85,41 @@ def test_trains_on_real_digits(apps: Apps) -> None:
     assert "4 ranks on" in apps.log(handle)
 
 
-@pytest.mark.parametrize(("policy", "lost"), [(RetryPolicy.REPLICA, 1), (RetryPolicy.APPLICATION, 1)])
-def test_goes_on_when_a_container_is_killed(
-    apps: Apps, daemon: Daemon, eventually: Eventually, policy: RetryPolicy, lost: int
+@pytest.mark.parametrize("lost", [1, 0])
+def test_the_job_goes_on_when_a_container_is_killed(
+    apps: Apps, daemon: Daemon, eventually: Eventually, lost: int
 ) -> None:
-    role = apps.torchrun(apps.program(SLEEPS_AT_FIRST), max_retries=1, retry_policy=policy)
-    handle = apps.run(role)
+    handle = apps.run(
+        apps.torchrun(apps.program(SLEEPS_AT_FIRST), max_retries=1, retry_policy=RetryPolicy.REPLICA),
+        rejoin_timeout=30,
+    )
     eventually(lambda: apps.log(handle).count("attempt 0") == 4, "the first attempt", seconds=60)
     (apps.folder / "go").touch()
     daemon.kill(apps.hostname(handle, lost))
     status = apps.wait(handle)
-    log = apps.log(handle)
-    assert status.state is AppState.SUCCEEDED, log
+    assert status.state is AppState.SUCCEEDED, apps.log(handle)
     assert status.num_restarts == 1
-    if policy is RetryPolicy.REPLICA:
-        assert log.count("attempt 1") == 4, log
-    else:
-        assert log.count("attempt 0") == 8, log  # from the beginning
+    assert apps.log(handle).count("attempt 1") == 4, apps.log(handle)
+
+
+@pytest.mark.parametrize("lost", [1, 0])
+def test_the_job_begins_again_when_a_container_is_killed(
+    apps: Apps, daemon: Daemon, eventually: Eventually, lost: int
+) -> None:
+    """dockerd starts the killed one again long before the others have ended: it must wait for them."""
+    path = apps.program(
+        "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)" + textwrap.dedent(SLEEPS_AT_FIRST)
+    )
+    handle = apps.run(apps.torchrun(path, max_retries=1), grace=3)
+    eventually(lambda: apps.log(handle).count("attempt 0") == 4, "the first attempt", seconds=60)
+    (apps.folder / "go").touch()
+    daemon.kill(apps.hostname(handle, lost))
+    status = apps.wait(handle)
+    assert status.state is AppState.SUCCEEDED, apps.log(handle)
+    assert status.num_restarts == 1
+    assert apps.log(handle).count("attempt 0") == 8, apps.log(handle)
+    folder = f"/tmp/torchx-monarch/{apps.hostname(handle, 0)}"
+    assert {"attempt_0", "attempt_1"} <= apps.files(handle, 0, folder)
 
 
 def test_cancel_is_quick_and_stays_known(apps: Apps, eventually: Eventually) -> None:
@@ -120,6 +139,39 @@ def test_cancel_is_quick_and_stays_known(apps: Apps, eventually: Eventually) -> 
     assert any("STOPPED" in line for line in followed)  # and it ends
     apps.runner.cancel(handle)
     assert apps.status(handle).state is AppState.CANCELLED
+
+
+def test_cancel_while_a_container_waits_for_its_next_start(apps: Apps, eventually: Eventually) -> None:
+    handle = apps.run(apps.role("sh", "-c", "exit 3", max_retries=50))
+    eventually(lambda: apps.status(handle).state is AppState.PENDING, "the wait between two starts")
+    apps.runner.cancel(handle)
+    assert apps.status(handle).state is AppState.CANCELLED
+    time.sleep(1)
+    assert apps.status(handle).state is AppState.CANCELLED
+
+
+def test_follows_a_log_through_restarts_to_the_end(apps: Apps) -> None:
+    handle = apps.run(apps.role("sh", "-c", "echo start; sleep 0.5; exit 3", max_retries=2))
+    assert apps.lines(handle, should_tail=True) == ["start\n"] * 3
+    status = apps.wait(handle)
+    assert (status.state, status.num_restarts) == (AppState.FAILED, 2)
+    assert status.msg == "replica trainer/0 exited with code 3"
+
+
+def test_want_of_memory_is_told(apps: Apps) -> None:
+    code = "b = bytearray(1 << 28); b[::4096] = b[::4096].replace(bytes(1), bytes([1]))"
+    handle = apps.run(apps.role("python", "-c", code, resource=Resource(cpu=1, gpu=0, memMB=64)), preload="none")
+    status = apps.wait(handle)
+    assert status.state is AppState.FAILED
+    assert "for want of memory, of which it had 64 MB (memMB)" in status.msg, status
+
+
+def test_a_workspace_is_in_the_image(apps: Apps) -> None:
+    (apps.folder / "src").mkdir()
+    (apps.folder / "src" / "hello.txt").write_text("from the workspace\n")
+    handle = apps.run(apps.role("cat", "hello.txt"), workspace=str(apps.folder / "src"))
+    assert apps.wait(handle).state is AppState.SUCCEEDED
+    assert apps.lines(handle) == ["from the workspace\n"]
 
 
 def test_a_failing_rank_is_the_cause(apps: Apps) -> None:

@@ -20,7 +20,7 @@ from torchx.specs import AppState, is_terminal
 from torchx_monarch.errors import describe_code
 
 SETTLE = 5.0
-"""Seconds that the rest of a decided app gets to end by itself: the hosts of a failed role carry the verdict out."""
+"""Seconds that the rest of a failed app gets to end by itself: its hosts carry the verdict out."""
 
 _LIVING = {
     "created": AppState.PENDING,
@@ -105,7 +105,7 @@ class Standing:
     Attributes:
         state: its state; terminal only when nothing of it lives.
         cause: the replica that failed first; None where none has, or where that is not why it ended.
-        unended: whether it is decided, for a while, and still lives in part: nobody has ended that part.
+        unended: whether it is decided and still lives in part, and nobody else is to end that part.
     """
 
     state: AppState
@@ -113,31 +113,33 @@ class Standing:
     unended: bool = False
 
 
-def standing(roles: Sequence[Sequence[Replica]], cancelled: float, now: float) -> Standing:
+def standing(roles: Sequence[Sequence[Replica]], cancelled: float, now: float, grace: float) -> Standing:
     """How an app stands whose replicas these are, the main role's first.
 
     Args:
         cancelled: when it was cancelled, in seconds since the epoch; 0 for not.
         now: seconds since the epoch.
+        grace: seconds in which who has cancelled it ends it.
     """
     everyone = [replica for role in roles for replica in role]
     living = [replica for replica in everyone if replica.lives]
     failed = sorted((r for r in everyone if r.state is AppState.FAILED), key=lambda replica: replica.ended)
     succeeded = all(replica.state is AppState.SUCCEEDED for replica in roles[0])
     done = max(replica.ended for replica in roles[0]) if succeeded else 0.0
-    decision, since = None, 0.0
+    decision, rest_until = None, now
     if succeeded and not (failed and failed[0].ended < done):
-        decision, since, failed = AppState.SUCCEEDED, done, []
+        decision, failed = AppState.SUCCEEDED, []
     elif cancelled:
-        decision, since, failed = AppState.CANCELLED, cancelled, []
+        decision, rest_until, failed = AppState.CANCELLED, cancelled + grace + SETTLE, []
     elif failed:
-        decision, since = AppState.FAILED, failed[0].ended
+        decision, rest_until = AppState.FAILED, failed[0].ended + SETTLE
     cause = failed[0] if failed else None
     if decision is not None and not living:
         return Standing(decision, cause)
     running = decision is not None or any(replica.state is AppState.RUNNING for replica in living)
-    unended = decision is not None and now > since + SETTLE
-    return Standing(AppState.RUNNING if running else AppState.PENDING, cause, unended)
+    return Standing(
+        AppState.RUNNING if running else AppState.PENDING, cause, unended=decision is not None and now >= rest_until
+    )
 
 
 def seconds(text: str) -> float:

@@ -400,8 +400,8 @@ def _understood(app_id: str, containers: Sequence[Container], cancelled: Mapping
     for replica, _ in pairs:
         roles.setdefault(replica.role, []).append(replica)
     grouped = list(roles.values())
-    standing = facts.standing(grouped, cancelled.get(app_id, 0.0), time.time())
     grace = float(labels.get(request.LABEL_GRACE, 0))
+    standing = facts.standing(grouped, cancelled.get(app_id, 0.0), time.time(), grace + HOST_EXTRA)
     created = min(container.attrs["Created"] for container in containers)
     return _Found(app_id, app, [container for _, container in pairs], grouped, standing, grace, created)
 
