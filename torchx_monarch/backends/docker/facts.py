@@ -122,7 +122,8 @@ def standing(roles: Sequence[Sequence[Replica]], cancelled: float, now: float, g
         grace: seconds in which who has cancelled it ends it.
     """
     everyone = [replica for role in roles for replica in role]
-    living = [replica for replica in everyone if replica.lives]
+    # What was cancelled before it was started will never be.
+    living = [replica for replica in everyone if replica.lives and not (cancelled and replica.status == "created")]
     failed = sorted((r for r in everyone if r.state is AppState.FAILED), key=lambda replica: replica.ended)
     succeeded = all(replica.state is AppState.SUCCEEDED for replica in roles[0])
     done = max(replica.ended for replica in roles[0]) if succeeded else 0.0

@@ -92,6 +92,11 @@ def mend(job: DockerJob, app: AppDef, init: bool, environ: Mapping[str, str]) ->
         # What a program writes into a pipe comes in blocks; people who follow a log want lines.
         env.setdefault("PYTHONUNBUFFERED", "1")
     _give_gpus(job.containers, app, environ)
+    for container in job.containers:
+        # Upstream's are of classes of docker-py's with which `torchx run --dryrun --json` fails.
+        for key in ("mounts", "device_requests"):
+            if key in container.kwargs:
+                container.kwargs[key] = [dict(each) for each in container.kwargs[key]]
 
 
 def host_names(app_id: str, roles: Mapping[str, int]) -> dict[str, list[str]]:

@@ -408,8 +408,9 @@ def _understood(app_id: str, containers: Sequence[Container], cancelled: Mapping
 
 def _shown(replica: Replica, standing: Standing) -> AppState:
     """A replica's state beside the app's: one that was ended because all was over has not failed."""
-    ours = standing.state in (AppState.CANCELLED, AppState.SUCCEEDED)
-    return AppState.CANCELLED if ours and replica.state is AppState.FAILED else replica.state
+    if standing.state in (AppState.CANCELLED, AppState.SUCCEEDED) and replica.state is not AppState.SUCCEEDED:
+        return AppState.CANCELLED
+    return replica.state
 
 
 def _error_of(pair: tuple[Container, Replica]) -> str:
