@@ -69,6 +69,10 @@ class Apps:
         cfg = {"preload": preload, "grace": grace, **cfg}
         app = AppDef("app", list(roles), {"team": "a b"})
         handle: str = self.runner.run(app, NAME, cfg=cfg, workspace=workspace)
+        return self.adopt(handle)
+
+    def adopt(self, handle: str) -> str:
+        """Deletes this app, too, in the end."""
         self._handles.append(handle)
         return handle
 
@@ -81,7 +85,7 @@ class Apps:
         """Its final status."""
         until = time.monotonic() + seconds
         while not (status := self.status(handle)).is_terminal():
-            assert time.monotonic() < until, f"not over after {seconds:g} s: {status}\n{self.log(handle)}"
+            assert time.monotonic() < until, f"not over after {seconds:g} s: {status}"
             time.sleep(0.1)
         return status
 

@@ -59,7 +59,16 @@ def _install() -> None:
         _POLICY.write_text("#!/bin/sh\nexit 101\n")
         _POLICY.chmod(0o755)
     environ = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    install = ["apt-get", "install", "-qq", "-y", "--no-install-recommends", *_PACKAGES]
+    install = [
+        "apt-get",
+        "install",
+        "-qq",
+        "-y",
+        "--no-install-recommends",
+        "-o",
+        "DPkg::Lock::Timeout=120",
+        *_PACKAGES,
+    ]
     try:
         for command in (["apt-get", "update", "-qq"], install):
             subprocess.run(command, env=environ, check=False, timeout=300, capture_output=True)

@@ -77,12 +77,20 @@ def test_succeeds_and_is_known_from_anywhere(apps: Apps, daemon: Daemon) -> None
 
 @pytest.mark.timeout(300)
 def test_trains_on_real_digits(apps: Apps) -> None:
-    script, folder = str(ROOT / "examples" / "digits.py"), str(apps.folder / "checkpoints")
-    words = [script, "--epochs", "4", "--min-accuracy", "0.8", "--checkpoint-dir", folder]
-    handle = apps.run(apps.torchrun(*words), preload="torch")
+    """By the command that a person types."""
+    train = ["--epochs", "4", "--min-accuracy", "0.8", "--checkpoint-dir", str(apps.folder / "checkpoints")]
+    mounts = [
+        f"type=bind,src={each.src_path},dst={each.dst_path}{',readonly' if each.read_only else ''}"
+        for each in apps.daemon.mounts(apps.folder)
+    ]
+    component = ["monarch.spmd", "-j", "2x2", "--image", apps.daemon.image, "--mounts", ",".join(mounts)]
+    words = ["run", "-s", NAME, "--workspace", "", *component, str(ROOT / "examples" / "digits.py"), *train]
+    handle = apps.adopt(apps.torchx(*words).split()[-1])
     status = apps.wait(handle, 200)
-    assert status.state is AppState.SUCCEEDED, apps.log(handle)
-    assert "4 ranks on" in apps.log(handle)
+    (role,) = apps.described(handle).roles
+    log = apps.log(handle, role.name)
+    assert status.state is AppState.SUCCEEDED, log
+    assert "4 ranks on" in log
 
 
 @pytest.mark.parametrize("lost", [1, 0])

@@ -23,15 +23,13 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import docker
-from docker.errors import APIError, DockerException, NotFound
+from docker.errors import DockerException, NotFound
 from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream, filter_regex
 from torchx.schedulers.docker_scheduler import (
     LABEL_APP_ID,
-    NETWORK,
     DockerJob,
     DockerScheduler,
     Opts,
-    ensure_network,
 )
 from torchx.specs import (
     NONE,
@@ -48,7 +46,7 @@ from torchx.specs import (
 from torchx.specs.finder import ComponentValidationException
 
 from torchx_monarch.backends import blob
-from torchx_monarch.backends.docker import facts, logs, request
+from torchx_monarch.backends.docker import facts, logs, network, request
 from torchx_monarch.backends.docker.facts import Replica, Standing
 from torchx_monarch.backends.docker.together import together
 
@@ -168,14 +166,14 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         self._pull({container.image for container in job.containers})
         made: list[Container] = []
         try:
-            ensure_network(client)
+            network.ensure(client)
             for one in job.containers:
                 kwargs = {**one.kwargs, "labels": {**one.kwargs["labels"], **more}}
                 made.append(client.containers.create(one.image, one.command, **kwargs))
             together(self._start, made)
         except BaseException as error:
             together(_remove, made)
-            self._remove_network()
+            network.remove_unused(client)
             if isinstance(error, DockerException):
                 raise SubmitError(f"the app was not started: {_explained(error)}") from None
             raise
@@ -196,10 +194,9 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         try:
             container.start()
         except NotFound as error:
-            if f"network {NETWORK} not found" not in str(error):
+            if not network.is_missing(error):
                 raise
-            # `delete` of what was the last app on it has taken it away meanwhile.
-            ensure_network(self._docker_client)
+            network.ensure(self._docker_client)
             container.start()
 
     # -- looking -------------------------------------------------------------------------------------------------------
@@ -374,17 +371,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         together(_remove, self._ours(app_id))
         with contextlib.suppress(NotFound):
             self._docker_client.volumes.get(_record(app_id)).remove()
-        self._remove_network()
-
-    def _remove_network(self) -> None:
-        client = self._docker_client
-        if client.containers.list(all=True, sparse=True, limit=1, filters={"network": NETWORK}):
-            return
-        for network in client.networks.list(names=[NETWORK]):
-            # Refused when a container has come meanwhile.
-            with contextlib.suppress(APIError):
-                if network.name == NETWORK:
-                    network.remove()
+        network.remove_unused(self._docker_client)
 
 
 _ENDED = (AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED)
