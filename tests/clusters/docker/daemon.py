@@ -99,11 +99,14 @@ class Daemon:
             *("--exec-opt", "native.cgroupdriver=cgroupfs", "--cgroup-parent", f"/{self._cgroup}"),
         ]
         (self.folder / "daemon.json").write_text("{}")
-        namespaces = ["unshare", "--net", "--mount", "--propagation", "private", "--pid", "--mount-proc", "--fork"]
+        namespaces = [
+            # If this process is killed, the daemon goes as well.
+            *("setpriv", "--pdeathsig", "KILL", "--"),
+            *("unshare", "--kill-child", "--fork", "--pid", "--mount-proc", "--net", "--mount"),
+            *("--propagation", "private", "--"),
+        ]
         with open(self.folder / "log", "wb") as log:
-            self._process = subprocess.Popen(
-                [*namespaces, "--kill-child", *dockerd], stdin=subprocess.DEVNULL, stdout=log, stderr=log
-            )
+            self._process = subprocess.Popen([*namespaces, *dockerd], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
             self._wait()
             self.image = self._import_image()
