@@ -38,6 +38,12 @@ def main(argv: list[str]) -> NoReturn:
     parser.add_argument(
         "--replacements", type=int, default=0, help="how many lost hosts the backend replaces; the job then goes on"
     )
+    parser.add_argument(
+        "--rendezvous",
+        default="",
+        help="where replica 0 listens: unix:PATH, tls:HOST:PORT or insecure-tcp:HOST:PORT; @NAME as HOST is the value "
+        "of that environment variable (default: MONARCH_RENDEZVOUS, else a socket of this machine's)",
+    )
     parser.add_argument("--bind", default="", help="address or interface to open ports on (default: all)")
     parser.add_argument(
         "--advertise", default="", help="name or address by which other hosts dial this one (default: as seen by them)"
@@ -78,6 +84,7 @@ def main(argv: list[str]) -> NoReturn:
         preload=tuple(name for name in args.preload.split(",") if name),
         replacements=args.replacements,
         rejoin_timeout=args.rejoin_timeout,
+        rendezvous=args.rendezvous,
         network=NetworkOptions(args.bind, args.advertise, ports, args.peer_timeout),
         retry_on=retry_on,
         command=tuple(args.command),

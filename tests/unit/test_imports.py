@@ -29,6 +29,7 @@ def imported_by(statement: str) -> set[str]:
         "import torchx_monarch.components",
         "import torchx_plugins.schedulers.torchx_monarch",
         "from torchx.runner import get_runner; get_runner()._scheduler('monarch_local')",
+        "from torchx_monarch.schedulers import monarch_docker; monarch_docker('')",
     ],
 )
 def test_submit_side_imports_neither_torch_nor_monarch(statement: str) -> None:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import copy
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from torchx.specs import AppDef, RetryPolicy, Role, macros
 
@@ -31,6 +31,8 @@ class HostOptions:
         host_timeout: seconds to wait for all hosts to arrive.
         preload: the modules, separated by commas, that rank interpreters import while they wait; empty for none.
         retry_on: the exit codes, as a shell has them, after which ranks are started again; empty for any.
+        rendezvous: where replica 0 of each role listens, by the role's name; roles of one machine have none.
+        network: further words of the host's command line, each option with its value.
     """
 
     python: str = "python"
@@ -38,6 +40,8 @@ class HostOptions:
     host_timeout: float = 300.0
     preload: str = "torch"
     retry_on: tuple[int, ...] = ()
+    rendezvous: Mapping[str, str] = field(default_factory=dict)
+    network: Sequence[str] = ()
 
 
 def rewrite(app: AppDef, options: HostOptions) -> AppDef:
@@ -151,6 +155,8 @@ def _host_arguments(role: Role, options: HostOptions) -> list[str]:
         *("--preload", escape(options.preload)),
         *(("--retry-on", ",".join(map(str, options.retry_on))) if options.retry_on else ()),
         *(("--replacements", str(role.max_retries)) if _are_replaced(role) else ()),
+        *(("--rendezvous", options.rendezvous[role.name]) if role.name in options.rendezvous else ()),
+        *(escape(word) for word in options.network),
         "--",
     ]
 

@@ -128,12 +128,14 @@ class Controller:
             leaves = await self._let_go(trouble)
             if leaves:
                 self._members.discard(trouble.replica)
+            # Replica 0 is where we are: its own trouble takes the job along.
+            goes_on = (leaves or trouble.kind == JOINED) and trouble.replica != 0
+            goes_on = goes_on and (self._options.sizes.elastic or self._replacements_left > 0)
+            if not goes_on:
+                self._rendezvous.end()
             self._take_up(await self._stop_ranks(trouble.signal))
             self._members = set()
-            # Replica 0 is where we are: its own trouble takes the job along.
-            if not (leaves or trouble.kind == JOINED) or trouble.replica == 0:
-                return trouble.verdict
-            if not self._options.sizes.elastic and self._replacements_left == 0:
+            if not goes_on:
                 return trouble.verdict
             if shortage := self._gathering.shortage(self._replacements_left > 0):
                 return Verdict(1, f"{trouble.verdict.reason}; {shortage}")

@@ -232,8 +232,10 @@ class HostProcess:
         Raises:
             ValueError: one or the other makes no sense; the message says what.
         """
-        given = self._environ.get("MONARCH_RENDEZVOUS") or f"unix:{self._run_dir}/r.sock"
-        rendezvous = Address.parse(given, "MONARCH_RENDEZVOUS")
+        is_first = self._options.replica == 0
+        given = self._options.rendezvous or self._environ.get("MONARCH_RENDEZVOUS") or f"unix:{self._run_dir}/r.sock"
+        source = "--rendezvous" if self._options.rendezvous else "MONARCH_RENDEZVOUS"
+        rendezvous = Address.parse(network.expanded(given, self._environ, is_first), source)
         if not rendezvous.networked:
             return rendezvous, "127.0.0.1"
         if rendezvous.scheme == "insecure-tcp":
@@ -243,7 +245,7 @@ class HostProcess:
         options = self._options.network
         if command is not None and command.options.local_addr and not options.advertise:
             options = dataclasses.replace(options, advertise=command.options.local_addr)
-        advertised = network.advertised(rendezvous, self._options.replica == 0, options)
+        advertised = network.advertised(rendezvous, is_first, options)
         interface = network.gloo_interface(advertised)
         if interface:
             self._environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -302,10 +304,13 @@ class HostProcess:
     def _first_log_attempt(self, max_restarts: int, sizes: Sizes) -> int:
         """The number of the first attempt's log folders: the backend's earlier starts may have used up all of theirs.
 
-        An elastic job has any number of them: replica 0, which takes part in each, goes on from the last it finds.
+        An elastic job has any number of them, and a container that is started again is not told its starts: replica 0,
+        which takes part in each attempt, goes on from the last it finds. (With replacements the hosts that are left
+        know the number.)
         """
         at_most = self._backend_restarts * (1 + max_restarts + self._options.replacements)
-        if not sizes.elastic or not self._backend_restarts or self._pool is None:
+        counted = "MONARCH_RESTART" in self._environ or self._options.replacements > 0
+        if self._pool is None or (counted and not (sizes.elastic and self._backend_restarts)):
             return at_most
         return max(at_most, self._pool.last_logged() + 1)
 

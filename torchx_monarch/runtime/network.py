@@ -11,6 +11,7 @@ import ipaddress
 import re
 import socket
 import struct
+from collections.abc import Mapping
 
 from torchx_monarch.runtime.transport import PEER_TIMEOUT, Address
 
@@ -75,6 +76,26 @@ def address_of(bind: str) -> str:
         return known[bind]
     listed = ", ".join(f"{name} ({address})" for name, address in known.items())
     raise NetworkError(f"--bind {bind}: neither an address nor an interface of this machine, which has {listed}")
+
+
+def expanded(address: str, environ: Mapping[str, str], is_first: bool) -> str:
+    """An address with ``@NAME`` replaced by what that environment variable says.
+
+    On replica 0 itself, schedulers leave the variable out or say ``localhost``: there it is this machine's own name.
+
+    Raises:
+        NetworkError: the variable says nothing, and this is not replica 0.
+    """
+    scheme, separator, rest = address.partition(":@")
+    if not separator:
+        return address
+    name, _, port = rest.partition(":")
+    host = environ.get(name, "").strip()
+    if host in ("", "localhost"):
+        if not is_first:
+            raise NetworkError(f"{name}={host!r} does not say where replica 0 is: this scheduler should have set it")
+        host = socket.gethostname()
+    return f"{scheme}:{host}:{port}"
 
 
 def advertised(rendezvous: Address, is_first: bool, options: NetworkOptions) -> str:

@@ -23,6 +23,7 @@ class HostOptions:
         preload: modules that rank interpreters import ahead.
         replacements: how many lost hosts the backend replaces.
         rejoin_timeout: seconds that a host that has lost replica 0 looks for another.
+        rendezvous: where replica 0 listens; empty for MONARCH_RENDEZVOUS, or else a socket of this machine's.
         network: of the hosts, where they are on one.
         retry_on: exit codes after which ranks are started again, as a shell has them; empty for any.
         command: what the role runs.
@@ -37,6 +38,7 @@ class HostOptions:
     preload: tuple[str, ...]
     replacements: int
     rejoin_timeout: float
+    rendezvous: str
     network: NetworkOptions
     retry_on: tuple[int, ...]
     command: tuple[str, ...]

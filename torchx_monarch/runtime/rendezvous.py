@@ -68,6 +68,10 @@ class _TakenError(RendezvousError):
     """Another host is there in its place, which may be gone without anybody having noticed yet."""
 
 
+class _EndingError(RendezvousError):
+    """The hosts that were here are ending, and the backend has started one of them again before the others."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Registration:
     """What a host says of itself.
@@ -154,6 +158,7 @@ class Rendezvous:
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._changed = asyncio.Event()
         self._formed = False
+        self._ending = False
         self._verdict: Verdict | None = None
         self._told: set[int] = set()
         self._door: Door | None = None
@@ -211,6 +216,14 @@ class Rendezvous:
             self._note_change()
             await protocol.send(self._writers[replica], {"type": "verdict", **verdict.to_json()})
 
+    def end(self) -> None:
+        """Have hosts wait that the backend starts again, until this one is started again as well.
+
+        For backends that do so one by one: a host that was let in would be told this start's verdict, and so spend one
+        of its restarts for nothing.
+        """
+        self._ending = self._formed
+
     @property
     def missing(self) -> list[int]:
         """Replicas that have not registered."""
@@ -238,6 +251,8 @@ class Rendezvous:
         """
         self._verdict = verdict
         self._told = set(self._writers)
+        if verdict.code != 0:
+            self.end()
         started = time.monotonic()
         message = {"type": "verdict", **verdict.to_json()}
         if telling := [asyncio.ensure_future(protocol.send(writer, message)) for writer in self._writers.values()]:
@@ -267,6 +282,7 @@ class Rendezvous:
         except (protocol.ProtocolError, TimeoutError, RendezvousError) as error:
             # The reason may quote what came, at any length.
             refusal = {"type": "refused", "reason": str(error)[:1000], "again": isinstance(error, _TakenError)}
+            refusal["later"] = isinstance(error, _EndingError)
             await protocol.send(writer, refusal)
             return
         if host.replica in self._told:
@@ -322,6 +338,8 @@ class Rendezvous:
             raise RendezvousError(f"replica {host.replica!r} is not one of the {self._replicas} of this role")
         if host.replica in self._hosts:
             raise _TakenError(f"replica {host.replica} has registered already: {self._hosts[host.replica].name}")
+        if self._ending and host.attempt < 0:  # one that has seen attempts is of this start, and wants the verdict
+            raise _EndingError("the hosts that this one was started to join are ending")
         if host.error and self._elastic and self._formed:
             raise RendezvousError(host.error)  # the job goes on without it
         return host
@@ -435,6 +453,8 @@ class Membership:
                 writer.close()
                 if answer is not None:
                     refusal = f"replica 0 refused this host: {answer.get('reason')}"
+                    if answer.get("later"):
+                        raise ConnectError(refusal)
                     if answer.get("again"):
                         raise ConnectError(refusal, final=True)
                     raise RendezvousError(refusal)

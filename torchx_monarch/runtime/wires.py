@@ -79,7 +79,8 @@ class Wires:
                     f"the hosts are to meet at {rendezvous}, and {VARIABLE} is not set: without the job's credentials "
                     "a host can neither prove itself nor know the others"
                 )
-            names = {advertised, rendezvous.host, os.uname().nodename}
+            # All that others may dial it by: schedulers hand out names, addresses of either network, or both.
+            names = {advertised, rendezvous.host, os.uname().nodename, *network.interfaces().values()}
             identity = Identity.of(HostCredentials.load(credentials), names, folder)
         scheme = _MONARCH_SCHEMES[rendezvous.scheme]
         client_socket, worker_socket = network.bound(options), network.bound(options)

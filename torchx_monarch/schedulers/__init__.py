@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torchx.schedulers.api import Scheduler
 
-__all__ = ["monarch_local"]
+__all__ = ["monarch_docker", "monarch_local"]
 
 
 def monarch_local(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
@@ -24,3 +24,24 @@ def monarch_local(session_name: str, **kwargs: object) -> Scheduler[dict[str, ob
 
     # The submitter's interpreter: PATH may know no `python`, or one of another environment.
     return wrap("monarch_local", session_name, create_scheduler(session_name, **kwargs), python=sys.executable)
+
+
+def monarch_docker(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
+    """The scheduler ``monarch_docker``: Monarch hosts as containers of a Docker daemon.
+
+    Raises:
+        ModuleNotFoundError: Docker's client for Python is not installed.
+    """
+    from torchx_monarch.schedulers.compatibility import require_torchx_nightly
+
+    require_torchx_nightly()
+    try:
+        from torchx_monarch.backends.docker.scheduler import create_scheduler
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "docker":
+            raise
+        message = "monarch_docker needs Docker's client for Python; run: pip install 'docker>=7'"
+        raise ModuleNotFoundError(message, name=error.name) from None
+    from torchx_monarch.schedulers.monarch import wrap
+
+    return wrap("monarch_docker", session_name, create_scheduler(session_name, **kwargs))

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import random
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any
@@ -16,6 +18,7 @@ from torchx.specs import AppDef, AppDryRunInfo, CfgVal, InvalidRunConfigExceptio
 from torchx.specs.finder import ComponentValidationException
 from torchx.workspace import WorkspaceMixin
 
+from torchx_monarch.backends.network import CREDENTIALS, PLACEHOLDER, NetworkBackend, with_credentials
 from torchx_monarch.plan.command import CommandError
 from torchx_monarch.plan.exit_codes import parse_exit_codes
 from torchx_monarch.plan.rewrite import HostOptions, restore, rewrite
@@ -45,6 +48,33 @@ class MonarchOpts(StructuredOpts):  # type: ignore[misc]
     retry_on: str = ""
     """Exit codes after which ranks are started again while torchrun's `--max-restarts` lasts: numbers, and signals by
     name, separated by `+` (`1+134+SIGKILL`); empty for any. Exit code 78 asks for no other start, always."""
+
+
+@dataclasses.dataclass
+class NetworkOpts(StructuredOpts):  # type: ignore[misc]
+    """Run options of the schedulers whose hosts are on a network."""
+
+    rendezvous_port: int = 0
+    """Port on which replica 0 listens for the other hosts; 0 draws one for each job."""
+
+    ports: str = ""
+    """LOW-HIGH: the ports that Monarch may listen on, for firewalls; empty for any."""
+
+    bind: str = ""
+    """Address or interface that hosts open their ports on; empty for all."""
+
+    peer_timeout: int = 5
+    """Seconds of a machine's silence until it counts as lost."""
+
+    rejoin_timeout: int = 60
+    """Seconds that a host which has lost replica 0 looks for another before it gives up."""
+
+    insecure_plain_tcp: bool = False
+    """No TLS between the hosts: whoever reaches a port of theirs can run code there."""
+
+
+_PORTS_DRAWN = range(20000, 30000)
+"""Below the range that Linux gives to outgoing connections."""
 
 
 class _SubmitInfo(AppDryRunInfo[Any, Cfg]):  # type: ignore[misc]
@@ -78,6 +108,8 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
     def run_opts(self) -> runopts:
         """Ours and the wrapped scheduler's, the latter with the defaults of its own section in ``.torchxconfig``."""
         options = MonarchOpts.as_runopts()
+        if isinstance(self.inner, NetworkBackend):
+            options.update(NetworkOpts.as_runopts())
         theirs = self.inner.run_opts()
         for key, value in self._inner_section().items():
             option = theirs.get(key)
@@ -120,11 +152,15 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             host_timeout=float(options.host_timeout),
             preload=preload,
             retry_on=retry_on,
+            **self._network(app, cfg),
         )
         try:
             rewritten = rewrite(app, hosts)
         except CommandError as error:
             raise InvalidCommandError(str(error)) from None
+        for role, ours in zip(app.roles, rewritten.roles, strict=True):
+            if role.name in hosts.rendezvous and ours.args != role.args:
+                ours.env[CREDENTIALS] = PLACEHOLDER
         inner_cfg = self._inner_cfg(cfg)
         info = self.inner._submit_dryrun(rewritten, inner_cfg)
         info.app, info.cfg = rewritten, inner_cfg
@@ -132,11 +168,39 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             role.image = ours.image  # a scheduler that pushes images writes the pushed name
         return _SubmitInfo(info)
 
+    def _network(self, app: AppDef, cfg: Cfg) -> dict[str, Any]:
+        """The part of the hosts' options that says how they meet; nothing for those of one machine."""
+        if not isinstance(self.inner, NetworkBackend):
+            return {}
+        options = NetworkOpts.from_cfg({name: cfg[name] for name in cfg if name in NetworkOpts()})
+        port = options.rendezvous_port or random.choice(_PORTS_DRAWN)
+        if not 0 < port < 65536:
+            reason = f"Run option `rendezvous_port` is {port}; it is a port, 1 to 65535, or 0 to draw one"
+            raise InvalidRunConfigException(reason, "rendezvous_port", cfg)
+        scheme = "insecure-tcp" if options.insecure_plain_tcp else "tls"
+        words = []
+        for name in ("ports", "bind", "peer_timeout", "rejoin_timeout"):
+            if options[name] != NetworkOpts()[name]:
+                words += [f"--{name.replace('_', '-')}", str(options[name])]
+        # Two roles' replicas 0 may be on one machine.
+        rendezvous = {
+            role.name: f"{scheme}:{self.inner.replica0_host(app, role)}:{port + index}"
+            for index, role in enumerate(app.roles)
+        }
+        return {"rendezvous": rendezvous, "network": words}
+
     def schedule(self, dryrun_info: AppDryRunInfo[Any, Cfg]) -> str:
         """Submit what a dry run returned, its request as it is now."""
         assert isinstance(dryrun_info, _SubmitInfo), "the request of another scheduler"
-        dryrun_info.inner.request = dryrun_info.request
-        app_id: str = self.inner.schedule(dryrun_info.inner)
+        inner = copy.copy(dryrun_info.inner)
+        inner.request = dryrun_info.request
+        if isinstance(self.inner, NetworkBackend):
+            from torchx_monarch import credentials
+
+            hosts, _client = credentials.create()
+            # In a copy: whoever shows the request again shows the placeholder.
+            inner.request = with_credentials(inner.request, hosts.to_text())
+        app_id: str = self.inner.schedule(inner)
         self._foreground.submitted(app_id)
         return app_id
 
@@ -154,6 +218,8 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         response = self.inner.describe(app_id)
         if response is not None:
             response.roles = [restore(role) for role in response.roles]
+            for role in response.roles:
+                role.env.pop(CREDENTIALS, None)
         return response
 
     def describe_native(self, app_id: str) -> AppDryRunInfo[Any, Any] | None:

@@ -1,0 +1,221 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A Docker daemon of our own, in namespaces of its own, and an image of what is installed on this machine.
+
+The daemon sees a network, mounts and processes of its own alone: its bridges, firewall rules, overlays, containers and
+everything in them end with it, and it cannot touch what belongs to another daemon or to the tests over networks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import docker
+import psutil
+from torchx.specs import BindMount
+
+ROOT = Path(__file__).parents[3]
+
+_PACKAGES = ("docker.io", "iptables")
+"""Debian's. iptables redirects a container's DNS to the daemon's."""
+
+_PROGRAMS = ("dockerd", "containerd", "runc", "docker-init", "iptables")
+
+_POLICY = Path("/usr/sbin/policy-rc.d")
+
+_UP_WITHIN = 60.0
+
+
+def missing() -> str:
+    """Why there can be no daemon here; empty when there can. Installs it where that is possible."""
+    if os.geteuid() != 0:
+        return "a Docker daemon of our own needs root"
+    lacking = [program for program in _PROGRAMS if shutil.which(program) is None]
+    if lacking and shutil.which("apt-get"):
+        _install()
+        lacking = [program for program in _PROGRAMS if shutil.which(program) is None]
+    if lacking:
+        return f"not installed, and could not be: {', '.join(lacking)} (Debian: {' '.join(_PACKAGES)})"
+    probe = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, text=True)
+    return probe.stderr.strip()
+
+
+def _install() -> None:
+    # What is installed must not be started: a daemon of the system's would be there to stay.
+    policy = not _POLICY.exists()
+    if policy:
+        _POLICY.write_text("#!/bin/sh\nexit 101\n")
+        _POLICY.chmod(0o755)
+    environ = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    install = [
+        "apt-get",
+        "install",
+        "-qq",
+        "-y",
+        "--no-install-recommends",
+        "-o",
+        "DPkg::Lock::Timeout=120",
+        *_PACKAGES,
+    ]
+    try:
+        for command in (["apt-get", "update", "-qq"], install):
+            subprocess.run(command, env=environ, check=False, timeout=300, capture_output=True)
+    finally:
+        if policy:
+            _POLICY.unlink()
+
+
+class Daemon:
+    """Starts with the object.
+
+    Attributes:
+        host: for DOCKER_HOST.
+        image: id of the image.
+    """
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="tmdocker", dir="/tmp"))
+        self.host = f"unix://{self.folder}/docker.sock"
+        self._cgroup = f"tm{uuid.uuid4().hex[:8]}"
+        dockerd = [
+            "dockerd",
+            *("--host", self.host, "--pidfile", f"{self.folder}/docker.pid"),
+            *("--data-root", f"{self.folder}/data", "--exec-root", f"{self.folder}/exec"),
+            *("--config-file", f"{self.folder}/daemon.json"),
+            # A network without the default one, and no firewall rules that nobody needs.
+            *("--bridge", "none", "--iptables=false", "--ip-masq=false"),
+            *("--exec-opt", "native.cgroupdriver=cgroupfs", "--cgroup-parent", f"/{self._cgroup}"),
+        ]
+        (self.folder / "daemon.json").write_text("{}")
+        namespaces = [
+            # If this process is killed, the daemon goes as well.
+            *("setpriv", "--pdeathsig", "KILL", "--"),
+            *("unshare", "--kill-child", "--fork", "--pid", "--mount-proc", "--net", "--mount"),
+            *("--propagation", "private", "--"),
+        ]
+        with open(self.folder / "log", "wb") as log:
+            self._process = subprocess.Popen([*namespaces, *dockerd], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        try:
+            self._wait()
+            self.image = self._import_image()
+        except BaseException:
+            self.stop()
+            raise
+
+    def client(self) -> docker.DockerClient:
+        """A client of it, to be closed."""
+        return docker.DockerClient(self.host)
+
+    def _wait(self) -> None:
+        until = time.monotonic() + _UP_WITHIN
+        while True:
+            try:
+                # Not by docker-py, which leaves a socket open when it cannot connect.
+                with socket.socket(socket.AF_UNIX) as probe:
+                    probe.connect(f"{self.folder}/docker.sock")
+                return
+            except OSError as error:
+                log = (self.folder / "log").read_text()[-3000:]
+                assert self._process.poll() is None, f"dockerd has ended:\n{log}"
+                assert time.monotonic() < until, f"dockerd does not answer within {_UP_WITHIN:g} s: {error}\n{log}"
+            time.sleep(0.1)
+
+    def _import_image(self) -> str:
+        """An image of empty folders, where those of this machine are to be mounted: a few kB, from no registry."""
+        data = io.BytesIO()
+        with tarfile.open(fileobj=data, mode="w") as tar:
+
+            def add(name: str, kind: bytes = tarfile.DIRTYPE, content: bytes = b"", mode: int = 0o755) -> None:
+                info = tarfile.TarInfo(name)
+                info.type, info.mode, info.size = kind, mode, len(content)
+                if kind == tarfile.SYMTYPE:
+                    info.linkname = f"usr/{name}"
+                tar.addfile(info, io.BytesIO(content))
+
+            # A folder for docker-init, which dockerd mounts there and which would lie below the /usr of this machine.
+            for name in ("usr", "sbin", "etc", "root", "proc", "sys", "dev", "run", "var"):
+                add(name)
+            add("tmp", mode=0o1777)
+            for name in ("bin", "lib", "lib64"):
+                add(name, tarfile.SYMTYPE)
+            add("etc/passwd", tarfile.REGTYPE, b"root:x:0:0:root:/root:/bin/sh\n", 0o644)
+            add("etc/group", tarfile.REGTYPE, b"root:x:0:\n", 0o644)
+            add("etc/nsswitch.conf", tarfile.REGTYPE, b"hosts: files dns\n", 0o644)
+            add("etc/ld.so.cache", tarfile.REGTYPE, Path("/etc/ld.so.cache").read_bytes(), 0o644)
+        changes = [
+            f"ENV PATH={sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin",
+            f"ENV PYTHONPATH={ROOT}",
+            "ENV HOME=/root",
+        ]
+        with contextlib.closing(self.client()) as client:
+            client.api.import_image_from_data(data.getvalue(), "tests", "latest", changes)
+            return str(client.images.get("tests:latest").id)
+
+    def mounts(self, *more: Path) -> list[BindMount]:
+        """What a container of the image needs to be as this machine is, read-only, and further folders to write to."""
+        wanted = {Path("/usr"), Path(sys.prefix), Path(sys.base_prefix), Path(os.path.realpath(sys.executable)), ROOT}
+        paths = {path.parents[1] if path.is_file() else path for path in wanted}
+        outer = [path for path in paths if not any(other in path.parents for other in paths)]
+        mounts = [BindMount(str(path), str(path), read_only=True) for path in sorted(outer)]
+        return [*mounts, *(BindMount(str(path), str(path)) for path in more)]
+
+    @property
+    def _first(self) -> int:
+        """The daemon's own process; number 1 to those it starts."""
+        return int(psutil.Process(self._process.pid).children()[0].pid)
+
+    def kill(self, container: str) -> None:
+        """Kill everything in a container. After a ``docker kill``, dockerd would not start it again."""
+        with contextlib.closing(self.client()) as client:
+            pid = client.containers.get(container).attrs["State"]["Pid"]
+        assert pid > 0, f"{container} does not run"
+        within = ["nsenter", f"--target={self._first}", "--pid", "--mount", "--", "sh", "-c", f"kill -9 {pid}"]
+        subprocess.run(within, check=True, timeout=20)
+
+    def left(self) -> list[str]:
+        """What is with the daemon: containers, volumes, networks of anybody's."""
+        with contextlib.closing(self.client()) as client:
+            containers = [f"container {each.name}" for each in client.containers.list(all=True)]
+            volumes = [f"volume {each.name}" for each in client.volumes.list()]
+            networks = [f"network {each.name}" for each in client.networks.list() if each.name not in ("none", "host")]
+        return containers + volumes + networks
+
+    def stop(self) -> None:
+        """End it, and everything that it has started, made and mounted.
+
+        Raises:
+            AssertionError: something is left.
+        """
+        with contextlib.suppress(psutil.Error, IndexError):
+            os.kill(self._first, 9)  # its namespaces end with it, and all processes in them
+        self._process.kill()
+        self._process.wait(30)
+        folders = list(self._cgroups())
+        for path in folders:
+            path.rmdir()
+        shutil.rmtree(self.folder)
+        ours = str(self.folder)
+        mounts = [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if ours in line]
+        assert not mounts, f"mounts left: {mounts}"
+        running = [
+            each.pid for each in psutil.process_iter(["cmdline"]) if str(self.folder) in str(each.info["cmdline"])
+        ]
+        assert not running, f"processes left: {running}"
+
+    def _cgroups(self) -> Iterator[Path]:
+        """The groups of its containers, children first."""
+        for top in Path("/sys/fs/cgroup").glob(f"**/{self._cgroup}") if Path("/sys/fs/cgroup").exists() else ():
+            yield from sorted((path for path in top.rglob("*") if path.is_dir()), reverse=True)
+            yield top

@@ -1,0 +1,221 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""monarch_docker with a real Docker daemon."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+
+import pytest
+from torchx.schedulers.api import Stream
+from torchx.specs import AppState, Resource, RetryPolicy
+
+from tests.clusters.docker.apps import NAME, Apps
+from tests.clusters.docker.daemon import ROOT, Daemon
+
+Eventually = Callable[..., object]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+SAYS = """
+    import os, socket, sys
+    print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "at", os.environ["MASTER_ADDR"], flush=True)
+    print("to stderr", file=sys.stderr, flush=True)
+"""
+
+SLEEPS_AT_FIRST = """
+    import os, time
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    print("attempt", attempt, "rank", os.environ["RANK"], flush=True)
+    if not os.path.exists(os.path.join(os.path.dirname(__file__), "go")):
+        time.sleep(1000)
+"""
+
+
+def test_succeeds_and_is_known_from_anywhere(apps: Apps, daemon: Daemon) -> None:
+    before = datetime.now(timezone.utc)
+    role = apps.torchrun(apps.program(SAYS), resource=Resource(cpu=1, gpu=0, memMB=512), env={"WORD": "a,b\n'c'"})
+    handle = apps.run(role)
+    status = apps.wait(handle)
+    log = apps.log(handle)
+    assert status.state is AppState.SUCCEEDED, log
+    first = apps.hostname(handle, 0)
+    for rank in range(4):
+        assert f"rank {rank} of 4 at {first}\n" in log
+    assert "INSECURE" not in log
+    assert apps.states(handle) == {"trainer/0": AppState.SUCCEEDED, "trainer/1": AppState.SUCCEEDED}
+
+    # The streams, the times, the expression.
+    assert any("to stderr" in line for line in apps.lines(handle))
+    assert not any("to stderr" in line for line in apps.lines(handle, streams=Stream.STDOUT))
+    assert not any("rank 0 of" in line for line in apps.lines(handle, streams=Stream.STDERR))
+    assert [line.partition("rank")[2] for line in apps.lines(handle, 1, regex="rank 2 of")] == [f" 2 of 4 at {first}\n"]
+    assert apps.lines(handle, since=before) == apps.lines(handle, until=datetime.now()) == apps.lines(handle)
+    assert apps.lines(handle, since=datetime.now()) == apps.lines(handle, until=before) == []
+
+    # A process elsewhere.
+    told = json.loads(apps.torchx("status", "--json", handle))
+    assert (told["state"], told["num_restarts"]) == ("SUCCEEDED", 0)
+    assert "rank 3 of 4" in apps.torchx("log", f"{handle}/trainer/1")
+    listed = [line for line in apps.torchx("list", "-s", NAME).splitlines() if handle in line]
+    assert len(listed) == 1 and "SUCCEEDED" in listed[0]
+    assert "'metadata': {'team': 'a b'}" in apps.torchx("describe", handle)
+    described = apps.described(handle)
+    assert described is not None
+    (theirs,) = described.roles
+    assert (theirs.entrypoint, theirs.args, theirs.mounts) == (role.entrypoint, role.args, role.mounts)
+    assert theirs.env["WORD"] == "a,b\n'c'"
+    assert "MONARCH_CREDENTIALS" not in theirs.env
+    apps.torchx("delete", handle)
+    assert daemon.left() == []
+    assert apps.runner.status(handle) is None
+
+
+@pytest.mark.timeout(300)
+def test_trains_on_real_digits(apps: Apps) -> None:
+    """By the command that a person types."""
+    train = ["--epochs", "4", "--min-accuracy", "0.8", "--checkpoint-dir", str(apps.folder / "checkpoints")]
+    mounts = [
+        f"type=bind,src={each.src_path},dst={each.dst_path}{',readonly' if each.read_only else ''}"
+        for each in apps.daemon.mounts(apps.folder)
+    ]
+    component = ["monarch.spmd", "-j", "2x2", "--image", apps.daemon.image, "--mounts", ",".join(mounts)]
+    words = ["run", "-s", NAME, "--workspace", "", *component, str(ROOT / "examples" / "digits.py"), *train]
+    handle = apps.adopt(apps.torchx(*words).split()[-1])
+    status = apps.wait(handle, 200)
+    (role,) = apps.described(handle).roles
+    log = apps.log(handle, role.name)
+    assert status.state is AppState.SUCCEEDED, log
+    assert "4 ranks on" in log
+
+
+@pytest.mark.parametrize("lost", [1, 0])
+def test_the_job_goes_on_when_a_container_is_killed(
+    apps: Apps, daemon: Daemon, eventually: Eventually, lost: int
+) -> None:
+    handle = apps.run(
+        apps.torchrun(apps.program(SLEEPS_AT_FIRST), max_retries=1, retry_policy=RetryPolicy.REPLICA),
+        rejoin_timeout=30,
+    )
+    eventually(lambda: apps.log(handle).count("attempt 0") == 4, "the first attempt", seconds=60)
+    (apps.folder / "go").touch()
+    daemon.kill(apps.hostname(handle, lost))
+    status = apps.wait(handle)
+    assert status.state is AppState.SUCCEEDED, apps.log(handle)
+    assert status.num_restarts == 1
+    assert apps.log(handle).count("attempt 1") == 4, apps.log(handle)
+
+
+@pytest.mark.parametrize("lost", [1, 0])
+def test_the_job_begins_again_when_a_container_is_killed(
+    apps: Apps, daemon: Daemon, eventually: Eventually, lost: int
+) -> None:
+    """dockerd starts the killed one again long before the others have ended: it must wait for them."""
+    path = apps.program(
+        "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)" + textwrap.dedent(SLEEPS_AT_FIRST)
+    )
+    handle = apps.run(apps.torchrun(path, max_retries=1), grace=3)
+    eventually(lambda: apps.log(handle).count("attempt 0") == 4, "the first attempt", seconds=60)
+    (apps.folder / "go").touch()
+    daemon.kill(apps.hostname(handle, lost))
+    status = apps.wait(handle)
+    assert status.state is AppState.SUCCEEDED, apps.log(handle)
+    assert status.num_restarts == 1
+    assert apps.log(handle).count("attempt 0") == 8, apps.log(handle)
+    folder = f"/tmp/torchx-monarch/{apps.hostname(handle, 0)}"
+    assert {"attempt_0", "attempt_1"} <= apps.files(handle, 0, folder)
+
+
+def test_cancel_is_quick_and_stays_known(apps: Apps, eventually: Eventually) -> None:
+    # As process 1 these shells would ignore SIGTERM and be killed after the grace.
+    role = apps.torchrun(apps.program(SLEEPS_AT_FIRST))
+    handle = apps.run(role, apps.role("sh", "-c", "echo up; sleep 1000", name="reader", replicas=3))
+    eventually(lambda: apps.log(handle).count("attempt 0") == 4, "the ranks", seconds=60)
+    assert apps.status(handle).state is AppState.RUNNING
+    followed = iter(apps.runner.log_lines(handle, "trainer", 0, should_tail=True))
+    next(followed)
+    started = time.monotonic()
+    apps.torchx("cancel", handle)
+    assert apps.status(handle).state is AppState.CANCELLED
+    assert time.monotonic() - started < 9, "one after another"
+    assert set(apps.states(handle).values()) == {AppState.CANCELLED}
+    assert json.loads(apps.torchx("status", "--json", handle))["state"] == "CANCELLED"
+    assert any("STOPPED" in line for line in followed)  # and it ends
+    apps.runner.cancel(handle)
+    assert apps.status(handle).state is AppState.CANCELLED
+
+
+def test_cancel_while_a_container_waits_for_its_next_start(apps: Apps, eventually: Eventually) -> None:
+    handle = apps.run(apps.role("sh", "-c", "exit 3", max_retries=50))
+    eventually(lambda: apps.status(handle).state is AppState.PENDING, "the wait between two starts")
+    apps.runner.cancel(handle)
+    assert apps.status(handle).state is AppState.CANCELLED
+    time.sleep(1)
+    assert apps.status(handle).state is AppState.CANCELLED
+
+
+def test_follows_a_log_through_restarts_to_the_end(apps: Apps) -> None:
+    handle = apps.run(apps.role("sh", "-c", "echo start; sleep 0.5; exit 3", max_retries=2))
+    assert apps.lines(handle, should_tail=True) == ["start\n"] * 3
+    status = apps.wait(handle)
+    assert (status.state, status.num_restarts) == (AppState.FAILED, 2)
+    assert status.msg == "replica trainer/0 exited with code 3"
+
+
+def test_want_of_memory_is_told(apps: Apps) -> None:
+    code = "b = bytearray(1 << 28); b[::4096] = b[::4096].replace(bytes(1), bytes([1]))"
+    handle = apps.run(apps.role("python", "-c", code, resource=Resource(cpu=1, gpu=0, memMB=64)), preload="none")
+    status = apps.wait(handle)
+    assert status.state is AppState.FAILED
+    assert "for want of memory, of which it had 64 MB (memMB)" in status.msg, status
+
+
+def test_a_workspace_is_in_the_image(apps: Apps) -> None:
+    (apps.folder / "src").mkdir()
+    (apps.folder / "src" / "hello.txt").write_text("from the workspace\n")
+    handle = apps.run(apps.role("cat", "hello.txt"), workspace=str(apps.folder / "src"))
+    assert apps.wait(handle).state is AppState.SUCCEEDED
+    assert apps.lines(handle) == ["from the workspace\n"]
+
+
+def test_a_failing_rank_is_the_cause(apps: Apps) -> None:
+    path = apps.program("""
+        import os, time
+        if os.environ["RANK"] == "3":
+            raise ValueError("boom")
+        time.sleep(1000)
+    """)
+    handle = apps.run(apps.torchrun(path))
+    status = apps.wait(handle)
+    assert status.state is AppState.FAILED
+    error = json.loads(status.structured_error_msg)["message"]
+    assert error["message"].startswith("rank 3 (local rank 1 on ")
+    assert error["message"].endswith("ValueError: boom")
+    assert error["errorCode"] == 1
+    assert "ValueError: boom" in error["extraInfo"]["py_callstack"]
+    assert "exited with code 1" in status.msg
+    assert set(apps.states(handle).values()) == {AppState.FAILED}
+
+
+def test_roles_are_worlds_and_the_first_decides(apps: Apps) -> None:
+    path = apps.program(SAYS)
+    main = apps.torchrun(path, name="main", nproc=1)
+    other = apps.torchrun(path, name="other_one", nproc=1)
+    reader = apps.role("sh", "-c", "echo up; sleep 1000", name="reader")
+    handle = apps.run(main, other, reader)
+    assert apps.wait(handle).state is AppState.SUCCEEDED
+    assert f"rank 1 of 2 at {apps.hostname(handle, 0, role=1)}" in apps.log(handle, "other_one")
+    assert f"rank 1 of 2 at {apps.hostname(handle, 0)}" in apps.log(handle, "main")
+    assert apps.states(handle)["reader/0"] is AppState.CANCELLED
+
+
+def test_what_cannot_start_leaves_nothing(apps: Apps, daemon: Daemon) -> None:
+    good, bad = apps.role("true", name="good"), apps.role("true", name="bad")
+    bad.image = "sha256:" + "0" * 64
+    with pytest.raises(Exception, match="was not started: No such image"):
+        apps.run(good, bad)
+    assert daemon.left() == []

@@ -1,0 +1,56 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Who is let in by replica 0, and when."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from torchx_monarch.errors import Verdict
+from torchx_monarch.runtime.rendezvous import Membership, Registration, Rendezvous, RendezvousError
+from torchx_monarch.runtime.transport import Address
+
+
+def host(replica: int, attempt: int = -1) -> Registration:
+    return Registration(replica, "ipc:///nowhere", "here", 1, 1, attempt=attempt)
+
+
+def test_a_host_that_is_started_again_before_the_others_waits_for_them(leaves_nothing: None) -> None:
+    """A container is, by dockerd: were it told the verdict, it would fail, and use up its restarts for nothing."""
+    import tempfile
+
+    path = Path(tempfile.gettempdir(), "r.sock")
+    address = Address("unix", path=str(path))
+
+    async def main() -> None:
+        first = Rendezvous(address, replicas=2)
+        await first.start()
+        first.register(host(0))
+        lost = await Membership.join(address, host(1), 5)
+        first.form()
+        lost._writer.close()
+        assert (await asyncio.wait_for(first.troubles.get(), 5)).replica == 1
+        first.end()
+        joining = asyncio.ensure_future(Membership.join(address, host(1), 20))
+        with pytest.raises(RendezvousError, match="was not reached in 0.3 s: .*are ending"):
+            await Membership.join(address, host(1), 0.3)
+        # One that was there, and has lost its connection alone, gets the verdict.
+        rejoined = await Membership.join(address, host(1, attempt=0), 5)
+        announcing = asyncio.ensure_future(first.announce(Verdict(7, "over"), 5))
+        verdict = await asyncio.wait_for(rejoined.verdict(), 5)
+        assert verdict is not None and verdict.code == 7
+        rejoined._writer.close()
+        await announcing
+        assert not joining.done()
+        second = Rendezvous(address, replicas=2)
+        await second.start()
+        second.register(host(0))
+        membership = await asyncio.wait_for(joining, 10)
+        await asyncio.wait_for(second.until(lambda: second.present == 2), 5)
+        membership._writer.close()
+        await second.announce(Verdict(0, ""), 5)
+
+    asyncio.run(main())

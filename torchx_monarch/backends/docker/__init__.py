@@ -1,0 +1,13 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Apps as containers of one Docker daemon: TorchX's ``local_docker``, with what is wrong there mended.
+
+- ``request``: what is changed in the containers that TorchX would make.
+- ``facts``: what a container's state means, and what the state of an app follows from it.
+- ``together``: the same done to many containers at a time.
+- ``network``: what the containers are on.
+- ``logs``: the lines of one container.
+- ``scheduler``: the TorchX scheduler.
+
+Nothing of ours runs beside the containers: dockerd starts failed ones again, and keeps all that is known of an app.
+"""

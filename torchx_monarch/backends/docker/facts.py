@@ -1,0 +1,153 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What dockerd says of a container, what that means for a replica, and what follows for the app.
+
+The rules are those of ``monarch_local``: the app has succeeded when all replicas of its main role have, and has failed
+when a replica has failed for good before that. It has ended when nothing of it lives any more.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+from torchx.schedulers.docker_scheduler import LABEL_REPLICA_ID, LABEL_ROLE_NAME
+from torchx.specs import AppState, is_terminal
+
+from torchx_monarch.errors import describe_code
+
+SETTLE = 5.0
+"""Seconds that the rest of a failed app gets to end by itself: its hosts carry the verdict out."""
+
+_LIVING = {
+    "created": AppState.PENDING,
+    "restarting": AppState.PENDING,
+    "running": AppState.RUNNING,
+    "paused": AppState.RUNNING,
+}
+
+
+@dataclass(frozen=True)
+class Replica:
+    """One container.
+
+    Attributes:
+        status: dockerd's word.
+        code: of its latest end, -n for signal n where dockerd tells 128+n.
+        started, ended: of its latest start, in seconds since the epoch; 0 for never.
+        restarts: how often dockerd has started it again.
+        out_of_memory: whether a process in it was killed for want of memory.
+        error: what dockerd says of a container that it could not start.
+        memory: its limit in bytes; 0 for none.
+        env: the environment that it was given.
+    """
+
+    role: str
+    id: int
+    name: str
+    status: str
+    code: int
+    started: float
+    ended: float
+    restarts: int
+    out_of_memory: bool
+    error: str
+    memory: int
+    env: Mapping[str, str]
+
+    @classmethod
+    def of(cls, attrs: Mapping[str, Any]) -> Replica:
+        """From what ``docker inspect`` shows."""
+        state, config = attrs["State"], attrs["Config"]
+        return cls(
+            role=config["Labels"][LABEL_ROLE_NAME],
+            id=int(config["Labels"][LABEL_REPLICA_ID]),
+            name=attrs["Name"].lstrip("/"),
+            status=state["Status"],
+            code=state["ExitCode"],
+            started=seconds(state["StartedAt"]),
+            ended=seconds(state["FinishedAt"]),
+            restarts=attrs.get("RestartCount", 0),
+            out_of_memory=state.get("OOMKilled", False),
+            error=state.get("Error", ""),
+            memory=attrs.get("HostConfig", {}).get("Memory", 0),
+            env=dict(word.split("=", 1) for word in config.get("Env") or () if "=" in word),
+        )
+
+    @property
+    def state(self) -> AppState:
+        """Of this replica alone."""
+        if self.status in _LIVING:
+            return _LIVING[self.status]
+        return AppState.SUCCEEDED if self.code == 0 else AppState.FAILED
+
+    @property
+    def lives(self) -> bool:
+        """Whether it runs or may yet run."""
+        return not is_terminal(self.state)
+
+    @property
+    def failure(self) -> str:
+        """Why it failed, in one line."""
+        how = self.error or describe_code(128 - self.code if self.code > 128 else self.code)
+        if self.out_of_memory:
+            how += f"; a process in it was killed for want of memory, of which it had {self.memory >> 20} MB (memMB)"
+        return f"replica {self.role}/{self.id} {how}"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How an app stands.
+
+    Attributes:
+        state: its state; terminal only when nothing of it lives.
+        cause: the replica that failed first; None where none has, or where that is not why it ended.
+        unended: whether it is decided and still lives in part, and nobody else is to end that part.
+    """
+
+    state: AppState
+    cause: Replica | None = None
+    unended: bool = False
+
+
+def standing(roles: Sequence[Sequence[Replica]], cancelled: float, now: float, grace: float) -> Standing:
+    """How an app stands whose replicas these are, the main role's first.
+
+    Args:
+        cancelled: when it was cancelled, in seconds since the epoch; 0 for not.
+        now: seconds since the epoch.
+        grace: seconds in which who has cancelled it ends it.
+    """
+    everyone = [replica for role in roles for replica in role]
+    # What was cancelled before it was started will never be.
+    living = [replica for replica in everyone if replica.lives and not (cancelled and replica.status == "created")]
+    failed = sorted((r for r in everyone if r.state is AppState.FAILED), key=lambda replica: replica.ended)
+    succeeded = all(replica.state is AppState.SUCCEEDED for replica in roles[0])
+    done = max(replica.ended for replica in roles[0]) if succeeded else 0.0
+    decision, rest_until = None, now
+    if succeeded and not (failed and failed[0].ended < done):
+        decision, failed = AppState.SUCCEEDED, []
+    elif cancelled:
+        decision, rest_until, failed = AppState.CANCELLED, cancelled + grace + SETTLE, []
+    elif failed:
+        decision, rest_until = AppState.FAILED, failed[0].ended + SETTLE
+    cause = failed[0] if failed else None
+    if decision is not None and not living:
+        return Standing(decision, cause)
+    running = decision is not None or any(replica.state is AppState.RUNNING for replica in living)
+    return Standing(
+        AppState.RUNNING if running else AppState.PENDING, cause, unended=decision is not None and now >= rest_until
+    )
+
+
+def seconds(text: str) -> float:
+    """The time that dockerd writes as ``2026-11-20T10:11:12.123456789Z``, since the epoch; 0.0 for its zero time."""
+    found = re.fullmatch(r"(\d+-\d+-\d+T\d+:\d+:\d+)(\.\d+)?(Z|[+-]\d+:\d+)", text)
+    if found is None or text.startswith("0001-"):
+        return 0.0
+    zone = "+00:00" if found[3] == "Z" else found[3]
+    whole = datetime.fromisoformat(found[1] + zone).astimezone(timezone.utc).timestamp()
+    return whole + float(found[2] or 0)

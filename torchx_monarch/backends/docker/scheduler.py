@@ -1,0 +1,465 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The TorchX scheduler: TorchX's own for Docker, for the request and the workspaces; the rest is ours.
+
+All that is known of an app is with the daemon: its containers, what is on their labels, and a volume of no content that
+says that it was cancelled. So it does not matter which process asks, or from which machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import re
+import sys
+import tarfile
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+import docker
+from docker.errors import DockerException, NotFound
+from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream, filter_regex
+from torchx.schedulers.docker_scheduler import (
+    LABEL_APP_ID,
+    DockerJob,
+    DockerScheduler,
+    Opts,
+)
+from torchx.specs import (
+    NONE,
+    AppDef,
+    AppDryRunInfo,
+    AppState,
+    CfgVal,
+    ReplicaStatus,
+    RetryPolicy,
+    Role,
+    RoleStatus,
+    runopts,
+)
+from torchx.specs.finder import ComponentValidationException
+
+from torchx_monarch.backends import blob
+from torchx_monarch.backends.docker import facts, logs, network, request
+from torchx_monarch.backends.docker.facts import Replica, Standing
+from torchx_monarch.backends.docker.together import together
+
+if TYPE_CHECKING:
+    from docker import DockerClient
+    from docker.models.containers import Container
+
+LABEL_CANCELLED = "torchx-monarch/cancelled"
+"""On the volume that says that an app was cancelled: the app's id. (No label of a container can be changed.)"""
+
+HOST_EXTRA = 10.0
+"""Seconds that a container gets beyond the grace: within the grace the host in it ends its ranks."""
+
+_ASKING = 2.0
+"""Seconds that whoever finds an app to be ended waits for its containers; dockerd goes on ending them without."""
+
+_TOO_LONG = 1 << 20
+
+_log = logging.getLogger("torchx_monarch")
+
+
+class SubmitError(ComponentValidationException, RuntimeError):  # type: ignore[misc]
+    """The app could not be started; nothing is left of it. The torchx command shows the message without a traceback."""
+
+
+class DaemonError(RuntimeError):
+    """There is no Docker daemon to talk to."""
+
+
+@dataclass
+class DockerOpts(Opts):  # type: ignore[misc]
+    """Run options: those of TorchX's ``local_docker``, and more."""
+
+    grace: int = 30
+    """Seconds that a replica has between SIGTERM and SIGKILL when the app is cancelled."""
+
+    init: bool = True
+    """Have docker-init be process 1 of each container, which passes signals on and reaps orphans; False where the
+    daemon lacks it."""
+
+
+@dataclass(frozen=True)
+class _Found:
+    """An app: its containers, sorted by role and replica, and what they say of themselves."""
+
+    app_id: str
+    app: AppDef
+    containers: list[Container]
+    roles: list[list[Replica]]
+    standing: Standing
+    grace: float
+    created: str
+
+    @property
+    def replicas(self) -> list[Replica]:
+        """As the containers are sorted."""
+        return [replica for role in self.roles for replica in role]
+
+
+class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: ignore[misc]
+    """Runs each replica as a container of one Docker daemon, on the network ``torchx``.
+
+    A container that fails is started again by dockerd, as often as the role's ``max_retries`` says.
+    """
+
+    def __init__(self, session_name: str) -> None:
+        super().__init__(session_name)
+        # Upstream's is "docker", by which no configuration file calls it.
+        self.backend = "local_docker"
+        self._client: DockerClient | None = None
+        self._asked_to_end: set[str] = set()
+
+    @property
+    def _docker_client(self) -> DockerClient:
+        if self._client is None:
+            try:
+                self._client = docker.from_env()
+            except DockerException as error:
+                raise _no_daemon(error) from None
+        return self._client
+
+    def close(self) -> None:
+        """Close the connections to the daemon."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def _run_opts(self) -> runopts:
+        options = DockerOpts.as_runopts()
+        options.update(Opts.as_runopts())  # of inherited fields TorchX finds no help
+        return options
+
+    # -- submitting ----------------------------------------------------------------------------------------------------
+
+    def replica0_host(self, app: AppDef, role: Role) -> str:
+        """The container of the role's replica 0, by its name in the network's DNS. (Upstream has the first role's.)"""
+        return f"@{request.REPLICA0}"
+
+    def _submit_dryrun(self, app: AppDef, cfg: DockerOpts) -> AppDryRunInfo[DockerJob, DockerOpts]:
+        request.check(app, cfg.grace)
+        info = super()._submit_dryrun(app, cfg)
+        request.mend(info.request, app, cfg.init, os.environ)
+        return info
+
+    def schedule(self, dryrun_info: AppDryRunInfo[DockerJob, DockerOpts]) -> str:
+        """Make all containers, then start them.
+
+        Raises:
+            SubmitError: one could not be made or started; all are removed. (Upstream leaves those that were.)
+            DaemonError: there is no daemon.
+        """
+        if dryrun_info.app is None:
+            raise ValueError("the dry run carries no AppDef; it must come from submit_dryrun()")
+        job, client = dryrun_info.request, self._docker_client
+        grace = dryrun_info.cfg.grace
+        more = {request.LABEL_APP: blob.pack(dryrun_info.app), request.LABEL_GRACE: str(grace)}
+        self._pull({container.image for container in job.containers})
+        made: list[Container] = []
+        try:
+            network.ensure(client)
+            for one in job.containers:
+                kwargs = {**one.kwargs, "labels": {**one.kwargs["labels"], **more}}
+                made.append(client.containers.create(one.image, one.command, **kwargs))
+            together(self._start, made)
+        except BaseException as error:
+            together(_remove, made)
+            network.remove_unused(client)
+            if isinstance(error, DockerException):
+                raise SubmitError(f"the app was not started: {_explained(error)}") from None
+            raise
+        if job.app_id in self._cancelled(job.app_id):  # while the containers were being made
+            self._end(made, grace)
+        return str(job.app_id)
+
+    def _pull(self, images: Iterable[str]) -> None:
+        for image in sorted(images):
+            if not image.startswith("sha256:"):
+                _log.info("pulling the image %s", image)
+                try:
+                    self._docker_client.images.pull(image)
+                except DockerException as error:
+                    _log.warning("the image %s cannot be pulled, the daemon's own is used: %s", image, error)
+
+    def _start(self, container: Container) -> None:
+        try:
+            container.start()
+        except NotFound as error:
+            if not network.is_missing(error):
+                raise
+            network.ensure(self._docker_client)
+            container.start()
+
+    # -- looking -------------------------------------------------------------------------------------------------------
+
+    def _ours(self, app_id: str = "") -> list[Container]:
+        label = [request.LABEL_APP, f"{LABEL_APP_ID}={app_id}" if app_id else LABEL_APP_ID]
+        found: list[Container] = self._docker_client.containers.list(
+            all=True, filters={"label": label}, ignore_removed=True
+        )
+        return found
+
+    def _cancelled(self, app_id: str = "") -> dict[str, float]:
+        """When the apps were cancelled that were, by their ids."""
+        label = f"{LABEL_CANCELLED}={app_id}" if app_id else LABEL_CANCELLED
+        volumes = self._docker_client.volumes.list(filters={"label": label})
+        return {each.attrs["Labels"][LABEL_CANCELLED]: facts.seconds(each.attrs["CreatedAt"]) for each in volumes}
+
+    def _find(self, app_id: str) -> _Found | None:
+        found = self._ours(app_id)
+        return _understood(app_id, found, self._cancelled(app_id)) if found else None
+
+    def describe(self, app_id: str) -> DescribeAppResponse | None:
+        """The app, from its containers alone.
+
+        One that is decided and that nobody has ended in full (its other roles, after the main one has succeeded or one
+        has failed) is ended by whoever looks: nothing of ours stays behind to do it.
+        """
+        found = self._find(app_id)
+        if found is None:
+            return None
+        if found.standing.unended:
+            self._have_ended(found)
+        errors = together(_error_of, list(zip(found.containers, found.replicas, strict=True)))
+        cause = found.standing.cause
+        # The first to fail was perhaps killed; those that have lost it say so.
+        by_end = sorted(zip(found.replicas, errors, strict=True), key=lambda pair: pair[0].ended)
+        error = next((said for _, said in by_end if said), "") if cause else ""
+        per_replica = iter(errors)
+        return DescribeAppResponse(
+            app_id=app_id,
+            state=found.standing.state,
+            num_restarts=self._restarts(found),
+            msg=cause.failure if cause else NONE,
+            structured_error_msg=error or NONE,
+            metadata=found.app.metadata,
+            roles_statuses=[
+                RoleStatus(
+                    replicas[0].role,
+                    [
+                        ReplicaStatus(
+                            id=replica.id,
+                            state=_shown(replica, found.standing),
+                            role=replica.role,
+                            hostname=replica.name,
+                            structured_error_msg=next(per_replica) or NONE,
+                        )
+                        for replica in replicas
+                    ],
+                )
+                for replicas in found.roles
+            ],
+            roles=found.app.roles,
+        )
+
+    def _restarts(self, found: _Found) -> int:
+        """Those by dockerd, and those of the ranks within one start of the hosts, which the hosts report."""
+        restarts = 0
+        policies = {role.name: role.retry_policy for role in found.app.roles}
+        for replicas in found.roles:
+            counts = [replica.restarts for replica in replicas]
+            # When one replica's failure starts all again, that is one restart.
+            together_again = policies.get(replicas[0].role) is not RetryPolicy.REPLICA
+            restarts += max(counts) if together_again else sum(counts)
+        pairs = zip(found.containers, found.replicas, strict=True)
+        return restarts + sum(together(_rank_restarts, [pair for pair in pairs if pair[1].id == 0]))
+
+    def list(self, cfg: Mapping[str, CfgVal] | None = None) -> list[ListAppResponse]:
+        """Our apps, each once, the newest first. (Upstream lists an app once for each state of a container of it.)"""
+        apps: dict[str, list[Container]] = {}
+        for container in self._ours():
+            apps.setdefault(container.labels[LABEL_APP_ID], []).append(container)
+        cancelled = self._cancelled()
+        found = [_understood(app_id, containers, cancelled) for app_id, containers in apps.items()]
+        found.sort(key=lambda one: one.created, reverse=True)
+        return [ListAppResponse(one.app_id, one.standing.state, name=one.app.name) for one in found]
+
+    def log_iter(
+        self,
+        app_id: str,
+        role_name: str,
+        k: int = 0,
+        regex: str | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
+        should_tail: bool = False,
+        streams: Stream | None = None,
+    ) -> Iterable[str]:
+        """The lines of one replica's log; both streams unless one is named.
+
+        Raises:
+            ValueError: there is no such app, role or replica, or the regular expression is none.
+        """
+        found = self._find(app_id)
+        if found is None:
+            raise ValueError(f"there is no app {app_id!r} with this Docker daemon")
+        sizes = {replicas[0].role: len(replicas) for replicas in found.roles}
+        if role_name not in sizes:
+            raise ValueError(f"app {app_id} has no role {role_name!r}; its roles are {', '.join(sizes)}")
+        everyone = [(replica.role, replica.id) for replica in found.replicas]
+        if (role_name, k) not in everyone:
+            raise ValueError(f"role {role_name} of app {app_id} has no replica {k}; it has 0 to {sizes[role_name] - 1}")
+
+        def ended() -> bool:
+            now = self._find(app_id)
+            return now is None or now.standing.state in _ENDED
+
+        lines: Iterable[str] = logs.lines(
+            found.containers[everyone.index((role_name, k))],
+            stdout=streams is not Stream.STDERR,
+            stderr=streams is not Stream.STDOUT,
+            since=since,
+            until=until,
+            follow=should_tail and found.standing.state not in _ENDED,
+            ended=ended,
+        )
+        if regex:
+            try:
+                lines = filter_regex(regex, lines)
+            except re.error as error:
+                raise ValueError(f"{regex!r} is no regular expression: {error}") from error
+        return lines
+
+    # -- ending --------------------------------------------------------------------------------------------------------
+
+    def _cancel_existing(self, app_id: str) -> None:
+        """End the app; returns when nothing of it lives. One that has ended is left alone.
+
+        Upstream stops container after container, 10 s each, and the app counts as FAILED afterwards.
+        """
+        found = self._find(app_id)
+        if found is None or found.standing.state in _ENDED:
+            return
+        self._docker_client.volumes.create(_record(app_id), labels={LABEL_CANCELLED: app_id})
+        self._end(found.containers, found.grace)
+
+    def _end(self, containers: Sequence[Container], grace: float) -> None:
+        def stop(container: Container) -> None:
+            with contextlib.suppress(NotFound):
+                container.stop(timeout=int(grace + HOST_EXTRA))
+
+        together(stop, containers)
+
+    def _have_ended(self, found: _Found) -> None:
+        """Have dockerd end what lives of an app; once asked, it does so without us."""
+        if found.app_id in self._asked_to_end:
+            return
+        self._asked_to_end.add(found.app_id)
+        living = [each for each, replica in zip(found.containers, found.replicas, strict=True) if replica.lives]
+
+        def end() -> None:
+            with contextlib.suppress(DockerException, OSError):
+                self._end(living, found.grace)
+
+        ending = threading.Thread(target=end, name="docker-end", daemon=True)
+        ending.start()
+        ending.join(_ASKING)
+
+    def _delete_existing(self, app_id: str) -> None:
+        """Remove the containers with their anonymous volumes, what says that it was cancelled, and the network after
+        the last app on it; an app that lives is ended before."""
+        self._cancel_existing(app_id)
+        together(_remove, self._ours(app_id))
+        with contextlib.suppress(NotFound):
+            self._docker_client.volumes.get(_record(app_id)).remove()
+        network.remove_unused(self._docker_client)
+
+
+_ENDED = (AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED)
+
+
+def _understood(app_id: str, containers: Sequence[Container], cancelled: Mapping[str, float]) -> _Found:
+    labels = containers[0].labels
+    app = blob.unpack(labels[request.LABEL_APP]) or AppDef(app_id)
+    order = [role.name for role in app.roles]
+    pairs = [(Replica.of(container.attrs), container) for container in containers]
+    pairs.sort(key=lambda pair: (order.index(pair[0].role) if pair[0].role in order else len(order), pair[0].id))
+    roles: dict[str, list[Replica]] = {}
+    for replica, _ in pairs:
+        roles.setdefault(replica.role, []).append(replica)
+    grouped = list(roles.values())
+    grace = float(labels.get(request.LABEL_GRACE, 0))
+    standing = facts.standing(grouped, cancelled.get(app_id, 0.0), time.time(), grace + HOST_EXTRA)
+    created = min(container.attrs["Created"] for container in containers)
+    return _Found(app_id, app, [container for _, container in pairs], grouped, standing, grace, created)
+
+
+def _shown(replica: Replica, standing: Standing) -> AppState:
+    """A replica's state beside the app's: one that was ended because all was over has not failed."""
+    if standing.state in (AppState.CANCELLED, AppState.SUCCEEDED) and replica.state is not AppState.SUCCEEDED:
+        return AppState.CANCELLED
+    return replica.state
+
+
+def _error_of(pair: tuple[Container, Replica]) -> str:
+    """The content of a failed replica's error file, which its host wrote before it ended; empty without one."""
+    container, replica = pair
+    if replica.state is not AppState.FAILED or not replica.started:
+        return ""
+    return _read(container, replica.env.get(request.ERROR_FILE, ""), replica.started)
+
+
+def _rank_restarts(pair: tuple[Container, Replica]) -> int:
+    container, replica = pair
+    text = _read(container, replica.env.get(request.EVENTS, ""), 0.0) if replica.started else ""
+    return sum('"rank_restart"' in line for line in text.splitlines())
+
+
+def _read(container: Container, path: str, since: float) -> str:
+    """A file in a container, which need not run; empty when there is none, or none written since then."""
+    if not path:
+        return ""
+    try:
+        chunks, about = container.get_archive(path)
+        if about["size"] > _TOO_LONG:
+            return ""
+        with tarfile.open(fileobj=io.BytesIO(b"".join(chunks))) as archive:
+            member = archive.next()
+            # Times in an archive are whole seconds. What an earlier start of the container wrote is no news.
+            if member is None or not member.isfile() or member.mtime + 1 < since:
+                return ""
+            file = archive.extractfile(member)
+            return file.read().decode(errors="replace") if file is not None else ""
+    except (DockerException, tarfile.TarError):
+        return ""
+
+
+def _record(app_id: str) -> str:
+    return f"{app_id}-cancelled"
+
+
+def _remove(container: Container) -> None:
+    with contextlib.suppress(NotFound):
+        container.remove(force=True, v=True)
+
+
+def _explained(error: DockerException) -> str:
+    text = str(getattr(error, "explanation", None) or error)
+    if "docker-init" in text:
+        text += " (run option init=False does without)"
+    return text
+
+
+def _no_daemon(error: DockerException) -> Exception:
+    where = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
+    message = (
+        f"there is no Docker daemon at {where} ({error}). Start it (systemctl start docker; Debian's package is "
+        "docker.io), name another in DOCKER_HOST, or have yourself put into the group that may use it"
+    )
+    if os.path.basename(sys.argv[0]) == "torchx":
+        raise SystemExit(message)  # a person wants no traceback
+    return DaemonError(message)
+
+
+def create_scheduler(session_name: str, **kwargs: Any) -> MonarchDockerScheduler:
+    """TorchX's factory; it talks to no daemon yet. Parameters meant for other schedulers are ignored."""
+    return MonarchDockerScheduler(session_name)
