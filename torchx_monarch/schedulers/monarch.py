@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import random
 from collections.abc import Iterable, Mapping
 from datetime import datetime
@@ -18,6 +19,7 @@ from torchx.specs import AppDef, AppDryRunInfo, CfgVal, InvalidRunConfigExceptio
 from torchx.specs.finder import ComponentValidationException
 from torchx.workspace import WorkspaceMixin
 
+from torchx_monarch.backends import clients
 from torchx_monarch.backends.network import CREDENTIALS, PLACEHOLDER, NetworkBackend, with_credentials
 from torchx_monarch.plan.command import CommandError
 from torchx_monarch.plan.exit_codes import parse_exit_codes
@@ -25,6 +27,8 @@ from torchx_monarch.plan.rewrite import HostOptions, restore, rewrite
 from torchx_monarch.schedulers.foreground import Foreground
 
 Cfg = Mapping[str, CfgVal]
+
+_log = logging.getLogger(__name__)
 
 
 class InvalidCommandError(ComponentValidationException, ValueError):  # type: ignore[misc]
@@ -197,10 +201,15 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         if isinstance(self.inner, NetworkBackend):
             from torchx_monarch import credentials
 
-            hosts, _client = credentials.create()
+            hosts, client = credentials.create()
             # In a copy: whoever shows the request again shows the placeholder.
             inner.request = with_credentials(inner.request, hosts.to_text())
         app_id: str = self.inner.schedule(inner)
+        if isinstance(self.inner, NetworkBackend):
+            try:
+                clients.keep(self.backend, app_id, client.to_text())
+            except OSError as error:
+                _log.warning("The job runs, but the certificate to reach it with could not be kept: %s", error)
         self._foreground.submitted(app_id)
         return app_id
 
@@ -251,6 +260,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
 
     def _delete_existing(self, app_id: str) -> None:
         self.inner._delete_existing(app_id)
+        clients.forget(self.backend, app_id)
 
     def close(self) -> None:
         """Release what the wrapped scheduler holds; a Ctrl-C that ended a waiting ``torchx run`` cancels its apps."""

@@ -9,6 +9,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from datetime import datetime, timezone
+from pathlib import Path
 
 import pytest
 from torchx.schedulers.api import Stream
@@ -16,6 +17,8 @@ from torchx.specs import AppState, Resource, RetryPolicy
 
 from tests.clusters.docker.apps import NAME, Apps
 from tests.clusters.docker.daemon import ROOT, Daemon
+from torchx_monarch.backends import clients
+from torchx_monarch.credentials import ClientCredentials
 
 Eventually = Callable[..., object]
 
@@ -70,9 +73,12 @@ def test_succeeds_and_is_known_from_anywhere(apps: Apps, daemon: Daemon) -> None
     assert (theirs.entrypoint, theirs.args, theirs.mounts) == (role.entrypoint, role.args, role.mounts)
     assert theirs.env["WORD"] == "a,b\n'c'"
     assert "MONARCH_CREDENTIALS" not in theirs.env
+    client = Path(clients.path(NAME, handle.rpartition("/")[2]))
+    assert ClientCredentials.from_text(json.loads(client.read_text())["credentials"])
     apps.torchx("delete", handle)
     assert daemon.left() == []
     assert apps.runner.status(handle) is None
+    assert not client.exists()
 
 
 @pytest.mark.timeout(300)

@@ -1,0 +1,38 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The certificates with which the machine that submitted a job may look at it and stop it, over the network.
+
+One file of mode 0600 for each app, below the state directory (``backends.local.store``): ``clients/SCHEDULER/APP``. It
+is there until the app is deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import urllib.parse
+
+from torchx_monarch.backends.local import store
+
+
+def path(scheduler: str, app_id: str) -> str:
+    """Where an app's is."""
+    return os.path.join(store.state_dir(), "clients", scheduler, urllib.parse.quote(app_id, safe=""))
+
+
+def keep(scheduler: str, app_id: str, credentials: str) -> None:
+    """Keep the text of a job's ``credentials.ClientCredentials``.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    where = path(scheduler, app_id)
+    for folder in (store.state_dir(), os.path.dirname(os.path.dirname(where)), os.path.dirname(where)):
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+    store.write_json(where, {"credentials": credentials})
+
+
+def forget(scheduler: str, app_id: str) -> None:
+    """Remove an app's, if there is one."""
+    with contextlib.suppress(OSError):
+        os.unlink(path(scheduler, app_id))
