@@ -2,10 +2,11 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Has a loaded library take connections over unix sockets from our own user and root alone.
 
-Monarch 0.7 listens, in every process that serves, on an *abstract* unix socket (hyperactor's ``ChannelTransport::Unix``).
-Such a socket has a name in ``/proc/net/unix`` and no file mode: every user in the same network namespace can connect,
-and who connects can have any code run here. Monarch has no option against it, and its other processes dial that name,
-so the listener has to stay. What can change is whom it accepts: the kernel says who is at the other end (SO_PEERCRED).
+Monarch 0.7 listens on *abstract* unix sockets in the process of its worker loop (``ChannelTransport::Unix``), whatever
+address it is told to serve. Such a socket has a name in ``/proc/net/unix`` and no file mode: every user in the same
+network namespace can connect, and who connects can have any code run here. There is no option against it, and the name
+is dialled by Monarch itself, so the listener has to stay. What can change is whom it accepts: the kernel says who is at
+the other end (SO_PEERCRED).
 
 So the library's calls of ``accept4`` are led to a function of ours, by the table through which it calls functions of
 other libraries (the GOT; what its slots mean stands in its ELF relocations). The function is Python and needs the
