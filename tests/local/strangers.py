@@ -83,7 +83,7 @@ def intrude(name: str) -> None:
         intruder = hosts.spawn_procs(per_host={"gpus": 1}, name="strangers").spawn("intruder", Intruder)
         print("ran as", intruder.user.call_one().get(timeout=_ANSWERED_WITHIN), flush=True)
     except (Exception, KeyboardInterrupt) as error:  # Monarch interrupts for what it cannot deliver
-        print("refused", type(error).__name__, flush=True)
+        print("refused", type(error).__name__, error, flush=True)
     os._exit(0)
 
 
