@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torchx_monarch.runtime import same_user
+
 if TYPE_CHECKING:
     from monarch import actor
 
@@ -31,7 +33,8 @@ _TUNING = {
 
 _CA = "trust_all_connections"
 """The only value that 0.7 accepts. It says nothing: an ipc:// address is protected by its folder's mode, a tls:// one
-by certificates, which Monarch demands of both ends."""
+by certificates, which Monarch demands of both ends, and the abstract sockets, which it opens unasked in the process of
+the worker loop, by ``same_user``."""
 
 
 def start_worker(
@@ -40,6 +43,7 @@ def start_worker(
     dial_url: str,
     tls: tuple[str, str, str] | None,
     on_fault: Callable[[str], None],
+    warn: Callable[[str], None],
 ) -> str:
     """Import Monarch and start its worker loop in this process.
 
@@ -50,6 +54,7 @@ def start_worker(
         tls: for ``tls://``: files with this host's certificate, its key, and the authority that it trusts.
         on_fault: called, from a thread of Monarch's, with the text of each fault that no one handles; several times
             for one failure. (Monarch's default interrupts the main thread.)
+        warn: called with a line for the job's log when other users of this machine can connect to Monarch.
 
     Returns:
         the address by which a controller attaches to it.
@@ -60,8 +65,12 @@ def start_worker(
         names = ("HYPERACTOR_TLS_CERT", "HYPERACTOR_TLS_KEY", "HYPERACTOR_TLS_CA")
         os.environ.update(zip(names, tls, strict=True))
 
-    from monarch import actor
+    from monarch import _rust_bindings, actor
 
+    try:
+        same_user.guard(_rust_bindings.__file__)
+    except same_user.NotGuarded as error:
+        warn(f"other users of this machine can connect to Monarch and run code here: {error}")
     actor.unhandled_fault_hook = lambda failure: on_fault(str(failure))
     actor.enable_transport(client_url)
     # With a service id the host is known by that, and not by the address it believes it serves. These two lines are

@@ -268,6 +268,7 @@ class HostProcess:
                 wires.dial_url,
                 wires.identity.files if wires.identity else None,
                 lambda text: print(text, file=sys.stderr, flush=True),
+                lambda text: self._reporter.line(f"INSECURE: host {self._options.replica}: {text}"),
             )
 
         return await asyncio.get_running_loop().run_in_executor(None, start)

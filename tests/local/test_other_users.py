@@ -1,0 +1,108 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Other users of the machine cannot reach a job by the sockets that Monarch opens for all of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.local.hosts import Hosts
+from tests.local.strangers import AS_STRANGER, abstract_sockets, requires_strangers
+from torchx_monarch import credentials
+from torchx_monarch.runtime import network
+from torchx_monarch.runtime.network import NetworkOptions
+
+pytestmark = requires_strangers
+
+_KNOCKS = 2000
+
+_WAITS = "print('up', flush=True)\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.05)"
+
+Start = Callable[..., Hosts]
+
+
+@pytest.fixture
+def start(
+    folder: Path, script: Callable[[str], str], eventually: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Start]:
+    """Starts a job of one host, whose rank waits for the file ``go`` in the folder."""
+    monkeypatch.setenv("MONARCH_LOG_SUFFIX", "to-stderr" * 32)  # the strangers' Monarch leaves no log either
+    monkeypatch.setenv("USER", Path(os.environ["TMPDIR"]).name)  # but makes a folder /tmp/USER for it
+
+    def run(scheme: str = "unix", wrapper: tuple[str, ...] = ()) -> Hosts:
+        environ = {}
+        if scheme == "tls":
+            with network.bound(NetworkOptions(bind="127.0.0.1")) as free:
+                port = free.getsockname()[1]
+            hosts, _ = credentials.create()
+            environ = {"MONARCH_RENDEZVOUS": f"tls:127.0.0.1:{port}", "MONARCH_CREDENTIALS": hosts.to_text()}
+        command = ["torchrun", script(_WAITS), str(folder / "go")]
+        job = Hosts(folder, command, options=("--preload", ""), environ=environ, wrapper=wrapper).start()
+        eventually(lambda: "up" in job.out() or job.processes[0].poll() is not None, "the rank")
+        return job
+
+    theirs = Path(os.environ["TMPDIR"], "s")
+    theirs.mkdir()
+    theirs.chmod(0o777)
+    yield run
+    (folder / "go").touch()
+    shutil.rmtree(theirs)
+
+
+def play(what: str, name: str, *more: str, stranger: bool = True) -> subprocess.Popen[str]:
+    words = [*(AS_STRANGER if stranger else ()), sys.executable, "-m", "tests.local.strangers", what, name, *more]
+    environ = {**os.environ, "TMPDIR": f"{os.environ['TMPDIR']}/s"}
+    root = Path(__file__).parents[2]
+    return subprocess.Popen(words, cwd=root, env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    return process.communicate(timeout=60)[0].strip()
+
+
+@pytest.mark.parametrize("scheme", ["unix", "tls"])
+def test_other_users_are_refused_and_disturb_nothing(
+    start: Start, folder: Path, scheme: str, eventually: Callable[..., object]
+) -> None:
+    job = start(scheme)
+    host = psutil.Process(job.processes[0].pid)
+    names = abstract_sockets(host.pid)
+    assert names, "Monarch has no abstract sockets any more: same_user can go"
+    below = {child.pid: abstract_sockets(child.pid) for child in host.children(recursive=True)}
+    assert not any(below.values()), f"only the host process is guarded: {below}"
+
+    before = host.num_fds()
+    for name in names:
+        assert said(play("knock", name, str(_KNOCKS))) == f"{_KNOCKS} 0"
+        assert said(play("knock", name, "1", stranger=False)) == "0 1"
+    eventually(lambda: host.num_fds() <= before, f"{before} descriptors")
+    spent = host.cpu_times()
+    answers = [said(process) for process in [play("intrude", name) for name in names]]
+    assert all(answer.startswith("refused TimeoutError") for answer in answers), answers  # it tries again and again
+    assert host.cpu_times().user - spent.user < 3, "the host is busy with those that it has refused"
+    # By the same way, our own user gets in.
+    answers = [said(process) for process in [play("intrude", name, stranger=False) for name in names]]
+    assert f"ran as {os.geteuid()}" in answers, answers
+
+    assert job.processes[0].poll() is None
+    (folder / "go").touch()
+    assert job.wait() == [0], job.err()
+    assert "SUCCEEDED" in job.err()
+    assert "INSECURE" not in job.err()
+
+
+def test_a_host_that_cannot_refuse_others_says_so(start: Start, folder: Path) -> None:
+    job = start(wrapper=("setarch", "i686"))  # a machine of which same_user does not know how
+    assert "INSECURE: host 0: other users of this machine can connect to Monarch" in job.err()
+    answers = [said(process) for process in [play("intrude", name) for name in abstract_sockets(job.processes[0].pid)]]
+    assert f"ran as {os.geteuid()}" in answers, answers  # as a guarded host refuses
+    (folder / "go").touch()
+    assert job.wait() == [0], job.err()

@@ -1,0 +1,197 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Has a loaded library take connections over unix sockets from our own user and root alone.
+
+Monarch 0.7 listens on *abstract* unix sockets in the process of its worker loop (``ChannelTransport::Unix``), whatever
+address it is told to serve. Such a socket has a name in ``/proc/net/unix`` and no file mode: every user in the same
+network namespace can connect, and who connects can have any code run here. There is no option against it, and the name
+is dialled by Monarch itself, so the listener has to stay. What can change is whom it accepts: the kernel says who is at
+the other end (SO_PEERCRED).
+
+So the library's calls of ``accept4`` are led to a function of ours, by the table through which it calls functions of
+other libraries (the GOT; what its slots mean stands in its ELF relocations). The function is Python and needs the
+interpreter's lock for some microseconds a connection: nobody may hold that lock and wait for the thread that accepts.
+
+This can go when Monarch can serve without abstract sockets, or checks its peers itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import platform
+import socket
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any
+
+_FUNCTIONS = ("accept4", "accept")
+
+# Relocations of 64 bits that become a symbol's address: for data, for the GOT, and for the PLT's part of it.
+_RELOCATIONS = {"x86_64": (1, 6, 7), "aarch64": (257, 1025, 1026)}
+
+# Tags of a library's dynamic section (elf.h), and the sizes of Elf64_Rela and Elf64_Sym.
+_DT_NULL, _DT_PLTRELSZ, _DT_STRTAB, _DT_SYMTAB, _DT_RELA, _DT_RELASZ = 0, 2, 5, 6, 7, 8
+_DT_JMPREL, _DT_RELACOUNT = 23, 0x6FFFFFF9
+_RELA, _SYM = struct.Struct("=QQq"), struct.Struct("=IBBHQQ")
+
+_RTLD_DI_LINKMAP = 2
+
+_PROT_READ, _PROT_WRITE = mmap.PROT_READ, mmap.PROT_WRITE
+
+_CREDENTIALS = struct.Struct("=3i")
+
+# They are called as long as the process lives.
+_kept: list[Any] = []
+
+
+class NotGuarded(Exception):
+    """The library could not be changed: it takes connections from every user, as before."""
+
+
+class _LinkMap(ctypes.Structure):
+    _fields_ = [
+        ("base", ctypes.c_size_t),
+        ("name", ctypes.c_char_p),
+        ("dynamic", ctypes.c_size_t),
+    ]
+
+
+def guard(library: str) -> None:
+    """From now on a loaded library refuses connections over unix sockets from users other than ours and root.
+
+    Who is refused reads the end of the connection; the library is told ECONNABORTED, as when somebody connects and is
+    gone before he is accepted. Other sockets are as they were.
+
+    Args:
+        library: its file.
+
+    Raises:
+        NotGuarded: it cannot be changed; the message says why.
+    """
+    try:
+        found = list(slots(library, _FUNCTIONS))
+        if not found:
+            raise NotGuarded(f"{library} calls none of {', '.join(_FUNCTIONS)} by a name that can be led elsewhere")
+        replacements: dict[str, int] = {}
+        for name, slot in found:
+            if name not in replacements:
+                replacements[name] = _replacement(name)
+            _store(slot, replacements[name])
+    except (OSError, AttributeError, MemoryError, struct.error) as error:
+        raise NotGuarded(f"{library}: {error}") from error
+
+
+def slots(library: str, names: tuple[str, ...]) -> Iterator[tuple[str, int]]:
+    """The places in memory that hold, for a loaded library, the addresses of functions that it imports.
+
+    Args:
+        library: its file.
+        names: of the functions.
+
+    Yields:
+        a function's name and the address of such a place.
+
+    Raises:
+        NotGuarded: not on this kind of machine.
+        OSError: the library is not loaded.
+    """
+    types = _RELOCATIONS.get(platform.machine())
+    if types is None or ctypes.sizeof(ctypes.c_void_p) != 8:
+        raise NotGuarded(f"not known how on {platform.machine()}, only on {' and '.join(_RELOCATIONS)}")
+    link_map = ctypes.POINTER(_LinkMap)()
+    handle = ctypes.CDLL(library, mode=os.RTLD_NOLOAD | os.RTLD_NOW)._handle
+    if ctypes.CDLL(None).dlinfo(ctypes.c_void_p(handle), _RTLD_DI_LINKMAP, ctypes.byref(link_map)) != 0:
+        raise OSError(f"dlinfo knows nothing of {library}")
+    base = link_map.contents.base
+    tags = _dynamic(link_map.contents.dynamic)
+
+    def address(tag: int) -> int:
+        # glibc has made addresses of them when it loaded the library, other loaders leave them as in the file.
+        value = tags.get(tag, 0)
+        return value if value >= base else base + value
+
+    # The first of the relocations, hundreds of thousands in a large library, have no symbol.
+    skipped = tags.get(_DT_RELACOUNT, 0) * _RELA.size
+    tables = [
+        (address(_DT_RELA) + skipped, tags.get(_DT_RELASZ, 0) - skipped),
+        (address(_DT_JMPREL), tags.get(_DT_PLTRELSZ, 0)),
+    ]
+    for start, size in tables:
+        for offset, info, addend in _RELA.iter_unpack(ctypes.string_at(start, max(0, size))):
+            if info & 0xFFFFFFFF not in types or addend or not info >> 32:
+                continue
+            symbol = ctypes.string_at(address(_DT_SYMTAB) + (info >> 32) * _SYM.size, _SYM.size)
+            name = ctypes.string_at(address(_DT_STRTAB) + _SYM.unpack(symbol)[0]).decode()
+            if name in names:
+                yield name, base + offset
+
+
+def _dynamic(at: int) -> dict[int, int]:
+    tags: dict[int, int] = {}
+    while (entry := struct.unpack("=QQ", ctypes.string_at(at, 16)))[0] != _DT_NULL:
+        tags[entry[0]] = entry[1]
+        at += 16
+    return tags
+
+
+def _store(slot: int, value: int) -> None:
+    """Write into the GOT, which is read-only memory once a library is loaded (RELRO)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    page = ctypes.c_void_p(slot & -mmap.PAGESIZE)
+    read_only = not _writable(slot)
+    if read_only and libc.mprotect(page, ctypes.c_size_t(mmap.PAGESIZE), _PROT_READ | _PROT_WRITE):
+        raise OSError(ctypes.get_errno(), "mprotect")
+    ctypes.c_size_t.from_address(slot).value = value
+    if read_only:
+        libc.mprotect(page, ctypes.c_size_t(mmap.PAGESIZE), _PROT_READ)
+
+
+def _writable(address: int) -> bool:
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            begin, _, end = line.split()[0].partition("-")
+            if int(begin, 16) <= address < int(end, 16):
+                return line.split()[1][1] == "w"
+    raise OSError(f"no memory at {address:#x}")
+
+
+def _replacement(name: str) -> int:
+    """Address of a function that stands in for ``accept`` or ``accept4``."""
+    flags = [ctypes.c_int] if name == "accept4" else []
+    # The last word that ctypes keeps as this thread's errno, from the real function or from us, is what is returned.
+    prototype = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *flags, use_errno=True)
+    real: Callable[..., int] = prototype((name, ctypes.CDLL(None, use_errno=True)))
+    ours = os.geteuid()
+
+    def accept(*arguments: Any) -> int:
+        connection = real(*arguments)
+        if connection < 0 or _allowed(connection, ours):
+            return connection
+        with contextlib.suppress(OSError):
+            os.close(connection)
+        ctypes.set_errno(errno.ECONNABORTED)
+        return -1
+
+    callback = prototype(accept)
+    _kept.append(callback)
+    address = ctypes.cast(callback, ctypes.c_void_p).value
+    assert address is not None
+    return address
+
+
+def _allowed(connection: int, ours: int) -> bool:
+    try:
+        peer = socket.socket(fileno=connection)
+        try:
+            if peer.family != socket.AF_UNIX:
+                return True
+            credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            return _CREDENTIALS.unpack(credentials)[1] in (ours, 0)
+        finally:
+            peer.detach()
+    except Exception:  # there is nobody to whom it could be raised
+        return False
