@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torchx.schedulers.api import Scheduler
 
-__all__ = ["monarch_local"]
+__all__ = ["monarch_local", "monarch_slurm"]
 
 
 def monarch_local(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
@@ -24,3 +24,17 @@ def monarch_local(session_name: str, **kwargs: object) -> Scheduler[dict[str, ob
 
     # The submitter's interpreter: PATH may know no `python`, or one of another environment.
     return wrap("monarch_local", session_name, create_scheduler(session_name, **kwargs), python=sys.executable)
+
+
+def monarch_slurm(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
+    """The scheduler ``monarch_slurm``: Monarch hosts on the nodes of a Slurm job."""
+    from torchx_monarch.schedulers.compatibility import require_torchx_nightly
+
+    require_torchx_nightly()
+    import sys
+
+    from torchx_monarch.backends.slurm.scheduler import create_scheduler
+    from torchx_monarch.schedulers.monarch import wrap
+
+    # As above; the nodes see the submitter's environment, or they could not run its jobs.
+    return wrap("monarch_slurm", session_name, create_scheduler(session_name, **kwargs), python=sys.executable)
