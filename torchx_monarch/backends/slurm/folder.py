@@ -77,25 +77,31 @@ def remember(app_id: str, folder: str) -> None:
     os.rename(aside, os.path.join(_ids_dir(), app_id))
 
 
-def forget(app_id: str) -> None:
-    """Remove a job's folder and the link to it."""
-    link = os.path.join(_ids_dir(), app_id)
-    with contextlib.suppress(OSError):
-        folder = os.readlink(link)
-        trash = f"{folder}.trash-{os.getpid()}"
-        os.rename(folder, trash)
-        shutil.rmtree(trash, ignore_errors=True)
+def delete(app_id: str, folder: JobFolder) -> None:
+    """Remove a job's folder. A link to nothing is left: Slurm remembers the job for a while."""
+    remember(app_id, folder.root)
+    trash = f"{folder.root}.trash-{os.getpid()}"
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(link)
+        os.rename(folder.root, trash)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def is_deleted(app_id: str, folder: JobFolder) -> bool:
+    """Whether a job that Slurm still remembers was deleted through this state directory."""
+    try:
+        return os.readlink(os.path.join(_ids_dir(), app_id)) == folder.root and not os.path.isdir(folder.root)
+    except OSError:
+        return False
 
 
 def known() -> dict[str, JobFolder]:
-    """The jobs submitted with this state directory, by id."""
+    """The jobs submitted with this state directory, by id, without those that were deleted."""
     try:
         names = os.listdir(_ids_dir())
     except FileNotFoundError:
         return {}
-    return {name: JobFolder(os.readlink(os.path.join(_ids_dir(), name))) for name in names if name.isdigit()}
+    found = {name: find(name) for name in names if name.isdigit()}
+    return {name: folder for name, folder in found.items() if folder is not None}
 
 
 def find(app_id: str) -> JobFolder | None:

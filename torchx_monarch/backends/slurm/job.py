@@ -202,8 +202,19 @@ class Batch:
         records = (store.read_json(self._paths.record(name, replica)) or {} for replica in range(role.replicas))
         return any(one.get("state") == "CANCELLED" and one.get("job_restart") == self._restarts for one in records)
 
+    def _await_tasks(self) -> None:
+        """Wait for the tasks. Slurm ends srun at once, and would kill its tasks with the end of this process."""
+        places = [(role.name, replica) for role in self._request.roles for replica in range(role.replicas)]
+        until = time.monotonic() + self._request.grace + _STOP_EXTRA
+        for place in places:
+            while (store.read_json(self._paths.record(*place)) or {}).get("state") == _RUNNING:
+                if time.monotonic() > until:
+                    return
+                time.sleep(0.2)
+
     def _ended_from_outside(self, code: int) -> int:
         """The tasks were told to stop, not by us and not by a cancel: time limit, preemption, a plain scancel."""
+        self._await_tasks()
         if self._request.requeue and self._slurm_state() == _RUNNING:
             return self._requeue("told to stop by Slurm", code)
         self._state["outside"] = True

@@ -145,18 +145,21 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
         """
         live = {job.job_id: job for job in commands.listed_jobs()}
         known = folder.known()
-        known.update({app_id: noted for app_id, job in live.items() if (noted := folder.noted(job.comment))})
+        for app_id, job in live.items():
+            noted = folder.noted(job.comment)
+            if noted is not None and not folder.is_deleted(app_id, noted):
+                known[app_id] = noted
         ended = {app_id: end for app_id, one in known.items() if app_id not in live and (end := folder.read(one.end))}
         recorded = commands.recorded_jobs([app_id for app_id in known if app_id not in live and app_id not in ended])
         found = []
         for app_id in sorted(known, key=int, reverse=True):
-            job = live.get(app_id) or recorded.get(app_id)
+            seen = live.get(app_id) or recorded.get(app_id)
             if app_id in ended:
                 state = AppState[ended[app_id]["state"]]
             else:
-                state = truth.known(known[app_id], [job] if job else []).state
+                state = truth.known(known[app_id], [seen] if seen else []).state
             submitted = folder.read(known[app_id].app)
-            name = submitted["app"]["name"] if submitted else job.name if job else ""
+            name = submitted["app"]["name"] if submitted else seen.name if seen else ""
             found.append(ListAppResponse(app_id, state, name=name))
         return found
 
@@ -251,7 +254,7 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
                         f"job {app_id} was told to end but still runs; its folder {app.folder.root} is kept"
                     )
                 time.sleep(0.5)
-        folder.forget(app_id)
+        folder.delete(app_id, app.folder)
 
 
 def create_scheduler(session_name: str, **kwargs: Any) -> SlurmScheduler:

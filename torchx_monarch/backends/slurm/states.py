@@ -38,7 +38,7 @@ STATES = {
 
 _REASONS = {
     "BOOT_FAIL": "a node could not be booted",
-    "CANCELLED": "cancelled",
+    "CANCELLED": "by scancel, or by an administrator",
     "DEADLINE": "it could not end before its deadline",
     "LAUNCH_FAILED": "Slurm could not launch it",
     "NODE_FAIL": "a node that it ran on was lost",

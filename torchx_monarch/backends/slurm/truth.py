@@ -62,7 +62,7 @@ def look(app_id: str) -> Known | None:
     if components:
         # Ids begin anew one day, and home directories are shared between clusters: Slurm's own note counts.
         folder = folders.noted(components[0].comment) or folder
-        return known(folder, components) if folder else None
+        return known(folder, components) if folder and not folders.is_deleted(app_id, folder) else None
     if folder is None:
         return None
     end = folders.read(folder.end)
@@ -116,10 +116,10 @@ def decide(job: Job | None, record: Mapping[str, Any], cancelled: bool) -> tuple
     if state is AppState.RUNNING and ours is not None and not record.get("outside"):
         return ours, said  # the nodes are being cleaned up, or the database lags behind
     reason = states.explanation(job.state, job.reason)
+    if cancelled and (state is AppState.CANCELLED or state is AppState.FAILED and ours is not AppState.FAILED):
+        return AppState.CANCELLED, "cancelled"
     if state is not AppState.FAILED:
         return state, reason
-    if cancelled and ours is not AppState.FAILED:
-        return AppState.CANCELLED, "cancelled"
     if states.word(job.state) != "FAILED":
         return state, reason
     return state, said or commands_code(job.exit_code)
@@ -147,7 +147,7 @@ def replicas(app: Known, role: str, index: int, count: int) -> tuple[RoleStatus,
         stale = bool(record) and record.get("job_restart") != now
         state = _replica_state(app, record, stale)
         hostname = record.get("hostname", "") if not stale or app.terminal else ""
-        error = record.get("error") if state is AppState.FAILED else None
+        error = record.get("error") if state in TERMINAL else None
         found.append(
             ReplicaStatus(
                 id=replica,
