@@ -32,6 +32,7 @@ _REQUEUE_TIMEOUT = 120.0
 
 _TERMINATED = 128 + signal.SIGTERM
 _RUNNING = "RUNNING"
+_BY_SLURM = "Slurm told the job to stop"
 
 _COMPONENTS_OWN = (
     "SLURM_CPUS_PER_TASK",
@@ -124,7 +125,7 @@ class Batch:
             if signal.SIGUSR1 in numbers:
                 self._stop("cancelled")
             elif signal.SIGTERM in numbers:
-                self._stop("Slurm told the job to stop")
+                self._stop(_BY_SLURM)
             for name, step in list(self._steps.items()):
                 code = step.poll()
                 if code is None:
@@ -245,7 +246,9 @@ class Batch:
         if self._steps:
             self._event("stop", f"{reason}; what still runs has {self._request.grace:g} s to end")
             self._kill_at = time.monotonic() + self._request.grace + _STOP_EXTRA
-            self._scancel("--signal=URG")
+            # A job that Slurm is ending has had its tasks told already, and scancel tries for long to tell them again.
+            if reason != _BY_SLURM or self._slurm_state() == _RUNNING:
+                self._scancel("--signal=URG")
 
     def _scancel(self, *options: str) -> None:
         self._command("scancel", *options, self._job_id)

@@ -34,6 +34,8 @@ from torchx_monarch.backends.slurm.request import RoleRequest, SlurmRequest
 _KILL_EXTRA = 5.0
 """Seconds beyond the grace: a host kills its ranks itself when the grace is over."""
 
+_STOP_SIGNALS = {signal.SIGTERM, signal.SIGURG, signal.SIGINT, signal.SIGHUP}
+
 
 class Task:
     """Runs one replica.
@@ -84,7 +86,8 @@ class Task:
         for end in (wake, signalled):
             os.set_blocking(end, False)
         signal.set_wakeup_fd(signalled, warn_on_full_buffer=False)
-        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGURG, signal.SIGINT, signal.SIGHUP):
+        # Those that only reach the ranks are named because they would end this process otherwise.
+        for number in (signal.SIGCHLD, *_STOP_SIGNALS, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, lambda *_: None)
         self._selector.register(wake, selectors.EVENT_READ, None)
         if self._restart:
@@ -115,7 +118,7 @@ class Task:
     def _on_signals(self, numbers: bytes) -> None:
         if signal.SIGCHLD in numbers:
             processes.reap(self._on_exit)
-        if {signal.SIGTERM, signal.SIGURG, signal.SIGINT, signal.SIGHUP} & set(numbers) and self._replica.alive:
+        if _STOP_SIGNALS & set(numbers) and self._replica.alive:
             pid = self._replica.record.pid
             assert pid is not None
             if self._kill_at == float("inf") and not self._replica.stopping:
