@@ -269,7 +269,9 @@ class SlurmCluster:
 
     def lose_node(self, node: str) -> None:
         """As when its power fails: its processes are gone, and the administrator's monitoring says so."""
-        self._daemons.pop(node).kill()
+        daemon = self._daemons.pop(node)
+        daemon.kill()
+        daemon.wait(_DOWN_WITHIN)
         self._kill_in(self.namespace(node))
         self.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
 
