@@ -26,6 +26,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+OURS = {"monarch_local", "monarch_slurm"}
 DEFAULTS = ["local_docker", "local_cwd", "slurm", "kubernetes"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -174,12 +175,12 @@ def test_the_plain_environment_is_plain(plain: Environment) -> None:
 def test_schedulers_are_added_and_the_default_stays(plain: Environment, installed: Environment) -> None:
     before, after = schedulers(plain), schedulers(installed)
     assert after[0] == before[0]
-    assert set(after) == set(before) | {"monarch_local"}
+    assert set(after) == set(before) | OURS
 
 
 def test_runopts_knows_all_schedulers(installed: Environment) -> None:
     lines = {line.strip().rstrip(":") for line in installed.torchx("runopts").stdout.splitlines()}
-    assert lines >= {*DEFAULTS, "monarch_local"}
+    assert lines >= {*DEFAULTS, *OURS}
 
 
 @pytest.mark.parametrize("source", ["1", "2", "3"])
@@ -187,7 +188,7 @@ def test_either_channel_alone_is_enough(plain: Environment, installed: Environme
     """1: namespace packages only; 2: entry points only; 3: both, TorchX's default."""
     before = schedulers(plain, TORCHX_PLUGINS_SOURCE=source)
     after = schedulers(installed, TORCHX_PLUGINS_SOURCE=source)
-    assert set(after) == set(before) | {"monarch_local"}
+    assert set(after) == set(before) | OURS
     assert after[0] == before[0]
     result = installed.torchx("runopts", "monarch_local", TORCHX_PLUGINS_SOURCE=source)
     assert "grace" in result.stdout

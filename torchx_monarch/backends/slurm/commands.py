@@ -166,7 +166,7 @@ def parse_scontrol(text: str) -> list[Job]:
 
 
 def _comment(line: str) -> str:
-    found = re.search(r" Comment=(.*?)(?= [A-Z][A-Za-z]*=|\s*$)", line)
+    found = re.search(r" Comment=(.*?)\s*(?= [A-Z][A-Za-z]*=|$)", line)
     return found[1] if found else ""
 
 
