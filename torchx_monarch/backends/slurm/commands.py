@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 from torchx.specs.finder import ComponentValidationException
 
+from torchx_monarch.backends.slurm.folder import MARK
+
 _TIMEOUT = 60.0
 """Seconds that a command may take: a controller under load answers late."""
 
@@ -166,7 +168,8 @@ def parse_scontrol(text: str) -> list[Job]:
 
 
 def _comment(line: str) -> str:
-    found = re.search(r" Comment=(.*?)\s*(?= [A-Z][A-Za-z]*=|$)", line)
+    """Up to the next name; what a user's text has before our note may look like one."""
+    found = re.search(rf" Comment=((?:.* {MARK}|.*?)[^ ].*?)\s*(?= [A-Z][A-Za-z]*=|$)", line)
     return found[1] if found else ""
 
 

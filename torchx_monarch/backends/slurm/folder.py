@@ -23,7 +23,7 @@ from typing import Any
 from torchx_monarch.backends.local import store
 
 MARK = "torchx-monarch:"
-"""Begins the note in a job's comment that says where its folder is."""
+"""Begins the note in a job's comment that says where its folder is, and that the job is ours."""
 
 
 class JobFolder(store.AppPaths):

@@ -35,7 +35,7 @@ class SlurmOpts(StructuredOpts):  # type: ignore[misc]
     """Share no node with another job."""
 
     gres: str | None = None
-    """Generic resources of each node, such as `gpu:a100:4`, in place of the role's number of GPUs."""
+    """Generic resources of each node, such as `gpu:a100:4`, in place of the number of GPUs that a role asks for."""
 
     nomem: bool = False
     """Ask for no memory (partitions whose nodes have 1000 MB or less by Slurm's configuration are asked for none)."""

@@ -41,7 +41,7 @@ def render(app: AppDef, cfg: SlurmOpts) -> SlurmRequest:
         name=app.name,
         folder=path,
         python=sys.executable,
-        roles=[_role(role, cfg, nomem) for role in app.roles],
+        roles=[_role(role, cfg, nomem, _gres(role, app, cfg)) for role in app.roles],
         sbatch=_job_options(app, cfg, path, requeue),
         grace=float(cfg.grace),
         requeue=requeue,
@@ -88,7 +88,15 @@ def _job_options(app: AppDef, cfg: SlurmOpts, path: str, requeue: bool) -> dict[
     return options
 
 
-def _role(role: Role, cfg: SlurmOpts, nomem: bool) -> RoleRequest:
+def _gres(role: Role, app: AppDef, cfg: SlurmOpts) -> str | None:
+    """The generic resources of a role's nodes: the option is for the roles that want GPUs; if none does, for all."""
+    gpus = 0 if role.resource == NULL_RESOURCE else max(role.resource.gpu, 0)
+    if cfg.gres and (gpus or not any(one.resource != NULL_RESOURCE and one.resource.gpu > 0 for one in app.roles)):
+        return cfg.gres
+    return f"gpu:{gpus}" if gpus else None
+
+
+def _role(role: Role, cfg: SlurmOpts, nomem: bool, gres: str | None) -> RoleRequest:
     nodes = str(role.num_replicas)
     sbatch: dict[str, str | None] = {"nodes": nodes, "ntasks-per-node": "1"}
     ends_together = CREDENTIALS in role.env
@@ -109,7 +117,6 @@ def _role(role: Role, cfg: SlurmOpts, nomem: bool) -> RoleRequest:
             sbatch["cpus-per-task"] = srun["cpus-per-task"] = str(int(resource.cpu))
         if resource.memMB > 0 and not nomem:
             sbatch["mem"] = srun["mem"] = str(resource.memMB)
-    gres = cfg.gres or (f"gpu:{resource.gpu}" if resource != NULL_RESOURCE and resource.gpu > 0 else None)
     if gres:
         sbatch["gres"] = srun["gres"] = gres
     in_image = role.image and os.path.isdir(role.image)
