@@ -19,6 +19,7 @@ from torchx_monarch import credentials
 from torchx_monarch.backends.network import PLACEHOLDER, NetworkBackend, with_credentials
 from torchx_monarch.backends.slurm import commands, folder, states, truth
 from torchx_monarch.backends.slurm.commands import Job
+from torchx_monarch.backends.slurm.job import first_node
 from torchx_monarch.backends.slurm.request import SlurmRequest
 from torchx_monarch.backends.slurm.scheduler import create_scheduler
 from torchx_monarch.schedulers import monarch_slurm
@@ -158,6 +159,21 @@ def test_macros_are_filled_in_on_the_node(runner: Runner) -> None:
 def test_senseless_options_are_refused(runner: Runner, cfg: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidRunConfigException, match=words):
         runner.dryrun(app(), "monarch_slurm", cfg=cfg)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n1", "n1"),
+        ("n1,m2", "n1"),
+        ("n[08-11,20],m1", "n08"),
+        ("n[3,7]", "n3"),
+        ("rack[1-2]n[04-09]-ib,x", "rack1n04-ib"),
+        ("gpu-a[1-2].example.org", "gpu-a1.example.org"),
+    ],
+)
+def test_first_node_of_a_list(nodes: str, first: str) -> None:
+    assert first_node(nodes) == first
 
 
 def test_missing_commands_are_named(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,7 @@ def _install() -> None:
 
 
 class SlurmCluster:
-    """A partition ``main`` of nodes n1, n2, ...; ``up`` starts it.
+    """Partitions ``main`` and ``urgent`` of nodes n1, n2, ...; ``up`` starts it.
 
     Args:
         nodes: how many.
@@ -109,7 +109,9 @@ class SlurmCluster:
             self.start_node(node)
         self._wait(
             "idle nodes",
-            lambda: len(self.run("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").split()) == len(self.nodes),
+            lambda: (
+                len(self.run("sinfo", "-h", "-N", "-p", "main", "-t", "idle", "-o", "%N").split()) == len(self.nodes)
+            ),
         )
         return self
 
@@ -230,6 +232,9 @@ class SlurmCluster:
             f"{storage}"
             f"NodeName=n[1-{len(self.nodes)}] NodeAddr={self._net}.[1-{len(self.nodes)}] CPUs=4 RealMemory=6000\n"
             f"PartitionName=main Nodes=n[1-{len(self.nodes)}] Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO\n"
+            # Its jobs take the nodes of others, which go back into the queue.
+            f"PartitionName=urgent Nodes=n[1-{len(self.nodes)}] PriorityTier=2 MaxTime=INFINITE State=UP OverSubscribe=NO\n"
+            "PreemptType=preempt/partition_prio\nPreemptMode=REQUEUE\n"
         )
 
     def _daemon(self, name: str, *command: str, env: Mapping[str, str] | None = None) -> None:
@@ -279,7 +284,10 @@ class SlurmCluster:
         """Make it a member again."""
         self.start_node(node)
         self.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
-        self._wait(f"{node} to be idle", lambda: self.run("sinfo", "-h", "-n", node, "-o", "%t").strip() == "idle")
+        self._wait(
+            f"{node} to be idle",
+            lambda: self.run("sinfo", "-h", "-p", "main", "-n", node, "-o", "%t").strip() == "idle",
+        )
 
     # -- down ----------------------------------------------------------------------------------------------------------
 

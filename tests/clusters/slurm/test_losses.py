@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torchx.specs import AppState, RetryPolicy
 
-from tests.clusters.slurm.apps import Apps, spmd
+from tests.clusters.slurm.apps import Apps, sh, spmd
 from tests.clusters.slurm.cluster import SlurmCluster
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("slurm")]
@@ -60,11 +60,12 @@ def test_fails_after_a_host_was_killed_without_retries(apps: Apps, checkpoint: P
     assert "host 1 (n2" in status.structured_error_msg
 
 
-@pytest.mark.parametrize("way", ["scontrol requeue", "batch TERM", "node"])
+@pytest.mark.parametrize("way", ["scontrol requeue", "batch TERM", "preemption", "node"])
 def test_goes_on_after_the_job_was_queued_again(
     apps: Apps, cluster: SlurmCluster, checkpoint: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By an administrator; by itself when Slurm says (``--signal``) that its time ends; after the loss of a node."""
+    """By an administrator; by itself when Slurm says (``--signal``) that its time ends; by Slurm for another job, and
+    after the loss of a node."""
     scratch = tempfile.mkdtemp(dir="/tmp")  # what the power takes with it cannot clean up
     monkeypatch.setenv("TMPDIR", scratch)
     handle = apps.run(spmd(apps.script(CHECKPOINTS), env={"CHECKPOINT": str(checkpoint)}), requeue=True)
@@ -76,10 +77,14 @@ def test_goes_on_after_the_job_was_queued_again(
         cluster.lose_node("n2")
     elif way == "batch TERM":
         subprocess.run(["scancel", "--batch", "--signal=TERM", app_id], check=True)
+    elif way == "preemption":
+        urgent = apps.run(sh("sleep 1", replicas=4), name="urgent", partition="urgent", exclusive=True)
     else:
         subprocess.run(["scontrol", "requeue", app_id], check=True)
     apps.until(lambda: apps.slurm_state(app_id) == "PENDING", "the queue", handle)
     assert apps.status(handle).state is AppState.PENDING
+    if way == "preemption":
+        apps.wait(urgent, AppState.SUCCEEDED)
     # Slurm would hold it for two minutes.
     subprocess.run(["scontrol", "update", f"JobId={app_id}", "StartTime=now"], check=True)
     try:

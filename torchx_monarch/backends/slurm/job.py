@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The batch step: runs a step for each role, starts again what has failed, stops what is to stop, records the end.
 
-``python -m torchx_monarch.backends.slurm.job FOLDER``, on the first node of the job.
+``start.py job FOLDER``, on the first node of the job.
 
 SIGUSR1 is the wish to cancel; SIGTERM comes from Slurm. Either way all tasks are told to stop (see ``task``), and have
 the grace to do so. What Slurm does by itself, such as starting the job again when a node is lost, ends this process.
@@ -11,6 +11,7 @@ the grace to do so. What Slurm does by itself, such as starting the job again wh
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import subprocess
@@ -60,14 +61,19 @@ class Batch:
         before = store.read_json(paths.job) or {}
         self._restarts = int(before.get("restarts", -1)) + 1
         self._role_retries = dict.fromkeys((role.name for role in request.roles), 0)
-        # Those of an earlier life of this job count, whoever wanted them (TorchX counts SLURM_RESTART_COUNT likewise).
-        self._app_retries = self._restarts
+        # Preemptions and administrators do not use up retries (TorchX counts all of SLURM_RESTART_COUNT).
+        self._app_retries = int(before.get("retries", 0))
         self._steps: dict[str, subprocess.Popen[bytes]] = {}
         self._codes: dict[str, int] = {}
         self._stopping = ""
         self._nodes: list[str] = []
         self._kill_at = float("inf")
-        self._state: dict[str, Any] = {"job_id": self._job_id, "started": time.time(), "restarts": self._restarts}
+        self._state: dict[str, Any] = {
+            "job_id": self._job_id,
+            "started": time.time(),
+            "restarts": self._restarts,
+            "retries": self._app_retries,
+        }
         self._wake, self._signalled = os.pipe()
 
     def run(self) -> int:
@@ -77,10 +83,7 @@ class Batch:
         signal.set_wakeup_fd(self._signalled, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD):
             signal.signal(number, lambda *_: None)
-        try:
-            self._find_nodes()
-        except (OSError, subprocess.SubprocessError) as error:
-            return self._finish("FAILED", f"the nodes of the job cannot be found: {error}", 1)
+        self._find_nodes()
         self._state["nodes"] = self._nodes
         self._write()
         self._event("job_started", f"job {self._job_id} runs on {', '.join(self._nodes)}")
@@ -94,10 +97,8 @@ class Batch:
         for index in range(len(self._request.roles)):
             variable = "SLURM_JOB_NODELIST" if self._is_single else f"SLURM_JOB_NODELIST_HET_GROUP_{index}"
             nodes = os.environ.get(variable) or os.environ["SLURM_JOB_NODELIST"]
-            command = ["scontrol", "show", "hostnames", nodes]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT, check=True)
             self._nodes.append(nodes)
-            os.environ[replica0_variable(index)] = done.stdout.split()[0]
+            os.environ[replica0_variable(index)] = first_node(nodes)
         os.environ[RANK0_HOST] = os.environ[replica0_variable(0)]
 
     @property
@@ -110,8 +111,8 @@ class Batch:
                 continue
             group = [] if self._is_single else [f"--het-group={index}"]
             options = [*group, *option_words(role.srun), "--input=none", "--label"]
-            task = ["-m", "torchx_monarch.backends.slurm.task", self._paths.root, role.name, self._job_id]
-            words = ["srun", *options, self._request.python, *task, str(self._restarts)]
+            task = [*self._request.starter, "task", self._paths.root, role.name, self._job_id, str(self._restarts)]
+            words = ["srun", *options, *task]
             self._codes.pop(role.name, None)
             self._steps[role.name] = subprocess.Popen(words, env=self._step_environment(), start_new_session=True)
 
@@ -185,9 +186,11 @@ class Batch:
         role = next(role for role in self._request.roles if role.name == name)
         message = f"role {name} ended with exit code {code}"
         if role.retry_policy == "APPLICATION" and self._app_retries < role.max_retries:
-            if self._request.retry == "requeue":
-                return self._requeue(message, code)
             self._app_retries += 1
+            self._state["retries"] = self._app_retries
+            if self._request.retry == "requeue":
+                self._write()
+                return self._requeue(message, code)
             self._stopping, self._kill_at = "", float("inf")
             for key in ("verdict", "role", "code"):
                 self._state.pop(key, None)
@@ -287,6 +290,13 @@ class Batch:
         events.append(self._paths.events, kind, message, seconds=None, **fields)
 
 
+def first_node(nodes: str) -> str:
+    """The first name of a node list: ``n08`` of ``n[08-11,20],m1``. (To ask scontrol would delay every start.)"""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    assert first is not None
+    return re.sub(r"\[([^\]\-,]*)[^\]]*\]", r"\1", first[0])
+
+
 def main(argv: list[str]) -> NoReturn:
     """Run the job of the folder that the command line names."""
     paths = JobFolder(argv[0])
@@ -298,7 +308,3 @@ def main(argv: list[str]) -> NoReturn:
         )
         sys.exit(1)
     sys.exit(Batch(paths, SlurmRequest.from_json(data)).run())
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

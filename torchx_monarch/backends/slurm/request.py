@@ -8,6 +8,7 @@ everybody on the node, or in the accounting database, would see them.
 
 from __future__ import annotations
 
+import os
 import shlex
 from dataclasses import asdict, dataclass, field, replace
 from string import Template
@@ -95,8 +96,12 @@ class SlurmRequest:
     @property
     def script(self) -> str:
         """The batch script."""
-        words = [self.python, "-m", "torchx_monarch.backends.slurm.job", self.folder]
-        return f"#!/bin/sh\nexec {shlex.join(words)}\n"
+        return f"#!/bin/sh\nexec {shlex.join([*self.starter, 'job', self.folder])}\n"
+
+    @property
+    def starter(self) -> list[str]:
+        """The words that start the batch step or a task."""
+        return [self.python, "-I", "-S", os.path.join(os.path.dirname(os.path.abspath(__file__)), "start.py")]
 
     def command(self, script: str) -> list[str]:
         """The words that submit it.

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """One node's task: runs the replica, keeps its logs and its record, starts it again where the policy says so.
 
-``srun python -m torchx_monarch.backends.slurm.task FOLDER ROLE JOBID RESTART``; SLURM_PROCID says which replica it is.
+``srun ... start.py task FOLDER ROLE JOBID RESTART``; SLURM_PROCID says which replica it is.
 
 SIGURG, which no program minds, says that the replica is to stop: srun and scancel know signals for all processes of a
 step only, and this task passes SIGTERM on to the replica's host alone, which stops its own ranks in good order. Slurm's
@@ -16,7 +16,6 @@ import selectors
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from dataclasses import asdict
 from typing import NoReturn
@@ -158,8 +157,8 @@ class Task:
 
 def _run_dir() -> str:
     """For sockets, whose paths must be short."""
-    base = tempfile.gettempdir()
-    if len(os.fsencode(base)) + len(folders.RUN_PREFIX) + 17 > folders.MAX_RUN_DIR:
+    base = os.environ.get("TMPDIR") or "/tmp"
+    if not os.access(base, os.W_OK) or len(os.fsencode(base)) + len(folders.RUN_PREFIX) + 17 > folders.MAX_RUN_DIR:
         base = "/tmp"
     return folders.new_dir(os.path.join(base, folders.RUN_PREFIX))
 
@@ -179,7 +178,3 @@ def main(argv: list[str]) -> NoReturn:
     role = next(role for role in request.roles if role.name == name)
     replica = int(os.environ["SLURM_PROCID"])
     sys.exit(Task(paths, request, role, replica, app_id, int(restart)).run())
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
