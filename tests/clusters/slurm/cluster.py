@@ -231,9 +231,9 @@ class SlurmCluster:
             "SlurmdParameters=config_overrides\nJobRequeue=1\nLaunchParameters=use_interactive_step\n"
             f"{storage}"
             f"NodeName=n[1-{len(self.nodes)}] NodeAddr={self._net}.[1-{len(self.nodes)}] CPUs=4 RealMemory=6000\n"
-            f"PartitionName=main Nodes=n[1-{len(self.nodes)}] Default=YES MaxTime=INFINITE State=UP OverSubscribe=NO\n"
+            f"PartitionName=main Nodes=n[1-{len(self.nodes)}] Default=YES State=UP OverSubscribe=NO\n"
             # Its jobs take the nodes of others, which go back into the queue.
-            f"PartitionName=urgent Nodes=n[1-{len(self.nodes)}] PriorityTier=2 MaxTime=INFINITE State=UP OverSubscribe=NO\n"
+            f"PartitionName=urgent Nodes=n[1-{len(self.nodes)}] PriorityTier=2 State=UP OverSubscribe=NO\n"
             "PreemptType=preempt/partition_prio\nPreemptMode=REQUEUE\n"
         )
 

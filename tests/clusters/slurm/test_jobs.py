@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from torchx.schedulers.api import Stream
-from torchx.specs import AppState
+from torchx.specs import AppState, RetryPolicy
 from torchx.specs.finder import ComponentValidationException
 
 from tests.clusters.slurm.apps import Apps, sh, spmd
@@ -180,6 +180,27 @@ def test_failing_role_ends_the_others(apps: Apps) -> None:
     assert status.msg == "role helper ended with exit code 3"
     states = {f"{r.role}/{r.id}": r.state for role in status.roles for r in role.replicas}
     assert states == {"main/0": AppState.CANCELLED, "helper/0": AppState.FAILED}
+
+
+def test_first_failure_counts_and_not_that_of_a_task_which_srun_stops_for_it(apps: Apps) -> None:
+    handle = apps.run(sh("test ${replica_id} = 1 && sleep 1 && exit 5; sleep 1000", replicas=2), requeue=True)
+    status = apps.wait(handle, AppState.FAILED)
+    assert status.msg == "role r ended with exit code 5"
+    assert json.loads(status.structured_error_msg)["errorCode"] == 5
+    assert [replica.state for replica in status.roles[0].replicas] == [AppState.CANCELLED, AppState.FAILED]
+
+
+def test_role_is_started_again_while_the_others_live(apps: Apps, tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    again = sh(f"test -e {flag} && exec sleep 1000; touch {flag}; exit 3", name="again", max_retries=1)
+    again.retry_policy = RetryPolicy.ROLE
+    handle = apps.run(sh("sleep 1000", name="main"), again)
+    apps.wait_for_output(handle, "restart 1", role="again")
+    apps.until(
+        lambda: [role.replicas[0].state for role in apps.status(handle).roles] == [AppState.RUNNING] * 2, "both", handle
+    )
+    assert apps.status(handle).num_restarts == 1
+    assert "restart" not in apps.log(handle, role="main")
 
 
 def test_log_is_followed_to_the_end(apps: Apps) -> None:

@@ -19,7 +19,7 @@ import sys
 import time
 from typing import Any, NoReturn
 
-from torchx_monarch import events
+from torchx_monarch import errors, events
 from torchx_monarch.backends.local import store
 from torchx_monarch.backends.slurm.folder import JobFolder
 from torchx_monarch.backends.slurm.request import RANK0_HOST, SlurmRequest, option_words, replica0_variable
@@ -27,6 +27,9 @@ from torchx_monarch.backends.slurm.request import RANK0_HOST, SlurmRequest, opti
 _COMMAND_TIMEOUT = 60.0
 _STOP_EXTRA = 15.0
 """Seconds beyond the grace until steps that have been told to stop are killed."""
+
+_TELL_AGAIN = 1.0
+"""Seconds until tasks are told to stop for the second time; later twice as long each time, up to _STOP_EXTRA."""
 
 _REQUEUE_TIMEOUT = 120.0
 """Seconds in which Slurm ends a job that is to be queued again."""
@@ -63,18 +66,25 @@ class Batch:
         self._role_retries = dict.fromkeys((role.name for role in request.roles), 0)
         # Preemptions and administrators do not use up retries (TorchX counts all of SLURM_RESTART_COUNT).
         self._app_retries = int(before.get("retries", 0))
+        self._role_restarts: dict[str, int] = dict.fromkeys(self._role_retries, self._restarts)
         self._steps: dict[str, subprocess.Popen[bytes]] = {}
         self._codes: dict[str, int] = {}
-        self._stopping = ""
         self._nodes: list[str] = []
-        self._kill_at = float("inf")
+        self._forget_stopping()
         self._state: dict[str, Any] = {
             "job_id": self._job_id,
             "started": time.time(),
             "restarts": self._restarts,
             "retries": self._app_retries,
+            "role_restarts": self._role_restarts,
         }
         self._wake, self._signalled = os.pipe()
+
+    def _forget_stopping(self) -> None:
+        self._stopping = ""
+        self._telling = 0.0
+        self._killing = False
+        self._tell_at = self._kill_at = float("inf")
 
     def run(self) -> int:
         """Run it; the exit code of the role that decided the end."""
@@ -87,6 +97,8 @@ class Batch:
         self._state["nodes"] = self._nodes
         self._write()
         self._event("job_started", f"job {self._job_id} runs on {', '.join(self._nodes)}")
+        if os.path.exists(self._paths.cancel):  # the wish came while Slurm was queueing the job again
+            return self._cancelled()
         self._start(list(self._role_retries))
         return self._loop()
 
@@ -114,6 +126,7 @@ class Batch:
             task = [*self._request.starter, "task", self._paths.root, role.name, self._job_id, str(self._restarts)]
             words = ["srun", *options, *task]
             self._codes.pop(role.name, None)
+            self._role_restarts[role.name] = self._restarts
             self._steps[role.name] = subprocess.Popen(words, env=self._step_environment(), start_new_session=True)
 
     def _step_environment(self) -> dict[str, str]:
@@ -128,19 +141,19 @@ class Batch:
             elif signal.SIGTERM in numbers:
                 self._stop(_BY_SLURM)
             for name, step in list(self._steps.items()):
-                code = step.poll()
-                if code is None:
+                ended = step.poll()
+                if ended is None:
                     continue
                 del self._steps[name]
-                self._codes[name] = 128 - code if code < 0 else code
+                self._codes[name] = errors.shell_code(ended)
                 self._event("role_ended", f"role {name} ended with code {self._codes[name]}", role=name)
                 self._judge(name)
-            if not self._steps:
-                return self._conclude()
+            if not self._steps and (code := self._conclude()) is not None:
+                return code
+            if time.monotonic() > self._tell_at:
+                self._tell()
             if time.monotonic() > self._kill_at:
-                self._kill_at = float("inf")
-                print("what was told to stop has not: killing it", flush=True)
-                self._scancel("--signal=KILL")
+                self._kill()
 
     def _wait(self) -> bytes:
         """The signals that have come within a second."""
@@ -163,25 +176,22 @@ class Batch:
                 self._state.update(verdict="SUCCEEDED")
                 self._stop("the main role has ended well")
             return
-        if role.retry_policy == "ROLE" and self._role_retries[name] < role.max_retries:
+        cause = self._cause(name)
+        if cause is not None and role.retry_policy == "ROLE" and self._role_retries[name] < role.max_retries:
             self._role_retries[name] += 1
             self._restart([name], f"role {name}")
             return
-        self._state.update(verdict="FAILED", role=name, code=code)
-        self._stop(f"role {name} failed")
+        self._state.update(verdict="FAILED" if cause is not None else "STOPPED", role=name, code=cause or code)
+        self._stop(f"role {name} failed" if cause is not None else f"role {name} was told to stop")
 
-    def _conclude(self) -> int:
-        """No step runs any more."""
+    def _conclude(self) -> int | None:
+        """No step runs any more: the exit code of the job, or None when all has been started again."""
         verdict, code, name = self._state.get("verdict"), self._state.get("code", 1), self._state.get("role", "")
         if verdict == "SUCCEEDED":
             return self._finish("SUCCEEDED", "", 0)
         if self._stopping == "cancelled":
-            self._finish("CANCELLED", "cancelled", _TERMINATED)
-            # Only Slurm can give the job the state of one that was cancelled.
-            self._scancel()
-            time.sleep(_REQUEUE_TIMEOUT)
-            return _TERMINATED
-        if verdict != "FAILED" or self._told_to_stop(name):
+            return self._cancelled()
+        if verdict != "FAILED":
             return self._ended_from_outside(code if verdict else _TERMINATED)
         role = next(role for role in self._request.roles if role.name == name)
         message = f"role {name} ended with exit code {code}"
@@ -191,20 +201,39 @@ class Batch:
             if self._request.retry == "requeue":
                 self._write()
                 return self._requeue(message, code)
-            self._stopping, self._kill_at = "", float("inf")
+            self._forget_stopping()
             for key in ("verdict", "role", "code"):
                 self._state.pop(key, None)
             self._restart(list(self._role_retries), "the app")
-            return self._loop()
+            return None
         return self._finish("FAILED", message, code)
 
-    def _told_to_stop(self, name: str) -> bool:
-        """Whether a failed role's tasks had been told to, before we told any: Slurm can tell steps alone."""
+    def _cancelled(self) -> int:
+        code = self._finish("CANCELLED", "cancelled", _TERMINATED)
+        # Only Slurm can give the job the state of one that was cancelled.
+        self._scancel()
+        time.sleep(_REQUEUE_TIMEOUT)
+        return code
+
+    def _cause(self, name: str) -> int | None:
+        """The exit code of the replica that was the first to fail in a role; None when all had been told to stop.
+
+        srun's own is the highest of all, those of tasks that it has stopped itself included.
+        """
         role = next(role for role in self._request.roles if role.name == name)
-        if self._codes[name] != _TERMINATED:
-            return False
-        records = (store.read_json(self._paths.record(name, replica)) or {} for replica in range(role.replicas))
-        return any(one.get("state") == "CANCELLED" and one.get("job_restart") == self._restarts for one in records)
+        every = [store.read_json(self._paths.record(name, replica)) or {} for replica in range(role.replicas)]
+        ours = [one for one in every if one.get("job_restart") == self._role_restarts[name]]
+        told = any(one["state"] == "CANCELLED" for one in ours)
+        failed = [
+            (one["ended"], errors.shell_code(one["exit_code"]))
+            for one in ours
+            if one["state"] == "FAILED" and one["exit_code"] is not None
+        ]
+        # Hosts that are told to stop tell each other, and some may end before Slurm has told them, too.
+        failed = [(ended, code) for ended, code in failed if not told or code != _TERMINATED]
+        if failed:
+            return min(failed)[1]
+        return None if told else self._codes[name]
 
     def _await_tasks(self) -> None:
         """Wait for the tasks. Slurm ends srun at once, and would kill its tasks with the end of this process."""
@@ -227,9 +256,9 @@ class Batch:
     def _restart(self, names: list[str], what: str) -> None:
         self._restarts += 1
         self._state["restarts"] = self._restarts
-        self._write()
         self._event("restart", f"{what} is started again (restart {self._restarts})")
         self._start(names)
+        self._write()
 
     def _requeue(self, message: str, code: int) -> int:
         self._event("requeue", f"{message}; the job goes back into the queue")
@@ -249,9 +278,24 @@ class Batch:
         if self._steps:
             self._event("stop", f"{reason}; what still runs has {self._request.grace:g} s to end")
             self._kill_at = time.monotonic() + self._request.grace + _STOP_EXTRA
-            # A job that Slurm is ending has had its tasks told already, and scancel tries for long to tell them again.
-            if reason != _BY_SLURM or self._slurm_state() == _RUNNING:
-                self._scancel("--signal=URG")
+            self._telling = _TELL_AGAIN
+            self._tell()
+
+    def _tell(self) -> None:
+        """Tell all tasks to stop, and again ever more seldom: a task that was about to start has not heard it."""
+        # A job that Slurm is ending has had its tasks told already, and scancel tries for long to tell them again.
+        if self._stopping != _BY_SLURM or self._slurm_state() == _RUNNING:
+            self._scancel("--signal=URG")
+        self._tell_at = time.monotonic() + self._telling
+        self._telling = min(2 * self._telling, _STOP_EXTRA)
+
+    def _kill(self) -> None:
+        """End the steps that have not stopped: srun, told to stop, kills its tasks; if it does not, it is killed itself."""
+        print("what was told to stop has not: killing it", flush=True)
+        for step in self._steps.values():
+            step.kill() if self._killing else step.terminate()
+        self._killing = True
+        self._kill_at = time.monotonic() + _STOP_EXTRA
 
     def _scancel(self, *options: str) -> None:
         self._command("scancel", *options, self._job_id)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream, filter_regex
@@ -31,7 +32,12 @@ from torchx_monarch.backends.slurm.options import SlurmOpts
 from torchx_monarch.backends.slurm.request import SlurmRequest, replica0_variable
 
 _ASK_EVERY = 5.0
-"""Seconds between two questions to Slurm while a log is followed: the controller serves everybody."""
+"""Seconds between two questions to Slurm while an end is waited for: the controller serves everybody."""
+
+_ASK_AFTER_END = 0.5
+"""The same, once the job itself has said that it has ended."""
+
+_POLL = 0.05
 
 _END_EXTRA = 60.0
 """Seconds that a job may take to end beyond its grace."""
@@ -48,6 +54,7 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
 
     def __init__(self, session_name: str) -> None:
         super().__init__("slurm", session_name)
+        self._asked: dict[str, float] = {}
 
     def _run_opts(self) -> runopts:
         return SlurmOpts.as_runopts()
@@ -190,24 +197,12 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
             raise ValueError(f"app {app_id} has no role {role_name!r}; its roles are {', '.join(sizes)}")
         if not 0 <= k < sizes[role_name]:
             raise ValueError(f"role {role_name} of app {app_id} has no replica {k}; it has 0 to {sizes[role_name] - 1}")
-        asked = time.monotonic()
-
-        def ended() -> bool:
-            nonlocal asked
-            if "ended" not in folder.read(app.folder.job) and time.monotonic() < asked + _ASK_EVERY:
-                return False
-            asked = time.monotonic()
-            with contextlib.suppress(SlurmError):
-                now = truth.look(app_id)
-                return now is None or now.terminal
-            return False
-
         found: Iterable[str] = logs.lines(
             app.folder.replica_logs(role_name, k),
             (streams or Stream.COMBINED).value,
             since=since,
             until=until,
-            ended=ended,
+            ended=lambda: self._has_ended(app_id),
             follow=should_tail and not app.terminal,
         )
         if regex:
@@ -217,7 +212,48 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
                 raise ValueError(f"{regex!r} is no regular expression: {e}") from e
         return found
 
+    def events_path(self, app_id: str) -> Path:
+        """The app's events file (see ``torchx_monarch.events``)."""
+        known = folder.find(app_id)
+        return Path(known.events if known else os.devnull)
+
+    def wait_terminal(self, app_id: str, timeout: float) -> bool:
+        """Wait until the app has ended, for at most ``timeout`` seconds; whether it has (or does not exist)."""
+        deadline = time.monotonic() + timeout
+        while not self._has_ended(app_id):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL)
+        return True
+
+    def _has_ended(self, app_id: str) -> bool:
+        """Whether an app has ended, for those who ask often: Slurm is asked seldom, or when the job says so."""
+        now = time.monotonic()
+        known = folder.find(app_id)
+        said = known is not None and "ended" in folder.read(known.job)
+        if now < self._asked.get(app_id, -_ASK_EVERY) + (_ASK_AFTER_END if said else _ASK_EVERY):
+            return False
+        self._asked[app_id] = now
+        with contextlib.suppress(SlurmError):
+            app = truth.look(app_id)
+            return app is None or app.terminal
+        return False
+
     # -- ending --------------------------------------------------------------------------------------------------------
+
+    def stop(self, app_id: str, grace: float | None) -> None:
+        """Ask for the end of the app and return at once.
+
+        Args:
+            app_id: the job's id.
+            grace: None for the app's own; 0 kills now. (Others are not to be had from Slurm.)
+
+        Raises:
+            SlurmError: Slurm cannot be asked.
+        """
+        self._cancel_existing(app_id)
+        if grace == 0:
+            commands.run(["scancel", "--signal=KILL", app_id])
 
     def _cancel_existing(self, app_id: str) -> None:
         """Ask for the end of a job and return at once. Its replicas have the grace that was asked for at submission."""

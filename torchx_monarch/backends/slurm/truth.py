@@ -140,7 +140,7 @@ def replicas(app: Known, role: str, index: int, count: int) -> tuple[RoleStatus,
         count: how many replicas it has.
     """
     hosts = commands.hostnames(app.nodes[index]) if index < len(app.nodes) else []
-    now = app.record.get("restarts", 0)
+    now = app.record.get("role_restarts", {}).get(role, 0)
     found, records = [], []
     for replica in range(count):
         record = folders.read(app.folder.record(role, replica))
