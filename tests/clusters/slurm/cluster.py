@@ -320,6 +320,19 @@ class SlurmCluster:
         subprocess.run(["ip", "link", "delete", f"{self._name}r"], check=False, timeout=20, capture_output=True)
         shutil.rmtree(self._lab, ignore_errors=True)
 
+    def left(self) -> list[str]:
+        """What there still is of it after ``down``: processes, namespaces, links."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):
+                    if os.fsencode(self._lab) in (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes():
+                        found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        for command in (["ip", "netns", "list"], ["ip", "-o", "link"]):
+            listed = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+            found += [line for line in listed.splitlines() if self._name in line]
+        return [*found, *(str(path) for path in (self._lab,) if path.exists())]
+
 
 def _free_port() -> int:
     with socket.socket() as probe:

@@ -27,6 +27,7 @@ def cluster() -> Iterator[SlurmCluster]:
         yield cluster.up()
     finally:
         cluster.down()
+    assert cluster.left() == []
 
 
 @pytest.fixture

@@ -290,7 +290,7 @@ class Batch:
         self._telling = min(2 * self._telling, _STOP_EXTRA)
 
     def _kill(self) -> None:
-        """End the steps that have not stopped: srun, told to stop, kills its tasks; if it does not, it is killed itself."""
+        """End the steps that have not stopped: an srun that is told to stop kills its tasks; or else, it is killed."""
         print("what was told to stop has not: killing it", flush=True)
         for step in self._steps.values():
             step.kill() if self._killing else step.terminate()
