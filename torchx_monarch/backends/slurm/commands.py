@@ -234,7 +234,10 @@ def hostnames(nodes: str) -> list[str]:
         return []
     if "[" not in nodes:
         return nodes.split(",")
-    done = run(["scontrol", "show", "hostnames", nodes])
+    try:
+        done = run(["scontrol", "show", "hostnames", nodes])
+    except SlurmError:
+        return []
     return done.stdout.split() if done.returncode == 0 else []
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +17,7 @@ from torchx_monarch import events
 from torchx_monarch.backends.local import store
 from torchx_monarch.backends.slurm import commands, states
 from torchx_monarch.backends.slurm import folder as folders
-from torchx_monarch.backends.slurm.commands import Job
+from torchx_monarch.backends.slurm.commands import Job, SlurmError
 from torchx_monarch.backends.slurm.folder import JobFolder
 
 TERMINAL = frozenset({AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED})
@@ -58,14 +57,19 @@ def look(app_id: str) -> Known | None:
     if not app_id.isdigit():
         return None
     folder = folders.find(app_id)
-    components = [job for job in commands.live_job(app_id) if job.leader == app_id]
+    end = folders.read(folder.end) if folder else {}
+    try:
+        components = [job for job in commands.live_job(app_id) if job.leader == app_id]
+    except SlurmError:
+        if not end:
+            raise
+        components = []  # what has ended is known without Slurm
     if components:
         # Ids begin anew one day, and home directories are shared between clusters: Slurm's own note counts.
         folder = folders.noted(components[0].comment) or folder
         return known(folder, components) if folder and not folders.is_deleted(app_id, folder) else None
     if folder is None:
         return None
-    end = folders.read(folder.end)
     if end:
         return Known(folder, AppState[end["state"]], end["msg"], end.get("nodes", []), record=folders.read(folder.job))
     recorded = commands.recorded_jobs([app_id]).get(app_id)
@@ -88,7 +92,9 @@ def known(folder: JobFolder, components: list[Job]) -> Known:
     nodes = [one.nodes for one in components if one.nodes] or list(record.get("nodes", ()))
     found = Known(folder, state, msg, nodes, components, record)
     if found.terminal and states.word(job.state if job else "") != "COMPLETING" and os.path.isdir(folder.root):
-        end = {"state": state.name, "msg": msg, "nodes": nodes, "noted": time.time()}
+        end = {"state": state.name, "msg": msg, "nodes": nodes}
+        if folders.read(folder.end) == end:
+            return found
         with contextlib.suppress(OSError):  # another user's job, or a full disk: Slurm is asked again the next time
             store.write_json(folder.end, end)
     return found
