@@ -12,6 +12,7 @@ own SIGTERM (a time limit, a preemption, a plain scancel) means the same here.
 from __future__ import annotations
 
 import os
+import select
 import selectors
 import shutil
 import signal
@@ -32,6 +33,9 @@ from torchx_monarch.backends.slurm.request import RoleRequest, SlurmRequest
 
 _KILL_EXTRA = 5.0
 """Seconds beyond the grace: a host kills its ranks itself when the grace is over."""
+
+_TOLD_WITHIN = 0.5
+"""Seconds between the death of a replica by SIGTERM and the same signal to this task, if both come from Slurm."""
 
 _STOP_SIGNALS = {signal.SIGTERM, signal.SIGURG, signal.SIGINT, signal.SIGHUP}
 
@@ -57,6 +61,8 @@ class Task:
         self._restart = restart
         self._retries = role.max_retries if role.retry_policy == "REPLICA" else 0
         self._kill_at = float("inf")
+        self._told = False
+        self._wake = -1
         self._selector = selectors.DefaultSelector()
         self._node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
         command, env = role.filled(app_id, replica)
@@ -81,21 +87,21 @@ class Task:
     def run(self) -> int:
         """Run it to its end; its exit code, as a shell has it."""
         processes.become_subreaper()
-        wake, signalled = os.pipe()
-        for end in (wake, signalled):
+        self._wake, signalled = os.pipe()
+        for end in (self._wake, signalled):
             os.set_blocking(end, False)
         signal.set_wakeup_fd(signalled, warn_on_full_buffer=False)
         # Those that only reach the ranks are named because they would end this process otherwise.
         for number in (signal.SIGCHLD, *_STOP_SIGNALS, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, lambda *_: None)
-        self._selector.register(wake, selectors.EVENT_READ, None)
+        self._selector.register(self._wake, selectors.EVENT_READ, None)
         if self._restart:
             self._replica.logs.say(f"replica {self._replica.name} is started again (restart {self._restart})")
         self._start()
         while self._replica.alive:
             for key, _ in self._selector.select(self._timeout()):
-                if key.fd == wake:
-                    self._on_signals(os.read(wake, 4096))
+                if key.fd == self._wake:
+                    self._on_signals(os.read(self._wake, 4096))
                 else:
                     self._replica.read(key.fd)
             now = time.monotonic()
@@ -115,6 +121,7 @@ class Task:
         return None if first == float("inf") else max(0.0, first - time.monotonic())
 
     def _on_signals(self, numbers: bytes) -> None:
+        self._told = self._told or bool(_STOP_SIGNALS & set(numbers))
         if signal.SIGCHLD in numbers:
             processes.reap(self._on_exit)
         if _STOP_SIGNALS & set(numbers) and self._replica.alive:
@@ -128,6 +135,8 @@ class Task:
         replica = self._replica
         if pid != replica.record.pid:
             return  # an orphan that was taken in
+        if code in (-signal.SIGTERM, 128 + signal.SIGTERM) and self._is_told():
+            replica.stopping = True
         replica.exited(code)
         if replica.succeeded or replica.stopping or replica.final or not self._retries:
             return
@@ -135,6 +144,14 @@ class Task:
         self._write()
         replica.prepare_restart()
         self._start()
+
+    def _is_told(self) -> bool:
+        """Whether this task was told to stop, or is about to be: Slurm's SIGTERM reaches all processes, one by one."""
+        until = time.monotonic() + _TOLD_WITHIN
+        while not self._told and (left := until - time.monotonic()) > 0:
+            if select.select([self._wake], [], [], left)[0]:
+                self._told = bool(_STOP_SIGNALS & set(os.read(self._wake, 4096)))
+        return self._told
 
     def _end(self) -> int:
         left = processes.kill_descendants(self._job)
