@@ -42,11 +42,17 @@ def test_two_hosts_meet_over_tls_and_everything_is_known_after_the_end(apps: App
     script = apps.script("""
         import glob, os, sys
         env = os.environ
+        def words(path):
+            try:
+                return open(path, "rb").read()
+            except OSError:  # that process is gone
+                return b""
         print("rank", env["RANK"], "of", env["WORLD_SIZE"], "on", os.uname().nodename, env["MASTER_ADDR"], flush=True)
         print("weird", repr(env["WEIRD"]), file=sys.stderr, flush=True)
         print("secret", env.get("MONARCH_CREDENTIALS"), flush=True)
-        shown = b"".join(open(path, "rb").read() for path in glob.glob("/proc/*/cmdline"))
-        print("exposed", any(value.encode() in shown for value in (env["TOKEN"], env["WEIRD"])), flush=True)
+        shown = b"".join(map(words, glob.glob("/proc/*/cmdline")))
+        secrets = (env["TOKEN"], env["WEIRD"], "eyJhdXRob3JpdHki")  # the last begins the credentials of every job
+        print("exposed", any(value.encode() in shown for value in secrets), flush=True)
     """)
     began = datetime.now()
     handle = apps.run(spmd(script, env={"WEIRD": WEIRD.replace("$", "$$"), "TOKEN": "to" + "ken123"}))
