@@ -26,8 +26,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+OURS = {"monarch_docker", "monarch_local", "monarch_slurm"}
 DEFAULTS = ["local_docker", "local_cwd", "slurm", "kubernetes"]
-OURS = {"monarch_docker", "monarch_local"}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 

@@ -30,6 +30,7 @@ def imported_by(statement: str) -> set[str]:
         "import torchx_plugins.schedulers.torchx_monarch",
         "from torchx.runner import get_runner; get_runner()._scheduler('monarch_local')",
         "from torchx_monarch.schedulers import monarch_docker; monarch_docker('')",
+        "from torchx_monarch.schedulers import monarch_slurm; monarch_slurm('torchx')",
     ],
 )
 def test_submit_side_imports_neither_torch_nor_monarch(statement: str) -> None:
@@ -52,8 +53,9 @@ def test_host_process_starts_without_torchx() -> None:
     assert "torchx" not in imported_by("import torchx_monarch.host, torchx_monarch.runtime.host")
 
 
-def test_supervisor_starts_on_the_standard_library_alone() -> None:
-    theirs = imported_by("import torchx_monarch.backends.local.supervisor")
+@pytest.mark.parametrize("module", ["local.supervisor", "slurm.job", "slurm.task"])
+def test_what_starts_hosts_needs_the_standard_library_alone(module: str) -> None:
+    theirs = imported_by(f"import torchx_monarch.backends.{module}")
     assert not theirs & {"torchx", "psutil", "rich", "cryptography", "yaml"}
 
 

@@ -6,11 +6,22 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from typing import Any
 
 from monarch.actor import Actor, concurrent_endpoint
 
+from torchx_monarch import processes
 from torchx_monarch.runtime.link import SOCKET_VARIABLE, LinkClient
+
+_FOR_THE_HOST = (
+    signal.SIGHUP,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGTERM,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
 
 
 class Agent(Actor):  # type: ignore[misc]
@@ -21,6 +32,8 @@ class Agent(Actor):  # type: ignore[misc]
     """
 
     def __init__(self) -> None:
+        # Slurm and terminals signal all processes of a job. The host heeds that; without its agent it could do nothing.
+        processes.ignore_signals(_FOR_THE_HOST)
         self._link: asyncio.Future[LinkClient] | None = None
 
     @concurrent_endpoint  # type: ignore[untyped-decorator]

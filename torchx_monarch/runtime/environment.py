@@ -13,17 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchx_monarch.plan.command import TorchrunOptions
-
-SECRET_VARIABLES = (
-    "MONARCH_RENDEZVOUS",
-    "MONARCH_CREDENTIALS",
-    "MONARCH_RUN_DIR",
-    "MONARCH_EVENTS",
-    "MONARCH_LOG_DIR",
-    "MONARCH_RESTART",
-    "MONARCH_STOP_FILE",
-)
-"""Variables through which the backend talks to the host process; ranks do not get them."""
+from torchx_monarch.variables import FOR_HOSTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +73,7 @@ def interpreter_environment(host: Mapping[str, str], local_world_size: int) -> d
     OMP_NUM_THREADS must be there before torch is imported; torchrun sets it to 1 when it starts several ranks and the
     user has not set it.
     """
-    env = {name: value for name, value in host.items() if name not in SECRET_VARIABLES}
+    env = {name: value for name, value in host.items() if name not in FOR_HOSTS}
     if local_world_size > 1:
         env.setdefault("OMP_NUM_THREADS", "1")
     return env

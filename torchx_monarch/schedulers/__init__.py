@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torchx.schedulers.api import Scheduler
 
-__all__ = ["monarch_docker", "monarch_local"]
+__all__ = ["monarch_docker", "monarch_local", "monarch_slurm"]
 
 
 def monarch_local(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
@@ -45,3 +45,17 @@ def monarch_docker(session_name: str, **kwargs: object) -> Scheduler[dict[str, o
     from torchx_monarch.schedulers.monarch import wrap
 
     return wrap("monarch_docker", session_name, create_scheduler(session_name, **kwargs))
+
+
+def monarch_slurm(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
+    """The scheduler ``monarch_slurm``: Monarch hosts on the nodes of a Slurm job."""
+    from torchx_monarch.schedulers.compatibility import require_torchx_nightly
+
+    require_torchx_nightly()
+    import sys
+
+    from torchx_monarch.backends.slurm.scheduler import create_scheduler
+    from torchx_monarch.schedulers.monarch import wrap
+
+    # As above; the nodes see the submitter's environment, or they could not run its jobs.
+    return wrap("monarch_slurm", session_name, create_scheduler(session_name, **kwargs), python=sys.executable)

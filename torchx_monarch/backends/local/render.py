@@ -13,6 +13,7 @@ from torchx.specs import AppDef, Role, macros
 
 from torchx_monarch.backends.local import gpus
 from torchx_monarch.backends.local.request import DetachedRequest, ReplicaRequest, RoleRequest
+from torchx_monarch.variables import FOR_HOSTS
 
 #: The variable in which a replica finds the host of the main role's first replica (TorchX's macro rank0_env).
 RANK0_HOST = "TORCHX_RANK0_HOST"
@@ -101,14 +102,5 @@ def submitter_env(environ: Mapping[str, str], job: str) -> dict[str, str]:
 
     An app may be submitted from within another one's replica: what names that other app is left out.
     """
-    theirs = {
-        "MONARCH_RENDEZVOUS",
-        "MONARCH_CREDENTIALS",
-        "MONARCH_RUN_DIR",
-        "MONARCH_EVENTS",
-        "MONARCH_LOG_DIR",
-        "MONARCH_RESTART",
-        "MONARCH_STOP_FILE",
-        "TORCHELASTIC_ERROR_FILE",
-    }
+    theirs = {*FOR_HOSTS, "TORCHELASTIC_ERROR_FILE"}
     return {**{name: value for name, value in environ.items() if name not in theirs}, "MONARCH_JOB": job}

@@ -1,0 +1,40 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""One cluster for all tests of this folder, and TorchX's Runner on it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.clusters.slurm.apps import Apps
+from tests.clusters.slurm.cluster import SlurmCluster, missing
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[SlurmCluster]:
+    """Four nodes."""
+    reason = missing()
+    # In CI a machine without is a mistake, and the tests say so by failing.
+    if reason and "CI" not in os.environ:
+        pytest.skip(reason)
+    assert not reason, reason
+    cluster = SlurmCluster(4)
+    try:
+        yield cluster.up()
+    finally:
+        cluster.down()
+    assert cluster.left() == []
+
+
+@pytest.fixture
+def apps(
+    cluster: SlurmCluster, leaves_nothing: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Apps]:
+    monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
+    apps = Apps(tmp_path)
+    yield apps
+    apps.end()

@@ -1,0 +1,285 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Jobs on a real Slurm: they run, fail, are looked at and cancelled."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+from torchx.schedulers.api import Stream
+from torchx.specs import AppState, RetryPolicy
+from torchx.specs.finder import ComponentValidationException
+
+from tests.clusters.slurm.apps import Apps, sh, spmd
+from tests.clusters.slurm.cluster import SlurmCluster
+
+# The first test brings the cluster up, and may have to install it.
+pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("slurm")]
+
+WEIRD = "a,b=c 'q' \"d\" $HOME `x` \\ %j\nline2\t."
+
+WAITS = """
+    import os, signal, sys, time
+    def stop(number, frame):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(1)
+        print("saved", os.environ["RANK"], flush=True)
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, stop)
+    print("waiting", os.environ["RANK"], flush=True)
+    time.sleep(1000)
+"""
+
+
+def test_two_hosts_meet_over_tls_and_everything_is_known_after_the_end(apps: Apps) -> None:
+    script = apps.script("""
+        import glob, os, sys
+        env = os.environ
+        def words(path):
+            try:
+                return open(path, "rb").read()
+            except OSError:  # that process is gone
+                return b""
+        print("rank", env["RANK"], "of", env["WORLD_SIZE"], "on", os.uname().nodename, env["MASTER_ADDR"], flush=True)
+        print("weird", repr(env["WEIRD"]), file=sys.stderr, flush=True)
+        print("secret", env.get("MONARCH_CREDENTIALS"), flush=True)
+        shown = b"".join(map(words, glob.glob("/proc/*/cmdline")))
+        secrets = (env["TOKEN"], env["WEIRD"], "eyJhdXRob3JpdHki")  # the last begins the credentials of every job
+        print("exposed", any(value.encode() in shown for value in secrets), flush=True)
+    """)
+    began = datetime.now()
+    handle = apps.run(spmd(script, env={"WEIRD": WEIRD.replace("$", "$$"), "TOKEN": "to" + "ken123"}))
+    status = apps.wait(handle, AppState.SUCCEEDED)
+    assert [(r.id, r.hostname, r.state.name) for r in status.roles[0].replicas] == [
+        (0, "n1", "SUCCEEDED"),
+        (1, "n2", "SUCCEEDED"),
+    ]
+    for replica in (0, 1):
+        log = apps.log(handle, replica)
+        assert log.count(f"of 4 on n{replica + 1} n1") == 2, log
+        assert log.count(f"weird {WEIRD!r}") == 2, log
+        assert log.count("secret None") == 2
+        assert log.count("exposed False") == 2
+    assert "weird" not in apps.log(handle, 0, streams=Stream.STDOUT)
+    assert "rank 0 of 4" not in apps.log(handle, 0, streams=Stream.STDERR)
+    assert "rank 0 of 4" in apps.log(handle, 0, regex="^.*rank 0")
+    assert apps.log(handle, 0, since=datetime.now()) == ""
+    assert "rank 0 of 4" in apps.log(handle, 0, since=began - timedelta(seconds=1))
+    root = Path(apps.paths(handle).root)
+    assert root.stat().st_mode & 0o77 == 0
+    told = apps.fresh(
+        handle,
+        """
+        status = runner.status(handle)
+        print(status.state.name, [replica.hostname for replica in status.roles[0].replicas])
+        app = runner.describe(handle)
+        print(app.roles[0].entrypoint, app.roles[0].args[:2], app.roles[0].num_replicas, app.metadata)
+        print(app.roles[0].env["TOKEN"], "MONARCH_CREDENTIALS" in app.roles[0].env)
+        print([(app.state.name, app.name) for app in runner.list("monarch_slurm") if app.app_handle == handle])
+        print("".join(runner.log_lines(handle, "trainer", 1)))
+        """,
+    )
+    assert "SUCCEEDED ['n1', 'n2']" in told
+    assert "torchrun ['--nnodes', '2'] 2 {'team': 'a b'}" in told
+    assert "token123 False" in told
+    assert "[('SUCCEEDED', 'app')]" in told
+    assert "rank 3 of 4 on n2" in told
+
+
+@pytest.mark.slow
+def test_trains_digits(apps: Apps, tmp_path: Path) -> None:
+    script = Path(__file__).parents[3] / "examples" / "digits.py"
+    args = ("--epochs", "6", "--min-accuracy", "0.8", "--checkpoint-dir", str(tmp_path / "c"))
+    handle = apps.run(spmd(script, args=args), preload="torch")
+    apps.wait(handle, AppState.SUCCEEDED, seconds=200)
+    assert "4 ranks on cpu (gloo)" in apps.log(handle)
+    assert (tmp_path / "c" / "latest.pt").exists()
+
+
+def test_failing_rank_is_the_root_cause(apps: Apps) -> None:
+    script = apps.script("""
+        import os, time
+        if os.environ["RANK"] == "2":
+            raise ValueError("boom")
+        time.sleep(1000)
+    """)
+    handle = apps.run(spmd(script))
+    status = apps.wait(handle, AppState.FAILED)
+    assert status.msg == "role trainer ended with exit code 1"
+    error = json.loads(status.structured_error_msg)
+    assert "rank 2 (local rank 0 on n2" in error["message"]["message"]
+    assert 'ValueError("boom")' in error["message"]["extraInfo"]["py_callstack"]
+    assert "ValueError: boom" in apps.log(handle)
+    assert apps.listed() == [("app", AppState.FAILED)]
+
+
+def test_cancel_gives_the_ranks_their_grace(apps: Apps) -> None:
+    handle = apps.run(spmd(apps.script(WAITS)))
+    apps.wait_for_output(handle, "waiting", 0, times=2)
+    apps.wait_for_output(handle, "waiting", 1, times=2)
+    status = apps.status(handle)
+    assert status.state is AppState.RUNNING
+    assert [(r.hostname, r.state) for r in status.roles[0].replicas] == [
+        ("n1", AppState.RUNNING),
+        ("n2", AppState.RUNNING),
+    ]
+    apps.runner.cancel(handle)
+    assert apps.wait(handle, AppState.CANCELLED).msg == "cancelled"
+    for replica in (0, 1):
+        assert apps.log(handle, replica).count("saved") == 2
+    app_id = handle.rpartition("/")[2]
+    apps.until(lambda: apps.slurm_state(app_id) == "CANCELLED", "Slurm's word", handle)
+    apps.runner.delete(handle)
+    assert apps.runner.status(handle) is None
+    assert apps.listed() == []
+
+
+def test_scancel_gives_them_slurms(apps: Apps) -> None:
+    handle = apps.run(spmd(apps.script(WAITS)))
+    apps.wait_for_output(handle, "waiting", 0, times=2)
+    apps.wait_for_output(handle, "waiting", 1, times=2)
+    subprocess.run(["scancel", handle.rpartition("/")[2]], check=True)
+    assert "scancel" in apps.wait(handle, AppState.CANCELLED).msg
+    for replica in (0, 1):
+        apps.wait_for_output(handle, "saved", replica, times=2)
+
+
+def test_pending_job_is_shown_and_cancelled(apps: Apps) -> None:
+    first = apps.run(sh("sleep 1000", replicas=4), name="first", exclusive=True)
+    apps.until(lambda: apps.status(first).state is AppState.RUNNING, "the first job", first)
+    second = apps.run(sh("echo never", replicas=2), name="second")
+    status = apps.status(second)
+    assert (status.state, [r.state for r in status.roles[0].replicas]) == (AppState.PENDING, [AppState.PENDING] * 2)
+    apps.until(lambda: "PENDING: waits for " in apps.status(second).msg, "a reason", second)
+    assert apps.listed() == [("first", AppState.RUNNING), ("second", AppState.PENDING)]
+    apps.runner.cancel(second)
+    apps.wait(second, AppState.CANCELLED)
+    assert apps.log(second, 1, "r") == ""
+    apps.runner.cancel(first)
+    apps.wait(first, AppState.CANCELLED)
+
+
+def test_roles_are_components_and_end_with_the_main_one(apps: Apps) -> None:
+    reader = sh(
+        "echo ${replica_id} of ${app_id}, $$TORCHX_RANK0_HOST; trap 'echo bye; exit 0' TERM; sleep 1000 & wait",
+        name="reader",
+        replicas=2,
+    )
+    handle = apps.run(sh("sleep 2; echo done", name="main"), reader)
+    status = apps.wait(handle, AppState.SUCCEEDED)
+    app_id = handle.rpartition("/")[2]
+    hosts = {f"{r.role}/{r.id}": r.hostname for role in status.roles for r in role.replicas}
+    assert len(set(hosts.values())) == 3
+    for replica in (0, 1):
+        assert apps.log(handle, replica, "reader").startswith(f"{replica} of {app_id}, {hosts['main/0']}\nbye\n")
+    assert apps.listed() == [("app", AppState.SUCCEEDED)]
+
+
+def test_failing_role_ends_the_others(apps: Apps) -> None:
+    handle = apps.run(sh("sleep 1000", name="main"), sh("echo no; exit 3", name="helper"))
+    status = apps.wait(handle, AppState.FAILED)
+    assert status.msg == "role helper ended with exit code 3"
+    states = {f"{r.role}/{r.id}": r.state for role in status.roles for r in role.replicas}
+    assert states == {"main/0": AppState.CANCELLED, "helper/0": AppState.FAILED}
+
+
+def test_first_failure_counts_and_not_that_of_a_task_which_srun_stops_for_it(apps: Apps) -> None:
+    handle = apps.run(sh("test ${replica_id} = 1 && sleep 1 && exit 5; sleep 1000", replicas=2), requeue=True)
+    status = apps.wait(handle, AppState.FAILED)
+    assert status.msg == "role r ended with exit code 5"
+    assert json.loads(status.structured_error_msg)["errorCode"] == 5
+    assert [replica.state for replica in status.roles[0].replicas] == [AppState.CANCELLED, AppState.FAILED]
+
+
+def test_role_is_started_again_while_the_others_live(apps: Apps, tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    again = sh(f"test -e {flag} && exec sleep 1000; touch {flag}; exit 3", name="again", max_retries=1)
+    again.retry_policy = RetryPolicy.ROLE
+    handle = apps.run(sh("sleep 1000", name="main"), again)
+    apps.wait_for_output(handle, "restart 1", role="again")
+    apps.until(
+        lambda: [role.replicas[0].state for role in apps.status(handle).roles] == [AppState.RUNNING] * 2, "both", handle
+    )
+    assert apps.status(handle).num_restarts == 1
+    assert "restart" not in apps.log(handle, role="main")
+
+
+def test_log_is_followed_to_the_end(apps: Apps) -> None:
+    handle = apps.run(sh("for i in 1 2 3; do echo line $$i; sleep 0.5; done"))
+    assert apps.log(handle, 0, "r", should_tail=True) == "line 1\nline 2\nline 3\n"
+
+
+def test_command_line_waits_shows_and_cancels(apps: Apps) -> None:
+    command = [sys.executable, "-m", "torchx.cli.main", "run", "--scheduler", "monarch_slurm", "--workspace", ""]
+    command += ["--wait", "--log", "-cfg", "grace=5", "utils.sh", "--cpu", "1", "--memMB", "512"]
+    # Whatever is installed here, these are the schedulers of this source tree.
+    env = {**os.environ, "TORCHX_PLUGINS_SOURCE": "1"}
+    done = subprocess.run([*command, "echo", "seen"], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "seen" in done.stdout + done.stderr
+    waiting = [*command, "sh", "-c", "echo seen; trap 'echo bye; exit 0' TERM; sleep 1000 & wait"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    with subprocess.Popen(waiting, env=env, **pipes) as torchx:  # type: ignore[call-overload]
+        assert any("seen" in line for line in torchx.stdout)
+        torchx.send_signal(signal.SIGINT)
+        rest = torchx.stdout.read()
+        assert torchx.wait(60) == 130, rest
+    assert "cancelling monarch_slurm://torchx/" in rest
+
+
+def test_refused_job_leaves_nothing(apps: Apps) -> None:
+    with pytest.raises(ComponentValidationException, match="invalid partition"):
+        apps.run(sh("true"), partition="nosuch")
+    state = Path(os.environ["MONARCH_STATE_DIR"], "slurm")
+    assert not [path for path in state.rglob("*") if path.is_file()]
+
+
+def test_workspace_and_job_dir(apps: Apps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ws").mkdir()
+    (tmp_path / "ws" / "here.txt").write_text("from the workspace\n")
+    handle = apps.run(sh("cat here.txt; pwd"), job_dir=str(tmp_path / "job"), workspace=str(tmp_path / "ws"))
+    apps.wait(handle, AppState.SUCCEEDED)
+    monkeypatch.chdir("/")
+    assert apps.log(handle, 0, "r") == f"from the workspace\n{tmp_path / 'job'}\n"
+    assert Path(apps.paths(handle).root).parent == tmp_path / "job"
+
+
+@pytest.mark.parametrize("accounting", [True, False])
+def test_jobs_that_the_controller_has_forgotten(
+    apps: Apps, cluster: SlurmCluster, accounting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.controller(accounting, min_job_age=2)
+    try:
+        good = apps.run(sh("echo well"), name="good")
+        bad = apps.run(sh("exit 7"), name="bad")
+        # Nobody looks on when these end.
+        held = apps.run(sh("true", replicas=4), name="held", comment="a note")
+        for handle, words in ((good, "well"), (bad, ""), (held, "")):
+            assert apps.fresh(handle, 'print("".join(runner.log_lines(handle, "r", 0, should_tail=True)))').startswith(
+                words
+            )
+        ids = [handle.rpartition("/")[2] for handle in (good, bad, held)]
+        apps.until(lambda: not any(apps.slurm_state(one) for one in ids), "Slurm to forget", good, seconds=100)
+        assert apps.status(good).state is AppState.SUCCEEDED
+        status = apps.status(bad)
+        assert (status.state, status.msg) == (AppState.FAILED, "role r ended with exit code 7")
+        assert apps.status(held).roles[0].replicas[3].hostname == "n4"
+        assert apps.listed() == [
+            ("bad", AppState.FAILED),
+            ("good", AppState.SUCCEEDED),
+            ("held", AppState.SUCCEEDED),
+        ]
+        # Not even Slurm's commands are needed any more.
+        with monkeypatch.context() as without:
+            without.setenv("PATH", "/nonexistent")
+            assert apps.log(good, 0, "r") == "well\n"
+            assert apps.status(bad).state is AppState.FAILED
+    finally:
+        cluster.controller()

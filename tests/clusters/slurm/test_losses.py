@@ -1,0 +1,101 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What is lost on a real Slurm, and comes back: hosts, nodes, jobs that go back into the queue."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+from torchx.specs import AppState, RetryPolicy
+
+from tests.clusters.slurm.apps import Apps, sh, spmd
+from tests.clusters.slurm.cluster import SlurmCluster
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("slurm")]
+
+CHECKPOINTS = """
+    import os, signal, sys, time
+    path = os.environ["CHECKPOINT"]
+    print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], "on", os.uname().nodename, flush=True)
+    if os.path.exists(path):
+        print("resumed", flush=True)
+        sys.exit(0)
+    time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return tmp_path / "checkpoint"
+
+
+@pytest.mark.parametrize("policy", [RetryPolicy.APPLICATION, RetryPolicy.REPLICA])
+def test_goes_on_after_a_host_was_killed(apps: Apps, checkpoint: Path, policy: RetryPolicy) -> None:
+    env = {"CHECKPOINT": str(checkpoint)}
+    handle = apps.run(spmd(apps.script(CHECKPOINTS), env=env, max_retries=1, retry_policy=policy))
+    for replica in (0, 1):
+        apps.wait_for_output(handle, "attempt 0", replica, times=2)
+    checkpoint.touch()
+    apps.kill_host(handle, 1)
+    status = apps.wait(handle, AppState.SUCCEEDED)
+    assert status.num_restarts == 1
+    assert "was lost" in apps.log(handle, 0)
+    for replica in (0, 1):
+        assert apps.log(handle, replica).count("resumed") == 2
+    # Of the whole job, or on a mesh whose other host has lived on.
+    attempts = apps.log(handle, 0).count("attempt 1")
+    assert attempts == (2 if policy is RetryPolicy.REPLICA else 0)
+
+
+def test_fails_after_a_host_was_killed_without_retries(apps: Apps, checkpoint: Path) -> None:
+    handle = apps.run(spmd(apps.script(CHECKPOINTS), env={"CHECKPOINT": str(checkpoint)}))
+    for replica in (0, 1):
+        apps.wait_for_output(handle, "attempt 0", replica, times=2)
+    apps.kill_host(handle, 1)
+    status = apps.wait(handle, AppState.FAILED)
+    assert "host 1 (n2" in status.structured_error_msg
+
+
+@pytest.mark.parametrize("way", ["scontrol requeue", "batch TERM", "preemption", "node"])
+def test_goes_on_after_the_job_was_queued_again(
+    apps: Apps, cluster: SlurmCluster, checkpoint: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an administrator; by itself when Slurm says (``--signal``) that its time ends; by Slurm for another job, and
+    after the loss of a node."""
+    scratch = tempfile.mkdtemp(dir="/tmp")  # what the power takes with it cannot clean up
+    monkeypatch.setenv("TMPDIR", scratch)
+    handle = apps.run(spmd(apps.script(CHECKPOINTS), env={"CHECKPOINT": str(checkpoint)}), requeue=True)
+    app_id = handle.rpartition("/")[2]
+    for replica in (0, 1):
+        apps.wait_for_output(handle, "attempt 0", replica, times=2)
+    checkpoint.touch()
+    if way == "node":
+        cluster.lose_node("n2")
+    elif way == "batch TERM":
+        subprocess.run(["scancel", "--batch", "--signal=TERM", app_id], check=True)
+    elif way == "preemption":
+        urgent = apps.run(sh("sleep 1", replicas=4), name="urgent", partition="urgent", exclusive=True)
+    else:
+        subprocess.run(["scontrol", "requeue", app_id], check=True)
+    apps.until(lambda: apps.slurm_state(app_id) == "PENDING", "the queue", handle)
+    assert apps.status(handle).state is AppState.PENDING
+    if way == "preemption":
+        apps.wait(urgent, AppState.SUCCEEDED)
+    # Slurm would hold it for two minutes.
+    subprocess.run(["scontrol", "update", f"JobId={app_id}", "StartTime=now"], check=True)
+    try:
+        status = apps.wait(handle, AppState.SUCCEEDED)
+    finally:
+        shutil.rmtree(scratch)
+        if way == "node":
+            cluster.restore_node("n2")
+    assert status.num_restarts == 1
+    hosts = [replica.hostname for replica in status.roles[0].replicas]
+    assert len(set(hosts)) == 2
+    assert way != "node" or "n2" not in hosts
+    for replica in (0, 1):
+        assert apps.log(handle, replica).count("resumed") == 2

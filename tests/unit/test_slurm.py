@@ -1,0 +1,294 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Slurm's pure parts: what is submitted, what Slurm's commands (of 22.05) say, what a job's state is."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+from torchx.runner import Runner
+from torchx.specs import AppDef, AppState, InvalidRunConfigException, Resource, RetryPolicy, Role
+from torchx.specs.finder import ComponentValidationException
+
+from torchx_monarch import credentials
+from torchx_monarch.backends.network import PLACEHOLDER, NetworkBackend, with_credentials
+from torchx_monarch.backends.slurm import commands, folder, states, truth
+from torchx_monarch.backends.slurm.commands import Job
+from torchx_monarch.backends.slurm.job import first_node
+from torchx_monarch.backends.slurm.request import SlurmRequest
+from torchx_monarch.backends.slurm.scheduler import create_scheduler
+from torchx_monarch.schedulers import monarch_slurm
+
+PENDING = (
+    "JobId=17 JobName=app UserId=root(0) GroupId=root(0) MCS_label=N/A Priority=4294901743 Nice=0 Account=root "
+    "QOS=normal JobState=PENDING Reason=Resources Dependency=(null) Requeue=1 Restarts=0 BatchFlag=1 Reboot=0 "
+    "ExitCode=0:0 RunTime=00:00:00 TimeLimit=UNLIMITED StartTime=Unknown EndTime=Unknown Partition=main "
+    "ReqNodeList=(null) ExcNodeList=(null) NodeList= NumNodes=4-4 NumCPUs=4 NumTasks=4 CPUs/Task=1 "
+    "ReqB:S:C:T=0:0:*:* TRES=cpu=4,mem=24000M,node=4,billing=4 Command=/tmp/s.sh WorkDir=/tmp "
+    "Comment=torchx-monarch:/x  StdErr=/tmp/slurm-17.out StdIn=/dev/null StdOut=/tmp/slurm-17.out Power= \n"
+)
+COMPONENTS = (
+    "JobId=15 HetJobId=15 HetJobOffset=0 JobName=two HetJobIdSet=15-16 UserId=root(0) JobState=RUNNING Reason=None "
+    "Dependency=(null) Requeue=1 Restarts=2 BatchFlag=1 ExitCode=0:0 NodeList=n[1-2] BatchHost=n1 NumNodes=2 "
+    "Command=/tmp/s.sh WorkDir=/tmp Comment=my job JobState=x=1 torchx-monarch:/a b/c  StdErr=/tmp/o Power= \n"
+    "JobId=16 HetJobId=15 HetJobOffset=1 JobName=two HetJobIdSet=15-16 UserId=root(0) JobState=RUNNING Reason=None "
+    "Requeue=1 Restarts=2 ExitCode=0:0 NodeList=n3 BatchHost=n3 Comment=my job  StdErr=/tmp/slurm-16.out Power= \n"
+)
+KILLED = "JobId=1 JobName=a JobState=CANCELLED Reason=None Restarts=1 ExitCode=0:9 NodeList=(null) Power= \n"
+
+
+@pytest.fixture
+def runner() -> Runner:
+    return Runner("torchx", {"monarch_slurm": monarch_slurm})
+
+
+def app(replicas: int = 2, **more: Any) -> AppDef:
+    args = ["--nnodes", str(replicas), "--nproc-per-node", "2", "train.py"]
+    resource = Resource(cpu=3, gpu=2, memMB=2048)
+    trainer = Role(
+        "trainer", image="", entrypoint="torchrun", args=args, num_replicas=replicas, resource=resource, **more
+    )
+    reader = Role("reader", image="", entrypoint="sh", args=["-c", "echo ${replica_id} $$x ${app_id}"], num_replicas=3)
+    return AppDef("my app", [trainer, reader])
+
+
+def dryrun(runner: Runner, app: AppDef, **cfg: Any) -> SlurmRequest:
+    request: SlurmRequest = runner.dryrun(app, "monarch_slurm", cfg=cfg).request
+    return request
+
+
+def test_one_component_for_each_role_however_many_replicas(runner: Runner) -> None:
+    request = dryrun(runner, app(500))
+    command = request.command("job.sh")
+    assert command.count(":") == 1
+    assert [word for word in command if word.startswith("--nodes=")] == ["--nodes=500", "--nodes=3"]
+    assert len(str(request)) < 10_000
+
+
+def test_command_line_says_what_is_asked_for(runner: Runner) -> None:
+    options = {
+        "partition": "p",
+        "account": "a",
+        "qos": "q",
+        "time": "1:00:00",
+        "constraint": "c&d",
+        "reservation": "r",
+        "mail-user": "me@x",
+        "mail-type": "END",
+        "comment": "it's mine",
+        "exclusive": True,
+        "signal": "B:TERM@60",
+    }
+    request = dryrun(runner, app(), **options)
+    first, second = " ".join(request.command("job.sh")).split(" : ")
+    for name in (
+        "partition",
+        "account",
+        "qos",
+        "time",
+        "constraint",
+        "reservation",
+        "mail-user",
+        "mail-type",
+        "signal",
+    ):
+        assert f"--{name}={options[name]}" in first
+        assert f"--{name}={options[name]}" in second
+    assert f"--comment=it's mine torchx-monarch:{request.folder}" in first
+    assert "--exclusive" in first
+    for words in ("--cpus-per-task=3", "--mem=2048", "--gres=gpu:2", "--job-name=my-app", "--no-requeue"):
+        assert words in first.split()
+    assert "--gres" not in second
+    assert dryrun(runner, app(), gres="gpu:a100:4").command("x").count("--gres=gpu:a100:4") == 1
+    assert "--mem" not in " ".join(dryrun(runner, app(), nomem=True).command("x"))
+
+
+def test_requeue_follows_max_retries_unless_it_is_said(runner: Runner) -> None:
+    assert not dryrun(runner, app()).requeue
+    assert dryrun(runner, app(max_retries=1)).requeue
+    assert not dryrun(runner, app(max_retries=1), requeue=False).requeue
+    assert "--requeue" in dryrun(runner, app(), requeue=True).command("x")
+
+
+def test_dry_run_shows_what_runs_and_no_secret(runner: Runner) -> None:
+    request = dryrun(runner, app(env={"A": "x y"}))
+    shown = str(request)
+    assert "torchx_monarch.host" in shown
+    assert "export A='x y'" in shown
+    assert "tls:@MONARCH_REPLICA0_0:" in shown
+    assert PLACEHOLDER in shown
+    hosts, _ = credentials.create()
+    filled = with_credentials(request, hosts.to_text())
+    assert filled.roles[0].env["MONARCH_CREDENTIALS"] == hosts.to_text()
+    # Neither the command line nor the script, which Slurm keeps, hold what is for the hosts alone.
+    for public in (shlex.join(filled.command("x")), filled.script, str(request)):
+        assert hosts.to_text() not in public
+        assert "x y" not in public or public == str(request)
+    assert SlurmRequest.from_json(json.loads(json.dumps(asdict(filled)))) == filled
+
+
+def test_hosts_look_after_each_other_and_other_programs_do_not(runner: Runner) -> None:
+    trainer, reader = dryrun(runner, app(max_retries=2, retry_policy=RetryPolicy.REPLICA)).roles
+    assert (trainer.srun["kill-on-bad-exit"], reader.srun["kill-on-bad-exit"]) == ("0", "1")
+    assert (trainer.retry_policy, trainer.max_retries) == ("REPLICA", 2)
+    assert "--replacements" in trainer.command
+
+
+def test_macros_are_filled_in_on_the_node(runner: Runner) -> None:
+    _, reader = dryrun(runner, app()).roles
+    assert reader.filled("42", 2)[0] == ["sh", "-c", "echo 2 $x 42"]
+    trainer, _ = dryrun(runner, app(env={"WHERE": "${rank0_env}", "K": "${replica_id}$$"})).roles
+    env = trainer.filled("42", 1)[1]
+    assert (env["WHERE"], env["K"], env["TORCHX_JOB_ID"]) == ("TORCHX_RANK0_HOST", "1$", "monarch_slurm://torchx/42")
+
+
+@pytest.mark.parametrize(
+    ("cfg", "words"),
+    [
+        ({"partitoin": "x"}, "partitoin.*partition"),
+        ({"retry": "later"}, "`retry` is 'later'; allowed are in_place and requeue"),
+        ({"signal": "USR1@60"}, "`signal` is 'USR1@60'; allowed is B:TERM@SECONDS"),
+        ({"grace": -1}, "`grace` is -1"),
+    ],
+)
+def test_senseless_options_are_refused(runner: Runner, cfg: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidRunConfigException, match=words):
+        runner.dryrun(app(), "monarch_slurm", cfg=cfg)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n1", "n1"),
+        ("n1,m2", "n1"),
+        ("n[08-11,20],m1", "n08"),
+        ("n[3,7]", "n3"),
+        ("rack[1-2]n[04-09]-ib,x", "rack1n04-ib"),
+        ("gpu-a[1-2].example.org", "gpu-a1.example.org"),
+    ],
+)
+def test_first_node_of_a_list(nodes: str, first: str) -> None:
+    assert first_node(nodes) == first
+
+
+def test_missing_commands_are_named(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(ComponentValidationException, match="'sbatch' is not on the PATH.*slurm-client"):
+        runner.run(app(), "monarch_slurm")
+    assert folder.known() == {}
+    with pytest.raises(RuntimeError, match="'scontrol' is not on the PATH"):
+        runner.status("monarch_slurm://torchx/1")
+    assert runner.status("monarch_slurm://torchx/nonsense") is None
+
+
+def test_is_a_backend_of_the_network() -> None:
+    scheduler = create_scheduler("torchx", unknown=1)
+    assert isinstance(scheduler, NetworkBackend)
+    two = app()
+    assert scheduler.replica0_host(two, two.roles[1]) == "@MONARCH_REPLICA0_1"
+
+
+def test_submitting_within_a_job_does_not_inherit_its_shape() -> None:
+    inside = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_CONF": "/c", "MONARCH_CREDENTIALS": "x", "HOME": "/h"}
+    assert commands.client_environment(inside) == {"SLURM_CONF": "/c", "HOME": "/h"}
+    outside = {"SLURM_TIME_FORMAT": "relative", "HOME": "/h"}
+    assert commands.client_environment(outside) == outside
+
+
+# -- what Slurm says ---------------------------------------------------------------------------------------------------
+
+
+def test_scontrol_is_read() -> None:
+    (job,) = commands.parse_scontrol(PENDING)
+    assert (job.job_id, job.leader, job.state, job.reason, job.nodes) == ("17", "17", "PENDING", "Resources", "")
+    assert job.comment == "torchx-monarch:/x"
+    first, second = commands.parse_scontrol(COMPONENTS)
+    assert (first.leader, second.leader, second.job_id) == ("15", "15", "16")
+    assert (first.nodes, second.nodes, first.restarts, first.state) == ("n[1-2]", "n3", 2, "RUNNING")
+    noted = folder.noted(first.comment)
+    assert noted is not None
+    assert noted.root == "/a b/c"
+    (killed,) = commands.parse_scontrol(KILLED)
+    assert (killed.exit_code, killed.nodes) == (-9, "")
+
+
+def test_sacct_is_read() -> None:
+    text = (
+        "3|CANCELLED by 0|0:0|n[1-2]|app\n7+0|FAILED|3:0|n1|x\n7+1|COMPLETED|0:0|n2|x\n9|PENDING|0:0|None assigned|a|b"
+    )
+    jobs = commands.parse_sacct(text)
+    assert set(jobs) == {"3", "7", "9"}
+    assert states.app_state(jobs["3"].state) is AppState.CANCELLED
+    assert (jobs["7"].state, jobs["7"].exit_code, jobs["7"].nodes) == ("FAILED", 3, "n1")
+    assert jobs["9"].nodes == ""
+
+
+def test_squeue_is_read_and_each_job_is_there_once() -> None:
+    text = (
+        "17|17|PENDING|Resources|s.sh|torchx-monarch:/x\n15|15+0|RUNNING|None|two|my|note\n16|15+1|RUNNING|None|two|x\n"
+    )
+    jobs = commands.parse_squeue(text)
+    assert [(job.job_id, job.state, job.comment) for job in jobs] == [
+        ("17", "PENDING", "torchx-monarch:/x"),
+        ("15", "RUNNING", "my|note"),
+    ]
+
+
+def job(state: str, reason: str = "None", code: int = 0) -> Job:
+    return Job("1", "1", "app", state, reason, exit_code=code)
+
+
+OVER = {"state": "FAILED", "msg": "role r ended with exit code 3"}
+
+
+@pytest.mark.parametrize(
+    ("said", "record", "cancelled", "state", "words"),
+    [
+        (job("PENDING", "Resources"), {}, False, "PENDING", "waits for Resources"),
+        (job("CONFIGURING"), {}, False, "PENDING", ""),
+        (job("RUNNING"), {"started": 1}, False, "RUNNING", ""),
+        (job("COMPLETING"), {"started": 1}, False, "RUNNING", ""),
+        (job("COMPLETING"), OVER, False, "FAILED", "exit code 3"),
+        # Slurm may be about to queue it again.
+        (job("COMPLETING"), {**OVER, "outside": True}, False, "RUNNING", ""),
+        (job("FAILED", code=3), OVER, False, "FAILED", "exit code 3"),
+        (job("FAILED", code=-9), {}, False, "FAILED", "killed by signal 9"),
+        (job("FAILED", code=-10), {}, True, "CANCELLED", "cancelled"),
+        (job("FAILED", code=3), OVER, True, "FAILED", "exit code 3"),
+        (job("CANCELLED by 0"), {}, False, "CANCELLED", "scancel"),
+        (job("CANCELLED by 0"), {}, True, "CANCELLED", "cancelled"),
+        (job("TIMEOUT"), {**OVER, "outside": True}, False, "FAILED", "TIMEOUT: it ran into its time limit"),
+        (job("NODE_FAIL"), {"started": 1}, False, "FAILED", "NODE_FAIL: a node"),
+        (job("OUT_OF_MEMORY"), OVER, False, "FAILED", "OUT_OF_MEMORY"),
+        (job("PREEMPTED"), {}, False, "FAILED", "higher priority"),
+        (job("COMPLETED"), {"state": "SUCCEEDED", "msg": ""}, False, "SUCCEEDED", ""),
+        (job("NEW_IN_26"), {}, False, "UNKNOWN", ""),
+        (None, {"state": "SUCCEEDED", "msg": ""}, False, "SUCCEEDED", ""),
+        (None, {"started": 1}, False, "FAILED", "forgotten"),
+        (None, {"started": 1}, True, "CANCELLED", "cancelled"),
+        (None, {}, False, "CANCELLED", "had not started"),
+    ],
+)
+def test_state_of_a_job(said: Job | None, record: dict[str, Any], cancelled: bool, state: str, words: str) -> None:
+    found, message = truth.decide(said, record, cancelled)
+    assert found is AppState[state]
+    assert words in message
+    assert words or not message
+
+
+def test_deleted_jobs_stay_deleted_while_slurm_remembers_them() -> None:
+    paths = folder.JobFolder(folder.new("a b/c", None))
+    assert "/a-b-c-" in paths.root
+    os.makedirs(paths.root)
+    folder.remember("7", paths.root)
+    assert set(folder.known()) == {"7"}
+    folder.delete("7", paths)
+    assert folder.known() == {}
+    assert folder.find("7") is None
+    assert folder.is_deleted("7", paths)
+    assert not folder.is_deleted("8", paths)

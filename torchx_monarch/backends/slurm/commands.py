@@ -1,0 +1,247 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Slurm's commands, and what they say.
+
+Formats that are asked for by name are the same in all versions; ``--json`` differs from each to the next.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torchx.specs.finder import ComponentValidationException
+
+from torchx_monarch.backends.slurm.folder import MARK
+from torchx_monarch.variables import FOR_HOSTS
+
+_TIMEOUT = 60.0
+"""Seconds that a command may take: a controller under load answers late."""
+
+_KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
+
+
+class SlurmError(ComponentValidationException, RuntimeError):  # type: ignore[misc]
+    """Slurm could not be asked, or refused. The torchx command shows the message without a traceback."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What Slurm says of a job, or of one component of it.
+
+    Attributes:
+        job_id: of the component; the job's own for the first.
+        leader: id of the job.
+        name: the app's.
+        state: Slurm's word, or several.
+        reason: why it waits or ended.
+        nodes: node list such as ``n[1-2]``; empty while it has none.
+        restarts: how often Slurm has started it again; -1 where that is not said.
+        comment: the job's.
+        exit_code: of the batch script; -N for signal N.
+    """
+
+    job_id: str
+    leader: str
+    name: str
+    state: str
+    reason: str = ""
+    nodes: str = ""
+    restarts: int = -1
+    comment: str = ""
+    exit_code: int = 0
+
+
+def client_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment to submit with. Within a job, what describes that job would become options of the new one."""
+    theirs = {*FOR_HOSTS, "MONARCH_JOB", "TORCHELASTIC_ERROR_FILE"}
+    inside = "SLURM_JOB_ID" in environ
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in theirs and (not inside or not name.startswith(("SLURM_", "SLURMD_")) or name in _KEPT)
+    }
+
+
+def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run one of Slurm's commands.
+
+    Raises:
+        SlurmError: it is not there, or does not answer.
+    """
+    try:
+        return subprocess.run(
+            command,
+            env=client_environment(os.environ),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_TIMEOUT,
+            check=False,
+        )
+    except FileNotFoundError:
+        raise SlurmError(
+            f"{command[0]!r} is not on the PATH: monarch_slurm needs Slurm's commands, as the login nodes of a cluster "
+            "have them (Debian: slurm-client, Red Hat: slurm)."
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise SlurmError(
+            f"`{' '.join(command[:2])}` has not answered for {_TIMEOUT:g} s: does slurmctld run?"
+        ) from None
+
+
+def checked(command: Sequence[str]) -> str:
+    """Its output.
+
+    Raises:
+        SlurmError: it failed; the message is what it said.
+    """
+    done = run(command)
+    if done.returncode:
+        said = done.stderr.strip() or f"exit code {done.returncode}"
+        raise SlurmError(f"{command[0]} refuses: {said}")
+    return done.stdout
+
+
+def submit(command: Sequence[str]) -> str:
+    """Run sbatch; the job's id.
+
+    Raises:
+        SlurmError: it was refused.
+    """
+    # With several clusters, ``--parsable`` prints ID;CLUSTER.
+    return checked(command).strip().splitlines()[-1].partition(";")[0]
+
+
+def live_job(app_id: str) -> list[Job]:
+    """The components of a job that the controller remembers; none when it has forgotten it.
+
+    Raises:
+        SlurmError: the controller cannot be asked.
+    """
+    done = run(["scontrol", "show", "job", "-o", app_id])
+    if done.returncode:
+        if "Invalid job id" in done.stderr + done.stdout:
+            return []
+        raise SlurmError(f"scontrol refuses: {done.stderr.strip() or done.stdout.strip()}")
+    return parse_scontrol(done.stdout)
+
+
+def parse_scontrol(text: str) -> list[Job]:
+    """Read ``scontrol show job -o``: a line for each component."""
+    jobs = []
+    for line in text.splitlines():
+        if not line.startswith("JobId="):
+            continue
+        # The first of each name counts: texts of users' own come late in the line.
+        found: dict[str, str] = {}
+        for match in re.finditer(r"(?:^|(?<=\s))([A-Za-z][\w:/]*)=(.*?)(?=\s[A-Za-z][\w:/]*=|\s*$)", line):
+            found.setdefault(match[1], match[2])
+        code, _, number = found.get("ExitCode", "0:0").partition(":")
+        job_id = found["JobId"]
+        jobs.append(
+            Job(
+                job_id=job_id,
+                leader=found.get("HetJobId", job_id),
+                name=found.get("JobName", ""),
+                state=found.get("JobState", ""),
+                reason=found.get("Reason", ""),
+                nodes="" if found.get("NodeList", "(null)") == "(null)" else found["NodeList"],
+                restarts=int(found.get("Restarts", "-1")),
+                comment=_comment(line),
+                exit_code=-int(number) if number not in ("", "0") else int(code),
+            )
+        )
+    return jobs
+
+
+def _comment(line: str) -> str:
+    """Up to the next name; what a user's text has before our note may look like one."""
+    found = re.search(rf" Comment=((?:.* {MARK}|.*?)[^ ].*?)\s*(?= [A-Z][A-Za-z]*=|$)", line)
+    return found[1] if found else ""
+
+
+_SACCT_FIELDS = "JobID,State,ExitCode,NodeList,JobName"
+
+
+def recorded_jobs(app_ids: Sequence[str]) -> dict[str, Job]:
+    """What the accounting database knows of jobs, by id; empty where there is no accounting."""
+    if not app_ids:
+        return {}
+    command = ["sacct", "--noheader", "--parsable2", "--allocations", f"--format={_SACCT_FIELDS}"]
+    done = run([*command, f"--jobs={','.join(app_ids)}"])
+    return {} if done.returncode else parse_sacct(done.stdout)
+
+
+def parse_sacct(text: str) -> dict[str, Job]:
+    """Read ``sacct --parsable2 --format=...``; of a job of several components the first, which ran the script."""
+    jobs: dict[str, Job] = {}
+    for line in text.splitlines():
+        fields = line.split("|", 4)
+        if len(fields) < 5:
+            continue
+        job_id, offset = (fields[0].split("+") + ["0"])[:2]
+        if not job_id.isdigit() or offset != "0":
+            continue
+        code, _, number = fields[2].partition(":")
+        exit_code = -int(number) if number not in ("", "0") else int(code or 0)
+        nodes = "" if fields[3] == "None assigned" else fields[3]
+        jobs[job_id] = Job(job_id, job_id, fields[4], fields[1], nodes=nodes, exit_code=exit_code)
+    return jobs
+
+
+_SQUEUE_FORMAT = "%A|%i|%T|%r|%j|%k"
+
+
+def listed_jobs() -> list[Job]:
+    """The jobs of this user that the controller remembers, one for each.
+
+    Raises:
+        SlurmError: the controller cannot be asked.
+    """
+    user = str(os.getuid())
+    command = ["squeue", "--noheader", "--all", f"--user={user}", "--states=all", f"--format={_SQUEUE_FORMAT}"]
+    return parse_squeue(checked(command))
+
+
+def parse_squeue(text: str) -> list[Job]:
+    """Read ``squeue --format=...`` as above; components beyond the first are left out."""
+    jobs = []
+    for line in text.splitlines():
+        fields = line.split("|", 5)
+        if len(fields) < 6 or re.search(r"\+0*[1-9]", fields[1]):
+            continue
+        job_id = fields[1].partition("+")[0]
+        jobs.append(Job(job_id, job_id, fields[4], fields[2], fields[3], comment=fields[5].strip()))
+    return jobs
+
+
+def hostnames(nodes: str) -> list[str]:
+    """The nodes of a node list, in order; empty where Slurm cannot say."""
+    if not nodes:
+        return []
+    if "[" not in nodes:
+        return nodes.split(",")
+    try:
+        done = run(["scontrol", "show", "hostnames", nodes])
+    except SlurmError:
+        return []
+    return done.stdout.split() if done.returncode == 0 else []
+
+
+def partition_memory(partition: str | None) -> int | None:
+    """Megabytes of the nodes of a partition, or of the default one; None where Slurm cannot say."""
+    try:
+        done = run(["sinfo", "--noheader", "--format=%P|%m", "--noconvert"])
+    except SlurmError:
+        return None  # a dry run needs no cluster
+    for line in done.stdout.splitlines():
+        name, _, memory = line.partition("|")
+        if (name.rstrip("*") == partition) if partition else name.endswith("*"):
+            digits = re.match(r"\d+", memory)
+            return int(digits[0]) if digits else None
+    return None

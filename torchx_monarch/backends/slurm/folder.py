@@ -1,0 +1,129 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The folder of a job, and how it is found again by the job's id, from any process and directory.
+
+Below the state directory (see ``backends.local.store``)::
+
+    slurm/jobs/NAME-RANDOM/   the folder, unless the run option job_dir puts it elsewhere
+    slurm/ids/JOBID           a link to it
+
+In the folder: ``app.json`` as submitted, ``request.json``, ``job.sh``, ``job.log`` (what the batch step, srun and Slurm
+print), ``job.json`` (what the batch step knows), ``end.json`` (how Slurm says it has ended), ``cancel.json`` (the wish
+to end it), ``events.jsonl``, and ``logs/ROLE/K/`` with the logs, the error file and the record of each replica.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from typing import Any
+
+from torchx_monarch.backends.local import store
+
+MARK = "torchx-monarch:"
+"""Begins the note in a job's comment that says where its folder is, and that the job is ours."""
+
+
+class JobFolder(store.AppPaths):
+    """Every path below a job's folder."""
+
+    @property
+    def script(self) -> str:
+        return os.path.join(self.root, "job.sh")
+
+    @property
+    def job_log(self) -> str:
+        return os.path.join(self.root, "job.log")
+
+    @property
+    def job(self) -> str:
+        return os.path.join(self.root, "job.json")
+
+    @property
+    def end(self) -> str:
+        return os.path.join(self.root, "end.json")
+
+    def record(self, role: str, replica: int) -> str:
+        return os.path.join(self.replica_logs(role, replica), "replica.json")
+
+    def error_file(self, role: str, replica: int) -> str:
+        return os.path.join(self.replica_logs(role, replica), "error.json")
+
+
+def jobs_dir() -> str:
+    """Where folders are made by default."""
+    return os.path.join(store.state_dir(), "slurm", "jobs")
+
+
+def _ids_dir() -> str:
+    return os.path.join(store.state_dir(), "slurm", "ids")
+
+
+def new(name: str, job_dir: str | None) -> str:
+    """A path for the folder of a new job."""
+    safe = re.sub(r"[^A-Za-z0-9_.-]", "-", name)[:60].lstrip("-.") or "app"
+    return os.path.join(os.path.abspath(job_dir) if job_dir else jobs_dir(), f"{safe}-{os.urandom(5).hex()}")
+
+
+def remember(app_id: str, folder: str) -> None:
+    """Link a job's id to its folder."""
+    os.makedirs(_ids_dir(), mode=0o700, exist_ok=True)
+    aside = os.path.join(_ids_dir(), f".{app_id}.{os.getpid()}")
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(aside)
+    os.symlink(folder, aside)
+    os.rename(aside, os.path.join(_ids_dir(), app_id))
+
+
+def delete(app_id: str, folder: JobFolder) -> None:
+    """Remove a job's folder. A link to nothing is left: Slurm remembers the job for a while."""
+    remember(app_id, folder.root)
+    trash = f"{folder.root}.trash-{os.getpid()}"
+    with contextlib.suppress(FileNotFoundError):
+        os.rename(folder.root, trash)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+def is_deleted(app_id: str, folder: JobFolder) -> bool:
+    """Whether a job that Slurm still remembers was deleted through this state directory."""
+    try:
+        return os.readlink(os.path.join(_ids_dir(), app_id)) == folder.root and not os.path.isdir(folder.root)
+    except OSError:
+        return False
+
+
+def known() -> dict[str, JobFolder]:
+    """The jobs submitted with this state directory, by id, without those that were deleted."""
+    try:
+        names = os.listdir(_ids_dir())
+    except FileNotFoundError:
+        return {}
+    found = {name: find(name) for name in names if name.isdigit()}
+    return {name: folder for name, folder in found.items() if folder is not None}
+
+
+def find(app_id: str) -> JobFolder | None:
+    """The folder of a job that was submitted with this state directory."""
+    try:
+        folder = JobFolder(os.readlink(os.path.join(_ids_dir(), app_id)))
+    except OSError:
+        return None
+    return folder if os.path.isdir(folder.root) else None
+
+
+def noted(comment: str) -> JobFolder | None:
+    """The folder that a job's comment names; None when the job is not ours."""
+    _, mark, path = comment.partition(MARK)
+    return JobFolder(path.strip()) if mark and path.strip() else None
+
+
+def note(folder: str, comment: str | None) -> str:
+    """A job's comment: the user's and ours."""
+    return f"{comment} {MARK}{folder}" if comment else f"{MARK}{folder}"
+
+
+def read(path: str) -> dict[str, Any]:
+    """The JSON object in a file; empty when there is none."""
+    return store.read_json(path) or {}

@@ -1,0 +1,354 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The batch step: runs a step for each role, starts again what has failed, stops what is to stop, records the end.
+
+``start.py job FOLDER``, on the first node of the job.
+
+SIGUSR1 is the wish to cancel; SIGTERM comes from Slurm. Either way all tasks are told to stop (see ``task``), and have
+the grace to do so. What Slurm does by itself, such as starting the job again when a node is lost, ends this process.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from typing import Any, NoReturn
+
+from torchx_monarch import errors, events
+from torchx_monarch.backends.local import store
+from torchx_monarch.backends.slurm.folder import JobFolder
+from torchx_monarch.backends.slurm.request import RANK0_HOST, SlurmRequest, option_words, replica0_variable
+
+_COMMAND_TIMEOUT = 60.0
+_STOP_EXTRA = 15.0
+"""Seconds beyond the grace until steps that have been told to stop are killed."""
+
+_TELL_AGAIN = 1.0
+"""Seconds until tasks are told to stop for the second time; later twice as long each time, up to _STOP_EXTRA."""
+
+_REQUEUE_TIMEOUT = 120.0
+"""Seconds in which Slurm ends a job that is to be queued again."""
+
+_TERMINATED = 128 + signal.SIGTERM
+_RUNNING = "RUNNING"
+_BY_SLURM = "Slurm told the job to stop"
+
+_COMPONENTS_OWN = (
+    "SLURM_CPUS_PER_TASK",
+    "SLURM_GPUS",
+    "SLURM_GPUS_PER_NODE",
+    "SLURM_MEM_PER_CPU",
+    "SLURM_MEM_PER_GPU",
+    "SLURM_MEM_PER_NODE",
+    "SLURM_TRES_PER_TASK",
+)
+
+
+class Batch:
+    """Runs the job to its end.
+
+    Args:
+        paths: its folder.
+        request: what is in it.
+    """
+
+    def __init__(self, paths: JobFolder, request: SlurmRequest) -> None:
+        self._paths = paths
+        self._request = request
+        self._job_id = os.environ["SLURM_JOB_ID"]
+        before = store.read_json(paths.job) or {}
+        self._restarts = int(before.get("restarts", -1)) + 1
+        self._role_retries = dict.fromkeys((role.name for role in request.roles), 0)
+        # Preemptions and administrators do not use up retries (TorchX counts all of SLURM_RESTART_COUNT).
+        self._app_retries = int(before.get("retries", 0))
+        self._role_restarts: dict[str, int] = dict.fromkeys(self._role_retries, self._restarts)
+        self._steps: dict[str, subprocess.Popen[bytes]] = {}
+        self._codes: dict[str, int] = {}
+        self._nodes: list[str] = []
+        self._forget_stopping()
+        self._state: dict[str, Any] = {
+            "job_id": self._job_id,
+            "started": time.time(),
+            "restarts": self._restarts,
+            "retries": self._app_retries,
+            "role_restarts": self._role_restarts,
+        }
+        self._wake, self._signalled = os.pipe()
+
+    def _forget_stopping(self) -> None:
+        self._stopping = ""
+        self._telling = 0.0
+        self._killing = False
+        self._tell_at = self._kill_at = float("inf")
+
+    def run(self) -> int:
+        """Run it; the exit code of the role that decided the end."""
+        for end in (self._wake, self._signalled):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(self._signalled, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD):
+            signal.signal(number, lambda *_: None)
+        self._find_nodes()
+        self._state["nodes"] = self._nodes
+        self._write()
+        self._event("job_started", f"job {self._job_id} runs on {', '.join(self._nodes)}")
+        if os.path.exists(self._paths.cancel):  # the wish came while Slurm was queueing the job again
+            return self._cancelled()
+        self._start(list(self._role_retries))
+        return self._loop()
+
+    # -- nodes and steps -----------------------------------------------------------------------------------------------
+
+    def _find_nodes(self) -> None:
+        """Tell every task where the replicas 0 are."""
+        for index in range(len(self._request.roles)):
+            variable = "SLURM_JOB_NODELIST" if self._is_single else f"SLURM_JOB_NODELIST_HET_GROUP_{index}"
+            nodes = os.environ.get(variable) or os.environ["SLURM_JOB_NODELIST"]
+            self._nodes.append(nodes)
+            os.environ[replica0_variable(index)] = first_node(nodes)
+        os.environ[RANK0_HOST] = os.environ[replica0_variable(0)]
+
+    @property
+    def _is_single(self) -> bool:
+        return len(self._request.roles) == 1
+
+    def _start(self, names: list[str]) -> None:
+        for index, role in enumerate(self._request.roles):
+            if role.name not in names:
+                continue
+            group = [] if self._is_single else [f"--het-group={index}"]
+            options = [*group, *option_words(role.srun), "--input=none", "--label"]
+            task = [*self._request.starter, "task", self._paths.root, role.name, self._job_id, str(self._restarts)]
+            words = ["srun", *options, *task]
+            self._codes.pop(role.name, None)
+            self._role_restarts[role.name] = self._restarts
+            self._steps[role.name] = subprocess.Popen(words, env=self._step_environment(), start_new_session=True)
+
+    def _step_environment(self) -> dict[str, str]:
+        """Of srun. Variables that say what the first component has asked for would count for every other one's step."""
+        return {name: value for name, value in os.environ.items() if self._is_single or name not in _COMPONENTS_OWN}
+
+    def _loop(self) -> int:
+        while True:
+            numbers = self._wait()
+            if signal.SIGUSR1 in numbers:
+                self._stop("cancelled")
+            elif signal.SIGTERM in numbers:
+                self._stop(_BY_SLURM)
+            for name, step in list(self._steps.items()):
+                ended = step.poll()
+                if ended is None:
+                    continue
+                del self._steps[name]
+                self._codes[name] = errors.shell_code(ended)
+                self._event("role_ended", f"role {name} ended with code {self._codes[name]}", role=name)
+                self._judge(name)
+            if not self._steps and (code := self._conclude()) is not None:
+                return code
+            if time.monotonic() > self._tell_at:
+                self._tell()
+            if time.monotonic() > self._kill_at:
+                self._kill()
+
+    def _wait(self) -> bytes:
+        """The signals that have come within a second."""
+        select.select([self._wake], [], [], 1.0)
+        try:
+            return os.read(self._wake, 4096)
+        except BlockingIOError:
+            return b""
+
+    # -- decisions -----------------------------------------------------------------------------------------------------
+
+    def _judge(self, name: str) -> None:
+        """A role has ended."""
+        code = self._codes[name]
+        role = next(role for role in self._request.roles if role.name == name)
+        if self._stopping:
+            return
+        if code == 0:
+            if name == self._request.roles[0].name:
+                self._state.update(verdict="SUCCEEDED")
+                self._stop("the main role has ended well")
+            return
+        cause = self._cause(name)
+        if cause is not None and role.retry_policy == "ROLE" and self._role_retries[name] < role.max_retries:
+            self._role_retries[name] += 1
+            self._restart([name], f"role {name}")
+            return
+        self._state.update(verdict="FAILED" if cause is not None else "STOPPED", role=name, code=cause or code)
+        self._stop(f"role {name} failed" if cause is not None else f"role {name} was told to stop")
+
+    def _conclude(self) -> int | None:
+        """No step runs any more: the exit code of the job, or None when all has been started again."""
+        verdict, code, name = self._state.get("verdict"), self._state.get("code", 1), self._state.get("role", "")
+        if verdict == "SUCCEEDED":
+            return self._finish("SUCCEEDED", "", 0)
+        if self._stopping == "cancelled":
+            return self._cancelled()
+        if verdict != "FAILED":
+            return self._ended_from_outside(code if verdict else _TERMINATED)
+        role = next(role for role in self._request.roles if role.name == name)
+        message = f"role {name} ended with exit code {code}"
+        if role.retry_policy == "APPLICATION" and self._app_retries < role.max_retries:
+            self._app_retries += 1
+            self._state["retries"] = self._app_retries
+            if self._request.retry == "requeue":
+                self._write()
+                return self._requeue(message, code)
+            self._forget_stopping()
+            for key in ("verdict", "role", "code"):
+                self._state.pop(key, None)
+            self._restart(list(self._role_retries), "the app")
+            return None
+        return self._finish("FAILED", message, code)
+
+    def _cancelled(self) -> int:
+        code = self._finish("CANCELLED", "cancelled", _TERMINATED)
+        # Only Slurm can give the job the state of one that was cancelled.
+        self._scancel()
+        time.sleep(_REQUEUE_TIMEOUT)
+        return code
+
+    def _cause(self, name: str) -> int | None:
+        """The exit code of the replica that was the first to fail in a role; None when all had been told to stop.
+
+        srun's own is the highest of all, those of tasks that it has stopped itself included.
+        """
+        role = next(role for role in self._request.roles if role.name == name)
+        every = [store.read_json(self._paths.record(name, replica)) or {} for replica in range(role.replicas)]
+        ours = [one for one in every if one.get("job_restart") == self._role_restarts[name]]
+        told = any(one["state"] == "CANCELLED" for one in ours)
+        failed = [
+            (one["ended"], errors.shell_code(one["exit_code"]))
+            for one in ours
+            if one["state"] == "FAILED" and one["exit_code"] is not None
+        ]
+        # Hosts that are told to stop tell each other, and some may end before Slurm has told them, too.
+        failed = [(ended, code) for ended, code in failed if not told or code != _TERMINATED]
+        if failed:
+            return min(failed)[1]
+        return None if told else self._codes[name]
+
+    def _await_tasks(self) -> None:
+        """Wait for the tasks. Slurm ends srun at once, and would kill its tasks with the end of this process."""
+        places = [(role.name, replica) for role in self._request.roles for replica in range(role.replicas)]
+        until = time.monotonic() + self._request.grace + _STOP_EXTRA
+        for place in places:
+            while (store.read_json(self._paths.record(*place)) or {}).get("state") == _RUNNING:
+                if time.monotonic() > until:
+                    return
+                time.sleep(0.2)
+
+    def _ended_from_outside(self, code: int) -> int:
+        """The tasks were told to stop, not by us and not by a cancel: time limit, preemption, a plain scancel."""
+        self._await_tasks()
+        if self._request.requeue and self._slurm_state() == _RUNNING:
+            return self._requeue("told to stop by Slurm", code)
+        self._state["outside"] = True
+        return self._finish("FAILED", "told to stop by Slurm (see the job's state there)", code)
+
+    def _restart(self, names: list[str], what: str) -> None:
+        self._restarts += 1
+        self._state["restarts"] = self._restarts
+        self._event("restart", f"{what} is started again (restart {self._restarts})")
+        self._start(names)
+        self._write()
+
+    def _requeue(self, message: str, code: int) -> int:
+        self._event("requeue", f"{message}; the job goes back into the queue")
+        if self._command("scontrol", "requeue", self._job_id):
+            time.sleep(_REQUEUE_TIMEOUT)
+        return self._finish("FAILED", f"{message}; it could not be queued again (see {self._paths.job_log})", code)
+
+    # -- stopping ------------------------------------------------------------------------------------------------------
+
+    def _stop(self, reason: str) -> None:
+        """Tell every task to stop; a wish to cancel wins over other reasons."""
+        if self._stopping == "cancelled" or (self._stopping and reason != "cancelled"):
+            return
+        self._stopping = reason
+        if reason == "cancelled":
+            self._state.pop("verdict", None)
+        if self._steps:
+            self._event("stop", f"{reason}; what still runs has {self._request.grace:g} s to end")
+            self._kill_at = time.monotonic() + self._request.grace + _STOP_EXTRA
+            self._telling = _TELL_AGAIN
+            self._tell()
+
+    def _tell(self) -> None:
+        """Tell all tasks to stop, and again ever more seldom: a task that was about to start has not heard it."""
+        # A job that Slurm is ending has had its tasks told already, and scancel tries for long to tell them again.
+        if self._stopping != _BY_SLURM or self._slurm_state() == _RUNNING:
+            self._scancel("--signal=URG")
+        self._tell_at = time.monotonic() + self._telling
+        self._telling = min(2 * self._telling, _STOP_EXTRA)
+
+    def _kill(self) -> None:
+        """End the steps that have not stopped: an srun that is told to stop kills its tasks; or else, it is killed."""
+        print("what was told to stop has not: killing it", flush=True)
+        for step in self._steps.values():
+            step.kill() if self._killing else step.terminate()
+        self._killing = True
+        self._kill_at = time.monotonic() + _STOP_EXTRA
+
+    def _scancel(self, *options: str) -> None:
+        self._command("scancel", *options, self._job_id)
+
+    def _command(self, *words: str) -> bool:
+        try:
+            done = subprocess.run(words, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT, check=False)
+        except (OSError, subprocess.SubprocessError) as error:
+            print(f"{' '.join(words)}: {error}", flush=True)
+            return False
+        if done.returncode:
+            print(f"{' '.join(words)}: {done.stderr.strip()}", flush=True)
+        return done.returncode == 0
+
+    def _slurm_state(self) -> str:
+        command = ["squeue", "--noheader", "--format=%T", f"--jobs={self._job_id}"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT, check=False)
+        except (OSError, subprocess.SubprocessError):
+            return ""
+        return (done.stdout.split() or [""])[0]
+
+    # -- what is known -------------------------------------------------------------------------------------------------
+
+    def _finish(self, state: str, message: str, code: int) -> int:
+        self._state.update(state=state, msg=message, code=code, ended=time.time())
+        self._write()
+        self._event("ended", f"{state}: {message}" if message else state)
+        return code
+
+    def _write(self) -> None:
+        store.write_json(self._paths.job, self._state)
+
+    def _event(self, kind: str, message: str, **fields: str) -> None:
+        print(message, flush=True)
+        events.append(self._paths.events, kind, message, seconds=None, **fields)
+
+
+def first_node(nodes: str) -> str:
+    """The first name of a node list: ``n08`` of ``n[08-11,20],m1``. (To ask scontrol would delay every start.)"""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    assert first is not None
+    return re.sub(r"\[([^\]\-,]*)[^\]]*\]", r"\1", first[0])
+
+
+def main(argv: list[str]) -> NoReturn:
+    """Run the job of the folder that the command line names."""
+    paths = JobFolder(argv[0])
+    data = store.read_json(paths.request)
+    if data is None:
+        node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+        print(
+            f"node {node} cannot read {paths.request}: all nodes must see that folder (run option job_dir)", flush=True
+        )
+        sys.exit(1)
+    sys.exit(Batch(paths, SlurmRequest.from_json(data)).run())

@@ -1,0 +1,69 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The run options of the Slurm scheduler; names are those of TorchX's own and of sbatch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torchx.schedulers.api import StructuredOpts
+
+
+@dataclass
+class SlurmOpts(StructuredOpts):  # type: ignore[misc]
+    """Run options of the Slurm scheduler."""
+
+    partition: str | None = None
+    """The partition to run the job in."""
+
+    account: str | None = None
+    """The account to charge."""
+
+    qos: str | None = None
+    """Quality of Service."""
+
+    time: str | None = None
+    """Time limit: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes[:seconds]."""
+
+    constraint: str | None = None
+    """Features that the nodes must have."""
+
+    reservation: str | None = None
+    """The reservation to run in."""
+
+    exclusive: bool = False
+    """Share no node with another job."""
+
+    gres: str | None = None
+    """Generic resources of each node, such as `gpu:a100:4`, in place of the number of GPUs that a role asks for."""
+
+    nomem: bool = False
+    """Ask for no memory (partitions whose nodes have 1000 MB or less by Slurm's configuration are asked for none)."""
+
+    comment: str | None = None
+    """Comment of the job; a note that says where its folder is follows it."""
+
+    mail_user: str | None = field(default=None, metadata={"cfg_key": "mail-user"})
+    """User to mail."""
+
+    mail_type: str | None = field(default=None, metadata={"cfg_key": "mail-type"})
+    """Events to mail about."""
+
+    job_dir: str | None = None
+    """Folder for the copy of the workspace, which must not exist then, and for the folder of the job with its logs. All
+    nodes must see it. Default: the state directory, with no copy of the workspace."""
+
+    grace: int = 30
+    """Seconds that a replica has between SIGTERM and SIGKILL."""
+
+    requeue: bool | None = None
+    """Start the job again from its beginning when a node is lost or the job is preempted. Default: if a role has
+    max_retries."""
+
+    retry: str = "in_place"
+    """What max_retries does after a failure: `in_place` starts again at once on the same nodes, `requeue` gives them
+    back and queues the job again (Slurm holds it for two minutes)."""
+
+    signal: str | None = None
+    """`B:TERM@SECONDS`: stop the job, as its time limit or a preemption nears, so many seconds before; with requeue it
+    then goes back into the queue."""

@@ -1,0 +1,135 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""AppDef -> request."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Mapping
+
+from torchx.specs import NULL_RESOURCE, AppDef, InvalidRunConfigException, Role
+
+from torchx_monarch.backends.network import CREDENTIALS
+from torchx_monarch.backends.slurm import commands, folder
+from torchx_monarch.backends.slurm.options import SlurmOpts
+from torchx_monarch.backends.slurm.request import RoleRequest, SlurmRequest
+
+_SMALL_PARTITION = 1000
+"""MB of memory: nodes that claim no more have not been told how much they have (aws-parallelcluster#2198)."""
+
+
+def render(app: AppDef, cfg: SlurmOpts) -> SlurmRequest:
+    """The job for an app.
+
+    Raises:
+        InvalidRunConfigException: an option makes no sense.
+        ValueError: two roles have one name.
+    """
+    names = [role.name for role in app.roles]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"two roles of app {app.name!r} are called {name!r}; each role needs a name of its own")
+    _check(cfg)
+    retries = any(role.max_retries for role in app.roles)
+    requeue = retries if cfg.requeue is None else cfg.requeue
+    memory = None if cfg.nomem else commands.partition_memory(cfg.partition)
+    nomem = cfg.nomem or (memory is not None and memory <= _SMALL_PARTITION)
+    path = folder.new(app.name, cfg.job_dir)
+    return SlurmRequest(
+        name=app.name,
+        folder=path,
+        python=sys.executable,
+        roles=[_role(role, cfg, nomem, _gres(role, app, cfg)) for role in app.roles],
+        sbatch=_job_options(app, cfg, path, requeue),
+        grace=float(cfg.grace),
+        requeue=requeue,
+        retry=cfg.retry,
+    )
+
+
+def _check(cfg: SlurmOpts) -> None:
+    options: Mapping[str, object] = dict(cfg)
+    if cfg.grace < 0:
+        raise InvalidRunConfigException(f"Run option `grace` is {cfg.grace}; give seconds, 0 or more", "grace", options)
+    if cfg.retry not in ("in_place", "requeue"):
+        reason = f"Run option `retry` is {cfg.retry!r}; allowed are in_place and requeue"
+        raise InvalidRunConfigException(reason, "retry", options)
+    # Sent to all processes of a step, a signal would also reach Monarch's own, which do not survive it.
+    if cfg.signal is not None and not re.fullmatch(r"(R?B:|B:?R?:)TERM(@\d+)?", cfg.signal):
+        reason = f"Run option `signal` is {cfg.signal!r}; allowed is B:TERM@SECONDS, such as B:TERM@120"
+        raise InvalidRunConfigException(reason, "signal", options)
+
+
+def _job_options(app: AppDef, cfg: SlurmOpts, path: str, requeue: bool) -> dict[str, str | None]:
+    options: dict[str, str | None] = {
+        "job-name": re.sub(r"[^A-Za-z0-9_.-]", "-", app.name) or "app",
+        "output": os.path.join(path, "job.log"),
+        "open-mode": "append",
+        "chdir": path,
+        "comment": folder.note(path, cfg.comment),
+        "requeue" if requeue else "no-requeue": None,
+    }
+    given = {
+        "partition": cfg.partition,
+        "account": cfg.account,
+        "qos": cfg.qos,
+        "time": cfg.time,
+        "constraint": cfg.constraint,
+        "reservation": cfg.reservation,
+        "mail-user": cfg.mail_user,
+        "mail-type": cfg.mail_type,
+        "signal": cfg.signal,
+    }
+    options.update({name: str(value) for name, value in given.items() if value is not None})
+    if cfg.exclusive:
+        options["exclusive"] = None
+    return options
+
+
+def _gres(role: Role, app: AppDef, cfg: SlurmOpts) -> str | None:
+    """The generic resources of a role's nodes: the option is for the roles that want GPUs; if none does, for all."""
+    gpus = 0 if role.resource == NULL_RESOURCE else max(role.resource.gpu, 0)
+    if cfg.gres and (gpus or not any(one.resource != NULL_RESOURCE and one.resource.gpu > 0 for one in app.roles)):
+        return cfg.gres
+    return f"gpu:{gpus}" if gpus else None
+
+
+def _role(role: Role, cfg: SlurmOpts, nomem: bool, gres: str | None) -> RoleRequest:
+    nodes = str(role.num_replicas)
+    sbatch: dict[str, str | None] = {"nodes": nodes, "ntasks-per-node": "1"}
+    ends_together = CREDENTIALS in role.env
+    srun = {
+        "nodes": nodes,
+        "ntasks": nodes,
+        "ntasks-per-node": "1",
+        # Hosts of one job see to each other, and have a last word to say when they do.
+        "kill-on-bad-exit": "0" if ends_together else "1",
+        # TorchX ends a step 60 s after its first task has ended, however well.
+        "wait": "0",
+        "export": "ALL",
+    }
+    resource = role.resource
+    if resource != NULL_RESOURCE:
+        if resource.cpu > 0:
+            # From Slurm 22.05 on srun does not take it from the job.
+            sbatch["cpus-per-task"] = srun["cpus-per-task"] = str(int(resource.cpu))
+        if resource.memMB > 0 and not nomem:
+            sbatch["mem"] = srun["mem"] = str(resource.memMB)
+    if gres:
+        sbatch["gres"] = srun["gres"] = gres
+    in_image = role.image and os.path.isdir(role.image)
+    return RoleRequest(
+        name=role.name,
+        command=[role.entrypoint, *role.args],
+        env=dict(role.env),
+        cwd=os.path.abspath(role.image) if in_image else os.getcwd(),
+        image=role.image,
+        replicas=role.num_replicas,
+        sbatch=sbatch,
+        srun=srun,
+        max_retries=role.max_retries,
+        retry_policy=str(role.retry_policy.value),
+        ends_together=ends_together,
+    )

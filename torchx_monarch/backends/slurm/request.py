@@ -1,0 +1,147 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What is submitted: shown by a dry run, kept in the job's folder (request.json) and read there by the job.
+
+Commands and environments travel in that file, which only its owner can read: on a command line or in the job's script
+everybody on the node, or in the accounting database, would see them.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from dataclasses import asdict, dataclass, field, replace
+from string import Template
+from typing import Any
+
+RANK0_HOST = "TORCHX_RANK0_HOST"
+"""The variable in which every replica finds the node of the first role's replica 0 (TorchX's macro rank0_env)."""
+
+
+def replica0_variable(role: int) -> str:
+    """The variable in which every replica finds the node of replica 0 of a role, by the role's index."""
+    return f"MONARCH_REPLICA0_{role}"
+
+
+@dataclass
+class RoleRequest:
+    """One role: a component of the job with a task on each of its nodes.
+
+    Attributes:
+        command: with TorchX's macros, which each task replaces.
+        env: set over the environment of the job; with macros, too.
+        cwd: working folder.
+        image: what the macro ``img_root`` stands for.
+        replicas: nodes.
+        sbatch: options of its component.
+        srun: options of its step.
+        max_retries: how often the scope that ``retry_policy`` names is started again.
+        retry_policy: APPLICATION, ROLE or REPLICA.
+        ends_together: its replicas see to it themselves that all end when one fails, as Monarch's hosts do.
+    """
+
+    name: str
+    command: list[str]
+    env: dict[str, str]
+    cwd: str
+    image: str
+    replicas: int
+    sbatch: dict[str, str | None] = field(default_factory=dict)
+    srun: dict[str, str] = field(default_factory=dict)
+    max_retries: int = 0
+    retry_policy: str = "APPLICATION"
+    ends_together: bool = False
+
+    def filled(self, app_id: str, replica: int) -> tuple[list[str], dict[str, str]]:
+        """Command and environment of one replica (as ``torchx.specs.macros.Values`` has it)."""
+        values = {
+            "img_root": self.image,
+            "app_id": app_id,
+            "replica_id": str(replica),
+            "rank0_env": RANK0_HOST,
+        }
+
+        def fill(text: str) -> str:
+            return Template(text).safe_substitute(values)
+
+        # The entrypoint holds no macros.
+        command = [self.command[0], *(fill(word) for word in self.command[1:])]
+        return command, {name: fill(value) for name, value in self.env.items()}
+
+
+@dataclass
+class SlurmRequest:
+    """One job.
+
+    Attributes:
+        name: of the app.
+        folder: of the job; all nodes must see it.
+        python: the interpreter of the batch step and the tasks.
+        roles: the first is the main role.
+        sbatch: options of the job as a whole.
+        grace: seconds from SIGTERM to SIGKILL when replicas are stopped.
+        requeue: whether Slurm may start the job again after a lost node or a preemption.
+        retry: ``in_place`` on the same nodes, or ``requeue``.
+    """
+
+    name: str
+    folder: str
+    python: str
+    roles: list[RoleRequest]
+    sbatch: dict[str, str | None] = field(default_factory=dict)
+    grace: float = 30.0
+    requeue: bool = False
+    retry: str = "in_place"
+
+    @property
+    def script(self) -> str:
+        """The batch script."""
+        return f"#!/bin/sh\nexec {shlex.join([*self.starter, 'job', self.folder])}\n"
+
+    @property
+    def starter(self) -> list[str]:
+        """The words that start the batch step or a task."""
+        return [self.python, "-I", "-S", os.path.join(os.path.dirname(os.path.abspath(__file__)), "start.py")]
+
+    def command(self, script: str) -> list[str]:
+        """The words that submit it.
+
+        Options stand here and not in the script: there, variables such as SBATCH_PARTITION would win over them, and
+        quoting differs between versions of Slurm.
+
+        Args:
+            script: path of the batch script.
+        """
+        words = ["sbatch", "--parsable", "--export=ALL"]
+        for index, role in enumerate(self.roles):
+            if index:
+                words.append(":")
+            words += option_words({**self.sbatch, **role.sbatch})
+        return [*words, script]
+
+    def renamed(self, folder: str) -> SlurmRequest:
+        """The same request with another folder."""
+        return replace(self, folder=folder)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> SlurmRequest:
+        """The inverse of ``to_json``."""
+        return cls(**{**data, "roles": [RoleRequest(**role) for role in data["roles"]]})
+
+    def __str__(self) -> str:
+        """What a dry run shows."""
+        lines = [shlex.join(self.command(f"{self.folder}/job.sh")), "", "# job.sh", self.script]
+        for role in self.roles:
+            lines.append(f"# role {role.name}: {role.replicas} x, in {role.cwd}")
+            lines += [f"export {name}={shlex.quote(value)}" for name, value in role.env.items()]
+            lines += [shlex.join(["srun", *option_words(role.srun), *role.command]), ""]
+        return "\n".join(lines)
+
+
+def option_words(options: dict[str, str | None] | dict[str, str]) -> list[str]:
+    """``{"nodes": "2", "exclusive": None}`` as the words ``--nodes=2 --exclusive``."""
+    return [f"--{name}" if value is None else f"--{name}={value}" for name, value in options.items()]

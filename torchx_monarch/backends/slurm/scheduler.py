@@ -1,0 +1,298 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The TorchX scheduler that submits to Slurm.
+
+TorchX's own makes a job component of every replica, loses pending jobs to a KeyError (on Slurm 22.05), finds logs only
+in the folder of submission, and cuts environment values at commas. None of that could be mended from without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream, filter_regex
+from torchx.specs import NONE, AppDef, AppDryRunInfo, AppState, CfgVal, Role, runopts
+from torchx.workspace.dir_workspace import DirWorkspaceMixin
+
+from torchx_monarch import events
+from torchx_monarch.backends.local import appdef, logs, store
+from torchx_monarch.backends.slurm import commands, folder, render, truth
+from torchx_monarch.backends.slurm.commands import SlurmError
+from torchx_monarch.backends.slurm.folder import JobFolder
+from torchx_monarch.backends.slurm.options import SlurmOpts
+from torchx_monarch.backends.slurm.request import SlurmRequest, replica0_variable
+
+_ASK_EVERY = 5.0
+"""Seconds between two questions to Slurm while an end is waited for: the controller serves everybody."""
+
+_ASK_AFTER_END = 0.5
+"""The same, once the job itself has said that it has ended."""
+
+_POLL = 0.05
+
+_END_EXTRA = 60.0
+"""Seconds that a job may take to end beyond its grace."""
+
+_CANCEL_EXTRA = 20.0
+"""Seconds beyond the grace after which a second wish to cancel is Slurm's own, which waits for nothing of ours."""
+
+
+class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[misc]
+    """Runs each role as one component of a Slurm job, each replica as the task of one node.
+
+    Needs Slurm's commands, and a folder that all nodes see (the home directory usually is one).
+    """
+
+    def __init__(self, session_name: str) -> None:
+        super().__init__("slurm", session_name)
+        self._asked: dict[str, float] = {}
+
+    def _run_opts(self) -> runopts:
+        return SlurmOpts.as_runopts()
+
+    def _validate(self, app: AppDef, scheduler: str, cfg: Mapping[str, CfgVal]) -> None:
+        """Roles without resources get Slurm's defaults."""
+
+    def replica0_host(self, app: AppDef, role: Role) -> str:
+        """The node of a role's replica 0 stands in a variable: only the job knows it."""
+        return f"@{replica0_variable(app.roles.index(role))}"
+
+    # -- submitting ----------------------------------------------------------------------------------------------------
+
+    def _submit_dryrun(self, app: AppDef, cfg: SlurmOpts) -> AppDryRunInfo[SlurmRequest, SlurmOpts]:
+        return AppDryRunInfo(render.render(app, cfg), str)
+
+    def schedule(self, dryrun_info: AppDryRunInfo[SlurmRequest, SlurmOpts]) -> str:
+        """Submit the job; its id.
+
+        Raises:
+            SlurmError: Slurm refuses it, or its folder cannot be written. Nothing is left.
+        """
+        if dryrun_info.app is None:
+            raise ValueError("the dry run carries no AppDef; it must come from submit_dryrun()")
+        request = dryrun_info.request
+        if os.path.exists(request.folder):  # the same request may be submitted twice
+            old = request.folder
+            new = folder.new(request.name, os.path.dirname(old))
+            options = {name: value and value.replace(old, new) for name, value in request.sbatch.items()}
+            request = replace(request, folder=new, sbatch=options)
+        paths = JobFolder(request.folder)
+        began = time.time()
+        try:
+            os.makedirs(os.path.dirname(paths.root), mode=0o700, exist_ok=True)
+            os.mkdir(paths.root, 0o700)
+            submitted = {"created": began, "cfg": dict(dryrun_info.cfg or {}), "app": appdef.to_json(dryrun_info.app)}
+            store.write_json(paths.app, submitted)
+            store.write_json(paths.request, request.to_json())
+            with open(paths.script, "x") as file:
+                file.write(request.script)
+        except OSError as error:
+            shutil.rmtree(paths.root, ignore_errors=True)
+            where = error.filename or paths.root
+            raise SlurmError(
+                f"cannot write the folder of the job, {where}: {error.strerror} (run option job_dir)"
+            ) from None
+        try:
+            app_id = commands.submit(request.command(paths.script))
+        except SlurmError:
+            shutil.rmtree(paths.root, ignore_errors=True)
+            raise
+        folder.remember(app_id, paths.root)
+        events.append(paths.events, "submitted", f"submitted as job {app_id}", seconds=time.time() - began)
+        return app_id
+
+    # -- looking -------------------------------------------------------------------------------------------------------
+
+    def describe(self, app_id: str) -> DescribeAppResponse | None:
+        """What is known of a job; None when there is none of this id, or it is not one of ours.
+
+        Raises:
+            SlurmError: Slurm cannot be asked.
+        """
+        app = truth.look(app_id)
+        if app is None:
+            return None
+        submitted = folder.read(app.folder.app)
+        if submitted:
+            definition = appdef.from_json(submitted["app"])
+        else:
+            components = app.components
+            roles = [Role(f"{one.name}-{at}" if at else one.name, image="") for at, one in enumerate(components)]
+            definition = AppDef(components[0].name if components else app_id, roles)
+        statuses, records = [], {}
+        for index, role in enumerate(definition.roles):
+            status, records[role.name] = truth.replicas(app, role.name, index, role.num_replicas)
+            statuses.append(status)
+        return DescribeAppResponse(
+            app_id=app_id,
+            state=app.state,
+            num_restarts=truth.restarts(app, records),
+            msg=app.msg or NONE,
+            structured_error_msg=truth.root_cause(app, records) if app.state is AppState.FAILED else NONE,
+            ui_url=f"file://{app.folder.root}",
+            metadata=definition.metadata,
+            roles_statuses=statuses,
+            roles=definition.roles,
+        )
+
+    def list(self, cfg: Mapping[str, CfgVal] | None = None) -> list[ListAppResponse]:
+        """Our apps, each once, the newest first: those of this state directory, and this user's others in Slurm.
+
+        Raises:
+            SlurmError: Slurm cannot be asked.
+        """
+        live = {job.job_id: job for job in commands.listed_jobs()}
+        known = folder.known()
+        for app_id, job in live.items():
+            noted = folder.noted(job.comment)
+            if noted is not None and not folder.is_deleted(app_id, noted):
+                known[app_id] = noted
+        ended = {app_id: end for app_id, one in known.items() if app_id not in live and (end := folder.read(one.end))}
+        recorded = commands.recorded_jobs([app_id for app_id in known if app_id not in live and app_id not in ended])
+        found = []
+        for app_id in sorted(known, key=int, reverse=True):
+            seen = live.get(app_id) or recorded.get(app_id)
+            if app_id in ended:
+                state = AppState[ended[app_id]["state"]]
+            else:
+                state = truth.known(known[app_id], [seen] if seen else []).state
+            submitted = folder.read(known[app_id].app)
+            name = submitted["app"]["name"] if submitted else seen.name if seen else ""
+            found.append(ListAppResponse(app_id, state, name=name))
+        return found
+
+    def log_iter(
+        self,
+        app_id: str,
+        role_name: str,
+        k: int = 0,
+        regex: str | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
+        should_tail: bool = False,
+        streams: Stream | None = None,
+    ) -> Iterable[str]:
+        """The lines of one replica's log; both streams unless one is named. A line's time is right to 0.1 s.
+
+        Raises:
+            ValueError: there is no such app, role or replica, or the regular expression is none.
+            SlurmError: Slurm cannot be asked.
+        """
+        app = truth.look(app_id)
+        submitted = folder.read(app.folder.app) if app else {}
+        if app is None or not submitted:
+            where = f" (its folder {app.folder.root} is not here)" if app else ""
+            raise ValueError(f"there is no app {app_id!r} of this scheduler{where}")
+        sizes = {role.name: role.num_replicas for role in appdef.from_json(submitted["app"]).roles}
+        if role_name not in sizes:
+            raise ValueError(f"app {app_id} has no role {role_name!r}; its roles are {', '.join(sizes)}")
+        if not 0 <= k < sizes[role_name]:
+            raise ValueError(f"role {role_name} of app {app_id} has no replica {k}; it has 0 to {sizes[role_name] - 1}")
+        found: Iterable[str] = logs.lines(
+            app.folder.replica_logs(role_name, k),
+            (streams or Stream.COMBINED).value,
+            since=since,
+            until=until,
+            ended=lambda: self._has_ended(app_id),
+            follow=should_tail and not app.terminal,
+        )
+        if regex:
+            try:
+                found = filter_regex(regex, found)
+            except re.error as e:
+                raise ValueError(f"{regex!r} is no regular expression: {e}") from e
+        return found
+
+    def events_path(self, app_id: str) -> Path:
+        """The app's events file (see ``torchx_monarch.events``)."""
+        known = folder.find(app_id)
+        return Path(known.events if known else os.devnull)
+
+    def wait_terminal(self, app_id: str, timeout: float) -> bool:
+        """Wait until the app has ended, for at most ``timeout`` seconds; whether it has (or does not exist)."""
+        deadline = time.monotonic() + timeout
+        while not self._has_ended(app_id):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL)
+        return True
+
+    def _has_ended(self, app_id: str) -> bool:
+        """Whether an app has ended, for those who ask often: Slurm is asked seldom, or when the job says so."""
+        now = time.monotonic()
+        known = folder.find(app_id)
+        said = known is not None and "ended" in folder.read(known.job)
+        if now < self._asked.get(app_id, -_ASK_EVERY) + (_ASK_AFTER_END if said else _ASK_EVERY):
+            return False
+        self._asked[app_id] = now
+        with contextlib.suppress(SlurmError):
+            app = truth.look(app_id)
+            return app is None or app.terminal
+        return False
+
+    # -- ending --------------------------------------------------------------------------------------------------------
+
+    def stop(self, app_id: str, grace: float | None) -> None:
+        """Ask for the end of the app and return at once.
+
+        Args:
+            app_id: the job's id.
+            grace: None for the app's own; 0 kills now. (Others are not to be had from Slurm.)
+
+        Raises:
+            SlurmError: Slurm cannot be asked.
+        """
+        self._cancel_existing(app_id)
+        if grace == 0:
+            commands.run(["scancel", "--signal=KILL", app_id])
+
+    def _cancel_existing(self, app_id: str) -> None:
+        """Ask for the end of a job and return at once. Its replicas have the grace that was asked for at submission."""
+        app = truth.look(app_id)
+        if app is None or app.terminal:
+            return
+        before = folder.read(app.folder.cancel)
+        with contextlib.suppress(OSError):  # another machine's folder: Slurm knows all the same
+            if not before:
+                store.write_json(app.folder.cancel, {"time": time.time()})
+        grace = float(folder.read(app.folder.request).get("grace", 0.0))
+        overdue = bool(before) and time.time() > before["time"] + grace + _CANCEL_EXTRA
+        batch_runs = app.state is AppState.RUNNING and bool(app.record) and "ended" not in app.record
+        # To the batch step alone: Slurm's own SIGTERM would reach all processes, with a grace of its own.
+        told = ["scancel", "--batch", "--signal=USR1", app_id]
+        if not batch_runs or overdue or commands.run(told).returncode:
+            commands.checked(["scancel", app_id])
+
+    def _delete_existing(self, app_id: str) -> None:
+        """End a job if it runs, and remove its folder.
+
+        Raises:
+            SlurmError: it could not be ended.
+        """
+        app = truth.look(app_id)
+        if app is None:
+            return
+        if not app.terminal:
+            self._cancel_existing(app_id)
+            until = time.monotonic() + float(folder.read(app.folder.request).get("grace", 0.0)) + _END_EXTRA
+            while (now := truth.look(app_id)) is not None and not now.terminal:
+                if time.monotonic() > until:
+                    raise SlurmError(
+                        f"job {app_id} was told to end but still runs; its folder {app.folder.root} is kept"
+                    )
+                time.sleep(0.5)
+        folder.delete(app_id, app.folder)
+
+
+def create_scheduler(session_name: str, **kwargs: Any) -> SlurmScheduler:
+    """TorchX's factory; it asks nobody anything. Parameters meant for other schedulers are ignored."""
+    return SlurmScheduler(session_name)

@@ -1,0 +1,206 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What is known of a job: what Slurm says while it remembers, and then what the job and its watchers have written."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchx.specs import NONE, AppState, ReplicaStatus, RoleStatus
+
+from torchx_monarch import events
+from torchx_monarch.backends.local import store
+from torchx_monarch.backends.slurm import commands, states
+from torchx_monarch.backends.slurm import folder as folders
+from torchx_monarch.backends.slurm.commands import Job, SlurmError
+from torchx_monarch.backends.slurm.folder import JobFolder
+
+TERMINAL = frozenset({AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED})
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of one job.
+
+    Attributes:
+        folder: of the job; a folder of another machine's may not be there.
+        state: TorchX's.
+        msg: for a person: what it waits for, why it ended.
+        nodes: node list of each component; empty while it has none.
+        components: as Slurm has them; empty when it has forgotten the job.
+        record: what the batch step has written.
+    """
+
+    folder: JobFolder
+    state: AppState
+    msg: str
+    nodes: list[str] = field(default_factory=list)
+    components: list[Job] = field(default_factory=list)
+    record: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def terminal(self) -> bool:
+        return self.state in TERMINAL
+
+
+def look(app_id: str) -> Known | None:
+    """Find out about a job; None when there is none, or when it is not one of ours.
+
+    Raises:
+        SlurmError: Slurm cannot be asked.
+    """
+    if not app_id.isdigit():
+        return None
+    folder = folders.find(app_id)
+    end = folders.read(folder.end) if folder else {}
+    try:
+        components = [job for job in commands.live_job(app_id) if job.leader == app_id]
+    except SlurmError:
+        if not end:
+            raise
+        components = []  # what has ended is known without Slurm
+    if components:
+        # Ids begin anew one day, and home directories are shared between clusters: Slurm's own note counts.
+        folder = folders.noted(components[0].comment) or folder
+        return known(folder, components) if folder and not folders.is_deleted(app_id, folder) else None
+    if folder is None:
+        return None
+    if end:
+        return Known(folder, AppState[end["state"]], end["msg"], end.get("nodes", []), record=folders.read(folder.job))
+    recorded = commands.recorded_jobs([app_id]).get(app_id)
+    return known(folder, [recorded] if recorded else [])
+
+
+def known(folder: JobFolder, components: list[Job]) -> Known:
+    """Put together what Slurm says and what the job's folder holds; an end is noted there for when Slurm has forgotten.
+
+    Args:
+        folder: the job's.
+        components: as Slurm has them; empty when it has forgotten the job.
+    """
+    record = folders.read(folder.job)
+    cancelled = os.path.exists(folder.cancel)
+    job = components[0] if components else None
+    state, msg = decide(job, record, cancelled)
+    if state is AppState.FAILED and not record and os.path.isdir(folder.root):
+        msg += f"; it has left no word in {folder.root}: do all nodes see that folder (run option job_dir)?"
+    nodes = [one.nodes for one in components if one.nodes] or list(record.get("nodes", ()))
+    found = Known(folder, state, msg, nodes, components, record)
+    if found.terminal and states.word(job.state if job else "") != "COMPLETING" and os.path.isdir(folder.root):
+        end = {"state": state.name, "msg": msg, "nodes": nodes}
+        if folders.read(folder.end) == end:
+            return found
+        with contextlib.suppress(OSError):  # another user's job, or a full disk: Slurm is asked again the next time
+            store.write_json(folder.end, end)
+    return found
+
+
+def decide(job: Job | None, record: Mapping[str, Any], cancelled: bool) -> tuple[AppState, str]:
+    """The state of a job, and a word on it.
+
+    Args:
+        job: Slurm's word; None when it has forgotten the job.
+        record: the batch step's.
+        cancelled: whether its end was asked for through us.
+    """
+    ours = AppState[record["state"]] if "state" in record else None
+    said = str(record.get("msg", ""))
+    if job is None:
+        if ours is not None:
+            return ours, said
+        if cancelled:
+            return AppState.CANCELLED, "cancelled"
+        if record:
+            return AppState.FAILED, "Slurm has forgotten the job, and it was killed before it could say how it ended"
+        return AppState.CANCELLED, "Slurm has forgotten the job, which had not started: scancel, or a start that failed"
+    state = states.app_state(job.state)
+    if state is AppState.RUNNING and ours is not None and not record.get("outside"):
+        return ours, said  # the nodes are being cleaned up, or the database lags behind
+    reason = states.explanation(job.state, job.reason)
+    if cancelled and (state is AppState.CANCELLED or state is AppState.FAILED and ours is not AppState.FAILED):
+        return AppState.CANCELLED, "cancelled"
+    if state is not AppState.FAILED:
+        return state, reason
+    if states.word(job.state) != "FAILED":
+        return state, reason
+    return state, said or commands_code(job.exit_code)
+
+
+def commands_code(code: int) -> str:
+    """An exit code of the batch script in words."""
+    return f"the job's script was killed by signal {-code}" if code < 0 else f"the job's script exited with code {code}"
+
+
+def replicas(app: Known, role: str, index: int, count: int) -> tuple[RoleStatus, list[dict[str, Any]]]:
+    """The replicas of one role, and their records.
+
+    Args:
+        app: its job.
+        role: its name.
+        index: which component it is.
+        count: how many replicas it has.
+    """
+    hosts = commands.hostnames(app.nodes[index]) if index < len(app.nodes) else []
+    now = app.record.get("role_restarts", {}).get(role, 0)
+    found, records = [], []
+    for replica in range(count):
+        record = folders.read(app.folder.record(role, replica))
+        stale = bool(record) and record.get("job_restart") != now
+        state = _replica_state(app, record, stale)
+        hostname = record.get("hostname", "") if not stale or app.terminal else ""
+        error = record.get("error") if state in TERMINAL else None
+        found.append(
+            ReplicaStatus(
+                id=replica,
+                state=state,
+                role=role,
+                hostname=hostname or (hosts[replica] if replica < len(hosts) else ""),
+                structured_error_msg=error or NONE,
+            )
+        )
+        records.append(record)
+    return RoleStatus(role, found), records
+
+
+def _replica_state(app: Known, record: Mapping[str, Any], stale: bool) -> AppState:
+    if app.state is AppState.PENDING:
+        return AppState.PENDING
+    if app.terminal:
+        state = AppState[record["state"]] if record else app.state
+        return state if state in TERMINAL else app.state
+    if not record or stale:
+        return AppState.PENDING
+    return AppState[record["state"]]
+
+
+def root_cause(app: Known, records: Mapping[str, list[dict[str, Any]]]) -> str:
+    """The error that decided the end, as JSON text: of the first replica to fail in the role that failed."""
+    failed = [
+        one
+        for role, ones in records.items()
+        if role == app.record.get("role", role)
+        for one in ones
+        if one.get("state") == AppState.FAILED.name and one.get("error")
+    ]
+    # What an error file has said tells more than an exit code.
+    failed.sort(
+        key=lambda one: (not isinstance(json.loads(one["error"]).get("message"), dict), one.get("ended") or 0.0)
+    )
+    return str(failed[0]["error"]) if failed else NONE
+
+
+def restarts(app: Known, records: Mapping[str, list[dict[str, Any]]]) -> int:
+    """How often the job, a role, a replica or the ranks were started again."""
+    now = int(app.record.get("restarts", 0))
+    if app.components:
+        now = max(now, app.components[0].restarts)
+    replaced: int = sum(
+        max(0, one.get("restarts", 0) - one.get("job_restart", 0)) for ones in records.values() for one in ones
+    )
+    happened, _ = events.read(app.folder.events)
+    return now + replaced + len([event for event in happened if event.get("kind") == "rank_restart"])

@@ -1,0 +1,19 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The environment variables through which a backend talks to the host processes that it starts.
+
+Ranks do not get them, and an app that is submitted from within another one's replica does not inherit them.
+"""
+
+FOR_HOSTS = (
+    "MONARCH_RENDEZVOUS",
+    "MONARCH_CREDENTIALS",
+    "MONARCH_RUN_DIR",
+    "MONARCH_EVENTS",
+    "MONARCH_LOG_DIR",
+    "MONARCH_RESTART",
+    "MONARCH_STOP_FILE",
+    "MONARCH_REPLICA0_HOST",
+)
+"""Where hosts meet and by what credentials; where sockets, events and logs go; how often it was started again; the file that
+announces a stop; the name of replica 0."""
