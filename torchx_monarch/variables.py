@@ -15,5 +15,5 @@ FOR_HOSTS = (
     "MONARCH_STOP_FILE",
     "MONARCH_REPLICA0_HOST",
 )
-"""Where hosts meet and by what credentials; where sockets, events and logs go; how often it was started again; the file that
-announces a stop; the name of replica 0."""
+"""Where hosts meet and by what credentials; where sockets, events and logs go; how often it was started again; the file
+that announces a stop; the name of replica 0."""
