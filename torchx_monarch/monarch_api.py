@@ -81,8 +81,10 @@ def start_worker(
 
 
 def host_without_agent(error: BaseException) -> int | None:
-    """Which host's agent did not start, by its place in the mesh, where an error of ``AgentMesh`` says so."""
+    """Which host's agent did not start or has died: its place in the mesh, where an error of ``AgentMesh`` says so."""
     text = str(error)
+    if found := re.search(r"\{'hosts': (\d+)/\d+[^}]*\}> and all its descendants have failed", text):
+        return int(found[1])
     if found := re.search(r"error creating proc \(host rank (\d+)\)", text):
         return int(found[1])
     # "error spawning actor mesh: statuses: Timeout(30.05s)=0..1;Running=1..3": names of states, and ranges of hosts.

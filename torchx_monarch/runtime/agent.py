@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from typing import Any
 
 from monarch.actor import Actor, concurrent_endpoint
@@ -34,6 +35,9 @@ class Agent(Actor):  # type: ignore[misc]
     def __init__(self) -> None:
         # Slurm and terminals signal all processes of a job. The host heeds that; without its agent it could do nothing.
         processes.ignore_signals(_FOR_THE_HOST)
+        # At once: by the end of this connection the host learns of our death.
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(os.environ[SOCKET_VARIABLE])
         self._link: asyncio.Future[LinkClient] | None = None
 
     @concurrent_endpoint  # type: ignore[untyped-decorator]
@@ -44,5 +48,5 @@ class Agent(Actor):  # type: ignore[misc]
             LinkError: the host could not.
         """
         if self._link is None:
-            self._link = asyncio.ensure_future(LinkClient.connect(os.environ[SOCKET_VARIABLE]))
+            self._link = asyncio.ensure_future(LinkClient.over(self._socket))
         return await (await self._link).request(op, args)

@@ -19,7 +19,7 @@ from torchx_monarch.runtime import retry
 from torchx_monarch.runtime.elastic import Gathering, Sizes, TooFewHosts
 from torchx_monarch.runtime.environment import World
 from torchx_monarch.runtime.network import NetworkError
-from torchx_monarch.runtime.rendezvous import JOINED, PREEMPTED, Registration, Rendezvous, Trouble, joined
+from torchx_monarch.runtime.rendezvous import JOINED, PREEMPTED, Registration, Rendezvous, Trouble, agent_lost, joined
 from torchx_monarch.runtime.report import Reporter
 
 if TYPE_CHECKING:
@@ -104,6 +104,7 @@ class Controller:
         self._threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="monarch-call")
         self._mesh: AgentMesh | None = None
         self._meshes = 0
+        self._hosts: list[Registration] = []
         self._members: set[int] = set()
         self._attempt_number = 0
         self._launched = -1
@@ -207,6 +208,7 @@ class Controller:
             reason = f"the mesh could not be formed: {why}; see {self._options.monarch_log}"
             trouble = Trouble(0, Verdict(1, reason, replica=-1 if place is None else place))
             raise _TroubleCame(await self._trouble_behind(trouble)) from error
+        self._hosts = hosts
         self._members = {host.replica for host in hosts}
         self._reporter.phase("mesh", "mesh")
 
@@ -302,7 +304,10 @@ class Controller:
         except _TroubleCame:
             raise
         except Exception as error:
-            raise _TroubleCame(Trouble(replica, Verdict(1, f"host {replica}: {_first_line(error)}"))) from None
+            trouble = self._agent_lost(error)
+            raise _TroubleCame(
+                trouble or Trouble(replica, Verdict(1, f"host {replica}: {_first_line(error)}"))
+            ) from None
 
     async def _each_host(self, op: str, args: dict[str, Any], hosts: Iterable[Registration]) -> Any:
         """Call every agent; yields the answers as they come. Trouble, an error among them, raises."""
@@ -311,8 +316,16 @@ class Controller:
         for _ in hosts:
             answer = await self._unless_trouble(answers.get())
             if isinstance(answer, Exception):
-                raise _TroubleCame(await self._trouble_behind(Trouble(0, Verdict(1, _first_line(answer)))))
+                trouble = self._agent_lost(answer) or Trouble(0, Verdict(1, _first_line(answer)))
+                raise _TroubleCame(await self._trouble_behind(trouble))
             yield answer
+
+    def _agent_lost(self, error: Exception) -> Trouble | None:
+        """The trouble of a host whose agent has died before it was in touch with its host, which then says nothing."""
+        from torchx_monarch.monarch_api import host_without_agent
+
+        place = host_without_agent(error)
+        return agent_lost(self._hosts[place]) if place is not None else None
 
     async def _trouble_behind(self, trouble: Trouble, within: float | None = None) -> Trouble:
         """What a host says of itself, which is better than what Monarch says of it, if some seconds later."""

@@ -87,9 +87,9 @@ class LinkClient:
         self._listener = asyncio.ensure_future(self._listen())
 
     @classmethod
-    async def connect(cls, path: str) -> LinkClient:
-        """Connect to the host's socket file."""
-        return cls(*await asyncio.open_unix_connection(path, limit=protocol.MAX_LINE))
+    async def over(cls, connection: socket.socket) -> LinkClient:
+        """The end of a connection to the host's socket file."""
+        return cls(*await asyncio.open_unix_connection(sock=connection, limit=protocol.MAX_LINE))
 
     async def request(self, op: str, args: dict[str, Any]) -> Any:
         """Ask the host to do something.
