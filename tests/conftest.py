@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -17,6 +18,13 @@ _MARK = "TORCHX_MONARCH_TEST"
 
 _GONE_WITHIN = 5.0
 """Seconds that processes of a test have to go after its end: a supervisor removes its folder last of all."""
+
+
+# Whoever starts the tests in the background, or with nohup, has these ignored, and what is ignored stays so in every
+# process that a test starts.
+for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 
 
 def marked_processes(mark: str) -> dict[int, str]:

@@ -40,7 +40,7 @@ from torchx_monarch.runtime.report import Reporter
 from torchx_monarch.runtime.strays import reap_orphans
 from torchx_monarch.runtime.transport import Address
 from torchx_monarch.runtime.watchdog import ENABLED, FILE
-from torchx_monarch.runtime.wires import Wires
+from torchx_monarch.runtime.wires import Wires, run_folder
 
 _HOST_EXIT_TIMEOUT = 5.0
 """Seconds that replica 0 waits for the other hosts to go before it goes itself."""
@@ -67,7 +67,7 @@ class HostProcess:
         # Monarch and its processes print to what is left as 1 and 2, which becomes a file of its own.
         self._stdout, self._stderr = os.dup(1), os.dup(2)
         self._log_dir = self._environ.get("MONARCH_LOG_DIR") or tempfile.mkdtemp(prefix="torchx-monarch-")
-        self._run_dir = self._environ.get("MONARCH_RUN_DIR") or tempfile.mkdtemp(prefix="tm-")
+        self._run_dir = self._environ.get("MONARCH_RUN_DIR") or run_folder()
         self._log_dir = os.path.abspath(self._log_dir)
         self._monarch_log = os.path.join(self._log_dir, "monarch.log")
         events_path = self._environ.get("MONARCH_EVENTS") if options.replica == 0 else None
