@@ -253,6 +253,11 @@ def test_a_preempted_job_is_started_again(
 def test_a_job_whose_folder_is_removed_is_stopped(script: Callable[[str], str], eventually: Eventually) -> None:
     job = Job(script(CLEANS_UP))
     eventually(lambda: job.text().count("]:pid") == 4, "the ranks")
-    shutil.rmtree(job.paths.root)
+
+    def is_removed() -> bool:
+        shutil.rmtree(job.paths.root, ignore_errors=True)  # where the job makes a file meanwhile, once more
+        return not os.path.exists(job.paths.root)
+
+    eventually(is_removed, "the end of the folder")
     eventually(lambda: not processes.marked(job.marker), "the end of all its processes", seconds=30)
     assert not os.path.exists(job.paths.root)

@@ -103,6 +103,4 @@ def submitter_env(environ: Mapping[str, str], job: str) -> dict[str, str]:
     An app may be submitted from within another one's replica: what names that other app is left out.
     """
     theirs = {*FOR_HOSTS, "TORCHELASTIC_ERROR_FILE"}
-    kept = {name: value for name, value in environ.items() if name not in theirs}
-    # The first is TorchX's own habit (LocalScheduler): the lines of a Python program are logged as they are printed.
-    return {"PYTHONUNBUFFERED": "x", **kept, "MONARCH_JOB": job}
+    return {**{name: value for name, value in environ.items() if name not in theirs}, "MONARCH_JOB": job}
