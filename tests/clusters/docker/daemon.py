@@ -42,14 +42,23 @@ def missing() -> str:
     """Why there can be no daemon here; empty when there can. Installs it where that is possible."""
     if os.geteuid() != 0:
         return "a Docker daemon of our own needs root"
-    lacking = [program for program in _PROGRAMS if shutil.which(program) is None]
+    lacking = _lacking()
     if lacking and shutil.which("apt-get"):
         _install()
-        lacking = [program for program in _PROGRAMS if shutil.which(program) is None]
+        lacking = _lacking()
     if lacking:
         return f"not installed, and could not be: {', '.join(lacking)} (Debian: {' '.join(_PACKAGES)})"
     probe = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, text=True)
     return probe.stderr.strip()
+
+
+def _path() -> str:
+    """PATH, and where Debian has what only root uses, which not every PATH names."""
+    return f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
+
+
+def _lacking() -> list[str]:
+    return [program for program in _PROGRAMS if shutil.which(program, path=_path()) is None]
 
 
 def _install() -> None:
@@ -58,7 +67,7 @@ def _install() -> None:
     if policy:
         _POLICY.write_text("#!/bin/sh\nexit 101\n")
         _POLICY.chmod(0o755)
-    environ = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    environ = {**os.environ, "PATH": _path(), "DEBIAN_FRONTEND": "noninteractive"}
     install = [
         "apt-get",
         "install",
@@ -106,7 +115,13 @@ class Daemon:
             *("--propagation", "private", "--"),
         ]
         with open(self.folder / "log", "wb") as log:
-            self._process = subprocess.Popen([*namespaces, *dockerd], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self._process = subprocess.Popen(
+                [*namespaces, *dockerd],
+                env={**os.environ, "PATH": _path()},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
         try:
             self._wait()
             self.image = self._import_image()
