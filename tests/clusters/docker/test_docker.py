@@ -89,7 +89,18 @@ def test_trains_on_real_digits(apps: Apps) -> None:
         f"type=bind,src={each.src_path},dst={each.dst_path}{',readonly' if each.read_only else ''}"
         for each in apps.daemon.mounts(apps.folder)
     ]
-    component = ["monarch.spmd", "-j", "2x2", "--image", apps.daemon.image, "--mounts", ",".join(mounts)]
+    # Enough for a torch that is built for GPUs.
+    component = [
+        "monarch.spmd",
+        "-j",
+        "2x2",
+        "--memMB",
+        "6000",
+        "--image",
+        apps.daemon.image,
+        "--mounts",
+        ",".join(mounts),
+    ]
     words = ["run", "-s", NAME, "--workspace", "", *component, str(ROOT / "examples" / "digits.py"), *train]
     handle = apps.adopt(apps.torchx(*words).split()[-1])
     status = apps.wait(handle, 200)
@@ -208,9 +219,22 @@ def test_a_failing_rank_is_the_cause(apps: Apps) -> None:
 
 
 def test_roles_are_worlds_and_the_first_decides(apps: Apps) -> None:
-    path = apps.program(SAYS)
+    # The main role goes on until both ranks of the other have printed: its end is theirs.
+    path = apps.program(
+        SAYS
+        + f"""
+    import glob, time
+    said = {str(apps.folder / "said")!r}
+    if sys.argv[1:] == ["says"]:
+        open(said + os.environ["RANK"], "w").close()
+        time.sleep(1000)
+    while len(glob.glob(said + "?")) < 2:
+        time.sleep(0.1)
+    time.sleep(0.5)
+    """
+    )
     main = apps.torchrun(path, name="main", nproc=1)
-    other = apps.torchrun(path, name="other_one", nproc=1)
+    other = apps.torchrun(path, "says", name="other_one", nproc=1)
     reader = apps.role("sh", "-c", "echo up; sleep 1000", name="reader")
     handle = apps.run(main, other, reader)
     assert apps.wait(handle).state is AppState.SUCCEEDED
