@@ -84,6 +84,7 @@ class Interpreter:
         self.ended_at = 0.0
         self.drained = asyncio.Event()
         self._asking = asyncio.Lock()
+        self._prepared: asyncio.Future[dict[str, Any] | None] | None = None
         self._tasks: list[asyncio.Task[Any]] = []  # held, or the loop might drop them
         self._binding: asyncio.Task[dict[str, Any] | None] | None = None
         self._watch()
@@ -91,7 +92,7 @@ class Interpreter:
     def prepare(self, mode: str, target: str, modules: Sequence[str]) -> None:
         """Have it set itself up for a program and import modules; later orders wait for that."""
         order = {"op": "prepare", "mode": mode, "target": target, "modules": list(modules)}
-        self._tasks.append(asyncio.ensure_future(self.ask(order)))
+        self._prepared = asyncio.ensure_future(self._ask(order))
 
     def bind(self, mode: str, gpu: int) -> None:
         """Have it run on the CPUs near a GPU alone (``--numa-binding``); ``binding_error`` says how that went."""
@@ -106,6 +107,12 @@ class Interpreter:
 
     async def ask(self, order: Mapping[str, Any], passed: Sequence[int] = ()) -> dict[str, Any] | None:
         """Send an order, descriptors with it, and wait for its answer; None when the interpreter has ended instead."""
+        if self._prepared is not None:
+            # It was the first order, and must be the first to go: a store is forked from what has been imported.
+            await asyncio.shield(self._prepared)
+        return await self._ask(order, passed)
+
+    async def _ask(self, order: Mapping[str, Any], passed: Sequence[int] = ()) -> dict[str, Any] | None:
         loop = asyncio.get_running_loop()
         buffer = b""
         async with self._asking:
