@@ -39,6 +39,12 @@ SLEEPS_AT_FIRST = """
 """
 
 
+@pytest.mark.scenario("status and log long after, elsewhere")
+@pytest.mark.scenario("describe gives the original app")
+@pytest.mark.scenario("list once each")
+@pytest.mark.scenario("delete leaves nothing")
+@pytest.mark.scenario("environment arrives whole")
+@pytest.mark.scenario("log follow, since, until")
 def test_succeeds_and_is_known_from_anywhere(apps: Apps, daemon: Daemon) -> None:
     before = datetime.now(timezone.utc)
     role = apps.torchrun(apps.program(SAYS), resource=Resource(cpu=1, gpu=0, memMB=512), env={"WORD": "a,b\n'c'"})
@@ -81,6 +87,7 @@ def test_succeeds_and_is_known_from_anywhere(apps: Apps, daemon: Daemon) -> None
     assert not client.exists()
 
 
+@pytest.mark.scenario("two hosts, digits")
 @pytest.mark.timeout(300)
 def test_trains_on_real_digits(apps: Apps) -> None:
     """By the command that a person types."""
@@ -110,6 +117,7 @@ def test_trains_on_real_digits(apps: Apps) -> None:
     assert "4 ranks on" in log
 
 
+@pytest.mark.scenario("lost host replaced")
 @pytest.mark.parametrize("lost", [1, 0])
 def test_the_job_goes_on_when_a_container_is_killed(
     apps: Apps, daemon: Daemon, eventually: Eventually, lost: int
@@ -127,6 +135,7 @@ def test_the_job_goes_on_when_a_container_is_killed(
     assert apps.log(handle).count("attempt 1") == 4, apps.log(handle)
 
 
+@pytest.mark.scenario("retries")
 @pytest.mark.parametrize("lost", [1, 0])
 def test_the_job_begins_again_when_a_container_is_killed(
     apps: Apps, daemon: Daemon, eventually: Eventually, lost: int
@@ -147,6 +156,7 @@ def test_the_job_begins_again_when_a_container_is_killed(
     assert {"attempt_0", "attempt_1"} <= apps.files(handle, 0, folder)
 
 
+@pytest.mark.scenario("cancel while running")
 def test_cancel_is_quick_and_stays_known(apps: Apps, eventually: Eventually) -> None:
     # As process 1 these shells would ignore SIGTERM and be killed after the grace.
     role = apps.torchrun(apps.program(SLEEPS_AT_FIRST))
@@ -166,6 +176,7 @@ def test_cancel_is_quick_and_stays_known(apps: Apps, eventually: Eventually) -> 
     assert apps.status(handle).state is AppState.CANCELLED
 
 
+@pytest.mark.scenario("cancel while pending")
 def test_cancel_while_a_container_waits_for_its_next_start(apps: Apps, eventually: Eventually) -> None:
     handle = apps.run(apps.role("sh", "-c", "exit 3", max_retries=50))
     eventually(lambda: apps.status(handle).state is AppState.PENDING, "the wait between two starts")
@@ -175,6 +186,8 @@ def test_cancel_while_a_container_waits_for_its_next_start(apps: Apps, eventuall
     assert apps.status(handle).state is AppState.CANCELLED
 
 
+@pytest.mark.scenario("log follow, since, until")
+@pytest.mark.scenario("retries")
 def test_follows_a_log_through_restarts_to_the_end(apps: Apps) -> None:
     handle = apps.run(apps.role("sh", "-c", "echo start; sleep 0.5; exit 3", max_retries=2))
     assert apps.lines(handle, should_tail=True) == ["start\n"] * 3
@@ -199,6 +212,7 @@ def test_a_workspace_is_in_the_image(apps: Apps) -> None:
     assert apps.lines(handle) == ["from the workspace\n"]
 
 
+@pytest.mark.scenario("root cause in status")
 def test_a_failing_rank_is_the_cause(apps: Apps) -> None:
     path = apps.program("""
         import os, time
