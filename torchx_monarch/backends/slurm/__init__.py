@@ -10,6 +10,7 @@
     commands    Slurm's commands: sbatch, scontrol, squeue, sacct, scancel
     states      what Slurm's states mean
     truth       what is known of a job: from Slurm, and from what the job has written itself
+    prune       which folders of old jobs are removed
     start       the file that the interpreters of the two below are started with
     job         the batch step: runs a step for each role, retries, stops, records
     task        one node's task: the replica, its logs, its record

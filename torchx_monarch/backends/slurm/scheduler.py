@@ -25,7 +25,7 @@ from torchx.workspace.dir_workspace import DirWorkspaceMixin
 
 from torchx_monarch import events
 from torchx_monarch.backends.local import appdef, logs, store
-from torchx_monarch.backends.slurm import commands, folder, render, truth
+from torchx_monarch.backends.slurm import commands, folder, prune, render, truth
 from torchx_monarch.backends.slurm.commands import SlurmError
 from torchx_monarch.backends.slurm.folder import JobFolder
 from torchx_monarch.backends.slurm.options import SlurmOpts
@@ -108,6 +108,8 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
             raise
         folder.remember(app_id, paths.root)
         events.append(paths.events, "submitted", f"submitted as job {app_id}", seconds=time.time() - began)
+        with contextlib.suppress(OSError):
+            prune.prune()
         return app_id
 
     # -- looking -------------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import select
 import selectors
-import shutil
 import signal
 import sys
 import time
@@ -29,7 +28,14 @@ from torchx_monarch.backends.local.request import ReplicaRequest
 from torchx_monarch.backends.local.request import RoleRequest as LocalRole
 from torchx_monarch.backends.local.status import ReplicaRecord
 from torchx_monarch.backends.slurm.folder import JobFolder
-from torchx_monarch.backends.slurm.request import RoleRequest, SlurmRequest
+from torchx_monarch.backends.slurm.request import (
+    RANK0_HOST,
+    RoleRequest,
+    SlurmRequest,
+    first_node,
+    nodes_variable,
+    replica0_variable,
+)
 
 _KILL_EXTRA = 5.0
 """Seconds beyond the grace: a host kills its ranks itself when the grace is over."""
@@ -71,8 +77,13 @@ class Task:
         self._record_path = paths.record(role.name, replica)
         self._run_dir = _run_dir()
         self._job = f"slurm:{app_id}:{os.path.basename(paths.root)}"
+        # Where the replicas 0 are; the lists are no program's business.
+        nodes = [os.environ.pop(nodes_variable(index)) for index in range(len(request.roles))]
+        first = {replica0_variable(index): first_node(each) for index, each in enumerate(nodes)}
         environ = {
             **os.environ,
+            **first,
+            RANK0_HOST: first[replica0_variable(0)],
             **env,
             processes.MARKER: self._job,
             "MONARCH_LOG_DIR": log_dir,
@@ -159,6 +170,8 @@ class Task:
             self._replica.logs.say(f"these processes could not be killed: {', '.join(map(str, left))}")
         self._replica.close_pipes()
         self._replica.logs.close()
+        import shutil  # at the start there is no time to lose
+
         shutil.rmtree(self._run_dir, ignore_errors=True)
         self._write()
         assert self._replica.record.exit_code is not None
