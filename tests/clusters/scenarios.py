@@ -38,9 +38,7 @@ WIRES = {
 
 REASONS: dict[str, dict[str, str]] = {
     "local": {},
-    "docker": {
-        "preemption": "a Docker daemon takes no machine away; a `docker stop` from outside is an end",
-    },
+    "docker": {},
     "slurm": {},
     "kubernetes": {},
     "aws_batch": {},

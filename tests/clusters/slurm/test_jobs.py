@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 from torchx.schedulers.api import Stream
-from torchx.specs import AppState, RetryPolicy
+from torchx.specs import AppState, InvalidRunConfigException, RetryPolicy
 from torchx.specs.finder import ComponentValidationException
 
-from tests.clusters.slurm.apps import Apps, sh, spmd
+from tests.clusters.slurm.apps import NAME, Apps, sh, spmd
 from tests.clusters.slurm.cluster import SlurmCluster
 
 # The first test brings the cluster up, and may have to install it.
@@ -75,7 +75,7 @@ def test_two_hosts_meet_over_tls_and_everything_is_known_after_the_end(apps: App
     assert "weird" not in apps.log(handle, 0, streams=Stream.STDOUT)
     assert "rank 0 of 4" not in apps.log(handle, 0, streams=Stream.STDERR)
     assert "rank 0 of 4" in apps.log(handle, 0, regex="^.*rank 0")
-    assert apps.log(handle, 0, since=datetime.now()) == ""
+    assert apps.log(handle, 0, since=datetime.now()) == apps.log(handle, 0, until=began) == ""
     assert "rank 0 of 4" in apps.log(handle, 0, since=began - timedelta(seconds=1))
     root = Path(apps.paths(handle).root)
     assert root.stat().st_mode & 0o77 == 0
@@ -145,9 +145,12 @@ def test_cancel_gives_the_ranks_their_grace(apps: Apps) -> None:
         assert apps.log(handle, replica).count("saved") == 2
     app_id = handle.rpartition("/")[2]
     apps.until(lambda: apps.slurm_state(app_id) == "CANCELLED", "Slurm's word", handle)
+    root = Path(apps.paths(handle).root)
     apps.runner.delete(handle)
     assert apps.runner.status(handle) is None
     assert apps.listed() == []
+    assert not root.exists()
+    assert not list(Path(os.environ["TMPDIR"]).iterdir())
 
 
 def test_scancel_gives_them_slurms(apps: Apps) -> None:
@@ -247,11 +250,38 @@ def test_command_line_waits_shows_and_cancels(apps: Apps) -> None:
     assert "cancelling monarch_slurm://torchx/" in rest
 
 
+@pytest.mark.scenario("bad options named")
 def test_refused_job_leaves_nothing(apps: Apps) -> None:
+    with pytest.raises(InvalidRunConfigException, match="(?s)partitoin.*partition"):
+        apps.run(sh("true"), partitoin="main")
     with pytest.raises(ComponentValidationException, match="invalid partition"):
         apps.run(sh("true"), partition="nosuch")
     state = Path(os.environ["MONARCH_STATE_DIR"], "slurm")
     assert not [path for path in state.rglob("*") if path.is_file()]
+
+
+@pytest.mark.scenario("missing tool says what to install")
+def test_a_machine_without_slurms_commands(apps: Apps, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as without:
+        without.setenv("PATH", "/nonexistent")
+        for ask in (lambda: apps.run(sh("true")), lambda: apps.runner.list(NAME)):
+            with pytest.raises(ComponentValidationException, match="is not on the PATH.*Debian: slurm-client"):
+                ask()
+
+
+def test_an_app_of_500_replicas(apps: Apps) -> None:
+    handle = apps.run(sh("sleep ${replica_id}", replicas=500), name="many", partition="away")
+    status = apps.status(handle)
+    assert status.state is AppState.PENDING
+    assert [replica.id for replica in status.roles[0].replicas] == list(range(500))
+    assert {replica.state for replica in status.roles[0].replicas} == {AppState.PENDING}
+    assert apps.listed() == [("many", AppState.PENDING)]
+    assert apps.fresh(handle, "print(runner.describe(handle).roles[0].num_replicas)") == "500\n"
+    assert apps.log(handle, 499, "r") == ""
+    apps.runner.cancel(handle)
+    apps.wait(handle, AppState.CANCELLED)
+    apps.runner.delete(handle)
+    assert apps.listed() == []
 
 
 def test_workspace_and_job_dir(apps: Apps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
