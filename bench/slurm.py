@@ -6,9 +6,10 @@ A cluster of our own, each node a namespace of this machine, comes up first; all
 this machine's processors, so whatever a task does at its start is done four times. The variants, in alternating order,
 each on idle nodes:
 
-    bare    ``sbatch`` of a script with one line, ``srun PYTHON begun.py``, and the same nodes, CPUs and memory
-    ours    the same program as a role of an app, by a ``Runner`` that is there already (as ``sbatch`` is)
-    hosts   a torchrun role by the same Runner: Monarch hosts
+    bare    ``sbatch`` of a script with one line, ``srun env PYTHON begun.py``, with the same nodes, CPUs and memory
+    ours    the same command as a role of an app, by a ``Runner`` that is there already, as ``sbatch`` is (with ``env``,
+            for a role whose program is Python's runs on Monarch hosts)
+    hosts   a torchrun role by the same Runner, on Monarch hosts
 
 What the columns say, in seconds from the call that submits, medians with least and greatest:
 
@@ -112,15 +113,18 @@ class Bench:
         script = out / "job.sh"
         script.write_text(
             f"#!/bin/sh\nexec srun --nodes={NODES} --ntasks={NODES} --ntasks-per-node=1 --cpus-per-task=1 "
-            f"--mem={MEMORY} {sys.executable} {self._program} {out}\n"
+            f"--mem={MEMORY} {' '.join(self._command(out))}\n"
         )
         shape = [f"--nodes={NODES}", "--ntasks-per-node=1", "--cpus-per-task=1", f"--mem={MEMORY}"]
         return self._cluster.run("sbatch", "--parsable", f"--output={out}/log", *shape, str(script)).strip()
 
+    def _command(self, out: Path) -> list[str]:
+        return ["env", sys.executable, str(self._program), str(out)]
+
     def _ours(self, out: Path, hosts: bool) -> str:
-        words = ["--nnodes", str(NODES), "--nproc-per-node", "1", str(self._program), str(out)]
-        command = ("torchrun", words) if hosts else (sys.executable, [str(self._program), str(out)])
-        role = Role("r", "", entrypoint=command[0], args=command[1], num_replicas=NODES)
+        ranks = ["torchrun", "--nnodes", str(NODES), "--nproc-per-node", "1", str(self._program), str(out)]
+        command = ranks if hosts else self._command(out)
+        role = Role("r", "", entrypoint=command[0], args=command[1:], num_replicas=NODES)
         role.resource = Resource(cpu=1, gpu=0, memMB=MEMORY)
         cfg = {"preload": "none", "grace": 5}
         handle: str = self._runner.run(AppDef("bench", [role]), NAME, cfg=cfg)
@@ -141,6 +145,9 @@ class Bench:
         return time.time()
 
     def _is_idle(self) -> bool:
+        # A node may be called idle while a job on it is being cancelled.
+        if self._cluster.run("squeue", "--noheader").strip():
+            return False
         return len(self._cluster.run("sinfo", "-h", "-N", "-p", "main", "-t", "idle", "-o", "%N").split()) == NODES
 
     def _wait(self, what: str, condition: Callable[[], bool], every: float = 0.05) -> None:
