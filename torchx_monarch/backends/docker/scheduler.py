@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import sys
 import threading
 import time
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import docker
 from docker.errors import APIError, DockerException, NotFound
-from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream, filter_regex
+from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream
 from torchx.schedulers.docker_scheduler import (
     LABEL_APP_ID,
     DockerJob,
@@ -48,6 +47,8 @@ from torchx_monarch.backends import blob
 from torchx_monarch.backends.docker import facts, logs, network, reports, request
 from torchx_monarch.backends.docker.facts import Replica, Standing
 from torchx_monarch.backends.docker.together import together
+from torchx_monarch.backends.options import run_options
+from torchx_monarch.backends.roles import check_replica, matching
 
 if TYPE_CHECKING:
     from docker import DockerClient
@@ -135,8 +136,8 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
             self._client = None
 
     def _run_opts(self) -> runopts:
-        options = DockerOpts.as_runopts()
-        options.update(Opts.as_runopts())  # of inherited fields TorchX finds no help
+        options = run_options(DockerOpts)
+        options.update(run_options(Opts))  # of inherited fields TorchX finds no help
         return options
 
     # -- submitting ----------------------------------------------------------------------------------------------------
@@ -303,17 +304,14 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         if found is None:
             raise ValueError(f"there is no app {app_id!r} with this Docker daemon")
         sizes = {replicas[0].role: len(replicas) for replicas in found.roles}
-        if role_name not in sizes:
-            raise ValueError(f"app {app_id} has no role {role_name!r}; its roles are {', '.join(sizes)}")
+        check_replica(app_id, sizes, role_name, k)
         everyone = [(replica.role, replica.id) for replica in found.replicas]
-        if (role_name, k) not in everyone:
-            raise ValueError(f"role {role_name} of app {app_id} has no replica {k}; it has 0 to {sizes[role_name] - 1}")
 
         def ended() -> bool:
             now = self._find(app_id)
             return now is None or now.standing.state in _ENDED
 
-        lines: Iterable[str] = logs.lines(
+        lines = logs.lines(
             found.containers[everyone.index((role_name, k))],
             stdout=streams is not Stream.STDERR,
             stderr=streams is not Stream.STDOUT,
@@ -322,12 +320,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
             follow=should_tail and found.standing.state not in _ENDED,
             ended=ended,
         )
-        if regex:
-            try:
-                lines = filter_regex(regex, lines)
-            except re.error as error:
-                raise ValueError(f"{regex!r} is no regular expression: {error}") from error
-        return lines
+        return matching(lines, regex)
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
