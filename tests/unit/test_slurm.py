@@ -21,7 +21,8 @@ from torchx_monarch.backends.local import store
 from torchx_monarch.backends.network import PLACEHOLDER, NetworkBackend, with_credentials
 from torchx_monarch.backends.slurm import commands, folder, prune, states, truth
 from torchx_monarch.backends.slurm.commands import Job
-from torchx_monarch.backends.slurm.request import SlurmRequest, first_node
+from torchx_monarch.backends.slurm.macros import first_node
+from torchx_monarch.backends.slurm.request import SlurmRequest
 from torchx_monarch.backends.slurm.scheduler import create_scheduler
 from torchx_monarch.schedulers import monarch_slurm
 

@@ -289,7 +289,8 @@ class SlurmCluster:
     def restore_node(self, node: str) -> None:
         """Make it a member again."""
         self.start_node(node)
-        self.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
+        # Refused where the node has become a member by itself, when its slurmd registered.
+        self._succeeds("scontrol", "update", f"NodeName={node}", "State=RESUME")
         self._wait(
             f"{node} to be idle",
             lambda: self.run("sinfo", "-h", "-p", "main", "-n", node, "-o", "%t").strip() == "idle",

@@ -13,7 +13,9 @@
     prune       which folders of old jobs are removed
     start       the file that the interpreters of the two below are started with
     job         the batch step: runs a step for each role, retries, stops, records
+    begin       how a task begins: the replica's process, before what looks after it
     task        one node's task: the replica, its logs, its record
+    macros      what only a task can fill in
 
-``start``, ``job`` and ``task`` run inside the job and import the standard library only.
+``start`` and what stands below it run inside the job and import the standard library only.
 """

@@ -17,9 +17,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sys
 from typing import Any
 
 from torchx_monarch.backends.local import store
+from torchx_monarch.backends.local.folder import remove_tree
 
 MARK = "torchx-monarch:"
 """Begins the note in a job's comment that says where its folder is, and that the job is ours."""
@@ -89,12 +91,10 @@ def delete(app_id: str, folder: JobFolder) -> None:
 
 def remove(root: str) -> None:
     """Remove a job's folder; others see all of it or nothing."""
-    import shutil  # the tasks do without
-
     trash = f"{root}{TRASH}{os.getpid()}"
     with contextlib.suppress(FileNotFoundError):
         os.rename(root, trash)
-    shutil.rmtree(trash, ignore_errors=True)
+    remove_tree(trash)
 
 
 def is_deleted(app_id: str, folder: JobFolder) -> bool:
@@ -138,3 +138,11 @@ def note(folder: str, comment: str | None) -> str:
 def read(path: str) -> dict[str, Any]:
     """The JSON object in a file; empty when there is none."""
     return store.read_json(path) or {}
+
+
+def read_request(paths: JobFolder, node: str) -> dict[str, Any]:
+    """What is to be run; ends the process, with a word, on a node that does not see the folder."""
+    data = store.read_json(paths.request)
+    if data is None:
+        sys.exit(f"node {node} cannot read {paths.request}: all nodes must see that folder (run option job_dir)")
+    return data

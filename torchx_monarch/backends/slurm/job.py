@@ -21,8 +21,9 @@ from typing import Any, NoReturn
 
 from torchx_monarch import errors, events
 from torchx_monarch.backends.local import store
-from torchx_monarch.backends.slurm.folder import JobFolder
-from torchx_monarch.backends.slurm.request import SlurmRequest, nodes_variable
+from torchx_monarch.backends.slurm import macros
+from torchx_monarch.backends.slurm.folder import JobFolder, read_request
+from torchx_monarch.backends.slurm.request import SlurmRequest
 
 _COMMAND_TIMEOUT = 60.0
 _STOP_EXTRA = 15.0
@@ -60,7 +61,7 @@ class Batch:
         self._role_restarts: dict[str, int] = dict.fromkeys(self._role_retries, self._restarts)
         self._steps: dict[str, int] = dict(zip(self._role_retries, begun, strict=False))
         self._codes: dict[str, int] = {}
-        self._nodes = [os.environ[nodes_variable(index)] for index in range(len(request.roles))]
+        self._nodes = [os.environ[macros.nodes_variable(index)] for index in range(len(request.roles))]
         self._forget_stopping()
         self._state: dict[str, Any] = {
             "job_id": self._job_id,
@@ -321,11 +322,5 @@ def main(argv: list[str]) -> NoReturn:
     """Run the job of the folder that the command line names."""
     paths = JobFolder(argv[0])
     begun = [int(word) for word in argv[1:]]
-    data = store.read_json(paths.request)
-    if data is None:
-        node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
-        print(
-            f"node {node} cannot read {paths.request}: all nodes must see that folder (run option job_dir)", flush=True
-        )
-        sys.exit(1)
+    data = read_request(paths, os.environ.get("SLURMD_NODENAME") or os.uname().nodename)
     sys.exit(Batch(paths, SlurmRequest.from_json(data), begun).run())

@@ -9,15 +9,11 @@ everybody on the node, or in the accounting database, would see them.
 from __future__ import annotations
 
 import os
-import re
 import shlex
 from dataclasses import asdict, dataclass, field, replace
-from string import Template
 from typing import Any
 
-RANK0_HOST = "TORCHX_RANK0_HOST"
-"""The variable in which every replica finds the node of the first role's replica 0 (TorchX's macro rank0_env)."""
-
+from torchx_monarch.backends.slurm import macros
 
 _COMPONENTS_OWN = (
     "SLURM_CPUS_PER_TASK",
@@ -29,23 +25,6 @@ _COMPONENTS_OWN = (
     "SLURM_TRES_PER_TASK",
 )
 """What says what the first component has asked for, and would count for every other one's step."""
-
-
-def replica0_variable(role: int) -> str:
-    """The variable in which every replica finds the node of replica 0 of a role, by the role's index."""
-    return f"MONARCH_REPLICA0_{role}"
-
-
-def nodes_variable(role: int) -> str:
-    """The variable in which every task finds the node list of a role, by the role's index."""
-    return f"MONARCH_NODES_{role}"
-
-
-def first_node(nodes: str) -> str:
-    """The first name of a node list: ``n08`` of ``n[08-11,20],m1``. (To ask scontrol would delay every start.)"""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
-    assert first is not None
-    return re.sub(r"\[([^\]\-,]*)[^\]]*\]", r"\1", first[0])
 
 
 @dataclass
@@ -78,20 +57,8 @@ class RoleRequest:
     ends_together: bool = False
 
     def filled(self, app_id: str, replica: int) -> tuple[list[str], dict[str, str]]:
-        """Command and environment of one replica (as ``torchx.specs.macros.Values`` has it)."""
-        values = {
-            "img_root": self.image,
-            "app_id": app_id,
-            "replica_id": str(replica),
-            "rank0_env": RANK0_HOST,
-        }
-
-        def fill(text: str) -> str:
-            return Template(text).safe_substitute(values)
-
-        # The entrypoint holds no macros.
-        command = [self.command[0], *(fill(word) for word in self.command[1:])]
-        return command, {name: fill(value) for name, value in self.env.items()}
+        """Command and environment of one replica."""
+        return macros.filled(self.command, self.env, self.image, app_id, replica)
 
 
 @dataclass
@@ -128,7 +95,7 @@ class SlurmRequest:
         lines = ["#!/bin/sh"]
         for index in range(len(self.roles)):
             given = f"$SLURM_JOB_NODELIST_HET_GROUP_{index}" if len(self.roles) > 1 else "$SLURM_JOB_NODELIST"
-            lines.append(f'export {nodes_variable(index)}="{given}"')
+            lines.append(f'export {macros.nodes_variable(index)}="{given}"')
         lines += [f"unset {name}" for name in self.not_for_steps]
         job, cancel = (shlex.quote(os.path.join(self.folder, name)) for name in ("job.json", "cancel.json"))
         lines.append(f"if [ ! -e {job} ] && [ ! -e {cancel} ]; then")
