@@ -31,7 +31,7 @@ SOAKFLAGS ?=
 # Debian's packages that tests need beyond Python's; see `system` below.
 SYSTEM_PACKAGES := iproute2 openssl
 
-CLUSTERS := docker slurm
+CLUSTERS := $(patsubst tests/clusters/%/by_hand.py,%,$(wildcard tests/clusters/*/by_hand.py))
 
 .PHONY: $(CLUSTERS:%=%-up) $(CLUSTERS:%=%-down) help venv system demo test check soak bench bench-slurm lint types format clean
 

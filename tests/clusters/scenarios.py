@@ -37,7 +37,10 @@ WIRES = {
 """What a test's ``wire`` is in the table. Where tests of one cell differ, the first of these counts."""
 
 REASONS: dict[str, dict[str, str]] = {
-    "local": {},
+    "local": {
+        "credentials not on show": "hosts of one machine meet at socket files of their own and need none",
+        "missing tool says what to install": "it needs nothing beside this package",
+    },
     "docker": {},
     "slurm": {},
     "kubernetes": {},
