@@ -8,6 +8,7 @@ All nodes of a job do so at a time, and the last one counts: this imports little
 from __future__ import annotations
 
 import os
+import select
 import signal
 import time
 
@@ -16,6 +17,9 @@ from torchx_monarch.backends.local import folder as folders
 from torchx_monarch.backends.local import spawn
 from torchx_monarch.backends.slurm import folder, macros
 from torchx_monarch.backends.slurm.folder import JobFolder
+
+_HEAD_START = 0.1
+"""Seconds that the replica's process has for itself."""
 
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGURG, signal.SIGINT, signal.SIGHUP}
 
@@ -95,6 +99,9 @@ def begin(argv: list[str]) -> Begun:
     processes.become_subreaper()
     if not begun.restart:  # else there is an old error file to be put aside, and something to be said
         begun.start()
+    if begun.pid is not None:
+        # Where processors are scarce the replica has them first, until it says something or ends, or a signal comes.
+        select.select([begun.wake, *begun.pipes], [], [], _HEAD_START)
     return begun
 
 
