@@ -18,7 +18,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
-from torchx.runner import Runner
 from torchx.schedulers.api import Stream
 from torchx.specs import AppState, InvalidRunConfigException, Resource, RetryPolicy
 
@@ -26,7 +25,6 @@ from tests.clusters.docker.apps import NAME, TORCHX, Apps
 from tests.clusters.docker.daemon import ROOT, Daemon
 from torchx_monarch.backends import clients
 from torchx_monarch.credentials import ClientCredentials
-from torchx_monarch.schedulers import monarch_docker
 
 Eventually = Callable[..., object]
 
@@ -274,14 +272,14 @@ def test_bad_options_are_named(apps: Apps) -> None:
 
 
 @pytest.mark.scenario("missing tool says what to install")
-def test_a_machine_without_docker(apps: Apps, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_docker(apps: Apps) -> None:
     code = "import sys; sys.modules['docker'] = None; from torchx_monarch.schedulers import *; monarch_docker('torchx')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "pip install 'docker>=7'" in done.stderr.splitlines()[-1]
-    with monkeypatch.context() as without, Runner("torchx", {NAME: monarch_docker}) as runner:
-        without.setenv("DOCKER_HOST", "unix:///nonexistent")
-        with pytest.raises(RuntimeError, match="no Docker daemon at unix:.*package is docker.io"):
-            runner.list(NAME)
+    env = {**os.environ, "TORCHX_PLUGINS_SOURCE": "1", "DOCKER_HOST": "unix:///nonexistent"}
+    done = subprocess.run([*TORCHX, "list", "-s", NAME], env=env, capture_output=True, text=True, timeout=60)
+    assert "there is no Docker daemon at unix:///nonexistent" in done.stderr
+    assert "Debian's package is docker.io" in done.stderr
 
 
 def test_ctrl_c_cancels_what_is_waited_for(apps: Apps, daemon: Daemon) -> None:
