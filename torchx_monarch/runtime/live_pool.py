@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from torchx_monarch.plan.command import Command, Program
 from torchx_monarch.runtime.environment import World, interpreter_environment
 from torchx_monarch.runtime.interpreter import Interpreter
 from torchx_monarch.runtime.ranks import LaunchError, Place, Rank, RankPool
+from torchx_monarch.runtime.store import StoreProcess
 
 _READ_EARLY = (
     *("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "TORCH", "PYTORCH"),
@@ -75,6 +77,7 @@ class LivePool(RankPool):
         Returns:
             the pool whose interpreters wait now: of an earlier run, where those of this one have nothing to import.
         """
+        address = self._store.address if self._store is not None else None
         self.close()
         self._end_store()
         self._retired = True
@@ -85,6 +88,9 @@ class LivePool(RankPool):
             kept = self._shelf or self
             kept._waiting = [one for one in kept._waiting if not one.ended.is_set()]
             kept._start_missing()
+            if address is not None and kept is self and self._store_ahead is None and self._waiting:
+                ahead = StoreProcess.start(self._waiting[0], address, self._say)  # when that has imported torch
+                self._store_ahead = asyncio.ensure_future(ahead)
         return self._shelf or self
 
     def _inherit(self) -> None:
@@ -102,6 +108,10 @@ class LivePool(RankPool):
             else:
                 one.kill(signal.SIGKILL)
         before._waiting = []
+        if before._store_ahead is not None and self._waiting:
+            self._store_ahead = before._store_ahead
+        elif before._store_ahead is not None:
+            before._store_ahead.add_done_callback(_close)
 
     def _signature(self, local_rank: int) -> object:
         """What an interpreter must have in common with those of this pool to run its program as a fresh one would."""
@@ -129,3 +139,9 @@ class LivePool(RankPool):
     def _order(self, world: World, rank: Rank) -> dict[str, Any]:
         order = super()._order(world, rank)
         return {**order, "cwd": self._cwd, "env": {**self._added, **order["env"]}}
+
+
+def _close(store: asyncio.Task[StoreProcess | None]) -> None:
+    """End a store that nobody wants."""
+    if not store.cancelled() and store.exception() is None and (process := store.result()) is not None:
+        process.close()

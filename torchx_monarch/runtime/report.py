@@ -5,11 +5,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from torchx_monarch import events
+from torchx_monarch.errors import Verdict
 from torchx_monarch.runtime.output import write_all
 
 T = TypeVar("T")
@@ -76,3 +79,13 @@ class Reporter:
     def _event(self, kind: str, text: str, seconds: float | None, fields: dict[str, object]) -> None:
         if self._events_path:
             events.append(self._events_path, kind, text, seconds=seconds, role=self._role, **fields)
+
+
+def write_error_file(path: str | None, verdict: Verdict) -> None:
+    """Leave the backend a torchelastic error file that says why the job has failed, where it wants one."""
+    if verdict.code == 0 or not path:
+        return
+    with contextlib.suppress(OSError):
+        with open(path + ".tmp", "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            file.write(verdict.error_file())
+        os.replace(path + ".tmp", path)
