@@ -284,7 +284,7 @@ def test_a_machine_without_docker(apps: Apps) -> None:
 
 def test_ctrl_c_cancels_what_is_waited_for(apps: Apps, daemon: Daemon) -> None:
     words = ["run", "-s", NAME, "--workspace", "", "--wait", "--log", "-cfg", "grace=5", "utils.sh"]
-    words += ["--image", daemon.image, "--cpu", "-1", "--memMB", "-1", "--mounts", daemon.mount_words()]
+    words += ["--image", daemon.image, "--cpu", "1", "--memMB", "256", "--mounts", daemon.mount_words()]
     command = [*TORCHX, *words, "sh", "-c", "echo seen; trap 'echo bye; exit 0' TERM; sleep 1000 & wait"]
     env = {**os.environ, "TORCHX_PLUGINS_SOURCE": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
