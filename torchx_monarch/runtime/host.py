@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import os
 import shlex
@@ -36,7 +35,7 @@ from torchx_monarch.runtime.rendezvous import (
     agent_lost,
     signalled,
 )
-from torchx_monarch.runtime.report import Reporter
+from torchx_monarch.runtime.report import Reporter, leave_word
 from torchx_monarch.runtime.strays import reap_orphans
 from torchx_monarch.runtime.transport import Address
 from torchx_monarch.runtime.watchdog import ENABLED, FILE
@@ -107,7 +106,7 @@ class HostProcess:
     async def _leave(self, verdict: Verdict) -> None:
         if self._pool is not None:
             await self._pool.stop(signal.SIGTERM, self._grace)
-        self._write_error_file(verdict)
+        leave_word(verdict, self._environ)
         self._exit(verdict.code)
 
     def _exit(self, code: int) -> NoReturn:
@@ -245,7 +244,7 @@ class HostProcess:
         options = self._options.network
         if command is not None and command.options.local_addr and not options.advertise:
             options = dataclasses.replace(options, advertise=command.options.local_addr)
-        advertised = network.advertised(rendezvous, is_first, options)
+        advertised = network.advertised(rendezvous, is_first, options, self._environ.get("MONARCH_HOST_ADDRESS", ""))
         interface = network.gloo_interface(advertised)
         if interface:
             self._environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -484,12 +483,3 @@ class HostProcess:
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)  # held, or the loop might drop it
         task.add_done_callback(self._tasks.discard)
-
-    def _write_error_file(self, verdict: Verdict) -> None:
-        path = self._environ.get("TORCHELASTIC_ERROR_FILE")
-        if verdict.code == 0 or not path:
-            return
-        with contextlib.suppress(OSError):
-            with open(path + ".tmp", "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-                file.write(verdict.error_file())
-            os.replace(path + ".tmp", path)

@@ -5,11 +5,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 from torchx_monarch import events
+from torchx_monarch.errors import Verdict
 from torchx_monarch.runtime.output import write_all
 
 T = TypeVar("T")
@@ -19,6 +22,9 @@ _WAITING_EVERY = 10.0
 
 _WAITING_FIRST = 5.0
 """Seconds until the first of them."""
+
+_TERMINATION_MESSAGE = 4096
+"""Bytes of a container's termination message."""
 
 
 class Reporter:
@@ -70,3 +76,24 @@ class Reporter:
     def _event(self, kind: str, text: str, seconds: float | None, fields: dict[str, object]) -> None:
         if self._events_path:
             events.append(self._events_path, kind, text, seconds=seconds, role=self._role, **fields)
+
+
+def leave_word(verdict: Verdict, environ: Mapping[str, str]) -> None:
+    """Write why a job failed to where its backend looks for it.
+
+    Args:
+        verdict: how it ended.
+        environ: TORCHELASTIC_ERROR_FILE names a file of ours; MONARCH_TERMINATION_LOG one that is there already, of
+            which Kubernetes reads 4096 bytes.
+    """
+    path, message = environ.get("TORCHELASTIC_ERROR_FILE"), environ.get("MONARCH_TERMINATION_LOG")
+    if verdict.code == 0:
+        return
+    if path:
+        with contextlib.suppress(OSError):
+            with open(path + ".tmp", "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                file.write(verdict.error_file())
+            os.replace(path + ".tmp", path)
+    if message:
+        with contextlib.suppress(OSError), open(message, "w") as file:
+            file.write(verdict.error_file(_TERMINATION_MESSAGE))

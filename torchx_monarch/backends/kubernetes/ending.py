@@ -1,0 +1,70 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""How an app of mode ``job`` is ended so that its logs stay.
+
+Kubernetes ends pods by deleting them, and their logs with them: so does a Job that is deleted or suspended. Here the
+Jobs are deleted and their pods left, and each pod is given a deadline that has passed: its node then ends it as any
+other, with SIGTERM and the grace, and it stays, with its log, until the app is deleted.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+
+from torchx_monarch.backends.kubernetes import names
+from torchx_monarch.backends.kubernetes.api import Api, KubernetesError
+from torchx_monarch.backends.kubernetes.facts import Ended, attempt, work_of_job
+from torchx_monarch.backends.kubernetes.request import Object, collection, owner
+
+
+def end(api: Api, namespace: str, name: str, jobs: Sequence[Object], ended: Ended) -> None:
+    """End what lives of an app; returns at once.
+
+    Args:
+        api: the cluster.
+        namespace: of the app.
+        name: of the app.
+        jobs: all of it.
+        ended: what its record is to say.
+
+    Raises:
+        KubernetesError: the record or the Jobs cannot be changed. All of it can be tried again.
+    """
+    living = [job for job in jobs if work_of_job(job).finished is None]
+    others = [owner(job) for job in jobs if job not in living]
+    note = json.dumps({"state": ended.state.name, "msg": ended.msg, "time": time.time()})
+    # Without the Jobs that own it, the record would go as well.
+    changed = {"metadata": {"annotations": {names.ANNOTATION_ENDED: note}, "ownerReferences": others or None}}
+    api.patch(f"{collection('v1', 'Service', namespace)}/{name}", changed)
+    for job in living:
+        api.delete(f"{collection('batch/v1', 'Job', namespace)}/{job['metadata']['name']}", "Orphan")
+    stop_pods(api, namespace, name, {job["metadata"]["labels"].get(names.LABEL_ROLE) for job in living})
+
+
+def stop_pods(api: Api, namespace: str, name: str, roles: set[str | None] | None = None) -> None:
+    """Stop the pods that live; those that have no container yet are deleted.
+
+    Args:
+        api: the cluster.
+        namespace: of the app.
+        name: of the app.
+        roles: values of the label of the roles; None for all.
+    """
+    path = collection("v1", "Pod", namespace)
+    for pod in api.items(path, f"{names.LABEL_APP}={name}"):
+        one = attempt(pod)
+        if not one.lives or one.stopping or one.deleting:
+            continue
+        if roles is not None and pod["metadata"]["labels"].get(names.LABEL_ROLE) not in roles:
+            continue
+        try:
+            if one.phase == "Pending":
+                api.delete(f"{path}/{one.pod}")
+            else:
+                api.patch(f"{path}/{one.pod}", {"spec": {"activeDeadlineSeconds": 1}})
+        except KubernetesError as error:
+            if error.status != 403:
+                raise
+            api.delete(f"{path}/{one.pod}")  # who may not change pods may delete them, and loses the log
