@@ -10,16 +10,15 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream, filter_regex
+from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream
 from torchx.schedulers.kubernetes_scheduler import KubernetesScheduler
 from torchx.specs import NONE, AppDef, AppDryRunInfo, AppState, CfgVal, ReplicaStatus, Role, RoleStatus, runopts
 
-from torchx_monarch.backends import blob
+from torchx_monarch.backends import blob, roles
 from torchx_monarch.backends.kubernetes import apps, ending, facts, jobs, logs, names, options, pods, volcano
 from torchx_monarch.backends.kubernetes.api import Api, KubernetesError, told_plainly
 from torchx_monarch.backends.kubernetes.apps import Found
@@ -72,9 +71,7 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
             KubernetesError: the cluster cannot be asked, or would refuse it.
         """
         options.check(cfg)
-        roles = [role.name for role in app.roles]
-        if twice := next((role for role in roles if roles.count(role) > 1), None):
-            raise ValueError(f"two roles of app {app.name!r} are called {twice!r}; each role needs a name of its own")
+        roles.check_names(app)
         with told_plainly():
             images = self.dryrun_push_images(app, cfg)
             record = {
@@ -224,10 +221,7 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
         if found is None:
             raise ValueError(f"there is no app {app_id!r} of this scheduler in the cluster")
         sizes = {role.name: len(role.replicas) for role in found.roles}
-        if role_name not in sizes:
-            raise ValueError(f"app {app_id} has no role {role_name!r}; its roles are {', '.join(sizes)}")
-        if not 0 <= k < sizes[role_name]:
-            raise ValueError(f"role {role_name} of app {app_id} has no replica {k}; it has 0 to {sizes[role_name] - 1}")
+        roles.check_replica(app_id, sizes, role_name, k)
         role, latest = list(sizes).index(role_name), [found]
 
         def attempts() -> Sequence[Attempt]:
@@ -239,7 +233,7 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
                 latest[0] = now
             return now is None or now.standing.state in _ENDED
 
-        lines: Iterable[str] = logs.lines(
+        lines = logs.lines(
             self._api,
             collection("v1", "Pod", found.namespace),
             attempts,
@@ -248,12 +242,7 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
             follow=should_tail and found.standing.state not in _ENDED,
             ended=ended,
         )
-        if regex:
-            try:
-                lines = filter_regex(regex, lines)
-            except re.error as error:
-                raise ValueError(f"{regex!r} is no regular expression: {error}") from error
-        return lines
+        return roles.matching(lines, regex)
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
