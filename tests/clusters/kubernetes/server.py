@@ -15,6 +15,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 
 import yaml
@@ -114,7 +115,8 @@ class Server:
     def __init__(self, folder: Path, owned: bool = True) -> None:
         self.folder = folder
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._owner = ["setpriv", "--pdeathsig", "KILL", "--"] if owned else ["setsid"]
+        # Words before a command that make it die with this process, or outlive it.
+        self.owner = ["setpriv", "--pdeathsig", "KILL", "--"] if owned else ["setsid"]
         self._tokens = {name: secrets.token_hex(16) for name in USERS}
         self.port, self._etcd, self._peer, self._manager = free_ports(4)
 
@@ -163,7 +165,7 @@ class Server:
     def _start(self, name: str, *options: str) -> None:
         with open(self.folder / f"{name}.log", "wb") as log:
             self.processes[name] = subprocess.Popen(
-                [*self._owner, str(cache() / name), *options],
+                [*self.owner, str(cache() / name), *options],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -171,9 +173,8 @@ class Server:
                 env={"PATH": os.environ["PATH"], "HOME": str(self.folder)},
             )
 
-    def wait(self, name: str, ready: object) -> None:
+    def wait(self, name: str, ready: Callable[[], object]) -> None:
         """Wait until a process of ours is ready."""
-        assert callable(ready)
         until = time.monotonic() + _UP_WITHIN
         while not ready():
             log = (self.folder / f"{name}.log").read_text(errors="replace")[-3000:]
