@@ -77,15 +77,17 @@ class Api:
         """
         configuration = client.Configuration()
         in_cluster = "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ
+        where = _NAMESPACE_FILE
         try:
             if in_cluster:
                 config.load_incluster_config(client_configuration=configuration)
                 with open(_NAMESPACE_FILE) as file:
                     return cls(configuration, file.read().strip() or "default")
-            config.load_kube_config(client_configuration=configuration)
-            _, context = config.list_kube_config_contexts()
-        except (config.ConfigException, OSError, TypeError) as error:
+            # Named here: the client looks at the variable once, when it is imported.
             where = os.environ.get("KUBECONFIG") or os.path.expanduser("~/.kube/config")
+            config.load_kube_config(config_file=where, client_configuration=configuration)
+            _, context = config.list_kube_config_contexts(config_file=where)
+        except (config.ConfigException, OSError, TypeError) as error:
             raise KubernetesError(
                 f"no Kubernetes cluster is configured: {where}: {error}. Name a kubeconfig in KUBECONFIG"
             ) from None

@@ -38,7 +38,7 @@ def render(app: AppDef, cfg: KubernetesOpts, namespace: str, record: dict[str, s
     # The Service's name is that of the pods' domain: this is enough within the namespace.
     hosts = {role.name: f"{job}-0.{app_id}" for role, job in zip(app.roles, jobs, strict=True)}
     objects = [secret(app_id, cfg), _service(app_id, cfg, record)]
-    objects += [_job(app, index, app_id, job, cfg, hosts) for index, job in enumerate(jobs)]
+    objects += [_job(app, index, app_id, namespace, job, cfg, hosts) for index, job in enumerate(jobs)]
     return KubernetesRequest("job", namespace, app_id, objects)
 
 
@@ -67,9 +67,11 @@ def _metadata(name: str, app_id: str, cfg: KubernetesOpts) -> Object:
     return {"name": name, "labels": {names.LABEL_APP: app_id, **(cfg.labels or {})}}
 
 
-def _job(app: AppDef, index: int, app_id: str, name: str, cfg: KubernetesOpts, hosts: dict[str, str]) -> Object:
+def _job(
+    app: AppDef, index: int, app_id: str, namespace: str, name: str, cfg: KubernetesOpts, hosts: dict[str, str]
+) -> Object:
     role = app.roles[index]
-    template = pods.template(app, index, app_id, cfg, hosts)
+    template = pods.template(app, index, app_id, namespace, cfg, hosts)
     metadata = _metadata(name, app_id, cfg)
     metadata["labels"][names.LABEL_ROLE] = str(index)
     if cfg.annotations:

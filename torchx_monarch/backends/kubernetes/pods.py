@@ -28,6 +28,7 @@ HOST_EXTRA = 10
 REPLICA0 = "MONARCH_REPLICA0_HOST"
 RANK0 = "TORCHX_RANK0_HOST"
 INDEX = "JOB_COMPLETION_INDEX"
+_HANDLE = "TORCHX_JOB_ID"
 TERMINATION_LOG = "/dev/termination-log"
 SECRET_KEY = "credentials"
 
@@ -37,13 +38,16 @@ _REPLICA = "<torchx-monarch:replica>"
 """Stands for the number of the replica until what is the user's own has been escaped."""
 
 
-def template(app: AppDef, index: int, app_id: str, cfg: KubernetesOpts, hosts: Mapping[str, str]) -> Object:
+def template(
+    app: AppDef, index: int, app_id: str, namespace: str, cfg: KubernetesOpts, hosts: Mapping[str, str]
+) -> Object:
     """The template of a role's pods in mode ``job``: one for all of its replicas.
 
     Args:
         app: the app.
         index: which of its roles.
         app_id: without the namespace; also the name of the Service and the Secret.
+        namespace: of the app.
         cfg: the run options.
         hosts: the name of each role's replica 0, for all pods of the app.
     """
@@ -60,7 +64,7 @@ def template(app: AppDef, index: int, app_id: str, cfg: KubernetesOpts, hosts: M
     labels = pod_labels(app=app, role_idx=index, role=role, replica_id=0, app_id=app_id)
     del labels[LABEL_REPLICA_ID]
     made["metadata"].setdefault("labels", {}).update(labels)
-    finish(made, app_id, cfg, [(REPLICA0, hosts[role.name]), (RANK0, hosts[app.roles[0].name])])
+    finish(made, app_id, namespace, cfg, [(REPLICA0, hosts[role.name]), (RANK0, hosts[app.roles[0].name])])
     made["metadata"]["labels"][LABEL_ROLE] = str(index)
     spec = made["spec"]
     spec["subdomain"] = app_id
@@ -78,15 +82,16 @@ def template(app: AppDef, index: int, app_id: str, cfg: KubernetesOpts, hosts: M
     return {"metadata": made["metadata"], "spec": spec}
 
 
-def finish(pod: Object, secret: str, cfg: KubernetesOpts, variables: list[tuple[str, str]]) -> None:
+def finish(pod: Object, app_id: str, namespace: str, cfg: KubernetesOpts, variables: list[tuple[str, str]]) -> None:
     """What both modes change in a pod that ``role_to_pod`` has made, in place.
 
     Args:
-        secret: the name of the Secret with the credentials.
+        app_id: without the namespace; also the name of the Secret with the credentials.
+        namespace: of the app.
         variables: further ones, which come before the role's own.
     """
     metadata, spec = pod["metadata"], pod["spec"]
-    metadata.setdefault("labels", {}).update({LABEL_APP: secret, **(cfg.labels or {})})
+    metadata.setdefault("labels", {}).update({LABEL_APP: app_id, **(cfg.labels or {})})
     metadata.setdefault("annotations", {}).update(cfg.annotations or {})
     spec["terminationGracePeriodSeconds"] = cfg.grace + HOST_EXTRA
     # The command would be process 1, which the kernel keeps from every signal that it does not handle: a shell, or an
@@ -105,13 +110,17 @@ def finish(pod: Object, secret: str, cfg: KubernetesOpts, variables: list[tuple[
     container["terminationMessagePolicy"] = "FallbackToLogsOnError"
     # Kubernetes expands $(NAME), and makes one dollar of two; upstream lets it do so to the user's own words.
     container["command"] = [_escaped(word) for word in container.get("command", ())]
+    for one in container.get("env", ()):
+        if one["name"] == _HANDLE and "value" in one:
+            # Upstream leaves out the namespace, and nobody finds an app of that handle.
+            one["value"] = one["value"].replace(f"/{app_id}", f"/{namespace}:{app_id}")
     theirs = [_escaped_variable(one) for one in container.get("env", ()) if one["name"] not in dict(variables)]
     ours: list[Object] = [{"name": name, "value": value} for name, value in variables]
     hosts = [one for one in theirs if one["name"] == CREDENTIALS]
     if hosts:
         # In no description of the pod stands the key.
         hosts[0].clear()
-        hosts[0].update(name=CREDENTIALS, valueFrom={"secretKeyRef": {"name": secret, "key": SECRET_KEY}})
+        hosts[0].update(name=CREDENTIALS, valueFrom={"secretKeyRef": {"name": app_id, "key": SECRET_KEY}})
         ours.append({"name": "MONARCH_TERMINATION_LOG", "value": TERMINATION_LOG})
         # In the DNS a pod's name comes some seconds after the pod.
         ours.append({"name": "MONARCH_HOST_ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}})

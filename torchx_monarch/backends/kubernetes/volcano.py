@@ -61,6 +61,6 @@ def render(app: AppDef, cfg: KubernetesOpts, namespace: str, record: dict[str, s
             names.check_host_name(host, f"replica {role.name}/{replica}")
             first = replica0.setdefault(role.name, f"{host}.{app_id}") if replica == 0 else replica0[role.name]
             variables = [(pods.REPLICA0, first), (pods.RANK0, replica0[theirs.roles[0].name])]
-            pods.finish(task["template"], app_id, cfg, variables)
+            pods.finish(task["template"], app_id, namespace, cfg, variables)
             task["template"]["metadata"]["labels"][names.LABEL_ROLE] = str(index)
     return KubernetesRequest("volcano", namespace, app_id, [jobs.secret(app_id, cfg), job])
