@@ -35,8 +35,8 @@ from torchx_monarch.backends.network import PLACEHOLDER
 from torchx_monarch.errors import RankExit, Verdict
 from torchx_monarch.schedulers import monarch_kubernetes
 
-OFFLINE = {"mode": "job", "validate_spec": False, "namespace": "team"}
-VOLCANO = {"mode": "volcano", "validate_spec": False, "namespace": "team"}
+OFFLINE: dict[str, Any] = {"mode": "job", "validate_spec": False, "namespace": "team"}
+VOLCANO: dict[str, Any] = {"mode": "volcano", "validate_spec": False, "namespace": "team"}
 
 KUBERNETES = ("1.29", "1.33", "1.37")
 """The oldest that will do, one between, and the newest whose schemas are there."""
@@ -90,7 +90,7 @@ def test_manifests_are_valid(runner: Runner, version: str) -> None:
         devices={"vpc.amazonaws.com/efa": 4},
     )
     mounts = [BindMount("/a", "/b", True), VolumeMount("claim", "/c"), DeviceMount("/dev/fuse", "/dev/fuse", "rw")]
-    more = {"max_retries": 3, "port_map": {"tb": 6006}, "mounts": mounts}
+    more: dict[str, Any] = {"max_retries": 3, "port_map": {"tb": 6006}, "mounts": mounts}
     roles = [trainer(resource=resource, env={"A": "[FIELD_PATH]status.hostIP", "B": "$b"}, **more), sh()]
     made = objects(
         runner,

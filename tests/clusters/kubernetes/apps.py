@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,12 +79,19 @@ class Apps:
         assert status is not None
         return status
 
-    def until(self, condition: Any, what: str, handle: str, seconds: float = 60.0) -> None:
+    def until(self, condition: Callable[[], object], what: str, handle: str, seconds: float = 60.0) -> None:
         """Poll until it holds."""
         until = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > until:
                 raise AssertionError(f"waited {seconds:g} s in vain for {what}\n{self.everything(handle)}")
+            time.sleep(0.1)
+
+    def until_true(self, condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
+        """Poll until it holds, of what is no app's."""
+        until = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < until, f"waited {seconds:g} s in vain for {what}"
             time.sleep(0.1)
 
     def wait(self, handle: str, state: AppState, seconds: float = 60.0) -> AppStatus:
@@ -130,13 +138,9 @@ class Apps:
 
     def kill(self, handle: str, replica: int) -> None:
         """Kill everything in a replica's pod at once."""
-        hostname = next(
-            pod["spec"]["hostname"] for pod in self.pods(handle) if pod["metadata"]["name"] == self.pod(handle, replica)
-        )
-        # Process 1 of its namespace is the one whose command line names the pod's folder.
-        uid = next(
-            p["metadata"]["uid"] for p in self.pods(handle) if p["metadata"]["name"] == self.pod(handle, replica)
-        )
+        pod = self.pod(handle, replica)
+        # With the process that holds its namespaces all others go; its command line names the pod's folder.
+        uid = next(one["metadata"]["uid"] for one in self.pods(handle) if one["metadata"]["name"] == pod)
         for entry in Path("/proc").iterdir():
             try:
                 words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
@@ -145,7 +149,7 @@ class Apps:
             if any(word.endswith(f"{uid}/spec.json".encode()) for word in words) and words[0].endswith(b"unshare"):
                 os.kill(int(entry.name), 9)
                 return
-        raise AssertionError(f"nothing runs for {hostname}")
+        raise AssertionError(f"nothing runs for {pod}")
 
     def left(self) -> list[str]:
         """What is in the namespace that is ours."""
@@ -161,7 +165,7 @@ class Apps:
         elsewhere = self.folder / "elsewhere"
         elsewhere.mkdir(exist_ok=True)
         # This channel of registration needs no installation of ours newer than this working tree.
-        env = {**os.environ, "TORCHX_PLUGINS_SOURCE": "1", "MONARCH_STATE_DIR": str(elsewhere / "state"), **environ}
+        env = {**os.environ, "TORCHX_PLUGINS_SOURCE": "1", **environ}
         done = subprocess.run(
             [*TORCHX, *words], cwd=elsewhere, env=env, capture_output=True, text=True, timeout=60, check=False
         )

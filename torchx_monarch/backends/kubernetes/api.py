@@ -125,7 +125,9 @@ class Api:
                     raise
                 found, query = [], {"labelSelector": selector}  # the pages have expired: all at once
                 continue
-            found += page.get("items") or []
+            # In a list no object says what it is.
+            kind = {"apiVersion": page.get("apiVersion"), "kind": str(page.get("kind", "")).removesuffix("List")}
+            found += [{**kind, **one} for one in page.get("items") or ()]
             further = (page.get("metadata") or {}).get("continue")
             if not further:
                 return found
