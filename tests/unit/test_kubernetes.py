@@ -357,6 +357,11 @@ def test_succeeds_when_the_main_role_has_and_ends_the_others() -> None:
     assert (over.state, over.cause) == (AppState.SUCCEEDED, None)
 
 
+def test_leaves_a_job_alone_that_has_only_to_say_that_it_is_over() -> None:
+    found = standing([role("main", [run("Succeeded", 900.0)])], NOW)
+    assert (found.state, found.unended) == (AppState.RUNNING, None)
+
+
 def test_fails_when_nothing_lives_and_waits_for_the_hosts_before_it_ends_them() -> None:
     lost = [run("Failed", 995.0)]
     found = standing([role("main", lost, [run()])], NOW)

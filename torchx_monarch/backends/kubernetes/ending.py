@@ -15,11 +15,11 @@ from collections.abc import Sequence
 
 from torchx_monarch.backends.kubernetes import names
 from torchx_monarch.backends.kubernetes.api import Api, KubernetesError
-from torchx_monarch.backends.kubernetes.facts import Ended, attempt, work_of_job
+from torchx_monarch.backends.kubernetes.facts import Ended, attempt
 from torchx_monarch.backends.kubernetes.request import Object, collection, owner
 
 
-def end(api: Api, namespace: str, name: str, jobs: Sequence[Object], ended: Ended) -> None:
+def end(api: Api, namespace: str, name: str, jobs: Sequence[Object], living: Sequence[Object], ended: Ended) -> None:
     """End what lives of an app; returns at once.
 
     Args:
@@ -27,12 +27,12 @@ def end(api: Api, namespace: str, name: str, jobs: Sequence[Object], ended: Ende
         namespace: of the app.
         name: of the app.
         jobs: all of it.
+        living: those of them that may go on.
         ended: what its record is to say.
 
     Raises:
         KubernetesError: the record or the Jobs cannot be changed. All of it can be tried again.
     """
-    living = [job for job in jobs if work_of_job(job).finished is None]
     others = [owner(job) for job in jobs if job not in living]
     note = json.dumps({"state": ended.state.name, "msg": ended.msg, "time": time.time()})
     # Without the Jobs that own it, the record would go as well.
@@ -40,24 +40,15 @@ def end(api: Api, namespace: str, name: str, jobs: Sequence[Object], ended: Ende
     api.patch(f"{collection('v1', 'Service', namespace)}/{name}", changed)
     for job in living:
         api.delete(f"{collection('batch/v1', 'Job', namespace)}/{job['metadata']['name']}", "Orphan")
-    stop_pods(api, namespace, name, {job["metadata"]["labels"].get(names.LABEL_ROLE) for job in living})
+    _stop_pods(api, namespace, name)
 
 
-def stop_pods(api: Api, namespace: str, name: str, roles: set[str | None] | None = None) -> None:
-    """Stop the pods that live; those that have no container yet are deleted.
-
-    Args:
-        api: the cluster.
-        namespace: of the app.
-        name: of the app.
-        roles: values of the label of the roles; None for all.
-    """
+def _stop_pods(api: Api, namespace: str, name: str) -> None:
+    """Stop the pods that live; those that have no container yet are deleted."""
     path = collection("v1", "Pod", namespace)
     for pod in api.items(path, f"{names.LABEL_APP}={name}"):
         one = attempt(pod)
         if not one.lives or one.stopping or one.deleting:
-            continue
-        if roles is not None and pod["metadata"]["labels"].get(names.LABEL_ROLE) not in roles:
             continue
         try:
             if one.phase == "Pending":

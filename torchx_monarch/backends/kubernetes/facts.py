@@ -295,6 +295,12 @@ class RoleFacts:
     replicas: Sequence[Replica]
     work: Work = field(default_factory=lambda: Work(False))
 
+    @property
+    def open(self) -> bool:
+        """Whether there is a job that may go on. One whose replicas are all over only has to say so itself."""
+        over = all(one.state in (AppState.SUCCEEDED, AppState.FAILED) for one in self.replicas)
+        return self.work.exists and self.work.finished is None and not over
+
 
 def standing(roles: Sequence[RoleFacts], rules: Rules) -> Standing:
     """How an app stands whose roles these are, the main one first."""
@@ -325,11 +331,10 @@ def standing(roles: Sequence[RoleFacts], rules: Rules) -> Standing:
     elif stuck:
         decision = Ended(AppState.FAILED, f"replica {stuck[0].role}/{stuck[0].id} cannot start: {stuck[1].waiting}")
     if decision is not None:
-        open_work = [role for role in roles if role.work.exists and role.work.finished is None]
         idle = [one for one in pods if not one.stopping and not one.deleting]
-        if not pods and not open_work:
+        if not pods and not any(role.work.exists and role.work.finished is None for role in roles):
             return Standing(decision.state, decision.msg, cause)
-        unended = decision if at_once and (open_work or idle) else None
+        unended = decision if at_once and (idle or any(role.open for role in roles)) else None
         return Standing(AppState.RUNNING, decision.msg, cause, unended)
     running = any(one.state is AppState.RUNNING for one in everyone)
     return Standing(AppState.RUNNING if running else AppState.PENDING, _waiting(roles))

@@ -257,7 +257,9 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
         if found.mode == "job":
             note = found.record["metadata"]["annotations"].get(names.ANNOTATION_ENDED)
             before = Ended(AppState[json.loads(note)["state"]], json.loads(note).get("msg", "")) if note else ended
-            ending.end(self._api, found.namespace, found.name, found.jobs, before)
+            open_roles = {str(index) for index, role in enumerate(found.roles) if role.open}
+            living = [job for job in found.jobs if job["metadata"]["labels"].get(names.LABEL_ROLE) in open_roles]
+            ending.end(self._api, found.namespace, found.name, found.jobs, living, before)
             return
         path = f"{collection(VOLCANO, 'Job', found.namespace)}/{found.name}"
         while True:
