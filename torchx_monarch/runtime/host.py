@@ -25,10 +25,10 @@ from torchx_monarch.runtime.controller import Controller, JobOptions
 from torchx_monarch.runtime.elastic import Sizes
 from torchx_monarch.runtime.environment import World
 from torchx_monarch.runtime.link import SOCKET_VARIABLE, LinkServer
+from torchx_monarch.runtime.membership import Membership
 from torchx_monarch.runtime.options import HostOptions
 from torchx_monarch.runtime.ranks import LaunchError, Place, RankPool
 from torchx_monarch.runtime.rendezvous import (
-    Membership,
     Registration,
     Rendezvous,
     RendezvousError,
@@ -139,7 +139,7 @@ class HostProcess:
             return self._conclude(Verdict(1, f"host {options.replica}: {failure}"))
         try:
             credentials = self._environ.get("MONARCH_CREDENTIALS", "")
-            wires = Wires.lay(rendezvous, advertised, options.network, credentials, self._sockets)
+            wires = Wires.lay(rendezvous, advertised, options.network, credentials, self._sockets, options.replica == 0)
         except ValueError as failure:
             return self._conclude(Verdict(1, f"host {options.replica}: {failure}"))
         if not error:
@@ -212,7 +212,7 @@ class HostProcess:
             self._reporter.line,
         )
         nproc = command.options.nproc_per_node if command.kind == "torchrun" else "1"
-        return await self._pool.warm(nproc)
+        return await self._pool.start(nproc)
 
     def _private_folder(self) -> str:
         """For sockets and keys: of this life of this replica alone, and short: a socket's path has at most 107 bytes.
@@ -344,7 +344,7 @@ class HostProcess:
             fewest=sizes.fewest,
         )
         try:
-            if options.replicas > 1:
+            if self._listens:
                 await rendezvous.start()
         except RendezvousError as error:
             return self._conclude(Verdict(1, str(error)))
@@ -365,10 +365,18 @@ class HostProcess:
             said_within=options.network.peer_timeout + 3.0 if wires.rendezvous.networked else 1.0,
             monarch_log=self._monarch_log,
         )
-        verdict = await Controller(job, rendezvous, self._reporter, self._first_output, wires.check).run()
+        verdict = await self._controller(job, rendezvous, wires).run()
         self._conclude(verdict)
         await rendezvous.announce(verdict, _HOST_EXIT_TIMEOUT + self._grace)
         return verdict
+
+    @property
+    def _listens(self) -> bool:
+        """Whether anybody is to reach replica 0."""
+        return self._options.replicas > 1
+
+    def _controller(self, job: JobOptions, rendezvous: Rendezvous, wires: Wires) -> Controller:
+        return Controller(job, rendezvous, self._reporter, self._first_output, wires.check, self._handle)
 
     def _conclude(self, verdict: Verdict) -> Verdict:
         if verdict.cause and verdict.cause.traceback:

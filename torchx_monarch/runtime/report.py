@@ -30,6 +30,9 @@ _TERMINATION_MESSAGE = 4096
 class Reporter:
     """Writes lines to the host's own stderr and events to the app's file.
 
+    Attributes:
+        echo: called with each line as well, where somebody has set it.
+
     Args:
         console: descriptor of the host's stderr.
         events_path: the app's events file; None where the backend has none.
@@ -41,10 +44,13 @@ class Reporter:
         self._events_path = events_path
         self._role = role
         self._last = time.monotonic()
+        self.echo: Callable[[str], None] | None = None
 
     def line(self, text: str) -> None:
         """A line in the log alone."""
         write_all(self._console, f"[monarch] {text}\n".encode(errors="backslashreplace"))
+        if self.echo is not None:
+            self.echo(text)
 
     def phase(self, kind: str, text: str, **fields: object) -> None:
         """The end of a phase, with the seconds since the phase before it."""
