@@ -24,7 +24,7 @@ from torchx_monarch.schedulers import monarch_kubernetes
 
 NAME = "monarch_kubernetes"
 
-TORCHX = [sys.executable, "-m", "torchx.cli.main"]
+TORCHX = [sys.executable, "-c", "import sys; sys.argv[0] = 'torchx'; from torchx.cli.main import main; main()"]
 
 
 class Apps:
