@@ -184,8 +184,9 @@ class VolcanoJobs:
         }
         if phase in ("Aborted", "Completed", "Failed"):
             if phase == "Aborted":
-                for name in pods:
-                    self._api.delete(f"{path}/{name}")
+                for name, pod in pods.items():
+                    if pod["status"].get("phase") not in ("Succeeded", "Failed"):
+                        self._api.delete(f"{path}/{name}")
             return
         phases = []
         for task in job["spec"]["tasks"]:

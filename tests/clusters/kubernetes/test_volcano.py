@@ -20,6 +20,18 @@ GROUP = "batch.volcano.sh"
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
 
 
+LAST = """
+    import glob, time
+    said = os.path.dirname(__file__) + "/said"
+    if env["WORLD_SIZE"] == "2":
+        open(said + env["RANK"], "w").close()
+    while len(glob.glob(said + "?")) < 2:
+        time.sleep(0.1)
+    time.sleep(2 * (env["WORLD_SIZE"] == "4"))
+"""
+"""Has the world of two end before the world of four, whose role decides."""
+
+
 @pytest.fixture
 def volcano(apps: Apps) -> Iterator[Apps]:
     """Apps on a cluster that knows the group and kind, without Volcano's own schema."""
@@ -45,8 +57,9 @@ def volcano(apps: Apps) -> Iterator[Apps]:
 def test_volcano_runs_two_roles_and_everything_is_known(volcano: Apps) -> None:
     apps = volcano
     env = {"WEIRD": "a,b $$HOME"}
-    main = apps.torchrun(apps.program(SAYS), name="my-train", env=env)
-    handle = apps.run(main, apps.torchrun(str(apps.folder / "prog.py"), name="other", nproc=1, env=env), mode="auto")
+    main = apps.torchrun(apps.program(SAYS + LAST), name="my-train", env=env)
+    other = apps.torchrun(str(apps.folder / "prog.py"), name="other", nproc=1, env=env)
+    handle = apps.run(main, other, mode="auto")
     status = apps.wait(handle, AppState.SUCCEEDED)
     app_id = handle.rpartition(":")[2]
     hosts = [one.hostname for one in status.roles[0].replicas]
@@ -61,7 +74,7 @@ def test_volcano_runs_two_roles_and_everything_is_known(volcano: Apps) -> None:
     assert apps.described(handle).roles[0].args == main.args
 
 
-def test_volcano_cancelled_and_failed(volcano: Apps) -> None:
+def test_volcano_jobs_are_cancelled_and_fail_and_end_with_their_first_role(volcano: Apps) -> None:
     apps = volcano
     handle = apps.run(apps.torchrun(apps.program(WAITS)), mode="volcano")
     apps.until(lambda: apps.log(handle).count("attempt 0") == 4, "the ranks", handle)
@@ -73,3 +86,6 @@ def test_volcano_cancelled_and_failed(volcano: Apps) -> None:
     assert "AssertionError: boom" in json.loads(status.structured_error_msg)["message"]["message"]
     apps.runner.delete(handle)
     apps.until_true(lambda: apps.runner.status(handle) is None, "its end")
+    handle = apps.run(apps.role("true", name="main"), apps.role("sleep", "1000", name="reader"), mode="volcano")
+    apps.wait(handle, AppState.SUCCEEDED)
+    assert apps.states(handle)["reader/0"] is AppState.CANCELLED

@@ -105,6 +105,12 @@ def has_volcano(api: Api) -> bool:
     return api.find(f"/apis/{VOLCANO}") is not None
 
 
+def noted(record: Object) -> Ended | None:
+    """How one of us has ended the app, by its record."""
+    note = _json(record["metadata"]["annotations"].get(names.ANNOTATION_ENDED))
+    return Ended(AppState[note["state"]], note.get("msg", "")) if note else None
+
+
 def _by_app(objects: Iterable[Object]) -> dict[str, list[Object]]:
     found: dict[str, list[Object]] = {}
     for one in objects:
@@ -126,10 +132,8 @@ def _understood(mode: str, namespace: str, record: Object, jobs: list[Object], p
         ]
         roles.append(RoleFacts(role.name, replicas, work))
     options = _json(annotations.get(names.ANNOTATION_OPTIONS))
-    note = _json(annotations.get(names.ANNOTATION_ENDED))
-    ended = Ended(AppState[note["state"]], note.get("msg", "")) if note else None
     grace, patience = float(options.get("grace", 0)), float(options.get("pull_timeout", 300))
-    rules = Rules(time.time(), grace, patience, ended)
+    rules = Rules(time.time(), grace, patience, noted(record))
     standing = _standing_of_volcano(record, roles, rules) if mode == "volcano" else facts.standing(roles, rules)
     return Found(mode, namespace, name, record, jobs, app, roles, standing)
 
@@ -170,6 +174,8 @@ def _standing_of_volcano(job: Object, roles: Sequence[RoleFacts], rules: Rules) 
         msg = f"Volcano has not looked at the job yet: does it run here, and is there a queue {queue}?"
     elif not msg and state in (AppState.FAILED, AppState.PENDING):
         msg = str((job["status"].get("state") or {}).get("message", ""))
+    if state is AppState.CANCELLED and rules.ended is not None:
+        return Standing(rules.ended.state, rules.ended.msg, told.cause)  # Aborted, but not because of a cancel
     if state is AppState.SUCCEEDED or state is AppState.CANCELLED:
         return Standing(state)
     unended = told.unended if state not in _VOLCANO_ENDED else None

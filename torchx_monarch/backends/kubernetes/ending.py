@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""How an app of mode ``job`` is ended so that its logs stay.
+"""How an app is ended: in mode ``job`` so that its logs stay.
 
 Kubernetes ends pods by deleting them, and their logs with them: so does a Job that is deleted or suspended. Here the
 Jobs are deleted and their pods left, and each pod is given a deadline that has passed: its node then ends it as any
@@ -34,13 +34,33 @@ def end(api: Api, namespace: str, name: str, jobs: Sequence[Object], living: Seq
         KubernetesError: the record or the Jobs cannot be changed. All of it can be tried again.
     """
     others = [owner(job) for job in jobs if job not in living]
-    note = json.dumps({"state": ended.state.name, "msg": ended.msg, "time": time.time()})
     # Without the Jobs that own it, the record would go as well.
-    changed = {"metadata": {"annotations": {names.ANNOTATION_ENDED: note}, "ownerReferences": others or None}}
+    changed = {"metadata": {"annotations": {names.ANNOTATION_ENDED: _note(ended)}, "ownerReferences": others or None}}
     api.patch(f"{collection('v1', 'Service', namespace)}/{name}", changed)
     for job in living:
         api.delete(f"{collection('batch/v1', 'Job', namespace)}/{job['metadata']['name']}", "Orphan")
     _stop_pods(api, namespace, name)
+
+
+def abort(api: Api, path: str, ended: Ended) -> None:
+    """End Volcano's job at this path, as TorchX does.
+
+    Raises:
+        KubernetesError: it cannot be changed.
+    """
+    api.patch(path, {"metadata": {"annotations": {names.ANNOTATION_ENDED: _note(ended)}}})
+    while (job := api.find(path)) is not None:
+        job.setdefault("status", {}).setdefault("state", {})["phase"] = "Aborted"
+        try:
+            api.replace_status(path, job)
+            return
+        except KubernetesError as error:
+            if error.status != 409:  # Volcano has written meanwhile, at which upstream gives up
+                raise
+
+
+def _note(ended: Ended) -> str:
+    return json.dumps({"state": ended.state.name, "msg": ended.msg, "time": time.time()})
 
 
 def _stop_pods(api: Api, namespace: str, name: str) -> None:

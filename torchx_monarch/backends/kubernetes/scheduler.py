@@ -254,25 +254,14 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
                 self._end(found, Ended(AppState.CANCELLED))
 
     def _end(self, found: Found, ended: Ended) -> None:
+        # What is noted already stays: two may look at a time.
+        before = apps.noted(found.record) or ended
         if found.mode == "job":
-            note = found.record["metadata"]["annotations"].get(names.ANNOTATION_ENDED)
-            before = Ended(AppState[json.loads(note)["state"]], json.loads(note).get("msg", "")) if note else ended
             open_roles = {str(index) for index, role in enumerate(found.roles) if role.open}
             living = [job for job in found.jobs if job["metadata"]["labels"].get(names.LABEL_ROLE) in open_roles]
             ending.end(self._api, found.namespace, found.name, found.jobs, living, before)
-            return
-        path = f"{collection(VOLCANO, 'Job', found.namespace)}/{found.name}"
-        while True:
-            job = self._api.find(path)
-            if job is None:
-                return
-            job.setdefault("status", {}).setdefault("state", {})["phase"] = "Aborted"
-            try:
-                self._api.replace_status(path, job)
-                return
-            except KubernetesError as error:
-                if error.status != 409:  # Volcano has written meanwhile, at which upstream gives up
-                    raise
+        else:
+            ending.abort(self._api, f"{collection(VOLCANO, 'Job', found.namespace)}/{found.name}", before)
 
     def _delete_existing(self, app_id: str) -> None:
         """Remove all of an app; what lives of it is ended, with its grace."""
