@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import Any
 
 from torchx.runner import config
-from torchx.schedulers import DEFAULT_SCHEDULER_MODULES
+from torchx.schedulers import DEFAULT_SCHEDULER_MODULES, get_scheduler_factories
 from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream, StructuredOpts
 from torchx.specs import AppDef, AppDryRunInfo, CfgVal, InvalidRunConfigException, Role, runopts
 from torchx.specs.finder import ComponentValidationException
@@ -27,6 +27,9 @@ from torchx_monarch.plan.rewrite import HostOptions, restore, rewrite
 from torchx_monarch.schedulers.foreground import Foreground
 
 Cfg = Mapping[str, CfgVal]
+
+_NAMED = {*DEFAULT_SCHEDULER_MODULES, "aws_batch"}
+"""Schedulers that can be wrapped and are registered by themselves, so that they have a section of their own."""
 
 _log = logging.getLogger(__name__)
 
@@ -125,7 +128,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
     def _inner_section(self) -> dict[str, CfgVal]:
         """``[slurm]`` for ``monarch_slurm``; nothing where the wrapped scheduler is not registered under a name."""
         section: dict[str, CfgVal] = {}
-        if self.inner.backend in DEFAULT_SCHEDULER_MODULES:
+        if self.inner.backend in _NAMED & set(get_scheduler_factories()):
             for path in config.find_configs():
                 with open(path) as file:
                     config.load(self.inner.backend, file, section)

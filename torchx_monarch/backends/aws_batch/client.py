@@ -17,7 +17,13 @@ from torchx.specs.finder import ComponentValidationException
 _ATTEMPTS = 8
 """Of one request that AWS throttles or fails; the waits between them grow to 20 s."""
 
-_THROTTLED = {"Throttling", "ThrottlingException", "ThrottledException", "TooManyRequestsException", "RequestLimitExceeded"}
+_THROTTLED = {
+    "Throttling",
+    "ThrottlingException",
+    "ThrottledException",
+    "TooManyRequestsException",
+    "RequestLimitExceeded",
+}
 
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired"}
 
@@ -55,7 +61,7 @@ class AwsError(ComponentValidationException, RuntimeError):  # type: ignore[misc
 
 
 class Aws:
-    """The clients of one account and region, which are those of the environment and of AWS's own configuration files."""
+    """The clients of one account and region: those of the environment and of AWS's own configuration files."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -129,7 +135,7 @@ def _raise(error: Exception, service: str, operation: str) -> NoReturn:
         code, message = said.get("Code", ""), said.get("Message", "") or str(error)
         raise AwsError(_refusal(what, code, message), code) from None
     if isinstance(error, exceptions.NoRegionError):
-        text = "no AWS region is set: set AWS_REGION or AWS_DEFAULT_REGION, or `region` of your profile in ~/.aws/config"
+        text = "no AWS region is set: set AWS_REGION, AWS_DEFAULT_REGION, or `region` in ~/.aws/config"
     elif isinstance(error, exceptions.ProfileNotFound):
         text = f"{error}: see AWS_PROFILE, ~/.aws/config and ~/.aws/credentials"
     elif isinstance(error, (exceptions.NoCredentialsError, exceptions.PartialCredentialsError)):
@@ -163,7 +169,7 @@ def _refusal(what: str, code: str, message: str) -> str:
     if code in _DENIED:
         return f"AWS does not allow you {what} ({message}): have that action added to your IAM policy"
     if code in _THROTTLED:
-        return f"AWS throttles {what} ({message}), after several attempts; try again in a minute (AWS_MAX_ATTEMPTS tries longer)"
+        return f"AWS throttles {what} ({message}); try again in a minute, or with more attempts (AWS_MAX_ATTEMPTS)"
     return f"AWS refuses {what}: {message}" + (f" ({code})" if code not in ("", "ClientException") else "")
 
 

@@ -97,7 +97,9 @@ def _mounts(role: Role) -> tuple[list[dict[str, Any]], list[dict[str, Any]], lis
         if isinstance(mount, DeviceMount):
             unknown = set(mount.permissions) - set(_PERMISSIONS)
             if unknown:
-                raise ValueError(f"role {role.name!r}: permissions of {mount.src_path} are {mount.permissions!r}; r, w and m are known")
+                raise ValueError(
+                    f"role {role.name!r}: permissions {mount.permissions!r} of {mount.src_path}: r, w and m are known"
+                )
             devices.append(
                 {
                     "hostPath": mount.src_path,
@@ -112,7 +114,9 @@ def _mounts(role: Role) -> tuple[list[dict[str, Any]], list[dict[str, Any]], lis
         elif isinstance(mount, VolumeMount):
             volumes.append({"name": name, "efsVolumeConfiguration": _efs(mount.src)})
         else:
-            raise ValueError(f"role {role.name!r} has a mount of another kind than bind, volume (EFS) and device: {mount}")
+            raise ValueError(
+                f"role {role.name!r} has a mount of another kind than bind, volume (EFS) and device: {mount}"
+            )
         points.append({"sourceVolume": name, "containerPath": mount.dst_path, "readOnly": mount.read_only})
     return volumes, points, devices
 

@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What AWS Batch says of a job and its nodes, and what that means for the app. Pure.
 
-The state of a multi-node job is Batch's: its main node's, which is replica 0 of the first role. When that one has ended,
-Batch stops the other nodes.
+The state of a multi-node job is Batch's: its main node's, which is replica 0 of the first role. When that one has
+ended, Batch stops the other nodes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,10 @@ _HINTS = (
     ("CannotStartContainerError", "see the command and the mounts"),
     ("CannotCreateContainerError", "see the mounts and devices"),
     ("ResourceInitializationError", "see execution_role_arn, secrets and mounts"),
-    ("Host EC2", "AWS took the instance away, or it broke: run option host_retries, or max_retries, starts such a job again"),
+    (
+        "Host EC2",
+        "AWS took the instance away, or it broke: run option host_retries, or max_retries, starts such a job again",
+    ),
 )
 
 

@@ -56,7 +56,8 @@ def lines(
             last = not follow or (ended_at and time.monotonic() >= ended_at + min(_SETTLE, 2 * poll))
             last = last or (until is not None and time.time() > until.timestamp() + _SETTLE)
             while at < len(found):
-                for token, line in _read(aws, found[at], token, window):
+                for after, line in _read(aws, found[at], token, window):
+                    token = after
                     if line is not None:
                         yield line
                 if at + 1 == len(found):

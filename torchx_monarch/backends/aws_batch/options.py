@@ -14,7 +14,7 @@ class AWSBatchOpts(StructuredOpts):  # type: ignore[misc]
     """Run options of ``aws_batch``."""
 
     queue: str
-    """The job queue, by name or ARN. Jobs of several nodes need one of EC2 on-demand instances: not Fargate, not Spot."""
+    """The job queue, by name or ARN. Jobs of several nodes need EC2 on-demand instances: not Fargate, not Spot."""
 
     user: str | None = None
     """The user name to tag the job with; yours if not given."""
@@ -41,8 +41,8 @@ class AWSBatchOpts(StructuredOpts):  # type: ignore[misc]
     """Limits of the containers, each NAME:SOFT:HARD, with commas between them; -1 for no limit (memlock:-1:-1)."""
 
     job_type: str = "auto"
-    """`multinode` or `container`; `auto` is `container` for an app of one replica whose resource names no instance type.
-    Only a container job can run on Spot instances and beside others; only a multinode one can choose its instance type."""
+    """`multinode` or `container`; `auto`: `container` for an app of one replica whose resource names no instance type.
+    Only a container job can run on Spot and beside others; only a multinode one can choose its instance type."""
 
     timeout: int | None = None
     """Seconds after which Batch ends an attempt, 60 or more."""
@@ -64,5 +64,5 @@ class MonarchAWSBatchOpts(AWSBatchOpts):
     ECS_CONTAINER_STOP_TIMEOUT of the instances says otherwise."""
 
     secret: bool = False
-    """Hand the job's credentials to its hosts through AWS Secrets Manager, not in the job definition, where they are for
-    everybody to see who may describe jobs. Needs execution_role_arn."""
+    """Hand the job's credentials to its hosts through AWS Secrets Manager, not in the job definition, where whoever may
+    describe jobs sees them. Needs execution_role_arn."""

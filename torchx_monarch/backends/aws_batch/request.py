@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """From an app to a job definition of AWS Batch and a job. Pure, and what a dry run shows.
 
-An app of several replicas is one multi-node parallel job, with one node range for each role, so that Batch starts all of
-it or nothing. Such a job cannot run on Spot or beside other jobs; so an app of one replica is a plain container job,
+An app of several replicas is one multi-node parallel job, with one node range for each role, so that Batch starts all
+of it or nothing. Such a job cannot run on Spot or beside other jobs; so an app of one replica is a plain container job,
 unless its resource names an instance type, which only a node range can ask for.
 """
 
@@ -163,16 +163,16 @@ def fit(job: BatchJob) -> str:
     size = len(json.dumps(job.definition).encode())
     if size > _LARGEST_DEFINITION:
         raise ValueError(
-            f"the job definition has {size} bytes; AWS Batch takes {_LARGEST_DEFINITION}. Arguments and environments of all "
-            "roles are part of it: put the larger ones into the image or into a file that the program reads"
+            f"the job definition has {size} bytes; AWS Batch takes {_LARGEST_DEFINITION}. Arguments and environments "
+            "of all roles are part of it: put the larger ones into the image or into a file that the program reads"
         )
     size = len(json.dumps(job.submit).encode())
     if size <= _LARGEST_SUBMISSION:
         return ""
     job.submit.pop("parameters")
     return (
-        f"the app is too large to travel with its job ({size} bytes; AWS Batch takes {_LARGEST_SUBMISSION}): `describe` "
-        "in another process will show it as the job definition has it"
+        f"the app is too large to travel with its job ({size} bytes; AWS Batch takes {_LARGEST_SUBMISSION}): "
+        "`describe` in another process will show it as the job definition has it"
     )
 
 
@@ -183,8 +183,8 @@ def _check(app: AppDef, cfg: AWSBatchOpts) -> None:
             raise ValueError(f"two roles of app {app.name!r} are called {name!r}; each role needs a name of its own")
     if len(app.roles) > _MOST_ROLES:
         raise ValueError(
-            f"app {app.name!r} has {len(app.roles)} roles; a job of AWS Batch has at most {_MOST_ROLES} node ranges, one "
-            "for each role"
+            f"app {app.name!r} has {len(app.roles)} roles; a job of AWS Batch has at most {_MOST_ROLES} node ranges, "
+            "one for each role"
         )
     if cfg.job_type not in ("auto", "multinode", "container"):
         raise ValueError(f"run option job_type is {cfg.job_type!r}; it is auto, multinode or container")
@@ -200,7 +200,7 @@ def _check(app: AppDef, cfg: AWSBatchOpts) -> None:
 
 
 def _has_one_replica(app: AppDef) -> bool:
-    return sum(role.num_replicas for role in app.roles) == 1
+    return len(app.roles) == 1 and bool(app.roles[0].num_replicas == 1)
 
 
 def _is_single(app: AppDef, cfg: AWSBatchOpts) -> bool:
@@ -264,7 +264,10 @@ def roles_of(job: Mapping[str, Any]) -> list[Role]:
     """The roles as a job definition, or a job, has them: what is known where the app itself is not."""
     nodes = job.get("nodeProperties")
     if nodes:
-        return [_role(each["container"], _count(each["targetNodes"], nodes["numNodes"])) for each in nodes["nodeRangeProperties"]]
+        return [
+            _role(each["container"], _count(each["targetNodes"], nodes["numNodes"]))
+            for each in nodes["nodeRangeProperties"]
+        ]
     return [_role(job.get("containerProperties") or job.get("container") or {}, 1)]
 
 

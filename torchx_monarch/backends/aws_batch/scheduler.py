@@ -97,8 +97,8 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
         local = [role.image for role in app.roles if role.image.startswith("sha256:")]
         if local and not cfg.image_repo:
             raise ValueError(
-                f"the image {local[0]} is on this machine alone, where a workspace was built into it: name a repository to "
-                "push it to in the run option image_repo, or submit without a workspace (--workspace '')"
+                f"the image {local[0]} is on this machine alone, where a workspace was built into it: name a "
+                "repository to push it to in the run option image_repo, or submit without a workspace (--workspace '')"
             )
         pushed: dict[str, tuple[str, str]] = self.dryrun_push_images(app, {"image_repo": cfg.image_repo})
         return pushed
@@ -122,7 +122,7 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
             answer = self._aws.call("batch", "SubmitJob", **{**job.submit, "jobDefinition": made})
             undo.pop_all()
         self._ids[job.app_id] = answer["jobId"]
-        return job.app_id
+        return str(job.app_id)
 
     def _quietly(self, service: str, operation: str, **arguments: Any) -> None:
         try:
@@ -179,8 +179,7 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
         if not found.is_multinode:
             return {0: found.job}
         ids = [f"{found.job['jobId']}#{index}" for index in range(found.job["nodeProperties"]["numNodes"])]
-        nodes = {int(node["jobId"].rpartition("#")[2]): node for node in self._described(ids) if "#" in node["jobId"]}
-        return nodes
+        return {int(node["jobId"].rpartition("#")[2]): node for node in self._described(ids) if "#" in node["jobId"]}
 
     def describe(self, app_id: str) -> DescribeAppResponse | None:
         """The app and its nodes, by what Batch says of them; the roles are the user's own.
@@ -194,7 +193,11 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
                 return None
             if not found.job:
                 return DescribeAppResponse(
-                    app_id=app_id, state=AppState.UNKNOWN, msg=_FORGOTTEN, metadata=found.app.metadata, roles=found.app.roles
+                    app_id=app_id,
+                    state=AppState.UNKNOWN,
+                    msg=_FORGOTTEN,
+                    metadata=found.app.metadata,
+                    roles=found.app.roles,
                 )
             nodes = self._nodes(found)
             state, roles = facts.state(found.job), found.app.roles
@@ -239,7 +242,7 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
                 for _, name, job in found
             ]
 
-    def _queues(self) -> list[str]:
+    def _queues(self) -> Sequence[str]:
         pages = self._aws.pages("batch", "DescribeJobQueues")
         return [queue["jobQueueName"] for page in pages for queue in page["jobQueues"]]
 
@@ -274,8 +277,8 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
         """The lines of one replica's log, of all its attempts; CloudWatch has both streams as one.
 
         Raises:
-            ValueError: there is no such app, role or replica, one stream alone is asked for, or the regular expression is
-                none.
+            ValueError: there is no such app, role or replica, one stream alone is asked for, or the regular expression
+                is none.
             AwsError: AWS cannot be asked.
         """
         if streams not in (None, Stream.COMBINED):
@@ -319,8 +322,9 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
                 self._aws.call("batch", "TerminateJob", jobId=job["jobId"], reason=facts.CANCELLED)
 
     def _delete_existing(self, app_id: str) -> None:
-        """End the job, deregister its definition, remove its secret, and mark it as deleted, for Batch remembers jobs for a
-        week. Its lines stay in CloudWatch for as long as the log group says.
+        """End the job, deregister its definition, remove its secret, and mark it as deleted.
+
+        Batch itself remembers jobs for a week. A job's lines stay in CloudWatch for as long as the log group says.
 
         Raises:
             AwsError: AWS cannot be asked.
@@ -360,7 +364,9 @@ class MonarchAWSBatchScheduler(AWSBatchScheduler, Scheduler[MonarchAWSBatchOpts]
         for role in app.roles:
             _check_hosts(role, is_main=role is app.roles[0])
         if cfg.secret and not cfg.execution_role_arn:
-            raise ValueError("run option secret needs execution_role_arn, a role that may read secrets (secretsmanager:GetSecretValue)")
+            raise ValueError(
+                "run option secret needs execution_role_arn, a role that may read secrets (GetSecretValue)"
+            )
 
         def finish(role: Role, env: dict[str, str]) -> None:
             env.setdefault("PYTHONUNBUFFERED", "1")  # what goes into a pipe comes in blocks; people want lines
@@ -391,13 +397,13 @@ def _check_hosts(role: Role, is_main: bool) -> None:
         return
     if not is_main and _OWN_REPLICA0 not in role.env:
         raise ValueError(
-            f"role {role.name!r} has {role.num_replicas} replicas that are to meet, and AWS Batch tells its nodes the address "
-            "of the first role's replica 0 alone: make it the first role, or submit it as an app of its own"
+            f"role {role.name!r} has {role.num_replicas} replicas that are to meet, and AWS Batch tells its nodes "
+            "the address of the first role's replica 0 alone: make it the first role, or submit it as an app of its own"
         )
     if role.max_retries and role.retry_policy is RetryPolicy.REPLICA:
         raise ValueError(
-            f"role {role.name!r} has RetryPolicy.REPLICA, and AWS Batch replaces no single node: it starts a job again as a "
-            "whole (RetryPolicy.APPLICATION)"
+            f"role {role.name!r} has RetryPolicy.REPLICA, and AWS Batch replaces no single node: it starts a job again "
+            "as a whole (RetryPolicy.APPLICATION)"
         )
 
 
@@ -419,7 +425,9 @@ def _containers(definition: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _secrets(definition: Mapping[str, Any]) -> list[str]:
     """ARNs of the secrets that were made for a job."""
     given = [each for one in _containers(definition) for each in one.get("secrets", ())]
-    return [each["valueFrom"] for each in given if each["name"] == CREDENTIALS and ":torchx-monarch/" in each["valueFrom"]]
+    return [
+        each["valueFrom"] for each in given if each["name"] == CREDENTIALS and ":torchx-monarch/" in each["valueFrom"]
+    ]
 
 
 def _replaced(value: Any, old: str, new: str) -> Any:
