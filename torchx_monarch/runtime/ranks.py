@@ -107,6 +107,7 @@ class RankPool:
         self._ranks: list[_Rank] = []
         self._spares: asyncio.Task[None] | None = None
         self._store: StoreProcess | None = None
+        self._store_ahead: asyncio.Task[StoreProcess | None] | None = None
         self._reserved: socket.socket | None = None
         self._files = processes.raise_file_limit()
         # Whatever this process and Monarch's make is for nobody else's eyes; what ranks make is as the user has it.
@@ -157,7 +158,7 @@ class RankPool:
         self._start_missing()
         self._end_store()
         if self._preload:
-            self._store = await StoreProcess.start(self._waiting[0], address, self._say)
+            self._store = await self._take_store(address)
             if self._store is not None:
                 return self._store.port, True
         if self._reserved is not None:
@@ -166,6 +167,15 @@ class RankPool:
         self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._reserved.bind(("", 0))
         return int(self._reserved.getsockname()[1]), False
+
+    async def _take_store(self, address: str) -> StoreProcess | None:
+        ahead = await self._store_ahead if self._store_ahead is not None else None
+        self._store_ahead = None
+        if ahead is not None and ahead.address == address and not ahead.ended:
+            return ahead
+        if ahead is not None:
+            ahead.close()
+        return await StoreProcess.start(self._waiting[0], address, self._say)
 
     def start_watchdog(self, path: str, run_id: str, tell: Callable[[str], None]) -> None:
         """Have ranks set timers on a named pipe at ``path``; see ``Watchdog``.
@@ -261,7 +271,7 @@ class RankPool:
         return [rank.interpreter.process.pid for rank in self._ranks]
 
     async def watch(self) -> None:
-        """Returns when a rank has failed or all have ended."""
+        """Returns when a rank has failed or all have ended; after a failure the others have been told to stop."""
         ranks = self._ranks
         running = {asyncio.ensure_future(rank.interpreter.ended.wait()): rank for rank in ranks}
         while running:
@@ -270,6 +280,8 @@ class RankPool:
             if any(rank.interpreter.process.returncode != 0 for rank in ended):
                 for task in running:
                     task.cancel()
+                # Ours at once; when the controller has heard of it, it has the others stopped, and waits for all.
+                self._tell(signal.SIGTERM)
                 return
         await self._drained(ranks)
 
@@ -281,11 +293,7 @@ class RankPool:
         A rank that has been told to stop is not told again, except by SIGKILL: it is on its way.
         """
         ranks = self._ranks
-        left = [rank for rank in ranks if not rank.interpreter.ended.is_set()]
-        for rank in left:
-            if rank.stopped_at is None or number == signal.SIGKILL:
-                rank.stopped_at = rank.stopped_at or time.time()
-                rank.interpreter.kill(number)
+        left = self._tell(number)
         if left:
             ends = [asyncio.ensure_future(rank.interpreter.ended.wait()) for rank in left]
             await asyncio.wait(ends, timeout=grace)
@@ -293,10 +301,20 @@ class RankPool:
             if not rank.interpreter.ended.is_set():
                 rank.interpreter.kill(signal.SIGKILL)
         await self._drained(ranks)
+        ahead = await self._store_ahead if self._store_ahead is not None else None
         if ranks is self._ranks:  # else another attempt has begun
             # The ranks of other hosts may be on their way out still, and need the store.
-            ours = [self._store, self._watchdog, *(one.process for one in self._waiting)]
+            ours = [self._store, ahead, self._watchdog, *(one.process for one in self._waiting)]
             end_strays(self._environ.get(processes.MARKER, ""), [one.pid for one in ours if one is not None])
+
+    def _tell(self, number: int) -> list[_Rank]:
+        """Signal the ranks that have not ended, and return them."""
+        left = [rank for rank in self._ranks if not rank.interpreter.ended.is_set()]
+        for rank in left:
+            if rank.stopped_at is None or number == signal.SIGKILL:
+                rank.stopped_at = rank.stopped_at or time.time()
+                rank.interpreter.kill(number)
+        return left
 
     def notify(self, number: int) -> None:
         """Send a signal to the ranks themselves, not to what they have started, and let them run on."""
@@ -317,13 +335,17 @@ class RankPool:
     async def _start_spares(self, attempt: int) -> None:
         """Have interpreters ready for the next attempt, one importing at a time: the ranks need the machine.
 
-        Ends when that attempt has begun meanwhile, which has started what it missed and has spares of its own.
+        And a store, where there was one of this attempt. Ends when the next has begun meanwhile, which has started what
+        it missed and has spares of its own.
         """
         await asyncio.sleep(_SPARES_AFTER)
         with contextlib.suppress(LaunchError):  # it will be said when the attempt needs one
             while self.attempt == attempt and len(self._waiting) < self._count:
                 self._start(len(self._waiting))
                 await self._waiting[-1].ask({"op": "ready"})
+        if self.attempt == attempt and self._store is not None and self._waiting and self._store_ahead is None:
+            ahead = StoreProcess.start(self._waiting[0], self._store.address, self._say)
+            self._store_ahead = asyncio.ensure_future(ahead)
 
     def _assign(self, world: World, local_rank: int, interpreter: Interpreter) -> _Rank:
         options, place = self._command.options, self._place
