@@ -110,7 +110,8 @@ def _registered_by_others(name: str) -> Callable[..., Any] | None:
     import os
     from importlib.metadata import entry_points
 
-    from torchx.plugins import PluginRegistry, PluginSource, PluginType
+    from torchx.plugins import PluginRegistry, PluginType
+    from torchx.plugins._registry import PluginSource
 
     sources = int(os.environ.get("TORCHX_PLUGINS_SOURCE", "3"))
     if sources & PluginSource.ENTRYPOINT:

@@ -65,6 +65,7 @@ class Aws:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._session: Any = None
         self._clients: dict[str, Any] = {}
 
     def client(self, service: str) -> Any:
@@ -79,8 +80,9 @@ class Aws:
                 if "AWS_MAX_ATTEMPTS" not in os.environ:
                     options["retries"] = {"mode": "standard", "total_max_attempts": _ATTEMPTS}
                 try:
-                    # A session of its own: boto3's default one is shared with whoever else uses it in this process.
-                    self._clients[service] = boto3.session.Session().client(service, config=Config(**options))
+                    # Not boto3's default one, which is shared with whoever else uses it in this process.
+                    self._session = self._session or boto3.session.Session()
+                    self._clients[service] = self._session.client(service, config=Config(**options))
                 except (exceptions.BotoCoreError, ValueError) as error:
                     _raise(error, service, "")
             return self._clients[service]

@@ -83,10 +83,11 @@ def _requirements(role: Role) -> list[dict[str, str]]:
     return found
 
 
-def resource(requirements: list[dict[str, str]]) -> Resource:
-    """The inverse, as far as Batch knows it."""
-    known = {each["type"]: int(float(each["value"])) for each in requirements}
-    return Resource(cpu=known.get("VCPU", -1), gpu=known.get("GPU", 0), memMB=known.get("MEMORY", -1))
+def resource(properties: Mapping[str, Any]) -> Resource:
+    """The inverse, as far as Batch knows it; it may still say it as it did before there were GPUs."""
+    known = {"VCPU": int(properties.get("vcpus", -1)), "MEMORY": int(properties.get("memory", -1))}
+    known |= {each["type"]: int(float(each["value"])) for each in properties.get("resourceRequirements", ())}
+    return Resource(cpu=known["VCPU"], gpu=known.get("GPU", 0), memMB=known["MEMORY"])
 
 
 def _mounts(role: Role) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:

@@ -195,10 +195,8 @@ def first_node(role_name: str, roles: Sequence[Role]) -> int:
 
 
 def _with_hint(reason: str, container: Mapping[str, Any]) -> str:
-    memory = next(
-        (each["value"] for each in container.get("resourceRequirements", ()) if each["type"] == "MEMORY"),
-        container.get("memory", "?"),
-    )
+    given = [each["value"] for each in container.get("resourceRequirements", ()) if each["type"] == "MEMORY"]
+    memory = given[0] if given else container.get("memory", "?")
     hint = next((text for start, text in _HINTS if reason.startswith(start)), "")
     return f"{reason.rstrip('.')} ({hint.format(memory=memory)})" if hint else reason
 

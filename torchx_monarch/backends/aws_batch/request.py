@@ -22,7 +22,7 @@ from torchx import settings
 from torchx.schedulers.ids import make_unique
 from torchx.specs import AppDef, Role
 
-from torchx_monarch.backends import blob
+from torchx_monarch.backends import blob, roles
 from torchx_monarch.backends.aws_batch import command, container
 from torchx_monarch.backends.aws_batch.options import AWSBatchOpts
 
@@ -177,10 +177,7 @@ def fit(job: BatchJob) -> str:
 
 
 def _check(app: AppDef, cfg: AWSBatchOpts) -> None:
-    names = [role.name for role in app.roles]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"two roles of app {app.name!r} are called {name!r}; each role needs a name of its own")
+    roles.check_names(app)
     if len(app.roles) > _MOST_ROLES:
         raise ValueError(
             f"app {app.name!r} has {len(app.roles)} roles; a job of AWS Batch has at most {_MOST_ROLES} node ranges, "
@@ -287,5 +284,5 @@ def _role(properties: Mapping[str, Any], replicas: int) -> Role:
         args=list(words[1:]),
         env=env,
         num_replicas=replicas,
-        resource=container.resource(properties.get("resourceRequirements", [])),
+        resource=container.resource(properties),
     )

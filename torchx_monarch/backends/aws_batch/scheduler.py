@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream, filter_regex
+from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream
 from torchx.specs import NONE, AppDef, AppDryRunInfo, AppState, CfgVal, RetryPolicy, Role, runopts
 from torchx.workspace.docker_workspace import DockerWorkspaceMixin
 
-from torchx_monarch.backends import blob
+from torchx_monarch.backends import blob, roles
 from torchx_monarch.backends.aws_batch import facts, logs, request
 from torchx_monarch.backends.aws_batch.client import Aws, AwsError
 from torchx_monarch.backends.aws_batch.command import RANK0
@@ -200,17 +200,17 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
                     roles=found.app.roles,
                 )
             nodes = self._nodes(found)
-            state, roles = facts.state(found.job), found.app.roles
+            state, wanted = facts.state(found.job), found.app.roles
             return DescribeAppResponse(
                 app_id=app_id,
                 state=state,
                 num_restarts=facts.restarts(found.job),
-                msg=facts.explanation(found.job, nodes, roles) or NONE,
+                msg=facts.explanation(found.job, nodes, wanted) or NONE,
                 structured_error_msg=(self._root_cause(found, nodes) if state is AppState.FAILED else "") or NONE,
                 ui_url=facts.console_url(found.job.get("jobArn", "")) or None,
                 metadata=found.app.metadata,
-                roles_statuses=facts.roles_statuses(found.job, nodes, roles),
-                roles=roles,
+                roles_statuses=facts.roles_statuses(found.job, nodes, wanted),
+                roles=wanted,
             )
 
     def _root_cause(self, found: _Found, nodes: Mapping[int, Mapping[str, Any]]) -> str:
@@ -286,11 +286,7 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
         found = self._find(app_id)
         if found is None or not found.job:
             raise ValueError(f"there is no app {app_id!r} in AWS Batch{f': {_FORGOTTEN}' if found else ''}")
-        sizes = {role.name: role.num_replicas for role in found.app.roles}
-        if role_name not in sizes:
-            raise ValueError(f"app {app_id} has no role {role_name!r}; its roles are {', '.join(sizes)}")
-        if not 0 <= k < sizes[role_name]:
-            raise ValueError(f"role {role_name} of app {app_id} has no replica {k}; it has 0 to {sizes[role_name] - 1}")
+        roles.check_replica(app_id, {role.name: role.num_replicas for role in found.app.roles}, role_name, k)
         index = facts.first_node(role_name, found.app.roles) + k
         job_id, group = str(found.job["jobId"]), facts.log_group(found.job)
 
@@ -300,13 +296,8 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
             ended = facts.state(described.get(job_id, {})) not in (AppState.PENDING, AppState.RUNNING)
             return facts.streams(described.get(wanted, {}), group), ended
 
-        lines: Iterable[str] = logs.lines(self._aws, look, since=since, until=until, follow=should_tail)
-        if regex:
-            try:
-                lines = filter_regex(regex, lines)
-            except re.error as error:
-                raise ValueError(f"{regex!r} is no regular expression: {error}") from error
-        return lines
+        lines = logs.lines(self._aws, look, since=since, until=until, follow=should_tail)
+        return roles.matching(lines, regex)
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
