@@ -76,11 +76,12 @@ def _make_queues(url: str) -> None:
 
 
 def _add_nodes() -> None:
-    from docker.models.containers import ContainerCollection
-    from moto.batch.models import BatchBackend
-    from moto.logs.models import LogsBackend
+    from docker.models import containers
+    from moto.batch import models as batch
+    from moto.logs import models as logs
 
-    run, describe, put = ContainerCollection.run, BatchBackend.describe_jobs, LogsBackend.put_log_events
+    collection, backend, written_to = containers.ContainerCollection, batch.BatchBackend, logs.LogsBackend
+    run, describe, put = collection.run, backend.describe_jobs, written_to.put_log_events
     written = Counter[str]()
     network = os.environ["MOTO_DOCKER_NETWORK_NAME"]
 
@@ -118,9 +119,8 @@ def _add_nodes() -> None:
         put(self, group, child, events)
         return put(self, group, stream, events)
 
-    ContainerCollection.run = run_node
-    BatchBackend.describe_jobs = describe_jobs
-    LogsBackend.put_log_events = put_log_events
+    for owner, replacement in ((collection, run_node), (backend, describe_jobs), (written_to, put_log_events)):
+        setattr(owner, replacement.__name__.replace("run_node", "run"), replacement)
 
 
 def _child(parent: dict[str, Any], index: int) -> dict[str, Any]:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from torchx.specs import AppDef, AppState, InvalidRunConfigException, Resource
@@ -99,7 +100,7 @@ def test_with_a_secret_aws_batch_shows_no_credentials(apps: Apps, aws: Aws) -> N
         ({"host_retries": 10}, "host_retries is 10; AWS Batch starts a job again at most 9 times"),
     ],
 )
-def test_bad_options_are_named(apps: Apps, cfg: dict[str, object], words: str) -> None:
+def test_bad_options_are_named(apps: Apps, cfg: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError) as told:
         apps.run(apps.torchrun("train.py"), **cfg)
     assert words in str(told.value)

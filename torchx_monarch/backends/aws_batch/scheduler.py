@@ -17,6 +17,7 @@ from typing import Any
 
 from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream
 from torchx.specs import NONE, AppDef, AppDryRunInfo, AppState, CfgVal, RetryPolicy, Role, runopts
+from torchx.specs.finder import ComponentValidationException
 from torchx.workspace.docker_workspace import DockerWorkspaceMixin
 
 from torchx_monarch.backends import blob, roles
@@ -41,6 +42,10 @@ _OWN_REPLICA0 = "MONARCH_REPLICA0_HOST"
 _VERDICT = re.compile(r"\[monarch\] FAILED: (.*?)(?: \(\d+\.\d+ s\))?\s*$")
 
 _log = logging.getLogger("torchx_monarch")
+
+
+class RequestError(ComponentValidationException, ValueError):  # type: ignore[misc]
+    """AWS Batch cannot run the app so. The torchx command shows the message without a traceback."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +87,13 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
     # -- submitting ----------------------------------------------------------------------------------------------------
 
     def _submit_dryrun(self, app: AppDef, cfg: AWSBatchOpts) -> AppDryRunInfo[BatchJob, AWSBatchOpts]:
-        images = self._images(app, cfg)
-        job = self._render(app, cfg)
-        job.images_to_push = images
-        said = request.fit(job)
+        try:
+            images = self._images(app, cfg)
+            job = self._render(app, cfg)
+            job.images_to_push = images
+            said = request.fit(job)
+        except ValueError as error:
+            raise RequestError(str(error)) from None
         if said:
             _log.warning("%s", said)
         return AppDryRunInfo(job, str)
