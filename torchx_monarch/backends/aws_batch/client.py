@@ -81,7 +81,9 @@ class Aws:
                     options["retries"] = {"mode": "standard", "total_max_attempts": _ATTEMPTS}
                 try:
                     # Not boto3's default one, which is shared with whoever else uses it in this process.
-                    self._session = self._session or boto3.session.Session()
+                    # It does not know AWS_REGION, which AWS's command and other SDKs heed first.
+                    region = os.environ.get("AWS_REGION") or None
+                    self._session = self._session or boto3.session.Session(region_name=region)
                     self._clients[service] = self._session.client(service, config=Config(**options))
                 except (exceptions.BotoCoreError, ValueError) as error:
                     _raise(error, service, "")
@@ -153,7 +155,7 @@ def _raise(error: Exception, service: str, operation: str) -> NoReturn:
         ),
     ):
         text = f"the AWS credentials could not be had, or have expired ({_first_line(error)}): {_HOW_TO_LOG_IN}"
-    elif isinstance(error, exceptions.HTTPClientError):
+    elif isinstance(error, (exceptions.ConnectionError, exceptions.HTTPClientError)):
         text = (
             f"AWS does not answer to {what} ({_first_line(error)}): see the network, the region (AWS_REGION) and "
             "AWS_ENDPOINT_URL"

@@ -64,7 +64,7 @@ _HINTS = (
     ("ResourceInitializationError", "see execution_role_arn, secrets and mounts"),
     (
         "Host EC2",
-        "AWS took the instance away, or it broke: run option host_retries, or max_retries, starts such a job again",
+        "the instance was taken away or broke: host_retries, or max_retries, starts such a job again",
     ),
 )
 

@@ -26,9 +26,7 @@ Look = Callable[[], tuple[list[tuple[str, str]], bool]]
 """Tells the streams of a node, (group, stream), one for each attempt, and whether the job has ended."""
 
 
-def lines(
-    aws: Aws, look: Look, *, since: datetime | None, until: datetime | None, follow: bool, poll: float = _POLL
-) -> Iterator[str]:
+def lines(aws: Aws, look: Look, *, since: datetime | None, until: datetime | None, follow: bool) -> Iterator[str]:
     """The lines, each with its line end.
 
     Args:
@@ -37,7 +35,6 @@ def lines(
         since: leave out lines written before; a time without zone is local time.
         until: leave out lines written after.
         follow: wait for more until the job has ended.
-        poll: seconds between two looks.
 
     Raises:
         AwsError: AWS refuses; while a log is followed, being throttled is waited out.
@@ -53,7 +50,7 @@ def lines(
             found, ended = look()
             # In this order: what was written before the end is read after it is known.
             ended_at = ended_at or (time.monotonic() if ended else 0.0)
-            last = not follow or (ended_at and time.monotonic() >= ended_at + min(_SETTLE, 2 * poll))
+            last = not follow or (ended_at > 0 and time.monotonic() >= ended_at + _SETTLE)
             last = last or (until is not None and time.time() > until.timestamp() + _SETTLE)
             while at < len(found):
                 for after, line in _read(aws, found[at], token, window):
@@ -66,11 +63,11 @@ def lines(
         except AwsError as error:
             if not follow or not error.throttled:
                 raise
-            time.sleep(max(poll, _POLL_THROTTLED if poll >= _POLL else poll))
+            time.sleep(_POLL_THROTTLED)
             continue
         if last:
             return
-        time.sleep(poll)
+        time.sleep(_POLL)
 
 
 def _read(aws: Aws, stream: tuple[str, str], token: str, window: dict[str, int]) -> Iterator[tuple[str, str | None]]:
