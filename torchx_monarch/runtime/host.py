@@ -366,7 +366,8 @@ class HostProcess:
             said_within=options.network.peer_timeout + 3.0 if wires.rendezvous.networked else 1.0,
             monarch_log=self._monarch_log,
         )
-        verdict = await Controller(job, rendezvous, self._reporter, self._first_output, wires.check).run()
+        controller = Controller(job, rendezvous, self._reporter, self._first_output, wires.check, self._handle)
+        verdict = await controller.run()
         self._conclude(verdict)
         await rendezvous.announce(verdict, _HOST_EXIT_TIMEOUT + self._grace)
         return verdict
