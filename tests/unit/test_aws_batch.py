@@ -249,6 +249,17 @@ def test_the_app_is_left_out_where_it_does_not_fit() -> None:
         fit(made)
 
 
+def test_an_image_with_a_workspace_is_pushed_to_the_repository() -> None:
+    one = role(replicas=1)
+    one.image = "sha256:" + "a" * 64
+    made = job(one, image_repo="123.dkr.ecr.us-east-1.amazonaws.com/mine")
+    assert made.images_to_push == {f"sha256:{'a' * 64}": ("123.dkr.ecr.us-east-1.amazonaws.com/mine", "a" * 64)}
+    assert containers(made)[0]["image"] == f"123.dkr.ecr.us-east-1.amazonaws.com/mine:{'a' * 64}"
+    with pytest.raises(ValueError, match="name a repository to push it to in the run option image_repo"):
+        one.image = "sha256:" + "a" * 64
+        job(one)
+
+
 def test_ulimits() -> None:
     assert container.ulimits(["memlock:-1:-1", " "]) == [{"name": "memlock", "softLimit": -1, "hardLimit": -1}]
     for wrong in ("memlock", "memlock:1", "memlock:1:2:3", "memlock:a:1", ":1:2"):
@@ -269,6 +280,7 @@ def test_ulimits() -> None:
 )
 def test_console_links(arn: str, url: str) -> None:
     assert facts.console_url(arn) == f"{url}#jobs/detail/a-1"
+    assert facts.console_url(arn, multinode=True) == f"{url}#jobs/mnp-job/a-1"
     assert facts.console_url("nonsense") == ""
 
 

@@ -215,12 +215,13 @@ def log_group(job: Mapping[str, Any]) -> str:
     return str(options.get("awslogs-group", DEFAULT_LOG_GROUP))
 
 
-def console_url(arn: str) -> str:
+def console_url(arn: str, multinode: bool = False) -> str:
     """The job's page in AWS's console; empty for what is no ARN of a job."""
     found = re.fullmatch(r"arn:([a-z-]+):batch:([a-z0-9-]+):\d*:job/([a-zA-Z0-9-]+)", arn)
     if found is None:
         return ""
     partition, region, job_id = found.groups()
+    kind = "mnp-job" if multinode else "detail"
     domain = {"aws-cn": "amazonaws.cn", "aws-us-gov": "amazonaws-us-gov.com"}.get(partition, "aws.amazon.com")
     host = f"{region}.console.{domain}" if partition == "aws" else f"console.{domain}"
-    return f"https://{host}/batch/home?region={region}#jobs/detail/{job_id}"
+    return f"https://{host}/batch/home?region={region}#jobs/{kind}/{job_id}"

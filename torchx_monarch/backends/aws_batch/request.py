@@ -25,6 +25,7 @@ from torchx.specs import AppDef, Role
 from torchx_monarch.backends import blob, roles
 from torchx_monarch.backends.aws_batch import command, container
 from torchx_monarch.backends.aws_batch.options import AWSBatchOpts
+from torchx_monarch.backends.network import CREDENTIALS
 
 TAG_VERSION = "torchx.pytorch.org/version"
 TAG_APP = "torchx.pytorch.org/app-name"
@@ -276,6 +277,7 @@ def _count(target: str, nodes: int) -> int:
 
 def _role(properties: Mapping[str, Any], replicas: int) -> Role:
     env = {each["name"]: each.get("value", "") for each in properties.get("environment", ())}
+    env.pop(CREDENTIALS, None)
     words = properties.get("command") or [""]
     return Role(
         env.pop(ROLE_NAME, "node"),

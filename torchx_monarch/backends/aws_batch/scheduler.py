@@ -115,9 +115,12 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
         """Submit the job; QUEUE:NAME.
 
         Raises:
+            ValueError: it was submitted already.
             AwsError: AWS refuses it. Nothing is left.
         """
         job = copy.deepcopy(dryrun_info.request)
+        if job.app_id in self._ids:
+            raise ValueError(f"this request was submitted already, as {job.app_id}; another job needs another dry run")
         self.push_images(job.images_to_push)
         undo = contextlib.ExitStack()
         with undo:
@@ -215,7 +218,7 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
                 num_restarts=facts.restarts(found.job),
                 msg=facts.explanation(found.job, nodes, wanted) or NONE,
                 structured_error_msg=(self._root_cause(found, nodes) if state is AppState.FAILED else "") or NONE,
-                ui_url=facts.console_url(found.job.get("jobArn", "")) or None,
+                ui_url=facts.console_url(found.job.get("jobArn", ""), found.is_multinode) or None,
                 metadata=found.app.metadata,
                 roles_statuses=facts.roles_statuses(found.job, nodes, wanted),
                 roles=wanted,
