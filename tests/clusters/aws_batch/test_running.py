@@ -10,12 +10,13 @@ import re
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from torchx.specs import AppState
 
 from tests.clusters.aws_batch.apps import NAME, Apps, Aws
-from tests.clusters.docker.daemon import ROOT
+from tests.clusters.docker.daemon import ROOT, Daemon
 
 Eventually = Callable[..., object]
 
@@ -86,13 +87,38 @@ def test_a_failing_rank_is_the_cause(running_apps: Apps) -> None:
     assert status.msg == "replica trainer/0 exited with code 1"
 
 
+@pytest.mark.timeout(180)
+def test_a_lost_node_ends_the_job_and_is_named(running_apps: Apps, daemon: Daemon, eventually: Eventually) -> None:
+    """Batch replaces no node; with max_retries it would start all of them again, which moto does not do."""
+    apps = running_apps
+    handle = apps.run(
+        apps.torchrun(
+            apps.program(
+                f"{SAYS}\n    open({str(apps.folder / 'up')!r}, 'a').write('x'); import time; time.sleep(1000)"
+            ),
+            nproc=1,
+        )
+    )
+    eventually(lambda: len(read(apps.folder / "up")) == 2, "both ranks", seconds=90)
+    with contextlib.closing(daemon.client()) as client:
+        (lost,) = [each.name for each in client.containers.list() if each.name.endswith("-1")]
+    daemon.kill(lost)
+    status = apps.wait(handle, 90)
+    assert status.state is AppState.FAILED
+    assert "host 1" in json.loads(status.structured_error_msg)["message"]["message"], apps.log(handle)
+
+
+def read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
 @pytest.mark.scenario("cancel while running", wire="moto+docker")
 @pytest.mark.scenario("log follow, since, until", wire="moto+docker")
 def test_cancel_while_running(running_apps: Apps, eventually: Eventually) -> None:
     apps = running_apps
     handle = apps.run(apps.role("sh", "-c", "echo up; sleep 1000"), scheduler="aws_batch")
     eventually(lambda: apps.status(handle).state is AppState.RUNNING, "the container", seconds=60)
-    apps.torchx("cancel", handle.replace("aws_batch:", "aws_batch:"))
+    apps.torchx("cancel", handle)
     status = apps.wait(handle)
     assert (status.state, status.msg) == (AppState.CANCELLED, "cancelled through torchx")
     assert apps.states(handle) == {"trainer/0": AppState.CANCELLED}
