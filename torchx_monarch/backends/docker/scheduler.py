@@ -26,6 +26,7 @@ from docker.errors import DockerException, NotFound
 from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream
 from torchx.schedulers.docker_scheduler import (
     LABEL_APP_ID,
+    NETWORK,
     DockerJob,
     DockerScheduler,
     Opts,
@@ -144,6 +145,14 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
     def replica0_host(self, app: AppDef, role: Role) -> str:
         """The container of the role's replica 0, by its name in the network's DNS. (Upstream has the first role's.)"""
         return f"@{request.REPLICA0}"
+
+    def client_host(self, app_id: str, role: str) -> str:
+        """The address of the role's first container: its name is known on the containers' network alone."""
+        found = self._find(app_id)
+        for container, replica in zip(found.containers, found.replicas, strict=True) if found else ():
+            if replica.role == role and replica.id == 0:
+                return str(container.attrs["NetworkSettings"]["Networks"].get(NETWORK, {}).get("IPAddress", ""))
+        return ""
 
     def _submit_dryrun(self, app: AppDef, cfg: DockerOpts) -> AppDryRunInfo[DockerJob, DockerOpts]:
         request.check(app, cfg.grace)
