@@ -298,14 +298,6 @@ def test_a_section_of_aws_batch_counts_for_monarch_aws_batch(tmp_path: Path, mon
     assert done.stdout.strip() == "mine False"
 
 
-def test_boto3_missing_says_what_to_install() -> None:
-    code = "import sys; sys.modules['boto3'] = None\nfrom torchx_monarch import schedulers as s\n"
-    for name in FACTORIES:
-        text = f"{code}try: s.{name}('torchx')\nexcept ModuleNotFoundError as error: print(error)"
-        done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=True)
-        assert done.stdout == f"{name} needs AWS's client for Python; run: pip install 'boto3>=1.34'\n"
-
-
 def test_registration_by_others_is_used(tmp_path: Path) -> None:
     """By either channel, whichever of the two TorchX has taken for the one."""
     own = "from torchx.schedulers.local_scheduler import create_scheduler as theirs\n"

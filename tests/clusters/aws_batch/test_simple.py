@@ -5,12 +5,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 from torchx.specs import AppDef, AppState, InvalidRunConfigException, Resource
 
-from tests.clusters.aws_batch.apps import NAME, Apps, Aws, definitions, request_of
+from tests.clusters.aws_batch.apps import NAME, SCHEDULERS, Apps, Aws, definitions, request_of
 
 
 @pytest.mark.scenario("status and log long after, elsewhere", wire="fake")
@@ -153,7 +155,6 @@ def test_unknown_apps(apps: Apps) -> None:
     assert apps.status(handle).state is AppState.SUCCEEDED
 
 
-@pytest.mark.scenario("tags and console link", wire="fake")
 def test_tags_and_console_link(apps: Apps, aws: Aws) -> None:
     handle = apps.run(apps.role("true"), user="somebody")
     job = handle.rpartition(":")[2]
@@ -164,3 +165,12 @@ def test_tags_and_console_link(apps: Apps, aws: Aws) -> None:
     assert described["tags"]["team"] == "a b"
     url = f"https://us-east-1.console.aws.amazon.com/batch/home?region=us-east-1#jobs/detail/{described['jobId']}"
     assert apps.status(handle).ui_url == url
+
+
+@pytest.mark.scenario("missing tool says what to install")
+def test_boto3_missing_says_what_to_install() -> None:
+    code = "import sys; sys.modules['boto3'] = None\nfrom torchx_monarch import schedulers as s\n"
+    for name in SCHEDULERS:
+        text = f"{code}try: s.{name}('torchx')\nexcept ModuleNotFoundError as error: print(error)"
+        done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=True)
+        assert done.stdout == f"{name} needs AWS's client for Python; run: pip install 'boto3>=1.34'\n"

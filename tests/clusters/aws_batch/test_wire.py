@@ -27,6 +27,8 @@ from tests.clusters.aws_batch.wire import Wire, refusal
 from torchx_monarch.backends import blob
 from torchx_monarch.backends.aws_batch import facts, logs
 from torchx_monarch.backends.aws_batch.request import APP_PARAMETER, TAG_VERSION
+from torchx_monarch.backends.aws_batch.scheduler import create_monarch_scheduler
+from torchx_monarch.backends.network import Reachable
 
 JOB = "11111111-2222-3333-4444-555555555555"
 ARN = f"arn:aws:batch:eu-central-1:123456789012:job/{JOB}"
@@ -176,6 +178,10 @@ def test_nodes_have_states_names_and_addresses(wire: Wire, wired: Apps) -> None:
     assert (first.state, first.hostaddr) == (AppState.RUNNING, "10.0.1.2")
     assert first.hostname == "ip-10-0-1-2.eu-central-1.compute.internal"
     assert (second.state, second.hostname) == (AppState.PENDING, "")
+    with contextlib.closing(create_monarch_scheduler("torchx")) as scheduler:
+        assert isinstance(scheduler, Reachable)
+        assert scheduler.client_host("q:app-1", "trainer") == "10.0.1.2"
+        assert scheduler.client_host("q:app-1", "nobody") == ""
 
 
 @pytest.mark.parametrize(

@@ -98,14 +98,14 @@ def roles_statuses(
         replicas = []
         for replica in range(role.num_replicas):
             node = nodes.get(first + replica)
-            address = _address(node or {})
+            at = address(node or {})
             replicas.append(
                 ReplicaStatus(
                     id=replica,
                     role=role.name,
                     state=_shown(of_job, node),
-                    hostname=_hostname(address, str(job.get("jobArn", ""))),
-                    hostaddr=address or NONE,
+                    hostname=_hostname(at, str(job.get("jobArn", ""))),
+                    hostaddr=at or NONE,
                 )
             )
         found.append(RoleStatus(role.name, replicas))
@@ -129,18 +129,19 @@ def _container(node: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**attempts[-1].get("container", {}), **node.get("container", {})}
 
 
-def _address(node: Mapping[str, Any]) -> str:
+def address(node: Mapping[str, Any]) -> str:
+    """A node's private address; empty where Batch tells none, as of a container on its host's network."""
     interfaces = _container(node).get("networkInterfaces") or [{}]
     return str(interfaces[0].get("privateIpv4Address", ""))
 
 
-def _hostname(address: str, arn: str) -> str:
+def _hostname(at: str, arn: str) -> str:
     """The name that a VPC's DNS has for an address of it; Batch says addresses only."""
-    if not address:
+    if not at:
         return ""
     region = (arn.split(":") + [""] * 4)[3]
     domain = "ec2.internal" if region == "us-east-1" else f"{region}.compute.internal"
-    return f"ip-{address.replace('.', '-')}.{domain}"
+    return f"ip-{at.replace('.', '-')}.{domain}"
 
 
 def explanation(job: Mapping[str, Any], nodes: Mapping[int, Mapping[str, Any]], roles: Sequence[Role]) -> str:

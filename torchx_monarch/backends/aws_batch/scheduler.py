@@ -362,6 +362,13 @@ class MonarchAWSBatchScheduler(AWSBatchScheduler, Scheduler[MonarchAWSBatchOpts]
         """The main node's address, which Batch tells all other nodes. It tells no other node's: see ``_render``."""
         return f"@{RANK0 if role is app.roles[0] else _OWN_REPLICA0}"
 
+    def client_host(self, app_id: str, role: str) -> str:
+        """The address of the role's replica 0, for a machine within the nodes' network."""
+        found = self._find(app_id)
+        if found is None or role not in [each.name for each in found.app.roles]:
+            return ""
+        return facts.address(self._nodes(found).get(facts.first_node(role, found.app.roles), {}))
+
     def _render(self, app: AppDef, cfg: MonarchAWSBatchOpts) -> BatchJob:
         for role in app.roles:
             _check_hosts(role, is_main=role is app.roles[0])
