@@ -161,6 +161,7 @@ def test_one_replica_is_a_plain_job_unless_it_wants_an_instance_type(
                 "attempts": 4,
                 "evaluateOnExit": [
                     {"onStatusReason": "Host EC2*", "action": "RETRY"},
+                    {"onExitCode": "143", "action": "RETRY"},
                     {"onReason": "*", "action": "EXIT"},
                 ],
             },

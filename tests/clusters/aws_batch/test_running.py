@@ -70,6 +70,7 @@ def test_environment_and_replica_arrive_whole(running_apps: Apps) -> None:
 
 
 @pytest.mark.scenario("root cause in status", wire="moto+docker")
+@pytest.mark.scenario("status and log long after, elsewhere", wire="moto+docker")
 def test_a_failing_rank_is_the_cause(running_apps: Apps) -> None:
     apps = running_apps
     path = apps.program("""
@@ -85,6 +86,9 @@ def test_a_failing_rank_is_the_cause(running_apps: Apps) -> None:
     assert error["message"].startswith("rank 1 (local rank 0 on "), apps.log(handle, replicas=2)
     assert "ValueError: boom" in error["message"]
     assert status.msg == "replica trainer/0 exited with code 1"
+    assert json.loads(apps.torchx("status", "--json", handle))["state"] == "FAILED"
+    log = apps.torchx("log", f"{handle}/trainer")
+    assert "ValueError: boom" in log and "trainer/0" in log and "trainer/1" in log
 
 
 @pytest.mark.timeout(180)

@@ -125,6 +125,14 @@ def test_a_job_that_is_refused_leaves_nothing(apps: Apps) -> None:
         apps.run(apps.torchrun("train.py"), queue="none", secret=True, execution_role_arn="arn:aws:iam::1:role/x")
 
 
+def test_a_request_is_submitted_once(apps: Apps) -> None:
+    info = apps.runner.dryrun(AppDef("app", [apps.role("true")]), NAME, cfg={"queue": "first"})
+    handle = apps.adopt(apps.runner.schedule(info))
+    with pytest.raises(ValueError, match="submitted already, as first:app-.*; another job needs another dry run"):
+        apps.runner.schedule(info)
+    assert apps.listed() == [handle]
+
+
 def test_an_app_too_large_for_its_job_is_still_submitted(apps: Apps, caplog: pytest.LogCaptureFixture) -> None:
     import random
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import getpass
 import json
 import re
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -230,7 +231,9 @@ def _retries(app: AppDef, cfg: AWSBatchOpts, never_again: tuple[int, ...]) -> di
         raise ValueError(f"{what} is {attempts - 1}; AWS Batch starts a job again at most {_MOST_ATTEMPTS - 1} times")
     rules = [{"onExitCode": str(code), "action": "EXIT"} for code in never_again]
     if not retries and cfg.host_retries:
-        rules = [{"onStatusReason": "Host EC2*", "action": "RETRY"}, {"onReason": "*", "action": "EXIT"}]
+        # A machine that is shut down sends SIGTERM before it is gone.
+        told = {"onExitCode": str(128 + signal.SIGTERM), "action": "RETRY"}
+        rules = [{"onStatusReason": "Host EC2*", "action": "RETRY"}, told, {"onReason": "*", "action": "EXIT"}]
     return {"attempts": attempts, **({"evaluateOnExit": rules} if attempts > 1 and rules else {})}
 
 
