@@ -44,6 +44,8 @@ REASONS: dict[str, dict[str, str]] = {
     "docker": {},
     "slurm": {},
     "kubernetes": {},
-    "aws_batch": {},
+    "aws_batch": {
+        "lost host replaced": "AWS Batch replaces no node of a job: it starts all of it again (max_retries)",
+    },
 }
 """By backend and scenario: why there is no test. It stands in the table behind "not possible, because"."""

@@ -27,6 +27,7 @@ from torchx_monarch.backends.aws_batch.command import RANK0
 from torchx_monarch.backends.aws_batch.options import AWSBatchOpts, MonarchAWSBatchOpts
 from torchx_monarch.backends.aws_batch.request import BatchJob
 from torchx_monarch.backends.network import CREDENTIALS, PLACEHOLDER
+from torchx_monarch.backends.options import run_options
 from torchx_monarch.errors import Verdict
 
 _AT_A_TIME = 100
@@ -79,7 +80,7 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
         self._aws.close()
 
     def _run_opts(self) -> runopts:
-        return AWSBatchOpts.as_runopts()
+        return run_options(AWSBatchOpts)
 
     def _validate(self, app: AppDef, scheduler: str, cfg: Mapping[str, CfgVal]) -> None:
         """What a role lacks is said when the request is made."""
@@ -354,8 +355,8 @@ class MonarchAWSBatchScheduler(AWSBatchScheduler, Scheduler[MonarchAWSBatchOpts]
         super().__init__(session_name, "monarch_aws_batch")
 
     def _run_opts(self) -> runopts:
-        options = MonarchAWSBatchOpts.as_runopts()
-        options.update(AWSBatchOpts.as_runopts())  # of inherited fields TorchX finds no help
+        options = run_options(MonarchAWSBatchOpts)
+        options.update(run_options(AWSBatchOpts))  # of inherited fields TorchX finds no help
         return options
 
     def replica0_host(self, app: AppDef, role: Role) -> str:
