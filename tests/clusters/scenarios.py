@@ -31,8 +31,8 @@ BACKENDS = ("local", "docker", "slurm", "kubernetes", "aws_batch")
 
 WIRES = {
     "real": "tested real",
-    "fake": "tested on a fake wire",
     "moto+docker": "tested on a fake wire (moto, containers in a real dockerd)",
+    "fake": "tested on a fake wire",
 }
 """What a test's ``wire`` is in the table. Where tests of one cell differ, the first of these counts."""
 
