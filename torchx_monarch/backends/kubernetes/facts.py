@@ -22,6 +22,9 @@ from torchx_monarch.errors import describe_code
 SETTLE = 10.0
 """Seconds beyond the grace that the rest of a failed app gets to end by itself: its hosts carry the verdict out."""
 
+DEADLINE = 1
+"""Seconds from a pod's start: the deadline of one that we have told to end."""
+
 _NOT_STARTED = frozenset(
     {
         "CreateContainerConfigError",
@@ -109,7 +112,7 @@ def attempt(pod: Object) -> Attempt:
         created=seconds(metadata["creationTimestamp"]),
         ended=seconds(terminated.get("finishedAt") or "") or _ended(conditions, phase),
         deleting="deletionTimestamp" in metadata,
-        stopping=bool(spec.get("activeDeadlineSeconds")),
+        stopping=spec.get("activeDeadlineSeconds") == DEADLINE,
         waiting=waiting.strip(": "),
         stuck_since=stuck,
         failure=failure,
