@@ -239,6 +239,12 @@ def test_options_that_make_no_sense_are_named(runner: Runner, cfg: dict[str, Any
         objects(runner, trainer(), **cfg)
 
 
+def test_dictionaries_are_read_from_the_command_line(runner: Runner) -> None:
+    options = runner.scheduler_run_opts("monarch_kubernetes")
+    cfg = options.cfg_from_str("node_selector=disk:ssd;example.com/zone:a,mode=job")
+    assert cfg == {"node_selector": {"disk": "ssd", "example.com/zone": "a"}, "mode": "job"}
+
+
 def test_too_large_apps_and_names_are_refused(runner: Runner) -> None:
     import random
 
