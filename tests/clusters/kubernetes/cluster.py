@@ -30,18 +30,14 @@ def missing() -> str:
 
 
 class Cluster:
-    """Starts with ``up``.
+    """Starts with ``up``, and dies with this process."""
 
-    Args:
-        owned: whether it dies with this process.
-    """
-
-    def __init__(self, owned: bool = True) -> None:
+    def __init__(self) -> None:
         # Not in /tmp, which its pods do not see.
         self.folder = Path(tempfile.mkdtemp(prefix="tmkube", dir="/var/tmp"))
         self.foreign = os.environ.get("TEST_KUBECONFIG", "")
         self.image = os.environ.get("TEST_KUBE_IMAGE") or "this-machine"
-        self.server = server.Server(self.folder, owned)
+        self.server = server.Server(self.folder)
 
     @property
     def kubeconfig(self) -> Path:

@@ -113,14 +113,14 @@ class Server:
 
     Args:
         folder: for its files.
-        owned: whether it dies with this process.
     """
 
-    def __init__(self, folder: Path, owned: bool = True) -> None:
+    owner = ("setpriv", "--pdeathsig", "KILL", "--")
+    """Words before a command that make it die with this process."""
+
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        # Words before a command that make it die with this process, or outlive it.
-        self.owner = ["setpriv", "--pdeathsig", "KILL", "--"] if owned else ["setsid"]
         self._tokens = {name: secrets.token_hex(16) for name in USERS}
         self.port, self._etcd, self._peer, self._manager = free_ports(4)
 
