@@ -18,7 +18,6 @@ from torchx.specs import (
     AppState,
     BindMount,
     DeviceMount,
-    InvalidRunConfigException,
     Resource,
     RetryPolicy,
     Role,
@@ -222,23 +221,6 @@ def test_volcano_names_replica_0_of_each_role(runner: Runner) -> None:
     assert blob.unpack(job["metadata"]["annotations"][names.ANNOTATION_APP]) is not None
 
 
-@pytest.mark.scenario("bad options named")
-@pytest.mark.parametrize(
-    "cfg, words",
-    [
-        ({"mode": "jobset"}, "`mode` is 'jobset'; allowed are auto, job, volcano"),
-        ({"grace": -1}, "`grace` is -1; it is a number of seconds"),
-        ({"pull_timeout": -1}, "`pull_timeout` is -1; allowed is 0 or more"),
-        ({"queue": "a"}, "`queue` is 'a'; it is for mode=volcano"),
-        ({**VOLCANO, "kueue_queue": "a"}, "`kueue_queue` is 'a'; it is for mode=job"),
-        ({"kueu_queue": "a"}, "kueu_queue.*kueue_queue"),
-    ],
-)
-def test_options_that_make_no_sense_are_named(runner: Runner, cfg: dict[str, Any], words: str) -> None:
-    with pytest.raises(InvalidRunConfigException, match=words):
-        objects(runner, trainer(), **cfg)
-
-
 def test_dictionaries_are_read_from_the_command_line(runner: Runner) -> None:
     options = runner.scheduler_run_opts("monarch_kubernetes")
     cfg = options.cfg_from_str("node_selector=disk:ssd;example.com/zone:a,mode=job")
@@ -260,17 +242,6 @@ def test_too_large_apps_and_names_are_refused(runner: Runner) -> None:
 def test_without_a_cluster_the_kubeconfig_is_named(runner: Runner) -> None:
     with pytest.raises(ComponentValidationException, match="no Kubernetes cluster is configured: .*nosuch"):
         objects(runner, trainer(), mode="auto")
-
-
-@pytest.mark.scenario("missing tool says what to install")
-def test_without_the_client_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    for name in [name for name in sys.modules if name.startswith("torchx_monarch.backends.kubernetes")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "kubernetes", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'kubernetes>=29,!=37.0.2'"):
-        monarch_kubernetes("torchx")
 
 
 # -- what pods say
