@@ -361,6 +361,16 @@ def test_waits_for_a_replacement() -> None:
     assert for_good.cause is not None
 
 
+def test_an_elastic_role_does_without_some() -> None:
+    lost, well = run("Failed", 900.0), run("Succeeded", 950.0)
+    some = RoleFacts("main", role("main", [lost], [run()], [run()]).replicas, OPEN, spare=1)
+    assert (standing([some], NOW).state, standing([some], NOW).unended) == (AppState.RUNNING, None)
+    done = RoleFacts("main", role("main", [lost], [well], [well]).replicas, Work(True, AppState.FAILED), spare=1)
+    assert standing([done], NOW).state is AppState.SUCCEEDED
+    too_few = RoleFacts("main", role("main", [lost], [lost], [well]).replicas, Work(True, AppState.FAILED), spare=1)
+    assert standing([too_few], NOW).state is AppState.FAILED
+
+
 def test_cancelled_is_cancelled_unless_all_was_over() -> None:
     rules = Rules(1000.0, 5.0, 60.0, Ended(AppState.CANCELLED))
     stopping = role("main", [run(stopping=True)], work=GONE)

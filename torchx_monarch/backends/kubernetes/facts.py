@@ -292,31 +292,52 @@ class Rules:
 
 @dataclass(frozen=True)
 class RoleFacts:
-    """One role: its replicas, and what its controller says."""
+    """One role.
+
+    Attributes:
+        name: its own.
+        replicas: all of them.
+        work: what its controller says.
+        spare: how many of its replicas it can do without.
+    """
 
     name: str
     replicas: Sequence[Replica]
     work: Work = field(default_factory=lambda: Work(False))
+    spare: int = 0
+
+    @property
+    def over(self) -> bool:
+        """Whether all of its replicas have ended for good."""
+        return all(one.state in (AppState.SUCCEEDED, AppState.FAILED) for one in self.replicas)
 
     @property
     def open(self) -> bool:
         """Whether there is a job that may go on. One whose replicas are all over only has to say so itself."""
-        over = all(one.state in (AppState.SUCCEEDED, AppState.FAILED) for one in self.replicas)
-        return self.work.exists and self.work.finished is None and not over
+        return self.work.exists and self.work.finished is None and not self.over
+
+    @property
+    def failed(self) -> Sequence[Replica]:
+        """Those of its replicas that have failed for good; none while it can do without them."""
+        failed = [one for one in self.replicas if one.state is AppState.FAILED]
+        return failed if len(failed) > self.spare else ()
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether it has, perhaps without some that it can do without."""
+        return self.work.finished is AppState.SUCCEEDED or (bool(self.replicas) and self.over and not self.failed)
 
 
 def standing(roles: Sequence[RoleFacts], rules: Rules) -> Standing:
     """How an app stands whose roles these are, the main one first."""
     everyone = [one for role in roles for one in role.replicas]
     pods = [one for each in everyone for one in each.attempts if one.lives]
-    failed = sorted((one for one in everyone if one.state is AppState.FAILED), key=lambda one: one.failed_at)
+    failed = sorted((one for role in roles for one in role.failed), key=lambda one: one.failed_at)
     main = roles[0]
-    succeeded = main.work.finished is AppState.SUCCEEDED or (
-        bool(main.replicas) and all(one.state is AppState.SUCCEEDED for one in main.replicas)
-    )
+    succeeded = main.succeeded
     done = max((one.failed_at for one in main.replicas), default=0.0)
     before = [one for one in failed if one.failed_at < done]
-    gone = next((role for role in roles if role.work.finished is AppState.FAILED), None)
+    gone = next((role for role in roles if role.work.finished is AppState.FAILED and not role.succeeded), None)
     stuck = next(((each, one) for each in everyone for one in each.attempts if _is_stuck(one, rules)), None)
     cause, decision, at_once = None, rules.ended, True
     if rules.ended and rules.ended.state is AppState.FAILED:

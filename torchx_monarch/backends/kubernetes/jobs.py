@@ -115,5 +115,5 @@ def _retries(role: Role, hosts: bool) -> Object:
     }
     if not hosts:
         # Nobody tells the others that one has failed for good. (Hosts do, and Kubernetes would delete their logs.)
-        spec["maxFailedIndexes"] = 0
+        spec["maxFailedIndexes"] = role.num_replicas - role.min_replicas if role.min_replicas is not None else 0
     return spec
