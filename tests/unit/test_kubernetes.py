@@ -249,7 +249,8 @@ def test_without_a_cluster_the_kubeconfig_is_named(runner: Runner) -> None:
 
 def pod(phase: str = "Pending", **more: Any) -> dict[str, Any]:
     status = {"phase": phase, "startTime": "2026-11-20T10:00:00Z", **more}
-    spec = {"containers": [{"resources": {"limits": {"memory": "64M"}}}], "nodeName": "n1", "hostname": "app-r-0"}
+    main = {"name": "main", "resources": {"limits": {"memory": "64M"}}}
+    spec = {"containers": [main, {"name": "sidecar"}], "nodeName": "n1", "hostname": "app-r-0"}
     return {
         "metadata": {"name": "app-r-0-x", "creationTimestamp": "2026-11-20T10:00:00Z"},
         "spec": spec,
@@ -259,7 +260,8 @@ def pod(phase: str = "Pending", **more: Any) -> dict[str, Any]:
 
 def ended(code: int, reason: str = "Error", message: str = "") -> dict[str, Any]:
     terminated = {"exitCode": code, "reason": reason, "message": message, "finishedAt": "2026-11-20T10:00:09Z"}
-    return {"containerStatuses": [{"state": {"terminated": terminated}}]}
+    sidecar = {"name": "sidecar", "state": {"terminated": {"exitCode": 0}}}
+    return {"containerStatuses": [sidecar, {"name": "main", "state": {"terminated": terminated}}]}
 
 
 @pytest.mark.parametrize(
@@ -297,9 +299,11 @@ def test_why_a_pod_failed(status: dict[str, Any], words: str) -> None:
 
 def test_why_a_pod_waits() -> None:
     waiting = {"reason": "ImagePullBackOff", "message": "Back-off pulling image"}
-    stuck = facts.attempt(pod(containerStatuses=[{"state": {"waiting": waiting}}]))
+    stuck = facts.attempt(pod(containerStatuses=[{"name": "main", "state": {"waiting": waiting}}]))
     assert (stuck.waiting, stuck.stuck_since) == ("ImagePullBackOff: Back-off pulling image", 1795168800.0)
-    creating = facts.attempt(pod(containerStatuses=[{"state": {"waiting": {"reason": "ContainerCreating"}}}]))
+    creating = facts.attempt(
+        pod(containerStatuses=[{"name": "main", "state": {"waiting": {"reason": "ContainerCreating"}}}])
+    )
     assert (creating.waiting, creating.stuck_since) == ("", 0.0)
     condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
     nowhere = facts.attempt(pod(conditions=[condition]))

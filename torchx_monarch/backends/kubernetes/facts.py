@@ -49,6 +49,7 @@ class Attempt:
 
     Attributes:
         pod: its name.
+        container: the name of the container that runs the role's command: the first one.
         host: its host name.
         node: where it runs; empty while it has no place.
         phase: Kubernetes' word.
@@ -62,6 +63,7 @@ class Attempt:
     """
 
     pod: str
+    container: str = ""
     host: str = ""
     node: str = ""
     phase: str = "Pending"
@@ -93,8 +95,12 @@ def attempt(pod: Object) -> Attempt:
     """From the object."""
     metadata, spec, status = pod["metadata"], pod["spec"], pod.get("status") or {}
     conditions = {one["type"]: one for one in status.get("conditions") or ()}
-    container = (status.get("containerStatuses") or [{}])[0].get("state") or {}
-    waits, terminated = container.get("waiting") or {}, container.get("terminated") or {}
+    name = spec["containers"][0].get("name", "")
+    # A pod overlay may have added others.
+    state = (
+        next((one.get("state") for one in status.get("containerStatuses") or () if one.get("name") == name), None) or {}
+    )
+    waits, terminated = state.get("waiting") or {}, state.get("terminated") or {}
     waiting, stuck = "", 0.0
     scheduled = conditions.get("PodScheduled") or {}
     if scheduled.get("reason") == "Unschedulable":
@@ -106,6 +112,7 @@ def attempt(pod: Object) -> Attempt:
     failure = _failure(status, conditions, terminated, spec) if phase == "Failed" else ""
     return Attempt(
         pod=metadata["name"],
+        container=name,
         host=spec.get("hostname") or metadata["name"],
         node=spec.get("nodeName") or "",
         phase=phase,
