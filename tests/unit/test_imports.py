@@ -30,6 +30,7 @@ def imported_by(statement: str) -> set[str]:
         "import torchx_plugins.schedulers.torchx_monarch",
         "from torchx.runner import get_runner; get_runner()._scheduler('monarch_local')",
         "from torchx_monarch.schedulers import monarch_docker; monarch_docker('')",
+        "from torchx_monarch.schedulers import monarch_kubernetes; monarch_kubernetes('')",
         "from torchx_monarch.schedulers import monarch_slurm; monarch_slurm('torchx')",
         "from torchx_monarch.schedulers import monarch_aws_batch; monarch_aws_batch('torchx')",
     ],
