@@ -156,7 +156,7 @@ def test_the_component_and_what_is_refused(jobs: list[SPMDJob], tmp_path: Path) 
     with pytest.raises(RuntimeError, match="nothing to run: this allocation has no command of its own"):
         job.run_spmd()
     with pytest.raises(TypeError, match="give a list of words"):
-        job.run_spmd("train.py")  # type: ignore[arg-type]
+        job.run_spmd("train.py")
     words = ["monarch", "exec", handle, "--", "torchrun", "--no-python", "sh", "-c", "echo $RANK of $WORLD_SIZE"]
     assert sorted(torchx(*words).stdout.splitlines()) == ["0 of 2", "1 of 2"]
     for bad, why in (
