@@ -8,12 +8,14 @@ import pytest
 from torchx.specs import AppDef, AppState
 
 from tests.clusters.docker.apps import NAME, Apps
+from tests.clusters.docker.daemon import Daemon
+from tests.network.namespaces import entered
 from torchx_monarch import SPMDJob, serve
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
-def test_takes_two_containers_and_runs_in_them(apps: Apps) -> None:
+def test_takes_two_containers_and_runs_in_them(apps: Apps, daemon: Daemon) -> None:
     path = apps.program("""
         import os
         print("rank", os.environ["RANK"], "on", os.uname().nodename, flush=True)
@@ -23,9 +25,10 @@ def test_takes_two_containers_and_runs_in_them(apps: Apps) -> None:
     )
     apps.adopt(taken.handle)
     job = SPMDJob.attach(taken.handle, runner=apps.runner)  # by the container's address
-    job.wait_ready(90)
-    for _ in range(2):
-        result = job.run_spmd(output="store")
+    with entered(f"/proc/{daemon.first}/ns/net"):  # where the daemon has its bridge
+        job.wait_ready(90)
+        results = [job.run_spmd(output="store") for _ in range(2)]
+    for result in results:
         shown = {rank: one.stdout for rank, one in result.output.items()}
         assert shown == {k: f"[default{k}]:rank {k} on {apps.hostname(taken.handle, k)}\n" for k in (0, 1)}
     taken.kill()
