@@ -163,7 +163,10 @@ def test_a_run_outlives_its_client_and_is_found_again(
         while not os.path.exists({str(tmp_path / "go")!r}):
             time.sleep(0.05)
         print("over", rank)
-        sys.exit(3)
+        open(f"{tmp_path}/over-{{rank}}", "w").close()
+        while not all(os.path.exists(f"{tmp_path}/over-{{each}}") for each in (0, 1)):
+            time.sleep(0.01)
+        sys.exit(3)  # the first that does has the other one stopped
     """)
     hosts = live("torchrun", "--nproc-per-node", "2", path)
     request = hosts.job.request(None, None, None, None, None, False)
