@@ -248,6 +248,25 @@ def test_a_lost_host_is_replaced(
     assert hosts.end() == [0, 0]
 
 
+def test_a_lost_first_host_takes_its_run_along_and_not_the_allocation(
+    live: Callable[..., Live], script: Callable[[str], str], eventually: Eventually
+) -> None:
+    path = script("print('begun', flush=True)\ntime.sleep(1000 if sys.argv[1:] else 0)")
+    options = ("--grace", "5", "--preload", "", "--replacements", "1")
+    hosts = live("torchrun", "--nnodes", "2", "--nproc-per-node", "1", path, replicas=2, options=options)
+    handle = hosts.job.run_spmd_async([path, "wait"], output="store")
+    eventually(lambda: list(hosts.job.logs()) == ["begun"] * 2, "both ranks")
+    hosts.processes[0].kill()
+    hosts.processes[0].wait()
+    hosts.start(0)
+    error = handle.exception(60)
+    assert isinstance(error, LinkError) and "run 1 was lost from sight: run 1 is not known here" in str(error)
+    hosts.wait_mesh()
+    result = hosts.run()
+    assert (result.run, texts(result)) == (2, {0: "begun\n", 1: "begun\n"})
+    assert hosts.end() == [0, 0]
+
+
 def test_the_end_of_the_hosts_is_told_to_whoever_waits(
     live: Callable[..., Live], script: Callable[[str], str], eventually: Eventually
 ) -> None:
