@@ -29,7 +29,7 @@ def live(folder: Path) -> Iterator[Callable[..., Live]]:
 
     def make(*command: str, **more: Any) -> Live:
         made.append(Live(folder, list(command) or ["torchrun", "--nproc-per-node", "2", "nosuch.py"], **more))
-        return made[-1].ready()  # type: ignore[no-any-return]
+        return made[-1].ready()
 
     yield make
     for one in made:
@@ -248,6 +248,25 @@ def test_a_lost_host_is_replaced(
     assert hosts.end() == [0, 0]
 
 
+def test_a_lost_first_host_takes_its_run_along_and_not_the_allocation(
+    live: Callable[..., Live], script: Callable[[str], str], eventually: Eventually
+) -> None:
+    path = script("print('begun', flush=True)\ntime.sleep(1000 if sys.argv[1:] else 0)")
+    options = ("--grace", "5", "--preload", "", "--replacements", "1")
+    hosts = live("torchrun", "--nnodes", "2", "--nproc-per-node", "1", path, replicas=2, options=options)
+    handle = hosts.job.run_spmd_async([path, "wait"], output="store")
+    eventually(lambda: list(hosts.job.logs()) == ["begun"] * 2, "both ranks")
+    hosts.processes[0].kill()
+    hosts.processes[0].wait()
+    hosts.start(0)
+    error = handle.exception(60)
+    assert isinstance(error, LinkError) and "run 1 was lost from sight: run 1 is not known here" in str(error)
+    hosts.wait_mesh()
+    result = hosts.run()
+    assert (result.run, texts(result)) == (2, {0: "begun\n", 1: "begun\n"})
+    assert hosts.end() == [0, 0]
+
+
 def test_the_end_of_the_hosts_is_told_to_whoever_waits(
     live: Callable[..., Live], script: Callable[[str], str], eventually: Eventually
 ) -> None:
@@ -312,6 +331,33 @@ def test_many_runs_leave_no_trace(
             memory.append(process.memory_info().rss)
     assert len(set(used)) == 1 or max(used[1:]) <= used[0], used
     assert memory[-1] - memory[0] < 3e6, memory
+    assert hosts.end() == [0]
+
+
+def test_ended_before_torch_is_imported(
+    live: Callable[..., Live], script: Callable[[str], str], eventually: Eventually
+) -> None:
+    # What the interpreters were asked for the first run must not be answered to the second.
+    path = script("""
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
+        dist.destroy_process_group()
+        print("formed", os.environ["TORCHELASTIC_USE_AGENT_STORE"])
+    """)
+    options = ("--grace", "5", "--preload", "torch")
+    hosts = live("torchrun", "--nproc-per-node", "2", path, options=options)
+    process = psutil.Process(hosts.processes[0].pid)
+    assert hosts.run(timeout=0.2).exit_code == 124
+    assert texts(hosts.run()) == dict.fromkeys((0, 1), "formed True\n")
+
+    def waiting() -> list[str]:
+        return sorted(each.name() for each in process.children())
+
+    eventually(lambda: hosts.job.status().warm == 2 and "tcpstore" in waiting(), "the next interpreters")
+    names = waiting()
+    assert names.count("tcpstore") == 1
+    assert texts(hosts.run()) == dict.fromkeys((0, 1), "formed True\n")
+    eventually(lambda: hosts.job.status().warm == 2 and waiting() == names, f"the same processes: {names}")
     assert hosts.end() == [0]
 
 
