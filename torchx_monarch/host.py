@@ -22,6 +22,7 @@ def main(argv: list[str]) -> NoReturn:
     Args:
         argv: the options, ``--``, and the role's command.
     """
+    from torchx_monarch.plan.actors import is_actors
     from torchx_monarch.plan.exit_codes import parse_exit_codes
     from torchx_monarch.runtime.host import HostProcess
     from torchx_monarch.runtime.network import NetworkOptions, parse_ports
@@ -58,6 +59,9 @@ def main(argv: list[str]) -> NoReturn:
     parser.add_argument(
         "--retry-on", default="", help="exit codes and signals after which ranks are started again, with commas"
     )
+    parser.add_argument(
+        "--peers", default="", help="NAME=RENDEZVOUS of each role, with commas, for a script that uses all of them"
+    )
     parser.add_argument("command", nargs="+", metavar="COMMAND", help="after `--`: what the role runs")
     args = parser.parse_args(argv)
     if not 0 <= args.replica < args.replicas:
@@ -88,7 +92,12 @@ def main(argv: list[str]) -> NoReturn:
         network=NetworkOptions(args.bind, args.advertise, ports, args.peer_timeout),
         retry_on=retry_on,
         command=tuple(args.command),
+        peers=args.peers,
     )
+    if is_actors(args.command):
+        from torchx_monarch.runtime.actor_host import ActorHost
+
+        ActorHost(options, os.environ).main()
     HostProcess(options, os.environ).main()
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,7 @@ def start_worker(
     tls: tuple[str, str, str] | None,
     on_fault: Callable[[str], None],
     warn: Callable[[str], None],
+    on_shutdown: Callable[[], None] | None = None,
 ) -> str:
     """Import Monarch and start its worker loop in this process.
 
@@ -55,6 +57,8 @@ def start_worker(
         on_fault: called, from a thread of Monarch's, with the text of each fault that no one handles; several times
             for one failure. (Monarch's default interrupts the main thread.)
         warn: called with a line for the job's log when other users of this machine can connect to Monarch.
+        on_shutdown: called, from a thread, when a client has shut the host mesh down. Without it that is the end of
+            this process, at once and with exit code 0.
 
     Returns:
         the address by which a controller attaches to it.
@@ -76,8 +80,24 @@ def start_worker(
     # With a service id the host is known by that, and not by the address it believes it serves. These two lines are
     # monarch.job's new_service_proc_id and service_proc_addr, whose import costs as much as monarch.actor's.
     service = actor.ProcId(actor.Uid.instance("service"))
-    actor.start_worker_loop_forever(ca=_CA, address=f"{service}@{serve_url}")
+    if on_shutdown is None:
+        actor.start_worker_loop_forever(ca=_CA, address=f"{service}@{serve_url}")
+    else:
+        _serve_until_shutdown(f"{service}@{serve_url}", on_fault, on_shutdown)
     return f"{service}@{dial_url}"
+
+
+def _serve_until_shutdown(address: str, on_fault: Callable[[str], None], on_shutdown: Callable[[], None]) -> None:
+    from monarch import actor
+
+    def serve() -> None:
+        try:
+            actor.run_worker_loop_until_shutdown(ca=_CA, address=address)
+        except Exception as error:
+            on_fault(f"the worker loop failed: {error}")
+        on_shutdown()
+
+    threading.Thread(target=serve, name="monarch-worker-loop", daemon=True).start()
 
 
 def host_without_agent(error: BaseException) -> int | None:

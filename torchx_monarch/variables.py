@@ -14,6 +14,7 @@ FOR_HOSTS = (
     "MONARCH_RESTART",
     "MONARCH_STOP_FILE",
     "MONARCH_REPLICA0_HOST",
+    "MONARCH_PEERS",
 )
 """Where hosts meet and by what credentials; where sockets, events and logs go; how often it was started again; the file
-that announces a stop; the name of replica 0."""
+that announces a stop; the name of replica 0; where replica 0 of each role listens."""

@@ -29,6 +29,9 @@ __all__ = ["Command", "CommandError", "Program", "Streams", "TorchrunOptions", "
 HOST_MODULE = "torchx_monarch.host"
 """The module that runs in every replica: ``python -m torchx_monarch.host [options] -- COMMAND``."""
 
+ACTORS_MODULE = "torchx_monarch.actors"
+"""``python -m torchx_monarch.actors [options] [-- SCRIPT]``: the command of hosts that run a client's actors."""
+
 _TORCHRUN_MODULES = ("torch.distributed.run", "torchrun")
 PROCESS_COUNTS = ("auto", "gpu", "cpu", "xpu")
 
@@ -56,14 +59,15 @@ class Command:
     """A command whose meaning is known.
 
     Attributes:
-        kind: ``torchrun``, or ``python`` for a plain python command: one process per replica.
+        kind: ``torchrun``; ``python`` for a plain python command: one process per replica; or ``actors`` for hosts that
+            wait for a client's actors, whose options ``actors.parse_actors`` reads.
         options: torchrun's options; for kind ``python`` the defaults.
         interpreter: how the ranks' python is called. For kind ``python`` the interpreter with its own flags, as typed.
             For kind ``torchrun`` what torchrun would use if the command tells: ``$PYTHON_EXEC``, or the X of
             ``X -m torch.distributed.run``; otherwise empty, which means the python that the host runs in.
     """
 
-    kind: Literal["torchrun", "python"]
+    kind: Literal["torchrun", "python", "actors"]
     options: TorchrunOptions
     program: Program
     interpreter: tuple[str, ...] = ()
@@ -117,6 +121,8 @@ def parse(argv: Sequence[str], env: Mapping[str, str] = MappingProxyType({})) ->
             "torch.distributed.launch is deprecated and not supported. Use torchrun with the same options, "
             "and read LOCAL_RANK from the environment instead of the argument --local-rank."
         )
+    if program.mode == "module" and program.target == ACTORS_MODULE:
+        return Command("actors", DEFAULTS, program, interpreter)
     if program.mode == "module" and program.target == HOST_MODULE:
         raise CommandError(f"The command already runs {HOST_MODULE}. Give the command that follows its `--`.")
     return Command("python", DEFAULTS, program, interpreter)

@@ -79,9 +79,9 @@ def _wrap(role: Role, options: HostOptions) -> None:
         _wrap_string(role, string, options)
         return
     words = [role.entrypoint, *(substitute(arg)[0] for arg in role.args)]
-    if _command(words, role) is not None:
+    if (meant := _command(words, role)) is not None:
         command = [escape(role.entrypoint), *role.args]
-        role.entrypoint, role.args = options.python, [*_host_arguments(role, options), *command]
+        role.entrypoint, role.args = options.python, [*_host_arguments(role, options, meant.kind), *command]
         return
     for position in range(len(role.args)):
         command_found = _command(words[position + 1 :], role)
@@ -142,7 +142,7 @@ def _command(words: Sequence[str], role: Role) -> Command | None:
     return command
 
 
-def _host_arguments(role: Role, options: HostOptions) -> list[str]:
+def _host_arguments(role: Role, options: HostOptions, kind: str = "torchrun") -> list[str]:
     """The arguments of the host process, which follow the interpreter and precede the command."""
     return [
         *("-m", HOST_MODULE),
@@ -156,9 +156,14 @@ def _host_arguments(role: Role, options: HostOptions) -> list[str]:
         *(("--retry-on", ",".join(map(str, options.retry_on))) if options.retry_on else ()),
         *(("--replacements", str(role.max_retries)) if _are_replaced(role) else ()),
         *(("--rendezvous", options.rendezvous[role.name]) if role.name in options.rendezvous else ()),
+        *(("--peers", _peers(options)) if kind == "actors" and options.rendezvous else ()),
         *(escape(word) for word in options.network),
         "--",
     ]
+
+
+def _peers(options: HostOptions) -> str:
+    return ",".join(f"{name}={rendezvous}" for name, rendezvous in options.rendezvous.items())
 
 
 def _are_replaced(role: Role) -> bool:
