@@ -22,8 +22,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from torchx_monarch.runtime import door, protocol, transport
 from torchx_monarch.runtime import wires as wires_module
+from torchx_monarch.runtime.membership import Membership
 from torchx_monarch.runtime.network import NetworkError, NetworkOptions
-from torchx_monarch.runtime.rendezvous import Membership, Registration, Rendezvous, RendezvousError
+from torchx_monarch.runtime.rendezvous import Registration, Rendezvous, RendezvousError
 from torchx_monarch.runtime.transport import Address, AddressError, ConnectError, Identity
 from torchx_monarch.runtime.wires import Wires
 
@@ -194,7 +195,7 @@ def test_says_that_one_end_does_not_speak_tls(authority: Authority, address: Add
 
 
 def test_says_why_it_cannot_be_reached(authority: Authority, address: Address, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "_CONNECT_TIMEOUT", 0.5)
+    monkeypatch.setattr(transport, "CONNECT_TIMEOUT", 0.5)
 
     def why(to: Address) -> str:
         with pytest.raises(ConnectError) as caught:

@@ -26,10 +26,10 @@ from torchx_monarch.runtime.controller import Controller, JobOptions
 from torchx_monarch.runtime.elastic import Sizes
 from torchx_monarch.runtime.environment import World
 from torchx_monarch.runtime.link import SOCKET_VARIABLE, LinkServer
+from torchx_monarch.runtime.membership import Membership
 from torchx_monarch.runtime.options import HostOptions
 from torchx_monarch.runtime.ranks import LaunchError, Place, RankPool
 from torchx_monarch.runtime.rendezvous import (
-    Membership,
     Registration,
     Rendezvous,
     RendezvousError,
