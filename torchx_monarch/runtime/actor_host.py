@@ -147,7 +147,14 @@ class ActorHost(HostProcess):
         )
         credentials = self._environ.get("MONARCH_CREDENTIALS", "")
         attendance = Attendance(
-            rendezvous, wires, self._reporter, self._sizes(), self._actors.idle_timeout, credentials, self._shut_down
+            rendezvous,
+            wires,
+            self._reporter,
+            self._sizes(),
+            self._actors.idle_timeout,
+            credentials,
+            self._shut_down,
+            self._actors.script is not None,
         )
         try:
             await rendezvous.start()

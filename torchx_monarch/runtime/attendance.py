@@ -38,6 +38,7 @@ class Attendance:
         idle_timeout: seconds without a client until the job ends; 0 for never.
         credentials: the value of ``credentials.VARIABLE``.
         shut_down: set when a client has shut the mesh down.
+        script: whether the client is a script on this host, and no other is let in.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Attendance:
         idle_timeout: float,
         credentials: str,
         shut_down: asyncio.Event,
+        script: bool,
     ) -> None:
         self._rendezvous = rendezvous
         self._wires = wires
@@ -57,6 +59,7 @@ class Attendance:
         self._idle_timeout = idle_timeout
         self._credentials = credentials
         self._shut_down = shut_down
+        self._script = script
         self._ready = asyncio.Event()
         self._hosts: list[Registration] = []
         self._clients = 0
@@ -131,6 +134,8 @@ class Attendance:
     async def _attach(
         self, greeting: protocol.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
+        if self._script:
+            raise RendezvousError("the client of this job is its own script, on replica 0")
         names = greeting.get("names")
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(names) > _MOST_NAMES:
             raise RendezvousError(f"names of a client are a list of at most {_MOST_NAMES} texts")

@@ -1,0 +1,164 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What ties this process, as a Monarch client, to the hosts of a live job (``runtime.attendance`` is the other end)."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import os
+import shutil
+import socket
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+from torchx.runner import Runner, get_runner
+
+from torchx_monarch import monarch_api
+from torchx_monarch.client.link import Link, LinkError
+from torchx_monarch.client.target import Target
+from torchx_monarch.runtime import network
+from torchx_monarch.runtime.address import Address
+from torchx_monarch.runtime.network import NetworkOptions
+
+_ANSWER_EVERY = 1.0
+"""Seconds of waiting for hosts after which the caller looks whether the job still lives."""
+
+_STOP_TIMEOUT = 5.0
+"""Seconds that Monarch has to stop what this process has started on hosts that are to end."""
+
+
+class NotYetError(Exception):
+    """The hosts of a role are not there yet; the message says why."""
+
+
+@dataclasses.dataclass
+class Attachment:
+    """An open connection to replica 0 of a role: as long as it is open, the hosts have a client.
+
+    Attributes:
+        link: the connection.
+        address: where replica 0 listens.
+        addresses: Monarch's, of the hosts, by replica.
+        leaf: certificate, key and authority for Monarch's TLS, as PEM; None on one machine.
+    """
+
+    link: Link
+    address: Address
+    addresses: list[str]
+    leaf: Mapping[str, str] | None
+
+    @classmethod
+    def open(cls, handle: str, role: str) -> Attachment:
+        """Attach to the hosts of a role.
+
+        Args:
+            handle: TorchX's, of the app.
+            role: whose hosts.
+
+        Raises:
+            NotYetError: they are not all there.
+            RefusedError: replica 0 lets nobody attach.
+        """
+        try:
+            target = Target.of(handle, role)
+            address = Address.parse(target.address, handle)
+            names = sorted({*network.interfaces().values(), socket.gethostname()})
+            link = Link.open(target, {"type": "attach", "names": names})
+        except LinkError as error:
+            raise NotYetError(str(error)) from None
+        try:
+            answer = link.receive(_ANSWER_EVERY)
+        except (LinkError, TimeoutError) as error:
+            link.close()
+            raise NotYetError(f"the hosts of role {role} are not all there: {error}") from None
+        if answer is None:
+            link.close()
+            raise NotYetError(f"replica 0 of role {role} hung up")
+        hosts = sorted(answer["hosts"], key=lambda host: int(host["replica"]))
+        return cls(link, address, [host["address"] for host in hosts], answer["leaf"])
+
+
+class Live:
+    """What a job has open in this process."""
+
+    def __init__(self) -> None:
+        self._runner: Runner | None = None
+        self._attachments: dict[str, Attachment] = {}
+        self.meshes: list[Any] = []
+
+    def runner(self, name: str) -> Runner:
+        """TorchX's."""
+        if self._runner is None:
+            self._runner = get_runner(name)
+        return self._runner
+
+    def keep(self, role: str, attachment: Attachment) -> None:
+        """Hold on to a connection, and let go of the one before it."""
+        before = self._attachments.pop(role, None)
+        self._attachments[role] = attachment
+        if before is not None:
+            before.link.close()
+
+    @property
+    def open(self) -> bool:
+        """Whether it has connections."""
+        return bool(self._attachments)
+
+    def close(self) -> None:
+        """Stop what this process has started on the hosts, and hang up."""
+        for mesh in self.meshes:
+            with contextlib.suppress(Exception):
+                monarch_api.stop_mesh(mesh, _STOP_TIMEOUT)
+        self.meshes.clear()
+        for attachment in self._attachments.values():
+            attachment.link.close()
+        self._attachments.clear()
+
+
+class _Client:
+    """This process as a Monarch client over a network: one address, one certificate."""
+
+    def __init__(self) -> None:
+        self._folder = ""
+        self._url = ""
+        self._owner: Live | None = None
+
+    def join(self, live: Live, attachment: Attachment) -> tuple[str, list[str]]:
+        """Where to listen as a client of these hosts, and the files for TLS; both empty on one machine.
+
+        Raises:
+            ClientError: it is the client of another job over a network.
+        """
+        address = attachment.address
+        if not address.networked:
+            return "", []
+        if self._owner is not live and self._owner is not None and self._owner.open:
+            raise monarch_api.ClientError(
+                "this process is attached to another job over a network, and Monarch has one certificate for each "
+                "process: kill() that job first, or use another process"
+            )
+        self._owner = live
+        if not self._url:
+            here = network.advertised(address, False, NetworkOptions())
+            self._url = f"{'tls' if attachment.leaf else 'tcp'}://{here}:0"
+        return self._url, self._files(attachment.leaf) if attachment.leaf else []
+
+    def _files(self, leaf: Mapping[str, str]) -> list[str]:
+        if not self._folder:
+            self._folder = tempfile.mkdtemp(prefix="tm-client-")
+            atexit.register(shutil.rmtree, self._folder, ignore_errors=True)
+        paths = []
+        for name in ("certificate", "key", "authority"):
+            path = os.path.join(self._folder, name)
+            with open(path + ".new", "w", opener=lambda new, flags: os.open(new, flags, 0o600)) as file:
+                file.write(leaf[name])
+            os.replace(path + ".new", path)
+            paths.append(path)
+        return paths
+
+
+client = _Client()
+"""Of this process."""
