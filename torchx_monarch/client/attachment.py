@@ -17,8 +17,9 @@ from typing import Any
 from torchx.runner import Runner, get_runner
 
 from torchx_monarch import monarch_api
-from torchx_monarch.client.link import Link, LinkError
+from torchx_monarch.client.link import Link
 from torchx_monarch.client.target import Target
+from torchx_monarch.errors import LinkError
 from torchx_monarch.runtime import network
 from torchx_monarch.runtime.address import Address
 from torchx_monarch.runtime.network import NetworkOptions
@@ -51,20 +52,20 @@ class Attachment:
     leaf: Mapping[str, str] | None
 
     @classmethod
-    def open(cls, handle: str, role: str) -> Attachment:
+    def open(cls, handle: str, role: str, runner: Runner) -> Attachment:
         """Attach to the hosts of a role.
 
         Args:
             handle: TorchX's, of the app.
             role: whose hosts.
+            runner: to ask where they are.
 
         Raises:
             NotYetError: they are not all there.
             RefusedError: replica 0 lets nobody attach.
         """
         try:
-            target = Target.of(handle, role)
-            address = Address.parse(target.address, handle)
+            target = Target.of(handle, role, runner=runner)
             names = sorted({*network.interfaces().values(), socket.gethostname()})
             link = Link.open(target, {"type": "attach", "names": names})
         except LinkError as error:
@@ -78,7 +79,7 @@ class Attachment:
             link.close()
             raise NotYetError(f"replica 0 of role {role} hung up")
         hosts = sorted(answer["hosts"], key=lambda host: int(host["replica"]))
-        return cls(link, address, [host["address"] for host in hosts], answer["leaf"])
+        return cls(link, target.address, [host["address"] for host in hosts], answer["leaf"])
 
 
 class Live:
@@ -89,10 +90,11 @@ class Live:
         self._attachments: dict[str, Attachment] = {}
         self.meshes: list[Any] = []
 
-    def runner(self, name: str) -> Runner:
+    @property
+    def runner(self) -> Runner:
         """TorchX's."""
         if self._runner is None:
-            self._runner = get_runner(name)
+            self._runner = get_runner()
         return self._runner
 
     def keep(self, role: str, attachment: Attachment) -> None:

@@ -52,7 +52,6 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
         idle_timeout: seconds without a client after which the hosts end; 0 for never.
         start_timeout: seconds until ``state()`` gives up waiting for hosts; None for no limit, as a queue may be long.
         workspace: as for ``Runner.run``.
-        name: of the Runner's session.
 
     Raises:
         ValueError: a role has a name that cannot be a mesh's, which is an attribute of ``state()``.
@@ -67,7 +66,6 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
         idle_timeout: float = IDLE_TIMEOUT,
         start_timeout: float | None = None,
         workspace: str | None = None,
-        name: str = "torchx",
     ) -> None:
         super().__init__()
         self._app = copy.deepcopy(app) if isinstance(app, AppDef) else app_of_meshes(app)
@@ -78,7 +76,6 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
         self._idle_timeout = idle_timeout
         self._start_timeout = start_timeout
         self._workspace = workspace
-        self._name = name
         self._handle: str | None = None
         self._live = Live()
 
@@ -99,7 +96,7 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
     def _create(self, client_script: str | None) -> None:
         if self._is_this_job():
             return
-        runner = self._live.runner(self._name)
+        runner = self._live.runner
         if not isinstance(runner._scheduler(self._scheduler), MonarchScheduler):
             raise ValueError(f"scheduler {self._scheduler!r} starts no Monarch hosts: use one of monarch_*")
         words = shlex.split(client_script or "")
@@ -138,7 +135,7 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
         if self._handle is None:
             return
         with contextlib.suppress(ValueError):
-            self._live.runner(self._name).cancel(self._handle)
+            self._live.runner.cancel(self._handle)
         until, pause = time.monotonic() + _END_TIMEOUT, 0.05
         while self._is_running() and time.monotonic() < until:
             time.sleep(pause)
@@ -157,7 +154,7 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
     # -- helpers -------------------------------------------------------------------------------------------------------
 
     def _wanted(self) -> tuple[object, ...]:
-        return self._app, self._scheduler, self._cfg, self._idle_timeout, self._workspace, self._name
+        return self._app, self._scheduler, self._cfg, self._idle_timeout, self._workspace
 
     def _is_this_job(self) -> bool:
         """Whether this process is the script of a job with these meshes."""
@@ -166,7 +163,7 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
         return this_job.this_job().sizes == {role.name: role.num_replicas for role in self._app.roles}
 
     def _status_of_app(self) -> AppStatus | None:
-        return self._live.runner(self._name).status(self._handle) if self._handle else None
+        return self._live.runner.status(self._handle) if self._handle else None
 
     def _mesh(self, role: str, deadline: float | None) -> Any:
         assert self._handle is not None
@@ -177,7 +174,7 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
                 self._live.close()
                 raise RuntimeError(f"the job {self._handle} is no longer active: {_in_words(status)}")
             try:
-                attachment = Attachment.open(self._handle, role)
+                attachment = Attachment.open(self._handle, role, self._live.runner)
                 break
             except NotYetError as error:
                 if deadline is not None and time.monotonic() > deadline:

@@ -64,7 +64,7 @@ class Attendance:
         self._hosts: list[Registration] = []
         self._clients = 0
         self._changed = asyncio.Event()
-        rendezvous.kinds["attach"] = self._attach
+        rendezvous.clients["attach"] = self._attach
 
     async def gather(self) -> list[Registration] | Verdict:
         """The hosts, when all are there and can be reached; a verdict when that comes to nothing."""

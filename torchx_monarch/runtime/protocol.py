@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 VERSION = 1
@@ -23,9 +22,6 @@ MAX_ERROR = 8000
 """Longest text in characters that a host sends of why it cannot take part; JSON may spend six bytes on each."""
 
 Message = dict[str, Any]
-
-Kind = Callable[[Message, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-"""Serves a client whose greeting is of some kind; the connection ends when it returns."""
 
 
 class ProtocolError(Exception):

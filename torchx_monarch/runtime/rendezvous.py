@@ -8,7 +8,7 @@ host counts replica 0 as lost when the connection breaks.
 
 =========================  =======================================================================================
 host to replica 0          ``register`` (greeting, with the protocol's version), ``alive``, ``agent_lost``, ``signal``
-client to replica 0        ``look``, ``stop`` (greetings; the answer is ``state``), and what ``Rendezvous.kinds`` has
+client to replica 0        ``look``, ``stop`` (greetings; the answer is ``state``)
 replica 0 to either        ``registered``, ``alive``, ``refused`` (with the reason), ``state``, ``verdict``
 =========================  =======================================================================================
 
@@ -130,7 +130,6 @@ class Rendezvous:
         fewest: int | None = None,
     ) -> None:
         self.troubles: asyncio.Queue[Trouble] = asyncio.Queue()
-        self.kinds: dict[str, protocol.Kind] = {}
         self._address = address
         self._identity = identity
         self._bind = bind
@@ -254,7 +253,6 @@ class Rendezvous:
                 os.unlink(self._address.path)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        assert self._door is not None
         try:
             greeting = await protocol.receive(reader, _GREETING_TIMEOUT)
             kind = self._kind(greeting)
@@ -263,9 +261,6 @@ class Rendezvous:
                     self.troubles.put_nowait(stopped_by_client())
                 await protocol.send(writer, {"type": "state", **self._state()})
                 return
-            if kind in self.kinds:
-                self._door.settle()
-                return await self.kinds[kind](greeting or {}, reader, writer)
             if transport.is_client(writer):
                 raise RendezvousError("a client may look at the job and stop it, and not register as a host")
             host = self._admit(greeting or {})
@@ -281,7 +276,8 @@ class Rendezvous:
         # Before anything is awaited: another may ask for the same place.
         self._writers[host.replica] = writer
         self.register(host)
-        self._door.settle()
+        if self._door is not None:
+            self._door.settle()
         await protocol.send(writer, {"type": "registered"})
         if self._verdict is not None:
             await protocol.send(writer, {"type": "verdict", **self._verdict.to_json()})
@@ -307,8 +303,8 @@ class Rendezvous:
                 "release of torchx-monarch on all hosts"
             )
         kind = greeting.get("type")
-        if kind not in (known := ("register", "look", "stop", *self.kinds)):
-            raise RendezvousError(f"a greeting is one of {', '.join(known)}, not {_brief(kind)}")
+        if kind not in ("register", "look", "stop"):
+            raise RendezvousError(f"a greeting is register, look or stop, not {_brief(kind)}")
         return str(kind)
 
     def _state(self) -> protocol.Message:
