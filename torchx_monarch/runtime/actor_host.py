@@ -74,6 +74,7 @@ class ActorHost(HostProcess):
         self._pipes = (ends[0], ends[1])
 
     async def _main(self) -> NoReturn:
+        self._shut_down = asyncio.Event()
         self._printed = tuple(_ActorOutput(os.fdopen(end, "rb", 0), lambda: None) for end in self._pipes)
         for output, console in zip(self._printed, (self._stdout, self._stderr), strict=True):
             output.assign(None, console, "")
@@ -117,7 +118,6 @@ class ActorHost(HostProcess):
         for name in FOR_HOSTS:
             os.environ.pop(name, None)
         loop = asyncio.get_running_loop()
-        self._shut_down = asyncio.Event()
 
         def shut_down() -> None:
             with contextlib.suppress(RuntimeError):  # the loop has ended
