@@ -25,6 +25,7 @@ def main(argv: list[str]) -> NoReturn:
     from torchx_monarch.plan.actors import is_actors
     from torchx_monarch.plan.exit_codes import parse_exit_codes
     from torchx_monarch.runtime.host import HostProcess
+    from torchx_monarch.runtime.live_host import LiveHost, is_live
     from torchx_monarch.runtime.network import NetworkOptions, parse_ports
     from torchx_monarch.runtime.options import HostOptions
 
@@ -94,11 +95,12 @@ def main(argv: list[str]) -> NoReturn:
         command=tuple(args.command),
         peers=args.peers,
     )
+    kind: type[HostProcess] = LiveHost if is_live(options, os.environ) else HostProcess
     if is_actors(args.command):
         from torchx_monarch.runtime.actor_host import ActorHost
 
-        ActorHost(options, os.environ).main()
-    HostProcess(options, os.environ).main()
+        kind = ActorHost
+    kind(options, os.environ).main()
 
 
 if __name__ == "__main__":

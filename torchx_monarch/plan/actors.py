@@ -12,9 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torchx_monarch.plan.command import ACTORS_MODULE, Command, CommandError, parse
-
-IDLE_TIMEOUT = 1800.0
-"""Seconds without a client after which hosts end, unless told otherwise."""
+from torchx_monarch.plan.hold import IDLE_TIMEOUT
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,9 @@ HOST_MODULE = "torchx_monarch.host"
 ACTORS_MODULE = "torchx_monarch.actors"
 """``python -m torchx_monarch.actors [options] [-- SCRIPT]``: the command of hosts that run a client's actors."""
 
+HOSTS_MODULE = "torchx_monarch.hosts"
+"""The command of an allocation that waits for runs (``plan.hold``): ``python -m torchx_monarch.hosts [options]``."""
+
 _TORCHRUN_MODULES = ("torch.distributed.run", "torchrun")
 PROCESS_COUNTS = ("auto", "gpu", "cpu", "xpu")
 
@@ -59,15 +62,16 @@ class Command:
     """A command whose meaning is known.
 
     Attributes:
-        kind: ``torchrun``; ``python`` for a plain python command: one process per replica; or ``actors`` for hosts that
-            wait for a client's actors, whose options ``actors.parse_actors`` reads.
-        options: torchrun's options; for kind ``python`` the defaults.
+        kind: ``torchrun``, or ``python`` for a plain python command: one process per replica; ``hosts`` for an
+            allocation that waits for runs (``plan.hold``) and ``actors`` for hosts that wait for a client's actors
+            (``plan.actors``), whose program holds the rest.
+        options: torchrun's options; for the other kinds the defaults.
         interpreter: how the ranks' python is called. For kind ``python`` the interpreter with its own flags, as typed.
             For kind ``torchrun`` what torchrun would use if the command tells: ``$PYTHON_EXEC``, or the X of
             ``X -m torch.distributed.run``; otherwise empty, which means the python that the host runs in.
     """
 
-    kind: Literal["torchrun", "python", "actors"]
+    kind: Literal["torchrun", "python", "hosts", "actors"]
     options: TorchrunOptions
     program: Program
     interpreter: tuple[str, ...] = ()
@@ -121,11 +125,12 @@ def parse(argv: Sequence[str], env: Mapping[str, str] = MappingProxyType({})) ->
             "torch.distributed.launch is deprecated and not supported. Use torchrun with the same options, "
             "and read LOCAL_RANK from the environment instead of the argument --local-rank."
         )
-    if program.mode == "module" and program.target == ACTORS_MODULE:
-        return Command("actors", DEFAULTS, program, interpreter)
     if program.mode == "module" and program.target == HOST_MODULE:
         raise CommandError(f"The command already runs {HOST_MODULE}. Give the command that follows its `--`.")
-    return Command("python", DEFAULTS, program, interpreter)
+    kind: Literal["python", "hosts", "actors"] = "python"
+    if program.mode == "module" and program.target in (HOSTS_MODULE, ACTORS_MODULE):
+        kind = "hosts" if program.target == HOSTS_MODULE else "actors"
+    return Command(kind, DEFAULTS, program, interpreter)
 
 
 def _torchrun(arguments: Sequence[str], env: Mapping[str, str], interpreter: tuple[str, ...]) -> Command | None:

@@ -16,6 +16,11 @@ CONNECT_TIMEOUT = 4.0
 """Less than the time until a waiting host first says what for; it can then say why."""
 
 
+REPLICA0_NAME = "replica0.torchx-monarch.internal"
+"""In the certificate of a role's replica 0 and no other host's. A user's client checks it whatever it has dialled: that
+may be the near end of a tunnel."""
+
+
 class AddressError(ValueError):
     """An address that is none of the three forms."""
 

@@ -7,8 +7,9 @@ for the verdict. Replica 0 counts a host as lost when its connection breaks or s
 host counts replica 0 as lost when the connection breaks.
 
 =========================  =======================================================================================
-host to replica 0          ``register`` (greeting, with the protocol's version), ``alive``, ``agent_lost``, ``signal``
-client to replica 0        ``look``, ``stop`` (greetings; the answer is ``state``)
+host to replica 0          ``register`` (greeting, with the protocol's version), ``alive``, ``agent_lost``, ``signal``,
+                           and what ``reports`` names
+client to replica 0        ``look``, ``stop`` (greetings; the answer is ``state``), and what ``clients`` names
 replica 0 to either        ``registered``, ``alive``, ``refused`` (with the reason), ``state``, ``verdict``
 =========================  =======================================================================================
 
@@ -23,7 +24,7 @@ import dataclasses
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from torchx_monarch.errors import Verdict, describe_code
 from torchx_monarch.runtime import protocol, transport
@@ -106,8 +107,17 @@ class Trouble:
     kind: str = "failure"
 
 
+Serve = Callable[[protocol.Message, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
 class Rendezvous:
     """Replica 0's end.
+
+    Attributes:
+        troubles: what ends an attempt, as it comes.
+        clients: who answers greetings of a client beyond those above, or in place of them, by kind. The connection is
+            theirs until they return; a ``RendezvousError`` refuses.
+        reports: who is told of messages of a host beyond those above, by kind.
 
     Args:
         address: where to listen.
@@ -130,6 +140,8 @@ class Rendezvous:
         fewest: int | None = None,
     ) -> None:
         self.troubles: asyncio.Queue[Trouble] = asyncio.Queue()
+        self.clients: dict[str, Serve] = {}
+        self.reports: dict[str, Callable[[Registration, protocol.Message], None]] = {}
         self._address = address
         self._identity = identity
         self._bind = bind
@@ -256,10 +268,15 @@ class Rendezvous:
         try:
             greeting = await protocol.receive(reader, _GREETING_TIMEOUT)
             kind = self._kind(greeting)
+            if kind in self.clients:
+                if self._door is not None:
+                    self._door.settle()
+                await self.clients[kind](greeting or {}, reader, writer)
+                return
             if kind in ("look", "stop"):
                 if kind == "stop":
                     self.troubles.put_nowait(stopped_by_client())
-                await protocol.send(writer, {"type": "state", **self._state()})
+                await protocol.send(writer, {"type": "state", **self.state()})
                 return
             if transport.is_client(writer):
                 raise RendezvousError("a client may look at the job and stop it, and not register as a host")
@@ -303,11 +320,12 @@ class Rendezvous:
                 "release of torchx-monarch on all hosts"
             )
         kind = greeting.get("type")
-        if kind not in ("register", "look", "stop"):
+        if not isinstance(kind, str) or kind not in ("register", "look", "stop", *self.clients):
             raise RendezvousError(f"a greeting is register, look or stop, not {_brief(kind)}")
-        return str(kind)
+        return kind
 
-    def _state(self) -> protocol.Message:
+    def state(self) -> protocol.Message:
+        """What a client is told of the hosts."""
         hosts = [dataclasses.asdict(host) for host in self._hosts.values()]
         return {"hosts": hosts, "missing": self.missing, "over": self._verdict is not None}
 
@@ -341,6 +359,8 @@ class Rendezvous:
                     raise protocol.ProtocolError(f"{_brief(number)} is no number of a signal")
                 if self._hosts.get(host.replica) is host:
                     self.troubles.put_nowait(signalled(host, number, message.get("announced") is True))
+            if isinstance(kind, str) and kind in self.reports:
+                self.reports[kind](host, message)
             if kind == "alive" and host.replica in self._writers:
                 await protocol.send(self._writers[host.replica], {"type": "alive"})
         return _lost(host, "its connection broke")
