@@ -17,50 +17,7 @@ import pytest
 from torchx.runner import Runner, get_runner
 from torchx.specs import AppState
 
-# What Monarch's documentation does with a job (docs/source/api/monarch.job.rst, docstrings of JobTrait and ProcessJob);
-# {JOB} is the constructor.
-PROGRAM = """
-import json, os, sys
-from monarch.actor import Actor, current_rank, endpoint
-from monarch.job import ProcessJob, exec_command, job_load, job_loads
-from torchx_monarch import MonarchJob
-
-class HelloActor(Actor):
-    def __init__(self, word):
-        self.word = word
-    @endpoint
-    def hello(self):
-        print("Hello from Monarch", flush=True)
-        return self.word, current_rank().rank, os.getpid()
-
-def values(mesh):
-    return [value for _, value in mesh]
-
-job = {JOB}
-first = job.state()
-trainers = first.trainers.spawn_procs(per_host={"gpus": 2})
-answers = values(trainers.spawn("hello", HelloActor, "t").hello.call().get(timeout=30))
-try:
-    first.nothing
-except AttributeError as error:
-    unknown = str(error)
-
-again = job_load(".monarch/job_state.pkl")
-copied = job_loads(job.dumps())
-loaders = again.state().dataloaders
-dataloaders = loaders.spawn_procs().spawn("hello", HelloActor, "d").hello.call().get(timeout=30)
-code = exec_command(first.trainers, ["bash", "-c", "exit $((4 + MONARCH_RANK_hosts))"]).get(timeout=30)
-same = job.apply_id == again.apply_id == copied.apply_id
-alive = [job.active, again.can_run(job), again.can_run({OTHER})]
-job.kill()
-print(json.dumps({
-    "sizes": [trainers.sizes, loaders.sizes],
-    "answers": sorted((word, rank) for word, rank, _ in answers),
-    "processes": len({pid for *_, pid in answers}),
-    "dataloaders": [(word, rank) for word, rank, _ in values(dataloaders)],
-    "unknown": unknown, "code": code, "same": same, "alive": alive, "dead": [job.active, again.can_run(job)],
-}))
-"""
+from tests.local.monarch_programs import DOCUMENTED, EXPECTED
 
 
 @pytest.fixture
@@ -89,22 +46,11 @@ def log(runner: Runner, handle: str, role: str, k: int = 0) -> str:
 @pytest.mark.parametrize("kind", ["MonarchJob", "ProcessJob"])
 def test_a_program_of_monarchs_documentation(tmp_path: Path, runner: Runner, kind: str) -> None:
     """The same program with Monarch's own job and with ours: the constructor is all that differs."""
-    text = PROGRAM.replace("{JOB}", kind + "({'trainers': 2, 'dataloaders': 1})")
+    text = DOCUMENTED.replace("{JOB}", kind + "({'trainers': 2, 'dataloaders': 1})")
     text = text.replace("{OTHER}", kind + "({'trainers': 1, 'dataloaders': 1})")
     with tempfile.TemporaryDirectory(dir="/tmp") as theirs:  # ProcessJob leaves sockets there
         environ = {"TMPDIR": theirs} if kind == "ProcessJob" else {}
-        seen = program(tmp_path, text, **environ)
-    assert seen == {
-        "sizes": [{"hosts": 2, "gpus": 2}, {"hosts": 1}],
-        "answers": [["t", rank] for rank in range(4)],
-        "processes": 4,
-        "dataloaders": [["d", 0]],
-        "unknown": "'nothing' is not a valid host mesh name. Available names: dataloaders, trainers",
-        "code": 5,
-        "same": True,
-        "alive": [True, True, False],
-        "dead": [False, False],
-    }
+        assert program(tmp_path, text, **environ) == EXPECTED
     apps = runner.list("monarch_local")
     assert [app.state for app in apps] == ([AppState.CANCELLED] if kind == "MonarchJob" else [])
     for app in apps:

@@ -81,6 +81,16 @@ class Attachment:
         hosts = sorted(answer["hosts"], key=lambda host: int(host["replica"]))
         return cls(link, target.address, [host["address"] for host in hosts], answer["leaf"])
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the hosts are still there."""
+        try:
+            return self.link.receive(0.001) is not None
+        except TimeoutError:  # they have nothing to say
+            return True
+        except (LinkError, OSError, ValueError):
+            return False
+
 
 class Live:
     """What a job has open in this process."""
@@ -105,9 +115,9 @@ class Live:
             before.link.close()
 
     @property
-    def open(self) -> bool:
-        """Whether it has connections."""
-        return bool(self._attachments)
+    def is_open(self) -> bool:
+        """Whether there are hosts at the other end."""
+        return any(attachment.is_open for attachment in self._attachments.values())
 
     def close(self) -> None:
         """Stop what this process has started on the hosts, and hang up."""
@@ -126,10 +136,15 @@ class _Client:
     def __init__(self) -> None:
         self._folder = ""
         self._url = ""
-        self._owner: Live | None = None
+        self._lives: dict[Live, str] = {}
 
-    def join(self, live: Live, attachment: Attachment) -> tuple[str, list[str]]:
+    def join(self, handle: str, live: Live, attachment: Attachment) -> tuple[str, list[str]]:
         """Where to listen as a client of these hosts, and the files for TLS; both empty on one machine.
+
+        Args:
+            handle: of the app.
+            live: to whom the attachment belongs.
+            attachment: to the hosts.
 
         Raises:
             ClientError: it is the client of another job over a network.
@@ -137,12 +152,13 @@ class _Client:
         address = attachment.address
         if not address.networked:
             return "", []
-        if self._owner is not live and self._owner is not None and self._owner.open:
+        self._lives = {each: app for each, app in self._lives.items() if each.is_open}
+        for other in set(self._lives.values()) - {handle}:
             raise monarch_api.ClientError(
-                "this process is attached to another job over a network, and Monarch has one certificate for each "
-                "process: kill() that job first, or use another process"
+                f"this process is a client of {other}, and Monarch has one certificate for each process: kill() that "
+                "job first, or use another process"
             )
-        self._owner = live
+        self._lives[live] = handle
         if not self._url:
             here = network.advertised(address, False, NetworkOptions())
             self._url = f"{'tls' if attachment.leaf else 'tcp'}://{here}:0"

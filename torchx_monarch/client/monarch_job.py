@@ -183,7 +183,7 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
             time.sleep(pause)
             pause = min(2 * pause, _ASK_EVERY)
         self._live.keep(role, attachment)
-        url, tls = client.join(self._live, attachment)
+        url, tls = client.join(self._handle, self._live, attachment)
         monarch_api.become_client(url, tls, lambda text: _log.warning("INSECURE: %s", text))
         return monarch_api.host_mesh(role, attachment.addresses, _ATTACH_TIMEOUT)
 
