@@ -4,20 +4,38 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchx_monarch.client.job import SPMDJob as SPMDJob
+    from torchx_monarch.client.monarch_job import MonarchJob as MonarchJob
+    from torchx_monarch.client.result import RunResult as RunResult
+    from torchx_monarch.client.serve import serve as serve
+    from torchx_monarch.client.this_job import this_job as this_job
+    from torchx_monarch.errors import SPMDError as SPMDError
+
 __version__ = "0.1.0"
 
-_LAZY = {
-    "MonarchJob": "torchx_monarch.client.monarch_job",
-    "this_job": "torchx_monarch.client.this_job",
+_PUBLIC = {
+    "MonarchJob": "client.monarch_job",
+    "RunResult": "client.result",
+    "SPMDError": "errors",
+    "SPMDJob": "client.job",
+    "serve": "client.serve",
+    "this_job": "client.this_job",
 }
-"""Where what is not imported until it is asked for comes from: the submit side needs neither Monarch nor torch."""
+"""What this package offers to programs, and the modules where it is: imported when it is first used."""
 
-__all__ = [*_LAZY, "__version__"]
+__all__ = ["MonarchJob", "RunResult", "SPMDError", "SPMDJob", "serve", "this_job"]
 
 
 def __getattr__(name: str) -> object:
-    if name not in _LAZY:
+    if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(_LAZY[name]), name)
+    return getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -46,6 +46,17 @@ def kept(scheduler: str, app_id: str) -> tuple[str, dict[str, str]]:
     return found.get("credentials", ""), found.get("rendezvous", {})
 
 
+def known() -> list[tuple[str, str]]:
+    """All that are kept, as scheduler and app."""
+    root = os.path.join(store.state_dir(), "clients")
+    found = []
+    with contextlib.suppress(OSError):
+        for scheduler in sorted(os.listdir(root)):
+            names = sorted(os.listdir(os.path.join(root, scheduler)))
+            found += [(scheduler, urllib.parse.unquote(name)) for name in names if not name.endswith(".tmp")]
+    return found
+
+
 def forget(scheduler: str, app_id: str) -> None:
     """Remove an app's, if there is one."""
     with contextlib.suppress(OSError):

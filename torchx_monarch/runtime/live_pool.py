@@ -71,6 +71,11 @@ class LivePool(RankPool):
             self._bind(interpreter, local_rank)
         return await super().launch(world, True)
 
+    async def stop(self, number: int, grace: float) -> None:
+        """As above; before a run's ranks have been started there is nothing to stop."""
+        if self._ranks:
+            await super().stop(number, grace)
+
     def retire(self) -> LivePool:
         """The run is over: end what is no rank, and have interpreters ready for another like it.
 
@@ -125,8 +130,11 @@ class LivePool(RankPool):
         early = {name: value for name, value in self._added.items() if name.startswith(_READ_EARLY)}
         return {**self._host_environ, **early}
 
-    def _kept(self) -> list[Interpreter]:
-        return [*self._waiting, *(self._shelf._waiting if self._shelf is not None else ())]
+    def _kept(self) -> list[int]:
+        shelf = self._shelf
+        ahead = shelf._store_ahead if shelf is not None else None
+        store = ahead.result() if ahead is not None and ahead.done() else None
+        return [*super()._kept(), *(shelf._kept() if shelf is not None else ()), *([store.pid] if store else ())]
 
     def _label(self, program: Program) -> list[str]:
         return ["(waits for runs)"]

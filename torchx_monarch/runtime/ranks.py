@@ -238,9 +238,9 @@ class RankPool:
     def _base_environ(self) -> Mapping[str, str]:
         return self._environ
 
-    def _kept(self) -> list[Interpreter]:
-        """Interpreters that are for later."""
-        return self._waiting
+    def _kept(self) -> list[int]:
+        """Processes that are for later."""
+        return [one.process.pid for one in self._waiting]
 
     def _inherit(self) -> None:
         """Take interpreters that wait already; here there are none."""
@@ -339,8 +339,8 @@ class RankPool:
         ahead = await self._store_ahead if self._store_ahead is not None else None
         if ranks is self._ranks:  # else another attempt has begun
             # The ranks of other hosts may be on their way out still, and need the store.
-            ours = [self._store, ahead, self._watchdog, *(one.process for one in self._kept())]
-            end_strays(self._environ.get(processes.MARKER, ""), [one.pid for one in ours if one is not None])
+            ours = [one.pid for one in (self._store, ahead, self._watchdog) if one is not None]
+            end_strays(self._environ.get(processes.MARKER, ""), [*ours, *self._kept()])
 
     def _tell(self, number: int) -> list[Rank]:
         """Signal the ranks that have not ended, and return them."""
