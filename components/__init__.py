@@ -16,9 +16,9 @@ import torchx
 from torchx import specs
 from torchx.components.structured_arg import StructuredNameArgument
 
+from torchx_monarch.plan import meshes as actor_meshes
 from torchx_monarch.plan import spmd as plan
 from torchx_monarch.plan.command import HOSTS_MODULE
-from torchx_monarch.plan.meshes import waiting
 
 _log = logging.getLogger("torchx_monarch")
 
@@ -241,4 +241,4 @@ def controller(
         ],
         metadata=dict(metadata or {}),
     )
-    return waiting(app, 0.0, ("python", *launch.words))
+    return actor_meshes.waiting(app, 0.0, ("python", *launch.words))

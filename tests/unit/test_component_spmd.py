@@ -209,19 +209,23 @@ def test_other_arguments_are_not_warned_about(caplog: pytest.LogCaptureFixture) 
     assert not caplog.records
 
 
-def test_torchx_finds_exactly_the_component() -> None:
-    (component,) = ModuleComponentsFinder(torchx_monarch.components, "monarch").find(None)
-    assert (component.name, component.validation_errors) == ("monarch.spmd", [])
+def test_torchx_finds_exactly_the_components() -> None:
+    found = ModuleComponentsFinder(torchx_monarch.components, "monarch").find(None)
+    assert {each.name for each in found} == {"monarch.spmd", "monarch.hosts", "monarch.controller"}
     path = inspect.getsourcefile(torchx_monarch.components)
     assert path is not None
-    assert validate(path, "spmd", None) == []
+    for component in found:
+        assert component.validation_errors == []
+        assert validate(path, component.fn_name, None) == []
 
 
-def test_every_option_has_a_help_text() -> None:
-    documented = inspect.getdoc(spmd)
+@pytest.mark.parametrize("name", ["spmd", "hosts", "controller"])
+def test_every_option_has_a_help_text(name: str) -> None:
+    function = getattr(torchx_monarch.components, name)
+    documented = inspect.getdoc(function)
     assert documented is not None
-    for name in inspect.signature(spmd).parameters:
-        assert f"\n    {name}: " in documented
+    for option in inspect.signature(function).parameters:
+        assert f"\n    {option}: " in documented
 
 
 def test_the_app_can_be_rewritten() -> None:

@@ -67,9 +67,7 @@ def parse_actors(command: Command, env: Mapping[str, str]) -> Actors:
     if not words:
         return Actors(idle_timeout, None)
     if words[0] != "--" or len(words) == 1:
-        raise CommandError(
-            f"{ACTORS_MODULE} takes --idle-timeout SECONDS and then `-- python SCRIPT`, not {words[0]!r}"
-        )
+        raise CommandError(f"{ACTORS_MODULE} takes --idle-timeout SECONDS and `-- python SCRIPT`, not {words[0]!r}")
     script = parse(words[1:], env)
     if script is None or script.kind != "python":
         raise CommandError(
