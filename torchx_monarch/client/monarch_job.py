@@ -49,6 +49,7 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
         app: the roles; or ``{"trainers": 2, "dataloaders": 1}``, as Monarch's own jobs have it.
         scheduler: one of the ``monarch_*`` schedulers.
         scheduler_cfg: its run options.
+        env: variables for the hosts of all roles, and so for their actors.
         idle_timeout: seconds without a client after which the hosts end; 0 for never.
         start_timeout: seconds until ``state()`` gives up waiting for hosts; None for no limit, as a queue may be long.
         workspace: as for ``Runner.run``.
@@ -63,6 +64,7 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
         scheduler: str = "monarch_local",
         scheduler_cfg: Mapping[str, CfgVal] | None = None,
         *,
+        env: Mapping[str, str] | None = None,
         idle_timeout: float = IDLE_TIMEOUT,
         start_timeout: float | None = None,
         workspace: str | None = None,
@@ -71,6 +73,7 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
         self._app = copy.deepcopy(app) if isinstance(app, AppDef) else app_of_meshes(app)
         for role in self._app.roles:
             check_mesh_name(role.name)
+            role.env.update(env or {})
         self._scheduler = scheduler
         self._cfg = dict(scheduler_cfg or {})
         self._idle_timeout = idle_timeout

@@ -38,7 +38,7 @@ def waiting(app: AppDef, idle_timeout: float, script: Sequence[str] = (), python
     return ours
 
 
-def app_of_meshes(meshes: Mapping[str, int], name: str = "monarch", env: Mapping[str, str] | None = None) -> AppDef:
+def app_of_meshes(meshes: Mapping[str, int]) -> AppDef:
     """An app with a role for each mesh: what Monarch's own jobs take, ``{"trainers": 2, "dataloaders": 1}``.
 
     Raises:
@@ -48,13 +48,11 @@ def app_of_meshes(meshes: Mapping[str, int], name: str = "monarch", env: Mapping
         check_mesh_name(mesh)
         if not isinstance(hosts, int) or hosts < 1:
             raise ValueError(f"mesh {mesh!r} is to have {hosts!r} hosts; it needs 1 or more")
+    small = Resource(cpu=1, gpu=0, memMB=1024)
     roles = [
-        Role(
-            mesh, image="", entrypoint="python", num_replicas=hosts, env=dict(env or {}), resource=Resource(1, 0, 1024)
-        )
-        for mesh, hosts in meshes.items()
+        Role(mesh, image="", entrypoint="python", num_replicas=hosts, resource=small) for mesh, hosts in meshes.items()
     ]
-    return AppDef(name, roles)
+    return AppDef("monarch", roles)
 
 
 def check_mesh_name(name: str) -> None:
