@@ -123,20 +123,7 @@ class ActorHost(HostProcess):
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self._shut_down.set)
 
-        def start() -> str:
-            from torchx_monarch import monarch_api
-
-            return monarch_api.start_worker(
-                wires.client_url,
-                wires.serve_url,
-                wires.dial_url,
-                wires.identity.files if wires.identity else None,
-                self._reporter.line,
-                lambda text: self._reporter.line(f"INSECURE: host {self._options.replica}: {text}"),
-                shut_down,
-            )
-
-        return await loop.run_in_executor(None, start)
+        return await wires.start_monarch(self._reporter.line, self._warn, shut_down)
 
     # -- the job -------------------------------------------------------------------------------------------------------
 
