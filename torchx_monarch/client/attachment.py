@@ -8,6 +8,7 @@ import atexit
 import contextlib
 import dataclasses
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -24,7 +25,7 @@ from torchx_monarch.runtime import network
 from torchx_monarch.runtime.address import Address
 from torchx_monarch.runtime.network import NetworkOptions
 
-_ANSWER_EVERY = 1.0
+_ANSWER_EVERY = 5.0
 """Seconds of waiting for hosts after which the caller looks whether the job still lives."""
 
 _STOP_TIMEOUT = 5.0
@@ -79,7 +80,10 @@ class Attachment:
             link.close()
             raise NotYetError(f"replica 0 of role {role} hung up")
         hosts = sorted(answer["hosts"], key=lambda host: int(host["replica"]))
-        return cls(link, target.address, [host["address"] for host in hosts], answer["leaf"])
+        first, *others = (str(host["address"]) for host in hosts)
+        if target.address.networked:  # this machine may know replica 0 by another name than the other hosts do
+            first = re.sub(r"://[^:/]+:", f"://{target.address.host}:", first)
+        return cls(link, target.address, [first, *others], answer["leaf"])
 
     @property
     def is_open(self) -> bool:

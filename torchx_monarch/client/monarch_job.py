@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from monarch.job import JobState, JobTrait
-from torchx.specs import NONE, AppDef, AppStatus, CfgVal, is_terminal
+from torchx.specs import NONE, AppDef, AppState, AppStatus, CfgVal, is_terminal
 
 from torchx_monarch import monarch_api
 from torchx_monarch.client import this_job
@@ -29,7 +29,10 @@ _ATTACH_TIMEOUT = 60.0
 """Seconds for Monarch's own connections to the hosts of a mesh, once these have said that they are there."""
 
 _ASK_EVERY = 1.0
-"""Seconds between two looks at a job that has not started; the first are closer."""
+"""Seconds between two looks at a job; the first are closer."""
+
+_ASK_QUEUE_EVERY = 5.0
+"""The same for one that waits in a queue, whose scheduler serves everybody."""
 
 _END_TIMEOUT = 15.0
 """Seconds that ``kill`` waits for the end of the hosts."""
@@ -184,7 +187,7 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
                     waited = f"{self._start_timeout:g} s (start_timeout)"
                     raise RuntimeError(f"{self._handle} is {status.state.name} after {waited}: {error}") from None
             time.sleep(pause)
-            pause = min(2 * pause, _ASK_EVERY)
+            pause = min(2 * pause, _ASK_QUEUE_EVERY if status.state is AppState.PENDING else _ASK_EVERY)
         self._live.keep(role, attachment)
         url, tls = client.join(self._handle, self._live, attachment)
         monarch_api.become_client(url, tls, lambda text: _log.warning("INSECURE: %s", text))
