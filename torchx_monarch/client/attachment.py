@@ -111,6 +111,11 @@ class Live:
             self._runner = get_runner()
         return self._runner
 
+    def attachment(self, role: str) -> Attachment | None:
+        """The open connection to the hosts of a role."""
+        found = self._attachments.get(role)
+        return found if found is not None and found.is_open else None
+
     def keep(self, role: str, attachment: Attachment) -> None:
         """Hold on to a connection, and let go of the one before it."""
         before = self._attachments.pop(role, None)

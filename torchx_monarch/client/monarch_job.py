@@ -116,11 +116,20 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
         self._handle = runner.run(hosts, self._scheduler, self._cfg, self._workspace)
         _log.info("%s", self._handle)
 
+    def _connect_host_meshes(self, running_job: JobTrait) -> dict[str, Any]:
+        # Mounts and telemetry are a process of their own, which is started next and reaches hosts as this one does.
+        if isinstance(running_job, MonarchJob) and not running_job._is_this_job():
+            running_job._attach()
+        meshes: dict[str, Any] = super()._connect_host_meshes(running_job)
+        return meshes
+
     def _state(self) -> JobState:
         if self._is_this_job():
             return this_job.this_job().state()
-        deadline = None if self._start_timeout is None else time.monotonic() + self._start_timeout
-        meshes = {role.name: self._mesh(role.name, deadline) for role in self._app.roles}
+        meshes = {
+            role: monarch_api.host_mesh(role, attachment.addresses, _ATTACH_TIMEOUT)
+            for role, attachment in self._attach().items()
+        }
         self._live.meshes += meshes.values()
         return JobState(meshes)
 
@@ -171,7 +180,19 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
     def _status_of_app(self) -> AppStatus | None:
         return self._live.runner.status(self._handle) if self._handle else None
 
-    def _mesh(self, role: str, deadline: float | None) -> Any:
+    def _attach(self) -> dict[str, Attachment]:
+        """Be a client of the hosts of every role."""
+        deadline = None if self._start_timeout is None else time.monotonic() + self._start_timeout
+        found = {role.name: self._attach_to(role.name, deadline) for role in self._app.roles}
+        for attachment in found.values():
+            assert self._handle is not None
+            url, tls = client.join(self._handle, self._live, attachment)
+            monarch_api.become_client(url, tls, lambda text: _log.warning("INSECURE: %s", text))
+        return found
+
+    def _attach_to(self, role: str, deadline: float | None) -> Attachment:
+        if (open_one := self._live.attachment(role)) is not None:
+            return open_one
         assert self._handle is not None
         pause = 0.05
         while True:
@@ -181,17 +202,14 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
                 raise RuntimeError(f"the job {self._handle} is no longer active: {_in_words(status)}")
             try:
                 attachment = Attachment.open(self._handle, role, self._live.runner)
-                break
+                self._live.keep(role, attachment)
+                return attachment
             except NotYetError as error:
                 if deadline is not None and time.monotonic() > deadline:
                     waited = f"{self._start_timeout:g} s (start_timeout)"
                     raise RuntimeError(f"{self._handle} is {status.state.name} after {waited}: {error}") from None
             time.sleep(pause)
             pause = min(2 * pause, _ASK_QUEUE_EVERY if status.state is AppState.PENDING else _ASK_EVERY)
-        self._live.keep(role, attachment)
-        url, tls = client.join(self._handle, self._live, attachment)
-        monarch_api.become_client(url, tls, lambda text: _log.warning("INSECURE: %s", text))
-        return monarch_api.host_mesh(role, attachment.addresses, _ATTACH_TIMEOUT)
 
 
 def _in_words(status: AppStatus | None) -> str:

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torchx.specs import AppState
@@ -19,18 +20,44 @@ from tests.local.monarch_programs import DOCUMENTED, EXPECTED
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("slurm")]
 
 
+SERVICES = """
+import json
+from monarch.job import MeshAdminConfig
+from torchx_monarch import MonarchJob
+
+job = MonarchJob({"trainers": 2}, "monarch_slurm")
+job.enable_telemetry(include_dashboard=False, mesh_admin_config=MeshAdminConfig("127.0.0.1:0"))
+state = job.state(cached_path=None)
+state.trainers.spawn_procs().initialized.get(timeout=30)
+job.kill()
+print(json.dumps([state.telemetry_url, state.admin_url, job.active]))
+"""
+
+
+def client(cluster: SlurmCluster, folder: Path, text: str) -> tuple[Any, str]:
+    """Run a Monarch client on what is a login node, and knows the nodes by name: its last line as JSON, and stderr."""
+    (folder / "client.py").write_text(text)
+    words = f"mount --bind {cluster.conf.parent}/hosts /etc/hosts; exec {sys.executable} client.py"
+    login = ["unshare", "--mount", "sh", "-c", words]
+    done = subprocess.run(login, cwd=folder, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
 def test_a_program_of_monarchs_documentation(apps: Apps, cluster: SlurmCluster, tmp_path: Path) -> None:
     text = DOCUMENTED.replace("{JOB}", "MonarchJob({'trainers': 2, 'dataloaders': 1}, 'monarch_slurm')")
     text = text.replace("{OTHER}", "MonarchJob({'trainers': 1, 'dataloaders': 1}, 'monarch_slurm')")
-    (tmp_path / "client.py").write_text(text)
-    # What is a login node knows the nodes by name.
-    words = f"mount --bind {cluster.conf.parent}/hosts /etc/hosts; exec {sys.executable} client.py"
-    login = ["unshare", "--mount", "sh", "-c", words]
-    done = subprocess.run(login, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == EXPECTED
+    said, _ = client(cluster, tmp_path, text)
+    assert said == EXPECTED
     (app,) = apps.runner.list(NAME)
     assert app.state is AppState.CANCELLED
     lines = apps.log(app.app_handle, 0, role="trainers") + apps.log(app.app_handle, 1, role="trainers")
     assert lines.count("Hello from Monarch") == 4
     assert "INSECURE" not in lines
+
+
+def test_telemetry_and_the_mesh_admin_reach_the_nodes(apps: Apps, cluster: SlurmCluster, tmp_path: Path) -> None:
+    """They are, in part, a process of their own, which is started before the hosts are known."""
+    (telemetry, admin, active), log = client(cluster, tmp_path, SERVICES)
+    assert telemetry.startswith("http://") and admin.startswith("https://") and not active
+    assert "failed" not in log, log
