@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from torchx.specs.file_linter import validate
 from torchx.specs.finder import ComponentValidationException, ModuleComponentsFinder
 
 import torchx_monarch.components
-from torchx_monarch.components import spmd
+from torchx_monarch.components import controller, hosts, spmd
 from torchx_monarch.plan.command import Program, parse
 from torchx_monarch.plan.rewrite import HostOptions, rewrite
 from torchx_monarch.plan.spmd import Launch, app_name
@@ -211,21 +211,19 @@ def test_other_arguments_are_not_warned_about(caplog: pytest.LogCaptureFixture) 
 
 def test_torchx_finds_exactly_the_components() -> None:
     found = ModuleComponentsFinder(torchx_monarch.components, "monarch").find(None)
-    assert {each.name for each in found} == {"monarch.spmd", "monarch.hosts", "monarch.controller"}
+    errors = {component.name: component.validation_errors for component in found}
+    assert errors == {"monarch.spmd": [], "monarch.hosts": [], "monarch.controller": []}
     path = inspect.getsourcefile(torchx_monarch.components)
     assert path is not None
-    for component in found:
-        assert component.validation_errors == []
-        assert validate(path, component.fn_name, None) == []
+    assert validate(path, "spmd", None) == []
 
 
-@pytest.mark.parametrize("name", ["spmd", "hosts", "controller"])
-def test_every_option_has_a_help_text(name: str) -> None:
-    function = getattr(torchx_monarch.components, name)
-    documented = inspect.getdoc(function)
+@pytest.mark.parametrize("component", [spmd, hosts, controller])
+def test_every_option_has_a_help_text(component: Callable[..., object]) -> None:
+    documented = inspect.getdoc(component)
     assert documented is not None
-    for option in inspect.signature(function).parameters:
-        assert f"\n    {option}: " in documented
+    for name in inspect.signature(component).parameters:
+        assert f"\n    {name}: " in documented
 
 
 def test_the_app_can_be_rewritten() -> None:
