@@ -34,6 +34,9 @@ _ASK_EVERY = 1.0
 _ASK_QUEUE_EVERY = 5.0
 """The same for one that waits in a queue, whose scheduler serves everybody."""
 
+_SAY_EVERY = 30.0
+"""Seconds between two words on what is waited for."""
+
 _END_TIMEOUT = 15.0
 """Seconds that ``kill`` waits for the end of the hosts."""
 
@@ -194,7 +197,7 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
         if (open_one := self._live.attachment(role)) is not None:
             return open_one
         assert self._handle is not None
-        pause = 0.05
+        pause, say = 0.05, time.monotonic() + _SAY_EVERY
         while True:
             status = self._status_of_app()
             if status is None or is_terminal(status.state):
@@ -208,6 +211,9 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
                 if deadline is not None and time.monotonic() > deadline:
                     waited = f"{self._start_timeout:g} s (start_timeout)"
                     raise RuntimeError(f"{self._handle} is {status.state.name} after {waited}: {error}") from None
+                if time.monotonic() > say:
+                    _log.warning("%s is %s; waiting for the hosts of %s: %s", self._handle, status.state, role, error)
+                    say = time.monotonic() + _SAY_EVERY
             time.sleep(pause)
             pause = min(2 * pause, _ASK_QUEUE_EVERY if status.state is AppState.PENDING else _ASK_EVERY)
 
