@@ -62,3 +62,23 @@ EXPECTED: dict[str, Any] = {
     "dead": [False, False],
 }
 """What it prints, whatever kind of job it has."""
+
+CONTROLLER = """
+import json, os, sys
+from monarch.actor import Actor, current_rank, endpoint
+from torchx_monarch import this_job
+
+class Host(Actor):
+    @endpoint
+    def place(self):
+        return current_rank().rank, os.environ["WHO"], "MONARCH_CREDENTIALS" in os.environ
+
+if __name__ == "__main__":
+    state = this_job().state()
+    for name in ("trainers", "loaders"):
+        procs = getattr(state, name).spawn_procs(per_host={"gpus": 1})
+        places = procs.spawn("host", Host).place.call().get(timeout=30)
+        print(name, sorted(place for _, place in places), flush=True)
+    sys.exit(int(sys.argv[1]))
+"""
+"""What a script of monarch.controller prints of the meshes trainers and loaders, and its exit code."""

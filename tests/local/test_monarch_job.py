@@ -17,7 +17,7 @@ import pytest
 from torchx.runner import Runner, get_runner
 from torchx.specs import AppState
 
-from tests.local.monarch_programs import DOCUMENTED, EXPECTED
+from tests.local.monarch_programs import CONTROLLER, DOCUMENTED, EXPECTED
 
 
 @pytest.fixture
@@ -95,26 +95,6 @@ def test_the_cached_job_is_used_while_it_lives_and_is_what_is_asked_for(tmp_path
     assert last[0] != third[0]
     assert runner.wait(last[0], wait_interval=0.1).state is AppState.SUCCEEDED
     assert "no client for 1 s" in log(runner, last[0], "trainers")
-
-
-CONTROLLER = """
-import json, os, sys
-from monarch.actor import Actor, current_rank, endpoint
-from torchx_monarch import this_job
-
-class Host(Actor):
-    @endpoint
-    def place(self):
-        return current_rank().rank, os.environ["WHO"], "MONARCH_CREDENTIALS" in os.environ
-
-if __name__ == "__main__":
-    state = this_job().state()
-    for name in ("trainers", "loaders"):
-        procs = getattr(state, name).spawn_procs(per_host={"gpus": 1})
-        places = procs.spawn("host", Host).place.call().get(timeout=30)
-        print(name, sorted(place for _, place in places), flush=True)
-    sys.exit(int(sys.argv[1]))
-"""
 
 
 @pytest.mark.timeout(120)

@@ -125,8 +125,6 @@ class Attendance:
     async def _trouble(self) -> Trouble:
         trouble = await self._rendezvous.troubles.get()
         self._reporter.note(trouble.kind, trouble.verdict.reason, replica=trouble.replica)
-        if trouble.lost:
-            self._rendezvous.end()
         return trouble
 
     # -- clients -------------------------------------------------------------------------------------------------------

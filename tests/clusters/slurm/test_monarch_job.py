@@ -15,7 +15,7 @@ from torchx.specs import AppState
 
 from tests.clusters.slurm.apps import NAME, Apps
 from tests.clusters.slurm.cluster import SlurmCluster
-from tests.local.monarch_programs import DOCUMENTED, EXPECTED
+from tests.local.monarch_programs import CONTROLLER, DOCUMENTED, EXPECTED
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("slurm")]
 
@@ -50,7 +50,7 @@ def test_a_program_of_monarchs_documentation(apps: Apps, cluster: SlurmCluster, 
     text = text.replace("{OTHER}", "MonarchJob({'trainers': 1, 'dataloaders': 1}, 'monarch_slurm')")
     said, _ = client(cluster, tmp_path, text)
     assert said == EXPECTED
-    (app,) = apps.runner.list(NAME)
+    app = apps.runner.list(NAME)[0]  # the newest; those of other tests are this user's, too
     assert app.state is AppState.CANCELLED
     lines = apps.log(app.app_handle, 0, role="trainers") + apps.log(app.app_handle, 1, role="trainers")
     assert lines.count("Hello from Monarch") == 4
@@ -62,3 +62,16 @@ def test_telemetry_and_the_mesh_admin_reach_the_nodes(apps: Apps, cluster: Slurm
     (tables, admin, active), log = client(cluster, tmp_path, SERVICES)
     assert "actors'" in tables and admin.startswith("https://") and not active
     assert "failed" not in log, log
+
+
+def test_a_controller_has_the_meshes_of_all_roles(apps: Apps, tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text(CONTROLLER)
+    meshes = "trainers=2,loaders=1"
+    words = ["--meshes", meshes, "--cpu", "1", "--env", "WHO=me", "--image", str(tmp_path), "main.py", "3"]
+    handle = apps.runner.run_component("monarch.controller", words, NAME)
+    apps._handles.append(handle)
+    status = apps.wait(handle, AppState.FAILED)
+    said = apps.log(handle, 0, role="trainers")
+    assert "trainers [(0, 'me', False), (1, 'me', False)]" in said, said
+    assert "loaders [(0, 'me', False)]" in said
+    assert json.loads(status.structured_error_msg)["message"]["errorCode"] == 3
