@@ -349,12 +349,15 @@ def test_ended_before_torch_is_imported(
     process = psutil.Process(hosts.processes[0].pid)
     assert hosts.run(timeout=0.2).exit_code == 124
     assert texts(hosts.run()) == dict.fromkeys((0, 1), "formed True\n")
-    eventually(lambda: hosts.job.status().warm == 2, "the next interpreters")
-    names = sorted(each.name() for each in process.children())
-    assert texts(hosts.run()) == dict.fromkeys((0, 1), "formed True\n")
-    eventually(lambda: hosts.job.status().warm == 2, "the next interpreters")
-    eventually(lambda: sorted(each.name() for each in process.children()) == names, "the same processes")
+
+    def waiting() -> list[str]:
+        return sorted(each.name() for each in process.children())
+
+    eventually(lambda: hosts.job.status().warm == 2 and "tcpstore" in waiting(), "the next interpreters")
+    names = waiting()
     assert names.count("tcpstore") == 1
+    assert texts(hosts.run()) == dict.fromkeys((0, 1), "formed True\n")
+    eventually(lambda: hosts.job.status().warm == 2 and waiting() == names, f"the same processes: {names}")
     assert hosts.end() == [0]
 
 

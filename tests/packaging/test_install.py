@@ -26,7 +26,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-OURS = {"monarch_docker", "monarch_local", "monarch_slurm"}
+OURS = {"monarch_docker", "monarch_kubernetes", "monarch_local", "monarch_slurm"}
 DEFAULTS = ["local_docker", "local_cwd", "slurm", "kubernetes"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -262,7 +262,7 @@ def test_nothing_is_printed_that_was_not_before(
 ) -> None:
     before, after = plain.torchx(*args), installed.torchx(*args)
     assert after.stderr == before.stderr
-    if args not in (["runopts"], ["builtins"], ["run", "--help"]):  # these list what is there
+    if args not in (["--help"], ["runopts"], ["builtins"], ["run", "--help"]):  # these list what is there
         assert after.stdout == before.stdout
 
 
