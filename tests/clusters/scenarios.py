@@ -31,8 +31,8 @@ BACKENDS = ("local", "docker", "slurm", "kubernetes", "aws_batch")
 
 WIRES = {
     "real": "tested real",
-    "fake": "tested on a fake wire",
     "moto+docker": "tested on a fake wire (moto, containers in a real dockerd)",
+    "fake": "tested on a fake wire",
 }
 """What a test's ``wire`` is in the table. Where tests of one cell differ, the first of these counts."""
 
@@ -44,6 +44,8 @@ REASONS: dict[str, dict[str, str]] = {
     "docker": {},
     "slurm": {},
     "kubernetes": {},
-    "aws_batch": {},
+    "aws_batch": {
+        "lost host replaced": "AWS Batch replaces no node of a job: it starts all of it again (max_retries)",
+    },
 }
 """By backend and scenario: why there is no test. It stands in the table behind "not possible, because"."""

@@ -30,11 +30,19 @@ def imported_by(statement: str) -> set[str]:
         "import torchx_plugins.schedulers.torchx_monarch",
         "from torchx.runner import get_runner; get_runner()._scheduler('monarch_local')",
         "from torchx_monarch.schedulers import monarch_docker; monarch_docker('')",
+        "from torchx_monarch.schedulers import monarch_kubernetes; monarch_kubernetes('')",
         "from torchx_monarch.schedulers import monarch_slurm; monarch_slurm('torchx')",
+        "from torchx_monarch.schedulers import monarch_aws_batch; monarch_aws_batch('torchx')",
     ],
 )
 def test_submit_side_imports_neither_torch_nor_monarch(statement: str) -> None:
     assert not imported_by(statement) & {"torch", "monarch"}
+
+
+def test_clients_of_clouds_are_imported_by_their_own_backend_alone() -> None:
+    statement = "from torchx_monarch import schedulers as s; s.monarch_local('torchx'); s.monarch_slurm('torchx')"
+    assert not imported_by(f"import torchx_plugins.schedulers.torchx_monarch\n{statement}") & {"boto3", "botocore"}
+    assert "boto3" in imported_by("from torchx_monarch import schedulers as s; s.aws_batch('torchx')")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from torchx.specs import (
     AppState,
     BindMount,
     DeviceMount,
-    InvalidRunConfigException,
     Resource,
     RetryPolicy,
     Role,
@@ -222,21 +221,10 @@ def test_volcano_names_replica_0_of_each_role(runner: Runner) -> None:
     assert blob.unpack(job["metadata"]["annotations"][names.ANNOTATION_APP]) is not None
 
 
-@pytest.mark.scenario("bad options named")
-@pytest.mark.parametrize(
-    "cfg, words",
-    [
-        ({"mode": "jobset"}, "`mode` is 'jobset'; allowed are auto, job, volcano"),
-        ({"grace": -1}, "`grace` is -1; it is a number of seconds"),
-        ({"pull_timeout": -1}, "`pull_timeout` is -1; allowed is 0 or more"),
-        ({"queue": "a"}, "`queue` is 'a'; it is for mode=volcano"),
-        ({**VOLCANO, "kueue_queue": "a"}, "`kueue_queue` is 'a'; it is for mode=job"),
-        ({"kueu_queue": "a"}, "kueu_queue.*kueue_queue"),
-    ],
-)
-def test_options_that_make_no_sense_are_named(runner: Runner, cfg: dict[str, Any], words: str) -> None:
-    with pytest.raises(InvalidRunConfigException, match=words):
-        objects(runner, trainer(), **cfg)
+def test_dictionaries_are_read_from_the_command_line(runner: Runner) -> None:
+    options = runner.scheduler_run_opts("monarch_kubernetes")
+    cfg = options.cfg_from_str("node_selector=disk:ssd;example.com/zone:a,mode=job")
+    assert cfg == {"node_selector": {"disk": "ssd", "example.com/zone": "a"}, "mode": "job"}
 
 
 def test_too_large_apps_and_names_are_refused(runner: Runner) -> None:
@@ -256,23 +244,13 @@ def test_without_a_cluster_the_kubeconfig_is_named(runner: Runner) -> None:
         objects(runner, trainer(), mode="auto")
 
 
-@pytest.mark.scenario("missing tool says what to install")
-def test_without_the_client_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    import sys
-
-    for name in [name for name in sys.modules if name.startswith("torchx_monarch.backends.kubernetes")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "kubernetes", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'kubernetes>=29,!=37.0.2'"):
-        monarch_kubernetes("torchx")
-
-
 # -- what pods say
 
 
 def pod(phase: str = "Pending", **more: Any) -> dict[str, Any]:
     status = {"phase": phase, "startTime": "2026-11-20T10:00:00Z", **more}
-    spec = {"containers": [{"resources": {"limits": {"memory": "64M"}}}], "nodeName": "n1", "hostname": "app-r-0"}
+    main = {"name": "main", "resources": {"limits": {"memory": "64M"}}}
+    spec = {"containers": [main, {"name": "sidecar"}], "nodeName": "n1", "hostname": "app-r-0"}
     return {
         "metadata": {"name": "app-r-0-x", "creationTimestamp": "2026-11-20T10:00:00Z"},
         "spec": spec,
@@ -282,7 +260,8 @@ def pod(phase: str = "Pending", **more: Any) -> dict[str, Any]:
 
 def ended(code: int, reason: str = "Error", message: str = "") -> dict[str, Any]:
     terminated = {"exitCode": code, "reason": reason, "message": message, "finishedAt": "2026-11-20T10:00:09Z"}
-    return {"containerStatuses": [{"state": {"terminated": terminated}}]}
+    sidecar = {"name": "sidecar", "state": {"terminated": {"exitCode": 0}}}
+    return {"containerStatuses": [sidecar, {"name": "main", "state": {"terminated": terminated}}]}
 
 
 @pytest.mark.parametrize(
@@ -320,9 +299,11 @@ def test_why_a_pod_failed(status: dict[str, Any], words: str) -> None:
 
 def test_why_a_pod_waits() -> None:
     waiting = {"reason": "ImagePullBackOff", "message": "Back-off pulling image"}
-    stuck = facts.attempt(pod(containerStatuses=[{"state": {"waiting": waiting}}]))
+    stuck = facts.attempt(pod(containerStatuses=[{"name": "main", "state": {"waiting": waiting}}]))
     assert (stuck.waiting, stuck.stuck_since) == ("ImagePullBackOff: Back-off pulling image", 1795168800.0)
-    creating = facts.attempt(pod(containerStatuses=[{"state": {"waiting": {"reason": "ContainerCreating"}}}]))
+    creating = facts.attempt(
+        pod(containerStatuses=[{"name": "main", "state": {"waiting": {"reason": "ContainerCreating"}}}])
+    )
     assert (creating.waiting, creating.stuck_since) == ("", 0.0)
     condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
     nowhere = facts.attempt(pod(conditions=[condition]))
@@ -382,6 +363,16 @@ def test_waits_for_a_replacement() -> None:
     assert found.state is AppState.PENDING
     for_good = standing([role("main", [run("Failed", 995.0)], work=Work(True, failed=frozenset({0})), retries=1)], NOW)
     assert for_good.cause is not None
+
+
+def test_an_elastic_role_does_without_some() -> None:
+    lost, well = run("Failed", 900.0), run("Succeeded", 950.0)
+    some = RoleFacts("main", role("main", [lost], [run()], [run()]).replicas, OPEN, spare=1)
+    assert (standing([some], NOW).state, standing([some], NOW).unended) == (AppState.RUNNING, None)
+    done = RoleFacts("main", role("main", [lost], [well], [well]).replicas, Work(True, AppState.FAILED), spare=1)
+    assert standing([done], NOW).state is AppState.SUCCEEDED
+    too_few = RoleFacts("main", role("main", [lost], [lost], [well]).replicas, Work(True, AppState.FAILED), spare=1)
+    assert standing([too_few], NOW).state is AppState.FAILED
 
 
 def test_cancelled_is_cancelled_unless_all_was_over() -> None:

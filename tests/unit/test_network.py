@@ -46,6 +46,25 @@ def test_takes_the_ports_of_its_range_and_no_other() -> None:
         network.bound(NetworkOptions(bind="203.0.113.1"))
 
 
+def test_finds_replica_0_through_a_variable() -> None:
+    address = "tls:@MAIN:26599"
+    assert network.expanded(address, {"MAIN": "10.0.0.1"}, False) == "tls:10.0.0.1:26599"
+    assert network.expanded("tls:node0:26599", {}, True) == "tls:node0:26599"
+    with pytest.raises(NetworkError, match="MAIN='' does not say where replica 0 is"):
+        network.expanded(address, {}, False)
+    name = socket.gethostname()
+    for environ in ({}, {"MAIN": "localhost"}):
+        # On replica 0 itself; where its name is that of the loopback, others may know better what to make of the name.
+        assert network.expanded(address, environ, True) in {f"tls:{each}:26599" for each in (name, resolved(name))}
+
+
+def resolved(name: str) -> str:
+    try:
+        return socket.gethostbyname(name)
+    except OSError:
+        return name
+
+
 def test_is_known_by_what_leads_to_replica_0() -> None:
     rendezvous = Address("tls", "127.0.0.1", 26599)
     assert network.advertised(rendezvous, True, NetworkOptions()) == "127.0.0.1"

@@ -81,7 +81,7 @@ def address_of(bind: str) -> str:
 def expanded(address: str, environ: Mapping[str, str], is_first: bool) -> str:
     """An address with ``@NAME`` replaced by what that environment variable says.
 
-    On replica 0 itself, schedulers leave the variable out or say ``localhost``: there it is this machine's own name.
+    On replica 0 itself, schedulers leave the variable out or say ``localhost``: there it is this machine itself.
 
     Raises:
         NetworkError: the variable says nothing, and this is not replica 0.
@@ -94,8 +94,18 @@ def expanded(address: str, environ: Mapping[str, str], is_first: bool) -> str:
     if host in ("", "localhost"):
         if not is_first:
             raise NetworkError(f"{name}={host!r} does not say where replica 0 is: this scheduler should have set it")
-        host = socket.gethostname()
+        host = _own_name()
     return f"{scheme}:{host}:{port}"
+
+
+def _own_name() -> str:
+    """The address that this machine's name stands for, which others need no DNS to dial; else the name."""
+    name = socket.gethostname()
+    with contextlib.suppress(OSError, ValueError):
+        address = socket.gethostbyname(name)
+        if not ipaddress.ip_address(address).is_loopback:
+            return address
+    return name
 
 
 def advertised(rendezvous: Address, is_first: bool, options: NetworkOptions, ours: str = "") -> str:

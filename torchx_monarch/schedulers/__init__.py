@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torchx.schedulers.api import Scheduler
 
-__all__ = ["monarch_docker", "monarch_kubernetes", "monarch_local", "monarch_slurm"]
+__all__ = ["aws_batch", "monarch_aws_batch", "monarch_docker", "monarch_kubernetes", "monarch_local", "monarch_slurm"]
 
 
 def monarch_local(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
@@ -80,3 +82,67 @@ def monarch_slurm(session_name: str, **kwargs: object) -> Scheduler[dict[str, ob
 
     # As above; the nodes see the submitter's environment, or they could not run its jobs.
     return wrap("monarch_slurm", session_name, create_scheduler(session_name, **kwargs), python=sys.executable)
+
+
+def aws_batch(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
+    """The scheduler ``aws_batch``: jobs of AWS Batch, without Monarch. TorchX had one until August 2026.
+
+    Whoever has registered another one by that name, perhaps a copy of TorchX's, goes on using that.
+
+    Raises:
+        ModuleNotFoundError: boto3 is not installed.
+    """
+    theirs = _registered_by_others("aws_batch")
+    if theirs is not None:
+        scheduler: Scheduler[dict[str, object]] = theirs(session_name, **kwargs)
+        return scheduler
+    return _boto3_needed("aws_batch").create_scheduler(session_name, **kwargs)
+
+
+def monarch_aws_batch(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
+    """The scheduler ``monarch_aws_batch``: Monarch hosts as the nodes of a job of AWS Batch.
+
+    Raises:
+        ModuleNotFoundError: boto3 is not installed.
+    """
+    module = _boto3_needed("monarch_aws_batch")
+    from torchx_monarch.schedulers.monarch import wrap
+
+    return wrap("monarch_aws_batch", session_name, module.create_monarch_scheduler(session_name, **kwargs))
+
+
+def _boto3_needed(name: str) -> Any:
+    """The module of both schedulers of AWS Batch."""
+    from torchx_monarch.schedulers.compatibility import require_torchx_nightly
+
+    require_torchx_nightly()
+    try:
+        from torchx_monarch.backends.aws_batch import scheduler
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("boto3", "botocore"):
+            raise
+        message = f"{name} needs AWS's client for Python; run: pip install 'boto3>=1.34'"
+        raise ModuleNotFoundError(message, name=error.name) from None
+    return scheduler
+
+
+def _registered_by_others(name: str) -> Callable[..., Any] | None:
+    """Another plugin's factory of a scheduler that TorchX, which knows one for each name, has taken ours for."""
+    import os
+    from importlib.metadata import entry_points
+
+    from torchx.plugins import PluginRegistry, PluginType
+    from torchx.plugins._registry import PluginSource
+
+    sources = int(os.environ.get("TORCHX_PLUGINS_SOURCE", "3"))
+    if sources & PluginSource.ENTRYPOINT:
+        for each in entry_points(group="torchx.schedulers", name=name):
+            if not each.value.startswith("torchx_monarch."):
+                found: Callable[..., Any] = each.load()
+                return found
+    if sources & PluginSource.NAMESPACE_PKG:
+        spaces = PluginRegistry(plugin_sources=PluginSource.NAMESPACE_PKG).get(PluginType.SCHEDULER)
+        if name in spaces and spaces[name].__module__ != "torchx_plugins.schedulers.torchx_monarch":
+            spaced: Callable[..., Any] = spaces[name]
+            return spaced
+    return None

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torchx.runner import config
-from torchx.schedulers import DEFAULT_SCHEDULER_MODULES
+from torchx.schedulers import DEFAULT_SCHEDULER_MODULES, get_scheduler_factories
 from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream, StructuredOpts
 from torchx.specs import AppDef, AppDryRunInfo, CfgVal, InvalidRunConfigException, Role, runopts
 from torchx.specs.finder import ComponentValidationException
@@ -30,6 +30,9 @@ from torchx_monarch.plan.rewrite import HostOptions, restore, rewrite
 from torchx_monarch.schedulers.foreground import Foreground
 
 Cfg = Mapping[str, CfgVal]
+
+_NAMED = {*DEFAULT_SCHEDULER_MODULES, "aws_batch"}
+"""Schedulers that can be wrapped and are registered by themselves, so that they have a section of their own."""
 
 _log = logging.getLogger(__name__)
 
@@ -129,7 +132,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
     def _inner_section(self) -> dict[str, CfgVal]:
         """``[slurm]`` for ``monarch_slurm``; nothing where the wrapped scheduler is not registered under a name."""
         section: dict[str, CfgVal] = {}
-        if self.inner.backend in DEFAULT_SCHEDULER_MODULES:
+        if self.inner.backend in _NAMED & set(get_scheduler_factories()):
             for path in config.find_configs():
                 text = Path(path).read_text()
                 if f"[{self.inner.backend}]" in text:  # TorchX first makes every registered scheduler known to it

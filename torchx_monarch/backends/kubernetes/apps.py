@@ -130,7 +130,8 @@ def _understood(mode: str, namespace: str, record: Object, jobs: list[Object], p
         replicas = [
             facts.replica(role.name, number, each, work, role.max_retries) for number, each in enumerate(attempts)
         ]
-        roles.append(RoleFacts(role.name, replicas, work))
+        spare = role.num_replicas - role.min_replicas if role.min_replicas is not None else 0
+        roles.append(RoleFacts(role.name, replicas, work, spare))
     options = _json(annotations.get(names.ANNOTATION_OPTIONS))
     grace, patience = float(options.get("grace", 0)), float(options.get("pull_timeout", 300))
     rules = Rules(time.time(), grace, patience, noted(record))

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from torchx_monarch.backends.kubernetes import names
 from torchx_monarch.backends.kubernetes.api import Api, KubernetesError
-from torchx_monarch.backends.kubernetes.facts import Ended, attempt
+from torchx_monarch.backends.kubernetes.facts import DEADLINE, Ended, attempt
 from torchx_monarch.backends.kubernetes.request import Object, collection, owner
 
 
@@ -74,7 +74,7 @@ def _stop_pods(api: Api, namespace: str, name: str) -> None:
             if one.phase == "Pending":
                 api.delete(f"{path}/{one.pod}")
             else:
-                api.patch(f"{path}/{one.pod}", {"spec": {"activeDeadlineSeconds": 1}})
+                api.patch(f"{path}/{one.pod}", {"spec": {"activeDeadlineSeconds": DEADLINE}})
         except KubernetesError as error:
             if error.status != 403:
                 raise

@@ -22,6 +22,9 @@ from torchx_monarch.errors import describe_code
 SETTLE = 10.0
 """Seconds beyond the grace that the rest of a failed app gets to end by itself: its hosts carry the verdict out."""
 
+DEADLINE = 1
+"""Seconds from a pod's start: the deadline of one that we have told to end."""
+
 _NOT_STARTED = frozenset(
     {
         "CreateContainerConfigError",
@@ -46,6 +49,7 @@ class Attempt:
 
     Attributes:
         pod: its name.
+        container: the name of the container that runs the role's command: the first one.
         host: its host name.
         node: where it runs; empty while it has no place.
         phase: Kubernetes' word.
@@ -59,6 +63,7 @@ class Attempt:
     """
 
     pod: str
+    container: str = ""
     host: str = ""
     node: str = ""
     phase: str = "Pending"
@@ -90,8 +95,12 @@ def attempt(pod: Object) -> Attempt:
     """From the object."""
     metadata, spec, status = pod["metadata"], pod["spec"], pod.get("status") or {}
     conditions = {one["type"]: one for one in status.get("conditions") or ()}
-    container = (status.get("containerStatuses") or [{}])[0].get("state") or {}
-    waits, terminated = container.get("waiting") or {}, container.get("terminated") or {}
+    name = spec["containers"][0].get("name", "")
+    # A pod overlay may have added others.
+    state = (
+        next((one.get("state") for one in status.get("containerStatuses") or () if one.get("name") == name), None) or {}
+    )
+    waits, terminated = state.get("waiting") or {}, state.get("terminated") or {}
     waiting, stuck = "", 0.0
     scheduled = conditions.get("PodScheduled") or {}
     if scheduled.get("reason") == "Unschedulable":
@@ -103,13 +112,14 @@ def attempt(pod: Object) -> Attempt:
     failure = _failure(status, conditions, terminated, spec) if phase == "Failed" else ""
     return Attempt(
         pod=metadata["name"],
+        container=name,
         host=spec.get("hostname") or metadata["name"],
         node=spec.get("nodeName") or "",
         phase=phase,
         created=seconds(metadata["creationTimestamp"]),
         ended=seconds(terminated.get("finishedAt") or "") or _ended(conditions, phase),
         deleting="deletionTimestamp" in metadata,
-        stopping=bool(spec.get("activeDeadlineSeconds")),
+        stopping=spec.get("activeDeadlineSeconds") == DEADLINE,
         waiting=waiting.strip(": "),
         stuck_since=stuck,
         failure=failure,
@@ -289,31 +299,52 @@ class Rules:
 
 @dataclass(frozen=True)
 class RoleFacts:
-    """One role: its replicas, and what its controller says."""
+    """One role.
+
+    Attributes:
+        name: its own.
+        replicas: all of them.
+        work: what its controller says.
+        spare: how many of its replicas it can do without.
+    """
 
     name: str
     replicas: Sequence[Replica]
     work: Work = field(default_factory=lambda: Work(False))
+    spare: int = 0
+
+    @property
+    def over(self) -> bool:
+        """Whether all of its replicas have ended for good."""
+        return all(one.state in (AppState.SUCCEEDED, AppState.FAILED) for one in self.replicas)
 
     @property
     def open(self) -> bool:
         """Whether there is a job that may go on. One whose replicas are all over only has to say so itself."""
-        over = all(one.state in (AppState.SUCCEEDED, AppState.FAILED) for one in self.replicas)
-        return self.work.exists and self.work.finished is None and not over
+        return self.work.exists and self.work.finished is None and not self.over
+
+    @property
+    def failed(self) -> Sequence[Replica]:
+        """Those of its replicas that have failed for good; none while it can do without them."""
+        failed = [one for one in self.replicas if one.state is AppState.FAILED]
+        return failed if len(failed) > self.spare else ()
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether it has, perhaps without some that it can do without."""
+        return self.work.finished is AppState.SUCCEEDED or (bool(self.replicas) and self.over and not self.failed)
 
 
 def standing(roles: Sequence[RoleFacts], rules: Rules) -> Standing:
     """How an app stands whose roles these are, the main one first."""
     everyone = [one for role in roles for one in role.replicas]
     pods = [one for each in everyone for one in each.attempts if one.lives]
-    failed = sorted((one for one in everyone if one.state is AppState.FAILED), key=lambda one: one.failed_at)
+    failed = sorted((one for role in roles for one in role.failed), key=lambda one: one.failed_at)
     main = roles[0]
-    succeeded = main.work.finished is AppState.SUCCEEDED or (
-        bool(main.replicas) and all(one.state is AppState.SUCCEEDED for one in main.replicas)
-    )
+    succeeded = main.succeeded
     done = max((one.failed_at for one in main.replicas), default=0.0)
     before = [one for one in failed if one.failed_at < done]
-    gone = next((role for role in roles if role.work.finished is AppState.FAILED), None)
+    gone = next((role for role in roles if role.work.finished is AppState.FAILED and not role.succeeded), None)
     stuck = next(((each, one) for each in everyone for one in each.attempts if _is_stuck(one, rules)), None)
     cause, decision, at_once = None, rules.ended, True
     if rules.ended and rules.ended.state is AppState.FAILED:

@@ -9,13 +9,14 @@ together, so they go when the last of those is gone, by whatever hand.
 
 from __future__ import annotations
 
+import os
+
 from torchx.specs import AppDef, Role
 
 from torchx_monarch.backends.kubernetes import names, pods
 from torchx_monarch.backends.kubernetes.options import KubernetesOpts
 from torchx_monarch.backends.kubernetes.request import KubernetesRequest, Object
 from torchx_monarch.backends.network import PLACEHOLDER
-from torchx_monarch.plan.exit_codes import NEVER_AGAIN
 
 
 def render(app: AppDef, cfg: KubernetesOpts, namespace: str, record: dict[str, str]) -> KubernetesRequest:
@@ -102,7 +103,7 @@ def _retries(role: Role, hosts: bool) -> Object:
     rules: list[Object] = [
         # By this code a program asks for no other start. The index alone: with the Job, Kubernetes would delete the
         # pods that are about to say why.
-        {"action": "FailIndex", "onExitCodes": {"operator": "In", "values": [NEVER_AGAIN]}}
+        {"action": "FailIndex", "onExitCodes": {"operator": "In", "values": [os.EX_CONFIG]}}
     ]
     if role.max_retries > 0:
         # A pod that Kubernetes takes away (drained node, preemption, eviction) is replaced and costs no retry.
@@ -114,5 +115,5 @@ def _retries(role: Role, hosts: bool) -> Object:
     }
     if not hosts:
         # Nobody tells the others that one has failed for good. (Hosts do, and Kubernetes would delete their logs.)
-        spec["maxFailedIndexes"] = 0
+        spec["maxFailedIndexes"] = role.num_replicas - role.min_replicas if role.min_replicas is not None else 0
     return spec

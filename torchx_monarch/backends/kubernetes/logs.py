@@ -48,7 +48,8 @@ def lines(
             if one.pod in over:
                 continue
             start = max(first, read.get(one.pod, -1) + 1)
-            for stamp, text in _of_pod(api, f"{path}/{one.pod}/log", start, follow and not final and one.lives):
+            live = follow and not final and one.lives
+            for stamp, text in _of_pod(api, f"{path}/{one.pod}/log", one.container, start, live):
                 if last is not None and stamp > last:
                     return
                 read[one.pod] = stamp
@@ -60,8 +61,8 @@ def lines(
         time.sleep(_POLL)
 
 
-def _of_pod(api: Api, path: str, start: int, follow: bool) -> Iterator[tuple[int, str]]:
-    query = {"timestamps": "true"}
+def _of_pod(api: Api, path: str, container: str, start: int, follow: bool) -> Iterator[tuple[int, str]]:
+    query = {"timestamps": "true", "container": container}
     if follow:
         query["follow"] = "true"
     if start:

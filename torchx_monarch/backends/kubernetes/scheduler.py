@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -31,6 +33,9 @@ _ENDED = (AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED)
 _NEEDED = ("completionMode", "backoffLimitPerIndex")
 """What a server that is too old drops from a Job without a word."""
 
+_FRESH = 1.0
+"""Seconds for which what was found is good enough for those who follow logs."""
+
 _log = logging.getLogger("torchx_monarch")
 
 
@@ -40,6 +45,8 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
     def __init__(self, session_name: str) -> None:
         super().__init__(session_name)
         self._connected: Api | None = None
+        self._seen: dict[str, tuple[float, Found]] = {}
+        self._looking = threading.Lock()
 
     @property
     def _api(self) -> Api:
@@ -140,6 +147,16 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
         with told_plainly():
             return apps.find(self._api, namespace, name)
 
+    def _glance(self, app_id: str) -> Found | None:
+        """The app as it was a moment ago: `torchx log` of an app of 500 replicas asks in 500 threads."""
+        with self._looking:
+            when, found = self._seen.get(app_id, (0.0, None))
+            if found is None or time.monotonic() > when + _FRESH:
+                found = self._find(app_id)
+                if found is not None:
+                    self._seen[app_id] = time.monotonic(), found
+            return found
+
     def describe(self, app_id: str) -> DescribeAppResponse | None:
         """The app, from its objects alone.
 
@@ -149,6 +166,7 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
         found = self._find(app_id)
         if found is None:
             return None
+        self._seen[app_id] = time.monotonic(), found
         standing = found.standing
         if standing.unended is not None:
             try:
@@ -217,7 +235,7 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
         """
         if streams not in (None, Stream.COMBINED):
             raise ValueError(f"Kubernetes keeps both streams of a container as one; {streams.value} alone is not there")
-        found = self._find(app_id)
+        found = self._glance(app_id)
         if found is None:
             raise ValueError(f"there is no app {app_id!r} of this scheduler in the cluster")
         sizes = {role.name: len(role.replicas) for role in found.roles}
@@ -228,7 +246,7 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
             return latest[0].roles[role].replicas[k].attempts
 
         def ended() -> bool:
-            now = self._find(app_id)
+            now = self._glance(app_id)
             if now is not None:
                 latest[0] = now
             return now is None or now.standing.state in _ENDED

@@ -1,0 +1,194 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Apps on an AWS of moto's, through TorchX's Runner here, and through its command in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import boto3
+from torchx.runner import Runner
+from torchx.specs import AppDef, AppState, AppStatus, BindMount, Resource, Role
+
+from torchx_monarch.schedulers import aws_batch, monarch_aws_batch
+
+NAME = "monarch_aws_batch"
+SCHEDULERS = {"aws_batch": aws_batch, NAME: monarch_aws_batch}
+TORCHX = [sys.executable, "-m", "torchx.cli.main"]
+
+
+class Aws:
+    """A process that serves moto's AWS.
+
+    Args:
+        mode: ``simple`` or ``docker``, see ``server.py``.
+        environ: its environment.
+    """
+
+    def __init__(self, mode: str, environ: dict[str, str] | None = None) -> None:
+        server = str(Path(__file__).with_name("server.py"))
+        self._process = subprocess.Popen(
+            [sys.executable, server, mode],
+            env={**os.environ, **(environ or {})},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None and self._process.stderr is not None
+        # What it logs must not fill the pipe.
+        self._said: list[str] = []
+        self._drain = threading.Thread(target=lambda: self._said.extend(self._process.stderr or ()), daemon=True)
+        self._drain.start()
+        self.url = self._process.stdout.readline().strip()
+        assert self.url.startswith("http://"), f"moto's server does not start: {''.join(self._said)}"
+        self._session, self._clients = boto3.session.Session(), dict[str, Any]()
+
+    def stop(self) -> None:
+        """End it, and wait for that."""
+        for client in self._clients.values():
+            client.close()
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._drain.join(10)
+        self._process.stdout.close()
+        assert self._process.stderr is not None
+        self._process.stderr.close()
+
+    def client(self, service: str) -> Any:
+        """boto3's client."""
+        if service not in self._clients:
+            key = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing", "region_name": "us-east-1"}
+            self._clients[service] = self._session.client(service, endpoint_url=self.url, **key)
+        return self._clients[service]
+
+
+class Apps:
+    """A Runner, and shorthands.
+
+    Args:
+        folder: where programs are written.
+        image: of the roles.
+        mounts: what a container of the image needs.
+    """
+
+    def __init__(self, folder: Path, image: str = "image:1", mounts: list[BindMount] | None = None) -> None:
+        self.folder = folder
+        self.image = image
+        self.mounts = mounts or []
+        self.runner = Runner("torchx", SCHEDULERS)
+        self._handles: list[str] = []
+
+    def program(self, text: str) -> str:
+        """Writes a program; its path."""
+        path = self.folder / "prog.py"
+        path.write_text(textwrap.dedent(text))
+        return str(path)
+
+    def role(self, entrypoint: str, *args: str, name: str = "trainer", replicas: int = 1, **more: Any) -> Role:
+        resource = more.pop("resource", Resource(cpu=1, gpu=0, memMB=512))
+        return Role(
+            name,
+            image=self.image,
+            entrypoint=entrypoint,
+            args=list(args),
+            num_replicas=replicas,
+            mounts=list(self.mounts),
+            resource=resource,
+            **more,
+        )
+
+    def torchrun(self, *words: str, nproc: int = 2, replicas: int = 2, **more: Any) -> Role:
+        """A role of ranks."""
+        shape = ("--nnodes", str(replicas), "--nproc-per-node", str(nproc), "--tee", "3")
+        return self.role("torchrun", *shape, *words, replicas=replicas, **more)
+
+    def run(self, *roles: Role, scheduler: str = NAME, **cfg: Any) -> str:
+        """Submits; the handle."""
+        if scheduler == NAME:
+            cfg = {"preload": "none", "grace": 5, **cfg}
+        cfg = {"queue": "first", **cfg}
+        handle: str = self.runner.run(AppDef("app", list(roles), {"team": "a b"}), scheduler, cfg=cfg)
+        return self.adopt(handle)
+
+    def adopt(self, handle: str) -> str:
+        """Deletes this app, too, in the end."""
+        self._handles.append(handle)
+        return handle
+
+    def status(self, handle: str) -> AppStatus:
+        status: AppStatus | None = self.runner.status(handle)
+        assert status is not None
+        return status
+
+    def wait(self, handle: str, seconds: float = 60.0) -> AppStatus:
+        """Its final status."""
+        until = time.monotonic() + seconds
+        while not (status := self.status(handle)).is_terminal():
+            assert time.monotonic() < until, f"not over after {seconds:g} s: {status}"
+            time.sleep(0.2)
+        return status
+
+    def states(self, handle: str) -> dict[str, AppState]:
+        """The state of each replica, by ROLE/K."""
+        return {f"{r.role}/{r.id}": r.state for role in self.status(handle).roles for r in role.replicas}
+
+    def log(self, handle: str, role: str = "trainer", replicas: int = 1) -> str:
+        """What all replicas of a role have said."""
+        return "".join(line for k in range(replicas) for line in self.runner.log_lines(handle, role, k))
+
+    def torchx(self, *words: str, fails: bool = False) -> str:
+        """What the command says, run by a process that knows nothing, elsewhere."""
+        elsewhere = self.folder / "elsewhere"
+        elsewhere.mkdir(exist_ok=True)
+        # This channel of registration needs no installation of ours newer than this working tree.
+        environ = {**os.environ, "TORCHX_PLUGINS_SOURCE": "1"}
+        done = subprocess.run(
+            [*TORCHX, *words], cwd=elsewhere, env=environ, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert (done.returncode != 0) is fails, f"torchx {' '.join(words)}: {done.stdout}{done.stderr}"
+        return done.stderr if fails else done.stdout
+
+    def described(self, handle: str) -> AppDef:
+        """The app as a Runner knows it that has not submitted it."""
+        with Runner("torchx", SCHEDULERS) as runner:
+            app: AppDef | None = runner.describe(handle)
+        assert app is not None
+        return app
+
+    def listed(self, scheduler: str = NAME) -> list[str]:
+        """The handles that ``torchx list`` would show."""
+        with Runner("torchx", SCHEDULERS) as runner:
+            return [each.app_handle for each in runner.list(scheduler)]
+
+    def close(self) -> None:
+        """Deletes all of them."""
+        for handle in self._handles:
+            self.runner.delete(handle)
+        self.runner.close()
+
+
+def definitions(client: Any) -> list[str]:
+    """The names of active job definitions."""
+    return [each["jobDefinitionName"] for each in client.describe_job_definitions(status="ACTIVE")["jobDefinitions"]]
+
+
+def request_of(client: Any, name: str) -> str:
+    """All that AWS shows of a job and its definition, as text."""
+    known = client.describe_job_definitions(jobDefinitionName=name)["jobDefinitions"]
+    by_name = [{"name": "JOB_NAME", "values": [name]}]
+    jobs = [each["jobId"] for each in client.list_jobs(jobQueue="first", filters=by_name)["jobSummaryList"]]
+    return json.dumps([known, client.describe_jobs(jobs=jobs)["jobs"]], default=str)

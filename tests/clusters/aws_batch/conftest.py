@@ -1,0 +1,89 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""moto's AWS over HTTP, with and without a Docker daemon that runs the jobs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.clusters.aws_batch.apps import Apps, Aws, definitions
+from tests.clusters.docker.daemon import Daemon, missing
+
+_NETWORK = "batch"
+
+
+@pytest.fixture
+def credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Some, and nothing of the machine's own."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "aws-config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "aws-credentials"))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+
+
+@pytest.fixture(scope="session")
+def aws() -> Iterator[Aws]:
+    """Where jobs succeed at once."""
+    one = Aws("simple")
+    yield one
+    one.stop()
+
+
+@pytest.fixture(scope="session")
+def daemon() -> Iterator[Daemon]:
+    """Skips the test where there can be none; in CI that is a mistake, and the test says so by failing."""
+    reason = missing()
+    if reason:
+        (pytest.fail if "CI" in os.environ else pytest.skip)(reason)
+    one = Daemon()
+    yield one
+    one.stop()
+
+
+@pytest.fixture(scope="session")
+def aws_with_docker(daemon: Daemon) -> Iterator[Aws]:
+    """Where jobs are containers."""
+    with contextlib.closing(daemon.client()) as client:
+        client.networks.create(_NETWORK)
+    one = Aws("docker", {"DOCKER_HOST": daemon.host, "MOTO_DOCKER_NETWORK_NAME": _NETWORK})
+    yield one
+    one.stop()
+
+
+def _apps(aws: Aws, apps: Apps) -> Iterator[Apps]:
+    yield apps
+    apps.close()
+    assert not definitions(aws.client("batch"))
+    assert not aws.client("secretsmanager").list_secrets()["SecretList"]
+
+
+@pytest.fixture
+def apps(
+    leaves_nothing: None, credentials: None, aws: Aws, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Apps]:
+    """Apps whose jobs succeed at once. What a test leaves of them is removed, and fails it."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", aws.url)
+    yield from _apps(aws, Apps(tmp_path))
+
+
+@pytest.fixture
+def running_apps(
+    leaves_nothing: None,
+    credentials: None,
+    aws_with_docker: Aws,
+    daemon: Daemon,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Apps]:
+    """Apps whose jobs are containers."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", aws_with_docker.url)
+    yield from _apps(aws_with_docker, Apps(tmp_path, "tests:latest", daemon.mounts(tmp_path)))

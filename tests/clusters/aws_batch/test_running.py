@@ -1,0 +1,160 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Apps on moto's AWS Batch whose jobs really run, as containers of a Docker daemon of our own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from torchx.specs import AppState
+
+from tests.clusters.aws_batch.apps import NAME, Apps, Aws
+from tests.clusters.docker.daemon import ROOT, Daemon
+
+Eventually = Callable[..., object]
+
+SAYS = """
+    import os, sys
+    print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "at", os.environ["MASTER_ADDR"], flush=True)
+"""
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.scenario("two hosts, digits", wire="moto+docker")
+def test_trains_on_real_digits(running_apps: Apps) -> None:
+    """By the command that a person types."""
+    apps = running_apps
+    train = ["--epochs", "4", "--min-accuracy", "0.8", "--checkpoint-dir", str(apps.folder / "checkpoints")]
+    mounts = [
+        f"type=bind,src={each.src_path},dst={each.dst_path}{',readonly' if each.read_only else ''}"
+        for each in apps.mounts
+    ]
+    component = ["monarch.spmd", "-j", "2x2", "--memMB", "6000", "--image", apps.image, "--mounts", ",".join(mounts)]
+    words = ["run", "-s", NAME, "-cfg", "queue=first", "--workspace", "", *component]
+    handle = apps.adopt(apps.torchx(*words, str(ROOT / "examples" / "digits.py"), *train).split()[-1])
+    status = apps.wait(handle, 200)
+    (role,) = apps.described(handle).roles
+    log = apps.log(handle, role.name, 2)
+    assert status.state is AppState.SUCCEEDED, log
+    assert "4 ranks on" in log
+    replicas = status.roles[0].replicas
+    assert all(re.fullmatch(r"ip-[\d-]+\.ec2\.internal", replica.hostname) for replica in replicas), replicas
+
+
+@pytest.mark.scenario("environment arrives whole", wire="moto+docker")
+def test_environment_and_replica_arrive_whole(running_apps: Apps) -> None:
+    apps = running_apps
+    value = "a,b='c' \"d\" $e `f` \\ g\n  h=i; j"
+    shows = apps.role(
+        *("sh", "-c", 'printf "%s|" "$VALUE" "$MINE" "$1" "$2" ${replica_id}', "x", "it's", "r ${replica_id}/'"),
+        replicas=2,
+        env={"VALUE": value.replace("$", "$$"), "MINE": "mine is '${replica_id}'"},
+    )
+    shows.args[1] = (
+        shows.args[1].replace("$VALUE", "$$VALUE").replace("$MINE", "$$MINE").replace('"$1" "$2"', '"$$1" "$$2"')
+    )
+    handle = apps.run(shows, scheduler="aws_batch")
+    assert apps.wait(handle).state is AppState.SUCCEEDED
+    for k in (0, 1):
+        lines = "".join(apps.runner.log_lines(handle, "trainer", k)).splitlines()
+        # moto takes the blanks off every line
+        expected = f"{value}|mine is '{k}'|it's|r {k}/'|{k}|".splitlines()
+        assert [line.strip() for line in lines] == [line.strip() for line in expected]
+
+
+@pytest.mark.scenario("root cause in status", wire="moto+docker")
+@pytest.mark.scenario("status and log long after, elsewhere", wire="moto+docker")
+def test_a_failing_rank_is_the_cause(running_apps: Apps) -> None:
+    apps = running_apps
+    path = apps.program("""
+        import os, time
+        if os.environ["RANK"] == "1":
+            raise ValueError("boom")
+        time.sleep(1000)
+    """)
+    handle = apps.run(apps.torchrun(path, nproc=1))
+    status = apps.wait(handle)
+    assert status.state is AppState.FAILED
+    error = json.loads(status.structured_error_msg)["message"]
+    assert error["message"].startswith("rank 1 (local rank 0 on "), apps.log(handle, replicas=2)
+    assert "ValueError: boom" in error["message"]
+    assert status.msg == "replica trainer/0 exited with code 1"
+    assert json.loads(apps.torchx("status", "--json", handle))["state"] == "FAILED"
+    log = apps.torchx("log", f"{handle}/trainer")
+    assert "trainer/0 [monarch] FAILED: rank 1" in log
+
+
+@pytest.mark.timeout(180)
+def test_a_lost_node_ends_the_job_and_is_named(running_apps: Apps, daemon: Daemon, eventually: Eventually) -> None:
+    """Batch replaces no node; with max_retries it would start all of them again, which moto does not do."""
+    apps = running_apps
+    handle = apps.run(
+        apps.torchrun(
+            apps.program(
+                f"{SAYS}\n    open({str(apps.folder / 'up')!r}, 'a').write('x'); import time; time.sleep(1000)"
+            ),
+            nproc=1,
+        )
+    )
+    eventually(lambda: len(read(apps.folder / "up")) == 2, "both ranks", seconds=90)
+    with contextlib.closing(daemon.client()) as client:
+        (lost,) = [each.name for each in client.containers.list() if each.name.endswith("-1")]
+    daemon.kill(lost)
+    status = apps.wait(handle, 90)
+    assert status.state is AppState.FAILED
+    assert "host 1" in json.loads(status.structured_error_msg)["message"]["message"], apps.log(handle)
+
+
+def read(path: Path) -> str:
+    return path.read_text() if path.exists() else ""
+
+
+@pytest.mark.scenario("cancel while running", wire="moto+docker")
+@pytest.mark.scenario("log follow, since, until", wire="moto+docker")
+def test_cancel_while_running(running_apps: Apps, eventually: Eventually) -> None:
+    apps = running_apps
+    handle = apps.run(apps.role("sh", "-c", "echo up; sleep 1000"), scheduler="aws_batch")
+    eventually(lambda: apps.status(handle).state is AppState.RUNNING, "the container", seconds=60)
+    apps.torchx("cancel", handle)
+    status = apps.wait(handle)
+    assert (status.state, status.msg) == (AppState.CANCELLED, "cancelled through torchx")
+    assert apps.states(handle) == {"trainer/0": AppState.CANCELLED}
+    assert json.loads(apps.torchx("status", "--json", handle))["state"] == "CANCELLED"
+    assert list(apps.runner.log_lines(handle, "trainer", 0, should_tail=True)) == ["up\n"]
+    assert list(apps.runner.log_lines(handle, "trainer", 0, regex="down")) == []
+
+
+@pytest.fixture
+def slow_queue(aws_with_docker: Aws) -> Iterator[None]:
+    """Jobs stay in each state until they have been looked at very often."""
+    _transition(aws_with_docker, {"progression": "manual", "times": 100000})
+    yield
+    _transition(aws_with_docker, {"progression": "immediate"})
+
+
+def _transition(aws: Aws, how: dict[str, object]) -> None:
+    data = json.dumps({"model_name": "batch::job", "transition": how}).encode()
+    url = f"{aws.url}/moto-api/state-manager/set-transition"
+    with contextlib.closing(urllib.request.urlopen(urllib.request.Request(url, data), timeout=10)) as answer:
+        assert answer.status == 201
+
+
+@pytest.mark.scenario("cancel while pending", wire="moto+docker")
+def test_cancel_while_pending(running_apps: Apps, aws_with_docker: Aws, slow_queue: None) -> None:
+    apps = running_apps
+    handle = apps.run(apps.torchrun(apps.program(SAYS)))
+    status = apps.status(handle)
+    assert status.state is AppState.PENDING
+    assert set(apps.states(handle).values()) == {AppState.PENDING}
+    apps.runner.cancel(handle)
+    _transition(aws_with_docker, {"progression": "immediate"})  # moto ends a job only when its time has come
+    assert apps.wait(handle).state is AppState.CANCELLED
+    time.sleep(0.5)
+    assert set(apps.states(handle).values()) == {AppState.CANCELLED}

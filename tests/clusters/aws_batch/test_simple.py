@@ -1,0 +1,184 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Apps on AWS Batch as far as moto's is like it: requests, looking, listing, deleting. Jobs succeed at once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from torchx.specs import AppDef, AppState, InvalidRunConfigException, Resource
+
+from tests.clusters.aws_batch.apps import NAME, SCHEDULERS, Apps, Aws, definitions, request_of
+
+
+@pytest.mark.scenario("status and log long after, elsewhere", wire="fake")
+def test_from_another_process(apps: Apps) -> None:
+    handle = apps.run(apps.torchrun("train.py"))
+    apps.wait(handle)
+    status = json.loads(apps.torchx("status", "--json", handle))
+    assert status["state"] == "SUCCEEDED"
+    assert apps.torchx("log", f"{handle}/trainer") == ""
+
+
+@pytest.mark.scenario("describe gives the original app", wire="fake")
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_describe_gives_the_app_as_it_was_submitted(apps: Apps, replicas: int) -> None:
+    role = apps.torchrun("train.py", "--lr", "0.1", replicas=replicas, env={"A": "b,\n'\"$c"}, metadata={"x": "y"})
+    handle = apps.run(role)
+    found = apps.described(handle)
+    (described,) = found.roles
+    assert found.metadata == {"team": "a b"}
+    for name in [name for name in described.env if name.startswith("TORCHX_")]:
+        described.env.pop(name)  # the Runner's
+    assert described == role
+
+
+@pytest.mark.scenario("list once each", wire="fake")
+def test_lists_each_app_once_under_the_scheduler_that_submitted_it(apps: Apps, aws: Aws) -> None:
+    first, second = apps.run(apps.torchrun("train.py")), apps.run(apps.role("true"), queue="second")
+    plain = apps.run(apps.role("true", replicas=2), scheduler="aws_batch")
+    client = aws.client("batch")
+    container = {
+        "image": "a",
+        "resourceRequirements": [{"type": "VCPU", "value": "1"}, {"type": "MEMORY", "value": "9"}],
+    }
+    theirs = client.register_job_definition(jobDefinitionName="theirs", type="container", containerProperties=container)
+    client.submit_job(jobName="theirs", jobQueue="first", jobDefinition="theirs")
+    client.deregister_job_definition(jobDefinition=theirs["jobDefinitionArn"])
+    assert sorted(apps.listed()) == sorted([first, second])
+    assert apps.listed("aws_batch") == [plain]
+    assert apps.torchx("list", "-s", NAME).count("SUCCEEDED") == 2
+
+
+@pytest.mark.scenario("delete leaves nothing", wire="fake")
+@pytest.mark.parametrize("secret", [False, True])
+def test_delete_removes_definition_and_secret_and_hides_the_job(apps: Apps, aws: Aws, secret: bool) -> None:
+    client, secrets = aws.client("batch"), aws.client("secretsmanager")
+    handle = apps.run(apps.torchrun("train.py"), secret=secret, execution_role_arn="arn:aws:iam::1:role/x")
+    assert len(definitions(client)) == 1
+    assert len(secrets.list_secrets()["SecretList"]) == secret
+    apps.torchx("delete", handle)
+    assert definitions(client) == []
+    assert secrets.list_secrets()["SecretList"] == []
+    assert apps.runner.status(handle) is None
+    assert apps.listed() == []
+
+
+@pytest.mark.scenario("credentials not on show", wire="fake")
+def test_with_a_secret_aws_batch_shows_no_credentials(apps: Apps, aws: Aws) -> None:
+    """Without it they are in the job definition, as docs/security.md says."""
+    client = aws.client("batch")
+    for secret in (True, False):
+        handle = apps.run(
+            apps.torchrun("train.py", replicas=1), secret=secret, execution_role_arn="arn:aws:iam::1:role/x"
+        )
+        text = request_of(client, handle.rpartition(":")[2])
+        (environment,) = (
+            {each["name"]: each["value"] for each in one["containerProperties"]["environment"]}
+            for one in json.loads(text)[0]
+        )
+        assert ("MONARCH_CREDENTIALS" in environment) is not secret
+        assert (":secret:torchx-monarch/app-" in text) is secret
+        if not secret:
+            assert len(environment["MONARCH_CREDENTIALS"]) > 1000
+            assert "MONARCH_CREDENTIALS" not in apps.described(handle).roles[0].env
+        apps.runner.delete(handle)
+
+
+@pytest.mark.scenario("bad options named", wire="fake")
+@pytest.mark.parametrize(
+    ("cfg", "words"),
+    [
+        ({"job_type": "array"}, "job_type is 'array'; it is auto, multinode or container"),
+        ({"job_type": "container"}, "job_type is container, which is for one replica; app 'app' has 2"),
+        ({"priority": 10000}, "priority is 10000; it is a number from 0 to 9999"),
+        ({"timeout": 59}, "timeout is 59; it is a number of seconds, 60 or more"),
+        ({"ulimits": ["memlock:-1"]}, "'memlock:-1' is not NAME:SOFT:HARD"),
+        ({"secret": True}, "secret needs execution_role_arn"),
+        ({"host_retries": 10}, "host_retries is 10; AWS Batch starts a job again at most 9 times"),
+    ],
+)
+def test_bad_options_are_named(apps: Apps, cfg: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError) as told:
+        apps.run(apps.torchrun("train.py"), **cfg)
+    assert words in str(told.value)
+
+
+def test_what_is_missing_is_named(apps: Apps) -> None:
+    with pytest.raises(InvalidRunConfigException, match="queue"):
+        apps.runner.run(AppDef("app", [apps.role("true")]), NAME, cfg={})
+    with pytest.raises(ValueError, match="role 'trainer' asks for -1 MB of memory; AWS Batch must be told how much"):
+        apps.run(apps.role("true", resource=Resource(cpu=1, gpu=0, memMB=-1)))
+    with pytest.raises(ValueError, match="name a repository to push it to in the run option image_repo"):
+        role = apps.role("true")
+        role.image = "sha256:" + "0" * 64
+        apps.run(role)
+
+
+def test_a_job_that_is_refused_leaves_nothing(apps: Apps) -> None:
+    """No such queue; the fixture looks at what is left."""
+    with pytest.raises(RuntimeError, match="AWS refuses batch:SubmitJob: Job queue none does not exist"):
+        apps.run(apps.torchrun("train.py"), queue="none", secret=True, execution_role_arn="arn:aws:iam::1:role/x")
+
+
+def test_a_request_is_submitted_once(apps: Apps) -> None:
+    info = apps.runner.dryrun(AppDef("app", [apps.role("true")]), NAME, cfg={"queue": "first"})
+    handle = apps.adopt(apps.runner.schedule(info))
+    with pytest.raises(ValueError, match="submitted already, as first:app-.*; another job needs another dry run"):
+        apps.runner.schedule(info)
+    assert apps.listed() == [handle]
+
+
+def test_an_app_too_large_for_its_job_is_still_submitted(apps: Apps, caplog: pytest.LogCaptureFixture) -> None:
+    import random
+
+    noise = "".join(random.Random(1).choices("abcdefghijklmnopqrstuvwxyz0123456789", k=8000))
+    role = apps.role("true", env={f"V{index}": noise[index * 2000 :][:2000] for index in range(4)})
+    role.metadata = {
+        "noise": [noise * 5 + str(random.Random(2).random()), *map(str, random.Random(3).sample(range(10**9), 5000))]
+    }
+    handle = apps.run(role)
+    assert "the app is too large to travel with its job" in caplog.text
+    (found,) = apps.described(handle).roles
+    assert (found.name, found.entrypoint, found.num_replicas, found.resource.memMB) == ("trainer", "true", 1, 512)
+    assert found.env["V0"] == noise[:2000]
+    with pytest.raises(ValueError, match=r"the job definition has \d+ bytes; AWS Batch takes 24576"):
+        apps.run(apps.role("true", env={f"V{index}": noise for index in range(4)}))
+
+
+def test_unknown_apps(apps: Apps) -> None:
+    for app_id in ("first:never-was", "nonsense"):
+        assert apps.runner.status(f"{NAME}://torchx/{app_id}") is None
+        apps.runner.cancel(f"{NAME}://torchx/{app_id}")
+    handle = apps.run(apps.role("true"))
+    apps.wait(handle)
+    for words, text in ((("nobody", 0), "has no role 'nobody'"), (("trainer", 1), "trainer/1|no replica 1")):
+        with pytest.raises(ValueError, match=text):
+            list(apps.runner.log_lines(handle, *words))
+    apps.runner.cancel(handle)
+    assert apps.status(handle).state is AppState.SUCCEEDED
+
+
+def test_tags_and_console_link(apps: Apps, aws: Aws) -> None:
+    handle = apps.run(apps.role("true"), user="somebody")
+    job = handle.rpartition(":")[2]
+    client = aws.client("batch")
+    found = client.list_jobs(jobQueue="first", filters=[{"name": "JOB_NAME", "values": [job]}])["jobSummaryList"]
+    (described,) = client.describe_jobs(jobs=[found[0]["jobId"]])["jobs"]
+    assert described["tags"]["torchx.pytorch.org/user"] == "somebody"
+    assert described["tags"]["team"] == "a b"
+    url = f"https://us-east-1.console.aws.amazon.com/batch/home?region=us-east-1#jobs/detail/{described['jobId']}"
+    assert apps.status(handle).ui_url == url
+
+
+@pytest.mark.scenario("missing tool says what to install")
+def test_boto3_missing_says_what_to_install() -> None:
+    code = "import sys; sys.modules['boto3'] = None\nfrom torchx_monarch import schedulers as s\n"
+    for name in SCHEDULERS:
+        text = f"{code}try: s.{name}('torchx')\nexcept ModuleNotFoundError as error: print(error)"
+        done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=True)
+        assert done.stdout == f"{name} needs AWS's client for Python; run: pip install 'boto3>=1.34'\n"

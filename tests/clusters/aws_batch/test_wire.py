@@ -1,0 +1,349 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What moto never says: throttling, expired credentials, logs that grow, nodes, jobs that are stuck or start again.
+
+Whole answers are checked against AWS's own model of its service, by botocore's Stubber.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+from botocore.stub import Stubber
+from torchx.specs import AppDef, AppState
+
+from tests.clusters.aws_batch.apps import NAME, Apps
+from tests.clusters.aws_batch.wire import Wire, refusal
+from torchx_monarch.backends import blob
+from torchx_monarch.backends.aws_batch import facts, logs
+from torchx_monarch.backends.aws_batch.request import APP_PARAMETER, TAG_VERSION
+from torchx_monarch.backends.aws_batch.scheduler import create_monarch_scheduler
+from torchx_monarch.backends.network import Reachable
+
+JOB = "11111111-2222-3333-4444-555555555555"
+ARN = f"arn:aws:batch:eu-central-1:123456789012:job/{JOB}"
+HANDLE = f"{NAME}://torchx/q:app-1"
+
+
+@pytest.fixture
+def wire(leaves_nothing: None, credentials: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
+    """An AWS that says what the test has it say."""
+    one = Wire()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", one.url)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "3")
+    yield one
+    one.stop()
+
+
+@pytest.fixture
+def wired(wire: Wire, tmp_path: Path) -> Iterator[Apps]:
+    """Apps there."""
+    apps = Apps(tmp_path)
+    yield apps
+    apps.runner.close()
+
+
+def job(wire: Wire, apps: Apps, status: str = "RUNNING", replicas: int = 2, **more: Any) -> dict[str, Any]:
+    """What DescribeJobs says of a job of one role, as AWS's own model has it, and says to this test from now on."""
+    app = AppDef("app", [apps.torchrun("train.py", replicas=replicas)])
+    container = {"image": "image:1", "command": ["true"], "resourceRequirements": [{"type": "MEMORY", "value": "512"}]}
+    found = {
+        "jobArn": ARN,
+        "jobId": JOB,
+        "jobName": "app-1",
+        "jobQueue": "arn:aws:batch:eu-central-1:123456789012:job-queue/q",
+        "jobDefinition": "arn:aws:batch:eu-central-1:123456789012:job-definition/app-1:1",
+        "status": status,
+        "startedAt": 1000,
+        "tags": {TAG_VERSION: "1"},
+        "parameters": {APP_PARAMETER: blob.pack(app)},
+        "nodeProperties": {
+            "numNodes": replicas,
+            "mainNode": 0,
+            "nodeRangeProperties": [{"targetNodes": f"0:{replicas - 1}", "container": container}],
+        },
+        **more,
+    }
+    describes(wire, [found])
+    return found
+
+
+def node(parent: dict[str, Any], index: int, status: str, container: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """What it says of one of its nodes."""
+    keys = ("jobName", "jobQueue", "jobDefinition", "startedAt")
+    return {
+        **{key: parent[key] for key in keys},
+        "jobId": f"{JOB}#{index}",
+        "jobArn": f"{ARN}#{index}",
+        "status": status,
+        "nodeDetails": {"nodeIndex": index, "isMainNode": index == 0},
+        "container": container,
+        **more,
+    }
+
+
+def describes(wire: Wire, jobs: list[dict[str, Any]]) -> None:
+    """Have ListJobs and DescribeJobs know of these."""
+    # AWS's model of its service is what it is checked against; what passes is what AWS may say.
+    client = boto3.session.Session().client("batch")
+    with contextlib.closing(client):
+        Stubber(client).add_response("describe_jobs", {"jobs": jobs})
+    summary = {"jobId": JOB, "jobName": "app-1"}
+    wire.says("listjobs", {"jobSummaryList": [summary]})
+    wire.says("describejobs", lambda asked: {"jobs": [one for one in jobs if one["jobId"] in asked["jobs"]]})
+
+
+@pytest.mark.parametrize("code", ["ThrottlingException", "TooManyRequestsException"])
+def test_waits_out_throttling(wire: Wire, wired: Apps, code: str) -> None:
+    job(wire, wired, "SUCCEEDED")
+    summary = {"jobSummaryList": [{"jobId": JOB, "jobName": "app-1"}]}
+    wire.says("listjobs", refusal(code, "Rate exceeded", 429), refusal(code, "Rate exceeded", 429), summary)
+    assert wired.status(HANDLE).state is AppState.SUCCEEDED
+    wire.says("describejobs", refusal(code, "Rate exceeded", 429))
+    with pytest.raises(RuntimeError, match="AWS throttles batch:DescribeJobs .Rate exceeded.; try again in a minute"):
+        wired.status(HANDLE)
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "words"),
+    [
+        ("ExpiredTokenException", 403, "the AWS credentials have expired (ExpiredTokenException for batch:ListJobs)"),
+        ("UnrecognizedClientException", 403, "AWS does not accept these credentials (UnrecognizedClientException"),
+        ("AccessDeniedException", 403, "AWS does not allow you batch:ListJobs (no): have that action added"),
+        ("ClientException", 400, "AWS refuses batch:ListJobs: no"),
+    ],
+)
+def test_refusals_say_what_to_do(wire: Wire, wired: Apps, code: str, status: int, words: str) -> None:
+    wire.says("listjobs", refusal(code, status=status))
+    with pytest.raises(RuntimeError) as told:
+        wired.runner.status(HANDLE)
+    assert str(told.value).startswith(words)
+    assert "\n" not in str(told.value)
+
+
+def test_what_is_not_configured_is_named(wire: Wire, wired: Apps, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told() -> str:
+        with Apps(wired.folder).runner as runner, pytest.raises(RuntimeError) as error:
+            runner.status(HANDLE)
+        return str(error.value)
+
+    monkeypatch.delenv("AWS_DEFAULT_REGION")
+    assert told().startswith("no AWS region is set: set AWS_REGION")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    assert told().startswith("there are no AWS credentials (Partial credentials found in env")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    assert told().startswith("there are no AWS credentials (Unable to locate credentials): log in (aws sso login")
+    monkeypatch.setenv("AWS_PROFILE", "none")
+    assert told().startswith("The config profile (none) could not be found: see AWS_PROFILE")
+    monkeypatch.delenv("AWS_PROFILE")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    assert told().startswith("AWS does not answer to batch:ListJobs (Could not connect to the endpoint URL")
+
+
+def test_the_command_shows_one_line(wire: Wire, wired: Apps) -> None:
+    """As a person's ``torchx`` does, whose name this process must have."""
+    wire.says("listjobs", refusal("ExpiredTokenException", status=403))
+    torchx = wired.folder / "torchx"
+    torchx.write_text("import sys\nfrom torchx.cli.main import main\nsys.exit(main())\n")
+    environ = {**os.environ, "TORCHX_PLUGINS_SOURCE": "1"}
+    command = [sys.executable, str(torchx), "status", HANDLE]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env=environ, cwd=wired.folder, check=False
+    )
+    assert done.returncode == 1
+    said = [line for line in done.stderr.splitlines() if " INFO " not in line]
+    assert len(said) == 1 and said[0].startswith("the AWS credentials have expired"), done.stderr
+
+
+@pytest.mark.scenario("root cause in status", wire="fake")
+def test_nodes_have_states_names_and_addresses(wire: Wire, wired: Apps) -> None:
+    parent = job(wire, wired)
+    address = {"networkInterfaces": [{"privateIpv4Address": "10.0.1.2"}]}
+    describes(wire, [parent, node(parent, 0, "RUNNING", address)])
+    (role,) = wired.status(HANDLE).roles
+    first, second = role.replicas
+    assert (first.state, first.hostaddr) == (AppState.RUNNING, "10.0.1.2")
+    assert first.hostname == "ip-10-0-1-2.eu-central-1.compute.internal"
+    assert (second.state, second.hostname) == (AppState.PENDING, "")
+    with contextlib.closing(create_monarch_scheduler("torchx")) as scheduler:
+        assert isinstance(scheduler, Reachable)
+        assert scheduler.client_host("q:app-1", "trainer") == "10.0.1.2"
+        assert scheduler.client_host("q:app-1", "nobody") == ""
+
+
+@pytest.mark.parametrize(
+    ("container", "reason", "words"),
+    [
+        ({"exitCode": 3}, "Essential container in task exited", "replica trainer/1 exited with code 3"),
+        (
+            {"exitCode": 137, "reason": "OutOfMemoryError: Container killed due to memory usage", "memory": 512},
+            "Essential container in task exited",
+            "replica trainer/1 was killed by signal 9 (SIGKILL): OutOfMemoryError: Container killed due to memory "
+            "usage (it had 512 MB (memMB))",
+        ),
+        (
+            {"reason": "CannotPullContainerError: pull access denied for nothing"},
+            "Task failed to start",
+            "replica trainer/1 CannotPullContainerError: pull access denied for nothing (see the name of the image, "
+            "and whether the nodes may and can reach its registry)",
+        ),
+        (
+            {},
+            "Host EC2 (instance i-0123456789) terminated.",
+            "replica trainer/1 Host EC2 (instance i-0123456789) terminated (the instance was taken away or broke: "
+            "host_retries, or max_retries, starts such a job again)",
+        ),
+    ],
+)
+@pytest.mark.scenario("root cause in status", wire="fake")
+def test_the_first_node_to_fail_says_why(
+    wire: Wire, wired: Apps, container: dict[str, Any], reason: str, words: str
+) -> None:
+    parent = job(wire, wired, "FAILED", statusReason="Essential container in task exited", stoppedAt=3000)
+    later = node(parent, 0, "FAILED", {"exitCode": 1}, stoppedAt=2500)
+    describes(wire, [parent, later, node(parent, 1, "FAILED", container, statusReason=reason, stoppedAt=2000)])
+    status = wired.status(HANDLE)
+    assert (status.state, status.msg) == (AppState.FAILED, words)
+
+
+@pytest.mark.scenario("cancel while running", wire="fake")
+def test_only_what_was_cancelled_through_us_counts_as_cancelled(wire: Wire, wired: Apps) -> None:
+    parent = job(wire, wired)
+    wire.says("terminatejob", {})
+    wired.runner.cancel(HANDLE)
+    (reason,) = [asked["reason"] for operation, asked in wire.asked if operation == "terminatejob"]
+    for said, state in ((reason, AppState.CANCELLED), ("by somebody in the console", AppState.FAILED)):
+        describes(wire, [job(wire, wired, "FAILED", statusReason=said), node(parent, 1, "FAILED", {"exitCode": 143})])
+        assert wired.status(HANDLE).state is state
+        assert wired.states(HANDLE)["trainer/1"] is state
+
+
+@pytest.mark.scenario("cancel while pending", wire="fake")
+def test_a_stuck_job_says_what_it_waits_for(wire: Wire, wired: Apps) -> None:
+    reason = "MISCONFIGURATION:JOB_RESOURCE_REQUIREMENT - The job resource requirement is higher than that can be met"
+    job(wire, wired, "RUNNABLE", statusReason=reason)
+    status = wired.status(HANDLE)
+    assert status.state is AppState.PENDING
+    assert status.msg.startswith(
+        f"RUNNABLE: {reason} (no instance type of the queue's compute environments has the cpu"
+    )
+
+
+@pytest.mark.scenario("retries", wire="fake")
+@pytest.mark.scenario("preemption", wire="fake")
+def test_attempts_are_restarts(wire: Wire, wired: Apps) -> None:
+    lost = {"startedAt": 1000, "stoppedAt": 2000, "statusReason": "Host EC2 (instance i-0) terminated."}
+    job(wire, wired, "RUNNABLE", attempts=[lost])
+    status = wired.status(HANDLE)
+    assert (status.state, status.num_restarts) == (AppState.PENDING, 1)
+    job(wire, wired, "SUCCEEDED", attempts=[lost, {"startedAt": 3000, "stoppedAt": 4000}])
+    status = wired.status(HANDLE)
+    assert (status.state, status.num_restarts) == (AppState.SUCCEEDED, 1)
+
+
+def test_a_forgotten_job_can_still_be_deleted(wire: Wire, wired: Apps) -> None:
+    """A week after its end Batch knows it no more, and its definition is left."""
+    arn = "arn:aws:batch:eu-central-1:1:job-definition/app-1:1"
+    definition = {
+        "jobDefinitionName": "app-1",
+        "jobDefinitionArn": arn,
+        "revision": 1,
+        "type": "container",
+        "tags": {TAG_VERSION: "1"},
+        "containerProperties": {"image": "image:1", "command": ["sleep", "3"]},
+    }
+    wire.says("listjobs", {"jobSummaryList": []})
+    wire.says("describejobdefinitions", {"jobDefinitions": [definition]})
+    wire.says("deregisterjobdefinition", {})
+    status = wired.status(HANDLE)
+    assert (status.state, "has forgotten the job" in status.msg) == (AppState.UNKNOWN, True)
+    assert wired.described(HANDLE).roles[0].args == ["3"]
+    wired.runner.delete(HANDLE)
+    assert ("deregisterjobdefinition", {"jobDefinition": arn}) in wire.asked
+
+
+@pytest.mark.scenario("log follow, since, until", wire="fake")
+def test_follows_a_log_through_attempts_throttling_and_empty_pages(
+    wire: Wire, wired: Apps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seconds in (("_POLL", 0.02), ("_POLL_THROTTLED", 0.05), ("_SETTLE", 0.1)):
+        monkeypatch.setattr(logs, name, seconds)
+    parent = job(wire, wired)
+    first = {"container": {"logStreamName": "one"}, "startedAt": 1, "stoppedAt": 2}
+    looks = iter(range(1000))
+
+    def describe(asked: dict[str, Any]) -> dict[str, Any]:
+        at = next(looks)
+        status = "SUCCEEDED" if at > 8 else "RUNNING"
+        container = {} if at < 2 else {"logStreamName": "one" if at < 5 else "two"}
+        attempts = [first] if at >= 5 else []
+        both = [{**parent, "status": status}, node(parent, 1, status, container, attempts=attempts)]
+        return {"jobs": [each for each in both if each["jobId"] in asked["jobs"]]}
+
+    pages: dict[tuple[str, str], list[Any]] = {
+        ("one", ""): [page("a", "b", after="1")],
+        ("one", "1"): [page(after="2")],
+        ("one", "2"): [refusal("ThrottlingException")] * 4 + [page("c", after="3")],
+        ("one", "3"): [page(after="3")],
+        ("two", ""): [refusal("ResourceNotFoundException"), page("d", after="4")],
+        ("two", "4"): [page("late", after="5")],
+        ("two", "5"): [page(after="5")],
+    }
+
+    def events(asked: dict[str, Any]) -> dict[str, Any]:
+        answers = pages[asked["logStreamName"], asked.get("nextToken", "")]
+        return dict(answers.pop(0) if len(answers) > 1 else answers[0])
+
+    wire.says("describejobs", describe)
+    wire.says("getlogevents", events)
+    assert list(wired.runner.log_lines(HANDLE, "trainer", 1, should_tail=True)) == [
+        "a\n",
+        "b\n",
+        "c\n",
+        "d\n",
+        "late\n",
+    ]
+
+
+@pytest.mark.scenario("log follow, since, until", wire="fake")
+def test_asks_for_the_time_that_is_wanted(wire: Wire, wired: Apps) -> None:
+    parent = job(wire, wired, "SUCCEEDED")
+    describes(wire, [parent, node(parent, 0, "SUCCEEDED", {"logStreamName": "one"})])
+    wire.says("getlogevents", page("yes", "no", after="1"), page(after="1"))
+    since, until = (datetime.fromtimestamp(seconds, tz=timezone.utc) for seconds in (10, 20.5))
+    lines = wired.runner.log_lines(HANDLE, "trainer", 0, since=since, until=until, regex="y")
+    assert list(lines) == ["yes\n"]
+    asked = [arguments for operation, arguments in wire.asked if operation == "getlogevents"]
+    assert {(one["startTime"], one["endTime"]) for one in asked} == {(10000, 20501)}
+    assert asked[0]["logGroupName"] == facts.DEFAULT_LOG_GROUP
+
+
+@pytest.mark.scenario("root cause in status", wire="fake")
+def test_the_hosts_verdict_is_read_from_the_log(wire: Wire, wired: Apps) -> None:
+    parent = job(wire, wired, "FAILED")
+    container = {"exitCode": 3, "logStreamName": "one"}
+    describes(wire, [parent, node(parent, 0, "FAILED", container)])
+    verdict = "[monarch] FAILED: rank 1 (local rank 1 on n, pid 7) exited with code 3: ValueError: x (12.40 s)"
+    wire.says("getlogevents", page("before", verdict, "after", after="1"))
+    error = json.loads(wired.status(HANDLE).structured_error_msg)["message"]
+    assert error["message"] == "rank 1 (local rank 1 on n, pid 7) exited with code 3: ValueError: x"
+    assert error["errorCode"] == 3
+
+
+def page(*lines: str, after: str) -> dict[str, Any]:
+    """An answer to GetLogEvents."""
+    events = [{"timestamp": 1000, "message": line, "ingestionTime": 1000} for line in lines]
+    return {"events": events, "nextForwardToken": after, "nextBackwardToken": "0"}

@@ -1,0 +1,330 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""aws_batch without an AWS: requests, checked against AWS's own model of its service, and what a node's shell does."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import botocore.session
+import pytest
+from botocore.validate import ParamValidator
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchx.runner import Runner
+from torchx.specs import AppDef, BindMount, DeviceMount, Resource, RetryPolicy, Role, VolumeMount, resource
+
+from torchx_monarch import schedulers
+from torchx_monarch.backends.aws_batch import command, container, facts
+from torchx_monarch.backends.aws_batch.request import BatchJob, fit, new_name
+from torchx_monarch.backends.network import PLACEHOLDER
+
+NAME = "monarch_aws_batch"
+FACTORIES = {"aws_batch": schedulers.aws_batch, NAME: schedulers.monarch_aws_batch}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """AWS's own, of AWS Batch."""
+    return botocore.session.get_session().get_service_model("batch")
+
+
+def job(
+    *roles: Role, scheduler: str = NAME, name: str = "app", metadata: dict[str, str] | None = None, **cfg: Any
+) -> BatchJob:
+    app = AppDef(name, list(roles), metadata or {})
+    with Runner("torchx", FACTORIES) as runner:
+        request: BatchJob = runner.dryrun(app, scheduler, cfg={"queue": "q", **cfg}).request
+    return request
+
+
+def role(name: str = "trainer", replicas: int = 2, **more: Any) -> Role:
+    args = ["--nnodes", str(replicas), "--nproc-per-node", "2", "train.py"]
+    more.setdefault("resource", Resource(cpu=2, gpu=0, memMB=1024))
+    return Role(name, "image", entrypoint="torchrun", args=args, num_replicas=replicas, **more)
+
+
+def containers(made: BatchJob) -> list[dict[str, Any]]:
+    if "containerProperties" in made.definition:
+        return [made.definition["containerProperties"]]
+    return [each["container"] for each in made.definition["nodeProperties"]["nodeRangeProperties"]]
+
+
+def complaints(model: Any, made: BatchJob) -> str:
+    """What AWS's client would say of the requests."""
+    found = ""
+    for operation, arguments in (("RegisterJobDefinition", made.definition), ("SubmitJob", made.submit)):
+        found += ParamValidator().validate(arguments, model.operation_model(operation).input_shape).generate_report()
+    return found
+
+
+MOUNTS = [
+    BindMount("/data", "/in", read_only=True),
+    VolumeMount("fs-12345678", "/efs"),
+    VolumeMount("fs-12345678:/folder", "/folder"),
+    DeviceMount("/dev/fuse", "/dev/fuse", "rw"),
+]
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("scheduler", list(FACTORIES))
+def test_requests_are_as_aws_wants_them(model: Any, replicas: int, scheduler: str) -> None:
+    made = job(
+        role("first", replicas, mounts=MOUNTS, max_retries=3, resource=resource(h="aws_p4d.24xlarge")),
+        scheduler=scheduler,
+        metadata={"a" * 200: "b" * 300, "aws:x": "y", "ü #": "1%"},
+        share_id="share",
+        priority=7,
+        job_role_arn="arn:aws:iam::1:role/job",
+        execution_role_arn="arn:aws:iam::1:role/execution",
+        ulimits=["memlock:-1:-1", "nofile:1024:4096"],
+        privileged=True,
+        timeout=3600,
+        log_group="/mine",
+    )
+    assert complaints(model, made) == ""
+    assert made.submit["shareIdentifier"] == "share" and made.definition["schedulingPriority"] == 7
+    assert made.definition["timeout"] == {"attemptDurationSeconds": 3600}
+    assert made.definition["retryStrategy"]["attempts"] == 4
+    tags = made.submit["tags"]
+    assert tags["a" * 128] == "b" * 256 and tags["ü _"] == "1_" and "aws:x" not in tags
+    (one,) = containers(made)
+    assert one["instanceType"] == "p4d.24xlarge"
+    assert {"type": "GPU", "value": "8"} in one["resourceRequirements"]
+    assert (one["jobRoleArn"][-3:], one["executionRoleArn"][-9:], one["privileged"]) == ("job", "execution", True)
+    assert one["ulimits"][1] == {"name": "nofile", "softLimit": 1024, "hardLimit": 4096}
+    assert one["logConfiguration"]["options"] == {"awslogs-group": "/mine"}
+    assert [volume.get("host") or volume["efsVolumeConfiguration"] for volume in one["volumes"]] == [
+        {"sourcePath": "/data"},
+        {"fileSystemId": "fs-12345678"},
+        {"fileSystemId": "fs-12345678", "rootDirectory": "/folder"},
+    ]
+    assert [(point["containerPath"], point["readOnly"]) for point in one["mountPoints"]] == [
+        ("/in", True),
+        ("/efs", False),
+        ("/folder", False),
+    ]
+    devices = [device["hostPath"] for device in one["linuxParameters"]["devices"]]
+    assert devices == ["/dev/fuse", *(f"/dev/infiniband/uverbs{index}" for index in range(4))]
+    assert one["linuxParameters"]["devices"][0]["permissions"] == ["READ", "WRITE"]
+    assert one["linuxParameters"]["sharedMemorySize"] == resource(h="aws_p4d.24xlarge").memMB
+
+
+def test_neuron_devices() -> None:
+    (one,) = containers(job(role(resource=resource(h="aws_trn1.32xlarge"))))
+    devices = [device["hostPath"] for device in one["linuxParameters"]["devices"]]
+    assert [device for device in devices if "neuron" in device] == [f"/dev/neuron{index}" for index in range(16)]
+    assert one["instanceType"] == "trn1.32xlarge"
+
+
+def test_one_node_range_for_each_role(model: Any) -> None:
+    made = job(role("a", 2), role("b", 1), role("c", 3), scheduler="aws_batch")
+    assert complaints(model, made) == ""
+    nodes = made.definition["nodeProperties"]
+    assert (nodes["numNodes"], nodes["mainNode"]) == (6, 0)
+    assert [each["targetNodes"] for each in nodes["nodeRangeProperties"]] == ["0:1", "2:2", "3:5"]
+
+
+@pytest.mark.parametrize(
+    ("replicas", "kind", "job_type", "expected"),
+    [
+        (1, None, "auto", "container"),
+        (1, "aws_p3.2xlarge", "auto", "multinode"),
+        (1, "aws_p3.2xlarge", "container", "container"),
+        (1, None, "multinode", "multinode"),
+        (2, None, "auto", "multinode"),
+    ],
+)
+def test_one_replica_is_a_plain_job_unless_it_wants_an_instance_type(
+    replicas: int, kind: str | None, job_type: str, expected: str
+) -> None:
+    wanted = resource(h=kind) if kind else Resource(cpu=1, gpu=0, memMB=512)
+    assert job(role(replicas=replicas, resource=wanted), job_type=job_type).definition["type"] == expected
+
+
+@pytest.mark.parametrize(
+    ("retries", "host_retries", "expected"),
+    [
+        (0, 0, {"attempts": 1}),
+        (1, 0, {"attempts": 2, "evaluateOnExit": [{"onExitCode": "78", "action": "EXIT"}]}),
+        (
+            0,
+            3,
+            {
+                "attempts": 4,
+                "evaluateOnExit": [
+                    {"onStatusReason": "Host EC2*", "action": "RETRY"},
+                    {"onExitCode": "143", "action": "RETRY"},
+                    {"onReason": "*", "action": "EXIT"},
+                ],
+            },
+        ),
+    ],
+)
+def test_retries(retries: int, host_retries: int, expected: dict[str, Any]) -> None:
+    made = job(role(max_retries=retries), host_retries=host_retries)
+    assert made.definition["retryStrategy"] == expected
+
+
+def test_dry_run_shows_no_secret_and_is_json() -> None:
+    for secret in (False, True):
+        made = job(role(), secret=secret, execution_role_arn="arn:aws:iam::1:role/x")
+        (one,) = containers(made)
+        names = {each["name"]: each["value"] for each in one["environment"]}
+        assert names.get("MONARCH_CREDENTIALS") == (None if secret else PLACEHOLDER)
+        assert made.secret.get("SecretString") == (PLACEHOLDER if secret else None)
+        assert "BEGIN" not in str(made) and "BEGIN" not in json.dumps(asdict(made))
+        assert "MONARCH_CREDENTIALS" not in str(job(role(), scheduler="aws_batch"))
+
+
+@pytest.mark.parametrize(
+    ("roles", "words"),
+    [
+        ([role("a", 1), role("b", 2)], "role 'b' has 2 replicas that are to meet, and AWS Batch tells its nodes the"),
+        ([role(max_retries=1, retry_policy=RetryPolicy.REPLICA)], "AWS Batch replaces no single node"),
+        ([role(max_retries=10)], "max_retries is 10; AWS Batch starts a job again at most 9 times"),
+        ([role(str(index), 1) for index in range(6)], "has 6 roles; a job of AWS Batch has at most 5 node ranges"),
+        ([role("a", 1), role("a", 1)], "two roles of app 'app' are called 'a'"),
+        ([role(env={"AWS_BATCH_X": "1"})], "sets AWS_BATCH_X; AWS Batch keeps names"),
+        ([role(mounts=[DeviceMount("/dev/x", "/dev/x", "rx")])], "permissions 'rx' of /dev/x: r, w and m are known"),
+    ],
+)
+def test_what_cannot_be_is_refused(roles: list[Role], words: str) -> None:
+    with pytest.raises(ValueError) as told:
+        job(*roles)
+    assert words in str(told.value)
+
+
+def test_a_role_of_one_replica_beside_the_main_one_meets_on_its_own_machine() -> None:
+    _, second = containers(job(role("a", 2), role("b", 1), rendezvous_port=20100))
+    assert "tls:@MONARCH_REPLICA0_HOST:20101" in " ".join(second["command"])
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\0$\r")), max_size=3),
+    st.integers(0, 5),
+    st.integers(0, 3),
+)
+def test_a_nodes_shell_gives_words_and_variables_as_they_are(texts: list[str], first: int, replica: int) -> None:
+    shows = "import json, os, sys; print(json.dumps([sys.argv[1:], os.environ['MINE'], os.environ['PLAIN']]))"
+    one = Role("r", "image", entrypoint=sys.executable, args=["-c", shows, *texts, "=${replica_id}'"], num_replicas=9)
+    one.env = {"MINE": "'${replica_id}' ${replica_id}\n$$x", "PLAIN": "p"}
+    words, env = command.render(one, "q:app", first)
+    assert words[:2] == ["sh", "-c"]
+    environ = {**os.environ, **env, "AWS_BATCH_JOB_NODE_INDEX": str(first + replica)}
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=20, check=True)
+    assert json.loads(done.stdout) == [[*texts, f"={replica}'"], f"'{replica}' {replica}\n$x", "p"]
+
+
+def test_a_shell_is_needed_only_where_replicas_ask_for_their_number() -> None:
+    plain = Role("r", "image", entrypoint="/program", args=["a b", "${app_id}"], num_replicas=3)
+    assert command.render(plain, "q:app", 0) == (["/program", "a b", "q:app"], {})
+    alone = Role("r", "image", entrypoint="/program", args=["${replica_id}", "${rank0_env}"])
+    assert command.render(alone, "q:app", 4)[0] == ["/program", "0", "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"]
+
+
+@pytest.mark.parametrize("name", ["a" * 200, "-_-App.1", "name with blanks/and ümlauts", "x"])
+def test_names_are_valid(name: str) -> None:
+    made = {new_name(name) for _ in range(20)}
+    assert len(made) == 20
+    for one in made:
+        assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}", one)
+
+
+def test_the_app_is_left_out_where_it_does_not_fit() -> None:
+    made = job(role())
+    assert fit(made) == ""
+    made.submit["parameters"]["torchx-monarch-app"] = "x" * (31 << 10)
+    assert "too large to travel with its job" in fit(made)
+    assert "parameters" not in made.submit
+    made.definition["tags"]["x"] = "x" * (24 << 10)
+    with pytest.raises(ValueError, match=r"the job definition has \d+ bytes; AWS Batch takes 24576"):
+        fit(made)
+
+
+def test_an_image_with_a_workspace_is_pushed_to_the_repository() -> None:
+    one = role(replicas=1)
+    one.image = "sha256:" + "a" * 64
+    made = job(one, image_repo="123.dkr.ecr.us-east-1.amazonaws.com/mine")
+    assert made.images_to_push == {f"sha256:{'a' * 64}": ("123.dkr.ecr.us-east-1.amazonaws.com/mine", "a" * 64)}
+    assert containers(made)[0]["image"] == f"123.dkr.ecr.us-east-1.amazonaws.com/mine:{'a' * 64}"
+    with pytest.raises(ValueError, match="name a repository to push it to in the run option image_repo"):
+        one.image = "sha256:" + "a" * 64
+        job(one)
+
+
+def test_ulimits() -> None:
+    assert container.ulimits(["memlock:-1:-1", " "]) == [{"name": "memlock", "softLimit": -1, "hardLimit": -1}]
+    for wrong in ("memlock", "memlock:1", "memlock:1:2:3", "memlock:a:1", ":1:2"):
+        with pytest.raises(ValueError, match="is not NAME:SOFT:HARD"):
+            container.ulimits([wrong])
+
+
+@pytest.mark.parametrize(
+    ("arn", "url"),
+    [
+        ("arn:aws:batch:us-east-1:1:job/a-1", "https://us-east-1.console.aws.amazon.com/batch/home?region=us-east-1"),
+        ("arn:aws-cn:batch:cn-north-1:1:job/a-1", "https://console.amazonaws.cn/batch/home?region=cn-north-1"),
+        (
+            "arn:aws-us-gov:batch:us-gov-west-1:1:job/a-1",
+            "https://console.amazonaws-us-gov.com/batch/home?region=us-gov-west-1",
+        ),
+    ],
+)
+def test_console_links(arn: str, url: str) -> None:
+    assert facts.console_url(arn) == f"{url}#jobs/detail/a-1"
+    assert facts.console_url(arn, multinode=True) == f"{url}#jobs/mnp-job/a-1"
+    assert facts.console_url("nonsense") == ""
+
+
+def test_a_section_of_aws_batch_counts_for_monarch_aws_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".torchxconfig").write_text("[aws_batch]\nqueue = mine\n")
+    monkeypatch.chdir(tmp_path)
+    code = (
+        "from torchx.runner import get_runner; o = get_runner().scheduler_run_opts('monarch_aws_batch').get('queue')\n"
+        "print(o.default, o.is_required)"
+    )
+    environ = {**os.environ, "TORCHX_PLUGINS_SOURCE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "mine False"
+
+
+def test_registration_by_others_is_used(tmp_path: Path) -> None:
+    """By either channel, whichever of the two TorchX has taken for the one."""
+    own = "from torchx.schedulers.local_scheduler import create_scheduler as theirs\n"
+    (tmp_path / "theirs.py").write_text(own)
+    record = tmp_path / "theirs-1.dist-info"
+    record.mkdir()
+    (record / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1\n")
+    (record / "entry_points.txt").write_text("[torchx.schedulers]\naws_batch = theirs:theirs\n")
+    spaces = tmp_path / "torchx_plugins" / "schedulers"
+    spaces.mkdir(parents=True)
+    (spaces / "zzz.py").write_text(
+        "from torchx.plugins import register\nfrom torchx.schedulers.local_scheduler import create_scheduler\n"
+        "@register.scheduler(name='aws_batch')\n"
+        "def aws_batch(session_name, **kwargs): return create_scheduler(session_name, cache_size=2)\n"
+    )
+    code = "from torchx_monarch.schedulers import aws_batch; print(type(aws_batch('torchx')).__name__)"
+    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    for source, expected in (("2", "LocalScheduler"), ("3", "LocalScheduler"), ("0", "AWSBatchScheduler")):
+        environ = {**os.environ, "PYTHONPATH": path, "TORCHX_PLUGINS_SOURCE": source}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60, check=True
+        )
+        assert done.stdout.strip() == expected, source
+    (record / "entry_points.txt").unlink()
+    environ = {**os.environ, "PYTHONPATH": path, "TORCHX_PLUGINS_SOURCE": "3"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "LocalScheduler"

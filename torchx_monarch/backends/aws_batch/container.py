@@ -1,0 +1,147 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""One role as what Batch calls container properties: resources, devices, mounts, environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torchx.schedulers.devices import get_device_mounts
+from torchx.specs import BindMount, DeviceMount, Resource, Role, VolumeMount
+from torchx.specs.named_resources_aws import K8S_ITYPE
+
+from torchx_monarch.backends.aws_batch.options import AWSBatchOpts
+
+_PERMISSIONS = {"r": "READ", "w": "WRITE", "m": "MKNOD"}
+
+_LOWEST_MEMORY = 4
+"""MiB."""
+
+
+def properties(role: Role, command: list[str], env: Mapping[str, str], cfg: AWSBatchOpts) -> dict[str, Any]:
+    """The container of every node of a role.
+
+    Args:
+        role: its image, resource and mounts.
+        command, env: with macros replaced.
+        cfg: the run options.
+
+    Raises:
+        ValueError: what the role asks for cannot be had.
+    """
+    volumes, points, devices = _mounts(role)
+    found: dict[str, Any] = {
+        "image": role.image,
+        "command": command,
+        "environment": [{"name": name, "value": value} for name, value in env.items()],
+        "privileged": cfg.privileged,
+        "resourceRequirements": _requirements(role),
+        "linuxParameters": {
+            # As process 1 a program ignores every signal that it does not handle, SIGTERM among them.
+            "initProcessEnabled": True,
+            # Data loaders need more than the 64 MB that containers usually have.
+            "sharedMemorySize": role.resource.memMB,
+            "devices": devices,
+        },
+        "logConfiguration": {
+            "logDriver": "awslogs",
+            **({"options": {"awslogs-group": cfg.log_group}} if cfg.log_group else {}),
+        },
+        "volumes": volumes,
+        "mountPoints": points,
+    }
+    limits = ulimits(cfg.ulimits or [])
+    if limits:
+        found["ulimits"] = limits
+    if cfg.job_role_arn:
+        found["jobRoleArn"] = cfg.job_role_arn
+    if cfg.execution_role_arn:
+        found["executionRoleArn"] = cfg.execution_role_arn
+    return found
+
+
+def instance_type(resource: Resource) -> str | None:
+    """The instance type that a named resource stands for (``aws_p4d.24xlarge``); None for plain numbers."""
+    found = resource.capabilities.get(K8S_ITYPE)
+    return str(found) if found else None
+
+
+def _requirements(role: Role) -> list[dict[str, str]]:
+    resource = role.resource
+    if resource.memMB < _LOWEST_MEMORY:
+        raise ValueError(
+            f"role {role.name!r} asks for {resource.memMB} MB of memory; AWS Batch must be told how much, "
+            f"{_LOWEST_MEMORY} MB or more (memMB, or a named resource)"
+        )
+    found = [
+        {"type": "VCPU", "value": str(max(1, resource.cpu))},
+        {"type": "MEMORY", "value": str(resource.memMB)},
+    ]
+    if resource.gpu > 0:
+        found.append({"type": "GPU", "value": str(resource.gpu)})
+    return found
+
+
+def resource(properties: Mapping[str, Any]) -> Resource:
+    """The inverse, as far as Batch knows it; it may still say it as it did before there were GPUs."""
+    known = {"VCPU": int(properties.get("vcpus", -1)), "MEMORY": int(properties.get("memory", -1))}
+    known |= {each["type"]: int(float(each["value"])) for each in properties.get("resourceRequirements", ())}
+    return Resource(cpu=known["VCPU"], gpu=known.get("GPU", 0), memMB=known["MEMORY"])
+
+
+def _mounts(role: Role) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
+    """Volumes, the points where they are mounted, and devices: those of the role and those that its resource has."""
+    volumes: list[dict[str, Any]] = []
+    points, devices = [], []
+    for index, mount in enumerate([*role.mounts, *get_device_mounts(role.resource.devices)]):
+        if isinstance(mount, DeviceMount):
+            unknown = set(mount.permissions) - set(_PERMISSIONS)
+            if unknown:
+                raise ValueError(
+                    f"role {role.name!r}: permissions {mount.permissions!r} of {mount.src_path}: r, w and m are known"
+                )
+            devices.append(
+                {
+                    "hostPath": mount.src_path,
+                    "containerPath": mount.dst_path,
+                    "permissions": [_PERMISSIONS[letter] for letter in mount.permissions],
+                }
+            )
+            continue
+        name = f"mount_{index}"
+        if isinstance(mount, BindMount):
+            volumes.append({"name": name, "host": {"sourcePath": mount.src_path}})
+        elif isinstance(mount, VolumeMount):
+            volumes.append({"name": name, "efsVolumeConfiguration": _efs(mount.src)})
+        else:
+            raise ValueError(
+                f"role {role.name!r} has a mount of another kind than bind, volume (EFS) and device: {mount}"
+            )
+        points.append({"sourceVolume": name, "containerPath": mount.dst_path, "readOnly": mount.read_only})
+    return volumes, points, devices
+
+
+def _efs(source: str) -> dict[str, str]:
+    """``fs-12345678``, or ``fs-12345678:/folder`` for a folder of it."""
+    system, _, folder = source.partition(":")
+    return {"fileSystemId": system, **({"rootDirectory": folder} if folder else {})}
+
+
+def ulimits(texts: list[str]) -> list[dict[str, Any]]:
+    """From NAME:SOFT:HARD.
+
+    Raises:
+        ValueError: a text is of another form.
+    """
+    found = []
+    for text in filter(None, (each.strip() for each in texts)):
+        parts = text.split(":")
+        try:
+            name, soft, hard = parts[0], int(parts[1]), int(parts[2])
+            if len(parts) != 3 or not name:
+                raise ValueError
+        except (IndexError, ValueError):
+            raise ValueError(f"run option ulimits: {text!r} is not NAME:SOFT:HARD, such as memlock:-1:-1") from None
+        found.append({"name": name, "softLimit": soft, "hardLimit": hard})
+    return found

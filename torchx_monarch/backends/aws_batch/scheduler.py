@@ -1,0 +1,469 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The TorchX schedulers: ``aws_batch``, and the one around which ``monarch_aws_batch`` is."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream
+from torchx.specs import NONE, AppDef, AppDryRunInfo, AppState, CfgVal, RetryPolicy, Role, runopts
+from torchx.specs.finder import ComponentValidationException
+from torchx.workspace.docker_workspace import DockerWorkspaceMixin
+
+from torchx_monarch.backends import blob, roles
+from torchx_monarch.backends.aws_batch import facts, logs, request
+from torchx_monarch.backends.aws_batch.client import Aws, AwsError
+from torchx_monarch.backends.aws_batch.command import RANK0
+from torchx_monarch.backends.aws_batch.options import AWSBatchOpts, MonarchAWSBatchOpts
+from torchx_monarch.backends.aws_batch.request import BatchJob
+from torchx_monarch.backends.network import CREDENTIALS, PLACEHOLDER
+from torchx_monarch.backends.options import run_options
+from torchx_monarch.errors import Verdict
+
+_AT_A_TIME = 100
+"""Jobs of one DescribeJobs, by Batch's documentation."""
+
+_FORGOTTEN = "AWS Batch has forgotten the job, as it does a week after its end; only the job definition is left"
+
+_NO_OTHER_START = 78
+"""Exit code by which a program asks for no other start (EX_CONFIG)."""
+
+_OWN_REPLICA0 = "MONARCH_REPLICA0_HOST"
+
+_VERDICT = re.compile(r"\[monarch\] FAILED: (.*?)(?: \(\d+\.\d+ s\))?\s*$")
+
+_log = logging.getLogger("torchx_monarch")
+
+
+class RequestError(ComponentValidationException, ValueError):  # type: ignore[misc]
+    """AWS Batch cannot run the app so. The torchx command shows the message without a traceback."""
+
+
+@dataclass(frozen=True)
+class _Found:
+    """An app: what Batch says of its job, or of its definition where the job is forgotten, and the app itself."""
+
+    job: Mapping[str, Any]
+    app: AppDef
+
+    @property
+    def is_multinode(self) -> bool:
+        return "nodeProperties" in self.job
+
+
+class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type: ignore[misc]
+    """Runs an app as one job of AWS Batch, by the credentials and the region that boto3 finds.
+
+    Args:
+        session_name: as TorchX gives it.
+        name: ours; apps of another name of ours are not listed.
+    """
+
+    def __init__(self, session_name: str, name: str = "aws_batch") -> None:
+        super().__init__("aws_batch", session_name)
+        self._name = name
+        self._aws = Aws()
+        self._ids: dict[str, str] = {}
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._aws.close()
+
+    def _run_opts(self) -> runopts:
+        return run_options(AWSBatchOpts)
+
+    def _validate(self, app: AppDef, scheduler: str, cfg: Mapping[str, CfgVal]) -> None:
+        """What a role lacks is said when the request is made."""
+
+    # -- submitting ----------------------------------------------------------------------------------------------------
+
+    def _submit_dryrun(self, app: AppDef, cfg: AWSBatchOpts) -> AppDryRunInfo[BatchJob, AWSBatchOpts]:
+        try:
+            images = self._images(app, cfg)
+            job = self._render(app, cfg)
+            job.images_to_push = images
+            said = request.fit(job)
+        except ValueError as error:
+            raise RequestError(str(error)) from None
+        if said:
+            _log.warning("%s", said)
+        return AppDryRunInfo(job, str)
+
+    def _render(self, app: AppDef, cfg: AWSBatchOpts) -> BatchJob:
+        return request.render(app, cfg, self._name)
+
+    def _images(self, app: AppDef, cfg: AWSBatchOpts) -> dict[str, tuple[str, str]]:
+        local = [role.image for role in app.roles if role.image.startswith("sha256:")]
+        if local and not cfg.image_repo:
+            raise ValueError(
+                f"the image {local[0]} is on this machine alone, where a workspace was built into it: name a "
+                "repository to push it to in the run option image_repo, or submit without a workspace (--workspace '')"
+            )
+        pushed: dict[str, tuple[str, str]] = self.dryrun_push_images(app, {"image_repo": cfg.image_repo})
+        return pushed
+
+    def schedule(self, dryrun_info: AppDryRunInfo[BatchJob, AWSBatchOpts]) -> str:
+        """Submit the job; QUEUE:NAME.
+
+        Raises:
+            ValueError: it was submitted already.
+            AwsError: AWS refuses it. Nothing is left.
+        """
+        job = copy.deepcopy(dryrun_info.request)
+        if job.app_id in self._ids:
+            raise ValueError(f"this request was submitted already, as {job.app_id}; another job needs another dry run")
+        self.push_images(job.images_to_push)
+        undo = contextlib.ExitStack()
+        with undo:
+            if job.secret:
+                arn = self._aws.call("secretsmanager", "CreateSecret", **job.secret)["ARN"]
+                undo.callback(self._delete_secret, arn)
+                job.definition = _replaced(job.definition, request.SECRET_ARN, arn)
+            made = self._aws.call("batch", "RegisterJobDefinition", **job.definition)["jobDefinitionArn"]
+            undo.callback(self._quietly, "batch", "DeregisterJobDefinition", jobDefinition=made)
+            answer = self._aws.call("batch", "SubmitJob", **{**job.submit, "jobDefinition": made})
+            undo.pop_all()
+        self._ids[job.app_id] = answer["jobId"]
+        return str(job.app_id)
+
+    def _quietly(self, service: str, operation: str, **arguments: Any) -> None:
+        try:
+            self._aws.call(service, operation, **arguments)
+        except AwsError as error:
+            _log.warning("%s", error)
+
+    def _delete_secret(self, secret: str) -> None:
+        self._quietly("secretsmanager", "DeleteSecret", SecretId=secret, ForceDeleteWithoutRecovery=True)
+
+    # -- looking -------------------------------------------------------------------------------------------------------
+
+    def _job(self, app_id: str) -> Mapping[str, Any] | None:
+        """What Batch says of the job; None when it knows of none, or it was deleted."""
+        queue, _, name = app_id.rpartition(":")
+        if not queue or not name:
+            return None
+        if app_id not in self._ids:
+            by_name = [{"name": "JOB_NAME", "values": [name]}]
+            for page in self._aws.pages("batch", "ListJobs", jobQueue=queue, filters=by_name):
+                for each in page["jobSummaryList"]:
+                    if each["jobName"] == name:  # the filter knows no capitals
+                        self._ids[app_id] = each["jobId"]
+        if app_id not in self._ids:
+            return None
+        found = self._described([self._ids[app_id]])
+        return found[0] if found and request.TAG_DELETED not in found[0].get("tags", {}) else None
+
+    def _described(self, ids: Sequence[str]) -> list[dict[str, Any]]:
+        found = []
+        for start in range(0, len(ids), _AT_A_TIME):
+            found += self._aws.call("batch", "DescribeJobs", jobs=list(ids[start : start + _AT_A_TIME]))["jobs"]
+        return found
+
+    def _definitions(self, app_id: str) -> list[dict[str, Any]]:
+        name = app_id.rpartition(":")[2]
+        if not re.fullmatch(r"[\w-]+", name, re.ASCII):
+            return []
+        pages = self._aws.pages("batch", "DescribeJobDefinitions", jobDefinitionName=name, status="ACTIVE")
+        return [each for page in pages for each in page["jobDefinitions"]]
+
+    def _find(self, app_id: str) -> _Found | None:
+        job = self._job(app_id)
+        if job is None:
+            known = self._definitions(app_id) if app_id not in self._ids else []
+            ours = [each for each in known if request.TAG_VERSION in each.get("tags", {})]
+            return _Found({}, _app(app_id, ours[0])) if ours else None
+        return _Found(job, _app(app_id, job))
+
+    def _nodes(self, found: _Found) -> dict[int, Mapping[str, Any]]:
+        """What Batch says of each node that it knows of, by node index."""
+        if not found.job:
+            return {}
+        if not found.is_multinode:
+            return {0: found.job}
+        ids = [f"{found.job['jobId']}#{index}" for index in range(found.job["nodeProperties"]["numNodes"])]
+        return {int(node["jobId"].rpartition("#")[2]): node for node in self._described(ids) if "#" in node["jobId"]}
+
+    def describe(self, app_id: str) -> DescribeAppResponse | None:
+        """The app and its nodes, by what Batch says of them; the roles are the user's own.
+
+        Raises:
+            AwsError: AWS cannot be asked.
+        """
+        with _for_a_person():
+            found = self._find(app_id)
+            if found is None:
+                return None
+            if not found.job:
+                return DescribeAppResponse(
+                    app_id=app_id,
+                    state=AppState.UNKNOWN,
+                    msg=_FORGOTTEN,
+                    metadata=found.app.metadata,
+                    roles=found.app.roles,
+                )
+            nodes = self._nodes(found)
+            state, wanted = facts.state(found.job), found.app.roles
+            return DescribeAppResponse(
+                app_id=app_id,
+                state=state,
+                num_restarts=facts.restarts(found.job),
+                msg=facts.explanation(found.job, nodes, wanted) or NONE,
+                structured_error_msg=(self._root_cause(found, nodes) if state is AppState.FAILED else "") or NONE,
+                ui_url=facts.console_url(found.job.get("jobArn", ""), found.is_multinode) or None,
+                metadata=found.app.metadata,
+                roles_statuses=facts.roles_statuses(found.job, nodes, wanted),
+                roles=wanted,
+            )
+
+    def _root_cause(self, found: _Found, nodes: Mapping[int, Mapping[str, Any]]) -> str:
+        """The verdict of the hosts, which the main node's log ends with, as a torchelastic error file has it."""
+        group = facts.log_group(found.job)
+        for index in dict.fromkeys(each for each in (0, facts.cause(nodes)) if each is not None):
+            node = nodes.get(index, found.job)
+            with contextlib.suppress(AwsError):
+                for stream in facts.streams(node, group)[-1:]:
+                    said = [verdict for line in logs.tail(self._aws, stream) if (verdict := _VERDICT.search(line))]
+                    if said:
+                        return Verdict(facts.exit_code(node), said[-1][1]).error_file()
+        return ""
+
+    def list(self, cfg: Mapping[str, CfgVal] | None = None) -> list[ListAppResponse]:
+        """Our apps, each once, the newest first: of the queue that is named, else of all queues.
+
+        Raises:
+            AwsError: AWS cannot be asked.
+        """
+        with _for_a_person():
+            queue = dict(cfg or {}).get("queue")
+            found = []
+            for name in [request.queue_name(str(queue))] if queue else self._queues():
+                found += [(job.get("createdAt", 0), name, job) for job in self._ours(name)]
+            found.sort(key=lambda each: each[0], reverse=True)
+            return [
+                ListAppResponse(f"{name}:{job['jobName']}", facts.state(job), name=job["tags"].get(request.TAG_APP, ""))
+                for _, name, job in found
+            ]
+
+    def _queues(self) -> Sequence[str]:
+        pages = self._aws.pages("batch", "DescribeJobQueues")
+        return [queue["jobQueueName"] for page in pages for queue in page["jobQueues"]]
+
+    def _ours(self, queue: str) -> Iterator[dict[str, Any]]:
+        """Those with our tags, which only the long description has. (Upstream looked at the first hundred.)"""
+        # Without a filter Batch lists running jobs alone.
+        ever = [{"name": "AFTER_CREATED_AT", "values": ["1"]}]
+        ids = [
+            each["jobId"]
+            for page in self._aws.pages("batch", "ListJobs", jobQueue=queue, filters=ever)
+            for each in page["jobSummaryList"]
+            # Ours have a definition of their own, of the same name: nobody else's need a further look.
+            if f"job-definition/{each['jobName']}:" in each.get("jobDefinition", f"job-definition/{each['jobName']}:")
+        ]
+        for job in self._described(ids):
+            tags = job.get("tags", {})
+            by = tags.get(request.TAG_SCHEDULER, "aws_batch")
+            if request.TAG_VERSION in tags and by == self._name and request.TAG_DELETED not in tags:
+                yield job
+
+    def log_iter(
+        self,
+        app_id: str,
+        role_name: str,
+        k: int = 0,
+        regex: str | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
+        should_tail: bool = False,
+        streams: Stream | None = None,
+    ) -> Iterable[str]:
+        """The lines of one replica's log, of all its attempts; CloudWatch has both streams as one.
+
+        Raises:
+            ValueError: there is no such app, role or replica, one stream alone is asked for, or the regular expression
+                is none.
+            AwsError: AWS cannot be asked.
+        """
+        if streams not in (None, Stream.COMBINED):
+            raise ValueError(f"AWS Batch writes both streams into one log; {streams.value} alone is not to be had")
+        found = self._find(app_id)
+        if found is None or not found.job:
+            raise ValueError(f"there is no app {app_id!r} in AWS Batch{f': {_FORGOTTEN}' if found else ''}")
+        roles.check_replica(app_id, {role.name: role.num_replicas for role in found.app.roles}, role_name, k)
+        index = facts.first_node(role_name, found.app.roles) + k
+        job_id, group = str(found.job["jobId"]), facts.log_group(found.job)
+
+        def look() -> tuple[list[tuple[str, str]], bool]:
+            wanted = f"{job_id}#{index}" if found.is_multinode else job_id
+            described = {each["jobId"]: each for each in self._described(list(dict.fromkeys((job_id, wanted))))}
+            ended = facts.state(described.get(job_id, {})) not in (AppState.PENDING, AppState.RUNNING)
+            return facts.streams(described.get(wanted, {}), group), ended
+
+        lines = logs.lines(self._aws, look, since=since, until=until, follow=should_tail)
+        return roles.matching(lines, regex)
+
+    # -- ending --------------------------------------------------------------------------------------------------------
+
+    def _cancel_existing(self, app_id: str) -> None:
+        """Have Batch end the job, wherever it stands, and return at once. One that has ended is left alone.
+
+        Raises:
+            AwsError: AWS cannot be asked.
+        """
+        with _for_a_person():
+            job = self._job(app_id)
+            if job is not None and facts.state(job) not in facts.ENDED:
+                self._aws.call("batch", "TerminateJob", jobId=job["jobId"], reason=facts.CANCELLED)
+
+    def _delete_existing(self, app_id: str) -> None:
+        """End the job, deregister its definition, remove its secret, and mark it as deleted.
+
+        Batch itself remembers jobs for a week. A job's lines stay in CloudWatch for as long as the log group says.
+
+        Raises:
+            AwsError: AWS cannot be asked.
+        """
+        with _for_a_person():
+            job = self._job(app_id)
+            self._cancel_existing(app_id)
+            secrets: dict[str, None] = {}
+            for definition in self._definitions(app_id):
+                if request.TAG_VERSION in definition.get("tags", {}):
+                    secrets |= dict.fromkeys(_secrets(definition))
+                    self._aws.call("batch", "DeregisterJobDefinition", jobDefinition=definition["jobDefinitionArn"])
+            if job is not None:
+                secrets |= dict.fromkeys(_secrets(job))
+                if "jobArn" in job:
+                    self._quietly("batch", "TagResource", resourceArn=job["jobArn"], tags={request.TAG_DELETED: "true"})
+            for secret in secrets:
+                self._delete_secret(secret)
+
+
+class MonarchAWSBatchScheduler(AWSBatchScheduler, Scheduler[MonarchAWSBatchOpts]):  # type: ignore[misc]
+    """The same, for Monarch hosts: they learn where replica 0 is, and get the job's credentials."""
+
+    def __init__(self, session_name: str) -> None:
+        super().__init__(session_name, "monarch_aws_batch")
+
+    def _run_opts(self) -> runopts:
+        options = run_options(MonarchAWSBatchOpts)
+        options.update(run_options(AWSBatchOpts))  # of inherited fields TorchX finds no help
+        return options
+
+    def replica0_host(self, app: AppDef, role: Role) -> str:
+        """The main node's address, which Batch tells all other nodes. It tells no other node's: see ``_render``."""
+        return f"@{RANK0 if role is app.roles[0] else _OWN_REPLICA0}"
+
+    def client_host(self, app_id: str, role: str) -> str:
+        """The address of the role's replica 0, for a machine within the nodes' network."""
+        found = self._find(app_id)
+        if found is None or role not in [each.name for each in found.app.roles]:
+            return ""
+        return facts.address(self._nodes(found).get(facts.first_node(role, found.app.roles), {}))
+
+    def _render(self, app: AppDef, cfg: MonarchAWSBatchOpts) -> BatchJob:
+        for role in app.roles:
+            _check_hosts(role, is_main=role is app.roles[0])
+        if cfg.secret and not cfg.execution_role_arn:
+            raise ValueError(
+                "run option secret needs execution_role_arn, a role that may read secrets (GetSecretValue)"
+            )
+
+        def finish(role: Role, env: dict[str, str]) -> None:
+            env.setdefault("PYTHONUNBUFFERED", "1")  # what goes into a pipe comes in blocks; people want lines
+            if cfg.secret:
+                env.pop(CREDENTIALS, None)
+
+        job = request.render(app, cfg, self._name, finish, (_NO_OTHER_START,))
+        if cfg.secret:
+            job.secret = {
+                "Name": f"torchx-monarch/{job.name}",
+                "Description": f"Credentials of the hosts of the AWS Batch job {job.name}; removed by torchx delete",
+                "SecretString": PLACEHOLDER,
+                "Tags": [{"Key": request.TAG_SCHEDULER, "Value": self._name}],
+            }
+            for role, container in zip(app.roles, _containers(job.definition), strict=True):
+                if CREDENTIALS in role.env:
+                    container["secrets"] = [{"name": CREDENTIALS, "valueFrom": request.SECRET_ARN}]
+        return job
+
+
+def _check_hosts(role: Role, is_main: bool) -> None:
+    """Refuse what hosts of this role would wait for in vain.
+
+    Raises:
+        ValueError: its hosts cannot find each other, or are promised replacements.
+    """
+    if CREDENTIALS not in role.env or role.num_replicas == 1:
+        return
+    if not is_main and _OWN_REPLICA0 not in role.env:
+        raise ValueError(
+            f"role {role.name!r} has {role.num_replicas} replicas that are to meet, and AWS Batch tells its nodes "
+            "the address of the first role's replica 0 alone: make it the first role, or submit it as an app of its own"
+        )
+    if role.max_retries and role.retry_policy is RetryPolicy.REPLICA:
+        raise ValueError(
+            f"role {role.name!r} has RetryPolicy.REPLICA, and AWS Batch replaces no single node: it starts a job again "
+            "as a whole (RetryPolicy.APPLICATION)"
+        )
+
+
+def _app(app_id: str, job: Mapping[str, Any]) -> AppDef:
+    packed = job.get("parameters", {}).get(request.APP_PARAMETER, "")
+    app = blob.unpack(packed) if packed else None
+    name = job.get("tags", {}).get(request.TAG_APP) or app_id.rpartition(":")[2]
+    return app or AppDef(name, request.roles_of(job))
+
+
+def _containers(definition: Mapping[str, Any]) -> list[dict[str, Any]]:
+    nodes = definition.get("nodeProperties")
+    if nodes:
+        return [each["container"] for each in nodes["nodeRangeProperties"]]
+    one = definition.get("containerProperties") or definition.get("container")
+    return [one] if one else []
+
+
+def _secrets(definition: Mapping[str, Any]) -> list[str]:
+    """ARNs of the secrets that were made for a job."""
+    given = [each for one in _containers(definition) for each in one.get("secrets", ())]
+    return [
+        each["valueFrom"] for each in given if each["name"] == CREDENTIALS and ":torchx-monarch/" in each["valueFrom"]
+    ]
+
+
+def _replaced(value: Any, old: str, new: str) -> Any:
+    if isinstance(value, dict):
+        return {key: _replaced(each, old, new) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_replaced(each, old, new) for each in value]
+    return new if value == old else value
+
+
+@contextlib.contextmanager
+def _for_a_person() -> Iterator[None]:
+    """Ends the torchx command with the message of an error, without a traceback."""
+    try:
+        yield
+    except AwsError as error:
+        if os.path.basename(sys.argv[0]) == "torchx":
+            raise SystemExit(str(error)) from None
+        raise
+
+
+def create_scheduler(session_name: str, **kwargs: Any) -> AWSBatchScheduler:
+    """TorchX's factory; it asks nobody anything. Parameters meant for other schedulers are ignored."""
+    return AWSBatchScheduler(session_name)
+
+
+def create_monarch_scheduler(session_name: str, **kwargs: Any) -> MonarchAWSBatchScheduler:
+    """The scheduler that ``monarch_aws_batch`` wraps."""
+    return MonarchAWSBatchScheduler(session_name)
