@@ -162,17 +162,19 @@ class ClientError(RuntimeError):
     """This process cannot be a Monarch client of these hosts; the message says why."""
 
 
-def become_client(url: str, tls: Sequence[str], warn: Callable[[str], None]) -> None:
-    """Have this process listen as Monarch's client where the hosts can reach it.
+def become_client(url: str, tls: Sequence[str], warn: Callable[[str], None], gateway: str = "") -> None:
+    """Have this process listen as Monarch's client where the hosts can reach it, or reach them through one of them.
 
     Args:
         url: where; empty for Monarch's own choice, which hosts of this machine reach.
         tls: for ``tls://``: files with its certificate, its key, and the authority that it trusts. Monarch reads them
             anew for every connection, so they may be replaced.
         warn: called with a line when other users of this machine can connect to Monarch.
+        gateway: address of the host through which everything goes; nobody then dials this process. Monarch has one for
+            the life of a process.
 
     Raises:
-        ClientError: it listens elsewhere already.
+        ClientError: it listens elsewhere already, or has another gateway.
     """
     from monarch import actor
 
@@ -182,11 +184,14 @@ def become_client(url: str, tls: Sequence[str], warn: Callable[[str], None]) -> 
 
         os.environ.update(zip(_TLS_VARIABLES, tls, strict=True))
         reload_config_from_env()  # Monarch has read its environment when it was imported
-    if not url:
-        return
     try:
-        actor.enable_transport(url)
+        if gateway:
+            actor.attach(gateway.partition("@")[2])
+        elif url:
+            actor.enable_transport(url)
     except RuntimeError as error:
+        if gateway:
+            raise ClientError(f"Monarch cannot go through {gateway} in this process: {error}") from None
         raise ClientError(
             f"Monarch already runs in this process and listens where these hosts cannot reach it: they need {url}. "
             f"Call state() of the job before anything else of Monarch's (this_host, spawn_procs, another job). {error}"

@@ -58,6 +58,8 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
         env: variables for the hosts of all roles, and so for their actors.
         idle_timeout: seconds without a client after which the hosts end; 0 for never.
         start_timeout: seconds until ``state()`` gives up waiting for hosts; None for no limit, as a queue may be long.
+        out_of_cluster: go through replica 0 of the first role alone, for clients that hosts cannot dial back (behind
+            NAT or a firewall). Monarch allows one such job in the life of a process.
         workspace: as for ``Runner.run``.
 
     Raises:
@@ -73,6 +75,7 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
         env: Mapping[str, str] | None = None,
         idle_timeout: float = IDLE_TIMEOUT,
         start_timeout: float | None = None,
+        out_of_cluster: bool = False,
         workspace: str | None = None,
     ) -> None:
         super().__init__()
@@ -84,6 +87,7 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
         self._cfg = dict(scheduler_cfg or {})
         self._idle_timeout = idle_timeout
         self._start_timeout = start_timeout
+        self._out_of_cluster = out_of_cluster
         self._workspace = workspace
         self._handle: str | None = None
         self._live = Live()
@@ -165,6 +169,13 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
     def _rebind_connection_inputs(self, spec: JobTrait) -> None:
         if isinstance(spec, MonarchJob):
             self._start_timeout = spec._start_timeout
+            self._out_of_cluster = spec._out_of_cluster
+
+    def _requires_sidecar_gateway(self) -> bool:
+        return self._out_of_cluster and self._scheduler != "monarch_local" and not self._is_this_job()
+
+    def _prepare_client_gateway(self) -> None:
+        self._attach()
 
     def _should_spawn_telemetry_worker_collector_actors(self) -> bool:
         return self._scheduler != "monarch_local"
@@ -187,10 +198,12 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
         """Be a client of the hosts of every role."""
         deadline = None if self._start_timeout is None else time.monotonic() + self._start_timeout
         found = {role.name: self._attach_to(role.name, deadline) for role in self._app.roles}
+        first = found[self._app.roles[0].name]
+        gateway = first.addresses[0] if self._out_of_cluster and first.address.networked else ""
         for attachment in found.values():
             assert self._handle is not None
             url, tls = client.join(self._handle, self._live, attachment)
-            monarch_api.become_client(url, tls, lambda text: _log.warning("INSECURE: %s", text))
+            monarch_api.become_client(url, tls, lambda text: _log.warning("INSECURE: %s", text), gateway)
         return found
 
     def _attach_to(self, role: str, deadline: float | None) -> Attachment:

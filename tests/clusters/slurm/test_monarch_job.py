@@ -22,16 +22,19 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("slurm")]
 
 SERVICES = """
 import json
+import psutil
 from monarch.job import MeshAdminConfig
 from torchx_monarch import MonarchJob
 
-job = MonarchJob({"trainers": 2}, "monarch_slurm")
+job = MonarchJob({"trainers": 2, "loaders": 1}, "monarch_slurm", out_of_cluster={OUT})
 job.enable_telemetry(include_dashboard=False, mesh_admin_config=MeshAdminConfig("127.0.0.1:0"))
 state = job.state(cached_path=None)
-state.trainers.spawn_procs().initialized.get(timeout=30)
+for mesh in (state.trainers, state.loaders):
+    mesh.spawn_procs().initialized.get(timeout=30)
+doors = [one.laddr.ip for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN]
 tables = state.query_engine_client.query("show tables")
 job.kill()
-print(json.dumps([str(tables), state.admin_url, job.active]))
+print(json.dumps([str(tables), state.admin_url, [ip for ip in doors if ip != "127.0.0.1"]]))
 """
 
 
@@ -57,11 +60,16 @@ def test_a_program_of_monarchs_documentation(apps: Apps, cluster: SlurmCluster, 
     assert "INSECURE" not in lines
 
 
-def test_telemetry_and_the_mesh_admin_reach_the_nodes(apps: Apps, cluster: SlurmCluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("out_of_cluster", [False, True])
+def test_telemetry_and_the_mesh_admin_reach_the_nodes(
+    apps: Apps, cluster: SlurmCluster, tmp_path: Path, out_of_cluster: bool
+) -> None:
     """They are, in part, a process of their own, which is started before the hosts are known."""
-    (tables, admin, active), log = client(cluster, tmp_path, SERVICES)
-    assert "actors'" in tables and admin.startswith("https://") and not active
+    (tables, admin, doors), log = client(cluster, tmp_path, SERVICES.replace("{OUT}", str(out_of_cluster)))
+    assert "actors'" in tables and admin.startswith("https://")
     assert "failed" not in log, log
+    # Hosts dial a client back, unless it goes through one of them.
+    assert len(doors) == (0 if out_of_cluster else 1)
 
 
 def test_a_controller_has_the_meshes_of_all_roles(apps: Apps, tmp_path: Path) -> None:
