@@ -28,9 +28,14 @@ def write(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def age(root: Path) -> None:
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scanning, "_SETTLED_AFTER", 0.1)
+
+
+def age() -> None:
     """Have all files be old enough to be remembered."""
-    time.sleep(max(0.0, scanning._SETTLED_AFTER + 0.1 - (time.time() - root.stat().st_ctime)))
+    time.sleep(0.15)
 
 
 def paths(root: Path, memory: Memory | None = None) -> set[str]:
@@ -147,8 +152,8 @@ def test_torchxignore_means_what_it_means_to_torchx(
 
 def test_reads_only_what_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root, kept = write(tmp_path / "ws", {"a.py": "1", "b/c.py": "2"}), str(tmp_path / "memory")
-    age(root)
-    before, memory = scan(str(root), memory := Memory()), memory
+    age()
+    before = scan(str(root), memory := Memory())
     memory.save(kept, str(root))
     read: list[str] = []
     original = scanning._hash
@@ -170,7 +175,7 @@ def test_finds_a_change_that_leaves_size_and_time_as_they_were(tmp_path: Path) -
     file = write(tmp_path, {"a.py": "x = 1"}) / "a.py"
     long_ago = (1_600_000_000, 1_600_000_000)
     os.utime(file, long_ago)
-    age(tmp_path)
+    age()
     before = scan(str(tmp_path), memory := Memory())
     file.write_text("x = 2")
     os.utime(file, long_ago)
@@ -179,7 +184,7 @@ def test_finds_a_change_that_leaves_size_and_time_as_they_were(tmp_path: Path) -
 
 def test_new_patterns_count_for_what_is_known(tmp_path: Path) -> None:
     write(tmp_path, {"a.py": "", "sub/b.py": "", "sub/c.txt": "", "d": ""})
-    age(tmp_path)
+    age()
     memory = Memory()
     assert paths(tmp_path, memory) == {"a.py", "sub/b.py", "sub/c.txt", "d"}
     write(tmp_path, {"sub/.gitignore": "*.txt\n"})

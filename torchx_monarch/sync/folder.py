@@ -10,6 +10,7 @@ put right before the next run; what they have added, results and checkpoints, st
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import stat
@@ -63,6 +64,7 @@ class WorkFolder:
         made: set[str] = set()
         for path in gone:
             self._remove(path)
+        self._remove_empty({os.path.dirname(path) for path in gone} | set(gone), _folders(tree.entries))
         for path, entry in tree.entries.items():
             held, where = self._holds.get(path), os.path.join(self.path, path)
             if held is not None and _mark(where, entry) == held[1]:
@@ -74,12 +76,11 @@ class WorkFolder:
             mark = _mark(where, entry)
             if mark is not None:  # else it is gone again, and will be made the next time
                 self._holds[path] = entry, mark
-        self._remove_empty({os.path.dirname(path) for path in gone} | set(gone), _folders(tree.entries))
         self.tree = tree.hash
 
     def adds(self) -> bool:
         """Whether there is something in it that is not of the tree, but for bytecode: results of a run."""
-        own = _folders(self._holds)
+        own = _folders({path: entry for path, (entry, _) in self._holds.items()})
         for folder, inside, files in os.walk(self.path):
             inside[:] = [name for name in inside if name != BYTECODE]
             below = os.path.relpath(folder, self.path) + "/" if folder != self.path else ""
@@ -109,13 +110,12 @@ class WorkFolder:
 
     def _is_within(self, path: str) -> bool:
         """Whether this is a folder of ours, and no link to another that a run has put there."""
-        while path:
-            try:
-                if not stat.S_ISDIR(os.lstat(os.path.join(self.path, path)).st_mode):
-                    return False
-            except (FileNotFoundError, NotADirectoryError):
+        where = self.path
+        for name in path.split("/") if path else ():
+            where = os.path.join(where, name)
+            status = _status(where)
+            if status is None or not stat.S_ISDIR(status.st_mode):
                 return False
-            path = os.path.dirname(path)
         return True
 
     def _make_folder(self, path: str, made: set[str]) -> None:
@@ -133,33 +133,41 @@ class WorkFolder:
 
     def _clear(self, where: str, entry: Entry) -> None:
         """Make room, for the tree comes first; a folder of a run, with all that is in it, only moves aside."""
-        try:
-            is_folder = stat.S_ISDIR(os.lstat(where).st_mode)
-        except FileNotFoundError:
+        status = _status(where)
+        if status is None:
             return
-        if not is_folder:
+        if not stat.S_ISDIR(status.st_mode):
             os.unlink(where)
             _forget_bytecode(where)
         elif entry.kind != FOLDER:
             _set_aside(where)
 
 
-def _folders(paths: Mapping[str, object]) -> set[str]:
+def _folders(entries: Mapping[str, Entry]) -> set[str]:
     """The folders that are needed for something, and those that are there for themselves."""
     found: set[str] = set()
-    for path in paths:
-        above = path  # a file counts as well, which does no harm
+    for path, entry in entries.items():
+        above = path if entry.kind == FOLDER else os.path.dirname(path)
         while above and above not in found:
             found.add(above)
             above = os.path.dirname(above)
     return found
 
 
+def _status(where: str) -> os.stat_result | None:
+    """Of what lies there, no link followed at the end; None for nothing, or nothing that can be reached."""
+    try:
+        return os.lstat(where)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return None
+        raise
+
+
 def _mark(where: str, entry: Entry) -> _Mark | None:
     """That of what lies there, if it is of the entry's kind."""
-    try:
-        status = os.lstat(where)
-    except (FileNotFoundError, NotADirectoryError):
+    status = _status(where)
+    if status is None:
         return None
     kind = stat.S_IFMT(status.st_mode)
     if entry.kind == FOLDER:
