@@ -9,7 +9,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-PIECE = 1 << 20
+PIECE = 1 << 19
 """Bytes of a piece on the way, at most; and of what is held in memory of a file."""
 
 _LEVEL = 1
@@ -71,13 +71,17 @@ class Unpacker:
     """Takes the pieces and has the contents written, each when it is complete and what it should be.
 
     Args:
-        wanted: sizes of the contents that may come, by digest.
+        expected: sizes of the contents that may come, by digest.
+        wanted: those of them that must; the others are for somebody else.
         folder: for one that is not complete yet.
         keep: called with the digest and the file of one that is; moves it away.
     """
 
-    def __init__(self, wanted: Mapping[str, int], folder: str, keep: Callable[[str, str], None]) -> None:
-        self._wanted = dict(wanted)
+    def __init__(
+        self, expected: Mapping[str, int], wanted: Iterable[str], folder: str, keep: Callable[[str, str], None]
+    ) -> None:
+        self._expected = expected
+        self._wanted = set(wanted)
         self._folder = folder
         self._keep = keep
         self._unpacker = zlib.decompressobj()
@@ -122,13 +126,14 @@ class Unpacker:
 
     def _take(self, data: memoryview) -> None:
         while data:
-            if self._file < 0:
+            if not self._digest:
                 data = self._begin(data)
                 continue
             some, data = data[: self._left], data[self._left :]
-            self._found.update(some)
             self._left -= len(some)
-            while some:
+            if self._file >= 0:
+                self._found.update(some)
+            while some and self._file >= 0:
                 some = some[os.write(self._file, some) :]
             self._end_if_complete()
 
@@ -138,20 +143,23 @@ class Unpacker:
         if len(self._head) == _HEAD:
             self._digest, self._left = self._head[:32].hex(), int.from_bytes(self._head[32:], "big")
             self._head = b""
-            if self._wanted.get(self._digest) != self._left:
+            if self._expected.get(self._digest) != self._left:
                 raise PackError(f"{self._left} bytes of the digest {self._digest} came, and nobody wants them")
             self._found = hashlib.sha256()
-            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            if self._digest in self._wanted:
+                self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             self._end_if_complete()
         return data[lacks:]
 
     def _end_if_complete(self) -> None:
         if self._left:
             return
-        if self._found.hexdigest() != self._digest:
-            self.close()
-            raise PackError(f"what came as {self._digest} has another digest")
-        os.close(self._file)
-        self._file = -1
-        self._keep(self._digest, self._path)
-        del self._wanted[self._digest]
+        if self._file >= 0:
+            if self._found.hexdigest() != self._digest:
+                self.close()
+                raise PackError(f"what came as {self._digest} has another digest")
+            os.close(self._file)
+            self._file = -1
+            self._keep(self._digest, self._path)
+            self._wanted.discard(self._digest)
+        self._digest = ""

@@ -68,7 +68,7 @@ class CodeStore:
             if needed * 2 > free:
                 raise StoreError(f"{self._folder} has {free} bytes left, and the code needs {needed * 2}")
             self._coming = tree
-            self._unpacker = Unpacker(missing, self._folder, self._keep)
+            self._unpacker = Unpacker(tree.contents, missing, self._folder, self._keep)
             return list(missing)
 
     def take(self, piece: bytes) -> None:
