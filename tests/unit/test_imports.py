@@ -50,7 +50,8 @@ def test_launch_path_does_not_import_torch(statement: str) -> None:
 
 
 def test_host_process_starts_without_torchx() -> None:
-    assert "torchx" not in imported_by("import torchx_monarch.host, torchx_monarch.runtime.host")
+    theirs = imported_by("import torchx_monarch.host, torchx_monarch.runtime.host, torchx_monarch.runtime.code")
+    assert not theirs & {"torchx", "pathspec"}  # who reads patterns is the client
 
 
 @pytest.mark.parametrize("module", ["local.supervisor", "slurm.job", "slurm.task"])
@@ -82,6 +83,13 @@ def modules_imported(path: Path) -> set[str]:
         ),
         ("schedulers", ("torchx_monarch.runtime", "monarch", "torch.")),
         ("runtime", ("torchx_monarch.schedulers", "torchx_monarch.backends", "torchx.")),
+        (
+            "sync",
+            (
+                *(f"torchx_monarch.{room}" for room in ("runtime", "schedulers", "backends", "plan", "client")),
+                *("monarch", "torch.", "torchx."),
+            ),
+        ),
     ],
 )
 def test_dependencies_point_one_way(room: str, forbidden: tuple[str, ...]) -> None:
