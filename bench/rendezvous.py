@@ -42,8 +42,9 @@ from torchx_monarch import credentials
 from torchx_monarch.errors import Verdict
 from torchx_monarch.processes import raise_file_limit
 from torchx_monarch.runtime import transport
+from torchx_monarch.runtime.membership import Membership
 from torchx_monarch.runtime.network import NetworkOptions
-from torchx_monarch.runtime.rendezvous import Membership, Registration, Rendezvous, RendezvousError
+from torchx_monarch.runtime.rendezvous import Registration, Rendezvous, RendezvousError
 from torchx_monarch.runtime.transport import Address, Identity
 from torchx_monarch.runtime.wires import Wires
 

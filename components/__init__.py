@@ -17,6 +17,7 @@ from torchx import specs
 from torchx.components.structured_arg import StructuredNameArgument
 
 from torchx_monarch.plan import spmd as plan
+from torchx_monarch.plan.command import HOSTS_MODULE
 
 _log = logging.getLogger("torchx_monarch")
 
@@ -114,6 +115,62 @@ def spmd(
                 num_replicas=shape.replicas,
                 max_retries=max_retries,
                 resource=resource,
+                mounts=plan.mounts(mounts),
+            )
+        ],
+        metadata=dict(metadata or {}),
+    )
+
+
+def hosts(
+    j: str = "1x1",
+    name: str = "hosts",
+    image: str = torchx.IMAGE,
+    h: Optional[str] = None,
+    cpu: int = 2,
+    gpu: int = 0,
+    memMB: int = 1024,
+    env: Optional[Dict[str, str]] = None,
+    metadata: Optional[Dict[str, str]] = None,
+    mounts: Optional[List[str]] = None,
+    max_retries: int = 0,
+    idle_timeout: int = 1800,
+) -> specs.AppDef:
+    """Take hosts that wait for runs: `torchx monarch exec HANDLE -- torchrun --nproc-per-node 4 train.py`.
+
+    They end when nobody has run anything for a while, or with `torchx monarch stop HANDLE`.
+
+    Args:
+        j: [NNODESx]NPROC: nodes, and for how many processes on each interpreters are kept ready (0 for none)
+        name: name of the app
+        image: image, or directory, that the job runs in
+        h: a registered named resource (takes precedence over cpu, gpu, memMB)
+        cpu: cpus per node
+        gpu: gpus per node
+        memMB: memory per node in MB
+        env: environment variables for the hosts and everything that runs there (A=1,B=2)
+        metadata: metadata for the scheduler (A=1,B=2)
+        mounts: mounts (type=bind,src=/host,dst=/job[,readonly])
+        max_retries: how often a host that is lost is replaced while the others wait
+        idle_timeout: seconds without a run after which the hosts end; 0 for never
+    """
+    nodes, nproc = plan.hosts(j, h)
+    plan.require_counts(max_retries=max_retries, idle_timeout=idle_timeout)
+    role_env = dict(env or {})
+    role_env.setdefault("LOGLEVEL", os.getenv("LOGLEVEL", "WARNING"))
+    return specs.AppDef(
+        name=plan.app_name(name, "hosts"),
+        roles=[
+            specs.Role(
+                name="hosts",
+                image=image,
+                entrypoint="python",
+                args=["-m", HOSTS_MODULE, "--idle-timeout", str(idle_timeout), "--nproc", nproc],
+                env=role_env,
+                num_replicas=nodes,
+                max_retries=max_retries,
+                retry_policy=specs.RetryPolicy.REPLICA if max_retries else specs.RetryPolicy.APPLICATION,
+                resource=plan.resource(h, cpu, gpu, memMB),
                 mounts=plan.mounts(mounts),
             )
         ],

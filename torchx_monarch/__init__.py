@@ -4,4 +4,34 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchx_monarch.client.job import SPMDJob as SPMDJob
+    from torchx_monarch.client.result import RunResult as RunResult
+    from torchx_monarch.client.serve import serve as serve
+    from torchx_monarch.errors import SPMDError as SPMDError
+
 __version__ = "0.1.0"
+
+_PUBLIC = {
+    "RunResult": "client.result",
+    "SPMDError": "errors",
+    "SPMDJob": "client.job",
+    "serve": "client.serve",
+}
+"""What this package offers to programs, and the modules where it is: imported when it is first used."""
+
+__all__ = ["RunResult", "SPMDError", "SPMDJob", "serve"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

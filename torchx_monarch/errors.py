@@ -57,6 +57,7 @@ class RankExit:
         stderr_path: its own log file on its host.
         error: what its torchelastic error file holds, if it wrote one.
         timer: scope of the timer that expired, where its end is the watchdog's doing.
+        started: when its program was started, in seconds since the epoch.
     """
 
     rank: int
@@ -70,6 +71,7 @@ class RankExit:
     stderr_path: str = ""
     error: Mapping[str, Any] | None = None
     timer: str = ""
+    started: float = 0.0
 
     @property
     def failed(self) -> bool:
@@ -206,3 +208,41 @@ def _ranks_in_words(ranks: list[int]) -> str:
     if len(shown) < len(ranks):
         return f"ranks {', '.join(map(str, shown))} and {len(ranks) - len(shown)} more"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+class LinkError(RuntimeError):
+    """A live allocation cannot be reached; the message says why."""
+
+
+class RefusedError(RuntimeError):
+    """A live allocation does not do what it was asked to; the message is its own."""
+
+
+class AllocationError(RuntimeError):
+    """A live allocation has ended, or did not get ready in time."""
+
+
+class SPMDError(RuntimeError):
+    """A run on a live allocation has failed.
+
+    Attributes:
+        result: the whole of it (``client.result.RunResult``).
+        root_cause: the rank that began it (``client.result.RankResult``); None where no rank did.
+        failed_ranks: ranks that failed by themselves.
+        tracebacks: Python tracebacks by rank, of those that have one.
+        log_paths: the stderr log of each failed rank, on its host.
+    """
+
+    def __init__(self, result: Any) -> None:
+        self.result = result
+        self.root_cause = result.ranks.get(result.cause)
+        self.failed_ranks = [rank for rank, one in result.ranks.items() if one.failed]
+        self.tracebacks = {rank: one.traceback for rank, one in result.ranks.items() if one.failed and one.traceback}
+        self.log_paths = {rank: result.ranks[rank].log_path for rank in self.failed_ranks}
+        text = f"run {result.run} failed (exit code {result.exit_code}): {result.reason}"
+        if self.root_cause is not None and self.root_cause.traceback:
+            text += f"\n\nrank {result.cause}:\n{self.root_cause.traceback.rstrip()}"
+        super().__init__(text)
+
+    def __reduce__(self) -> tuple[type[SPMDError], tuple[Any]]:
+        return type(self), (self.result,)

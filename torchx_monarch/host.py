@@ -24,6 +24,7 @@ def main(argv: list[str]) -> NoReturn:
     """
     from torchx_monarch.plan.exit_codes import parse_exit_codes
     from torchx_monarch.runtime.host import HostProcess
+    from torchx_monarch.runtime.live_host import LiveHost, is_live
     from torchx_monarch.runtime.network import NetworkOptions, parse_ports
     from torchx_monarch.runtime.options import HostOptions
 
@@ -89,7 +90,8 @@ def main(argv: list[str]) -> NoReturn:
         retry_on=retry_on,
         command=tuple(args.command),
     )
-    HostProcess(options, os.environ).main()
+    kind = LiveHost if is_live(options, os.environ) else HostProcess
+    kind(options, os.environ).main()
 
 
 if __name__ == "__main__":

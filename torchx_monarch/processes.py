@@ -92,8 +92,8 @@ def process(pid: int) -> Process | None:
 
 def identity(pid: int) -> Identity | None:
     """The identity of a living process (a zombie is not living); None when there is none of this pid."""
-    found = process(pid)
-    return Identity(pid, found.start) if found is not None and found.state not in "ZX" else None
+    found = _living(pid)
+    return Identity(pid, found.start) if found else None
 
 
 def send(target: Identity, signum: int) -> bool:
@@ -148,14 +148,31 @@ def marked(job: str) -> list[int]:
     return [pid for pid in _pids() if pid != os.getpid() and _carries(pid, wanted) and identity(pid)]
 
 
-def _families() -> dict[int, list[int]]:
-    """The living children of every process."""
+def _families() -> Callable[[int], list[int]]:
+    """What tells the living children of a process."""
+    if os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
+        return _listed_children
+    # A kernel without CONFIG_PROC_CHILDREN: all processes of the machine have to be looked at, once.
     children: dict[int, list[int]] = {}
     for pid in _pids():
-        found = process(pid)
-        if found is not None and found.state not in "ZX":
+        if found := _living(pid):
             children.setdefault(found.parent, []).append(pid)
-    return children
+    return lambda pid: children.get(pid, [])
+
+
+def _listed_children(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # it has ended
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            # A thread may end meanwhile; its children are then another's, at which whoever looks again finds them.
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
+                found += map(int, file.read().split())
+    return [child for child in found if _living(child)]
+
+
+def _living(pid: int) -> Process | None:
+    found = process(pid)
+    return found if found is not None and found.state not in "ZX" else None
 
 
 def descendants(root: int, job: str) -> list[int]:
@@ -163,25 +180,25 @@ def descendants(root: int, job: str) -> list[int]:
 
     An app that was submitted from within this one is an app of its own: its keeper is a descendant, and is left alone.
     """
-    children = _families()
+    children_of = _families()
     foreign = MARKER.encode() + b"="
     own = mark(MARKER, job)
     found: list[int] = []
-    queue = list(children.get(root, ()))
+    queue = children_of(root)
     while queue:
         pid = queue.pop(0)
         markers = [variable for variable in _variables(pid) if variable.startswith(foreign)]
         if markers and own not in markers:
             continue
         found.append(pid)
-        queue.extend(children.get(pid, ()))
+        queue += children_of(pid)
     return found
 
 
 def adopted(marks: Iterable[bytes]) -> list[int]:
     """The children of this process that carry all these marks: its own, and orphans that it has taken in."""
     marks = list(marks)
-    return [pid for pid in _families().get(os.getpid(), ()) if _carries(pid, marks)]
+    return [pid for pid in _families()(os.getpid()) if _carries(pid, marks)]
 
 
 def hosts(roots: Iterable[int]) -> dict[int, list[int]]:
@@ -190,7 +207,7 @@ def hosts(roots: Iterable[int]) -> dict[int, list[int]]:
     A host ends its own family in good order, and forks of a host share its command line: only the topmost is to be
     told.
     """
-    children = _families()
+    children_of = _families()
     found: dict[int, list[int]] = {}
     for root in roots:
         found[root] = []
@@ -200,7 +217,7 @@ def hosts(roots: Iterable[int]) -> dict[int, list[int]]:
             if _is_host(_command(pid)):
                 found[root].append(pid)
             else:
-                queue.extend(children.get(pid, ()))
+                queue += children_of(pid)
     return found
 
 
@@ -242,7 +259,8 @@ def kill_until_gone(find: Callable[[], list[int]], timeout: float = 5.0) -> list
     """
     deadline = time.monotonic() + timeout
     pause = 0.001
-    while found := find():
+    # Twice: a list of children may miss one when another leaves it at that moment.
+    while found := find() or find():
         kill(found)
         if time.monotonic() > deadline:
             return found

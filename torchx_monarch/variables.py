@@ -17,3 +17,6 @@ FOR_HOSTS = (
 )
 """Where hosts meet and by what credentials; where sockets, events and logs go; how often it was started again; the file
 that announces a stop; the name of replica 0."""
+
+OF_A_JOB = (*FOR_HOSTS, "MONARCH_JOB", "TORCHELASTIC_ERROR_FILE")
+"""All that describes the job around a submitter, whose own job is another one."""

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from pathlib import Path
@@ -17,13 +16,14 @@ def test_is_for_its_owner_alone_until_the_app_is_deleted() -> None:
     text = credentials.create()[1].to_text()
     before = os.umask(0)
     try:
-        clients.keep("monarch_batch", "queue:app/1", text)
+        clients.keep("monarch_batch", "queue:app/1", text, {"r": "tls:@HOST:1"})
     finally:
         os.umask(before)
     path = Path(clients.path("monarch_batch", "queue:app/1"))
-    assert json.loads(path.read_text()) == {"credentials": text}
+    assert clients.kept("monarch_batch", "queue:app/1") == (text, {"r": "tls:@HOST:1"})
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert all(stat.S_IMODE(folder.stat().st_mode) == 0o700 for folder in list(path.parents)[:2])
     clients.forget("monarch_batch", "queue:app/1")
     clients.forget("monarch_batch", "queue:app/1")
     assert not path.exists()
+    assert clients.kept("monarch_batch", "queue:app/1") == ("", {})

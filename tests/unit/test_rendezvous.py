@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from torchx_monarch.errors import Verdict
-from torchx_monarch.runtime.rendezvous import Membership, Registration, Rendezvous, RendezvousError
+from torchx_monarch.runtime.membership import Membership
+from torchx_monarch.runtime.rendezvous import Registration, Rendezvous, RendezvousError
 from torchx_monarch.runtime.transport import Address
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from torchx_monarch.runtime import transport
+from torchx_monarch.runtime import address, transport
 from torchx_monarch.runtime.transport import Address
 
 PAGE = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
@@ -38,7 +38,7 @@ def alert(name: str) -> ssl.SSLError:
     "error",
     [
         *(unverified(code) for code in (9, 10, 62, 64, 20)),
-        *(alert(name) for name in [*transport._ALERTS, "WRONG_VERSION_NUMBER", "ANYTHING"]),
+        *(alert(name) for name in [*address._ALERTS, "WRONG_VERSION_NUMBER", "ANYTHING"]),
         socket.gaierror(-2, "Name or service not known"),
         asyncio.TimeoutError(),
         ConnectionAbortedError("SSL handshake is taking longer"),

@@ -20,10 +20,12 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from torchx_monarch.runtime import address as address_module
 from torchx_monarch.runtime import door, protocol, transport
 from torchx_monarch.runtime import wires as wires_module
+from torchx_monarch.runtime.membership import Membership
 from torchx_monarch.runtime.network import NetworkError, NetworkOptions
-from torchx_monarch.runtime.rendezvous import Membership, Registration, Rendezvous, RendezvousError
+from torchx_monarch.runtime.rendezvous import Registration, Rendezvous, RendezvousError
 from torchx_monarch.runtime.transport import Address, AddressError, ConnectError, Identity
 from torchx_monarch.runtime.wires import Wires
 
@@ -194,7 +196,8 @@ def test_says_that_one_end_does_not_speak_tls(authority: Authority, address: Add
 
 
 def test_says_why_it_cannot_be_reached(authority: Authority, address: Address, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "_CONNECT_TIMEOUT", 0.5)
+    for module in (transport, address_module):
+        monkeypatch.setattr(module, "CONNECT_TIMEOUT", 0.5)
 
     def why(to: Address) -> str:
         with pytest.raises(ConnectError) as caught:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import urllib.parse
+from collections.abc import Mapping
 
 from torchx_monarch.backends.local import store
 
@@ -20,8 +21,15 @@ def path(scheduler: str, app_id: str) -> str:
     return os.path.join(store.state_dir(), "clients", scheduler, urllib.parse.quote(app_id, safe=""))
 
 
-def keep(scheduler: str, app_id: str, credentials: str) -> None:
-    """Keep the text of a job's ``credentials.ClientCredentials``.
+def keep(scheduler: str, app_id: str, credentials: str, rendezvous: Mapping[str, str]) -> None:
+    """Keep what a client needs.
+
+    Args:
+        scheduler: our registered name.
+        app_id: the app.
+        credentials: the text of its ``credentials.ClientCredentials``.
+        rendezvous: where replica 0 of each role listens, by the role's name; the host may be ``@NAME``, which only the
+            hosts know.
 
     Raises:
         OSError: it cannot be written.
@@ -29,7 +37,24 @@ def keep(scheduler: str, app_id: str, credentials: str) -> None:
     where = path(scheduler, app_id)
     for folder in (store.state_dir(), os.path.dirname(os.path.dirname(where)), os.path.dirname(where)):
         os.makedirs(folder, mode=0o700, exist_ok=True)
-    store.write_json(where, {"credentials": credentials})
+    store.write_json(where, {"credentials": credentials, "rendezvous": dict(rendezvous)})
+
+
+def kept(scheduler: str, app_id: str) -> tuple[str, dict[str, str]]:
+    """What ``keep`` was given: the credentials and the addresses; empty where there is nothing."""
+    found = store.read_json(path(scheduler, app_id)) or {}
+    return found.get("credentials", ""), found.get("rendezvous", {})
+
+
+def known() -> list[tuple[str, str]]:
+    """All that are kept, as scheduler and app."""
+    root = os.path.join(store.state_dir(), "clients")
+    found = []
+    with contextlib.suppress(OSError):
+        for scheduler in sorted(os.listdir(root)):
+            names = sorted(os.listdir(os.path.join(root, scheduler)))
+            found += [(scheduler, urllib.parse.unquote(name)) for name in names if not name.endswith(".tmp")]
+    return found
 
 
 def forget(scheduler: str, app_id: str) -> None:

@@ -32,6 +32,15 @@ class NetworkBackend(Protocol):
         ...
 
 
+@runtime_checkable
+class Reachable(Protocol):
+    """A scheduler that knows better than by a replica's host name how its machine reaches a role's replica 0."""
+
+    def client_host(self, app_id: str, role: str) -> str:
+        """The name or address; empty when it is not known, for one that has ended or not begun."""
+        ...
+
+
 def with_credentials(request: T, credentials: str) -> T:
     """A copy of a request in which every placeholder is the credentials: dataclasses, dicts, lists and strings."""
     filled: T = _fill(copy.deepcopy(request), credentials)

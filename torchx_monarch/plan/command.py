@@ -29,6 +29,9 @@ __all__ = ["Command", "CommandError", "Program", "Streams", "TorchrunOptions", "
 HOST_MODULE = "torchx_monarch.host"
 """The module that runs in every replica: ``python -m torchx_monarch.host [options] -- COMMAND``."""
 
+HOSTS_MODULE = "torchx_monarch.hosts"
+"""The command of an allocation that waits for runs (``plan.hold``): ``python -m torchx_monarch.hosts [options]``."""
+
 _TORCHRUN_MODULES = ("torch.distributed.run", "torchrun")
 PROCESS_COUNTS = ("auto", "gpu", "cpu", "xpu")
 
@@ -56,14 +59,15 @@ class Command:
     """A command whose meaning is known.
 
     Attributes:
-        kind: ``torchrun``, or ``python`` for a plain python command: one process per replica.
-        options: torchrun's options; for kind ``python`` the defaults.
+        kind: ``torchrun``, or ``python`` for a plain python command: one process per replica; ``hosts`` for an
+            allocation that waits for runs, whose program holds the rest (``plan.hold``).
+        options: torchrun's options; for the other kinds the defaults.
         interpreter: how the ranks' python is called. For kind ``python`` the interpreter with its own flags, as typed.
             For kind ``torchrun`` what torchrun would use if the command tells: ``$PYTHON_EXEC``, or the X of
             ``X -m torch.distributed.run``; otherwise empty, which means the python that the host runs in.
     """
 
-    kind: Literal["torchrun", "python"]
+    kind: Literal["torchrun", "python", "hosts"]
     options: TorchrunOptions
     program: Program
     interpreter: tuple[str, ...] = ()
@@ -119,7 +123,10 @@ def parse(argv: Sequence[str], env: Mapping[str, str] = MappingProxyType({})) ->
         )
     if program.mode == "module" and program.target == HOST_MODULE:
         raise CommandError(f"The command already runs {HOST_MODULE}. Give the command that follows its `--`.")
-    return Command("python", DEFAULTS, program, interpreter)
+    kind: Literal["python", "hosts"] = "python"
+    if program.mode == "module" and program.target == HOSTS_MODULE:
+        kind = "hosts"
+    return Command(kind, DEFAULTS, program, interpreter)
 
 
 def _torchrun(arguments: Sequence[str], env: Mapping[str, str], interpreter: tuple[str, ...]) -> Command | None:

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 from torchx.specs import AppDef, RetryPolicy, Role, macros
 
-from torchx_monarch.plan.command import HOST_MODULE, Command, CommandError, check, parse
+from torchx_monarch.plan.command import HOST_MODULE, HOSTS_MODULE, Command, CommandError, check, parse
+from torchx_monarch.plan.hold import IDLE_TIMEOUT, Hold
 from torchx_monarch.plan.shell import SimpleCommand, command_string, simple_commands
 from torchx_monarch.plan.template import escape, substitute, unescape
 
@@ -52,8 +53,30 @@ def rewrite(app: AppDef, options: HostOptions) -> AppDef:
     """
     rewritten = copy.deepcopy(app)
     for role in rewritten.roles:
-        _wrap(role, options)
+        wrap_role(role, options.python, _host_arguments(role, options))
     return rewritten
+
+
+def hold(app: AppDef, idle_timeout: float = IDLE_TIMEOUT, python: str = "python") -> AppDef:
+    """A copy of ``app`` whose hosts wait for runs; what its roles run now is what a run runs that names nothing else.
+
+    Roles without a rank program stay as they are.
+
+    Args:
+        app: as a component makes it.
+        idle_timeout: seconds without a run after which the hosts end; 0 for never.
+        python: the interpreter in the command; the hosts' own is the scheduler's choice.
+
+    Raises:
+        CommandError: the command of a role cannot be run, or no role has one; the message names the role.
+    """
+    held = copy.deepcopy(app)
+    words = ["-m", HOSTS_MODULE, "--idle-timeout", _seconds(idle_timeout), "--"]
+    found = [wrap_role(role, python, words, but="hosts") for role in held.roles]
+    if not any(found):
+        roles = ", ".join(repr(role.name) for role in held.roles) or "none"
+        raise CommandError(f"no role of app {app.name!r} runs a torchrun or Python command; its roles: {roles}")
+    return held
 
 
 def restore(role: Role) -> Role:
@@ -73,26 +96,34 @@ def restore(role: Role) -> Role:
     return restored
 
 
-def _wrap(role: Role, options: HostOptions) -> None:
+def wrap_role(role: Role, python: str, words: Sequence[str], but: str = "") -> bool:
+    """Put ``python`` and further words before the rank program of a role, in place; whether it has one.
+
+    Args:
+        role: the role.
+        python: the first word.
+        words: those that follow, escaped for TorchX.
+        but: kind of command that is left as it is.
+    """
     string = command_string(role.entrypoint, role.args)
     if string is not None:
-        _wrap_string(role, string, options)
-        return
-    words = [role.entrypoint, *(substitute(arg)[0] for arg in role.args)]
-    if _command(words, role) is not None:
-        command = [escape(role.entrypoint), *role.args]
-        role.entrypoint, role.args = options.python, [*_host_arguments(role, options), *command]
-        return
+        return _wrap_string(role, string, [escape(python), *words], but)
+    plain = [role.entrypoint, *(substitute(arg)[0] for arg in role.args)]
+    if (command := _command(plain, role)) is not None:
+        if command.kind != but:
+            role.entrypoint, role.args = python, [*words, escape(role.entrypoint), *role.args]
+        return True
     for position in range(len(role.args)):
-        command_found = _command(words[position + 1 :], role)
+        command_found = _command(plain[position + 1 :], role)
         if command_found is not None:
             # A script that sets things up and then runs torchrun; what it does with a plain python is its own affair.
-            if command_found.kind == "torchrun":
-                role.args[position:position] = [escape(options.python), *_host_arguments(role, options)]
-            return
+            if command_found.kind not in ("python", but):
+                role.args[position:position] = [escape(python), *words]
+            return command_found.kind != "python"
+    return False
 
 
-def _wrap_string(role: Role, string: int, options: HostOptions) -> None:
+def _wrap_string(role: Role, string: int, words: Sequence[str], but: str) -> bool:
     text = role.args[string]
     found = _rank_commands(text, role)
     if len(found) > 1:
@@ -100,25 +131,28 @@ def _wrap_string(role: Role, string: int, options: HostOptions) -> None:
             f"role {role.name!r}: the string of `{role.entrypoint} -c` holds {len(found)} torchrun commands, and a "
             "role can hold one. Make a role of each, or leave it to one torchrun to start the other."
         )
-    for simple in found:
+    for simple, kind in found:
         if simple.looped:
             raise CommandError(
                 f"role {role.name!r}: the torchrun in the string of `{role.entrypoint} -c` stands in a loop, and a "
                 "role runs one. Put the loop into the script, or submit one job for each turn."
             )
+        if kind == but:
+            continue
         start = simple.words[0].start
-        host = [escape(options.python), *_host_arguments(role, options)]
         # The values of macros may be variables of the shell (Slurm: $SLURM_JOB_ID): double quotes let them expand.
-        quoted = [f'"{word}"' if word in (macros.app_id, macros.replica_id) else shlex.quote(word) for word in host]
+        quoted = [f'"{word}"' if word in (macros.app_id, macros.replica_id) else shlex.quote(word) for word in words]
         role.args[string] = f"{text[:start]}{' '.join(quoted)} {text[start:]}"
+    return bool(found)
 
 
-def _rank_commands(text: str, role: Role) -> list[SimpleCommand]:
-    found = []
+def _rank_commands(text: str, role: Role) -> list[tuple[SimpleCommand, str]]:
+    """The rank programs in a shell's string, each with the kind of its command."""
+    found: list[tuple[SimpleCommand, str]] = []
     for simple in simple_commands(text):
         command = _command([word.value for word in simple.words], role)
-        if command is not None and (command.kind == "torchrun" or simple.alone):
-            found.append(simple)
+        if command is not None and (command.kind != "python" or simple.alone):
+            found.append((simple, command.kind))
     return found
 
 
@@ -139,6 +173,8 @@ def _command(words: Sequence[str], role: Role) -> Command | None:
         raise CommandError(f"role {role.name!r}: {error}") from None
     if command is not None:
         check(command, replicas=role.num_replicas, role=role.name)
+        if command.kind == "hosts":
+            Hold.of(command, env, role.num_replicas, role.name)
     return command
 
 

@@ -135,6 +135,19 @@ class Shape:
         return node_range(self.nnodes)[1]
 
 
+def hosts(j: str, h: str | None) -> tuple[int, str]:
+    """What ``-j`` of ``monarch.hosts`` means: the nodes, and the processes on each."""
+    if j.endswith("x0") or j == "0":  # no rank program: nothing to keep ready
+        nodes = j.removesuffix("0").removesuffix("x") or "1"
+        if not nodes.isdigit() or not int(nodes):
+            _refuse(f"-j {j}: use NNODESxNPROC, such as 2x8.")
+        return int(nodes), "0"
+    shape = Shape.of(j, None, None, h)
+    if shape.min_replicas != shape.replicas:
+        _refuse(f"-j {j}: hosts that wait are all there or none; use NNODESxNPROC, such as 2x8.")
+    return shape.replicas, shape.nproc
+
+
 def app_name(run_name: str, role: str) -> str:
     """``run_name`` as a name that can be part of a path; ``role`` when nothing of it is left."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", run_name).strip("-.") or role

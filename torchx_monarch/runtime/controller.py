@@ -37,9 +37,23 @@ _SAID_ANYWAY = 1.0
 """Seconds that it has where the failure names the host, and no other is to take its place."""
 
 
-class _TroubleCame(Exception):
+class TroubleCame(Exception):
+    """Ends what the controller waits for."""
+
     def __init__(self, trouble: Trouble) -> None:
         self.trouble = trouble
+
+
+class HostRefused(Exception):
+    """A host of a live allocation cannot do what it was asked to, and lives on.
+
+    Attributes:
+        code: exit code that goes with it.
+    """
+
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,8 +136,8 @@ class Controller:
                 # Hosts that have lost an earlier replica 0 have seen attempts.
                 self._attempt_number = max(self._attempt_number, *(host.attempt + 1 for host in hosts))
                 await self._form_mesh(hosts)
-                return await self._attempts(hosts)
-            except _TroubleCame as came:
+                return await self._work(hosts)
+            except TroubleCame as came:
                 trouble = came.trouble
             self._reporter.note(trouble.kind, trouble.verdict.reason, replica=trouble.replica)
             leaves = await self._let_go(trouble)
@@ -182,7 +196,7 @@ class Controller:
             try:
                 await self._unless_trouble(self._gathering.enough(wait))
             except TooFewHosts as error:
-                raise _TroubleCame(Trouble(0, Verdict(1, str(error)), lost=False)) from None
+                raise TroubleCame(Trouble(0, Verdict(1, str(error)), lost=False)) from None
             hosts = self._gathering.form()
         return hosts
 
@@ -196,21 +210,25 @@ class Controller:
             await self._unless_trouble(self._check(hosts))
             mesh = self._in_thread(AgentMesh, addresses, Agent, number, _MESH_TIMEOUT)
             self._mesh = await self._unless_trouble(self._reporter.while_waiting(mesh, lambda: "the mesh"))
-        except _TroubleCame:
+        except TroubleCame:
             raise
         except NetworkError as error:
             within = self._options.said_within if self._replacements_left else _SAID_ANYWAY
-            raise _TroubleCame(await self._trouble_behind(Trouble(0, Verdict(1, str(error))), within)) from None
+            raise TroubleCame(await self._trouble_behind(Trouble(0, Verdict(1, str(error))), within)) from None
         except Exception as error:
             print(f"the mesh could not be formed: {error}", file=sys.stderr, flush=True)  # this is Monarch's log
             place = host_without_agent(error)
             why = _first_line(error) if place is None else f"the agent of {hosts[place].name} did not start"
             reason = f"the mesh could not be formed: {why}; see {self._options.monarch_log}"
             trouble = Trouble(0, Verdict(1, reason, replica=-1 if place is None else place))
-            raise _TroubleCame(await self._trouble_behind(trouble)) from error
+            raise TroubleCame(await self._trouble_behind(trouble)) from error
         self._hosts = hosts
         self._members = {host.replica for host in hosts}
         self._reporter.phase("mesh", "mesh")
+
+    async def _work(self, hosts: list[Registration]) -> Verdict:
+        """What is done on a mesh that stands."""
+        return await self._attempts(hosts)
 
     async def _attempts(self, hosts: list[Registration]) -> Verdict:
         budget, never_joined = self._options.max_restarts, frozenset[int]()
@@ -234,7 +252,7 @@ class Controller:
         options = self._options
         self._exits = {}
         if options.sizes.elastic and (newcomers := self._rendezvous.newcomers):
-            raise _TroubleCame(joined(newcomers[0]))
+            raise TroubleCame(joined(newcomers[0]))
         store = self._call(0, "store", {"address": options.store_bind}, options.host_timeout)
         port, agent_store = await self._reporter.while_waiting(store, lambda: "the interpreter of rank 0")
         world = World(
@@ -285,7 +303,7 @@ class Controller:
             if one not in blamed[:1]:
                 self._rendezvous.troubles.put_nowait(one)
         if blamed:
-            raise _TroubleCame(blamed[0])
+            raise TroubleCame(blamed[0])
 
     async def _report_newcomer(self) -> None:
         if self._options.sizes.elastic:
@@ -300,12 +318,12 @@ class Controller:
     async def _call(self, replica: int, op: str, args: dict[str, Any], timeout: float) -> Any:
         assert self._mesh is not None
         try:
-            return await self._unless_trouble(self._in_thread(self._mesh.call, replica, op, args, timeout))
-        except _TroubleCame:
+            return _granted(await self._unless_trouble(self._in_thread(self._mesh.call, replica, op, args, timeout)))
+        except (TroubleCame, HostRefused):
             raise
         except Exception as error:
             trouble = self._agent_lost(error)
-            raise _TroubleCame(
+            raise TroubleCame(
                 trouble or Trouble(replica, Verdict(1, f"host {replica}: {_first_line(error)}"))
             ) from None
 
@@ -317,8 +335,8 @@ class Controller:
             answer = await self._unless_trouble(answers.get())
             if isinstance(answer, Exception):
                 trouble = self._agent_lost(answer) or Trouble(0, Verdict(1, _first_line(answer)))
-                raise _TroubleCame(await self._trouble_behind(trouble))
-            yield answer
+                raise TroubleCame(await self._trouble_behind(trouble))
+            yield _granted(answer)
 
     def _agent_lost(self, error: Exception) -> Trouble | None:
         """The trouble of a host whose agent has died before it was in touch with its host, which then says nothing."""
@@ -365,7 +383,7 @@ class Controller:
         while asked:
             try:
                 answer = await self._unless_trouble(asyncio.wait_for(answers.get(), until - loop.time()))
-            except _TroubleCame as more:
+            except TroubleCame as more:
                 came.append(more.trouble)
                 if more.trouble.lost:
                     self._members.discard(more.trouble.replica)
@@ -403,10 +421,21 @@ class Controller:
                 if trouble.done():
                     self._rendezvous.troubles.put_nowait(trouble.result())
                 return wanted.result()
-            raise _TroubleCame(trouble.result())
+            raise TroubleCame(trouble.result())
         finally:
             for task in (wanted, trouble):
                 task.cancel()
+
+
+def _granted(answer: Any) -> Any:
+    """What a host answers, unless it is that it cannot.
+
+    Raises:
+        HostRefused: that.
+    """
+    if isinstance(answer, dict) and "refused" in answer:
+        raise HostRefused(answer["refused"], answer["code"])
+    return answer
 
 
 def _first_line(error: BaseException) -> str:

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import os
 import shlex
@@ -26,17 +25,17 @@ from torchx_monarch.runtime.controller import Controller, JobOptions
 from torchx_monarch.runtime.elastic import Sizes
 from torchx_monarch.runtime.environment import World
 from torchx_monarch.runtime.link import SOCKET_VARIABLE, LinkServer
+from torchx_monarch.runtime.membership import Membership
 from torchx_monarch.runtime.options import HostOptions
 from torchx_monarch.runtime.ranks import LaunchError, Place, RankPool
 from torchx_monarch.runtime.rendezvous import (
-    Membership,
     Registration,
     Rendezvous,
     RendezvousError,
     agent_lost,
     signalled,
 )
-from torchx_monarch.runtime.report import Reporter
+from torchx_monarch.runtime.report import Reporter, write_error_file
 from torchx_monarch.runtime.strays import reap_orphans
 from torchx_monarch.runtime.transport import Address
 from torchx_monarch.runtime.watchdog import ENABLED, FILE
@@ -107,7 +106,7 @@ class HostProcess:
     async def _leave(self, verdict: Verdict) -> None:
         if self._pool is not None:
             await self._pool.stop(signal.SIGTERM, self._grace)
-        self._write_error_file(verdict)
+        write_error_file(self._environ.get("TORCHELASTIC_ERROR_FILE"), verdict)
         self._exit(verdict.code)
 
     def _exit(self, code: int) -> NoReturn:
@@ -140,7 +139,7 @@ class HostProcess:
             return self._conclude(Verdict(1, f"host {options.replica}: {failure}"))
         try:
             credentials = self._environ.get("MONARCH_CREDENTIALS", "")
-            wires = Wires.lay(rendezvous, advertised, options.network, credentials, self._sockets)
+            wires = Wires.lay(rendezvous, advertised, options.network, credentials, self._sockets, options.replica == 0)
         except ValueError as failure:
             return self._conclude(Verdict(1, f"host {options.replica}: {failure}"))
         if not error:
@@ -213,7 +212,7 @@ class HostProcess:
             self._reporter.line,
         )
         nproc = command.options.nproc_per_node if command.kind == "torchrun" else "1"
-        return await self._pool.warm(nproc)
+        return await self._pool.start(nproc)
 
     def _private_folder(self) -> str:
         """For sockets and keys: of this life of this replica alone, and short: a socket's path has at most 107 bytes.
@@ -345,7 +344,7 @@ class HostProcess:
             fewest=sizes.fewest,
         )
         try:
-            if options.replicas > 1:
+            if self._listens:
                 await rendezvous.start()
         except RendezvousError as error:
             return self._conclude(Verdict(1, str(error)))
@@ -366,10 +365,18 @@ class HostProcess:
             said_within=options.network.peer_timeout + 3.0 if wires.rendezvous.networked else 1.0,
             monarch_log=self._monarch_log,
         )
-        verdict = await Controller(job, rendezvous, self._reporter, self._first_output, wires.check).run()
+        verdict = await self._controller(job, rendezvous, wires).run()
         self._conclude(verdict)
         await rendezvous.announce(verdict, _HOST_EXIT_TIMEOUT + self._grace)
         return verdict
+
+    @property
+    def _listens(self) -> bool:
+        """Whether anybody is to reach replica 0."""
+        return self._options.replicas > 1
+
+    def _controller(self, job: JobOptions, rendezvous: Rendezvous, wires: Wires) -> Controller:
+        return Controller(job, rendezvous, self._reporter, self._first_output, wires.check)
 
     def _conclude(self, verdict: Verdict) -> Verdict:
         if verdict.cause and verdict.cause.traceback:
@@ -484,12 +491,3 @@ class HostProcess:
         task = asyncio.ensure_future(coroutine)
         self._tasks.add(task)  # held, or the loop might drop it
         task.add_done_callback(self._tasks.discard)
-
-    def _write_error_file(self, verdict: Verdict) -> None:
-        path = self._environ.get("TORCHELASTIC_ERROR_FILE")
-        if verdict.code == 0 or not path:
-            return
-        with contextlib.suppress(OSError):
-            with open(path + ".tmp", "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-                file.write(verdict.error_file())
-            os.replace(path + ".tmp", path)

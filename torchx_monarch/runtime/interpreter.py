@@ -35,6 +35,7 @@ class Interpreter:
         ended: set when the process has ended.
         ended_at: when, in seconds since the epoch.
         drained: set when its output has been read to the end and nothing is left of its process group.
+        signature: what tells it from others that wait for another kind of program; whoever starts it may set it.
 
     Args:
         python: the interpreter with its flags.
@@ -83,6 +84,7 @@ class Interpreter:
         self.ended = asyncio.Event()
         self.ended_at = 0.0
         self.drained = asyncio.Event()
+        self.signature: object = None
         self._asking = asyncio.Lock()
         self._prepared: asyncio.Future[dict[str, Any] | None] | None = None
         self._tasks: list[asyncio.Task[Any]] = []  # held, or the loop might drop them
@@ -93,6 +95,11 @@ class Interpreter:
         """Have it set itself up for a program and import modules; later orders wait for that."""
         order = {"op": "prepare", "mode": mode, "target": target, "modules": list(modules)}
         self._prepared = asyncio.ensure_future(self._ask(order))
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has imported what it was told to, and lives."""
+        return self._prepared is not None and self._prepared.done() and not self.ended.is_set()
 
     def bind(self, mode: str, gpu: int) -> None:
         """Have it run on the CPUs near a GPU alone (``--numa-binding``); ``binding_error`` says how that went."""

@@ -12,7 +12,8 @@ alone. ``FD`` is one end of a socket pair on which the host sends JSON lines and
                                         that comes with the order is closed; answer its port and pid
 ``{"op": "bind", "mode": M, "gpu": N}`` run on the CPUs that ``--numa-binding M`` means for GPU N, and on no others
 ``{"op": "ready"}``                     answer, once the orders before it are done
-``{"op": "run", ...}``                  take the environment and run the program; no answer, the socket is closed
+``{"op": "run", ...}``                  take the environment and run the program; no answer, the socket is closed. With
+                                        ``cwd``, the interpreter was not prepared for it, and first goes to that folder
 ======================================  =======================================================================
 
 The program then sees what ``python script.py`` shows it: the main thread, a fresh ``__main__``, ``sys.argv``,
@@ -443,6 +444,9 @@ def main() -> None:
     order = _serve_orders(socket.socket(fileno=int(sys.argv[1])))
     mode, target, args = order["mode"], order["target"], order["args"]
     os.environ.update(order["env"])
+    if "cwd" in order:
+        os.chdir(order["cwd"])
+        _prepare({"mode": mode, "target": target, "modules": ()})
     if mode == "exec":
         _exec(target, args)
     sys.orig_argv = [sys.executable, *order["orig_argv"]]

@@ -28,6 +28,8 @@ from torchx_monarch.plan.command import Command, Program
 from torchx_monarch.runtime.environment import World, interpreter_environment, rank_environment
 from torchx_monarch.runtime.filtered import FilteredFile, filtered_name
 from torchx_monarch.runtime.interpreter import Interpreter
+from torchx_monarch.runtime.journal import Journal, JournalSink, Sinks
+from torchx_monarch.runtime.output import LineSink
 from torchx_monarch.runtime.store import StoreProcess
 from torchx_monarch.runtime.strays import end_strays
 from torchx_monarch.runtime.watchdog import FILE, Watchdog, WatchdogError
@@ -50,6 +52,7 @@ class Place:
         log_dir: gets ``attempt_N/RANK/{stdout,stderr}.log`` and ``error.json``; None for no files.
         stdout: descriptor for prefixed stdout lines.
         stderr: descriptor for prefixed stderr lines.
+        journal: gets those lines as well, in a run on a live allocation.
     """
 
     replica: int
@@ -57,10 +60,11 @@ class Place:
     log_dir: str | None
     stdout: int = 1
     stderr: int = 2
+    journal: Journal | None = None
 
 
 @dataclasses.dataclass
-class _Rank:
+class Rank:
     """One rank of the current attempt."""
 
     interpreter: Interpreter
@@ -68,6 +72,7 @@ class _Rank:
     local_rank: int
     directory: Path | None
     stopped_at: float | None = None
+    started: float = dataclasses.field(default_factory=time.time)
 
 
 class RankPool:
@@ -75,6 +80,7 @@ class RankPool:
 
     Attributes:
         attempt: the last one that was launched; -1 for none.
+        limits: of ranks: open files (None for ours) and umask.
 
     Args:
         command: what the role runs.
@@ -83,6 +89,7 @@ class RankPool:
         preload: modules that interpreters of a torchrun command import ahead.
         on_first_output: called once, when a rank first prints.
         say: called with a line for a person.
+        limits: of ranks: open files and umask, where this process has changed its own already; None where it has not.
     """
 
     def __init__(
@@ -93,6 +100,7 @@ class RankPool:
         preload: Sequence[str],
         on_first_output: Callable[[], None],
         say: Callable[[str], None],
+        limits: tuple[tuple[int, int] | None, int] | None = None,
     ) -> None:
         self._command = command
         self._place = place
@@ -100,21 +108,22 @@ class RankPool:
         self._preload = list(preload) if command.kind == "torchrun" and command.program.mode != "exec" else []
         self._on_first_output: Callable[[], None] | None = on_first_output
         self._say = say
+        self._retired = False
         self.attempt = -1
         self._watchdog: Watchdog | None = None
         self._count = 0
         self._waiting: list[Interpreter] = []
-        self._ranks: list[_Rank] = []
+        self._ranks: list[Rank] = []
         self._spares: asyncio.Task[None] | None = None
         self._store: StoreProcess | None = None
+        self._store_ahead: asyncio.Task[StoreProcess | None] | None = None
         self._reserved: socket.socket | None = None
-        self._files = processes.raise_file_limit()
         # Whatever this process and Monarch's make is for nobody else's eyes; what ranks make is as the user has it.
-        self._umask = os.umask(0o077)
+        self.limits = limits or (processes.raise_file_limit(), os.umask(0o077))
 
     # -- before an attempt ---------------------------------------------------------------------------------------------
 
-    async def warm(self, nproc: str) -> int:
+    async def start(self, nproc: str) -> int:
         """Start the interpreters; they import their modules while we return.
 
         Args:
@@ -128,9 +137,12 @@ class RankPool:
         """
         if nproc.isdigit():
             self._count = int(nproc)
+            self._inherit()
         else:
             self._count = 2  # more than one, as far as the first interpreter's environment goes
-            self._start(0)
+            self._inherit()
+            if not self._waiting:
+                self._start(0)
             answer = await self._waiting[0].ask({"op": "count", "device": nproc}) or {"error": "the interpreter ended"}
             if "error" in answer:
                 raise LaunchError(f"--nproc-per-node={nproc} cannot be resolved on this host: {answer['error']}")
@@ -157,7 +169,7 @@ class RankPool:
         self._start_missing()
         self._end_store()
         if self._preload:
-            self._store = await StoreProcess.start(self._waiting[0], address, self._say)
+            self._store = await self._take_store(address)
             if self._store is not None:
                 return self._store.port, True
         if self._reserved is not None:
@@ -166,6 +178,15 @@ class RankPool:
         self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._reserved.bind(("", 0))
         return int(self._reserved.getsockname()[1]), False
+
+    async def _take_store(self, address: str) -> StoreProcess | None:
+        ahead = await self._store_ahead if self._store_ahead is not None else None
+        self._store_ahead = None
+        if ahead is not None and ahead.address == address and not ahead.ended:
+            return ahead
+        if ahead is not None:
+            ahead.close()
+        return await StoreProcess.start(self._waiting[0], address, self._say)
 
     def start_watchdog(self, path: str, run_id: str, tell: Callable[[str], None]) -> None:
         """Have ranks set timers on a named pipe at ``path``; see ``Watchdog``.
@@ -180,6 +201,10 @@ class RankPool:
         """End what is no rank."""
         if self._watchdog is not None:
             self._watchdog.close()
+            self._watchdog = None
+        if self._reserved is not None:
+            self._reserved.close()
+            self._reserved = None
 
     def _bare_python(self) -> list[str]:
         """What starts an interpreter that becomes another program."""
@@ -202,15 +227,34 @@ class RankPool:
     def _start(self, local_rank: int) -> None:
         program = self._command.program_of(local_rank)
         python = self._bare_python() if program.mode == "exec" else self._python()
-        env = interpreter_environment(self._environ, self._count)
+        env = interpreter_environment(self._base_environ(), self._count)
         try:
-            interpreter = Interpreter(python, _typed(program), env, self._files, self._umask, self._printed)
+            interpreter = Interpreter(python, self._label(program), env, *self.limits, self._printed)
         except OSError as error:
             raise LaunchError(f"cannot start the Python interpreter {python[0]!r}: {error.strerror}") from None
+        self._prepare(interpreter, program, local_rank)
+        self._waiting.append(interpreter)
+
+    def _base_environ(self) -> Mapping[str, str]:
+        return self._environ
+
+    def _kept(self) -> list[int]:
+        """Processes that are for later."""
+        return [one.process.pid for one in self._waiting]
+
+    def _inherit(self) -> None:
+        """Take interpreters that wait already; here there are none."""
+
+    def _label(self, program: Program) -> list[str]:
+        return _typed(program)
+
+    def _prepare(self, interpreter: Interpreter, program: Program, local_rank: int) -> None:
         interpreter.prepare(program.mode, program.target, self._preload)
+        self._bind(interpreter, local_rank)
+
+    def _bind(self, interpreter: Interpreter, local_rank: int) -> None:
         if self._command.options.numa_binding is not None:
             interpreter.bind(self._command.options.numa_binding, local_rank)
-        self._waiting.append(interpreter)
 
     def _printed(self) -> None:
         if self._on_first_output is not None:
@@ -241,19 +285,20 @@ class RankPool:
                 await self._watchdog.ready()
         except WatchdogError as error:
             raise LaunchError(f"torch's timer server does not run: {error}") from None
-        for local_rank, interpreter in enumerate(self._waiting):
+        interpreters = self._waiting[: self._count]
+        for local_rank, interpreter in enumerate(interpreters):
             if why := await interpreter.binding_error():
                 binding = self._command.options.numa_binding
                 reason = f"local rank {local_rank} has no CPUs near GPU {local_rank}: {why}"
                 raise LaunchError(f"--numa-binding={binding}: {reason}")
         try:
-            self._ranks = [self._assign(world, number, each) for number, each in enumerate(self._waiting)]
+            self._ranks = [self._assign(world, number, each) for number, each in enumerate(interpreters)]
             orders = [self._order(world, rank) for rank in self._ranks]
         except OSError as error:
             raise LaunchError(f"cannot write the ranks' logs: {error.strerror}: {error.filename}") from None
         except ValueError as error:
             raise LaunchError(str(error)) from None
-        self._waiting = []
+        self._waiting = self._waiting[self._count :]
         self.attempt = world.attempt
         await asyncio.gather(*(rank.interpreter.run(order) for rank, order in zip(self._ranks, orders, strict=True)))
         if spares:
@@ -261,7 +306,7 @@ class RankPool:
         return [rank.interpreter.process.pid for rank in self._ranks]
 
     async def watch(self) -> None:
-        """Returns when a rank has failed or all have ended."""
+        """Returns when a rank has failed or all have ended; after a failure the others have been told to stop."""
         ranks = self._ranks
         running = {asyncio.ensure_future(rank.interpreter.ended.wait()): rank for rank in ranks}
         while running:
@@ -270,6 +315,8 @@ class RankPool:
             if any(rank.interpreter.process.returncode != 0 for rank in ended):
                 for task in running:
                     task.cancel()
+                # Ours at once; when the controller has heard of it, it has the others stopped, and waits for all.
+                self._tell(signal.SIGTERM)
                 return
         await self._drained(ranks)
 
@@ -281,11 +328,7 @@ class RankPool:
         A rank that has been told to stop is not told again, except by SIGKILL: it is on its way.
         """
         ranks = self._ranks
-        left = [rank for rank in ranks if not rank.interpreter.ended.is_set()]
-        for rank in left:
-            if rank.stopped_at is None or number == signal.SIGKILL:
-                rank.stopped_at = rank.stopped_at or time.time()
-                rank.interpreter.kill(number)
+        left = self._tell(number)
         if left:
             ends = [asyncio.ensure_future(rank.interpreter.ended.wait()) for rank in left]
             await asyncio.wait(ends, timeout=grace)
@@ -293,10 +336,20 @@ class RankPool:
             if not rank.interpreter.ended.is_set():
                 rank.interpreter.kill(signal.SIGKILL)
         await self._drained(ranks)
+        ahead = await self._store_ahead if self._store_ahead is not None else None
         if ranks is self._ranks:  # else another attempt has begun
             # The ranks of other hosts may be on their way out still, and need the store.
-            ours = [self._store, self._watchdog, *(one.process for one in self._waiting)]
-            end_strays(self._environ.get(processes.MARKER, ""), [one.pid for one in ours if one is not None])
+            ours = [one.pid for one in (self._store, ahead, self._watchdog) if one is not None]
+            end_strays(self._environ.get(processes.MARKER, ""), [*ours, *self._kept()])
+
+    def _tell(self, number: int) -> list[Rank]:
+        """Signal the ranks that have not ended, and return them."""
+        left = [rank for rank in self._ranks if not rank.interpreter.ended.is_set()]
+        for rank in left:
+            if rank.stopped_at is None or number == signal.SIGKILL:
+                rank.stopped_at = rank.stopped_at or time.time()
+                rank.interpreter.kill(number)
+        return left
 
     def notify(self, number: int) -> None:
         """Send a signal to the ranks themselves, not to what they have started, and let them run on."""
@@ -317,15 +370,19 @@ class RankPool:
     async def _start_spares(self, attempt: int) -> None:
         """Have interpreters ready for the next attempt, one importing at a time: the ranks need the machine.
 
-        Ends when that attempt has begun meanwhile, which has started what it missed and has spares of its own.
+        And a store, where there was one of this attempt. Ends when the next has begun meanwhile, which has started what
+        it missed and has spares of its own.
         """
         await asyncio.sleep(_SPARES_AFTER)
         with contextlib.suppress(LaunchError):  # it will be said when the attempt needs one
-            while self.attempt == attempt and len(self._waiting) < self._count:
+            while self.attempt == attempt and not self._retired and len(self._waiting) < self._count:
                 self._start(len(self._waiting))
                 await self._waiting[-1].ask({"op": "ready"})
+        if self.attempt == attempt and self._store is not None and self._waiting and self._store_ahead is None:
+            ahead = StoreProcess.start(self._waiting[0], self._store.address, self._say)
+            self._store_ahead = asyncio.ensure_future(ahead)
 
-    def _assign(self, world: World, local_rank: int, interpreter: Interpreter) -> _Rank:
+    def _assign(self, world: World, local_rank: int, interpreter: Interpreter) -> Rank:
         options, place = self._command.options, self._place
         rank = world.first_rank(place.replica) + local_rank
         directory = None
@@ -344,15 +401,19 @@ class RankPool:
             teed = tee(local_rank)
             onto_console = shown and (teed or not redirect(local_rank))
             path = str(directory / f"{name}.log") if directory else None
-            sink = None
+            sinks: list[LineSink] = []
+            if place.journal is not None:
+                sinks.append(JournalSink(place.journal, rank, name))
             if texts and directory:
                 filtered = directory.with_name(filtered_name(name, place.replica))
                 filtered.touch(mode=0o600)  # there even if no stream is teed, as under torchrun
-                sink = FilteredFile(str(filtered), texts) if teed and shown else None
+                if teed and shown:
+                    sinks.append(FilteredFile(str(filtered), texts))
+            sink = sinks[0] if len(sinks) == 1 else Sinks(sinks) if sinks else None
             output.assign(path, console if onto_console else None, prefix if teed else "", sink)
-        return _Rank(interpreter, rank, local_rank, directory)
+        return Rank(interpreter, rank, local_rank, directory)
 
-    def _order(self, world: World, rank: _Rank) -> dict[str, Any]:
+    def _order(self, world: World, rank: Rank) -> dict[str, Any]:
         program = self._command.program_of(rank.local_rank)
         error_file = ""
         if rank.directory is not None:
@@ -377,11 +438,11 @@ class RankPool:
             self._store.close()
             self._store = None
 
-    async def _drained(self, ranks: Sequence[_Rank]) -> None:
+    async def _drained(self, ranks: Sequence[Rank]) -> None:
         for rank in ranks:
             await rank.interpreter.drained.wait()
 
-    def _exit_of(self, rank: _Rank) -> RankExit:
+    def _exit_of(self, rank: Rank) -> RankExit:
         error: Any = None
         if rank.directory is not None:
             with contextlib.suppress(OSError, ValueError):
@@ -399,6 +460,7 @@ class RankPool:
             stderr_path=str(rank.directory / "stderr.log") if rank.directory else "",
             error=error if isinstance(error, dict) else None,
             timer=self._watchdog.timer_of(interpreter.process.pid) if self._watchdog else "",
+            started=rank.started,
         )
         if exit.failed and rank.stopped_at is not None:
             # We ended an interpreter that was on its way out after an exception: without us its code would have been 1.

@@ -7,8 +7,9 @@ for the verdict. Replica 0 counts a host as lost when its connection breaks or s
 host counts replica 0 as lost when the connection breaks.
 
 =========================  =======================================================================================
-host to replica 0          ``register`` (greeting, with the protocol's version), ``alive``, ``agent_lost``, ``signal``
-client to replica 0        ``look``, ``stop`` (greetings; the answer is ``state``)
+host to replica 0          ``register`` (greeting, with the protocol's version), ``alive``, ``agent_lost``, ``signal``,
+                           and what ``reports`` names
+client to replica 0        ``look``, ``stop`` (greetings; the answer is ``state``), and what ``clients`` names
 replica 0 to either        ``registered``, ``alive``, ``refused`` (with the reason), ``state``, ``verdict``
 =========================  =======================================================================================
 
@@ -22,10 +23,8 @@ import asyncio
 import dataclasses
 import os
 import signal
-import ssl
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
 
 from torchx_monarch.errors import Verdict, describe_code
 from torchx_monarch.runtime import protocol, transport
@@ -36,22 +35,9 @@ LEASE = 60.0
 """Seconds of silence after which the other end counts as lost. A broken connection is noticed at once, and one to a
 machine that is gone within the transport's ``peer_timeout``; what the lease finds is a process that hangs."""
 
-_ALIVE_EVERY = 15.0
-"""Seconds. Of four thousand hosts, one every 5 s would cost replica 0 a tenth of a core."""
-
 _GREETING_TIMEOUT = 10.0
 
-_RETRY_EVERY = 0.01
-"""Seconds between two tries to reach replica 0 at first; each wait is a little longer than the one before."""
-
-_RETRY_AT_MOST = 0.5
-
-_STALE_FOR = 1.6
-"""For how long even a final refusal is tried again, in units of the peer timeout: an earlier job's replica 0 may still
-have the port, or the host in whose place this one comes may not have been missed yet."""
-
 _LATECOMERS = 1.0
-
 
 PREEMPTED = "preempted"
 """Kind of the trouble of a host whose machine is taken away."""
@@ -121,8 +107,17 @@ class Trouble:
     kind: str = "failure"
 
 
+Serve = Callable[[protocol.Message, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
 class Rendezvous:
     """Replica 0's end.
+
+    Attributes:
+        troubles: what ends an attempt, as it comes.
+        clients: who answers greetings of a client beyond those above, or in place of them, by kind. The connection is
+            theirs until they return; a ``RendezvousError`` refuses.
+        reports: who is told of messages of a host beyond those above, by kind.
 
     Args:
         address: where to listen.
@@ -145,6 +140,8 @@ class Rendezvous:
         fewest: int | None = None,
     ) -> None:
         self.troubles: asyncio.Queue[Trouble] = asyncio.Queue()
+        self.clients: dict[str, Serve] = {}
+        self.reports: dict[str, Callable[[Registration, protocol.Message], None]] = {}
         self._address = address
         self._identity = identity
         self._bind = bind
@@ -271,10 +268,15 @@ class Rendezvous:
         try:
             greeting = await protocol.receive(reader, _GREETING_TIMEOUT)
             kind = self._kind(greeting)
+            if kind in self.clients:
+                if self._door is not None:
+                    self._door.settle()
+                await self.clients[kind](greeting or {}, reader, writer)
+                return
             if kind in ("look", "stop"):
                 if kind == "stop":
                     self.troubles.put_nowait(stopped_by_client())
-                await protocol.send(writer, {"type": "state", **self._state()})
+                await protocol.send(writer, {"type": "state", **self.state()})
                 return
             if transport.is_client(writer):
                 raise RendezvousError("a client may look at the job and stop it, and not register as a host")
@@ -318,11 +320,12 @@ class Rendezvous:
                 "release of torchx-monarch on all hosts"
             )
         kind = greeting.get("type")
-        if kind not in ("register", "look", "stop"):
+        if not isinstance(kind, str) or kind not in ("register", "look", "stop", *self.clients):
             raise RendezvousError(f"a greeting is register, look or stop, not {_brief(kind)}")
-        return str(kind)
+        return kind
 
-    def _state(self) -> protocol.Message:
+    def state(self) -> protocol.Message:
+        """What a client is told of the hosts."""
         hosts = [dataclasses.asdict(host) for host in self._hosts.values()]
         return {"hosts": hosts, "missing": self.missing, "over": self._verdict is not None}
 
@@ -356,6 +359,8 @@ class Rendezvous:
                     raise protocol.ProtocolError(f"{_brief(number)} is no number of a signal")
                 if self._hosts.get(host.replica) is host:
                     self.troubles.put_nowait(signalled(host, number, message.get("announced") is True))
+            if isinstance(kind, str) and kind in self.reports:
+                self.reports[kind](host, message)
             if kind == "alive" and host.replica in self._writers:
                 await protocol.send(self._writers[host.replica], {"type": "alive"})
         return _lost(host, "its connection broke")
@@ -402,96 +407,3 @@ def stopped_by_client() -> Trouble:
 def _brief(value: object) -> str:
     """What came in a message, for an error; a list in lists in lists is not looked into."""
     return repr(value)[:20] if isinstance(value, (str, int, float)) else type(value).__name__
-
-
-class Membership:
-    """The end of every other host."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-
-    @classmethod
-    async def join(
-        cls,
-        address: Address,
-        host: Registration,
-        timeout: float,
-        identity: Identity | None = None,
-        peer_timeout: float = PEER_TIMEOUT,
-        on_failure: Callable[[str], None] = lambda reason: None,
-    ) -> Membership:
-        """Connect to replica 0 and register; tries again until it listens.
-
-        Args:
-            address: where it listens.
-            host: what it is told.
-            timeout: seconds.
-            identity: ours, where the address is one of TLS.
-            peer_timeout: seconds of its machine's silence until the connection breaks.
-            on_failure: called with the reason why a try has failed.
-
-        Raises:
-            RendezvousError: refused, or nobody listened within ``timeout`` seconds.
-        """
-        said = dataclasses.replace(host, error=host.error[: protocol.MAX_ERROR])
-        greeting = {"type": "register", "version": protocol.VERSION, "host": dataclasses.asdict(said)}
-        started = time.monotonic()
-        pause, why, patience = _RETRY_EVERY, "", transport.IMPATIENCE
-        while time.monotonic() < started + timeout:
-            try:
-                reader, writer = await transport.connect(address, identity, peer_timeout, patience)
-                await protocol.send(writer, greeting)
-                try:
-                    answer = await protocol.receive(reader, LEASE)
-                except protocol.ProtocolError as error:
-                    raise ConnectError(f"{address}: what listens there is another program: {error}") from None
-                except TimeoutError as error:
-                    raise ConnectError(f"{address}: {error}") from None
-                if answer is not None and answer.get("type") == "registered":
-                    return cls(reader, writer)
-                writer.close()
-                if answer is not None:
-                    refusal = f"replica 0 refused this host: {answer.get('reason')}"
-                    if answer.get("later"):
-                        raise ConnectError(refusal)
-                    if answer.get("again"):
-                        raise ConnectError(refusal, final=True)
-                    raise RendezvousError(refusal)
-                broken = reader.exception()
-                if isinstance(broken, ssl.SSLError):  # its word on our certificate comes after the handshake
-                    raise transport.explain(broken, address)
-                # One that is about to end, and whose socket was still open: there may be another. One that had no
-                # time for this host among many strangers does the same.
-                raise ConnectError(f"{address}: it hung up")
-            except ConnectError as error:
-                why = str(error)
-                on_failure(why)
-                patience = transport.PATIENCE
-                if error.final and time.monotonic() > started + _STALE_FOR * peer_timeout:
-                    raise RendezvousError(why) from None
-            await asyncio.sleep(pause)
-            pause = min(pause * 1.2, _RETRY_AT_MOST)
-        raise RendezvousError(f"replica 0 was not reached in {timeout:g} s: {why}")
-
-    async def tell(self, kind: str, **fields: Any) -> None:
-        """Send a message to replica 0."""
-        await protocol.send(self._writer, {"type": kind, **fields})
-
-    async def verdict(self) -> Verdict | None:
-        """Wait for the verdict, sending signs of life; None when replica 0 is lost."""
-        alive = asyncio.ensure_future(self._stay_alive())
-        try:
-            while message := await protocol.receive(self._reader, LEASE):
-                if message.get("type") == "verdict":
-                    return Verdict.from_json(message)
-            return None
-        except (protocol.ProtocolError, TimeoutError):
-            return None
-        finally:
-            alive.cancel()
-
-    async def _stay_alive(self) -> None:
-        while True:
-            await asyncio.sleep(_ALIVE_EVERY)
-            await self.tell("alive")

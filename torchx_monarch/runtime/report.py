@@ -5,11 +5,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from torchx_monarch import events
+from torchx_monarch.errors import Verdict
 from torchx_monarch.runtime.output import write_all
 
 T = TypeVar("T")
@@ -24,6 +27,9 @@ _WAITING_FIRST = 5.0
 class Reporter:
     """Writes lines to the host's own stderr and events to the app's file.
 
+    Attributes:
+        echo: called with each line as well, where somebody has set it.
+
     Args:
         console: descriptor of the host's stderr.
         events_path: the app's events file; None where the backend has none.
@@ -35,10 +41,13 @@ class Reporter:
         self._events_path = events_path
         self._role = role
         self._last = time.monotonic()
+        self.echo: Callable[[str], None] | None = None
 
     def line(self, text: str) -> None:
         """A line in the log alone."""
         write_all(self._console, f"[monarch] {text}\n".encode(errors="backslashreplace"))
+        if self.echo is not None:
+            self.echo(text)
 
     def phase(self, kind: str, text: str, **fields: object) -> None:
         """The end of a phase, with the seconds since the phase before it."""
@@ -70,3 +79,13 @@ class Reporter:
     def _event(self, kind: str, text: str, seconds: float | None, fields: dict[str, object]) -> None:
         if self._events_path:
             events.append(self._events_path, kind, text, seconds=seconds, role=self._role, **fields)
+
+
+def write_error_file(path: str | None, verdict: Verdict) -> None:
+    """Leave the backend a torchelastic error file that says why the job has failed, where it wants one."""
+    if verdict.code == 0 or not path:
+        return
+    with contextlib.suppress(OSError):
+        with open(path + ".tmp", "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            file.write(verdict.error_file())
+        os.replace(path + ".tmp", path)

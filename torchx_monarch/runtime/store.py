@@ -18,19 +18,24 @@ class StoreProcess:
     """Lives until it is closed, as long as the host does at most: it reads a pipe that only the host can close.
 
     Attributes:
+        address: where the store listens.
         port: of the store.
         pid: of the process, a child of the host.
+        ended: whether it has ended, as far as that is known.
 
     Args:
+        address: where the store listens.
         port: of the store.
         pid: of the process.
         lifeline: the end of the pipe that the host holds.
         say: called with a line for a person when the process ends before it is closed.
     """
 
-    def __init__(self, port: int, pid: int, lifeline: int, say: Callable[[str], None]) -> None:
+    def __init__(self, address: str, port: int, pid: int, lifeline: int, say: Callable[[str], None]) -> None:
+        self.address = address
         self.port = port
         self.pid = pid
+        self.ended = False
         self._lifeline = lifeline
         self._closed = False
         self._say = say
@@ -56,7 +61,7 @@ class StoreProcess:
             os.close(theirs)
             if answer is None or "port" not in answer:
                 os.close(lifeline)  # it leaves, if it has been forked
-        return cls(answer["port"], answer["pid"], lifeline, say) if answer and "port" in answer else None
+        return cls(address, answer["port"], answer["pid"], lifeline, say) if answer and "port" in answer else None
 
     def close(self) -> None:
         """Have it leave."""
@@ -67,6 +72,7 @@ class StoreProcess:
     def _has_ended(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
+        self.ended = True
         code = None
         with contextlib.suppress(ChildProcessError):
             code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])

@@ -17,10 +17,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import errno
 import functools
 import os
-import re
 import socket
 import ssl
 import tempfile
@@ -28,16 +26,16 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from torchx_monarch.runtime import protocol
+from torchx_monarch.runtime.address import CONNECT_TIMEOUT, Address, AddressError, ConnectError, explain
 from torchx_monarch.runtime.door import Door, Serve
 
 if TYPE_CHECKING:
     from torchx_monarch.credentials import HostCredentials
 
+__all__ = ["Address", "AddressError", "ConnectError", "Identity", "connect", "explain", "is_client", "listen"]
+
 PEER_TIMEOUT = 5.0
 """Seconds after which a network connection whose other end does not answer counts as broken, unless told otherwise."""
-
-_CONNECT_TIMEOUT = 4.0
-"""Less than the time until a waiting host first says what for; it can then say why."""
 
 IMPATIENCE = 3.0
 """Seconds for the handshake at a first try: a waiting host can then say that there is no answer."""
@@ -48,70 +46,6 @@ before it, about 1.5 ms of replica 0's processor for each."""
 
 _BACKLOG = 4096
 """All hosts of a large job connect within a second. The kernel takes the lesser of this and net.core.somaxconn."""
-
-
-class AddressError(ValueError):
-    """An address that is none of the three forms."""
-
-
-class ConnectError(Exception):
-    """No connection.
-
-    Attributes:
-        final: whether it makes no sense to try again.
-    """
-
-    def __init__(self, message: str, final: bool = False) -> None:
-        super().__init__(message)
-        self.final = final
-
-
-@dataclasses.dataclass(frozen=True)
-class Address:
-    """Where replica 0 listens.
-
-    Attributes:
-        scheme: ``unix``, ``tls`` or ``insecure-tcp``.
-        host: name or address that hosts dial; empty for ``unix``.
-        port: 0 for ``unix``.
-        path: the socket file; empty for the others.
-    """
-
-    scheme: str
-    host: str = ""
-    port: int = 0
-    path: str = ""
-
-    @classmethod
-    def parse(cls, text: str, source: str) -> Address:
-        """Read one of the three forms.
-
-        Args:
-            text: the address.
-            source: what gave it, for the message.
-
-        Raises:
-            AddressError: it is none of them.
-        """
-        scheme, _, rest = text.partition(":")
-        if scheme == "unix" and rest:
-            return cls(scheme, path=rest)
-        host, _, port = rest.rpartition(":")
-        if scheme in ("tls", "insecure-tcp") and host and port.isdigit() and 0 < int(port) < 65536:
-            if ":" in host:
-                raise AddressError(
-                    f"{source}={text!r}: an IPv6 address cannot be dialled by Monarch; give a name for it"
-                )
-            return cls(scheme, host, int(port))
-        raise AddressError(f"{source}={text!r} is not of the form unix:PATH, tls:HOST:PORT or insecure-tcp:HOST:PORT")
-
-    @property
-    def networked(self) -> bool:
-        """Whether hosts of other machines can reach it."""
-        return self.scheme != "unix"
-
-    def __str__(self) -> str:
-        return f"unix:{self.path}" if self.scheme == "unix" else f"{self.scheme}:{self.host}:{self.port}"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -252,7 +186,7 @@ async def connect(
     try:
         if not address.networked:
             return await asyncio.open_unix_connection(address.path, limit=limit)
-        connection = await asyncio.wait_for(_dial(address), _CONNECT_TIMEOUT)
+        connection = await asyncio.wait_for(_dial(address), CONNECT_TIMEOUT)
         reader, writer = await asyncio.open_connection(
             limit=limit,
             sock=connection,
@@ -298,61 +232,3 @@ def watch_peer(writer: asyncio.StreamWriter, seconds: float) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, interval)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(seconds * 1000))
-
-
-# OpenSSL's names of X509_verify_cert errors (x509_vfy.h).
-_NOT_YET_VALID, _EXPIRED, _WRONG_NAME, _WRONG_ADDRESS = 9, 10, 62, 64
-
-_ALERTS = {
-    # What the other end says of our certificate, in TLS alerts.
-    "UNKNOWN_CA": "it does not know the authority of this host's certificate: it belongs to another job",
-    "CERTIFICATE_EXPIRED": "it takes this host's certificate for expired or not yet valid: compare the two clocks",
-    "CERTIFICATE_REQUIRED": "it wants a certificate of this host",
-    # OpenSSL's for one that is not valid yet.
-    "BAD_CERTIFICATE": "it refuses this host's certificate, perhaps as not valid yet: compare the two clocks",
-    "DECRYPT_ERROR": "this host's certificate is not signed by the authority that it knows: it belongs to another job",
-    "UNSUPPORTED_CERTIFICATE": "it refuses this host's certificate as one that is not for this use",
-    "PROTOCOL_VERSION": "it does not speak TLS 1.3",
-}
-
-
-def explain(error: BaseException, address: Address) -> ConnectError:
-    """Why there is no connection, in words, with the address."""
-    where = f"{address.host}:{address.port}" if address.networked else address.path
-    if isinstance(error, ssl.SSLCertVerificationError):
-        code = error.verify_code
-        if code == _EXPIRED:
-            why = "its certificate has expired: the job is older than its certificates may be, or a clock is wrong"
-        elif code == _NOT_YET_VALID:
-            why = "its certificate is not valid yet by the clock of this machine: the two clocks differ by over an hour"
-        elif code in (_WRONG_NAME, _WRONG_ADDRESS):
-            why = f"its certificate is for another name than {address.host!r}: advertise the name that hosts dial"
-        else:
-            why = f"its certificate is not of this job's authority ({error.verify_message}): it belongs to another job"
-        return ConnectError(f"{where}: {why}", final=True)
-    if isinstance(error, ssl.SSLError):
-        reason = str(error.reason or "")
-        for alert, why in _ALERTS.items():
-            if alert in reason:
-                return ConnectError(f"{where}: {why}", final=True)
-        if re.search("WRONG_VERSION_NUMBER|UNEXPECTED_MESSAGE|PACKET_LENGTH|RECORD_LAYER", reason):
-            return ConnectError(f"{where}: what listens there does not speak TLS: it is another program", final=True)
-        return ConnectError(f"{where}: the TLS handshake failed: {reason or error}")
-    if isinstance(error, ConnectionAbortedError) and not error.errno:  # asyncio's: the handshake took too long
-        return ConnectError(f"{where}: no answer to the TLS handshake: it is another program, or busy")
-    if isinstance(error, socket.gaierror):
-        return ConnectError(f"{where}: the name {address.host!r} cannot be resolved: {error.strerror}")
-    if isinstance(error, (asyncio.TimeoutError, TimeoutError)):
-        return ConnectError(
-            f"{where}: unreachable: no answer within {_CONNECT_TIMEOUT:g} s (a firewall, or a cut link)"
-        )
-    if isinstance(error, (ValueError, OverflowError)):  # UnicodeError is one: the name cannot be encoded
-        return ConnectError(f"{where}: this is no address that can be dialled: {error}", final=True)
-    number = error.errno if isinstance(error, OSError) else None
-    if number == errno.ECONNREFUSED:
-        return ConnectError(f"{where}: connection refused: nothing listens there (yet)")
-    if number in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT):
-        return ConnectError(f"{where}: unreachable: {os.strerror(number)}")
-    # Of a connection that the other end has broken in the handshake, asyncio's error says nothing.
-    why = getattr(error, "strerror", None) or str(error) or "the connection broke in the handshake"
-    return ConnectError(f"{where}: {why}")

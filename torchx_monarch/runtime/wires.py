@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Iterable
 
 from torchx_monarch.runtime import network, transport
+from torchx_monarch.runtime.address import REPLICA0_NAME
 from torchx_monarch.runtime.network import NetworkError, NetworkOptions
 from torchx_monarch.runtime.rendezvous import Registration
 from torchx_monarch.runtime.transport import Address, ConnectError, Identity
@@ -61,7 +62,15 @@ class Wires:
     dial_url: str
 
     @classmethod
-    def lay(cls, rendezvous: Address, advertised: str, options: NetworkOptions, credentials: str, folder: str) -> Wires:
+    def lay(
+        cls,
+        rendezvous: Address,
+        advertised: str,
+        options: NetworkOptions,
+        credentials: str,
+        folder: str,
+        first: bool = False,
+    ) -> Wires:
         """Make the certificate and open the ports.
 
         Args:
@@ -70,6 +79,7 @@ class Wires:
             options: the user's.
             credentials: the value of ``credentials.VARIABLE``; empty where there is none.
             folder: for sockets and keys; of mode 0700.
+            first: whether this is replica 0.
 
         Raises:
             CredentialsError: TLS without credentials, or with something else in their place.
@@ -89,6 +99,7 @@ class Wires:
                 )
             # All that others may dial it by: schedulers hand out names, addresses of either network, or both.
             names = {advertised, rendezvous.host, os.uname().nodename, *network.interfaces().values()}
+            names |= {REPLICA0_NAME} if first else set()
             identity = Identity.of(HostCredentials.load(credentials), names, folder)
         scheme = _MONARCH_SCHEMES[rendezvous.scheme]
         client_socket, worker_socket = network.bound(options), network.bound(options)

@@ -82,11 +82,12 @@ _PORTS_DRAWN = range(20000, 30000)
 
 
 class _SubmitInfo(AppDryRunInfo[Any, Cfg]):  # type: ignore[misc]
-    """The wrapped scheduler's request, with what that scheduler wants back when it is submitted."""
+    """The wrapped scheduler's request, where hosts meet, and what that scheduler wants back when it is submitted."""
 
-    def __init__(self, inner: AppDryRunInfo[Any, Any]) -> None:
+    def __init__(self, inner: AppDryRunInfo[Any, Any], rendezvous: Mapping[str, str]) -> None:
         super().__init__(inner.request, inner._fmt)
         self.inner = inner
+        self.rendezvous = rendezvous
 
 
 class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
@@ -170,7 +171,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         info.app, info.cfg = rewritten, inner_cfg
         for role, ours in zip(app.roles, rewritten.roles, strict=True):
             role.image = ours.image  # a scheduler that pushes images writes the pushed name
-        return _SubmitInfo(info)
+        return _SubmitInfo(info, hosts.rendezvous)
 
     def _network(self, app: AppDef, cfg: Cfg) -> dict[str, Any]:
         """The part of the hosts' options that says how they meet; nothing for those of one machine."""
@@ -207,7 +208,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         app_id: str = self.inner.schedule(inner)
         if isinstance(self.inner, NetworkBackend):
             try:
-                clients.keep(self.backend, app_id, client.to_text())
+                clients.keep(self.backend, app_id, client.to_text(), dryrun_info.rendezvous)
             except OSError as error:
                 _log.warning("The job runs, but the certificate to reach it with could not be kept: %s", error)
         self._foreground.submitted(app_id)

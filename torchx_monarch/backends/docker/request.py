@@ -12,6 +12,8 @@ from torchx.schedulers.docker_scheduler import LABEL_REPLICA_ID, LABEL_ROLE_NAME
 from torchx.specs import AppDef
 
 from torchx_monarch.backends.local import gpus
+from torchx_monarch.backends.roles import check_names
+from torchx_monarch.variables import OF_A_JOB
 
 LABEL_APP = "torchx-monarch/app"
 """On every container of ours: the app as ``blob.pack`` has it. Its presence tells ours from TorchX's."""
@@ -32,17 +34,6 @@ _LONGEST_NAME = 63
 
 _LONGEST_ROLE = 20
 
-_OF_ANOTHER_JOB = (
-    "MONARCH_CREDENTIALS",
-    "MONARCH_RENDEZVOUS",
-    "MONARCH_RUN_DIR",
-    "MONARCH_EVENTS",
-    "MONARCH_LOG_DIR",
-    "MONARCH_RESTART",
-    "MONARCH_JOB",
-    "TORCHELASTIC_ERROR_FILE",
-)
-
 
 def check(app: AppDef, grace: int) -> None:
     """Refuse what would go wrong later.
@@ -50,11 +41,7 @@ def check(app: AppDef, grace: int) -> None:
     Raises:
         ValueError: two roles have one name, or the grace is negative.
     """
-    names = [role.name for role in app.roles]
-    for name in names:
-        if names.count(name) > 1:
-            # Upstream takes them for one role.
-            raise ValueError(f"two roles of app {app.name!r} are called {name!r}; each role needs a name of its own")
+    check_names(app)
     if grace < 0:
         raise ValueError(f"the run option grace is {grace}; it is a number of seconds, 0 or more")
 
@@ -80,7 +67,7 @@ def mend(job: DockerJob, app: AppDef, init: bool, environ: Mapping[str, str]) ->
         # handle: `docker stop` of a shell, or of a Python that is still importing, then takes all of the grace.
         kwargs["init"] = init
         env: dict[str, str] = kwargs["environment"]  # type: ignore[assignment]
-        for variable in _OF_ANOTHER_JOB:
+        for variable in OF_A_JOB:
             if variable not in given[role]:
                 env.pop(variable, None)  # copy_env, in a shell within another job
         env[_RANK0] = names[app.roles[0].name][0]

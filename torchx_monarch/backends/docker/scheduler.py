@@ -12,7 +12,6 @@ import contextlib
 import io
 import logging
 import os
-import re
 import sys
 import tarfile
 import threading
@@ -24,9 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 import docker
 from docker.errors import DockerException, NotFound
-from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream, filter_regex
+from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream
 from torchx.schedulers.docker_scheduler import (
     LABEL_APP_ID,
+    NETWORK,
     DockerJob,
     DockerScheduler,
     Opts,
@@ -49,6 +49,7 @@ from torchx_monarch.backends import blob
 from torchx_monarch.backends.docker import facts, logs, network, request
 from torchx_monarch.backends.docker.facts import Replica, Standing
 from torchx_monarch.backends.docker.together import together
+from torchx_monarch.backends.roles import check_replica, matching
 
 if TYPE_CHECKING:
     from docker import DockerClient
@@ -144,6 +145,14 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
     def replica0_host(self, app: AppDef, role: Role) -> str:
         """The container of the role's replica 0, by its name in the network's DNS. (Upstream has the first role's.)"""
         return f"@{request.REPLICA0}"
+
+    def client_host(self, app_id: str, role: str) -> str:
+        """The address of the role's first container: its name is known on the containers' network alone."""
+        found = self._find(app_id)
+        for container, replica in zip(found.containers, found.replicas, strict=True) if found else ():
+            if replica.role == role and replica.id == 0:
+                return str(container.attrs["NetworkSettings"]["Networks"].get(NETWORK, {}).get("IPAddress", ""))
+        return ""
 
     def _submit_dryrun(self, app: AppDef, cfg: DockerOpts) -> AppDryRunInfo[DockerJob, DockerOpts]:
         request.check(app, cfg.grace)
@@ -303,17 +312,14 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         if found is None:
             raise ValueError(f"there is no app {app_id!r} with this Docker daemon")
         sizes = {replicas[0].role: len(replicas) for replicas in found.roles}
-        if role_name not in sizes:
-            raise ValueError(f"app {app_id} has no role {role_name!r}; its roles are {', '.join(sizes)}")
+        check_replica(app_id, sizes, role_name, k)
         everyone = [(replica.role, replica.id) for replica in found.replicas]
-        if (role_name, k) not in everyone:
-            raise ValueError(f"role {role_name} of app {app_id} has no replica {k}; it has 0 to {sizes[role_name] - 1}")
 
         def ended() -> bool:
             now = self._find(app_id)
             return now is None or now.standing.state in _ENDED
 
-        lines: Iterable[str] = logs.lines(
+        lines = logs.lines(
             found.containers[everyone.index((role_name, k))],
             stdout=streams is not Stream.STDERR,
             stderr=streams is not Stream.STDOUT,
@@ -322,12 +328,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
             follow=should_tail and found.standing.state not in _ENDED,
             ended=ended,
         )
-        if regex:
-            try:
-                lines = filter_regex(regex, lines)
-            except re.error as error:
-                raise ValueError(f"{regex!r} is no regular expression: {error}") from error
-        return lines
+        return matching(lines, regex)
 
     # -- ending --------------------------------------------------------------------------------------------------------
 

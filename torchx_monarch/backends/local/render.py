@@ -13,7 +13,8 @@ from torchx.specs import AppDef, Role, macros
 
 from torchx_monarch.backends.local import gpus
 from torchx_monarch.backends.local.request import DetachedRequest, ReplicaRequest, RoleRequest
-from torchx_monarch.variables import FOR_HOSTS
+from torchx_monarch.backends.roles import check_names
+from torchx_monarch.variables import OF_A_JOB
 
 #: The variable in which a replica finds the host of the main role's first replica (TorchX's macro rank0_env).
 RANK0_HOST = "TORCHX_RANK0_HOST"
@@ -42,10 +43,7 @@ def render(app: AppDef, *, grace: float, assign_gpus: bool, environ: Mapping[str
     Raises:
         ValueError: the app cannot be run as it is.
     """
-    names = [role.name for role in app.roles]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"two roles of app {app.name!r} are called {name!r}; each role needs a name of its own")
+    check_names(app)
     if grace < 0:
         raise ValueError(f"the run option grace is {grace:g}; it is a number of seconds, 0 or more")
     app_id = new_app_id(app.name)
@@ -102,5 +100,4 @@ def submitter_env(environ: Mapping[str, str], job: str) -> dict[str, str]:
 
     An app may be submitted from within another one's replica: what names that other app is left out.
     """
-    theirs = {*FOR_HOSTS, "TORCHELASTIC_ERROR_FILE"}
-    return {**{name: value for name, value in environ.items() if name not in theirs}, "MONARCH_JOB": job}
+    return {**{name: value for name, value in environ.items() if name not in OF_A_JOB}, "MONARCH_JOB": job}

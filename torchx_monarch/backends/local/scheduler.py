@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import pprint
-import re
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -24,7 +23,6 @@ from torchx.schedulers.api import (
     Scheduler,
     Stream,
     StructuredOpts,
-    filter_regex,
 )
 from torchx.specs import NONE, AppDef, AppDryRunInfo, AppState, CfgVal, ReplicaStatus, RoleStatus, runopts
 
@@ -32,6 +30,7 @@ from torchx_monarch import events
 from torchx_monarch.backends.local import appdef, folder, logs, render, state, store, submit, watchers
 from torchx_monarch.backends.local.request import DetachedRequest
 from torchx_monarch.backends.local.status import AppRecord
+from torchx_monarch.backends.roles import check_replica, matching
 
 #: Seconds between two looks at the status of an app that is waited for.
 _POLL = 0.02
@@ -173,16 +172,13 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
             raise ValueError(f"there is no app {app_id!r} in {store.apps_dir()}")
         paths, record = found
         sizes = {role.name: len(role.replicas) for role in record.roles}
-        if role_name not in sizes:
-            raise ValueError(f"app {app_id} has no role {role_name!r}; its roles are {', '.join(sizes)}")
-        if not 0 <= k < sizes[role_name]:
-            raise ValueError(f"role {role_name} of app {app_id} has no replica {k}; it has 0 to {sizes[role_name] - 1}")
+        check_replica(app_id, sizes, role_name, k)
 
         def ended() -> bool:
             now = state.truth(paths)
             return now is None or now.terminal
 
-        found_lines: Iterable[str] = logs.lines(
+        lines = logs.lines(
             paths.replica_logs(role_name, k),
             (streams or Stream.COMBINED).value,
             since=since,
@@ -190,12 +186,7 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
             ended=ended,
             follow=should_tail and not record.terminal,
         )
-        if regex:
-            try:
-                found_lines = filter_regex(regex, found_lines)
-            except re.error as e:
-                raise ValueError(f"{regex!r} is no regular expression: {e}") from e
-        return found_lines
+        return matching(lines, regex)
 
     def events_path(self, app_id: str) -> Path:
         """The app's events file (see ``torchx_monarch.events``)."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torchx.specs.finder import ComponentValidationException
 
 from torchx_monarch.backends.slurm.folder import MARK
-from torchx_monarch.variables import FOR_HOSTS
+from torchx_monarch.variables import OF_A_JOB
 
 _TIMEOUT = 60.0
 """Seconds that a command may take: a controller under load answers late."""
@@ -57,12 +57,11 @@ class Job:
 
 def client_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment to submit with. Within a job, what describes that job would become options of the new one."""
-    theirs = {*FOR_HOSTS, "MONARCH_JOB", "TORCHELASTIC_ERROR_FILE"}
     inside = "SLURM_JOB_ID" in environ
     return {
         name: value
         for name, value in environ.items()
-        if name not in theirs and (not inside or not name.startswith(("SLURM_", "SLURMD_")) or name in _KEPT)
+        if name not in OF_A_JOB and (not inside or not name.startswith(("SLURM_", "SLURMD_")) or name in _KEPT)
     }
 
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from torchx.specs import NULL_RESOURCE, AppDef, InvalidRunConfigException, Role
 
 from torchx_monarch.backends.network import CREDENTIALS
+from torchx_monarch.backends.roles import check_names
 from torchx_monarch.backends.slurm import commands, folder
 from torchx_monarch.backends.slurm.options import SlurmOpts
 from torchx_monarch.backends.slurm.request import RoleRequest, SlurmRequest
@@ -27,10 +28,7 @@ def render(app: AppDef, cfg: SlurmOpts) -> SlurmRequest:
         InvalidRunConfigException: an option makes no sense.
         ValueError: two roles have one name.
     """
-    names = [role.name for role in app.roles]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"two roles of app {app.name!r} are called {name!r}; each role needs a name of its own")
+    check_names(app)
     _check(cfg)
     retries = any(role.max_retries for role in app.roles)
     requeue = retries if cfg.requeue is None else cfg.requeue

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import time
 from collections.abc import Iterable, Mapping
@@ -19,12 +18,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream, filter_regex
+from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream
 from torchx.specs import NONE, AppDef, AppDryRunInfo, AppState, CfgVal, Role, runopts
 from torchx.workspace.dir_workspace import DirWorkspaceMixin
 
 from torchx_monarch import events
 from torchx_monarch.backends.local import appdef, logs, store
+from torchx_monarch.backends.roles import check_replica, matching
 from torchx_monarch.backends.slurm import commands, folder, render, truth
 from torchx_monarch.backends.slurm.commands import SlurmError
 from torchx_monarch.backends.slurm.folder import JobFolder
@@ -193,11 +193,8 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
             where = f" (its folder {app.folder.root} is not here)" if app else ""
             raise ValueError(f"there is no app {app_id!r} of this scheduler{where}")
         sizes = {role.name: role.num_replicas for role in appdef.from_json(submitted["app"]).roles}
-        if role_name not in sizes:
-            raise ValueError(f"app {app_id} has no role {role_name!r}; its roles are {', '.join(sizes)}")
-        if not 0 <= k < sizes[role_name]:
-            raise ValueError(f"role {role_name} of app {app_id} has no replica {k}; it has 0 to {sizes[role_name] - 1}")
-        found: Iterable[str] = logs.lines(
+        check_replica(app_id, sizes, role_name, k)
+        found = logs.lines(
             app.folder.replica_logs(role_name, k),
             (streams or Stream.COMBINED).value,
             since=since,
@@ -205,12 +202,7 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
             ended=lambda: self._has_ended(app_id),
             follow=should_tail and not app.terminal,
         )
-        if regex:
-            try:
-                found = filter_regex(regex, found)
-            except re.error as e:
-                raise ValueError(f"{regex!r} is no regular expression: {e}") from e
-        return found
+        return matching(found, regex)
 
     def events_path(self, app_id: str) -> Path:
         """The app's events file (see ``torchx_monarch.events``)."""

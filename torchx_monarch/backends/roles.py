@@ -1,0 +1,56 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What every scheduler asks of an app's roles, and of a request for the log of one of their replicas."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+from torchx.schedulers.api import filter_regex
+from torchx.specs import AppDef
+
+
+def check_names(app: AppDef) -> None:
+    """Each role needs a name of its own: status and logs know it by that. (TorchX takes two of one name for one role.)
+
+    Raises:
+        ValueError: two have one name.
+    """
+    names = [role.name for role in app.roles]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"two roles of app {app.name!r} are called {name!r}; each role needs a name of its own")
+
+
+def check_replica(app_id: str, sizes: Mapping[str, int], role: str, replica: int) -> None:
+    """Whether an app has such a replica.
+
+    Args:
+        app_id: of the app.
+        sizes: how many replicas each of its roles has.
+        role: the role asked for.
+        replica: the replica asked for.
+
+    Raises:
+        ValueError: there is no such role or replica.
+    """
+    if role not in sizes:
+        raise ValueError(f"app {app_id} has no role {role!r}; its roles are {', '.join(sizes)}")
+    if not 0 <= replica < sizes[role]:
+        raise ValueError(f"role {role} of app {app_id} has no replica {replica}; it has 0 to {sizes[role] - 1}")
+
+
+def matching(lines: Iterable[str], regex: str | None) -> Iterable[str]:
+    """The lines in which a regular expression is found; all of them without one.
+
+    Raises:
+        ValueError: it is no regular expression.
+    """
+    if not regex:
+        return lines
+    try:
+        found: Iterable[str] = filter_regex(regex, lines)
+    except re.error as error:
+        raise ValueError(f"{regex!r} is no regular expression: {error}") from error
+    return found

@@ -1,0 +1,65 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The live allocations that this machine knows of and can reach."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torchx_monarch.backends import clients
+from torchx_monarch.backends.local import store
+from torchx_monarch.client.link import ask
+from torchx_monarch.client.target import Target
+from torchx_monarch.errors import LinkError, RefusedError
+from torchx_monarch.plan.command import HOSTS_MODULE
+
+_PATIENCE = 3.0
+"""Seconds for each."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """One role of an app.
+
+    Attributes:
+        handle: of the app.
+        hosts: how many have come.
+        live: what its replica 0 says of itself.
+    """
+
+    handle: str
+    hosts: int
+    live: dict[str, Any]
+
+
+def waiting_hosts() -> Iterator[Found]:
+    """Those that answer; apps that have ended do not."""
+    for handle, roles in [*_of_this_machine(), *_elsewhere()]:
+        for role in roles:
+            with contextlib.suppress(LinkError, RefusedError):
+                answer = ask(Target.of(handle, role), {"type": "look"}, _PATIENCE)
+                if "live" in answer:
+                    yield Found(handle, len(answer["hosts"]), answer["live"])
+
+
+def _of_this_machine() -> list[tuple[str, list[str]]]:
+    found = []
+    for app_id in sorted(store.app_ids()):
+        request = store.read_json(store.app_paths(app_id).request)
+        if request is None or not os.path.isdir(request["run_dir"]):
+            continue
+        roles = [role["name"] for role in request["roles"] if HOSTS_MODULE in " ".join(role["replicas"][0]["args"])]
+        if roles:
+            found.append((f"monarch_local://torchx/{app_id}", roles))
+    return found
+
+
+def _elsewhere() -> list[tuple[str, list[str]]]:
+    return [
+        (f"{scheduler}://torchx/{app_id}", list(clients.kept(scheduler, app_id)[1]))
+        for scheduler, app_id in clients.known()
+    ]

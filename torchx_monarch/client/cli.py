@@ -1,0 +1,164 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``torchx monarch``: running things on hosts that wait for them, from any shell."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from typing import NoReturn
+
+from torchx.cli.cmd_base import SubCommand
+
+from torchx_monarch.client.allocations import Found, waiting_hosts
+from torchx_monarch.client.job import SPMDJob
+from torchx_monarch.client.link import ask
+from torchx_monarch.client.run import Collector, Records, interruptibly
+from torchx_monarch.errors import AllocationError, LinkError, RefusedError
+
+_NO_ANSWER = 69
+"""EX_UNAVAILABLE: the hosts cannot be reached, or refuse."""
+
+_USAGE = "usage: torchx monarch exec HANDLE [options] [-- torchrun --nproc-per-node 4 train.py ...]"
+
+
+class CmdMonarch(SubCommand):  # type: ignore[misc]
+    """The sub-command, which has sub-commands of its own."""
+
+    def add_arguments(self, subparser: argparse.ArgumentParser) -> None:
+        """Describe the command line."""
+        commands = subparser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+        one = commands.add_parser("exec", help="run a command on an allocation's hosts")
+        _allocation(one)
+        one.add_argument("--nproc", default="", help="processes on each host, where not as the command says")
+        one.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="variable for the ranks")
+        one.add_argument("--cwd", default="", help="folder on the hosts that the ranks start in")
+        one.add_argument("--timeout", type=float, help="seconds after which the hosts end the run")
+        one.add_argument("--queue", action="store_true", help="wait for runs that have not ended, and do not fail")
+        one.add_argument("--detach", action="store_true", help="print the run's number, and do not wait for its end")
+        one.add_argument("-v", "--verbose", action="store_true", help="show the phases of the run as well")
+        one.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="as one would type it")
+        one.set_defaults(monarch=_exec)
+        one = commands.add_parser("follow", help="the output of a run that was begun elsewhere, and its exit code")
+        _allocation(one)
+        one.add_argument("run", type=int, nargs="?", help="its number (default: the one that runs, or the last)")
+        one.set_defaults(monarch=_follow, verbose=False)
+        one = commands.add_parser("ps", help="allocations, or the runs of one")
+        _allocation(one, optional=True)
+        one.set_defaults(monarch=_ps)
+        one = commands.add_parser("stop", help="give an allocation's hosts back, or end one run")
+        _allocation(one)
+        one.add_argument(
+            "--run", type=int, nargs="?", const=0, help="end this run, or the one that runs; keep the hosts"
+        )
+        one.set_defaults(monarch=_stop)
+
+    def run(self, args: argparse.Namespace) -> None:
+        """Do what was typed."""
+        try:
+            args.monarch(args)
+        except (LinkError, RefusedError, AllocationError) as error:
+            _say(str(error))
+            sys.exit(_NO_ANSWER)
+
+
+def _allocation(parser: argparse.ArgumentParser, optional: bool = False) -> None:
+    parser.add_argument("handle", nargs="?" if optional else None, help="as torchx run printed it")
+    parser.add_argument("--role", default="", help="which of the app's roles (default: the first)")
+    parser.add_argument(
+        "--address", default="", help="HOST:PORT where replica 0 is reached from here: the near end of a tunnel"
+    )
+
+
+def _job(args: argparse.Namespace) -> SPMDJob:
+    return SPMDJob(args.handle, args.role, args.address)
+
+
+def _exec(args: argparse.Namespace) -> None:
+    words = args.command[1:] if args.command[:1] == ["--"] else args.command
+    if words and words[0].startswith("-") and words[0] != "-m":
+        _say(f"{words[0]} is no option here. {_USAGE}")
+        sys.exit(os.EX_USAGE)
+    env = {}
+    for pair in args.env:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            _say(f"--env {pair}: give NAME=VALUE")
+            sys.exit(os.EX_USAGE)
+        env[name] = value
+    job = _job(args).wait_ready(on_progress=_say)
+    request = job.request(words or None, env, args.nproc or None, args.timeout, args.cwd or None, args.queue)
+    records = Records.of(job.target, request)
+    if args.detach:
+        print(records.run)
+        records.close()
+        return
+    _see_to_its_end(job, records, args.verbose)
+
+
+def _follow(args: argparse.Namespace) -> None:
+    job = _job(args)
+    _see_to_its_end(job, Records.of(job.target, {"type": "follow", "run": args.run}), args.verbose, ends=False)
+
+
+def _see_to_its_end(job: SPMDJob, records: Records, verbose: bool, ends: bool = True) -> NoReturn:
+    """Show a run's output, and leave with its exit code; Ctrl-C ends the run where it was begun here."""
+    collector = Collector("stream", _say if verbose else None)
+    try:
+        result = interruptibly(job.target, records, collector, _say) if ends else collector.collect(records)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    finally:
+        records.close()
+    if result.exit_code != 0 and not verbose:
+        cause = result.ranks.get(result.cause) if result.cause is not None else None
+        if cause is not None and cause.traceback:
+            _say(f"traceback of rank {cause.rank}:\n{cause.traceback.rstrip()}")
+        if cause is not None and cause.log_path:
+            _say(f"log of rank {cause.rank}: {cause.log_path}")
+        _say(f"run {result.run} {'STOPPED' if result.stopped else 'FAILED'}: {result.reason}")
+    sys.exit(result.exit_code)
+
+
+def _ps(args: argparse.Namespace) -> None:
+    if args.handle is None:
+        _table(["HANDLE", "ROLE", "HOSTS", "STATE", "RUNS", "IDLE"], [_row(found) for found in waiting_hosts()])
+        return
+    rows = []
+    for run in _job(args).runs():
+        code = "" if run["exit_code"] is None else str(run["exit_code"])
+        seconds = (run["ended"] or time.time()) - run["started"] if run["started"] else 0.0
+        rows.append(
+            [str(run["run"]), run["state"], code, f"{seconds:.1f} s", run["by"], run["code"][:12], run["command"]]
+        )
+    _table(["RUN", "STATE", "CODE", "TIME", "BY", "SOURCE", "COMMAND"], rows)
+
+
+def _row(found: Found) -> list[str]:
+    live = found.live
+    state = f"run {live['run']}" if live["run"] else "ready" if live["ready"] else "starting"
+    limit = f" of {live['idle_timeout']:.0f}" if live["idle_timeout"] else ""
+    return [found.handle, live["role"], str(found.hosts), state, str(live["runs"]), f"{live['idle']:.0f}{limit} s"]
+
+
+def _table(head: list[str], rows: list[list[str]]) -> None:
+    widths = [max(len(row[column]) for row in [head, *rows]) for column in range(len(head))]
+    for row in [head, *rows]:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _stop(args: argparse.Namespace) -> None:
+    job = _job(args)
+    if args.run is not None:
+        job.end_run(args.run or None)
+        return
+    try:
+        ask(job.target, {"type": "stop"})
+    except LinkError:
+        job.kill()  # not reached, or not there yet: its scheduler can do it
+
+
+def _say(text: str) -> None:
+    print(f"[monarch] {text}", file=sys.stderr, flush=True)

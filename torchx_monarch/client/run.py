@@ -1,0 +1,289 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""One run on a live allocation, as its user sees it: what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any, Literal
+
+from torchx_monarch.client.link import Link, ask
+from torchx_monarch.client.result import RankOutput, RunResult
+from torchx_monarch.client.target import Target
+from torchx_monarch.errors import LinkError, RankExit, RefusedError, SPMDError
+
+Output = Literal["stream", "store", "none"] | Callable[[int, str, str], None]
+"""What happens to the ranks' output: it goes to ``sys.stdout`` and ``sys.stderr``, or into ``RunResult.output``, or
+nowhere; or a function is called with rank, ``stdout`` or ``stderr``, and text."""
+
+_RECONNECT_FOR = 30.0
+"""Seconds in which a broken connection is made again, before a run is given up: it may go on without us."""
+
+
+class Records:
+    """The records of a run, from its first; a connection that breaks is made again.
+
+    Args:
+        target: the allocation.
+        link: has been told ``run`` or ``follow``.
+    """
+
+    def __init__(self, target: Target, link: Link) -> None:
+        self._target = target
+        self._link = link
+        self._seen = 0
+        self._closed = False
+        self.run = 0
+
+    @classmethod
+    def of(cls, target: Target, greeting: dict[str, Any]) -> Records:
+        """Begin or follow a run.
+
+        Raises:
+            LinkError: the allocation cannot be reached.
+            RefusedError: it refuses.
+        """
+        link = Link.open(target, greeting)
+        try:
+            records = cls(target, link)
+            records._accepted()
+        except BaseException:
+            link.close()
+            raise
+        return records
+
+    def _accepted(self) -> None:
+        try:
+            answer = self._link.receive()
+        except TimeoutError:
+            answer = None
+        if answer is None or answer.get("type") != "accepted":
+            raise LinkError(f"{self._target.address}: no answer")
+        self.run = answer["run"]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """The records to the last one, ``result``.
+
+        Raises:
+            LinkError: the connection is broken and cannot be made again, or the hosts no longer know the run.
+        """
+        while not self._closed:
+            record = self._link.receive(None)
+            if record is None:
+                if self._closed:
+                    return
+                self._again()
+                continue
+            self._seen += 1
+            yield record
+            if record["type"] == "result":
+                return
+
+    def _again(self) -> None:
+        self._link.close()
+        until, why = time.monotonic() + _RECONNECT_FOR, "the connection broke"
+        while time.monotonic() < until and not self._closed:
+            try:
+                self._link = Link.open(self._target, {"type": "follow", "run": self.run})
+                self._accepted()
+                for _ in range(self._seen):
+                    self._link.receive()
+                return
+            except RefusedError as error:
+                why = str(error)
+                break
+            except (LinkError, TimeoutError) as error:
+                why = str(error)
+                time.sleep(0.5)
+        raise LinkError(f"run {self.run} was lost from sight: {why}")
+
+    def close(self) -> None:
+        """Look no longer; the run goes on."""
+        self._closed = True
+        self._link.close()
+
+
+class Collector:
+    """Takes a run's records: shows or stores its output, and makes its result.
+
+    Args:
+        output: what happens to the ranks' output.
+        on_phase: called with each line about the run itself; None for nothing.
+    """
+
+    def __init__(self, output: Output, on_phase: Callable[[str], None] | None = None) -> None:
+        if not callable(output) and output not in ("stream", "store", "none"):
+            raise ValueError(f"output={output!r}: use 'stream', 'store', 'none' or a function of rank, stream and text")
+        self._output = output
+        self._on_phase = on_phase
+        self._exits: dict[int, RankExit] = {}
+        self._attempts = 0
+        self._texts: dict[int, dict[str, list[str]]] = {}
+
+    def collect(self, records: Records) -> RunResult:
+        """Take all of them; the result.
+
+        Raises:
+            LinkError: they ended before the result.
+        """
+        for record in records:
+            kind = record["type"]
+            if kind == "output":
+                self._show(record["rank"], record["stream"], record["text"])
+            elif kind == "phase" and self._on_phase is not None:
+                self._on_phase(record["text"])
+            elif kind == "exit":
+                exit = RankExit.from_json(record["exit"])
+                self._exits[exit.rank] = exit
+            elif kind == "attempts":
+                self._attempts = record["count"]
+            elif kind == "result":
+                texts = {
+                    rank: RankOutput("".join(one["stdout"]), "".join(one["stderr"]))
+                    for rank, one in sorted(self._texts.items())
+                }
+                return RunResult.of(record, self._exits, self._attempts, texts)
+        raise LinkError(f"run {records.run} is looked at no longer")
+
+    def _show(self, rank: int, stream: str, text: str) -> None:
+        if callable(self._output):
+            self._output(rank, stream, text)
+        elif self._output == "store":
+            self._texts.setdefault(rank, {"stdout": [], "stderr": []})[stream].append(text)
+        elif self._output == "stream":
+            show(stream, text)
+
+
+def interruptibly(target: Target, records: Records, collector: Collector, say: Callable[[str], None]) -> RunResult:
+    """Take all records; Ctrl-C stops the run, another kills it, and only a third leaves it alone.
+
+    Args:
+        target: the allocation.
+        records: of the run.
+        collector: takes them.
+        say: called with a line for a person.
+
+    Raises:
+        KeyboardInterrupt: there was a Ctrl-C, and the run has ended, or it was the third.
+    """
+    interrupts = 0
+    while True:
+        try:
+            result = collector.collect(records)
+            break
+        except KeyboardInterrupt:
+            interrupts += 1
+            if interrupts > 2:
+                raise
+            kill = interrupts == 2
+            say(f"{'killing' if kill else 'stopping'} run {records.run}{'' if kill else '; Ctrl-C again kills it'}")
+            with contextlib.suppress(RefusedError):
+                ask(target, {"type": "end-run", "run": records.run, "kill": kill})
+    if interrupts:
+        raise KeyboardInterrupt
+    return result
+
+
+def show(stream: str, text: str) -> None:
+    """Print what a rank has printed, to ``sys.stdout`` or ``sys.stderr``, byte for byte where that is possible."""
+    file = sys.stdout if stream == "stdout" else sys.stderr
+    buffer = getattr(file, "buffer", None)
+    if buffer is not None:
+        file.flush()
+        buffer.write(text.encode(errors="surrogateescape"))
+        buffer.flush()
+    else:  # a notebook's
+        file.write(text.encode(errors="surrogateescape").decode(errors="replace"))
+        file.flush()
+
+
+class RunHandle:
+    """A run that goes on while its user does something else; like ``concurrent.futures.Future``.
+
+    Attributes:
+        run: its number on its allocation.
+
+    Args:
+        target: the allocation.
+        records: of the run.
+        collector: takes them.
+        check: whether a failure is an exception.
+    """
+
+    def __init__(self, target: Target, records: Records, collector: Collector, check: bool) -> None:
+        self.run = records.run
+        self._target = target
+        self._records = records
+        self._collector = collector
+        self._check = check
+        self._cancelled = False
+        self._future: Future[RunResult] = Future()
+        self._future.set_running_or_notify_cancel()
+        threading.Thread(target=self._collect, name=f"run-{self.run}", daemon=True).start()
+
+    def _collect(self) -> None:
+        try:
+            result = self._collector.collect(self._records)
+            if self._check and result.exit_code != 0:
+                self._future.set_exception(SPMDError(result))
+            else:
+                self._future.set_result(result)
+        except BaseException as error:
+            self._future.set_exception(error)
+        finally:
+            self._records.close()
+
+    def done(self) -> bool:
+        """Whether it has ended."""
+        return self._future.done()
+
+    def running(self) -> bool:
+        """Whether it has not."""
+        return not self._future.done()
+
+    def result(self, timeout: float | None = None) -> RunResult:
+        """Wait for it.
+
+        Raises:
+            TimeoutError: it has not ended within ``timeout`` seconds; it goes on.
+            SPMDError: it has failed.
+            LinkError: it was lost from sight.
+        """
+        return self._future.result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for it; what ``result`` would raise.
+
+        Raises:
+            TimeoutError: it has not ended within ``timeout`` seconds.
+        """
+        return self._future.exception(timeout)
+
+    def add_done_callback(self, function: Callable[[RunHandle], object]) -> None:
+        """Call a function with this handle when it has ended."""
+        self._future.add_done_callback(lambda _: function(self))
+
+    def cancel(self, kill: bool = False) -> bool:
+        """Stop the run, and keep the hosts; whether it had not ended yet. ``result`` then raises ``SPMDError``.
+
+        Args:
+            kill: do not wait for the ranks' grace.
+        """
+        if self._future.done():
+            return False
+        with contextlib.suppress(RefusedError):
+            ask(self._target, {"type": "end-run", "run": self.run, "kill": kill})
+            self._cancelled = True
+        return self._cancelled
+
+    def cancelled(self) -> bool:
+        """Whether it has ended because it was cancelled here."""
+        return self._cancelled and self._future.done()
+
+    def __repr__(self) -> str:
+        return f"<run {self.run}: {'done' if self.done() else 'running'}>"

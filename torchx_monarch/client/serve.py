@@ -1,0 +1,77 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Taking a live allocation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torchx_monarch.client.job import SPMDJob
+from torchx_monarch.plan.hold import IDLE_TIMEOUT
+
+if TYPE_CHECKING:
+    from torchx.runner import Runner
+    from torchx.specs import AppDef
+
+
+def serve(
+    appdef: AppDef | Sequence[str],
+    scheduler: str = "monarch_local",
+    scheduler_cfg: Mapping[str, Any] | None = None,
+    *,
+    idle_timeout: float = IDLE_TIMEOUT,
+    workspace: str | None = None,
+    role: str = "",
+    runner: Runner | None = None,
+) -> SPMDJob:
+    """Take hosts that wait for runs, from any of our schedulers; returns as soon as they are asked for.
+
+    The arguments of ``monarch.job.spmd.serve`` mean what they mean there. The app is not changed: a copy of it is
+    submitted, whose commands wait instead of running.
+
+    Args:
+        appdef: an app; or a torchrun or Python command, with a host for each of its ``--nnodes``.
+        scheduler: one of ours: ``monarch_local``, ``monarch_slurm``, ….
+        scheduler_cfg: its run options.
+        idle_timeout: seconds without a run after which the hosts end by themselves; 0 for never.
+        workspace: as for ``torchx run``; None for none.
+        role: the role whose hosts runs are for; empty for the first.
+        runner: TorchX's; one is made where none is given.
+
+    Raises:
+        ValueError: the command is none, or the scheduler is not one of ours.
+        Exception: what the scheduler raises when it does not take the app.
+    """
+    from torchx_monarch.plan.command import CommandError
+    from torchx_monarch.plan.rewrite import hold
+
+    app = appdef if not isinstance(appdef, (list, tuple)) else _app(appdef)
+    if not scheduler.startswith("monarch_"):
+        raise ValueError(f"scheduler={scheduler!r} does not hold hosts; those that do begin with monarch_")
+    if runner is None:
+        from torchx.runner import get_runner
+
+        runner = get_runner()
+    try:
+        held = hold(app, idle_timeout)
+    except CommandError as error:
+        raise ValueError(str(error)) from None
+    info = runner.dryrun(held, scheduler, dict(scheduler_cfg or {}), workspace=workspace)
+    return SPMDJob(runner.schedule(info), role=role, runner=runner)
+
+
+def _app(command: Sequence[str]) -> AppDef:
+    from torchx.specs import AppDef, Role
+
+    from torchx_monarch.plan.command import CommandError, parse
+
+    try:
+        parsed = parse(list(command))
+    except CommandError as error:
+        raise ValueError(str(error)) from None
+    if parsed is None:
+        raise ValueError(f"not a torchrun or Python command: {list(command)!r}")
+    replicas = parsed.options.max_nodes if parsed.kind == "torchrun" else 1
+    role = Role("trainer", image="", entrypoint=command[0], args=list(command[1:]), num_replicas=replicas)
+    return AppDef("spmd-job", [role])

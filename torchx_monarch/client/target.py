@@ -1,0 +1,109 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Where the replica 0 of a role listens, as its user's machine reaches it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torchx_monarch.backends import clients
+from torchx_monarch.backends.local import store
+from torchx_monarch.backends.network import Reachable
+from torchx_monarch.errors import LinkError
+from torchx_monarch.runtime.address import Address, AddressError
+
+if TYPE_CHECKING:
+    from torchx.runner import Runner
+
+
+@dataclass(frozen=True, repr=False)
+class Target:
+    """One role of an app.
+
+    Attributes:
+        address: where its replica 0 listens, as seen from here.
+        role: its name; empty for the one that listens there.
+        credentials: text of ``credentials.ClientCredentials``; empty where none are needed.
+    """
+
+    address: Address
+    role: str = ""
+    credentials: str = ""
+
+    @classmethod
+    def of(cls, handle: str, role: str = "", address: str = "", runner: Runner | None = None) -> Target:
+        """Find it by the app's handle.
+
+        Args:
+            handle: ``SCHEDULER://SESSION/APP``, as ``torchx run`` prints it.
+            role: name of the role; empty for the first.
+            address: ``HOST:PORT`` to dial instead of what the scheduler says: the near end of a tunnel; or a whole
+                address, ``unix:PATH`` or ``tls:HOST:PORT``.
+            runner: to ask about the app; one is made where it is needed.
+
+        Raises:
+            LinkError: it is not known from here how to reach it; the message says what is missing.
+        """
+        from torchx.specs import parse_app_handle
+
+        scheduler, _, app_id = parse_app_handle(handle)
+        credentials, kept = clients.kept(scheduler, app_id)
+        if address:
+            return cls(_given(address, kept, role), role, credentials)
+        if not kept:
+            return cls(_on_this_machine(handle, app_id, role), role)
+        role = role or next(iter(kept))
+        if role not in kept:
+            raise LinkError(f"{handle} has no role {role!r} with hosts of ours; it has {', '.join(kept)}")
+        there = Address.parse(kept[role], "the kept address")
+        return cls(
+            Address(there.scheme, _host(handle, app_id, role, there.host, runner), there.port), role, credentials
+        )
+
+
+def _given(address: str, kept: dict[str, str], role: str) -> Address:
+    scheme = kept.get(role or next(iter(kept), ""), "tls:").partition(":")[0]
+    full = address if address.startswith(("unix:", "tls:", "insecure-tcp:")) else f"{scheme}:{address}"
+    try:
+        return Address.parse(full, "address")
+    except AddressError as error:
+        raise LinkError(str(error)) from None
+
+
+def _on_this_machine(handle: str, app_id: str, role: str) -> Address:
+    request = store.read_json(store.app_paths(app_id).request) if store.is_app_id(app_id) else None
+    if request is None:
+        raise LinkError(
+            f"{handle} is not known in {store.state_dir()}: no app of this machine, and no certificate to reach one "
+            "elsewhere. It is kept there by whoever submits a job"
+        )
+    names = [one["name"] for one in request["roles"]]
+    if role and role not in names:
+        raise LinkError(f"{handle} has no role {role!r}; it has {', '.join(names)}")
+    index = names.index(role) if role else 0
+    return Address("unix", path=os.path.join(request["run_dir"], f"{index}.sock"))
+
+
+def _host(handle: str, app_id: str, role: str, known: str, runner: Runner | None) -> str:
+    """The host of a role's replica 0: the one that the job was given, or else what its scheduler says."""
+    if not known.startswith("@"):
+        return known
+    with contextlib.ExitStack() as stack:
+        if runner is None:
+            from torchx.runner import get_runner
+
+            runner = stack.enter_context(get_runner())
+        scheduler: Any = runner._scheduler(handle.partition(":")[0])
+        inner = getattr(scheduler, "inner", scheduler)
+        host = inner.client_host(app_id, role) if isinstance(inner, Reachable) else ""
+        if not host:
+            described = scheduler.describe(app_id)
+            statuses = described.roles_statuses if described is not None else []
+            replicas = [each for status in statuses if status.role == role for each in status.replicas]
+            host = next((each.hostname for each in replicas if each.id == 0 and each.hostname), "")
+    if not host:
+        raise LinkError(f"{handle}: its scheduler does not say yet where replica 0 of role {role!r} runs")
+    return host

@@ -1,0 +1,130 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What happens in one run on a live allocation, as JSON lines in a file: written by one, followed by any number.
+
+The file is the buffer: a follower that reads slowly, or comes late, costs no memory and holds nobody up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from torchx_monarch.runtime.output import LineSink, write_all
+
+_PIECE = 8000
+"""Characters of output in one record: JSON may spend six bytes on each, and a line to replica 0 has at most 64 kB."""
+
+_CHUNK = 1 << 18
+
+
+class Journal:
+    """The records of one run.
+
+    Attributes:
+        count: records so far.
+        path: the file; of mode 0600.
+
+    Args:
+        path: the file to make; its folder is made as well.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+
+    def __init__(self, path: str) -> None:
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        self.path = path
+        self.count = 0
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        self._closed = False
+        self._changed = asyncio.Event()
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Add a record; nothing after ``close``."""
+        self.append_line(json.dumps(record, separators=(",", ":")).encode() + b"\n")
+
+    def append_line(self, line: bytes) -> None:
+        """Add a record that is encoded already, with its line feed."""
+        if self._closed:
+            return
+        write_all(self._file, line)  # a full disk loses output, never the run
+        self.count += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def output(self, rank: int, stream: str, data: bytes) -> None:
+        """Add what a rank has printed."""
+        text = data.decode(errors="surrogateescape")
+        for start in range(0, len(text), _PIECE):
+            self.append({"type": "output", "rank": rank, "stream": stream, "text": text[start : start + _PIECE]})
+
+    def close(self) -> None:
+        """There are no more records."""
+        if not self._closed:
+            self._closed = True
+            os.close(self._file)
+            self._changed.set()
+
+    async def follow(self, wait: bool = True) -> AsyncIterator[list[bytes]]:
+        """The records from the first on, as lines, some at a time, until the journal is closed.
+
+        Args:
+            wait: whether to wait for more when there are no more yet.
+        """
+        with open(self.path, "rb") as file:
+            rest = b""
+            while True:
+                closed, changed = self._closed, self._changed
+                data = file.read(_CHUNK)
+                if not data:
+                    if closed or not wait:
+                        return
+                    await changed.wait()
+                    continue
+                *lines, rest = (rest + data).split(b"\n")
+                if lines:
+                    yield [line + b"\n" for line in lines]
+
+
+class JournalSink:
+    """Takes what a rank prints onto its host's output into the journal as well.
+
+    Args:
+        journal: of the run.
+        rank: the rank.
+        stream: ``stdout`` or ``stderr``.
+    """
+
+    def __init__(self, journal: Journal, rank: int, stream: str) -> None:
+        self._journal = journal
+        self._rank = rank
+        self._stream = stream
+
+    def write(self, prefix: bytes, lines: bytes) -> None:
+        """Take whole lines, without the last line feed."""
+        text = prefix + lines.replace(b"\n", b"\n" + prefix) if prefix else lines
+        self._journal.output(self._rank, self._stream, text + b"\n")
+
+    def close(self) -> None:
+        """The journal outlives the rank."""
+
+
+class Sinks:
+    """Several sinks as one."""
+
+    def __init__(self, sinks: Sequence[LineSink]) -> None:
+        self._sinks = sinks
+
+    def write(self, prefix: bytes, lines: bytes) -> None:
+        """Pass lines on to each."""
+        for sink in self._sinks:
+            sink.write(prefix, lines)
+
+    def close(self) -> None:
+        """Close each."""
+        for sink in self._sinks:
+            sink.close()

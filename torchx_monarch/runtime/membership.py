@@ -1,0 +1,122 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The end of every other host in the rendezvous."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import ssl
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torchx_monarch.errors import Verdict
+from torchx_monarch.runtime import protocol, transport
+from torchx_monarch.runtime.rendezvous import LEASE, Registration, RendezvousError
+from torchx_monarch.runtime.transport import PEER_TIMEOUT, Address, ConnectError, Identity
+
+_ALIVE_EVERY = 15.0
+"""Seconds. Of four thousand hosts, one every 5 s would cost replica 0 a tenth of a core."""
+
+_RETRY_EVERY = 0.01
+"""Seconds between two tries to reach replica 0 at first; each wait is a little longer than the one before."""
+
+_RETRY_AT_MOST = 0.5
+
+_STALE_FOR = 1.6
+"""For how long even a final refusal is tried again, in units of the peer timeout: an earlier job's replica 0 may still
+have the port, or the host in whose place this one comes may not have been missed yet."""
+
+
+class Membership:
+    """The end of every other host."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def join(
+        cls,
+        address: Address,
+        host: Registration,
+        timeout: float,
+        identity: Identity | None = None,
+        peer_timeout: float = PEER_TIMEOUT,
+        on_failure: Callable[[str], None] = lambda reason: None,
+    ) -> Membership:
+        """Connect to replica 0 and register; tries again until it listens.
+
+        Args:
+            address: where it listens.
+            host: what it is told.
+            timeout: seconds.
+            identity: ours, where the address is one of TLS.
+            peer_timeout: seconds of its machine's silence until the connection breaks.
+            on_failure: called with the reason why a try has failed.
+
+        Raises:
+            RendezvousError: refused, or nobody listened within ``timeout`` seconds.
+        """
+        said = dataclasses.replace(host, error=host.error[: protocol.MAX_ERROR])
+        greeting = {"type": "register", "version": protocol.VERSION, "host": dataclasses.asdict(said)}
+        started = time.monotonic()
+        pause, why, patience = _RETRY_EVERY, "", transport.IMPATIENCE
+        while time.monotonic() < started + timeout:
+            try:
+                reader, writer = await transport.connect(address, identity, peer_timeout, patience)
+                await protocol.send(writer, greeting)
+                try:
+                    answer = await protocol.receive(reader, LEASE)
+                except protocol.ProtocolError as error:
+                    raise ConnectError(f"{address}: what listens there is another program: {error}") from None
+                except TimeoutError as error:
+                    raise ConnectError(f"{address}: {error}") from None
+                if answer is not None and answer.get("type") == "registered":
+                    return cls(reader, writer)
+                writer.close()
+                if answer is not None:
+                    refusal = f"replica 0 refused this host: {answer.get('reason')}"
+                    if answer.get("later"):
+                        raise ConnectError(refusal)
+                    if answer.get("again"):
+                        raise ConnectError(refusal, final=True)
+                    raise RendezvousError(refusal)
+                broken = reader.exception()
+                if isinstance(broken, ssl.SSLError):  # its word on our certificate comes after the handshake
+                    raise transport.explain(broken, address)
+                # One that is about to end, and whose socket was still open: there may be another. One that had no
+                # time for this host among many strangers does the same.
+                raise ConnectError(f"{address}: it hung up")
+            except ConnectError as error:
+                why = str(error)
+                on_failure(why)
+                patience = transport.PATIENCE
+                if error.final and time.monotonic() > started + _STALE_FOR * peer_timeout:
+                    raise RendezvousError(why) from None
+            await asyncio.sleep(pause)
+            pause = min(pause * 1.2, _RETRY_AT_MOST)
+        raise RendezvousError(f"replica 0 was not reached in {timeout:g} s: {why}")
+
+    async def tell(self, kind: str, **fields: Any) -> None:
+        """Send a message to replica 0."""
+        await protocol.send(self._writer, {"type": kind, **fields})
+
+    async def verdict(self) -> Verdict | None:
+        """Wait for the verdict, sending signs of life; None when replica 0 is lost."""
+        alive = asyncio.ensure_future(self._stay_alive())
+        try:
+            while message := await protocol.receive(self._reader, LEASE):
+                if message.get("type") == "verdict":
+                    return Verdict.from_json(message)
+            return None
+        except (protocol.ProtocolError, TimeoutError):
+            return None
+        finally:
+            alive.cancel()
+
+    async def _stay_alive(self) -> None:
+        while True:
+            await asyncio.sleep(_ALIVE_EVERY)
+            await self.tell("alive")
