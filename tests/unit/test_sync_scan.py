@@ -132,7 +132,7 @@ _PATTERNS = st.sampled_from(["a", "*", "*.py", "a/*", "*/b", "a/b", "?", "[ab].p
 def test_torchxignore_means_what_it_means_to_torchx(
     tmp_path_factory: pytest.TempPathFactory, files: list[str], lines: list[str]
 ) -> None:
-    from fsspec.implementations.local import LocalFileSystem
+    from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
     from torchx.workspace.api import walk_workspace
 
     root = tmp_path_factory.mktemp("ws")
@@ -157,7 +157,12 @@ def test_reads_only_what_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     memory.save(kept, str(root))
     read: list[str] = []
     original = scanning._hash
-    monkeypatch.setattr(scanning, "_hash", lambda path: read.append(Path(path).name) or original(path))
+
+    def noted(path: str) -> tuple[os.stat_result, int, str]:
+        read.append(Path(path).name)
+        return original(path)
+
+    monkeypatch.setattr(scanning, "_hash", noted)
 
     assert scan(str(root), Memory.load(kept, str(root))) == before and not read
     (root / "a.py").write_text("3")

@@ -18,6 +18,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from torchx_monarch.sync import store as store_module
 from torchx_monarch.sync.pack import ChangedError, PackError, pack
 from torchx_monarch.sync.scan import Memory, scan
 from torchx_monarch.sync.store import CodeStore, StoreError
@@ -202,14 +203,14 @@ def test_a_run_keeps_its_folder_and_old_ones_go(tmp_path: Path, store: CodeStore
     assert not os.path.exists(one), "of idle folders with nothing of their own one stays, to be changed"
     assert os.path.exists(three)
     store.release(two)
-    for number in range(12):
+    for number in range(store_module._TREES + 4):
         write(root, {"a.py": f"new {number}"})
         store.release(store.acquire(send(root, store).hash))
     assert not store.has(first.hash)
     with pytest.raises(StoreError, match="must be sent again"):
         store.acquire(first.hash)
     kept = [name for name in os.listdir(tmp_path / "store") if len(name) == 64]
-    assert len(kept) == 8
+    assert len(kept) == store_module._TREES
 
 
 def test_a_folder_with_results_of_a_run_stays(tmp_path: Path, store: CodeStore) -> None:
@@ -315,7 +316,7 @@ def test_different_trees_have_different_hashes() -> None:
         Tree({"a": Entry("d", "", 0), "b": Entry("d", "", 0)}),
     ]
     assert len({tree.hash for tree in trees}) == len(trees)
-    assert Tree(dict(reversed(trees[-1].entries.items()))).hash == trees[-1].hash
+    assert Tree(dict(reversed([*trees[-1].entries.items()]))).hash == trees[-1].hash
 
 
 def test_says_that_there_is_no_room(tmp_path: Path, store: CodeStore) -> None:

@@ -8,15 +8,16 @@ import argparse
 import os
 import sys
 import time
-from typing import NoReturn
+from typing import NoReturn, get_args
 
 from torchx.cli.cmd_base import SubCommand
 
 from torchx_monarch.client.allocations import Found, waiting_hosts
+from torchx_monarch.client.code import When
 from torchx_monarch.client.job import SPMDJob
 from torchx_monarch.client.link import ask
 from torchx_monarch.client.run import Collector, Records, interruptibly
-from torchx_monarch.errors import AllocationError, LinkError, RefusedError
+from torchx_monarch.errors import AllocationError, CodeError, LinkError, RefusedError
 
 _NO_ANSWER = 69
 """EX_UNAVAILABLE: the hosts cannot be reached, or refuse."""
@@ -34,7 +35,18 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
         _allocation(one)
         one.add_argument("--nproc", default="", help="processes on each host, where not as the command says")
         one.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="variable for the ranks")
-        one.add_argument("--cwd", default="", help="folder on the hosts that the ranks start in")
+        one.add_argument("--cwd", default="", help="folder on the hosts that the ranks start in, as it is there")
+        one.add_argument(
+            "--workspace",
+            help="folder with the code, which the hosts are brought first (default: the current one, unless it is the "
+            "home folder); '' for what is there",
+        )
+        one.add_argument(
+            "--sync",
+            choices=get_args(When),
+            default="auto",
+            help="whether the hosts get a copy of it; auto: unless they see the folder itself",
+        )
         one.add_argument("--timeout", type=float, help="seconds after which the hosts end the run")
         one.add_argument("--queue", action="store_true", help="wait for runs that have not ended, and do not fail")
         one.add_argument("--detach", action="store_true", help="print the run's number, and do not wait for its end")
@@ -59,7 +71,7 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
         """Do what was typed."""
         try:
             args.monarch(args)
-        except (LinkError, RefusedError, AllocationError) as error:
+        except (LinkError, RefusedError, AllocationError, CodeError) as error:
             _say(str(error))
             sys.exit(_NO_ANSWER)
 
@@ -89,13 +101,29 @@ def _exec(args: argparse.Namespace) -> None:
             sys.exit(os.EX_USAGE)
         env[name] = value
     job = _job(args).wait_ready(on_progress=_say)
-    request = job.request(words or None, env, args.nproc or None, args.timeout, args.cwd or None, args.queue)
+    workspace = _workspace() if args.workspace is None and not args.cwd else args.workspace
+    request = job.request(
+        words or None,
+        env,
+        args.nproc or None,
+        args.timeout,
+        args.cwd or None,
+        args.queue,
+        workspace or None,
+        args.sync,
+    )
     records = Records.of(job.target, request)
     if args.detach:
         print(records.run)
         records.close()
         return
     _see_to_its_end(job, records, args.verbose)
+
+
+def _workspace() -> str:
+    """The current folder, if it can be one with code alone."""
+    current = os.getcwd()
+    return "" if current in ("/", os.path.expanduser("~")) else current
 
 
 def _follow(args: argparse.Namespace) -> None:

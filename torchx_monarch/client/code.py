@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 from torchx_monarch.backends.local import store
 from torchx_monarch.client.link import Link
 from torchx_monarch.client.target import Target
-from torchx_monarch.errors import LinkError
+from torchx_monarch.errors import CodeError, LinkError
 from torchx_monarch.sync.pack import ChangedError, pack
 from torchx_monarch.sync.tree import Tree
 
@@ -31,10 +31,6 @@ _TRIES = 5
 
 _ANSWER_TIMEOUT = 300.0
 """Seconds for an answer: every host unpacks what it got, on whatever disk it has."""
-
-
-class CodeError(Exception):
-    """The workspace was not brought to the hosts; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +54,10 @@ class Brought:
 
     def request(self) -> dict[str, Any]:
         """The fields of a request for a run."""
-        return {"code": self.code, "cwd": self.cwd or None, "synced": self.synced}
+        return {"code": self.code, "cwd": self.cwd, "synced": self.synced}
 
 
-def bring(target: Target, workspace: str, when: str = "auto") -> Brought:
+def bring(target: Target, workspace: str, when: When = "auto") -> Brought:
     """Have every host see a workspace as it is now.
 
     Args:

@@ -26,13 +26,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from torchx_monarch.runtime import protocol
+from torchx_monarch.runtime.live import Allocation
 from torchx_monarch.runtime.ranks import LaunchError
 from torchx_monarch.sync.pack import PackError
 from torchx_monarch.sync.store import CodeStore, StoreError
 from torchx_monarch.sync.tree import MAX_TREE, Tree, TreeError
 
 if TYPE_CHECKING:
-    from torchx_monarch.runtime.live import Allocation
     from torchx_monarch.runtime.live_host import LiveHost
 
 FRAME = 1 << 19
@@ -64,12 +64,11 @@ class HostCode:
         self._working = ""
 
     async def enter(self, tree_hash: str) -> str:
-        """The folder with a tree that the next run works in; the run before is over.
+        """The folder with a tree that the next run works in.
 
         Raises:
             SyncError: it is not here, or cannot be made.
         """
-        await self.leave()
         self._working = await self._in_thread(self._store.acquire, tree_hash)
         return self._working
 
@@ -96,7 +95,8 @@ class HostCode:
             raise SyncError(f"a tree of more than {MAX_TREE} bytes")
         if not args["last"]:
             return None
-        return await self._in_thread(self._expect, args["tree"])
+        missing: str = await self._in_thread(self._expect, args["tree"])
+        return missing
 
     async def take_contents(self, args: dict[str, Any]) -> None:
         """A frame of contents; with the last one, all of them are here.
@@ -238,7 +238,7 @@ async def _probe(host: LiveHost, args: dict[str, Any]) -> bool:
     def look() -> bool:
         try:
             with open(args["path"], encoding="utf-8") as file:
-                return file.read(1000) == args["text"]
+                return file.read(1000) == str(args["text"])
         except (OSError, ValueError):
             return False
 
@@ -259,3 +259,5 @@ async def _contents(host: LiveHost, args: dict[str, Any]) -> None:
 
 OPS = {"code-probe": _probe, "code-has": _has, "code-tree": _tree, "code-contents": _contents}
 """For ``LiveHost.OPS``."""
+
+Allocation.KINDS["sync"] = serve_sync

@@ -18,8 +18,8 @@ from torchx_monarch.sync.folder import WorkFolder
 from torchx_monarch.sync.pack import Unpacker, pack
 from torchx_monarch.sync.tree import Tree, brief
 
-_TREES = 8
-"""How many trees are kept: who goes back to an earlier state of the code sends nothing."""
+_TREES = 32
+"""How many trees are kept: who goes back to an earlier state sends nothing, and runs may wait for others."""
 
 
 class StoreError(Exception):
