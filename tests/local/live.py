@@ -1,0 +1,76 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A live allocation of host processes, without a scheduler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.local.hosts import Hosts
+from torchx_monarch.client.job import SPMDJob
+from torchx_monarch.client.result import RunResult
+
+
+class Live(Hosts):
+    """Hosts that wait for runs, on this machine.
+
+    Attributes:
+        job: what a user has of them.
+
+    Args:
+        folder: as for ``Hosts``.
+        command: what a run runs that names nothing else.
+        replicas: how many hosts.
+        idle_timeout: seconds.
+        options: further options of the host's command line.
+        more: as for ``Hosts``.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        command: list[str],
+        replicas: int = 1,
+        idle_timeout: float = 60,
+        options: tuple[str, ...] = ("--grace", "5", "--preload", ""),
+        **more: Any,
+    ) -> None:
+        words = ["python", "-m", "torchx_monarch.hosts", "--idle-timeout", str(idle_timeout), "--", *command]
+        super().__init__(folder, words, replicas, options, **more)
+        self.job = SPMDJob("monarch_local://torchx/app", address=f"unix:{folder}/r.sock")
+
+    def ready(self) -> Live:
+        """Start them all and wait until runs can begin."""
+        self.start()
+        self.wait_mesh()
+        return self
+
+    def wait_mesh(self, seconds: float = 40.0) -> None:
+        """Wait until runs can begin."""
+        import time
+
+        until = time.monotonic() + seconds
+        while (status := self.job._glance()) is None or not status.ready:
+            assert time.monotonic() < until, self.err()
+            assert all(process.poll() is None for process in self.processes.values()), self.err()
+            time.sleep(0.02)
+
+    def run(self, *words: str, **more: Any) -> RunResult:
+        """A run that ended, its output stored, and how."""
+        return self.job.run_spmd(list(words) or None, **{"output": "store", "check": False, **more})
+
+    def end(self) -> list[int]:
+        """Give them back; their exit codes."""
+        from torchx_monarch.client.link import ask
+
+        ask(self.job.target, {"type": "stop"})
+        return self.wait()
+
+    def kill(self) -> None:
+        """For the end of a test that may have failed."""
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.terminate()
+        for process in self.processes.values():
+            process.wait(20)

@@ -1,0 +1,323 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Runs on hosts that wait for them, one after the other."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.local.live import Live
+from torchx_monarch.client.job import SPMDJob
+from torchx_monarch.client.link import Link
+from torchx_monarch.errors import AllocationError, LinkError, RefusedError, SPMDError
+
+Eventually = Callable[..., object]
+
+
+@pytest.fixture
+def live(folder: Path) -> Iterator[Callable[..., Live]]:
+    """Makes an allocation and waits until it is ready."""
+    made: list[Live] = []
+
+    def make(*command: str, **more: Any) -> Live:
+        made.append(Live(folder, list(command) or ["torchrun", "--nproc-per-node", "2", "nosuch.py"], **more))
+        return made[-1].ready()  # type: ignore[no-any-return]
+
+    yield make
+    for one in made:
+        one.kill()
+
+
+def texts(result: Any) -> dict[int, str]:
+    return {rank: output.stdout for rank, output in result.output.items()}
+
+
+def test_each_run_gets_what_it_is_given_and_nothing_of_another(
+    live: Callable[..., Live], script: Callable[[str], str], tmp_path: Path
+) -> None:
+    path = script("print(sys.argv[1:], os.getcwd(), os.environ.get('LR'), sys.path[0], os.environ['WORLD_SIZE'])")
+    hosts = live("torchrun", "--nproc-per-node", "2", path, "--held")
+    here, there = os.getcwd(), str(tmp_path / "there")
+    os.mkdir(there)
+
+    def said(args: list[str], cwd: str, lr: str | None, world: int) -> dict[int, str]:
+        return dict.fromkeys(range(world), f"{args} {cwd} {lr} {tmp_path} {world}\n")
+
+    result = hosts.run()
+    assert texts(result) == said(["--held"], here, None, 2)
+    assert (result.run, result.exit_code, result.exit_codes, result.attempts) == (1, 0, {0: 0, 1: 0}, 1)
+    assert texts(hosts.run(path, "-x", env={"LR": "0.1"}, cwd=there)) == said(["-x"], there, "0.1", 2)
+    assert texts(hosts.run()) == said(["--held"], here, None, 2)
+    assert texts(hosts.run(nproc=3)) == said(["--held"], here, None, 3)
+    # What the interpreters that wait have read already cannot be changed: this run gets others.
+    early = tmp_path / "early.py"
+    early.write_text("import os, sys\nprint(os.environ['OMP_NUM_THREADS'], sys.flags.optimize)")
+    env = {"OMP_NUM_THREADS": "7", "PYTHONOPTIMIZE": "1"}
+    assert texts(hosts.run(str(early), env=env)) == dict.fromkeys((0, 1), "7 1\n")
+    assert texts(hosts.run(str(early))) == dict.fromkeys((0, 1), "1 0\n")
+    assert texts(hosts.run("python", "-c", "import sys; print(sys.argv)")) == {0: "['-c']\n"}
+    assert texts(hosts.run()) == said(["--held"], here, None, 2)
+    logs = hosts.logs(0)
+    assert (logs / "run_2/attempt_0/1/stdout.log").read_text() == said(["-x"], there, "0.1", 2)[1]
+    assert [run["state"] for run in hosts.job.runs()] == ["succeeded"] * 8
+    assert list(hosts.job.logs(rank=1, run=1)) == [said(["--held"], here, None, 2)[1].rstrip()]
+    assert hosts.end() == [0]
+    assert "[monarch] SUCCEEDED: released by its client" in hosts.err()
+
+
+def test_a_failure_says_who_began_it_and_leaves_the_hosts_to_the_next_run(
+    live: Callable[..., Live], script: Callable[[str], str]
+) -> None:
+    path = script("""
+        if sys.argv[1:] == ["fail"] and rank == 1:
+            raise ValueError("boom")
+        if sys.argv[1:]:
+            time.sleep(1000)
+        print("well")
+    """)
+    hosts = live("torchrun", "--nproc-per-node", "2", path)
+    for _ in range(2):
+        with pytest.raises(SPMDError) as caught:
+            hosts.job.run_spmd([path, "fail"], output="none")
+        error = pickle.loads(pickle.dumps(caught.value))
+        assert str(error) == str(caught.value)
+        assert error.root_cause.rank == 1 and error.root_cause.message == "ValueError: boom"
+        assert error.failed_ranks == [1] and error.result.exit_code == 1 and error.result.cause == 1
+        assert "ValueError: boom" in error.tracebacks[1]
+        assert "ValueError: boom" in Path(error.log_paths[1]).read_text()
+        assert error.result.ranks[1].seconds < 30
+        assert texts(hosts.run()) == {0: "well\n", 1: "well\n"}
+    result = hosts.run(path, "wait", timeout=1)
+    assert (result.exit_code, result.stopped, result.cause) == (124, True, None)
+    assert result.reason == f"run {result.run} was ended by its timeout of 1 s"
+    assert hosts.run("nosuch.py").exit_code == 2
+    assert "can't open file" in hosts.run("nosuch.py").reason
+    assert "--nnodes=3" in hosts.run("torchrun", "--nnodes", "3", path).reason
+    assert hosts.run().exit_code == 0
+    assert hosts.end() == [0]
+
+
+def test_restarts_within_a_run(live: Callable[..., Live], script: Callable[[str], str]) -> None:
+    path = script("print('attempt', attempt)\nsys.exit(attempt < 1)")
+    hosts = live("torchrun", "--nproc-per-node", "2", "--max-restarts", "2", path)
+    for _ in range(2):
+        result = hosts.run()
+        assert (result.exit_code, result.attempts) == (0, 2)
+        assert (hosts.logs(0) / f"run_{result.run}/attempt_1/1/stdout.log").read_text() == "attempt 1\n"
+    assert hosts.end() == [0]
+
+
+def test_one_at_a_time_unless_asked_to_wait(
+    live: Callable[..., Live], script: Callable[[str], str], eventually: Eventually, tmp_path: Path
+) -> None:
+    path = script(f"""
+        print("begun", flush=True)
+        while not os.path.exists({str(tmp_path / "go")!r}):
+            time.sleep(0.05)
+    """)
+    hosts = live("torchrun", "--nproc-per-node", "2", path)
+    first = hosts.job.run_spmd_async(output="store")
+    with pytest.raises(RefusedError, match=r"run 1 by \S+ \((queued|running) for "):
+        hosts.job.run_spmd()
+    second = hosts.job.run_spmd_async([path, "2"], queue=True, output="store")
+    third = hosts.job.run_spmd_async([path, "3"], queue=True)
+    assert third.cancel() and isinstance(third.exception(10), SPMDError) and third.cancelled()
+    assert [run["state"] for run in hosts.job.runs()] == ["stopped", "running", "queued"]
+    assert not first.done() and not second.done()
+    with pytest.raises(TimeoutError):
+        first.result(0.1)
+    (tmp_path / "go").touch()
+    assert first.result(20).exit_code == 0 and second.result(20).exit_code == 0
+    assert not first.cancel()
+    (tmp_path / "go").unlink()
+    # Stopped while it runs; and killed, where the ranks ignore that.
+    handle = hosts.job.run_spmd_async(output="none")
+    eventually(lambda: list(hosts.job.logs()) == ["begun"] * 2, "both ranks")
+    assert handle.cancel() and handle.cancelled() is handle.done()
+    error = handle.exception(20)
+    assert isinstance(error, SPMDError) and error.result.exit_code == 143 and error.result.stopped
+    stubborn = ["-c", "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(1000)"]
+    handle = hosts.job.run_spmd_async(["python", *stubborn], output="none", check=False)
+    eventually(lambda: list(hosts.job.logs()) == ["1"], "the rank")
+    began = time.monotonic()
+    assert handle.cancel() and handle.cancel(kill=True)
+    assert handle.result(20).stopped and time.monotonic() - began < 4.5  # the grace is 5 s
+    (tmp_path / "go").touch()
+    assert hosts.run().exit_code == 0
+    assert hosts.end() == [0]
+
+
+def test_a_run_outlives_its_client_and_is_found_again(
+    live: Callable[..., Live], script: Callable[[str], str], tmp_path: Path
+) -> None:
+    path = script(f"""
+        print("begun", rank, flush=True)
+        while not os.path.exists({str(tmp_path / "go")!r}):
+            time.sleep(0.05)
+        print("over", rank)
+        sys.exit(3)
+    """)
+    hosts = live("torchrun", "--nproc-per-node", "2", path)
+    request = hosts.job.request(None, None, None, None, None, False)
+    with Link.open(hosts.job.target, request) as link:
+        assert link.receive() == {"type": "accepted", "run": 1}
+    other = SPMDJob.attach(hosts.job.handle, address=str(hosts.job.target.address))
+    handle = other.follow(output="store", check=False)
+    lines = other.logs(rank=0, follow=True)
+    assert next(lines) == "begun 0"
+    (tmp_path / "go").touch()
+    assert handle.result(20).exit_code == 3
+    assert texts(handle.result()) == {rank: f"begun {rank}\nover {rank}\n" for rank in (0, 1)}
+    assert list(lines) == ["over 0"]
+    assert texts(other.follow(1, output="store", check=False).result(20)) == texts(handle.result())
+    with pytest.raises(RefusedError, match="run 7 is not known here; the last was 1"):
+        other.follow(7)
+    assert hosts.end() == [0]
+    with pytest.raises(LinkError):
+        other.follow(1)
+
+
+def test_ends_when_nobody_comes(live: Callable[..., Live], script: Callable[[str], str]) -> None:
+    path = script("time.sleep(2.5)")
+    hosts = live("torchrun", "--nproc-per-node", "1", path, idle_timeout=2)
+    assert hosts.run().exit_code == 0  # longer than that
+    ended = time.monotonic()
+    assert hosts.wait(30) == [0]
+    assert time.monotonic() - ended > 1.5
+    assert "SUCCEEDED: nobody has run anything for 2 s: the hosts end" in hosts.err()
+
+
+def test_two_hosts_are_one_allocation_and_all_output_comes(
+    live: Callable[..., Live], script: Callable[[str], str], eventually: Eventually
+) -> None:
+    path = script("""
+        for number in range(2000):
+            print(rank, number, "x" * 50)
+        sys.stdout.buffer.write(b"\\xff\\n")
+        print("last", rank, file=sys.stderr)
+    """)
+    hosts = live("torchrun", "--nnodes", "2", "--nproc-per-node", "2", path, replicas=2)
+    assert hosts.job.status().hosts == dict.fromkeys((0, 1), os.uname().nodename)
+    for words in ((), ("torchrun", "--nproc-per-node", "2", path)):  # a run is for all hosts
+        result = hosts.run(*words)
+        assert result.exit_codes == dict.fromkeys(range(4), 0), result.reason
+        for rank, output in result.output.items():
+            assert output.stdout.splitlines() == [f"{rank} {n} {'x' * 50}" for n in range(2000)] + ["\udcff"]
+            assert output.stderr == f"last {rank}\n"
+    assert hosts.end() == [0, 0]
+
+
+@pytest.mark.parametrize("during", ["a run", "no run"])
+def test_a_lost_host_is_replaced(
+    live: Callable[..., Live], script: Callable[[str], str], eventually: Eventually, during: str
+) -> None:
+    path = script("""
+        print("attempt", attempt, flush=True)
+        if sys.argv[1:] and attempt == 0:
+            time.sleep(1000)
+    """)
+    options = ("--grace", "5", "--preload", "", "--replacements", "2")
+    hosts = live("torchrun", "--nnodes", "2", "--nproc-per-node", "1", path, replicas=2, options=options)
+    assert hosts.run().exit_code == 0
+    handle = None
+    if during == "a run":
+        handle = hosts.job.run_spmd_async([path, "wait"], output="store")
+        eventually(lambda: len(list(hosts.job.logs())) == 2, "both ranks")
+    hosts.processes[1].kill()
+    hosts.processes[1].wait()
+    hosts.start(1)
+    if handle is not None:
+        assert {rank: text.splitlines()[-1] for rank, text in texts(handle.result(40)).items()} == {
+            0: "attempt 1",
+            1: "attempt 1",
+        }
+    eventually(lambda: "replica 1 is to be replaced" in hosts.err(), "the loss")
+    hosts.wait_mesh()
+    assert texts(hosts.run()) == {0: "attempt 0\n", 1: "attempt 0\n"}
+    assert hosts.end() == [0, 0]
+
+
+def test_the_end_of_the_hosts_is_told_to_whoever_waits(
+    live: Callable[..., Live], script: Callable[[str], str], eventually: Eventually
+) -> None:
+    path = script("print('begun', flush=True)\ntime.sleep(1000)")
+    hosts = live("torchrun", "--nproc-per-node", "1", path)
+    handle = hosts.job.run_spmd_async(output="none")
+    eventually(lambda: list(hosts.job.logs()) == ["begun"], "the rank")
+    hosts.processes[0].terminate()
+    error = handle.exception(20)
+    assert isinstance(error, SPMDError) and "the hosts have ended: preempted" in str(error)
+    assert hosts.wait() == [143]
+
+
+WAYS = {
+    # How a run fails, and what its exit code is.
+    "exit": ("sys.exit(3 * (rank == 1))", 3),
+    "raise": ("if rank: raise ValueError('boom')", 1),
+    "kill": ("os.kill(os.getpid(), signal.SIGKILL)", 137),
+    "segfault": ("import ctypes; rank and ctypes.string_at(0)", 139),
+    "_exit": ("os._exit(7)", 7),
+    "syntax": ("print(", 1),
+    "stray": ("import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True); sys.exit(4)", 4),
+    "threads": ("import threading; threading.Thread(target=time.sleep, args=(1000,)).start(); os.abort()", 134),
+    "missing": ("", 2),
+    "timeout": ("time.sleep(1000)", 124),
+}
+
+
+def _used(process: psutil.Process) -> tuple[int, int, int]:
+    children = [each for each in process.children(recursive=True) if each.status() != psutil.STATUS_ZOMBIE]
+    return len(children), process.num_fds(), process.num_threads()
+
+
+@pytest.mark.timeout(300)
+def test_many_runs_leave_no_trace(
+    live: Callable[..., Live], script: Callable[[str], str], tmp_path: Path, eventually: Eventually
+) -> None:
+    # The whole hundred: MONARCH_TEST_RUNS=100, as in `make soak`.
+    count = int(os.environ.get("MONARCH_TEST_RUNS", "40"))
+    good = script("print(rank, sys.argv[1])")
+    hosts = live("torchrun", "--nproc-per-node", "2", good, "0", idle_timeout=120)
+    head = Path(good).read_text().partition("\n")[0] + "\n" + Path(good).read_text().splitlines()[1] + "\n"
+    process = psutil.Process(hosts.processes[0].pid)
+    used, memory = [], []
+    ways = list(WAYS)
+    for number in range(count):
+        if number % 10 == 9 or number < len(ways):
+            way = ways[(number // 10 if number >= len(ways) else number) % len(ways)]
+            bad = tmp_path / f"{way}.py"
+            if way != "missing":
+                bad.write_text(head + WAYS[way][0] + "\n")
+            result = hosts.run(str(bad), timeout=1 if way == "timeout" else 60)
+            assert result.exit_code == WAYS[way][1], (way, result.reason)
+        else:
+            result = hosts.run(good, str(number))
+            assert result.exit_code == 0, result.reason
+            assert texts(result) == {rank: f"{rank} {number}\n" for rank in (0, 1)}
+        assert result.run == number + 1
+        if number % 10 == 8 and number >= 10:
+            eventually(lambda: hosts.job.status().warm == 2, "the next interpreters")
+            used.append(_used(process))
+            memory.append(process.memory_info().rss)
+    assert len(set(used)) == 1 or max(used[1:]) <= used[0], used
+    assert memory[-1] - memory[0] < 3e6, memory
+    assert hosts.end() == [0]
+
+
+def test_not_there(folder: Path) -> None:
+    job = SPMDJob("monarch_local://torchx/nosuch")
+    with pytest.raises(LinkError, match="monarch_local://torchx/nosuch is not known in "):
+        job.run_spmd()
+    with pytest.raises(AllocationError, match="has ended"):
+        job.wait_ready(5)
+    with pytest.raises(LinkError, match="'nowhere' is not of the form|nowhere"):
+        SPMDJob("monarch_local://torchx/nosuch", address="nowhere").runs()
+    assert job.status().state == "UNKNOWN"
