@@ -225,14 +225,18 @@ def test_a_folder_with_results_of_a_run_stays(tmp_path: Path, store: CodeStore) 
     assert Path(one, "result").read_text() == "42"
 
 
-def test_python_runs_what_came_within_the_same_second(tmp_path: Path, store: CodeStore) -> None:
+def test_python_runs_what_came_within_the_same_second(
+    tmp_path: Path, store: CodeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Bytecode is taken for fresh by the size of its source and its time in seconds."""
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
     root = write(tmp_path / "ws", {"main.py": "import m", "m.py": "print(1)"})
     for number in (1, 2, 3):
         write(root, {"m.py": f"print({number})"})
         path = store.acquire(send(root, store).hash)
         done = subprocess.run([sys.executable, "main.py"], cwd=path, capture_output=True, text=True, check=True)
         assert done.stdout == f"{number}\n"
+        assert os.listdir(os.path.join(path, "__pycache__"))
         store.release(path)
 
 
