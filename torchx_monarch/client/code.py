@@ -29,6 +29,9 @@ _FRAME = 1 << 19
 _TRIES = 5
 """How often the workspace is looked at again because it has changed before all of it was sent."""
 
+_READ_AGAIN = 100
+"""Files of which it is not kept what was found of them."""
+
 _ANSWER_TIMEOUT = 300.0
 """Seconds for an answer: every host unpacks what it got, on whatever disk it has."""
 
@@ -119,7 +122,9 @@ def look(root: str) -> Tree:
     memory = Memory.load(kept, root)
     before = memory.files, memory.rules, memory.left_out
     tree = scan(root, memory)
-    if (memory.files, memory.rules, memory.left_out) != before:
+    # To read some files again is quicker than to write all that is known.
+    much = len(memory.files.items() ^ before[0].items()) > _READ_AGAIN
+    if much or (memory.rules, memory.left_out) != before[1:]:
         memory.save(kept, root)
     return tree
 

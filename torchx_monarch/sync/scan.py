@@ -205,8 +205,15 @@ class _Pass:
                 f"the files of the workspace {self._root} have {_in_words(self._size)}, and code at most "
                 f"{_in_words(self._limits.total)}: name what is not code in .torchxignore or .gitignore"
             )
+        known_files = self._memory.files
         for path, where, status in self._found:
-            self._digest(path, where, status)
+            known = known_files.get(path)
+            if known is not None and known[:4] == _key(status):
+                self.files[path] = known
+                kind = EXECUTABLE if status.st_mode & stat.S_IXUSR else FILE
+                self._entries[path] = Entry(kind, known[4], known[0])
+            else:
+                self._read(path, where)
         return Tree(self._entries)
 
     def _note(self, path: str, found: os.DirEntry[str]) -> None:
@@ -222,18 +229,13 @@ class _Pass:
             return
         self.read += 1
 
-    def _digest(self, path: str, where: str, status: os.stat_result) -> None:
-        known = self._memory.files.get(path)
-        size = status.st_size
-        if known is not None and known[:4] == _key(status):
-            digest = known[4]
-        else:
-            self.read += 1
-            try:
-                status, size, digest = _hash(where)
-            except FileNotFoundError:
-                return
-            self._limit(path, size)
+    def _read(self, path: str, where: str) -> None:
+        self.read += 1
+        try:
+            status, size, digest = _hash(where)
+        except FileNotFoundError:
+            return
+        self._limit(path, size)
         if max(status.st_mtime_ns, status.st_ctime_ns) < self._settled:
             self.files[path] = (*_key(status), digest)
         kind = EXECUTABLE if status.st_mode & stat.S_IXUSR else FILE

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import os
 import re
 import zlib
 from collections.abc import Mapping
@@ -27,6 +26,7 @@ MAX_TREE = 100 << 20
 """Bytes of the text of a tree; 200,000 paths of 400 characters."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_NO_PATH = re.compile(r"\0|(^|/)\.{0,2}(/|\Z)")
 
 
 class TreeError(ValueError):
@@ -111,16 +111,18 @@ class Tree:
             TreeError: naming the path.
         """
         sizes: dict[str, int] = {}
-        for path, entry in self.entries.items():
-            if "\0" in path or "\0" in entry.content or any(part in ("", ".", "..") for part in path.split("/")):
+        folders = {""}
+        for path, (kind, content, size) in self.entries.items():
+            if _NO_PATH.search(path) or "\0" in content:
                 raise TreeError(f"{path!r} is no path below a workspace")
-            above = os.path.dirname(path)
-            while above:
-                if above in self.entries:
-                    raise TreeError(f"{path!r} lies below {above!r}, which is no folder with something in it")
-                above = os.path.dirname(above)
-            if entry.is_file and sizes.setdefault(entry.content, entry.size) != entry.size:
+            above = path.rpartition("/")[0]
+            while above not in folders:
+                folders.add(above)
+                above = above.rpartition("/")[0]
+            if kind in (FILE, EXECUTABLE) and sizes.setdefault(content, size) != size:
                 raise TreeError(f"{path!r} has another size than a file of the same content")
+        if wrong := folders & self.entries.keys():
+            raise TreeError(f"something lies below {min(wrong)!r}, which is no folder with something in it")
 
 
 def brief(tree_hash: str) -> str:
@@ -132,14 +134,14 @@ def _entry(path: str, value: object) -> Entry:
     if not isinstance(value, list) or len(value) != 3:
         raise TreeError(f"{path!r} has no entry of three values")
     kind, content, size = value
-    if kind not in (FILE, EXECUTABLE, LINK, FOLDER) or not isinstance(content, str) or type(size) is not int:
+    if kind not in (FILE, EXECUTABLE, LINK, FOLDER) or type(content) is not str or type(size) is not int or size < 0:
         raise TreeError(f"{path!r} has no entry of a tree")
-    entry = Entry(kind, content, size)
-    if size < 0 or not (_DIGEST.fullmatch(content) if entry.is_file else size == 0):
-        raise TreeError(f"{path!r} has no content that can be")
-    if (kind == LINK) != bool(content) and not entry.is_file:
+    if kind in (FILE, EXECUTABLE):
+        if not _DIGEST.fullmatch(content):
+            raise TreeError(f"{path!r} has no content that can be")
+    elif size or (kind == LINK) != bool(content):
         raise TreeError(f"{path!r} points nowhere" if kind == LINK else f"{path!r} is a folder with a content")
-    return entry
+    return Entry(kind, content, size)
 
 
 def _raw(text: str) -> bytes:
