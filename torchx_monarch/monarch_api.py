@@ -98,7 +98,7 @@ class AgentMesh:
     """One agent actor per host.
 
     Args:
-        addresses: of the hosts, by replica id.
+        addresses: of the hosts, by replica id; the first is that of the calling process.
         agent: the actor class.
         number: distinguishes the meshes that a controller forms one after the other.
         timeout: seconds for attaching and for starting the agents.
@@ -115,13 +115,12 @@ class AgentMesh:
         self._agents: Any = hosts.spawn_procs(per_host={"agent": 1}, name=f"agents{number}").spawn("agent", agent)
         self._agents.initialized.get(timeout=timeout)
 
-    def call(self, replica: int, op: str, args: Mapping[str, Any], timeout: float) -> Any:
-        """Call one host's agent and wait for the answer."""
-        return self._agents.slice(hosts=replica, agent=0).call.call_one(op, dict(args)).get(timeout=timeout)
-
     def stream(self, op: str, args: Mapping[str, Any]) -> Iterator[Any]:
-        """Call every host's agent; yields the answers as they come, an exception for an agent that gave none."""
-        for answer in self._agents.call.stream(op, dict(args)):
+        """Call the agent of every host but the first, of which there must be some.
+
+        Yields the answers as they come, an exception for an agent that gave none.
+        """
+        for answer in self._agents.slice(hosts=slice(1, None)).call.stream(op, dict(args)):
             try:
                 yield answer.get()
             except Exception as error:

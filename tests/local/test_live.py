@@ -29,7 +29,7 @@ def live(folder: Path) -> Iterator[Callable[..., Live]]:
 
     def make(*command: str, **more: Any) -> Live:
         made.append(Live(folder, list(command) or ["torchrun", "--nproc-per-node", "2", "nosuch.py"], **more))
-        return made[-1].ready()  # type: ignore[no-any-return]
+        return made[-1].ready()
 
     yield make
     for one in made:
@@ -309,6 +309,30 @@ def test_many_runs_leave_no_trace(
             memory.append(process.memory_info().rss)
     assert len(set(used)) == 1 or max(used[1:]) <= used[0], used
     assert memory[-1] - memory[0] < 3e6, memory
+    assert hosts.end() == [0]
+
+
+def test_ended_before_torch_is_imported(
+    live: Callable[..., Live], script: Callable[[str], str], eventually: Eventually
+) -> None:
+    # What the interpreters were asked for the first run must not be answered to the second.
+    path = script("""
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
+        dist.destroy_process_group()
+        print("formed", os.environ["TORCHELASTIC_USE_AGENT_STORE"])
+    """)
+    options = ("--grace", "5", "--preload", "torch")
+    hosts = live("torchrun", "--nproc-per-node", "2", path, options=options)
+    process = psutil.Process(hosts.processes[0].pid)
+    assert hosts.run(timeout=0.2).exit_code == 124
+    assert texts(hosts.run()) == dict.fromkeys((0, 1), "formed True\n")
+    eventually(lambda: hosts.job.status().warm == 2, "the next interpreters")
+    names = sorted(each.name() for each in process.children())
+    assert texts(hosts.run()) == dict.fromkeys((0, 1), "formed True\n")
+    eventually(lambda: hosts.job.status().warm == 2, "the next interpreters")
+    eventually(lambda: sorted(each.name() for each in process.children()) == names, "the same processes")
+    assert names.count("tcpstore") == 1
     assert hosts.end() == [0]
 
 

@@ -42,7 +42,7 @@ class Agent(Actor):  # type: ignore[misc]
 
     @concurrent_endpoint  # type: ignore[untyped-decorator]
     async def call(self, op: str, args: dict[str, Any]) -> Any:
-        """Have the host process do ``op`` (see ``HostProcess.handle``).
+        """Have the host process do ``op`` (see ``HostProcess._handle``).
 
         Raises:
             LinkError: the host could not.

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchx_monarch.errors import RankExit, Verdict, others_in_words, root_cause, shell_code
-from torchx_monarch.runtime import retry
+from torchx_monarch.runtime import link, retry
 from torchx_monarch.runtime.elastic import Gathering, Sizes, TooFewHosts
 from torchx_monarch.runtime.environment import World
 from torchx_monarch.runtime.network import NetworkError
@@ -98,6 +98,7 @@ class Controller:
         reporter: what a person sees.
         first_output: set when a rank of this host has printed something.
         check: makes sure that hosts can be reached; raises what says why not.
+        own_host: does what is asked of replica 0's host, which is this process: its agent would be a detour.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class Controller:
         reporter: Reporter,
         first_output: asyncio.Event,
         check: Callable[[Iterable[Registration]], Awaitable[None]],
+        own_host: link.Handler,
     ) -> None:
         self._options = options
         self._rendezvous = rendezvous
@@ -114,6 +116,8 @@ class Controller:
         self._reporter = reporter
         self._first_output = first_output
         self._check = check
+        self._own_host = own_host
+        self._asked: set[asyncio.Task[None]] = set()  # held, or the loop might drop them
         # Monarch's calls block; one thread each, because a pending one must not hold up the next.
         self._threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="monarch-call")
         self._mesh: AgentMesh | None = None
@@ -253,7 +257,7 @@ class Controller:
         self._exits = {}
         if options.sizes.elastic and (newcomers := self._rendezvous.newcomers):
             raise TroubleCame(joined(newcomers[0]))
-        store = self._call(0, "store", {"address": options.store_bind}, options.host_timeout)
+        store = self._call_own("store", {"address": options.store_bind}, options.host_timeout)
         port, agent_store = await self._reporter.while_waiting(store, lambda: "the interpreter of rank 0")
         world = World(
             attempt=attempt,
@@ -315,20 +319,20 @@ class Controller:
 
     # -- the hosts' agents --------------------------------------------------------------------------------------------
 
-    async def _call(self, replica: int, op: str, args: dict[str, Any], timeout: float) -> Any:
-        assert self._mesh is not None
+    async def _call_own(self, op: str, args: dict[str, Any], timeout: float) -> Any:
         try:
-            return _granted(await self._unless_trouble(self._in_thread(self._mesh.call, replica, op, args, timeout)))
+            # Not cancelled with us: an interpreter whose answer nobody has read would give it to the next who asks.
+            asking = asyncio.ensure_future(self._own_host(op, args))
+            return _granted(await self._unless_trouble(asyncio.wait_for(asyncio.shield(asking), timeout)))
         except (TroubleCame, HostRefused):
             raise
+        except asyncio.TimeoutError:
+            raise TroubleCame(Trouble(0, Verdict(1, f"host 0: no answer to {op!r} in {timeout:g} s"))) from None
         except Exception as error:
-            trouble = self._agent_lost(error)
-            raise TroubleCame(
-                trouble or Trouble(replica, Verdict(1, f"host {replica}: {_first_line(error)}"))
-            ) from None
+            raise TroubleCame(Trouble(0, Verdict(1, f"host 0: {_first_line(error)}"))) from None
 
     async def _each_host(self, op: str, args: dict[str, Any], hosts: Iterable[Registration]) -> Any:
-        """Call every agent; yields the answers as they come. Trouble, an error among them, raises."""
+        """Ask every host; yields the answers as they come. Trouble, an error among them, raises."""
         answers: asyncio.Queue[Any] = asyncio.Queue()
         self._stream_into(answers, op, args)
         for _ in hosts:
@@ -357,12 +361,23 @@ class Controller:
         loop, mesh = asyncio.get_running_loop(), self._mesh
         assert mesh is not None
 
+        async def ask_own() -> None:
+            try:
+                answer = await self._own_host(op, args)
+            except Exception as error:
+                answer = error
+            answers.put_nowait(answer)
+
         def pump() -> None:
             for answer in mesh.stream(op, args):
                 with contextlib.suppress(RuntimeError):  # the loop has ended
                     loop.call_soon_threadsafe(answers.put_nowait, answer)
 
-        threading.Thread(target=pump, name=f"monarch-{op}", daemon=True).start()
+        task = asyncio.ensure_future(ask_own())
+        self._asked.add(task)
+        task.add_done_callback(self._asked.discard)
+        if len(self._hosts) > 1:
+            threading.Thread(target=pump, name=f"monarch-{op}", daemon=True).start()
 
     async def _stop_ranks(self, number: int) -> list[Trouble]:
         """Stop the ranks of every host that can be asked to; what they say of it is kept.

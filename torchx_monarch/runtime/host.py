@@ -376,7 +376,7 @@ class HostProcess:
         return self._options.replicas > 1
 
     def _controller(self, job: JobOptions, rendezvous: Rendezvous, wires: Wires) -> Controller:
-        return Controller(job, rendezvous, self._reporter, self._first_output, wires.check)
+        return Controller(job, rendezvous, self._reporter, self._first_output, wires.check, self._handle)
 
     def _conclude(self, verdict: Verdict) -> Verdict:
         if verdict.cause and verdict.cause.traceback:

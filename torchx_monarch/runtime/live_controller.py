@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 from torchx_monarch.errors import Verdict
-from torchx_monarch.runtime import protocol
+from torchx_monarch.runtime import link, protocol
 from torchx_monarch.runtime.controller import Controller, HostRefused, JobOptions, TroubleCame
 from torchx_monarch.runtime.live import END_RUN, Allocation, Run
 from torchx_monarch.runtime.rendezvous import Registration, Rendezvous
@@ -39,6 +39,7 @@ class LiveController(Controller):
         reporter: what a person sees.
         first_output: as for ``Controller``.
         check: likewise.
+        own_host: likewise.
         allocation: the runs.
     """
 
@@ -49,9 +50,10 @@ class LiveController(Controller):
         reporter: Reporter,
         first_output: asyncio.Event,
         check: Callable[[Iterable[Registration]], Awaitable[None]],
+        own_host: link.Handler,
         allocation: Allocation,
     ) -> None:
-        super().__init__(options, rendezvous, reporter, first_output, check)
+        super().__init__(options, rendezvous, reporter, first_output, check, own_host)
         self._allocation = allocation
         self._held = options
         self._received: dict[int, int] = {}

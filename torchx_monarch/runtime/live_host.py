@@ -119,7 +119,9 @@ class LiveHost(HostProcess):
             lambda: self._live.warm if self._live else 0,
         )
         job = dataclasses.replace(job, first_log_attempt=0)
-        return LiveController(job, rendezvous, self._reporter, self._first_output, wires.check, self._allocation)
+        return LiveController(
+            job, rendezvous, self._reporter, self._first_output, wires.check, self._handle, self._allocation
+        )
 
     # -- requests ------------------------------------------------------------------------------------------------------
 

@@ -71,6 +71,13 @@ class LivePool(RankPool):
             self._bind(interpreter, local_rank)
         return await super().launch(world, True)
 
+    async def serve_store(self, address: str) -> tuple[int, bool]:
+        """As above; when the run has ended meanwhile, nobody needs it."""
+        found = await super().serve_store(address)
+        if self._retired:
+            self._end_store()
+        return found
+
     async def stop(self, number: int, grace: float) -> None:
         """As above; before a run's ranks have been started there is nothing to stop."""
         if self._ranks:

@@ -1,0 +1,179 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Allocations taken from a program and used from a shell, on monarch_local: each command in a process of its own."""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from torchx.specs import AppDef, Role
+
+from torchx_monarch import SPMDError, SPMDJob, serve
+
+Eventually = Callable[..., object]
+
+# As the torchx command does with our entry point, which this checkout may not have installed.
+TORCHX = [
+    sys.executable,
+    "-c",
+    "import sys; from torchx.cli import main; from torchx_monarch.client.cli import CmdMonarch\n"
+    "main.run_main({**main.get_sub_cmds(), 'monarch': CmdMonarch()}, sys.argv[1:])",
+]
+CFG = {"preload": "none", "grace": 3}
+
+
+def torchx(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*TORCHX, *words], capture_output=True, text=True, timeout=60, check=check)
+
+
+@pytest.fixture
+def jobs() -> Iterator[list[SPMDJob]]:
+    """What is put in ends with the test."""
+    found: list[SPMDJob] = []
+    yield found
+    for job in found:
+        job.kill()
+        over(job)
+
+
+def over(job: SPMDJob, seconds: float = 30.0) -> str:
+    """The state in which it ended."""
+    until = time.monotonic() + seconds
+    while (state := job.status().state) not in ("SUCCEEDED", "FAILED", "CANCELLED"):
+        assert time.monotonic() < until, f"still {state}"
+        time.sleep(0.05)
+    return state
+
+
+def test_serve_leaves_the_app_as_it_is_and_holds_each_of_its_roles(
+    jobs: list[SPMDJob], script: Callable[[str], str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = script("print(sys.argv[1], rank, os.environ['WORLD_SIZE'], os.environ.get('OF_ROLE'))")
+    trainer = ["--nnodes", "2", "--nproc-per-node", "1", path, "trainer"]
+    app = AppDef(
+        "two",
+        [
+            Role("trainer", image="", entrypoint="torchrun", args=trainer, num_replicas=2, env={"OF_ROLE": "t"}),
+            Role("evaluator", image="", entrypoint="bash", args=["-c", f"export A=1; torchrun {path} evaluator"]),
+        ],
+    )
+    before = copy.deepcopy(app)
+    job = serve(app, scheduler="monarch_local", scheduler_cfg=CFG)
+    jobs.append(job)
+    assert app == before
+    said: list[str] = []
+    assert job.wait_ready(60, said.append) is job
+    assert all(line.startswith("waiting for ") for line in said)
+    result = job.run_spmd()
+    assert sorted(capfd.readouterr().out.splitlines()) == ["trainer 0 2 t", "trainer 1 2 t"]
+    assert result.exit_codes == {0: 0, 1: 0}
+    other = SPMDJob.attach(job.handle, "evaluator")
+    other.wait_ready(60).run_spmd()
+    assert capfd.readouterr().out == "evaluator 0 1 None\n"
+    assert job.status().runs == other.status().runs == 1 and job.status().hosts.keys() == {0, 1}
+    # What TorchX shows is the app, with nothing of ours but that it waits.
+    described = torchx("describe", job.handle).stdout
+    assert "torchx_monarch.hosts" in described and 'torchx_monarch.host"' not in described
+    job.kill()
+    assert over(job) == "CANCELLED"
+
+
+def test_exec_from_another_shell_when_who_took_the_hosts_is_gone(
+    jobs: list[SPMDJob], script: Callable[[str], str]
+) -> None:
+    path = script("print('out', rank, flush=True); print('err', rank, file=sys.stderr, flush=True)\nsys.exit(5 * rank)")
+    serving = f"serve(['torchrun', {path!r}], scheduler_cfg={CFG!r}, idle_timeout=12)"
+    code = f"from torchx_monarch import serve; print({serving}.handle)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    handle = done.stdout.split()[-1]
+    jobs.append(SPMDJob(handle))
+    done = torchx("monarch", "exec", handle, "--", "torchrun", "--nproc-per-node", "2", path, check=False)
+    assert done.returncode == 5
+    assert sorted(done.stdout.splitlines()) == ["out 0", "out 1"]
+    assert "err 1" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("[monarch] run 1 FAILED: rank 1 (local rank 1 on ")
+    assert torchx("monarch", "exec", handle).returncode == 0
+    listed = torchx("monarch", "ps").stdout.splitlines()
+    assert len(listed) == 2 and listed[1].split()[0] == handle
+    runs = [line.split() for line in torchx("monarch", "ps", handle).stdout.splitlines()]
+    assert [(row[0], row[1], row[2]) for row in runs[1:]] == [("1", "failed", "5"), ("2", "succeeded", "0")]
+    assert torchx("monarch", "follow", handle, "1", check=False).returncode == 5
+    assert over(jobs[0]) == "SUCCEEDED"  # nobody comes any more
+    lines = torchx("log", f"{handle}/trainer/0").stdout
+    assert "nobody has run anything for 12 s: the hosts end" in lines and "out 1" in lines
+    assert torchx("monarch", "exec", handle, check=False).returncode == 69
+
+
+def test_ctrl_c_stops_the_run_and_not_the_allocation(
+    jobs: list[SPMDJob], script: Callable[[str], str], eventually: Eventually
+) -> None:
+    path = script("""
+        signal.signal(signal.SIGTERM, lambda *_: print("told to stop", flush=True))
+        print("begun", flush=True)
+        time.sleep(1000) if len(sys.argv) < 2 else None
+        time.sleep(1000) if len(sys.argv) < 2 else None
+    """)
+    job = serve(["torchrun", path], scheduler_cfg={**CFG, "grace": 30})
+    jobs.append(job)
+    job.wait_ready(60)
+    shell = subprocess.Popen([*TORCHX, "monarch", "exec", job.handle], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    eventually(lambda: job.status().run and list(job.logs()) == ["begun"], "the run")
+    shell.send_signal(signal.SIGINT)
+    eventually(lambda: list(job.logs()) == ["begun", "told to stop"], "SIGTERM")
+    shell.send_signal(signal.SIGINT)
+    out, err = shell.communicate(timeout=20)  # less than the grace
+    assert shell.returncode == 130 and out.decode() == "begun\ntold to stop\n"
+    assert "stopping run 1; Ctrl-C again kills it" in err.decode() and "killing run 1" in err.decode()
+    assert job.run_spmd([path, "again"]).exit_code == 0
+    assert torchx("monarch", "stop", job.handle, "--run", check=False).returncode == 0  # it has ended already
+    assert job.status().ready
+    torchx("monarch", "stop", job.handle)
+    assert over(job) == "SUCCEEDED"
+
+
+def test_is_given_back_at_the_end_of_a_block(script: Callable[[str], str]) -> None:
+    path = script("sys.exit(rank)")
+    with serve(["torchrun", "--nproc-per-node", "2", path], scheduler_cfg=CFG) as job, pytest.raises(SPMDError):
+        job.wait_ready(60).run_spmd(output="none")
+    assert over(job) == "CANCELLED"
+
+
+def test_the_component_and_what_is_refused(jobs: list[SPMDJob], tmp_path: Path) -> None:
+    handle = torchx("run", "-s", "monarch_local", "-cfg", "preload=none", "monarch.hosts", "-j", "2x1").stdout.split()[
+        0
+    ]
+    job = SPMDJob(handle)
+    jobs.append(job)
+    job.wait_ready(60)
+    with pytest.raises(RuntimeError, match="nothing to run: this allocation has no command of its own"):
+        job.run_spmd()
+    with pytest.raises(TypeError, match="give a list of words"):
+        job.run_spmd("train.py")
+    words = ["monarch", "exec", handle, "--", "torchrun", "--no-python", "sh", "-c", "echo $RANK of $WORLD_SIZE"]
+    assert sorted(torchx(*words).stdout.splitlines()) == ["0 of 2", "1 of 2"]
+    for bad, why in (
+        (["echo", "hello"], "no role of app 'spmd-job'|not a torchrun or Python command"),
+        (["torchrun", "--nosuch", "x.py"], "no option --nosuch"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            serve(bad)
+    with pytest.raises(ValueError, match="local_cwd"):
+        serve(["torchrun", "x.py"], scheduler="local_cwd")
+    elsewhere = subprocess.run([sys.executable, "-m", "torchx_monarch.hosts"], capture_output=True, text=True)
+    assert elsewhere.returncode == os.EX_CONFIG and "monarch_slurm" in elsewhere.stderr
+
+
+def test_hides_none_of_torchx_commands() -> None:
+    from torchx.cli.main import get_default_sub_cmds
+
+    shown = torchx("--help").stdout
+    listed = shown[shown.index("{") + 1 : shown.index("}")]
+    assert {name.strip() for name in listed.split(",")} == {*get_default_sub_cmds(), "monarch"}
