@@ -69,6 +69,10 @@ class Apps:
         """Submit an app whose ranks need no torch; its handle."""
         cfg = {"grace": 5, "preload": "none", **cfg}
         handle: str = self.runner.run(AppDef(name, list(roles), {"team": "a b"}), NAME, cfg=cfg, workspace=workspace)
+        return self.adopt(handle)
+
+    def adopt(self, handle: str) -> str:
+        """Ends this app, too, in the end."""
         self._handles.append(handle)
         return handle
 

@@ -141,6 +141,10 @@ class SlurmCluster:
         ip("netns", "add", name)
         self._namespaces.append(name)
 
+    def address(self, node: int) -> str:
+        """By which this machine reaches node N."""
+        return f"{self._net}.{node}"
+
     def namespace(self, node: str) -> str:
         """Name of a node's network namespace."""
         return f"{self._name}{node}"
