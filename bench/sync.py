@@ -89,7 +89,9 @@ def main() -> None:
             row("the first time", [time.perf_counter() - start])
             job.run_spmd(output="store")  # its folder is made
             row("nothing has changed", [in_new_process(job.handle, root) for _ in range(args.rounds)])
-            synced, begun, again = [], [], []
+            synced: list[float] = []
+            begun: list[float] = []
+            again: list[float] = []
             for number in range(1, args.rounds + 1):
                 change(root, number)
                 time.sleep(1.0)  # an editor's user is no faster

@@ -100,22 +100,17 @@ class SPMDJob:
         self._target: Target | None = None
 
     @classmethod
-    def attach(
-        cls,
-        handle: str,
-        role: str = "",
-        address: str = "",
-        runner: Runner | None = None,
-        workspace: str | None = None,
-        sync: When = "auto",
-    ) -> SPMDJob:
+    def attach(cls, handle: str, role: str = "", address: str = "", **more: Any) -> SPMDJob:
         """The allocation of that handle, from any process.
+
+        Args:
+            handle: as for ``SPMDJob``; likewise the others: ``runner``, ``workspace``, ``sync``.
 
         Raises:
             LinkError: it is not known here how to reach it.
         """
-        job = cls(handle, role, address, runner, workspace, sync)
-        job._target = Target.of(handle, role, address, runner)
+        job = cls(handle, role, address, **more)
+        job._target = Target.of(handle, role, address, job._runner)
         return job
 
     def __repr__(self) -> str:

@@ -207,11 +207,11 @@ class _Pass:
             )
         known_files = self._memory.files
         for path, where, status in self._found:
-            known = known_files.get(path)
-            if known is not None and known[:4] == _key(status):
-                self.files[path] = known
+            before = known_files.get(path)
+            if before is not None and before[:4] == _key(status):
+                self.files[path] = before
                 kind = EXECUTABLE if status.st_mode & stat.S_IXUSR else FILE
-                self._entries[path] = Entry(kind, known[4], known[0])
+                self._entries[path] = Entry(kind, before[4], before[0])
             else:
                 self._read(path, where)
         return Tree(self._entries)
