@@ -32,6 +32,21 @@ def ip(*words: str) -> None:
     assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
 
 
+@contextlib.contextmanager
+def entered(namespace: str) -> Iterator[None]:
+    """Be in a network namespace, named by its file, with this thread: what is opened inside stays there."""
+    home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    there = os.open(namespace, os.O_RDONLY)
+    libc = ctypes.CDLL(None, use_errno=True)
+    try:
+        assert libc.setns(there, 0) == 0, os.strerror(ctypes.get_errno())
+        yield
+    finally:
+        assert libc.setns(home, 0) == 0, os.strerror(ctypes.get_errno())
+        os.close(there)
+        os.close(home)
+
+
 class Network:
     """Machines 0, 1, ... with the addresses 10.99.0.1, 10.99.0.2, ... and nothing else that they could reach.
 
@@ -106,19 +121,9 @@ class Network:
             found.append((int(line.split()[3].rpartition(":")[2]), int(pid[1])))
         return sorted(set(found))
 
-    @contextlib.contextmanager
-    def entered(self, machine: int) -> Iterator[None]:
+    def entered(self, machine: int) -> contextlib.AbstractContextManager[None]:
         """Be on a machine with this thread: what is opened inside stays there."""
-        home = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-        there = os.open(f"/run/netns/{self.namespace(machine)}", os.O_RDONLY)
-        libc = ctypes.CDLL(None, use_errno=True)
-        try:
-            assert libc.setns(there, 0) == 0, os.strerror(ctypes.get_errno())
-            yield
-        finally:
-            assert libc.setns(home, 0) == 0, os.strerror(ctypes.get_errno())
-            os.close(there)
-            os.close(home)
+        return entered(f"/run/netns/{self.namespace(machine)}")
 
     def remove(self) -> None:
         """Remove all of it; the kernel takes the links along. Fails the test when something cannot be removed."""

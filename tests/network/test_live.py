@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from tests.network.conftest import PORT
 from tests.network.namespaces import Network, requires_namespaces
 from torchx_monarch import credentials
 from torchx_monarch.client.job import SPMDJob
+from torchx_monarch.client.link import ask
 from torchx_monarch.client.target import Target
 from torchx_monarch.errors import LinkError
 from torchx_monarch.runtime.address import Address
@@ -24,22 +26,30 @@ pytestmark = requires_namespaces
 
 
 class Client(SPMDJob):
-    """One that dials as a machine of the network does."""
+    """One that knows where to dial."""
 
-    def __init__(self, network: Network, machine: int, target: Target) -> None:
+    def __init__(self, target: Target) -> None:
         super().__init__("monarch_slurm://torchx/app")
-        self._network, self._machine = network, machine
-        self._target = target
+        self._there = target
+
+    @property
+    def target(self) -> Target:
+        return self._there
 
 
 def _pump(one: socket.socket, other: socket.socket) -> None:
-    while data := one.recv(65536):
-        other.sendall(data)
-    other.shutdown(socket.SHUT_WR)
+    with contextlib.suppress(OSError):  # one end hangs up before the other
+        while data := one.recv(65536):
+            other.sendall(data)
+        other.shutdown(socket.SHUT_WR)
 
 
 def test_a_client_reaches_one_port_by_its_certificate_also_through_a_tunnel(
-    network: Callable[[int], Network], networked: Callable[..., Hosts], folder: Path, tmp_path: Path
+    network: Callable[[int], Network],
+    networked: Callable[..., Hosts],
+    folder: Path,
+    tmp_path: Path,
+    eventually: Callable[..., object],
 ) -> None:
     path = tmp_path / "prog.py"
     path.write_text("import os\nprint('rank', os.environ['RANK'])\n")
@@ -48,19 +58,19 @@ def test_a_client_reaches_one_port_by_its_certificate_also_through_a_tunnel(
     hosts = networked(machines, command, options=("--grace", "5", "--preload", "")).start()
     text = (folder / "client").read_text()
     there = Target(Address("tls", machines.address(0), PORT), "trainer", text)
-    client = Client(machines, 2, there)
+    client = Client(there)
     with machines.entered(2):  # neither host's machine
-        client.wait_ready(60)
+        eventually(lambda: (status := client._glance()) and status.ready, "the mesh", seconds=60)
         for _ in range(2):
             result = client.run_spmd(output="store")
             assert {rank: one.stdout for rank, one in result.output.items()} == {0: "rank 0\n", 1: "rank 1\n"}
         # What listens on the other hosts is Monarch's, and takes no client.
         with pytest.raises(LinkError):
-            Client(machines, 2, Target(Address("tls", machines.address(1), PORT), "trainer", text)).runs()
+            Client(Target(Address("tls", machines.address(1), PORT), "trainer", text)).runs()
         stranger = credentials.create()[1].to_text()
         for wrong in (stranger, ""):
             with pytest.raises(LinkError, match="certificate"):
-                Client(machines, 2, Target(there.address, "trainer", wrong)).runs()
+                Client(Target(there.address, "trainer", wrong)).runs()
 
     # As with `ssh -L 9999:NODE:PORT`: what is dialled is this machine.
     near = socket.create_server(("127.0.0.1", 0))
@@ -69,16 +79,19 @@ def test_a_client_reaches_one_port_by_its_certificate_also_through_a_tunnel(
 
     def tunnel() -> None:
         accepted, _ = near.accept()
-        threading.Thread(target=_pump, args=(far, accepted), daemon=True).start()
+        back = threading.Thread(target=_pump, args=(far, accepted))
+        back.start()
         _pump(accepted, far)
+        back.join()
+        accepted.close()
 
-    threading.Thread(target=tunnel, daemon=True).start()
+    thread = threading.Thread(target=tunnel)
+    thread.start()
     local = Target(Address("tls", "127.0.0.1", near.getsockname()[1]), "trainer", text)
-    assert [run["state"] for run in Client(machines, 2, local).runs()] == ["succeeded"] * 2
+    assert [run["state"] for run in Client(local).runs()] == ["succeeded"] * 2
+    thread.join(20)
     near.close()
     far.close()
     with machines.entered(2):
-        from torchx_monarch.client.link import ask
-
         ask(there, {"type": "stop"})
     assert hosts.wait() == [0, 0], hosts.err()

@@ -132,7 +132,9 @@ class SPMDJob:
         try:
             answer = ask(self.target, {"type": "look"})
         except (LinkError, RefusedError) as error:
-            state, message = self._scheduler_status()
+            self._target = None  # a host that was replaced may be elsewhere
+            # Where it must be said how to reach the hosts, their scheduler is out of reach as well.
+            state, message = self._scheduler_status() if not self._address else ("UNKNOWN", "")
             return JobStatus(state, message=message or str(error))
         live = answer.get("live")
         if live is None:
@@ -166,22 +168,24 @@ class SPMDJob:
             AllocationError: it has ended, or is not ready in time; the message says what was waited for.
         """
         started, pause, said, asked = time.monotonic(), _POLL, "", -_ASK_SCHEDULER_EVERY
+        waiting = "the hosts"
         while True:
             status = self._glance()
             if status is not None and status.ready and (status.warm or not warm):
                 return self
             if status is not None and status.message:
                 raise AllocationError(status.message)
-            waiting = "the scheduler"
-            if status is None and time.monotonic() > asked + _ASK_SCHEDULER_EVERY:
+            if status is not None:
+                waiting = f"hosts {', '.join(map(str, status.missing))}" if status.missing else "the mesh"
+                waiting = "the interpreters" if status.ready else waiting
+            elif self._address:
+                waiting = f"an answer at {self._address}"
+            elif time.monotonic() > asked + _ASK_SCHEDULER_EVERY:
                 asked = time.monotonic()
                 state, message = self._scheduler_status()
                 if state in ("SUCCEEDED", "FAILED", "CANCELLED", "UNKNOWN"):
                     raise AllocationError(f"{self.handle} has ended ({state}){': ' + message if message else ''}")
                 waiting = f"the hosts ({state})"
-            elif status is not None:
-                waiting = f"hosts {', '.join(map(str, status.missing))}" if status.missing else "the mesh"
-                waiting = "the interpreters" if status.ready else waiting
             if waiting != said and on_progress is not None:
                 on_progress(f"waiting for {waiting}")
             said = waiting

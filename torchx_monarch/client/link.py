@@ -51,7 +51,11 @@ class Link:
         if len(line) > protocol.MAX_GREETING:
             raise LinkError(f"a request of {len(line)} bytes is over the limit of {protocol.MAX_GREETING}")
         link = cls(_connected(target, timeout), target.address)
-        link.send_bytes(line)
+        try:
+            link.send_bytes(line)
+        except BaseException:
+            link.close()
+            raise
         return link
 
     def send_bytes(self, data: bytes) -> None:
@@ -134,6 +138,7 @@ def ask(target: Target, greeting: dict[str, Any], timeout: float = TIMEOUT) -> d
 
 def _connected(target: Target, timeout: float) -> socket.socket:
     address = target.address
+    context = _context(target) if address.scheme == "tls" else None
     connection: socket.socket | None = None
     try:
         if not address.networked:
@@ -146,9 +151,7 @@ def _connected(target: Target, timeout: float) -> socket.socket:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in ((socket.TCP_KEEPIDLE, 20), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
-        if address.scheme != "tls":
-            return connection
-        return _context(target).wrap_socket(connection, server_hostname=REPLICA0_NAME)
+        return context.wrap_socket(connection, server_hostname=REPLICA0_NAME) if context else connection
     except (OSError, ValueError) as error:
         if connection is not None:
             connection.close()

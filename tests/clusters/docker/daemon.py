@@ -187,7 +187,7 @@ class Daemon:
         return [*mounts, *(BindMount(str(path), str(path)) for path in more)]
 
     @property
-    def _first(self) -> int:
+    def first(self) -> int:
         """The daemon's own process; number 1 to those it starts."""
         return int(psutil.Process(self._process.pid).children()[0].pid)
 
@@ -196,7 +196,7 @@ class Daemon:
         with contextlib.closing(self.client()) as client:
             pid = client.containers.get(container).attrs["State"]["Pid"]
         assert pid > 0, f"{container} does not run"
-        within = ["nsenter", f"--target={self._first}", "--pid", "--mount", "--", "sh", "-c", f"kill -9 {pid}"]
+        within = ["nsenter", f"--target={self.first}", "--pid", "--mount", "--", "sh", "-c", f"kill -9 {pid}"]
         subprocess.run(within, check=True, timeout=20)
 
     def left(self) -> list[str]:
@@ -214,7 +214,7 @@ class Daemon:
             AssertionError: something is left.
         """
         with contextlib.suppress(psutil.Error, IndexError):
-            os.kill(self._first, 9)  # its namespaces end with it, and all processes in them
+            os.kill(self.first, 9)  # its namespaces end with it, and all processes in them
         self._process.kill()
         self._process.wait(30)
         folders = list(self._cgroups())

@@ -1,0 +1,35 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Containers that wait for runs."""
+
+from __future__ import annotations
+
+import pytest
+from torchx.specs import AppDef, AppState
+
+from tests.clusters.docker.apps import NAME, Apps
+from tests.clusters.docker.daemon import Daemon
+from tests.network.namespaces import entered
+from torchx_monarch import SPMDJob, serve
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+
+def test_takes_two_containers_and_runs_in_them(apps: Apps, daemon: Daemon) -> None:
+    path = apps.program("""
+        import os
+        print("rank", os.environ["RANK"], "on", os.uname().nodename, flush=True)
+    """)
+    taken = serve(
+        AppDef("live", [apps.torchrun(path, nproc=1)]), NAME, {"grace": 5, "preload": "none"}, runner=apps.runner
+    )
+    apps.adopt(taken.handle)
+    job = SPMDJob.attach(taken.handle, runner=apps.runner)  # by the container's address
+    with entered(f"/proc/{daemon.first}/ns/net"):  # where the daemon has its bridge
+        job.wait_ready(90)
+        results = [job.run_spmd(output="store") for _ in range(2)]
+    for result in results:
+        shown = {rank: one.stdout for rank, one in result.output.items()}
+        assert shown == {k: f"[default{k}]:rank {k} on {apps.hostname(taken.handle, k)}\n" for k in (0, 1)}
+    taken.kill()
+    assert apps.wait(taken.handle).state is AppState.CANCELLED
