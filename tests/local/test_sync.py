@@ -70,6 +70,30 @@ def hosts(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
         live.kill()
 
 
+def test_a_host_in_the_place_of_another_gets_the_code(
+    folder: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    options = ("--grace", "5", "--preload", "", "--replacements", "1")
+    live = Live(folder, ["torchrun", "--nnodes", "2", "--nproc-per-node", "1", "show.py"], 2, options=options)
+    try:
+        live.ready()
+        go = tmp_path / "go"
+        running = live.job.run_spmd_async(["show.py", str(go)], output="store", workspace=str(root), sync="always")
+        eventually(lambda: len(list(live.job.logs())) == 2, "both ranks")
+        set_value(root, 2)
+        live.processes[1].kill()
+        live.processes[1].wait()
+        live.start(1)
+        go.touch()
+        output = running.result(40).output
+        assert output[1].stdout.endswith("value 1\nlate 1 1 results ['1']\n"), output
+        live.end()
+    finally:
+        live.kill()
+
+
 def said(result: RunResult) -> str:
     """What both ranks have printed alike."""
     assert result.exit_code == 0, result

@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torchx_monarch.runtime import protocol
@@ -82,6 +82,20 @@ class HostCode:
         """Whether a tree is here."""
         return self._store.has(args["tree"])
 
+    async def hand_on(self, broadcast: Broadcast, tree_hash: str) -> None:
+        """Have the other hosts get a tree from here, where one came in the place of another that had it.
+
+        Raises:
+            SyncError: it is not here either, or one could not take it.
+        """
+        if all((await broadcast("code-has", {"tree": tree_hash})).values()):
+            return
+        tree = await self._in_thread(self._store.tree, tree_hash)
+        encoded = await self._in_thread(tree.encode)
+        parts = (encoded[at : at + FRAME] for at in range(0, len(encoded), FRAME))
+        missing = _missing(tree, await spread(broadcast, tree_hash, _from(parts), "code-tree"))
+        await spread(broadcast, tree_hash, _from(self._store.pieces(tree, missing)), "code-contents")
+
     async def take_tree(self, args: dict[str, Any]) -> str | None:
         """A frame of a tree; with the last one, the contents of it that are missing here, as bits.
 
@@ -124,6 +138,25 @@ class HostCode:
             return await asyncio.to_thread(function, *args)
         except (StoreError, PackError, TreeError) as error:
             raise SyncError(str(error)) from None
+
+
+def _missing(tree: Tree, answers: list[str]) -> list[str]:
+    """The digests of a tree that a host has said to lack."""
+    bits = _either(answers)
+    return [digest for number, digest in enumerate(tree.contents) if bits >> number & 1]
+
+
+def _either(answers: list[str]) -> int:
+    bits = 0
+    for each in answers:
+        bits |= int(each, 16)
+    return bits
+
+
+async def _from(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
+    """What takes time to make, made beside the event loop."""
+    while piece := await asyncio.to_thread(next, pieces, b""):
+        yield piece
 
 
 async def spread(broadcast: Broadcast, tree_hash: str, frames: AsyncIterator[bytes], op: str) -> list[Any]:
@@ -177,6 +210,13 @@ async def _frames(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
         raise SyncError("the client has gone") from None
 
 
+async def hand_on(allocation: Allocation, code: HostCode, tree_hash: str) -> None:
+    """Have all hosts of an allocation have a tree that replica 0's has; see ``HostCode.hand_on``."""
+    assert allocation.broadcast is not None
+    async with _locks.setdefault(allocation, asyncio.Lock()):
+        await code.hand_on(allocation.broadcast, tree_hash)
+
+
 _locks: weakref.WeakKeyDictionary[Allocation, asyncio.Lock] = weakref.WeakKeyDictionary()
 """One client at a time brings code to an allocation."""
 
@@ -216,9 +256,7 @@ async def _serve(
     await protocol.send(writer, {"type": "have", "have": have})
     if have:
         return True
-    missing = 0
-    for bits in await _relay(broadcast, tree_hash, reader, "code-tree"):
-        missing |= int(bits, 16)
+    missing = _either(await _relay(broadcast, tree_hash, reader, "code-tree"))
     await protocol.send(writer, {"type": "missing", "missing": f"{missing:x}"})
     await _relay(broadcast, tree_hash, reader, "code-contents")
     return await protocol.send(writer, {"type": "done"})

@@ -16,7 +16,7 @@ from typing import Any
 from torchx_monarch.plan.command import Command, CommandError, Program, parse
 from torchx_monarch.plan.hold import Hold, run_command, with_program
 from torchx_monarch.plan.options import DEFAULTS
-from torchx_monarch.runtime.code import OPS, HostCode
+from torchx_monarch.runtime.code import OPS, HostCode, hand_on
 from torchx_monarch.runtime.controller import Controller, JobOptions
 from torchx_monarch.runtime.host import HostProcess
 from torchx_monarch.runtime.journal import Journal
@@ -109,7 +109,7 @@ class LiveHost(HostProcess):
 
     def _controller(self, job: JobOptions, rendezvous: Rendezvous, wires: Wires) -> Controller:
         options, hold = self._options, self._hold
-        self._allocation = Allocation(
+        self._allocation = allocation = Allocation(
             rendezvous,
             options.app,
             options.role,
@@ -118,6 +118,7 @@ class LiveHost(HostProcess):
             hold.idle_timeout,
             lambda: self._live.warm if self._live else 0,
         )
+        allocation.hand_on = lambda code: hand_on(allocation, self.code, code)
         job = dataclasses.replace(job, first_log_attempt=0)
         return LiveController(
             job, rendezvous, self._reporter, self._first_output, wires.check, self._handle, self._allocation
