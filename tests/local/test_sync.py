@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.local.live import Live
+from tests.local.test_serve import torchx
 from torchx_monarch.client.code import bring
 from torchx_monarch.client.link import Link
 from torchx_monarch.client.result import RunResult
@@ -142,7 +143,9 @@ def test_each_run_has_the_code_as_it_was_when_it_began(hosts: Live, root: Path, 
     assert missing.code == second.code and missing.exit_code == 0
 
 
-def test_a_folder_that_all_hosts_see_is_used_itself(hosts: Live, root: Path) -> None:
+def test_a_folder_that_all_hosts_see_is_used_itself(
+    hosts: Live, root: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = sorted(os.listdir(root))
     result = hosts.run("show.py", workspace=str(root))
     assert said(result).startswith("value 1\nlate 1 1 ")
@@ -157,6 +160,15 @@ def test_a_folder_that_all_hosts_see_is_used_itself(hosts: Live, root: Path) -> 
     assert result.code == tree_hash(root)
     never = hosts.run("python", "-c", "import os; print(os.getcwd())", workspace=str(root), sync="never")
     assert never.code == "" and never.output[0].stdout == f"{os.getcwd()}\n"
+
+    # A shell's current folder is the workspace.
+    monkeypatch.chdir(root)
+    handle = [hosts.job.handle, "--address", f"unix:{folder}/r.sock"]
+    for sync, folders in (("auto", 1), ("always", 2)):
+        done = torchx("monarch", "exec", *handle, "--sync", sync, "--", "python", "-c", "import os; print(os.getcwd())")
+        seen = set(done.stdout.split())
+        assert len(seen) == folders and (str(root) in seen) == (sync == "auto")
+    assert tree_hash(root)[:12] in torchx("monarch", "ps", *handle).stdout.splitlines()[-1]
     with pytest.raises(ValueError, match="not both"):
         hosts.run(cwd="/", workspace=str(root))
     with pytest.raises(ValueError, match="none of auto, always, never"):

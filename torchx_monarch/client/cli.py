@@ -32,25 +32,8 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
         """Describe the command line."""
         commands = subparser.add_subparsers(title="commands", required=True, metavar="COMMAND")
         one = commands.add_parser("exec", help="run a command on an allocation's hosts")
-        _allocation(one)
-        one.add_argument("--nproc", default="", help="processes on each host, where not as the command says")
-        one.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="variable for the ranks")
-        one.add_argument("--cwd", default="", help="folder on the hosts that the ranks start in, as it is there")
-        one.add_argument(
-            "--workspace",
-            help="folder with the code, which the hosts are brought first (default: the current one, unless it is the "
-            "home folder); '' for what is there",
-        )
-        one.add_argument(
-            "--sync",
-            choices=get_args(When),
-            default="auto",
-            help="whether the hosts get a copy of it; auto: unless they see the folder itself",
-        )
-        one.add_argument("--timeout", type=float, help="seconds after which the hosts end the run")
-        one.add_argument("--queue", action="store_true", help="wait for runs that have not ended, and do not fail")
-        one.add_argument("--detach", action="store_true", help="print the run's number, and do not wait for its end")
-        one.add_argument("-v", "--verbose", action="store_true", help="show the phases of the run as well")
+        one.add_argument("handle", help="as torchx run printed it")
+        _exec_options(one)
         one.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="as one would type it")
         one.set_defaults(monarch=_exec)
         one = commands.add_parser("follow", help="the output of a run that was begun elsewhere, and its exit code")
@@ -76,8 +59,34 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
             sys.exit(_NO_ANSWER)
 
 
+def _exec_options(parser: argparse.ArgumentParser) -> None:
+    _where(parser)
+    parser.add_argument("--nproc", default="", help="processes on each host, where not as the command says")
+    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="variable for the ranks")
+    parser.add_argument("--cwd", default="", help="folder on the hosts that the ranks start in, as it is there")
+    parser.add_argument(
+        "--workspace",
+        help="folder with the code, which the hosts are brought first (default: the current one, unless it is the "
+        "home folder); '' for what is there",
+    )
+    parser.add_argument(
+        "--sync",
+        choices=get_args(When),
+        default="auto",
+        help="whether the hosts get a copy of it; auto: unless they see the folder itself",
+    )
+    parser.add_argument("--timeout", type=float, help="seconds after which the hosts end the run")
+    parser.add_argument("--queue", action="store_true", help="wait for runs that have not ended, and do not fail")
+    parser.add_argument("--detach", action="store_true", help="print the run's number, and do not wait for its end")
+    parser.add_argument("-v", "--verbose", action="store_true", help="show the phases of the run as well")
+
+
 def _allocation(parser: argparse.ArgumentParser, optional: bool = False) -> None:
     parser.add_argument("handle", nargs="?" if optional else None, help="as torchx run printed it")
+    _where(parser)
+
+
+def _where(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--role", default="", help="which of the app's roles (default: the first)")
     parser.add_argument(
         "--address", default="", help="HOST:PORT where replica 0 is reached from here: the near end of a tunnel"
@@ -89,10 +98,7 @@ def _job(args: argparse.Namespace) -> SPMDJob:
 
 
 def _exec(args: argparse.Namespace) -> None:
-    words = args.command[1:] if args.command[:1] == ["--"] else args.command
-    if words and words[0].startswith("-") and words[0] != "-m":
-        _say(f"{words[0]} is no option here. {_USAGE}")
-        sys.exit(os.EX_USAGE)
+    words = _words(args)
     env = {}
     for pair in args.env:
         name, equals, value = pair.partition("=")
@@ -118,6 +124,21 @@ def _exec(args: argparse.Namespace) -> None:
         records.close()
         return
     _see_to_its_end(job, records, args.verbose)
+
+
+def _words(args: argparse.Namespace) -> list[str]:
+    """What is to run. Options behind the handle, which argparse takes for a part of that, are taken up."""
+    typed: list[str] = args.command
+    if not typed or not typed[0].startswith("-") or typed[0] == "-m":
+        return typed
+    end = typed.index("--") if "--" in typed else len(typed)
+    parser = argparse.ArgumentParser(add_help=False)
+    _exec_options(parser)
+    _, unknown = parser.parse_known_args(typed[:end], args)
+    if unknown:
+        _say(f"{unknown[0]} is no option here. {_USAGE}")
+        sys.exit(os.EX_USAGE)
+    return typed[end + 1 :]
 
 
 def _workspace() -> str:
