@@ -20,7 +20,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from torchx_monarch.backends import clients
 from torchx_monarch.client.code import bring
+from torchx_monarch.client.job import SPMDJob
 from torchx_monarch.client.serve import serve
 
 PROGRAM = """
@@ -45,16 +47,23 @@ def change(root: Path, number: int) -> None:
     (root / "train.py").write_text(PROGRAM.format(number=number))
 
 
-def in_new_process(handle: str, root: Path) -> float:
+def port_of(handle: str) -> str:
+    """Where replica 0 of an app listens that runs elsewhere."""
+    scheduler, _, app_id = handle.partition("://")[0], *handle.rpartition("/")[1:]
+    _, kept = clients.kept(scheduler, app_id)
+    return next(iter(kept.values())).rpartition(":")[2]
+
+
+def in_new_process(job: SPMDJob, root: Path) -> float:
     """Seconds that the sync takes in a process that knows nothing of the ones before but what lies on the disk."""
     code = (
         "import sys, time\n"
         "from torchx_monarch.client.code import bring\n"
         "from torchx_monarch.client.target import Target\n"
-        "target = Target.of(sys.argv[1]); start = time.perf_counter()\n"
-        "bring(target, sys.argv[2], 'always'); print(time.perf_counter() - start)"
+        "target = Target.of(sys.argv[1], address=sys.argv[2]); start = time.perf_counter()\n"
+        "bring(target, sys.argv[3], 'always'); print(time.perf_counter() - start)"
     )
-    words = [sys.executable, "-c", code, handle, str(root)]
+    words = [sys.executable, "-c", code, job.handle, str(job.target.address), str(root)]
     return float(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
 
 
@@ -70,6 +79,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--scheduler", default="monarch_local")
     parser.add_argument("--cfg", action="append", default=[], metavar="NAME=VALUE", help="its run options")
+    parser.add_argument("--host", help="where replica 0 is reached, if not by the name that the scheduler gives it")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder, "workspace")
@@ -78,8 +88,9 @@ def main() -> None:
         time.sleep(3.0)  # what was touched a moment ago is read again
         cfg: dict[str, Any] = dict(pair.split("=", 1) for pair in args.cfg)
         command = ["torchrun", "--nnodes", "2", "--nproc-per-node", "1", "train.py"]
-        with serve(command, args.scheduler, cfg, sync="always", idle_timeout=600) as job:
-            job.workspace = str(root)
+        taken = serve(command, args.scheduler, cfg, idle_timeout=600)
+        address = f"{args.host}:{port_of(taken.handle)}" if args.host else ""
+        with SPMDJob(taken.handle, address=address, workspace=str(root), sync="always") as job:
             job.wait_ready(warm=True)
             print(
                 f"\n| {args.files} files, 2 hosts, {args.scheduler}, {os.cpu_count()} processors | seconds |\n|---|---|"
@@ -88,7 +99,7 @@ def main() -> None:
             bring(job.target, str(root), "always")
             row("the first time", [time.perf_counter() - start])
             job.run_spmd(output="store")  # its folder is made
-            row("nothing has changed", [in_new_process(job.handle, root) for _ in range(args.rounds)])
+            row("nothing has changed", [in_new_process(job, root) for _ in range(args.rounds)])
             synced: list[float] = []
             begun: list[float] = []
             again: list[float] = []

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torchx_monarch.backends.local import store
 from torchx_monarch.client.link import Link
@@ -19,6 +19,9 @@ from torchx_monarch.client.target import Target
 from torchx_monarch.errors import CodeError, LinkError
 from torchx_monarch.sync.pack import ChangedError, pack
 from torchx_monarch.sync.tree import Tree
+
+if TYPE_CHECKING:
+    from torchx_monarch.sync.scan import Memory
 
 When = Literal["auto", "always", "never"]
 """``auto``: unless all hosts see the folder itself; ``always``: in any case; ``never``: not at all."""
@@ -34,6 +37,10 @@ _READ_AGAIN = 100
 
 _ANSWER_TIMEOUT = 300.0
 """Seconds for an answer: every host unpacks what it got, on whatever disk it has."""
+
+
+_memories: dict[str, Memory] = {}
+"""What is kept in files, by their names."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +126,7 @@ def look(root: str) -> Tree:
 
     name = hashlib.sha256(os.fsencode(root)).hexdigest()[:32]
     kept = os.path.join(store.state_dir(), "sync", f"{name}.json")
-    memory = Memory.load(kept, root)
+    memory = _memories.get(kept) or _memories.setdefault(kept, Memory.load(kept, root))
     before = memory.files, memory.rules, memory.left_out
     tree = scan(root, memory)
     # To read some files again is quicker than to write all that is known.

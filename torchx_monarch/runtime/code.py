@@ -215,6 +215,7 @@ async def hand_on(allocation: Allocation, code: HostCode, tree_hash: str) -> Non
     assert allocation.broadcast is not None
     async with _locks.setdefault(allocation, asyncio.Lock()):
         await code.hand_on(allocation.broadcast, tree_hash)
+        allocation.codes.add(tree_hash)
 
 
 _locks: weakref.WeakKeyDictionary[Allocation, asyncio.Lock] = weakref.WeakKeyDictionary()
@@ -253,12 +254,14 @@ async def _serve(
         raise SyncError(f"a request is probe or tree, not {message.get('type')!r:.40}")
     tree_hash = str(message["tree"])
     have = all((await broadcast("code-has", {"tree": tree_hash})).values())
-    await protocol.send(writer, {"type": "have", "have": have})
     if have:
-        return True
+        allocation.codes.add(tree_hash)
+        return await protocol.send(writer, {"type": "have", "have": True})
+    await protocol.send(writer, {"type": "have", "have": False})
     missing = _either(await _relay(broadcast, tree_hash, reader, "code-tree"))
     await protocol.send(writer, {"type": "missing", "missing": f"{missing:x}"})
     await _relay(broadcast, tree_hash, reader, "code-contents")
+    allocation.codes.add(tree_hash)
     return await protocol.send(writer, {"type": "done"})
 
 

@@ -96,6 +96,7 @@ class LiveController(Controller):
     async def _work(self, hosts: list[Registration]) -> Verdict:
         allocation = self._allocation
         allocation.ready = True
+        allocation.codes.clear()
         try:
             while True:
                 run = allocation.current
@@ -157,6 +158,8 @@ class LiveController(Controller):
 
     async def _hand_on(self, code: str) -> None:
         """Have all hosts have the code of a run, those that came since it was brought among them."""
+        if code in self._allocation.codes:
+            return
         assert self._allocation.hand_on is not None
         try:
             await self._unless_trouble(self._allocation.hand_on(code))

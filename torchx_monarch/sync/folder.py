@@ -66,7 +66,7 @@ class WorkFolder:
             self._remove(path)
         self._remove_empty({os.path.dirname(path) for path in gone} | set(gone), _folders(tree.entries))
         for path, entry in tree.entries.items():
-            held, where = self._holds.get(path), os.path.join(self.path, path)
+            held, where = self._holds.get(path), f"{self.path}/{path}"
             if held is not None and _mark(where, entry) == held[1]:
                 continue
             self._holds.pop(path, None)

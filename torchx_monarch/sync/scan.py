@@ -157,7 +157,7 @@ class _Pass:
         self._limits = limits
         self._settled = time.time_ns() - int(_SETTLED_AFTER * 1e9)
         self._entries: dict[str, Entry] = {}
-        self._found: list[tuple[str, str, os.stat_result]] = []
+        self._found: list[tuple[str, str]] = []
         self._size = 0
 
     def run(self) -> Tree:
@@ -179,6 +179,9 @@ class _Pass:
             empty = True
             for each in inside:
                 path = f"{folder}/{each.name}" if folder else each.name
+                if known and path in self._memory.files and self._is_as_it_was(path, each):
+                    empty = False
+                    continue
                 below = rules
                 is_folder = each.is_dir(follow_symlinks=False)
                 name = f"{path}/" if is_folder else path
@@ -205,29 +208,38 @@ class _Pass:
                 f"the files of the workspace {self._root} have {_in_words(self._size)}, and code at most "
                 f"{_in_words(self._limits.total)}: name what is not code in .torchxignore or .gitignore"
             )
-        known_files = self._memory.files
-        for path, where, status in self._found:
-            before = known_files.get(path)
-            if before is not None and before[:4] == _key(status):
-                self.files[path] = before
-                kind = EXECUTABLE if status.st_mode & stat.S_IXUSR else FILE
-                self._entries[path] = Entry(kind, before[4], before[0])
-            else:
-                self._read(path, where)
+        for path, where in self._found:
+            self._read(path, where)
         return Tree(self._entries)
 
+    def _is_as_it_was(self, path: str, found: os.DirEntry[str]) -> bool:
+        """Take a file whose content is known; most of them are."""
+        try:
+            status = found.stat(follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        before = self._memory.files[path]
+        if before[:4] != _key(status):
+            return False
+        self.files[path] = before
+        self._size += before[0]
+        kind = EXECUTABLE if status.st_mode & stat.S_IXUSR else FILE
+        self._entries[path] = Entry(kind, before[4], before[0])
+        return True
+
     def _note(self, path: str, found: os.DirEntry[str]) -> None:
-        with contextlib.suppress(FileNotFoundError):
+        try:
             if found.is_symlink():
                 self._entries[path] = Entry(LINK, os.readlink(found.path), 0)
                 return
             status = found.stat(follow_symlinks=False)
-            if stat.S_ISREG(status.st_mode):  # a socket or a pipe is a process's, and of this machine
-                self._limit(path, status.st_size)
-                self._found.append((path, found.path, status))
-                self._size += status.st_size
+        except FileNotFoundError:
+            self.read += 1
             return
-        self.read += 1
+        if stat.S_ISREG(status.st_mode):  # a socket or a pipe is a process's, and of this machine
+            self._limit(path, status.st_size)
+            self._found.append((path, found.path))
+            self._size += status.st_size
 
     def _read(self, path: str, where: str) -> None:
         self.read += 1
