@@ -4,8 +4,12 @@
 #   make test    everything: lint, types, all tests
 #   make check   the quick part of it (under 3 minutes), for while you work
 #   make soak    200 small jobs with a fault in each; some minutes
-#   make bench   launch times beside torchrun, TorchX and Monarch
+#   make bench   launch times beside torchrun, TorchX and Monarch (make bench-slurm: beside a bare sbatch)
 #   make clean   remove what the above made
+#
+#   make slurm-up, make slurm-down    the cluster of the tests to work with by hand: eval "$(make -s slurm-up)"
+#   make docker-up, make docker-down  the same with the Docker daemon of the tests (needs root, as Slurm does)
+#   make kubernetes-up, make kubernetes-down  the same with their API server; it is built once, in some minutes
 
 VENV ?= .venv
 BIN := $(CURDIR)/$(VENV)/bin
@@ -28,7 +32,9 @@ SOAKFLAGS ?=
 # Debian's packages that tests need beyond Python's; see `system` below.
 SYSTEM_PACKAGES := iproute2 openssl
 
-.PHONY: help venv system demo test check soak bench lint types format clean
+CLUSTERS := $(patsubst tests/clusters/%/by_hand.py,%,$(wildcard tests/clusters/*/by_hand.py))
+
+.PHONY: $(CLUSTERS:%=%-up) $(CLUSTERS:%=%-down) help venv system demo test check soak bench bench-slurm lint types format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -85,6 +91,15 @@ soak: $(STAMP)
 
 bench: $(STAMP)
 	python bench/launch.py $(BENCHFLAGS)
+
+bench-slurm: $(STAMP)
+	python bench/slurm.py $(BENCHFLAGS)
+
+$(CLUSTERS:%=%-up): %-up: $(STAMP)
+	@python -m tests.clusters up $*
+
+$(CLUSTERS:%=%-down): %-down: $(STAMP)
+	@python -m tests.clusters down $*
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info digits-checkpoints .mypy_cache .ruff_cache .pytest_cache .hypothesis

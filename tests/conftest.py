@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+pytest_plugins = ["tests.clusters.table"]
+
 _MARK = "TORCHX_MONARCH_TEST"
 """In the environment of everything that a test starts."""
 

@@ -5,7 +5,8 @@
 Two authorities are made for each job. Every host carries the first with its key and signs a certificate of its own when
 it starts, with the names and addresses it is dialled by: so a host may start anywhere, and again elsewhere. The second
 signs one certificate, for the client that submitted the job, and its key is forgotten. Hosts trust each other by the
-first alone: a client's certificate opens the rendezvous, where it may look and stop, and nothing of Monarch's.
+first alone: a client's certificate opens the rendezvous, where it may look, stop and, on a live allocation, run things,
+and nothing of Monarch's.
 
 All keys are P-256. Imported where there is a network between hosts, and nowhere else: ``cryptography`` costs 30 ms.
 """

@@ -154,8 +154,12 @@ class Verdict:
     consequence: bool = False
     replica: int = -1
 
-    def error_file(self) -> str:
-        """The content of a torchelastic error file that says this (see torch's ``ErrorHandler.record_exception``)."""
+    def error_file(self, limit: int = 0) -> str:
+        """The content of a torchelastic error file that says this (see torch's ``ErrorHandler.record_exception``).
+
+        Args:
+            limit: bytes that it may have; 0 for any number. Of a traceback its beginning goes, then the reason's end.
+        """
         when = self.cause.time if self.cause else time.time()
         extra: dict[str, object] = {
             "py_callstack": self.cause.traceback if self.cause else "",
@@ -164,7 +168,14 @@ class Verdict:
             "consequence": self.consequence,
             "replica": self.cause.replica if self.cause else self.replica,
         }
-        return json.dumps({"message": {"message": self.reason, "errorCode": self.code, "extraInfo": extra}})
+        message: dict[str, object] = {"message": self.reason, "errorCode": self.code, "extraInfo": extra}
+        text = json.dumps({"message": message})
+        for holder, key, end in ((extra, "py_callstack", 0), (message, "message", -1)):
+            while limit and len(text) > limit and (value := str(holder[key])):
+                over = max(1, (len(text) - limit) // 6)  # JSON writes some characters as six
+                holder[key] = value[:-over] if end else value[over:]
+                text = json.dumps({"message": message})
+        return text
 
     def to_json(self) -> dict[str, Any]:
         """As the plain values that a message carries."""

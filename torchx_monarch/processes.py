@@ -16,7 +16,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 #: The environment variable that marks every process of an app.
 MARKER = "MONARCH_JOB"
@@ -62,16 +62,14 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-@dataclass(frozen=True)
-class Identity:
+class Identity(NamedTuple):
     """A process: pid, and start time in clock ticks since boot."""
 
     pid: int
     start: int
 
 
-@dataclass(frozen=True)
-class Process:
+class Process(NamedTuple):
     pid: int
     parent: int
     state: str

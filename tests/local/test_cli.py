@@ -63,6 +63,8 @@ def submit_sleepers(work: Path, eventually: Eventually, *words: str) -> tuple[st
     return handle, app
 
 
+@pytest.mark.scenario("cancel while running")
+@pytest.mark.scenario("delete leaves nothing")
 def test_a_job_from_other_processes(work: Path, eventually: Eventually) -> None:
     handle, app = submit_sleepers(work, eventually, "-j", "2x2", "--name", "sleepers")
     assert re.fullmatch(r"monarch_local://torchx/sleepers-\w+", handle)
@@ -117,6 +119,18 @@ def test_wait_tells_by_its_exit_code(work: Path, body: str, code: int) -> None:
     assert "Traceback (most recent call last)" not in done.stderr or body.startswith("raise")
 
 
+@pytest.mark.slow
+@pytest.mark.scenario("two hosts, digits")
+@pytest.mark.timeout(240)
+def test_two_hosts_train_on_real_digits(work: Path) -> None:
+    script = Path(__file__).parents[2] / "examples" / "digits.py"
+    train = [str(script), "--epochs", "4", "--min-accuracy", "0.8", "--checkpoint-dir", str(work / "checkpoints")]
+    words = [*RUN, "--wait", "--log", "monarch.spmd", "-j", "2x2", *train]
+    done = subprocess.run(words, cwd=work, capture_output=True, text=True, timeout=220, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "4 ranks on" in done.stderr
+
+
 def test_restarts_of_ranks_are_counted(work: Path) -> None:
     name = write(work, "sys.exit(int(os.environ['TORCHELASTIC_RESTART_COUNT']) < 2)")
     words = ("--wait", "-cfg", "preload=none", "monarch.spmd", "--max_restarts", "3", name)
@@ -160,6 +174,7 @@ def test_dryrun_as_json(work: Path) -> None:
     assert "No apps" not in torchx("list", "-s", "monarch_local").stdout
 
 
+@pytest.mark.scenario("bad options named")
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -289,6 +304,7 @@ def test_kill_9_of_any_process(work: Path, eventually: Eventually, victim: str) 
     ] in last
 
 
+@pytest.mark.scenario("lost host replaced")
 @pytest.mark.parametrize("replica", [0, 1])
 def test_a_killed_host_is_replaced_under_the_policy_replica(
     work: Path, eventually: Eventually, monkeypatch: pytest.MonkeyPatch, replica: int

@@ -129,6 +129,7 @@ def test_cancelling_what_has_ended(apps: Detached) -> None:
     assert apps.status(app_id).state is AppState.SUCCEEDED
 
 
+@pytest.mark.scenario("cancel while pending")
 def test_a_cancel_before_the_supervisor_has_started(apps: Detached) -> None:
     from torchx_monarch.backends.local import submit
 

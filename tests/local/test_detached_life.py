@@ -45,6 +45,7 @@ def test_everything_is_private(apps: Detached) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 
 
+@pytest.mark.scenario("status and log long after, elsewhere")
 def test_another_process_sees_it_all(apps: Detached) -> None:
     code = """
 from torchx.specs import AppDef, Role
@@ -71,6 +72,7 @@ print(json.dumps([str(status.state), status.msg, app.roles[0].args, listed,
     assert apps.runner.list(NAME) == []
 
 
+@pytest.mark.scenario("describe gives the original app")
 def test_describe_gives_back_what_was_submitted(apps: Detached, tmp_path: Path) -> None:
     role = sh(
         "true # ${replica_id}",
@@ -107,6 +109,7 @@ def test_an_app_that_does_not_exist(apps: Detached) -> None:
     assert apps.runner.list(NAME) == []
 
 
+@pytest.mark.scenario("environment arrives whole")
 def test_environment_of_a_replica(apps: Detached, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FROM_SHELL", "kept")
     monkeypatch.setenv("BOTH", "shell")
@@ -114,10 +117,11 @@ def test_environment_of_a_replica(apps: Detached, monkeypatch: pytest.MonkeyPatc
     # Short enough for sockets.
     monkeypatch.setenv("MONARCH_STATE_DIR", os.environ["TMPDIR"] + "/s")
     code = "import json, os; print(json.dumps(dict(os.environ)))"
+    weird = "a,b=c 'q' \"d\" `x` \\ %j\nline2\t."
     # The app ends with its main role: that one waits for the other.
     wait = "; d = os.environ['MONARCH_LOG_DIR'] + '/../../second/1/stdout.log'\nwhile not os.path.getsize(d): pass"
     app_id = apps.run(
-        py(code + wait, name="first", env={"BOTH": "role", "RANK0": macros.rank0_env}),
+        py(code + wait, name="first", env={"BOTH": "role", "RANK0": macros.rank0_env, "WEIRD": weird}),
         py(code, name="second", replicas=2),
     )
     assert apps.wait(app_id).state is AppState.SUCCEEDED
@@ -125,6 +129,7 @@ def test_environment_of_a_replica(apps: Detached, monkeypatch: pytest.MonkeyPatc
     second = json.loads(apps.log(app_id, "second", 1)[0])
     paths = apps.paths(app_id)
     assert (first["FROM_SHELL"], first["BOTH"], second["BOTH"]) == ("kept", "role", "shell")
+    assert first["WEIRD"] == weird
     assert first[first["RANK0"]] == "localhost"
     assert first["MONARCH_JOB"] == second["MONARCH_JOB"]
     assert first["MONARCH_JOB"].startswith(f"{app_id}:")

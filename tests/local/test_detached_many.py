@@ -69,6 +69,7 @@ def test_one_dry_run_submitted_many_times(apps: Detached) -> None:
         assert apps.log(app_id) == [f"{app_id}\n"]
 
 
+@pytest.mark.scenario("list once each")
 def test_listing_many_old_apps(apps: Detached) -> None:
     began = time.monotonic()
     assert apps.scheduler.list() == []

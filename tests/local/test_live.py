@@ -163,7 +163,10 @@ def test_a_run_outlives_its_client_and_is_found_again(
         while not os.path.exists({str(tmp_path / "go")!r}):
             time.sleep(0.05)
         print("over", rank)
-        sys.exit(3)
+        open(f"{tmp_path}/over-{{rank}}", "w").close()
+        while not all(os.path.exists(f"{tmp_path}/over-{{each}}") for each in (0, 1)):
+            time.sleep(0.01)
+        sys.exit(3)  # the first that does has the other one stopped
     """)
     hosts = live("torchrun", "--nproc-per-node", "2", path)
     request = hosts.job.request(None, None, None, None, None, False)
@@ -242,6 +245,25 @@ def test_a_lost_host_is_replaced(
     eventually(lambda: "replica 1 is to be replaced" in hosts.err(), "the loss")
     hosts.wait_mesh()
     assert texts(hosts.run()) == {0: "attempt 0\n", 1: "attempt 0\n"}
+    assert hosts.end() == [0, 0]
+
+
+def test_a_lost_first_host_takes_its_run_along_and_not_the_allocation(
+    live: Callable[..., Live], script: Callable[[str], str], eventually: Eventually
+) -> None:
+    path = script("print('begun', flush=True)\ntime.sleep(1000 if sys.argv[1:] else 0)")
+    options = ("--grace", "5", "--preload", "", "--replacements", "1")
+    hosts = live("torchrun", "--nnodes", "2", "--nproc-per-node", "1", path, replicas=2, options=options)
+    handle = hosts.job.run_spmd_async([path, "wait"], output="store")
+    eventually(lambda: list(hosts.job.logs()) == ["begun"] * 2, "both ranks")
+    hosts.processes[0].kill()
+    hosts.processes[0].wait()
+    hosts.start(0)
+    error = handle.exception(60)
+    assert isinstance(error, LinkError) and "run 1 was lost from sight: run 1 is not known here" in str(error)
+    hosts.wait_mesh()
+    result = hosts.run()
+    assert (result.run, texts(result)) == (2, {0: "begun\n", 1: "begun\n"})
     assert hosts.end() == [0, 0]
 
 
@@ -327,12 +349,15 @@ def test_ended_before_torch_is_imported(
     process = psutil.Process(hosts.processes[0].pid)
     assert hosts.run(timeout=0.2).exit_code == 124
     assert texts(hosts.run()) == dict.fromkeys((0, 1), "formed True\n")
-    eventually(lambda: hosts.job.status().warm == 2, "the next interpreters")
-    names = sorted(each.name() for each in process.children())
-    assert texts(hosts.run()) == dict.fromkeys((0, 1), "formed True\n")
-    eventually(lambda: hosts.job.status().warm == 2, "the next interpreters")
-    eventually(lambda: sorted(each.name() for each in process.children()) == names, "the same processes")
+
+    def waiting() -> list[str]:
+        return sorted(each.name() for each in process.children())
+
+    eventually(lambda: hosts.job.status().warm == 2 and "tcpstore" in waiting(), "the next interpreters")
+    names = waiting()
     assert names.count("tcpstore") == 1
+    assert texts(hosts.run()) == dict.fromkeys((0, 1), "formed True\n")
+    eventually(lambda: hosts.job.status().warm == 2 and waiting() == names, f"the same processes: {names}")
     assert hosts.end() == [0]
 
 

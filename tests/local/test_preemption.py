@@ -232,6 +232,7 @@ def test_a_preempted_job_says_so(script: Callable[[str], str], eventually: Event
     assert job.text().count("]:clean") == 4
 
 
+@pytest.mark.scenario("preemption")
 @pytest.mark.parametrize("policy", [RetryPolicy.APPLICATION, RetryPolicy.REPLICA])
 def test_a_preempted_job_is_started_again(
     script: Callable[[str], str], tmp_path: Path, eventually: Eventually, policy: RetryPolicy

@@ -38,6 +38,7 @@ def torchx(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.scenario("root cause in status")
 @pytest.mark.parametrize("shape", ["1x4", "2x2"])
 @pytest.mark.parametrize("end", ENDS)
 def test_rank_that_began_it(end: str, shape: str, tmp_path: Path) -> None:

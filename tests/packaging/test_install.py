@@ -26,7 +26,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-OURS = {"monarch_docker", "monarch_local", "monarch_slurm"}
+OURS = {"monarch_docker", "monarch_kubernetes", "monarch_local", "monarch_slurm"}
 DEFAULTS = ["local_docker", "local_cwd", "slurm", "kubernetes"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -150,7 +150,7 @@ def test_the_entry_points_name_things_that_exist(wheel: Path, installed: Environ
         (name,) = (n for n in archive.namelist() if n.endswith("/entry_points.txt"))
         parser = configparser.ConfigParser(delimiters=["="])
         parser.read_string(archive.read(name).decode())
-    assert set(parser) == {"DEFAULT", "torchx.schedulers", "torchx.components"}
+    assert set(parser) == {"DEFAULT", "torchx.cli.cmds", "torchx.components", "torchx.schedulers"}
     for group in parser.sections():
         for value in parser[group].values():
             module, _, attribute = value.partition(":")
@@ -195,6 +195,18 @@ def test_either_channel_alone_is_enough(plain: Environment, installed: Environme
     assert result.stderr == plain.torchx("runopts", "local_cwd", TORCHX_PLUGINS_SOURCE=source).stderr
 
 
+# --- sub-commands
+
+
+def test_one_sub_command_is_added(plain: Environment, installed: Environment) -> None:
+    def names(environment: Environment) -> set[str]:
+        shown = environment.torchx("--help").stdout
+        return {name.strip() for name in shown[shown.index("{") + 1 : shown.index("}")].split(",")}
+
+    assert names(installed) == names(plain) | {"monarch"}
+    assert installed.torchx("monarch", "ps").stdout.split() == ["HANDLE", "ROLE", "HOSTS", "STATE", "RUNS", "IDLE"]
+
+
 # --- components
 
 
@@ -203,7 +215,7 @@ def test_builtins_are_torchx_own_and_ours(plain: Environment, installed: Environ
         lines = environment.torchx("builtins").stdout.splitlines()
         return {line.split(". ", 1)[1] for line in lines if ". " in line}
 
-    assert names(installed) - names(plain) == {"monarch.spmd"}
+    assert names(installed) - names(plain) == {"monarch.spmd", "monarch.hosts"}
     assert names(plain) - names(installed) == set()
     assert names(installed) >= {"dist.torchrun", "dist.ddp", "utils.echo", "utils.python"}
 
@@ -250,7 +262,7 @@ def test_nothing_is_printed_that_was_not_before(
 ) -> None:
     before, after = plain.torchx(*args), installed.torchx(*args)
     assert after.stderr == before.stderr
-    if args not in (["runopts"], ["builtins"], ["run", "--help"]):  # these list what is there
+    if args not in (["--help"], ["runopts"], ["builtins"], ["run", "--help"]):  # these list what is there
         assert after.stdout == before.stdout
 
 

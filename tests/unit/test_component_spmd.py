@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from torchx.specs.file_linter import validate
 from torchx.specs.finder import ComponentValidationException, ModuleComponentsFinder
 
 import torchx_monarch.components
-from torchx_monarch.components import spmd
+from torchx_monarch.components import hosts, spmd
 from torchx_monarch.plan.command import Program, parse
 from torchx_monarch.plan.rewrite import HostOptions, rewrite
 from torchx_monarch.plan.spmd import Launch, app_name
@@ -209,18 +209,20 @@ def test_other_arguments_are_not_warned_about(caplog: pytest.LogCaptureFixture) 
     assert not caplog.records
 
 
-def test_torchx_finds_exactly_the_component() -> None:
-    (component,) = ModuleComponentsFinder(torchx_monarch.components, "monarch").find(None)
-    assert (component.name, component.validation_errors) == ("monarch.spmd", [])
+def test_torchx_finds_exactly_the_components() -> None:
+    found = ModuleComponentsFinder(torchx_monarch.components, "monarch").find(None)
+    errors = {component.name: component.validation_errors for component in found}
+    assert errors == {"monarch.spmd": [], "monarch.hosts": []}
     path = inspect.getsourcefile(torchx_monarch.components)
     assert path is not None
     assert validate(path, "spmd", None) == []
 
 
-def test_every_option_has_a_help_text() -> None:
-    documented = inspect.getdoc(spmd)
+@pytest.mark.parametrize("component", [spmd, hosts])
+def test_every_option_has_a_help_text(component: Callable[..., object]) -> None:
+    documented = inspect.getdoc(component)
     assert documented is not None
-    for name in inspect.signature(spmd).parameters:
+    for name in inspect.signature(component).parameters:
         assert f"\n    {name}: " in documented
 
 

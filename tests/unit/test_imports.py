@@ -17,9 +17,7 @@ _PACKAGE = Path(torchx_monarch.__file__).parent
 
 
 def imported_by(statement: str) -> set[str]:
-    code = f"{statement}\nimport sys\nprint(' '.join(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return {name.partition(".")[0] for name in done.stdout.split()}
+    return {name.partition(".")[0] for name in modules_of(statement)}
 
 
 @pytest.mark.parametrize(
@@ -27,6 +25,8 @@ def imported_by(statement: str) -> set[str]:
     [
         "import torchx_monarch",
         "import torchx_monarch.components",
+        "from torchx_monarch import RunResult, SPMDError, SPMDJob, serve",
+        "import torchx_monarch.client.cli",
         "import torchx_plugins.schedulers.torchx_monarch",
         "from torchx.runner import get_runner; get_runner()._scheduler('monarch_local')",
         "from torchx_monarch.schedulers import monarch_docker; monarch_docker('')",
@@ -47,6 +47,18 @@ def test_submit_side_imports_neither_torch_nor_monarch(statement: str) -> None:
 )
 def test_launch_path_does_not_import_torch(statement: str) -> None:
     assert "torch" not in imported_by(statement)
+
+
+def test_the_package_itself_is_light() -> None:
+    assert not imported_by("import torchx_monarch") & {"torchx", "asyncio", "ssl", "cryptography"}
+    # Whoever uses it has an event loop with TLS of his own, perhaps: the runtime changes asyncio's.
+    assert "torchx_monarch.runtime.transport" not in modules_of("from torchx_monarch import serve")
+
+
+def modules_of(statement: str) -> set[str]:
+    code = f"{statement}\nimport sys\nprint(' '.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
 
 
 def test_host_process_starts_without_torchx() -> None:
@@ -82,6 +94,7 @@ def modules_imported(path: Path) -> set[str]:
             ("torchx_monarch.runtime", "torchx_monarch.schedulers", "torchx_monarch.plan", "monarch", "torch."),
         ),
         ("schedulers", ("torchx_monarch.runtime", "monarch", "torch.")),
+        ("client", ("torchx_monarch.schedulers", "torchx_monarch.monarch_api", "monarch", "torch.")),
         ("runtime", ("torchx_monarch.schedulers", "torchx_monarch.backends", "torchx.")),
         (
             "sync",

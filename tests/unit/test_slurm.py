@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import time
 from dataclasses import asdict
 from typing import Any
 
@@ -16,10 +17,11 @@ from torchx.specs import AppDef, AppState, InvalidRunConfigException, Resource, 
 from torchx.specs.finder import ComponentValidationException
 
 from torchx_monarch import credentials
+from torchx_monarch.backends.local import store
 from torchx_monarch.backends.network import PLACEHOLDER, NetworkBackend, with_credentials
-from torchx_monarch.backends.slurm import commands, folder, states, truth
+from torchx_monarch.backends.slurm import commands, folder, prune, states, truth
 from torchx_monarch.backends.slurm.commands import Job
-from torchx_monarch.backends.slurm.job import first_node
+from torchx_monarch.backends.slurm.macros import first_node
 from torchx_monarch.backends.slurm.request import SlurmRequest
 from torchx_monarch.backends.slurm.scheduler import create_scheduler
 from torchx_monarch.schedulers import monarch_slurm
@@ -292,3 +294,29 @@ def test_deleted_jobs_stay_deleted_while_slurm_remembers_them() -> None:
     assert folder.find("7") is None
     assert folder.is_deleted("7", paths)
     assert not folder.is_deleted("8", paths)
+
+
+def test_folders_of_jobs_that_ended_long_ago_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")  # of a job that is not known to have ended, Slurm is asked in vain
+
+    def job_folder(app_id: str, days: float, ended: bool) -> folder.JobFolder:
+        paths = folder.JobFolder(folder.new("app", None))
+        os.makedirs(paths.root)
+        folder.remember(app_id, paths.root)
+        if ended:
+            store.write_json(paths.end, {"state": "FAILED", "msg": ""})
+        for path in (paths.root, os.path.join(folder.ids_dir(), app_id)):
+            os.utime(path, (time.time() - days * 86400,) * 2, follow_symlinks=False)
+        return paths
+
+    job_folder("1", 15, True)
+    job_folder("2", 13, True)
+    job_folder("3", 15, False)
+    folder.remove(job_folder("4", 15, True).root)
+    prune.prune()
+    assert set(folder.known()) == {"2", "3"}
+    assert len(os.listdir(folder.jobs_dir())) == 2
+    assert set(os.listdir(folder.ids_dir())) == {"2", "3"}
+    monkeypatch.setenv("MONARCH_KEEP_DAYS", "12")
+    prune.prune()
+    assert set(folder.known()) == {"3"}

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The certificates with which the machine that submitted a job may look at it and stop it, over the network.
+"""The certificates with which the machine that submitted a job reaches it over the network (``runtime.live``).
 
 One file of mode 0600 for each app, below the state directory (``backends.local.store``): ``clients/SCHEDULER/APP``. It
 is there until the app is deleted.

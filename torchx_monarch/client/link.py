@@ -155,7 +155,10 @@ def _connected(target: Target, timeout: float) -> socket.socket:
     except (OSError, ValueError) as error:
         if connection is not None:
             connection.close()
-        raise LinkError(str(explain(error, address))) from None
+        hint = ""
+        if address.networked and not isinstance(error, ssl.SSLError):
+            hint = ". From outside its network: forward the port, and give its near end as address (docs/live.md)"
+        raise LinkError(f"{explain(error, address)}{hint}") from None
 
 
 def _context(target: Target) -> ssl.SSLContext:

@@ -85,9 +85,9 @@ class Records:
                 return
 
     def _again(self) -> None:
-        self._link.close()
         until, why = time.monotonic() + _RECONNECT_FOR, "the connection broke"
         while time.monotonic() < until and not self._closed:
+            self._link.close()
             try:
                 self._link = Link.open(self._target, {"type": "follow", "run": self.run})
                 self._accepted()

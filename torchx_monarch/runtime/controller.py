@@ -323,6 +323,7 @@ class Controller:
         try:
             # Not cancelled with us: an interpreter whose answer nobody has read would give it to the next who asks.
             asking = asyncio.ensure_future(self._own_host(op, args))
+            asking.add_done_callback(lambda done: done.cancelled() or done.exception())
             return _granted(await self._unless_trouble(asyncio.wait_for(asyncio.shield(asking), timeout)))
         except (TroubleCame, HostRefused):
             raise

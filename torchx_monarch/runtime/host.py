@@ -35,7 +35,7 @@ from torchx_monarch.runtime.rendezvous import (
     agent_lost,
     signalled,
 )
-from torchx_monarch.runtime.report import Reporter, write_error_file
+from torchx_monarch.runtime.report import Reporter, leave_word
 from torchx_monarch.runtime.strays import reap_orphans
 from torchx_monarch.runtime.transport import Address
 from torchx_monarch.runtime.watchdog import ENABLED, FILE
@@ -106,7 +106,7 @@ class HostProcess:
     async def _leave(self, verdict: Verdict) -> None:
         if self._pool is not None:
             await self._pool.stop(signal.SIGTERM, self._grace)
-        write_error_file(self._environ.get("TORCHELASTIC_ERROR_FILE"), verdict)
+        leave_word(verdict, self._environ)
         self._exit(verdict.code)
 
     def _exit(self, code: int) -> NoReturn:
@@ -244,7 +244,7 @@ class HostProcess:
         options = self._options.network
         if command is not None and command.options.local_addr and not options.advertise:
             options = dataclasses.replace(options, advertise=command.options.local_addr)
-        advertised = network.advertised(rendezvous, is_first, options)
+        advertised = network.advertised(rendezvous, is_first, options, self._environ.get("MONARCH_HOST_ADDRESS", ""))
         interface = network.gloo_interface(advertised)
         if interface:
             self._environ.setdefault("GLOO_SOCKET_IFNAME", interface)

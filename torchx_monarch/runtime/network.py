@@ -98,7 +98,7 @@ def expanded(address: str, environ: Mapping[str, str], is_first: bool) -> str:
     return f"{scheme}:{host}:{port}"
 
 
-def advertised(rendezvous: Address, is_first: bool, options: NetworkOptions) -> str:
+def advertised(rendezvous: Address, is_first: bool, options: NetworkOptions, ours: str = "") -> str:
     """The name or address by which the other hosts dial this one.
 
     Replica 0 is dialled by the rendezvous's own name already. Another host's is the address of the way that leads
@@ -108,12 +108,15 @@ def advertised(rendezvous: Address, is_first: bool, options: NetworkOptions) -> 
         rendezvous: where replica 0 listens.
         is_first: whether this is replica 0.
         options: the user's.
+        ours: this machine's address where the backend knows it: on Kubernetes a name leads nowhere at first.
     """
     if options.advertise:
         return options.advertise
     bind = address_of(options.bind)
     if bind and not ipaddress.ip_address(bind).is_unspecified:
         return bind
+    if ours and ":" not in ours:  # Monarch cannot dial IPv6 as numbers
+        return ours
     if is_first:
         return rendezvous.host
     with contextlib.suppress(OSError):

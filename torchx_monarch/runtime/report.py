@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 from torchx_monarch import events
@@ -22,6 +22,9 @@ _WAITING_EVERY = 10.0
 
 _WAITING_FIRST = 5.0
 """Seconds until the first of them."""
+
+_TERMINATION_MESSAGE = 4096
+"""Bytes of a container's termination message."""
 
 
 class Reporter:
@@ -81,11 +84,22 @@ class Reporter:
             events.append(self._events_path, kind, text, seconds=seconds, role=self._role, **fields)
 
 
-def write_error_file(path: str | None, verdict: Verdict) -> None:
-    """Leave the backend a torchelastic error file that says why the job has failed, where it wants one."""
-    if verdict.code == 0 or not path:
+def leave_word(verdict: Verdict, environ: Mapping[str, str]) -> None:
+    """Write why a job failed to where its backend looks for it.
+
+    Args:
+        verdict: how it ended.
+        environ: TORCHELASTIC_ERROR_FILE names a file of ours; MONARCH_TERMINATION_LOG one that is there already, of
+            which Kubernetes reads 4096 bytes.
+    """
+    path, message = environ.get("TORCHELASTIC_ERROR_FILE"), environ.get("MONARCH_TERMINATION_LOG")
+    if verdict.code == 0:
         return
-    with contextlib.suppress(OSError):
-        with open(path + ".tmp", "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-            file.write(verdict.error_file())
-        os.replace(path + ".tmp", path)
+    if path:
+        with contextlib.suppress(OSError):
+            with open(path + ".tmp", "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                file.write(verdict.error_file())
+            os.replace(path + ".tmp", path)
+    if message:
+        with contextlib.suppress(OSError), open(message, "w") as file:
+            file.write(verdict.error_file(_TERMINATION_MESSAGE))

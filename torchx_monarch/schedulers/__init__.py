@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torchx.schedulers.api import Scheduler
 
-__all__ = ["monarch_docker", "monarch_local", "monarch_slurm"]
+__all__ = ["monarch_docker", "monarch_kubernetes", "monarch_local", "monarch_slurm"]
 
 
 def monarch_local(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
@@ -45,6 +45,27 @@ def monarch_docker(session_name: str, **kwargs: object) -> Scheduler[dict[str, o
     from torchx_monarch.schedulers.monarch import wrap
 
     return wrap("monarch_docker", session_name, create_scheduler(session_name, **kwargs))
+
+
+def monarch_kubernetes(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
+    """The scheduler ``monarch_kubernetes``: Monarch hosts as pods of a Kubernetes cluster.
+
+    Raises:
+        ModuleNotFoundError: Kubernetes' client for Python is not installed.
+    """
+    from torchx_monarch.schedulers.compatibility import require_torchx_nightly
+
+    require_torchx_nightly()
+    try:
+        from torchx_monarch.backends.kubernetes.scheduler import create_scheduler
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("kubernetes", "urllib3"):
+            raise
+        message = "monarch_kubernetes needs Kubernetes' client for Python; run: pip install 'kubernetes>=29,!=37.0.2'"
+        raise ModuleNotFoundError(message, name=error.name) from None
+    from torchx_monarch.schedulers.monarch import wrap
+
+    return wrap("monarch_kubernetes", session_name, create_scheduler(session_name, **kwargs))
 
 
 def monarch_slurm(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:

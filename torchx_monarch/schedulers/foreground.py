@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from torchx.specs import TORCHX_CONTEXT_NAME
+from torchx.specs import TORCHX_CONTEXT_NAME, is_terminal
 
 from torchx_monarch import events
 
@@ -28,9 +28,12 @@ _SLICE = 0.05
 
 _KILL_TIMEOUT = 15.0
 
+_ASK_EVERY = 1.0
+"""Seconds between two questions to a backend that is no ``Waitable``, as TorchX has it."""
+
 
 class Waitable(Protocol):
-    """What a wrapped scheduler offers beyond TorchX's interface; one that does not is polled as TorchX does."""
+    """What a wrapped scheduler may offer beyond TorchX's interface."""
 
     def wait_terminal(self, app_id: str, timeout: float) -> bool:
         """Wait until the app has ended; whether it has."""
@@ -42,6 +45,31 @@ class Waitable(Protocol):
         """Ask for the end; SIGKILL after ``grace`` seconds, None for the grace that was asked for at submission."""
 
 
+class _Polled:
+    """The part of that which can be had from any scheduler: whether an app has ended, and cancel.
+
+    Args:
+        inner: the scheduler.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def wait_terminal(self, app_id: str, timeout: float) -> bool:
+        """Wait until the app has ended, or is not known; whether it has."""
+        until = time.monotonic() + timeout
+        while (app := self._inner.describe(app_id)) is not None and not is_terminal(app.state):
+            if time.monotonic() >= until:
+                return False
+            time.sleep(_ASK_EVERY)
+        return True
+
+    def stop(self, app_id: str, grace: float | None) -> None:
+        """Cancel. There is nothing harder than that."""
+        if grace is None:
+            self._inner._cancel_existing(app_id)
+
+
 class Foreground:
     """Watches what a ``torchx run`` in this process has submitted.
 
@@ -51,14 +79,15 @@ class Foreground:
     """
 
     def __init__(self, inner: Any, backend: str) -> None:
-        self._inner: Waitable | None = inner if hasattr(inner, "wait_terminal") else None
+        self._waitable: Waitable | None = inner if hasattr(inner, "wait_terminal") else None
+        self._inner: Waitable | _Polled = self._waitable or _Polled(inner)
         self._backend = backend
         self._polls: dict[str, int] = {}
         self._offsets: dict[str, int] = {}
 
     def submitted(self, app_id: str) -> None:
         """Remember an app that this process has submitted."""
-        if self._inner is not None and os.environ.get(TORCHX_CONTEXT_NAME) == "cli_run":
+        if os.environ.get(TORCHX_CONTEXT_NAME) == "cli_run":
             self._polls[app_id] = 0
 
     def polled(self, app_id: str) -> None:
@@ -69,16 +98,16 @@ class Foreground:
         if app_id not in self._polls or threading.current_thread() is not threading.main_thread():
             return
         self._polls[app_id] += 1
-        if self._polls[app_id] < 2 or self._inner is None:
+        if self._polls[app_id] < 2 or self._waitable is None:
             return
         # With --log another thread prints the job's log, where the same lines stand.
         shows = sys.stderr is not None and sys.stderr.isatty() and threading.active_count() == 1
         until = time.monotonic() + _LONGEST_WAIT
         ended = False
         while not ended and time.monotonic() < until:
-            ended = self._inner.wait_terminal(app_id, _SLICE)
+            ended = self._waitable.wait_terminal(app_id, _SLICE)
             if shows:
-                self._show(app_id)
+                self._show(app_id, self._waitable)
 
     def closing(self) -> None:
         """Called when the command line leaves its runner. After Ctrl-C: cancel what it waits for, twice: kill.
@@ -86,7 +115,7 @@ class Foreground:
         Raises:
             SystemExit: after Ctrl-C, with 130, in place of KeyboardInterrupt's traceback.
         """
-        if not isinstance(sys.exc_info()[1], KeyboardInterrupt) or self._inner is None:
+        if not isinstance(sys.exc_info()[1], KeyboardInterrupt):
             return
         for app_id, polls in self._polls.items():
             if self._inner.wait_terminal(app_id, 0.0):
@@ -95,20 +124,22 @@ class Foreground:
             if polls < 2:
                 print(f"\n{handle} goes on; to end it: torchx cancel {handle}", file=sys.stderr)
                 continue
-            print(f"\ncancelling {handle}; Ctrl-C again kills it", file=sys.stderr, flush=True)
+            second = "waits no longer for it" if self._waitable is None else "kills it"
+            print(f"\ncancelling {handle}; Ctrl-C again {second}", file=sys.stderr, flush=True)
             try:
                 self._inner.stop(app_id, None)
                 while not self._inner.wait_terminal(app_id, 3600.0):
                     continue
             except KeyboardInterrupt:
+                if self._waitable is None:
+                    continue
                 print(f"\nkilling {handle}", file=sys.stderr, flush=True)
                 self._inner.stop(app_id, 0.0)
                 self._inner.wait_terminal(app_id, _KILL_TIMEOUT)
         raise SystemExit(130) from None
 
-    def _show(self, app_id: str) -> None:
-        assert self._inner is not None
-        found, offset = events.read(self._inner.events_path(app_id), self._offsets.get(app_id, 0))
+    def _show(self, app_id: str, waitable: Waitable) -> None:
+        found, offset = events.read(waitable.events_path(app_id), self._offsets.get(app_id, 0))
         self._offsets[app_id] = offset
         for event in found:
             seconds = f" ({event['seconds']:.2f} s)" if event.get("seconds") is not None else ""

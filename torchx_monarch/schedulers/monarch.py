@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import io
 import logging
 import random
 from collections.abc import Iterable, Mapping
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from torchx.runner import config
@@ -21,6 +23,7 @@ from torchx.workspace import WorkspaceMixin
 
 from torchx_monarch.backends import clients
 from torchx_monarch.backends.network import CREDENTIALS, PLACEHOLDER, NetworkBackend, with_credentials
+from torchx_monarch.backends.options import run_options
 from torchx_monarch.plan.command import CommandError
 from torchx_monarch.plan.exit_codes import parse_exit_codes
 from torchx_monarch.plan.rewrite import HostOptions, restore, rewrite
@@ -112,9 +115,9 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
 
     def run_opts(self) -> runopts:
         """Ours and the wrapped scheduler's, the latter with the defaults of its own section in ``.torchxconfig``."""
-        options = MonarchOpts.as_runopts()
+        options = run_options(MonarchOpts)
         if isinstance(self.inner, NetworkBackend):
-            options.update(NetworkOpts.as_runopts())
+            options.update(run_options(NetworkOpts))
         theirs = self.inner.run_opts()
         for key, value in self._inner_section().items():
             option = theirs.get(key)
@@ -128,8 +131,9 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         section: dict[str, CfgVal] = {}
         if self.inner.backend in DEFAULT_SCHEDULER_MODULES:
             for path in config.find_configs():
-                with open(path) as file:
-                    config.load(self.inner.backend, file, section)
+                text = Path(path).read_text()
+                if f"[{self.inner.backend}]" in text:  # TorchX first makes every registered scheduler known to it
+                    config.load(self.inner.backend, io.StringIO(text), section)
         return section
 
     def _inner_cfg(self, cfg: Cfg) -> Any:

@@ -186,17 +186,24 @@ class Daemon:
         mounts = [BindMount(str(path), str(path), read_only=True) for path in sorted(outer)]
         return [*mounts, *(BindMount(str(path), str(path)) for path in more)]
 
+    def mount_words(self, *more: Path) -> str:
+        """The same as a component's ``--mounts`` has it."""
+        return ",".join(
+            f"type=bind,src={each.src_path},dst={each.dst_path}{',readonly' if each.read_only else ''}"
+            for each in self.mounts(*more)
+        )
+
     @property
     def first(self) -> int:
         """The daemon's own process; number 1 to those it starts."""
         return int(psutil.Process(self._process.pid).children()[0].pid)
 
-    def kill(self, container: str) -> None:
-        """Kill everything in a container. After a ``docker kill``, dockerd would not start it again."""
+    def kill(self, container: str, signal: str = "KILL") -> None:
+        """Signal a container's first process. After a ``docker kill``, dockerd would not start it again."""
         with contextlib.closing(self.client()) as client:
             pid = client.containers.get(container).attrs["State"]["Pid"]
         assert pid > 0, f"{container} does not run"
-        within = ["nsenter", f"--target={self.first}", "--pid", "--mount", "--", "sh", "-c", f"kill -9 {pid}"]
+        within = ["nsenter", f"--target={self.first}", "--pid", "--mount", "--", "sh", "-c", f"kill -{signal} {pid}"]
         subprocess.run(within, check=True, timeout=20)
 
     def left(self) -> list[str]:

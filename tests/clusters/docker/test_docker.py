@@ -4,7 +4,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
 import textwrap
 import time
 from collections.abc import Callable
@@ -13,9 +19,9 @@ from pathlib import Path
 
 import pytest
 from torchx.schedulers.api import Stream
-from torchx.specs import AppState, Resource, RetryPolicy
+from torchx.specs import AppState, InvalidRunConfigException, Resource, RetryPolicy
 
-from tests.clusters.docker.apps import NAME, Apps
+from tests.clusters.docker.apps import NAME, TORCHX, Apps
 from tests.clusters.docker.daemon import ROOT, Daemon
 from torchx_monarch.backends import clients
 from torchx_monarch.credentials import ClientCredentials
@@ -30,6 +36,15 @@ SAYS = """
     print("to stderr", file=sys.stderr, flush=True)
 """
 
+SAVES = """
+    import os, signal, sys, time
+    def stop(number, frame):
+        time.sleep(1)
+        print("saved", os.environ["RANK"], flush=True)
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, stop)
+"""
+
 SLEEPS_AT_FIRST = """
     import os, time
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -39,6 +54,12 @@ SLEEPS_AT_FIRST = """
 """
 
 
+@pytest.mark.scenario("status and log long after, elsewhere")
+@pytest.mark.scenario("describe gives the original app")
+@pytest.mark.scenario("list once each")
+@pytest.mark.scenario("delete leaves nothing")
+@pytest.mark.scenario("environment arrives whole")
+@pytest.mark.scenario("log follow, since, until")
 def test_succeeds_and_is_known_from_anywhere(apps: Apps, daemon: Daemon) -> None:
     before = datetime.now(timezone.utc)
     role = apps.torchrun(apps.program(SAYS), resource=Resource(cpu=1, gpu=0, memMB=512), env={"WORD": "a,b\n'c'"})
@@ -81,14 +102,11 @@ def test_succeeds_and_is_known_from_anywhere(apps: Apps, daemon: Daemon) -> None
     assert not client.exists()
 
 
+@pytest.mark.scenario("two hosts, digits")
 @pytest.mark.timeout(300)
 def test_trains_on_real_digits(apps: Apps) -> None:
     """By the command that a person types."""
     train = ["--epochs", "4", "--min-accuracy", "0.8", "--checkpoint-dir", str(apps.folder / "checkpoints")]
-    mounts = [
-        f"type=bind,src={each.src_path},dst={each.dst_path}{',readonly' if each.read_only else ''}"
-        for each in apps.daemon.mounts(apps.folder)
-    ]
     # Enough for a torch that is built for GPUs.
     component = [
         "monarch.spmd",
@@ -99,7 +117,7 @@ def test_trains_on_real_digits(apps: Apps) -> None:
         "--image",
         apps.daemon.image,
         "--mounts",
-        ",".join(mounts),
+        apps.daemon.mount_words(apps.folder),
     ]
     words = ["run", "-s", NAME, "--workspace", "", *component, str(ROOT / "examples" / "digits.py"), *train]
     handle = apps.adopt(apps.torchx(*words).split()[-1])
@@ -110,6 +128,7 @@ def test_trains_on_real_digits(apps: Apps) -> None:
     assert "4 ranks on" in log
 
 
+@pytest.mark.scenario("lost host replaced")
 @pytest.mark.parametrize("lost", [1, 0])
 def test_the_job_goes_on_when_a_container_is_killed(
     apps: Apps, daemon: Daemon, eventually: Eventually, lost: int
@@ -127,6 +146,7 @@ def test_the_job_goes_on_when_a_container_is_killed(
     assert apps.log(handle).count("attempt 1") == 4, apps.log(handle)
 
 
+@pytest.mark.scenario("retries")
 @pytest.mark.parametrize("lost", [1, 0])
 def test_the_job_begins_again_when_a_container_is_killed(
     apps: Apps, daemon: Daemon, eventually: Eventually, lost: int
@@ -147,6 +167,23 @@ def test_the_job_begins_again_when_a_container_is_killed(
     assert {"attempt_0", "attempt_1"} <= apps.files(handle, 0, folder)
 
 
+@pytest.mark.scenario("preemption")
+def test_a_container_that_is_told_to_end_is_preempted(apps: Apps, daemon: Daemon, eventually: Eventually) -> None:
+    """As when its machine is shut down, not by us: all ranks have the grace, and the job begins again."""
+    path = apps.program(textwrap.dedent(SAVES) + textwrap.dedent(SLEEPS_AT_FIRST))
+    handle = apps.run(apps.torchrun(path, max_retries=1))
+    eventually(lambda: apps.log(handle).count("attempt 0") == 4, "the first attempt", seconds=60)
+    (apps.folder / "go").touch()
+    daemon.kill(apps.hostname(handle, 1), "TERM")
+    status = apps.wait(handle)
+    log = apps.log(handle)
+    assert status.state is AppState.SUCCEEDED, log
+    assert status.num_restarts == 1
+    assert (log.count("saved"), log.count("attempt 0")) == (4, 8), log
+    assert "preempted" in log
+
+
+@pytest.mark.scenario("cancel while running")
 def test_cancel_is_quick_and_stays_known(apps: Apps, eventually: Eventually) -> None:
     # As process 1 these shells would ignore SIGTERM and be killed after the grace.
     role = apps.torchrun(apps.program(SLEEPS_AT_FIRST))
@@ -166,6 +203,7 @@ def test_cancel_is_quick_and_stays_known(apps: Apps, eventually: Eventually) -> 
     assert apps.status(handle).state is AppState.CANCELLED
 
 
+@pytest.mark.scenario("cancel while pending")
 def test_cancel_while_a_container_waits_for_its_next_start(apps: Apps, eventually: Eventually) -> None:
     handle = apps.run(apps.role("sh", "-c", "exit 3", max_retries=50))
     eventually(lambda: apps.status(handle).state is AppState.PENDING, "the wait between two starts")
@@ -175,6 +213,8 @@ def test_cancel_while_a_container_waits_for_its_next_start(apps: Apps, eventuall
     assert apps.status(handle).state is AppState.CANCELLED
 
 
+@pytest.mark.scenario("log follow, since, until")
+@pytest.mark.scenario("retries")
 def test_follows_a_log_through_restarts_to_the_end(apps: Apps) -> None:
     handle = apps.run(apps.role("sh", "-c", "echo start; sleep 0.5; exit 3", max_retries=2))
     assert apps.lines(handle, should_tail=True) == ["start\n"] * 3
@@ -199,6 +239,71 @@ def test_a_workspace_is_in_the_image(apps: Apps) -> None:
     assert apps.lines(handle) == ["from the workspace\n"]
 
 
+@pytest.mark.scenario("credentials not on show")
+def test_credentials_are_in_the_containers_environment_alone(apps: Apps, daemon: Daemon) -> None:
+    path = apps.program("""
+        import glob, os
+        print("secret", os.environ.get("MONARCH_CREDENTIALS"), flush=True)
+        for name in glob.glob("/proc/[0-9]*/cmdline"):
+            try:
+                print(open(name).read().replace(chr(0), " "), flush=True)
+            except OSError:  # that process is gone
+                pass
+    """)
+    handle = apps.run(apps.torchrun(path))
+    assert apps.wait(handle).state is AppState.SUCCEEDED, apps.log(handle)
+    with contextlib.closing(daemon.client()) as client:
+        about = client.containers.get(apps.hostname(handle, 0)).attrs
+    given = dict(word.split("=", 1) for word in about["Config"]["Env"])
+    secret = given["MONARCH_CREDENTIALS"]
+    log = apps.log(handle)
+    assert len(secret) > 500 and "torchx_monarch.host" in log
+    assert log.count("secret None") == 4
+    del about["Config"]["Env"]
+    for shown in (json.dumps(about), log, apps.torchx("describe", handle), apps.torchx("status", handle)):
+        assert secret not in shown
+
+
+@pytest.mark.scenario("bad options named")
+def test_bad_options_are_named(apps: Apps) -> None:
+    for cfg, words in (({"innit": False}, "(?s)innit.*init"), ({"grace": -1}, "`grace` is -1")):
+        with pytest.raises(InvalidRunConfigException, match=words):
+            apps.run(apps.role("true"), **cfg)
+
+
+@pytest.mark.scenario("missing tool says what to install")
+def test_a_machine_without_docker(apps: Apps) -> None:
+    code = "import sys; sys.modules['docker'] = None; from torchx_monarch.schedulers import *; monarch_docker('torchx')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "pip install 'docker>=7'" in done.stderr.splitlines()[-1]
+    env = {**os.environ, "TORCHX_PLUGINS_SOURCE": "1", "DOCKER_HOST": "unix:///nonexistent"}
+    done = subprocess.run([*TORCHX, "list", "-s", NAME], env=env, capture_output=True, text=True, timeout=60)
+    assert "there is no Docker daemon at unix:///nonexistent" in done.stderr
+    assert "Debian's package is docker.io" in done.stderr
+
+
+def test_ctrl_c_cancels_what_is_waited_for(apps: Apps, daemon: Daemon) -> None:
+    words = ["run", "-s", NAME, "--workspace", "", "--wait", "--log", "-cfg", "grace=5", "utils.sh"]
+    words += ["--image", daemon.image, "--cpu", "1", "--memMB", "256", "--mounts", daemon.mount_words()]
+    command = [*TORCHX, *words, "sh", "-c", "echo seen; trap 'echo bye; exit 0' TERM; sleep 1000 & wait"]
+    env = {**os.environ, "TORCHX_PLUGINS_SOURCE": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    with subprocess.Popen(command, env=env, **pipes) as torchx:  # type: ignore[call-overload]
+        said = ""
+        for line in torchx.stdout:
+            said += line
+            if "seen" in line:
+                break
+        torchx.send_signal(signal.SIGINT)
+        said += torchx.stdout.read()
+        assert torchx.wait(60) == 130, said
+    handle = apps.adopt(re.findall(rf"{NAME}://torchx/[\w-]+", said)[0])
+    assert f"cancelling {handle}" in said
+    assert "Traceback" not in said
+    assert apps.status(handle).state is AppState.CANCELLED
+
+
+@pytest.mark.scenario("root cause in status")
 def test_a_failing_rank_is_the_cause(apps: Apps) -> None:
     path = apps.program("""
         import os, time

@@ -74,9 +74,11 @@ class SlurmCluster:
 
     Args:
         nodes: how many.
+        away: how many more, of the partition ``away``, Slurm believes to be switched off: jobs there wait for ever.
     """
 
-    def __init__(self, nodes: int) -> None:
+    def __init__(self, nodes: int, away: int = 0) -> None:
+        self._away = away
         self.nodes = [f"n{number + 1}" for number in range(nodes)]
         self._name = f"ts{uuid.uuid4().hex[:6]}"
         self._net = f"10.98.{random.randrange(256)}"
@@ -220,6 +222,10 @@ class SlurmCluster:
                 # AuthInfo does not count for this one connection.
                 f"AccountingStoragePort={self._ports['dbd']}\nAccountingStoragePass={sock}\n"
             )
+        away = ""
+        if self._away:
+            away = f"NodeName=away[1-{self._away}] NodeAddr=127.0.0.1 CPUs=4 RealMemory=6000 State=DOWN\n"
+            away += f"PartitionName=away Nodes=away[1-{self._away}] State=UP\n"
         self.conf.write_text(
             f"ClusterName=lab\nSlurmctldHost=labctl({self._net}.254)\nSlurmUser=root\nSlurmdUser=root\n"
             f"AuthType=auth/munge\nAuthInfo=socket={sock}\nCryptoType=crypto/munge\n"
@@ -235,7 +241,7 @@ class SlurmCluster:
             "SlurmdParameters=config_overrides\nJobRequeue=1\nLaunchParameters=use_interactive_step\n"
             f"{storage}"
             f"NodeName=n[1-{len(self.nodes)}] NodeAddr={self._net}.[1-{len(self.nodes)}] CPUs=4 RealMemory=6000\n"
-            f"PartitionName=main Nodes=n[1-{len(self.nodes)}] Default=YES State=UP OverSubscribe=NO\n"
+            f"{away}PartitionName=main Nodes=n[1-{len(self.nodes)}] Default=YES State=UP OverSubscribe=NO\n"
             # Its jobs take the nodes of others, which go back into the queue.
             f"PartitionName=urgent Nodes=n[1-{len(self.nodes)}] PriorityTier=2 State=UP OverSubscribe=NO\n"
             "PreemptType=preempt/partition_prio\nPreemptMode=REQUEUE\n"
@@ -287,7 +293,8 @@ class SlurmCluster:
     def restore_node(self, node: str) -> None:
         """Make it a member again."""
         self.start_node(node)
-        self.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
+        # Refused where the node has become a member by itself, when its slurmd registered.
+        self._succeeds("scontrol", "update", f"NodeName={node}", "State=RESUME")
         self._wait(
             f"{node} to be idle",
             lambda: self.run("sinfo", "-h", "-p", "main", "-n", node, "-o", "%t").strip() == "idle",

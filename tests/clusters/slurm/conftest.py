@@ -16,13 +16,13 @@ from tests.clusters.slurm.cluster import SlurmCluster, missing
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[SlurmCluster]:
-    """Four nodes."""
+    """Four nodes, and five hundred that are away."""
     reason = missing()
     # In CI a machine without is a mistake, and the tests say so by failing.
     if reason and "CI" not in os.environ:
         pytest.skip(reason)
     assert not reason, reason
-    cluster = SlurmCluster(4)
+    cluster = SlurmCluster(4, away=500)
     try:
         yield cluster.up()
     finally:

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 from torchx.schedulers.api import Stream
-from torchx.specs import AppState, RetryPolicy
+from torchx.specs import AppState, InvalidRunConfigException, RetryPolicy
 from torchx.specs.finder import ComponentValidationException
 
-from tests.clusters.slurm.apps import Apps, sh, spmd
+from tests.clusters.slurm.apps import NAME, Apps, sh, spmd
 from tests.clusters.slurm.cluster import SlurmCluster
 
 # The first test brings the cluster up, and may have to install it.
@@ -38,6 +38,11 @@ WAITS = """
 """
 
 
+@pytest.mark.scenario("describe gives the original app")
+@pytest.mark.scenario("list once each")
+@pytest.mark.scenario("environment arrives whole")
+@pytest.mark.scenario("credentials not on show")
+@pytest.mark.scenario("log follow, since, until")
 def test_two_hosts_meet_over_tls_and_everything_is_known_after_the_end(apps: Apps) -> None:
     script = apps.script("""
         import glob, os, sys
@@ -70,7 +75,7 @@ def test_two_hosts_meet_over_tls_and_everything_is_known_after_the_end(apps: App
     assert "weird" not in apps.log(handle, 0, streams=Stream.STDOUT)
     assert "rank 0 of 4" not in apps.log(handle, 0, streams=Stream.STDERR)
     assert "rank 0 of 4" in apps.log(handle, 0, regex="^.*rank 0")
-    assert apps.log(handle, 0, since=datetime.now()) == ""
+    assert apps.log(handle, 0, since=datetime.now()) == apps.log(handle, 0, until=began) == ""
     assert "rank 0 of 4" in apps.log(handle, 0, since=began - timedelta(seconds=1))
     root = Path(apps.paths(handle).root)
     assert root.stat().st_mode & 0o77 == 0
@@ -93,6 +98,7 @@ def test_two_hosts_meet_over_tls_and_everything_is_known_after_the_end(apps: App
     assert "rank 3 of 4 on n2" in told
 
 
+@pytest.mark.scenario("two hosts, digits")
 @pytest.mark.slow
 def test_trains_digits(apps: Apps, tmp_path: Path) -> None:
     script = Path(__file__).parents[3] / "examples" / "digits.py"
@@ -103,6 +109,7 @@ def test_trains_digits(apps: Apps, tmp_path: Path) -> None:
     assert (tmp_path / "c" / "latest.pt").exists()
 
 
+@pytest.mark.scenario("root cause in status")
 def test_failing_rank_is_the_root_cause(apps: Apps) -> None:
     script = apps.script("""
         import os, time
@@ -120,6 +127,8 @@ def test_failing_rank_is_the_root_cause(apps: Apps) -> None:
     assert apps.listed() == [("app", AppState.FAILED)]
 
 
+@pytest.mark.scenario("cancel while running")
+@pytest.mark.scenario("delete leaves nothing")
 def test_cancel_gives_the_ranks_their_grace(apps: Apps) -> None:
     handle = apps.run(spmd(apps.script(WAITS)))
     apps.wait_for_output(handle, "waiting", 0, times=2)
@@ -136,9 +145,12 @@ def test_cancel_gives_the_ranks_their_grace(apps: Apps) -> None:
         assert apps.log(handle, replica).count("saved") == 2
     app_id = handle.rpartition("/")[2]
     apps.until(lambda: apps.slurm_state(app_id) == "CANCELLED", "Slurm's word", handle)
+    root = Path(apps.paths(handle).root)
     apps.runner.delete(handle)
     assert apps.runner.status(handle) is None
     assert apps.listed() == []
+    assert not root.exists()
+    assert not list(Path(os.environ["TMPDIR"]).iterdir())
 
 
 def test_scancel_gives_them_slurms(apps: Apps) -> None:
@@ -151,6 +163,7 @@ def test_scancel_gives_them_slurms(apps: Apps) -> None:
         apps.wait_for_output(handle, "saved", replica, times=2)
 
 
+@pytest.mark.scenario("cancel while pending")
 def test_pending_job_is_shown_and_cancelled(apps: Apps) -> None:
     first = apps.run(sh("sleep 1000", replicas=4), name="first", exclusive=True)
     apps.until(lambda: apps.status(first).state is AppState.RUNNING, "the first job", first)
@@ -166,6 +179,7 @@ def test_pending_job_is_shown_and_cancelled(apps: Apps) -> None:
     apps.wait(first, AppState.CANCELLED)
 
 
+@pytest.mark.scenario("list once each")
 def test_roles_are_components_and_end_with_the_main_one(apps: Apps) -> None:
     reader = sh(
         "echo ${replica_id} of ${app_id}, $$TORCHX_RANK0_HOST; trap 'echo bye; exit 0' TERM; sleep 1000 & wait",
@@ -198,6 +212,7 @@ def test_first_failure_counts_and_not_that_of_a_task_which_srun_stops_for_it(app
     assert [replica.state for replica in status.roles[0].replicas] == [AppState.CANCELLED, AppState.FAILED]
 
 
+@pytest.mark.scenario("retries")
 def test_role_is_started_again_while_the_others_live(apps: Apps, tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     again = sh(f"test -e {flag} && exec sleep 1000; touch {flag}; exit 3", name="again", max_retries=1)
@@ -211,6 +226,7 @@ def test_role_is_started_again_while_the_others_live(apps: Apps, tmp_path: Path)
     assert "restart" not in apps.log(handle, role="main")
 
 
+@pytest.mark.scenario("log follow, since, until")
 def test_log_is_followed_to_the_end(apps: Apps) -> None:
     handle = apps.run(sh("for i in 1 2 3; do echo line $$i; sleep 0.5; done"))
     assert apps.log(handle, 0, "r", should_tail=True) == "line 1\nline 2\nline 3\n"
@@ -234,11 +250,38 @@ def test_command_line_waits_shows_and_cancels(apps: Apps) -> None:
     assert "cancelling monarch_slurm://torchx/" in rest
 
 
+@pytest.mark.scenario("bad options named")
 def test_refused_job_leaves_nothing(apps: Apps) -> None:
+    with pytest.raises(InvalidRunConfigException, match="(?s)partitoin.*partition"):
+        apps.run(sh("true"), partitoin="main")
     with pytest.raises(ComponentValidationException, match="invalid partition"):
         apps.run(sh("true"), partition="nosuch")
     state = Path(os.environ["MONARCH_STATE_DIR"], "slurm")
     assert not [path for path in state.rglob("*") if path.is_file()]
+
+
+@pytest.mark.scenario("missing tool says what to install")
+def test_a_machine_without_slurms_commands(apps: Apps, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as without:
+        without.setenv("PATH", "/nonexistent")
+        for ask in (lambda: apps.run(sh("true")), lambda: apps.runner.list(NAME)):
+            with pytest.raises(ComponentValidationException, match="is not on the PATH.*Debian: slurm-client"):
+                ask()
+
+
+def test_an_app_of_500_replicas(apps: Apps) -> None:
+    handle = apps.run(sh("sleep ${replica_id}", replicas=500), name="many", partition="away")
+    status = apps.status(handle)
+    assert status.state is AppState.PENDING
+    assert [replica.id for replica in status.roles[0].replicas] == list(range(500))
+    assert {replica.state for replica in status.roles[0].replicas} == {AppState.PENDING}
+    assert apps.listed() == [("many", AppState.PENDING)]
+    assert apps.fresh(handle, "print(runner.describe(handle).roles[0].num_replicas)") == "500\n"
+    assert apps.log(handle, 499, "r") == ""
+    apps.runner.cancel(handle)
+    apps.wait(handle, AppState.CANCELLED)
+    apps.runner.delete(handle)
+    assert apps.listed() == []
 
 
 def test_workspace_and_job_dir(apps: Apps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,6 +294,7 @@ def test_workspace_and_job_dir(apps: Apps, tmp_path: Path, monkeypatch: pytest.M
     assert Path(apps.paths(handle).root).parent == tmp_path / "job"
 
 
+@pytest.mark.scenario("status and log long after, elsewhere")
 @pytest.mark.parametrize("accounting", [True, False])
 def test_jobs_that_the_controller_has_forgotten(
     apps: Apps, cluster: SlurmCluster, accounting: bool, monkeypatch: pytest.MonkeyPatch

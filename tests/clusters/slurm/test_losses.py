@@ -33,6 +33,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path / "checkpoint"
 
 
+@pytest.mark.scenario("lost host replaced")
 @pytest.mark.parametrize("policy", [RetryPolicy.APPLICATION, RetryPolicy.REPLICA])
 def test_goes_on_after_a_host_was_killed(apps: Apps, checkpoint: Path, policy: RetryPolicy) -> None:
     env = {"CHECKPOINT": str(checkpoint)}
@@ -60,6 +61,7 @@ def test_fails_after_a_host_was_killed_without_retries(apps: Apps, checkpoint: P
     assert "host 1 (n2" in status.structured_error_msg
 
 
+@pytest.mark.scenario("preemption")
 @pytest.mark.parametrize("way", ["scontrol requeue", "batch TERM", "preemption", "node"])
 def test_goes_on_after_the_job_was_queued_again(
     apps: Apps, cluster: SlurmCluster, checkpoint: Path, way: str, monkeypatch: pytest.MonkeyPatch

@@ -7,6 +7,7 @@
 - ``together``: the same done to many containers at a time.
 - ``network``: what the containers are on.
 - ``logs``: the lines of one container.
+- ``reports``: what a host has left in its container.
 - ``scheduler``: the TorchX scheduler.
 
 Nothing of ours runs beside the containers: dockerd starts failed ones again, and keeps all that is known of an app.

@@ -9,20 +9,19 @@ says that it was cancelled. So it does not matter which process asks, or from wh
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import os
 import sys
-import tarfile
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import docker
-from docker.errors import DockerException, NotFound
+from docker.errors import APIError, DockerException, NotFound
 from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream
 from torchx.schedulers.docker_scheduler import (
     LABEL_APP_ID,
@@ -46,9 +45,10 @@ from torchx.specs import (
 from torchx.specs.finder import ComponentValidationException
 
 from torchx_monarch.backends import blob
-from torchx_monarch.backends.docker import facts, logs, network, request
+from torchx_monarch.backends.docker import facts, logs, network, reports, request
 from torchx_monarch.backends.docker.facts import Replica, Standing
 from torchx_monarch.backends.docker.together import together
+from torchx_monarch.backends.options import run_options
 from torchx_monarch.backends.roles import check_replica, matching
 
 if TYPE_CHECKING:
@@ -61,10 +61,11 @@ LABEL_CANCELLED = "torchx-monarch/cancelled"
 HOST_EXTRA = 10.0
 """Seconds that a container gets beyond the grace: within the grace the host in it ends its ranks."""
 
+_POLL = 0.2
+"""Seconds between two looks at the containers while an end is waited for."""
+
 _ASKING = 2.0
 """Seconds that whoever finds an app to be ended waits for its containers; dockerd goes on ending them without."""
-
-_TOO_LONG = 1 << 20
 
 _log = logging.getLogger("torchx_monarch")
 
@@ -136,8 +137,8 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
             self._client = None
 
     def _run_opts(self) -> runopts:
-        options = DockerOpts.as_runopts()
-        options.update(Opts.as_runopts())  # of inherited fields TorchX finds no help
+        options = run_options(DockerOpts)
+        options.update(run_options(Opts))  # of inherited fields TorchX finds no help
         return options
 
     # -- submitting ----------------------------------------------------------------------------------------------------
@@ -238,7 +239,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
             return None
         if found.standing.unended:
             self._have_ended(found)
-        errors = together(_error_of, list(zip(found.containers, found.replicas, strict=True)))
+        errors = together(reports.error, list(zip(found.containers, found.replicas, strict=True)))
         cause = found.standing.cause
         # The first to fail was perhaps killed; those that have lost it say so.
         by_end = sorted(zip(found.replicas, errors, strict=True), key=lambda pair: pair[0].ended)
@@ -280,7 +281,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
             together_again = policies.get(replicas[0].role) is not RetryPolicy.REPLICA
             restarts += max(counts) if together_again else sum(counts)
         pairs = zip(found.containers, found.replicas, strict=True)
-        return restarts + sum(together(_rank_restarts, [pair for pair in pairs if pair[1].id == 0]))
+        return restarts + sum(together(reports.rank_restarts, [pair for pair in pairs if pair[1].id == 0]))
 
     def list(self, cfg: Mapping[str, CfgVal] | None = None) -> list[ListAppResponse]:
         """Our apps, each once, the newest first. (Upstream lists an app once for each state of a container of it.)"""
@@ -340,8 +341,12 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         found = self._find(app_id)
         if found is None or found.standing.state in _ENDED:
             return
-        self._docker_client.volumes.create(_record(app_id), labels={LABEL_CANCELLED: app_id})
+        self._note_cancel(app_id)
         self._end(found.containers, found.grace)
+
+    def _note_cancel(self, app_id: str) -> None:
+        """Have the daemon remember it; the first time counts."""
+        self._docker_client.volumes.create(_record(app_id), labels={LABEL_CANCELLED: app_id})
 
     def _end(self, containers: Sequence[Container], grace: float) -> None:
         def stop(container: Container) -> None:
@@ -356,14 +361,49 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
             return
         self._asked_to_end.add(found.app_id)
         living = [each for each, replica in zip(found.containers, found.replicas, strict=True) if replica.lives]
+        self._begin_to_end(living, found.grace).join(_ASKING)
 
+    def _begin_to_end(self, containers: Sequence[Container], grace: float) -> threading.Thread:
         def end() -> None:
             with contextlib.suppress(DockerException, OSError):
-                self._end(living, found.grace)
+                self._end(containers, grace)
 
         ending = threading.Thread(target=end, name="docker-end", daemon=True)
         ending.start()
-        ending.join(_ASKING)
+        return ending
+
+    # -- waiting in the foreground (schedulers/foreground.py) ----------------------------------------------------------
+
+    def wait_terminal(self, app_id: str, timeout: float) -> bool:
+        """Wait until the app has ended, for at most ``timeout`` seconds; whether it has (or does not exist)."""
+        until = time.monotonic() + timeout
+        while (found := self._find(app_id)) is not None and found.standing.state not in _ENDED:
+            if found.standing.unended:
+                self._have_ended(found)
+            if time.monotonic() >= until:
+                return False
+            time.sleep(_POLL)
+        return True
+
+    def events_path(self, app_id: str) -> Path:
+        """Events are in the containers; none are shown."""
+        return Path(os.devnull)
+
+    def stop(self, app_id: str, grace: float | None) -> None:
+        """Ask for the end of the app and return at once.
+
+        Args:
+            app_id: of the app.
+            grace: seconds from SIGTERM to SIGKILL; None for the app's own, 0 kills now.
+        """
+        found = self._find(app_id)
+        if found is None or found.standing.state in _ENDED:
+            return
+        self._note_cancel(app_id)
+        if grace == 0:
+            together(_kill, found.containers)
+        else:
+            self._begin_to_end(found.containers, found.grace if grace is None else grace)
 
     def _delete_existing(self, app_id: str) -> None:
         """Remove the containers with their anonymous volumes, what says that it was cancelled, and the network after
@@ -401,41 +441,13 @@ def _shown(replica: Replica, standing: Standing) -> AppState:
     return replica.state
 
 
-def _error_of(pair: tuple[Container, Replica]) -> str:
-    """The content of a failed replica's error file, which its host wrote before it ended; empty without one."""
-    container, replica = pair
-    if replica.state is not AppState.FAILED or not replica.started:
-        return ""
-    return _read(container, replica.env.get(request.ERROR_FILE, ""), replica.started)
-
-
-def _rank_restarts(pair: tuple[Container, Replica]) -> int:
-    container, replica = pair
-    text = _read(container, replica.env.get(request.EVENTS, ""), 0.0) if replica.started else ""
-    return sum('"rank_restart"' in line for line in text.splitlines())
-
-
-def _read(container: Container, path: str, since: float) -> str:
-    """A file in a container, which need not run; empty when there is none, or none written since then."""
-    if not path:
-        return ""
-    try:
-        chunks, about = container.get_archive(path)
-        if about["size"] > _TOO_LONG:
-            return ""
-        with tarfile.open(fileobj=io.BytesIO(b"".join(chunks))) as archive:
-            member = archive.next()
-            # Times in an archive are whole seconds. What an earlier start of the container wrote is no news.
-            if member is None or not member.isfile() or member.mtime + 1 < since:
-                return ""
-            file = archive.extractfile(member)
-            return file.read().decode(errors="replace") if file is not None else ""
-    except (DockerException, tarfile.TarError):
-        return ""
-
-
 def _record(app_id: str) -> str:
     return f"{app_id}-cancelled"
+
+
+def _kill(container: Container) -> None:
+    with contextlib.suppress(APIError):  # it does not run
+        container.kill()
 
 
 def _remove(container: Container) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from collections.abc import Iterator
 
 from torchx_monarch.backends.local.store import AppPaths, write_all
@@ -49,6 +48,13 @@ def new_dir(prefix: str) -> str:
     return path
 
 
+def remove_tree(path: str) -> None:
+    """Remove a folder with everything in it, as far as that can be done."""
+    import shutil  # imports more than all else that a task or a supervisor needs at its start
+
+    shutil.rmtree(path, ignore_errors=True)
+
+
 @contextlib.contextmanager
 def staged(apps: str) -> Iterator[str]:
     """A new folder to fill; it is gone afterwards unless it was published.
@@ -62,7 +68,7 @@ def staged(apps: str) -> Iterator[str]:
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_tree(folder)
 
 
 def publish(folder: str, final: str) -> bool:
@@ -83,7 +89,7 @@ def remove_app(paths: AppPaths) -> None:
         os.rename(paths.root, trash)
     except FileNotFoundError:
         return
-    shutil.rmtree(trash, ignore_errors=True)
+    remove_tree(trash)
 
 
 def make_run_dir(paths: AppPaths) -> str:
@@ -105,4 +111,4 @@ def make_run_dir(paths: AppPaths) -> str:
 def remove_run_dir(paths: AppPaths, run_dir: str) -> None:
     """Remove what ``make_run_dir`` gave; anything else is left alone."""
     if run_dir == paths.run or os.path.basename(run_dir).startswith(RUN_PREFIX):
-        shutil.rmtree(run_dir, ignore_errors=True)
+        remove_tree(run_dir)

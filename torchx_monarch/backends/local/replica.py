@@ -83,8 +83,12 @@ class Replica:
     @property
     def _stop_file(self) -> str:
         """Is there when we tell this start of it to end: any other SIGTERM means that it is preempted."""
-        name = f"stop.{self.role_index}.{self.record.id}.{self.record.restarts}"
-        return os.path.join(self._env["MONARCH_RUN_DIR"], name)
+        return self._variables["MONARCH_STOP_FILE"]
+
+    @property
+    def _variables(self) -> dict[str, str]:
+        run_dir = self._env["MONARCH_RUN_DIR"]
+        return spawn.variables(run_dir, self.role_index, self.record.id, self.record.restarts)
 
     @property
     def marks(self) -> list[bytes]:
@@ -98,7 +102,7 @@ class Replica:
         self.record.pid = self.record.exit_code = self.record.error = self.record.ended = None
         self.record.started = time.time()
         self._keep_old_error()
-        env = {**self._env, "MONARCH_RESTART": str(self.record.restarts), "MONARCH_STOP_FILE": self._stop_file}
+        env = {**self._env, **self._variables}
         pipes = [os.pipe2(os.O_CLOEXEC) for _ in (pump.STDOUT, pump.STDERR)]
         try:
             pid = spawn.spawn(self._request.args, env, self._request.cwd, pipes[0][1], pipes[1][1])
@@ -112,12 +116,22 @@ class Replica:
         finally:
             for end in (pipes[0][1], pipes[1][1]):
                 os.close(end)
-        self.record.pid, self.record.state = pid, RUNNING
-        for stream, (end, _) in zip((pump.STDOUT, pump.STDERR), pipes, strict=True):
+        self.adopt(pid, self.record.started, [end for end, _ in pipes])
+        return True
+
+    def adopt(self, pid: int, started: float, pipes: Sequence[int]) -> None:
+        """Look after a process that was started as ``start`` does it.
+
+        Args:
+            pid: of the process.
+            started: when, in seconds since the epoch.
+            pipes: from its stdout and stderr.
+        """
+        self.record.pid, self.record.state, self.record.started = pid, RUNNING, started
+        for stream, end in zip((pump.STDOUT, pump.STDERR), pipes, strict=True):
             os.set_blocking(end, False)
             self._pipes[end] = stream
             self._selector.register(end, selectors.EVENT_READ, self)
-        return True
 
     def read(self, fd: int) -> None:
         """Take what one of its pipes holds."""

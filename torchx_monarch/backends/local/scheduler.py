@@ -30,6 +30,7 @@ from torchx_monarch import events
 from torchx_monarch.backends.local import appdef, folder, logs, render, state, store, submit, watchers
 from torchx_monarch.backends.local.request import DetachedRequest
 from torchx_monarch.backends.local.status import AppRecord
+from torchx_monarch.backends.options import run_options
 from torchx_monarch.backends.roles import check_replica, matching
 
 #: Seconds between two looks at the status of an app that is waited for.
@@ -63,7 +64,7 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
         super().__init__("detached", session_name)
 
     def _run_opts(self) -> runopts:
-        return DetachedOpts.as_runopts()
+        return run_options(DetachedOpts)
 
     def _validate(self, app: AppDef, scheduler: str, cfg: Mapping[str, CfgVal]) -> None:
         """Resources are not enforced here, so roles without any are welcome."""

@@ -62,6 +62,13 @@ def find_program(name: str, path: str, cwd: str) -> str:
     raise SpawnError(errno.ENOENT, f"the program {name!r} is neither on the PATH ({path}) nor in {cwd}.")
 
 
+def variables(run_dir: str, role: int, replica: int, restarts: int) -> dict[str, str]:
+    """What is told to one start of a replica alone: its number, and the file that is there when we tell it to end (any
+    other SIGTERM means that it is preempted)."""
+    stop_file = os.path.join(run_dir, f"stop.{role}.{replica}.{restarts}")
+    return {"MONARCH_RESTART": str(restarts), "MONARCH_STOP_FILE": stop_file}
+
+
 def spawn(argv: Sequence[str], env: Mapping[str, str], cwd: str, stdout: int, stderr: int) -> int:
     """Start a process and return its pid when it runs its own program.
 

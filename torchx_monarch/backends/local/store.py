@@ -15,8 +15,7 @@ import contextlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
 def state_dir(environ: Mapping[str, str] = os.environ) -> str:
@@ -52,8 +51,7 @@ def is_app_id(app_id: str) -> bool:
     return bool(app_id) and not app_id.startswith(".") and path_name(app_id) == app_id
 
 
-@dataclass(frozen=True)
-class AppPaths:
+class AppPaths(NamedTuple):
     """Every path below one app's folder."""
 
     root: str

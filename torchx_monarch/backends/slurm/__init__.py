@@ -10,9 +10,12 @@
     commands    Slurm's commands: sbatch, scontrol, squeue, sacct, scancel
     states      what Slurm's states mean
     truth       what is known of a job: from Slurm, and from what the job has written itself
+    prune       which folders of old jobs are removed
     start       the file that the interpreters of the two below are started with
     job         the batch step: runs a step for each role, retries, stops, records
+    begin       how a task begins: the replica's process, before what looks after it
     task        one node's task: the replica, its logs, its record
+    macros      what only a task can fill in
 
-``start``, ``job`` and ``task`` run inside the job and import the standard library only.
+``start`` and what stands below it run inside the job and import the standard library only.
 """

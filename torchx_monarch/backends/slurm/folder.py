@@ -17,13 +17,18 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
+import sys
 from typing import Any
 
 from torchx_monarch.backends.local import store
+from torchx_monarch.backends.local.folder import remove_tree
 
 MARK = "torchx-monarch:"
 """Begins the note in a job's comment that says where its folder is, and that the job is ours."""
+
+
+TRASH = ".trash-"
+"""In the name of a folder that is being removed."""
 
 
 class JobFolder(store.AppPaths):
@@ -57,7 +62,8 @@ def jobs_dir() -> str:
     return os.path.join(store.state_dir(), "slurm", "jobs")
 
 
-def _ids_dir() -> str:
+def ids_dir() -> str:
+    """Where the links to them are."""
     return os.path.join(store.state_dir(), "slurm", "ids")
 
 
@@ -69,27 +75,32 @@ def new(name: str, job_dir: str | None) -> str:
 
 def remember(app_id: str, folder: str) -> None:
     """Link a job's id to its folder."""
-    os.makedirs(_ids_dir(), mode=0o700, exist_ok=True)
-    aside = os.path.join(_ids_dir(), f".{app_id}.{os.getpid()}")
+    os.makedirs(ids_dir(), mode=0o700, exist_ok=True)
+    aside = os.path.join(ids_dir(), f".{app_id}.{os.getpid()}")
     with contextlib.suppress(FileNotFoundError):
         os.unlink(aside)
     os.symlink(folder, aside)
-    os.rename(aside, os.path.join(_ids_dir(), app_id))
+    os.rename(aside, os.path.join(ids_dir(), app_id))
 
 
 def delete(app_id: str, folder: JobFolder) -> None:
     """Remove a job's folder. A link to nothing is left: Slurm remembers the job for a while."""
     remember(app_id, folder.root)
-    trash = f"{folder.root}.trash-{os.getpid()}"
+    remove(folder.root)
+
+
+def remove(root: str) -> None:
+    """Remove a job's folder; others see all of it or nothing."""
+    trash = f"{root}{TRASH}{os.getpid()}"
     with contextlib.suppress(FileNotFoundError):
-        os.rename(folder.root, trash)
-    shutil.rmtree(trash, ignore_errors=True)
+        os.rename(root, trash)
+    remove_tree(trash)
 
 
 def is_deleted(app_id: str, folder: JobFolder) -> bool:
     """Whether a job that Slurm still remembers was deleted through this state directory."""
     try:
-        return os.readlink(os.path.join(_ids_dir(), app_id)) == folder.root and not os.path.isdir(folder.root)
+        return os.readlink(os.path.join(ids_dir(), app_id)) == folder.root and not os.path.isdir(folder.root)
     except OSError:
         return False
 
@@ -97,7 +108,7 @@ def is_deleted(app_id: str, folder: JobFolder) -> bool:
 def known() -> dict[str, JobFolder]:
     """The jobs submitted with this state directory, by id, without those that were deleted."""
     try:
-        names = os.listdir(_ids_dir())
+        names = os.listdir(ids_dir())
     except FileNotFoundError:
         return {}
     found = {name: find(name) for name in names if name.isdigit()}
@@ -107,7 +118,7 @@ def known() -> dict[str, JobFolder]:
 def find(app_id: str) -> JobFolder | None:
     """The folder of a job that was submitted with this state directory."""
     try:
-        folder = JobFolder(os.readlink(os.path.join(_ids_dir(), app_id)))
+        folder = JobFolder(os.readlink(os.path.join(ids_dir(), app_id)))
     except OSError:
         return None
     return folder if os.path.isdir(folder.root) else None
@@ -127,3 +138,11 @@ def note(folder: str, comment: str | None) -> str:
 def read(path: str) -> dict[str, Any]:
     """The JSON object in a file; empty when there is none."""
     return store.read_json(path) or {}
+
+
+def read_request(paths: JobFolder, node: str) -> dict[str, Any]:
+    """What is to be run; ends the process, with a word, on a node that does not see the folder."""
+    data = store.read_json(paths.request)
+    if data is None:
+        sys.exit(f"node {node} cannot read {paths.request}: all nodes must see that folder (run option job_dir)")
+    return data

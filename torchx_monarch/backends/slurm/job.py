@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The batch step: runs a step for each role, starts again what has failed, stops what is to stop, records the end.
 
-``start.py job FOLDER``, on the first node of the job.
+``start.py job FOLDER [PID ...]``, on the first node of the job; the processes are the steps of the roles, if the batch
+script has begun them.
 
 SIGUSR1 is the wish to cancel; SIGTERM comes from Slurm. Either way all tasks are told to stop (see ``task``), and have
 the grace to do so. What Slurm does by itself, such as starting the job again when a node is lost, ends this process.
@@ -11,18 +12,18 @@ the grace to do so. What Slurm does by itself, such as starting the job again wh
 from __future__ import annotations
 
 import os
-import re
 import select
 import signal
-import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from torchx_monarch import errors, events
 from torchx_monarch.backends.local import store
-from torchx_monarch.backends.slurm.folder import JobFolder
-from torchx_monarch.backends.slurm.request import RANK0_HOST, SlurmRequest, option_words, replica0_variable
+from torchx_monarch.backends.slurm import macros
+from torchx_monarch.backends.slurm.folder import JobFolder, read_request
+from torchx_monarch.backends.slurm.request import SlurmRequest
 
 _COMMAND_TIMEOUT = 60.0
 _STOP_EXTRA = 15.0
@@ -38,16 +39,6 @@ _TERMINATED = 128 + signal.SIGTERM
 _RUNNING = "RUNNING"
 _BY_SLURM = "Slurm told the job to stop"
 
-_COMPONENTS_OWN = (
-    "SLURM_CPUS_PER_TASK",
-    "SLURM_GPUS",
-    "SLURM_GPUS_PER_NODE",
-    "SLURM_MEM_PER_CPU",
-    "SLURM_MEM_PER_GPU",
-    "SLURM_MEM_PER_NODE",
-    "SLURM_TRES_PER_TASK",
-)
-
 
 class Batch:
     """Runs the job to its end.
@@ -55,9 +46,10 @@ class Batch:
     Args:
         paths: its folder.
         request: what is in it.
+        begun: the step of each role, if they have been begun.
     """
 
-    def __init__(self, paths: JobFolder, request: SlurmRequest) -> None:
+    def __init__(self, paths: JobFolder, request: SlurmRequest, begun: Sequence[int]) -> None:
         self._paths = paths
         self._request = request
         self._job_id = os.environ["SLURM_JOB_ID"]
@@ -67,9 +59,9 @@ class Batch:
         # Preemptions and administrators do not use up retries (TorchX counts all of SLURM_RESTART_COUNT).
         self._app_retries = int(before.get("retries", 0))
         self._role_restarts: dict[str, int] = dict.fromkeys(self._role_retries, self._restarts)
-        self._steps: dict[str, subprocess.Popen[bytes]] = {}
+        self._steps: dict[str, int] = dict(zip(self._role_retries, begun, strict=False))
         self._codes: dict[str, int] = {}
-        self._nodes: list[str] = []
+        self._nodes = [os.environ[macros.nodes_variable(index)] for index in range(len(request.roles))]
         self._forget_stopping()
         self._state: dict[str, Any] = {
             "job_id": self._job_id,
@@ -93,45 +85,33 @@ class Batch:
         signal.set_wakeup_fd(self._signalled, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD):
             signal.signal(number, lambda *_: None)
-        self._find_nodes()
         self._state["nodes"] = self._nodes
         self._write()
         self._event("job_started", f"job {self._job_id} runs on {', '.join(self._nodes)}")
-        if os.path.exists(self._paths.cancel):  # the wish came while Slurm was queueing the job again
+        cancelled = os.path.exists(self._paths.cancel)  # the wish came while Slurm was queueing the job again
+        if self._steps:
+            os.write(self._signalled, bytes([signal.SIGCHLD]))  # one may have ended before there was a handler
+            if cancelled:
+                self._stop("cancelled")
+        elif cancelled:
             return self._cancelled()
-        self._start(list(self._role_retries))
+        else:
+            self._start(list(self._role_retries))
         return self._loop()
 
-    # -- nodes and steps -----------------------------------------------------------------------------------------------
-
-    def _find_nodes(self) -> None:
-        """Tell every task where the replicas 0 are."""
-        for index in range(len(self._request.roles)):
-            variable = "SLURM_JOB_NODELIST" if self._is_single else f"SLURM_JOB_NODELIST_HET_GROUP_{index}"
-            nodes = os.environ.get(variable) or os.environ["SLURM_JOB_NODELIST"]
-            self._nodes.append(nodes)
-            os.environ[replica0_variable(index)] = first_node(nodes)
-        os.environ[RANK0_HOST] = os.environ[replica0_variable(0)]
-
-    @property
-    def _is_single(self) -> bool:
-        return len(self._request.roles) == 1
+    # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _start(self, names: list[str]) -> None:
+        environ = {name: value for name, value in os.environ.items() if name not in self._request.not_for_steps}
         for index, role in enumerate(self._request.roles):
             if role.name not in names:
                 continue
-            group = [] if self._is_single else [f"--het-group={index}"]
-            options = [*group, *option_words(role.srun), "--input=none", "--label"]
-            task = [*self._request.starter, "task", self._paths.root, role.name, self._job_id, str(self._restarts)]
-            words = ["srun", *options, *task]
+            words = [*self._request.step(index), self._job_id, str(self._restarts)]
             self._codes.pop(role.name, None)
             self._role_restarts[role.name] = self._restarts
-            self._steps[role.name] = subprocess.Popen(words, env=self._step_environment(), start_new_session=True)
-
-    def _step_environment(self) -> dict[str, str]:
-        """Of srun. Variables that say what the first component has asked for would count for every other one's step."""
-        return {name: value for name, value in os.environ.items() if self._is_single or name not in _COMPONENTS_OWN}
+            # Python ignores these two itself.
+            defaults = (signal.SIGPIPE, signal.SIGXFSZ)
+            self._steps[role.name] = os.posix_spawnp(words[0], words, environ, setsigdef=defaults)
 
     def _loop(self) -> int:
         while True:
@@ -141,11 +121,11 @@ class Batch:
             elif signal.SIGTERM in numbers:
                 self._stop(_BY_SLURM)
             for name, step in list(self._steps.items()):
-                ended = step.poll()
-                if ended is None:
+                pid, status = os.waitpid(step, os.WNOHANG)
+                if not pid:
                     continue
                 del self._steps[name]
-                self._codes[name] = errors.shell_code(ended)
+                self._codes[name] = errors.shell_code(os.waitstatus_to_exitcode(status))
                 self._event("role_ended", f"role {name} ended with code {self._codes[name]}", role=name)
                 self._judge(name)
             if not self._steps and (code := self._conclude()) is not None:
@@ -293,7 +273,7 @@ class Batch:
         """End the steps that have not stopped: an srun that is told to stop kills its tasks; or else, it is killed."""
         print("what was told to stop has not: killing it", flush=True)
         for step in self._steps.values():
-            step.kill() if self._killing else step.terminate()
+            os.kill(step, signal.SIGKILL if self._killing else signal.SIGTERM)
         self._killing = True
         self._kill_at = time.monotonic() + _STOP_EXTRA
 
@@ -301,6 +281,8 @@ class Batch:
         self._command("scancel", *options, self._job_id)
 
     def _command(self, *words: str) -> bool:
+        import subprocess  # while the steps begin there is no time to lose
+
         try:
             done = subprocess.run(words, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT, check=False)
         except (OSError, subprocess.SubprocessError) as error:
@@ -311,6 +293,8 @@ class Batch:
         return done.returncode == 0
 
     def _slurm_state(self) -> str:
+        import subprocess
+
         command = ["squeue", "--noheader", "--format=%T", f"--jobs={self._job_id}"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT, check=False)
@@ -334,21 +318,9 @@ class Batch:
         events.append(self._paths.events, kind, message, seconds=None, **fields)
 
 
-def first_node(nodes: str) -> str:
-    """The first name of a node list: ``n08`` of ``n[08-11,20],m1``. (To ask scontrol would delay every start.)"""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
-    assert first is not None
-    return re.sub(r"\[([^\]\-,]*)[^\]]*\]", r"\1", first[0])
-
-
 def main(argv: list[str]) -> NoReturn:
     """Run the job of the folder that the command line names."""
     paths = JobFolder(argv[0])
-    data = store.read_json(paths.request)
-    if data is None:
-        node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
-        print(
-            f"node {node} cannot read {paths.request}: all nodes must see that folder (run option job_dir)", flush=True
-        )
-        sys.exit(1)
-    sys.exit(Batch(paths, SlurmRequest.from_json(data)).run())
+    begun = [int(word) for word in argv[1:]]
+    data = read_request(paths, os.environ.get("SLURMD_NODENAME") or os.uname().nodename)
+    sys.exit(Batch(paths, SlurmRequest.from_json(data), begun).run())

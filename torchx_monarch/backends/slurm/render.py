@@ -32,7 +32,8 @@ def render(app: AppDef, cfg: SlurmOpts) -> SlurmRequest:
     _check(cfg)
     retries = any(role.max_retries for role in app.roles)
     requeue = retries if cfg.requeue is None else cfg.requeue
-    memory = None if cfg.nomem else commands.partition_memory(cfg.partition)
+    asks = any(role.resource != NULL_RESOURCE and role.resource.memMB > 0 for role in app.roles)
+    memory = commands.partition_memory(cfg.partition) if asks and not cfg.nomem else None
     nomem = cfg.nomem or (memory is not None and memory <= _SMALL_PARTITION)
     path = folder.new(app.name, cfg.job_dir)
     return SlurmRequest(

@@ -11,16 +11,20 @@ from __future__ import annotations
 import os
 import shlex
 from dataclasses import asdict, dataclass, field, replace
-from string import Template
 from typing import Any
 
-RANK0_HOST = "TORCHX_RANK0_HOST"
-"""The variable in which every replica finds the node of the first role's replica 0 (TorchX's macro rank0_env)."""
+from torchx_monarch.backends.slurm import macros
 
-
-def replica0_variable(role: int) -> str:
-    """The variable in which every replica finds the node of replica 0 of a role, by the role's index."""
-    return f"MONARCH_REPLICA0_{role}"
+_COMPONENTS_OWN = (
+    "SLURM_CPUS_PER_TASK",
+    "SLURM_GPUS",
+    "SLURM_GPUS_PER_NODE",
+    "SLURM_MEM_PER_CPU",
+    "SLURM_MEM_PER_GPU",
+    "SLURM_MEM_PER_NODE",
+    "SLURM_TRES_PER_TASK",
+)
+"""What says what the first component has asked for, and would count for every other one's step."""
 
 
 @dataclass
@@ -53,20 +57,8 @@ class RoleRequest:
     ends_together: bool = False
 
     def filled(self, app_id: str, replica: int) -> tuple[list[str], dict[str, str]]:
-        """Command and environment of one replica (as ``torchx.specs.macros.Values`` has it)."""
-        values = {
-            "img_root": self.image,
-            "app_id": app_id,
-            "replica_id": str(replica),
-            "rank0_env": RANK0_HOST,
-        }
-
-        def fill(text: str) -> str:
-            return Template(text).safe_substitute(values)
-
-        # The entrypoint holds no macros.
-        command = [self.command[0], *(fill(word) for word in self.command[1:])]
-        return command, {name: fill(value) for name, value in self.env.items()}
+        """Command and environment of one replica."""
+        return macros.filled(self.command, self.env, self.image, app_id, replica)
 
 
 @dataclass
@@ -95,8 +87,38 @@ class SlurmRequest:
 
     @property
     def script(self) -> str:
-        """The batch script."""
-        return f"#!/bin/sh\nexec {shlex.join([*self.starter, 'job', self.folder])}\n"
+        """The batch script.
+
+        It begins the steps of the job's first start itself, so that they wait for no interpreter; ``job`` takes them
+        over as its children.
+        """
+        lines = ["#!/bin/sh"]
+        for index in range(len(self.roles)):
+            given = f"$SLURM_JOB_NODELIST_HET_GROUP_{index}" if len(self.roles) > 1 else "$SLURM_JOB_NODELIST"
+            lines.append(f'export {macros.nodes_variable(index)}="{given}"')
+        lines += [f"unset {name}" for name in self.not_for_steps]
+        job, cancel = (shlex.quote(os.path.join(self.folder, name)) for name in ("job.json", "cancel.json"))
+        lines.append(f"if [ ! -e {job} ] && [ ! -e {cancel} ]; then")
+        lines += [
+            f'  {shlex.join(self.step(index))} "$SLURM_JOB_ID" 0 &\n  set -- "$@" $!'
+            for index in range(len(self.roles))
+        ]
+        lines += ["fi", f'exec {shlex.join([*self.starter, "job", self.folder])} "$@"', ""]
+        return "\n".join(lines)
+
+    @property
+    def not_for_steps(self) -> tuple[str, ...]:
+        """Variables of the batch step that its srun must not see."""
+        return _COMPONENTS_OWN if len(self.roles) > 1 else ()
+
+    def step(self, role: int) -> list[str]:
+        """The words that begin the step of a role; the job's id and the number of the restart are to follow.
+
+        It has a session of its own: a signal to the batch step's is not for srun, which would end the tasks.
+        """
+        group = [f"--het-group={role}"] if len(self.roles) > 1 else []
+        options = [*group, *option_words(self.roles[role].srun), "--input=none", "--label"]
+        return ["setsid", "srun", *options, *self.starter, "task", self.folder, self.roles[role].name]
 
     @property
     def starter(self) -> list[str]:

@@ -24,12 +24,14 @@ from torchx.workspace.dir_workspace import DirWorkspaceMixin
 
 from torchx_monarch import events
 from torchx_monarch.backends.local import appdef, logs, store
+from torchx_monarch.backends.options import run_options
 from torchx_monarch.backends.roles import check_replica, matching
-from torchx_monarch.backends.slurm import commands, folder, render, truth
+from torchx_monarch.backends.slurm import commands, folder, prune, render, truth
 from torchx_monarch.backends.slurm.commands import SlurmError
 from torchx_monarch.backends.slurm.folder import JobFolder
+from torchx_monarch.backends.slurm.macros import replica0_variable
 from torchx_monarch.backends.slurm.options import SlurmOpts
-from torchx_monarch.backends.slurm.request import SlurmRequest, replica0_variable
+from torchx_monarch.backends.slurm.request import SlurmRequest
 
 _ASK_EVERY = 5.0
 """Seconds between two questions to Slurm while an end is waited for: the controller serves everybody."""
@@ -57,7 +59,7 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
         self._asked: dict[str, float] = {}
 
     def _run_opts(self) -> runopts:
-        return SlurmOpts.as_runopts()
+        return run_options(SlurmOpts)
 
     def _validate(self, app: AppDef, scheduler: str, cfg: Mapping[str, CfgVal]) -> None:
         """Roles without resources get Slurm's defaults."""
@@ -108,6 +110,8 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
             raise
         folder.remember(app_id, paths.root)
         events.append(paths.events, "submitted", f"submitted as job {app_id}", seconds=time.time() - began)
+        with contextlib.suppress(OSError):
+            prune.prune()
         return app_id
 
     # -- looking -------------------------------------------------------------------------------------------------------

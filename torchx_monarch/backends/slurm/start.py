@@ -22,9 +22,12 @@ def main() -> None:
         from torchx_monarch.backends.slurm import job
 
         job.main(sys.argv[2:])
+    from torchx_monarch.backends.slurm import begin
+
+    begun = begin.begin(sys.argv[2:])
     from torchx_monarch.backends.slurm import task
 
-    task.main(sys.argv[2:])
+    task.run(begun)
 
 
 if __name__ == "__main__":

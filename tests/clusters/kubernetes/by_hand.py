@@ -1,0 +1,19 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The cluster of the tests, for ``python -m tests.clusters``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from tests.clusters.kubernetes.cluster import Cluster, missing
+
+
+def start() -> tuple[dict[str, str], Callable[[], None]]:
+    """An API server with its stand-ins; what clients and further runs of the tests need, and what ends it."""
+    if reason := missing():
+        sys.exit(reason)
+    cluster = Cluster().up()
+    kubeconfig = str(cluster.kubeconfig)
+    return {"KUBECONFIG": kubeconfig, "TEST_KUBECONFIG": kubeconfig, "TEST_KUBE_IMAGE": cluster.image}, cluster.down

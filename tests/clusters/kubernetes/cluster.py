@@ -1,0 +1,86 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A cluster for tests: a real API server, and stand-ins for what no package of Debian's has (see ``stand_ins.py``).
+
+Or any other that TEST_KUBECONFIG names; TEST_KUBE_IMAGE is then an image with torchx-monarch, torch and scikit-learn.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+
+from tests.clusters.kubernetes import server
+from tests.network import namespaces
+
+ROOT = Path(__file__).parents[3]
+
+
+def missing() -> str:
+    """Why there can be no cluster here; empty when there can. Builds the server where that is possible."""
+    if os.environ.get("TEST_KUBECONFIG"):
+        return "" if os.environ.get("TEST_KUBE_IMAGE") else "TEST_KUBECONFIG without TEST_KUBE_IMAGE: see cluster.py"
+    return namespaces.missing() or server.missing()
+
+
+class Cluster:
+    """Starts with ``up``, and dies with this process."""
+
+    def __init__(self) -> None:
+        # Not in /tmp, which its pods do not see.
+        self.folder = Path(tempfile.mkdtemp(prefix="tmkube", dir="/var/tmp"))
+        self.foreign = os.environ.get("TEST_KUBECONFIG", "")
+        self.image = os.environ.get("TEST_KUBE_IMAGE") or "this-machine"
+        self.server = server.Server(self.folder)
+
+    @property
+    def kubeconfig(self) -> Path:
+        """For clients."""
+        return Path(self.foreign) if self.foreign else self.folder / "admin.yaml"
+
+    def up(self) -> Cluster:
+        """Start all of it."""
+        if self.foreign:
+            return self
+        try:
+            self.server.up()
+            self._stand_ins()
+        except BaseException:
+            self.down()
+            raise
+        return self
+
+    def _stand_ins(self) -> None:
+        with open(self.folder / "stand-ins.log", "wb") as log:
+            # Of what runs in the background the tests that look for their own processes are to see nothing.
+            env = {name: value for name, value in os.environ.items() if not name.startswith("TORCHX_MONARCH_")}
+            command = [sys.executable, "-m", "tests.clusters.kubernetes.stand_ins", str(self.folder)]
+            self.server.processes["stand-ins"] = subprocess.Popen(
+                [*self.server.owner, *command, str(self.server.port)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=ROOT,
+                env={**env, "PYTHONPATH": str(ROOT)},
+            )
+        self.server.wait("stand-ins", (self.folder / "door").exists)
+        door = f"https://127.0.0.1:{(self.folder / 'door').read_text()}"
+        for user in server.USERS:
+            self.server.kubeconfig(user, door, user)
+
+    def log(self) -> str:
+        """What the stand-ins have complained of."""
+        return (self.folder / "stand-ins.log").read_text() if not self.foreign else ""
+
+    def down(self) -> None:
+        """End and remove all of it; fails when something is left."""
+        self.server.down()
+        shutil.rmtree(self.folder)
+        left = [one.pid for one in psutil.process_iter(["cmdline"]) if str(self.folder) in str(one.info["cmdline"])]
+        assert not left, f"processes left: {left}"

@@ -1,0 +1,34 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""One cluster for all tests of a run, and apps on it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.clusters.kubernetes.apps import Apps
+from tests.clusters.kubernetes.cluster import Cluster, missing
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """Skips the test where there can be none; in CI that is a mistake, and the test says so by failing."""
+    reason = missing()
+    if reason:
+        (pytest.fail if "CI" in os.environ else pytest.skip)(reason)
+    one = Cluster().up()
+    yield one
+    one.down()
+
+
+@pytest.fixture
+def apps(leaves_nothing: None, cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Apps]:
+    """Apps on that cluster. What a test leaves of them is removed, and fails it."""
+    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
+    apps = Apps(cluster, tmp_path)
+    yield apps
+    apps.close()

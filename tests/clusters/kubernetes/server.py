@@ -1,0 +1,227 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A real kube-apiserver with etcd and some of its controllers, built once by ``build.sh``, on ports of 127.0.0.1."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+import secrets
+import shutil
+import socket
+import ssl
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import yaml
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+VERSION = "1.20.2"
+
+_PROGRAMS = ("kube-apiserver", "kube-controller-manager", "etcd")
+_BUILD_WITHIN = 900.0
+_UP_WITHIN = 60.0
+_DOWN_WITHIN = 10.0
+
+USERS = {"admin": "system:masters", "stranger": "strangers"}
+"""Names and groups; the second may do nothing."""
+
+
+def cache() -> Path:
+    """Where the programs are, or are to be, built."""
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(root, "torchx-monarch-tests", f"kubernetes-{VERSION}")
+
+
+def missing() -> str:
+    """Why there can be no server here; empty when there can. Builds it where that is possible."""
+    if all((cache() / name).exists() for name in _PROGRAMS):
+        return ""
+    lacking = [name for name in ("apt-get", "dpkg", "bash") if shutil.which(name) is None]
+    if lacking:
+        return f"a Kubernetes API server is built from Debian's packages, and there is no {' and no '.join(lacking)}"
+    log = Path(f"{cache()}.log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "wb") as file:
+        build = ["bash", str(Path(__file__).with_name("build.sh")), str(cache())]
+        done = subprocess.run(build, stdout=file, stderr=file, timeout=_BUILD_WITHIN, check=False)
+    if done.returncode:
+        return f"the Kubernetes API server could not be built: {log.read_text(errors='replace')[-800:]}"
+    log.unlink()
+    return ""
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of 127.0.0.1 that are free now."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def _usage() -> x509.KeyUsage:
+    no = ("content_commitment", "data_encipherment", "key_agreement", "encipher_only", "decipher_only")
+    yes = ("digital_signature", "key_encipherment", "key_cert_sign", "crl_sign")
+    return x509.KeyUsage(**dict.fromkeys(no, False), **dict.fromkeys(yes, True))
+
+
+def certificate(folder: Path) -> None:
+    """Make ``tls.crt`` and ``tls.key``, for 127.0.0.1, strict enough for every client."""
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "tests")])
+    now = datetime.datetime.now(datetime.timezone.utc)
+    names = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1")), x509.DNSName("localhost")])
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(hours=1))
+        .not_valid_after(now + datetime.timedelta(days=30))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .add_extension(names, critical=False)
+        .add_extension(_usage(), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+    (folder / "tls.crt").write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    private = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    path = folder / "tls.key"
+    path.touch(mode=0o600)
+    path.write_bytes(private)
+
+
+class Server:
+    """Starts with ``up``.
+
+    Args:
+        folder: for its files.
+    """
+
+    owner = ("setpriv", "--pdeathsig", "KILL", "--")
+    """Words before a command that make it die with this process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._tokens = {name: secrets.token_hex(16) for name in USERS}
+        self.port, self._etcd, self._peer, self._manager = free_ports(4)
+
+    def up(self) -> None:
+        """Start all of it; returns when the server is ready."""
+        certificate(self.folder)
+        tokens = self.folder / "tokens.csv"
+        tokens.touch(mode=0o600)
+        tokens.write_text("".join(f'{self._tokens[name]},{name},{name},"{USERS[name]}"\n' for name in USERS))
+        etcd = f"http://127.0.0.1:{self._etcd}"
+        peer = f"http://127.0.0.1:{self._peer}"
+        self._start(
+            "etcd",
+            f"--data-dir={self.folder}/etcd",
+            "--unsafe-no-fsync",
+            f"--listen-client-urls={etcd}",
+            f"--advertise-client-urls={etcd}",
+            f"--listen-peer-urls={peer}",
+            f"--initial-advertise-peer-urls={peer}",
+            f"--initial-cluster=default={peer}",
+        )
+        key = f"{self.folder}/tls.key"
+        self._start(
+            "kube-apiserver",
+            f"--etcd-servers={etcd}",
+            *("--bind-address=127.0.0.1", f"--secure-port={self.port}", "--insecure-port=0"),
+            *("--advertise-address=127.0.0.1", "--endpoint-reconciler-type=none"),
+            *(f"--tls-cert-file={self.folder}/tls.crt", f"--tls-private-key-file={key}"),
+            *(f"--cert-dir={self.folder}/certs", "--service-cluster-ip-range=10.96.0.0/24"),
+            *("--authorization-mode=RBAC", f"--token-auth-file={tokens}"),
+            *(f"--service-account-key-file={key}", f"--service-account-signing-key-file={key}"),
+            *("--service-account-issuer=https://tests", "--disable-admission-plugins=ServiceAccount"),
+            "--feature-gates=TTLAfterFinished=true",
+        )
+        self.wait("kube-apiserver", self.is_ready)
+        config = self.kubeconfig("admin", f"https://127.0.0.1:{self.port}", "direct")
+        # Not that of Jobs: this release knows no Indexed ones. See node.py.
+        self._start(
+            "kube-controller-manager",
+            *(f"--kubeconfig={config}", "--leader-elect=false", "--port=0", f"--secure-port={self._manager}"),
+            *("--bind-address=127.0.0.1", f"--cert-dir={self.folder}/certs-manager"),
+            *("--controllers=namespace,garbagecollector,ttl-after-finished", "--use-service-account-credentials=false"),
+            *(f"--service-account-private-key-file={key}", "--feature-gates=TTLAfterFinished=true"),
+        )
+
+    def _start(self, name: str, *options: str) -> None:
+        with open(self.folder / f"{name}.log", "wb") as log:
+            self.processes[name] = subprocess.Popen(
+                [*self.owner, str(cache() / name), *options],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self.folder,
+                env={"PATH": os.environ["PATH"], "HOME": str(self.folder)},
+            )
+
+    def wait(self, name: str, ready: Callable[[], object]) -> None:
+        """Wait until a process of ours is ready."""
+        until = time.monotonic() + _UP_WITHIN
+        while not ready():
+            log = (self.folder / f"{name}.log").read_text(errors="replace")[-3000:]
+            for other, process in self.processes.items():
+                assert process.poll() is None, f"{other} has ended; {name}: {log}"
+            assert time.monotonic() < until, f"{name} is not ready within {_UP_WITHIN:g} s:\n{log}"
+            time.sleep(0.1)
+
+    def is_ready(self) -> bool:
+        """Whether it answers."""
+        context = ssl.create_default_context(cafile=str(self.folder / "tls.crt"))
+        request = urllib.request.Request(
+            f"https://127.0.0.1:{self.port}/readyz", headers={"Authorization": f"Bearer {self._tokens['admin']}"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=5, context=context) as answer:
+                return bool(answer.status == 200)
+        except (OSError, urllib.error.URLError):
+            return False
+
+    def kubeconfig(self, user: str, server: str, name: str) -> Path:
+        """Write one; its path."""
+        path = self.folder / f"{name}.yaml"
+        path.touch(mode=0o600)
+        cluster = {"server": server, "certificate-authority": str(self.folder / "tls.crt")}
+        context = {"cluster": "tests", "user": user, "namespace": "default"}
+        path.write_text(
+            yaml.safe_dump(
+                {
+                    "apiVersion": "v1",
+                    "kind": "Config",
+                    "current-context": "tests",
+                    "clusters": [{"name": "tests", "cluster": cluster}],
+                    "contexts": [{"name": "tests", "context": context}],
+                    "users": [{"name": user, "user": {"token": self._tokens[user]}}],
+                }
+            )
+        )
+        return path
+
+    def down(self) -> None:
+        """End all of it, the last started first."""
+        for process in reversed(self.processes.values()):
+            process.terminate()
+            try:
+                process.wait(_DOWN_WITHIN)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self.processes.clear()

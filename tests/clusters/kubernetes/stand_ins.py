@@ -1,0 +1,58 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The process of all stand-ins beside the real API server: ``stand_ins.py FOLDER PORT``; ends well on SIGTERM.
+
+FOLDER has the server's certificate and ``direct.yaml``, an administrator's kubeconfig. When all is up, ``door`` in it
+holds the port by which clients are to come.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.clusters.kubernetes.controllers import IndexedJobs, VolcanoJobs
+from tests.clusters.kubernetes.door import Door
+from tests.clusters.kubernetes.kubelet import Kubelet
+from torchx_monarch.backends.kubernetes.api import Api
+
+_EVERY = 0.1
+
+
+def main(folder: Path, port: int) -> None:
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda number, frame: ended.set())
+    os.environ["KUBECONFIG"] = str(folder / "direct.yaml")
+    kubelet = Kubelet(Api.of_here(), folder)
+    door = Door(folder, port)
+
+    def repeat(look: Callable[[], None]) -> None:
+        while not ended.is_set():
+            try:
+                look()
+            except Exception:
+                traceback.print_exc()
+                time.sleep(0.5)
+            time.sleep(_EVERY)
+
+    looks = (kubelet.look, IndexedJobs(Api.of_here()).look, VolcanoJobs(Api.of_here()).look)
+    threads = [threading.Thread(target=repeat, args=(look,), daemon=True) for look in looks]
+    for thread in threads:
+        thread.start()
+    (folder / "door.new").write_text(str(door.port))
+    (folder / "door.new").rename(folder / "door")
+    ended.wait()
+    for thread in threads:
+        thread.join(5)
+    door.close()
+    kubelet.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

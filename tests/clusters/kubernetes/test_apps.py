@@ -1,0 +1,323 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""monarch_kubernetes on a real API server: apps run, fail, are looked at, cancelled and deleted."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import threading
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+
+import pytest
+from torchx.schedulers.api import Stream
+from torchx.specs import AppState, Resource, RetryPolicy
+from torchx.specs.finder import ComponentValidationException
+
+from tests.clusters.kubernetes.apps import NAME, Apps
+from tests.clusters.kubernetes.cluster import ROOT, Cluster
+from torchx_monarch.backends import clients
+from torchx_monarch.credentials import ClientCredentials
+
+# The first test brings the cluster up, and may have to build it.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.xdist_group("kubernetes")]
+
+WEIRD = "a,b=c 'q' \"d\" $HOME $(HOME) `x` \\ %j\nline2\t."
+
+SAYS = """
+    import os, sys
+    env = os.environ
+    print("rank", env["RANK"], "of", env["WORLD_SIZE"], "on", os.uname().nodename, env["MASTER_ADDR"], flush=True)
+    print("weird", repr(env["WEIRD"]), file=sys.stderr, flush=True)
+    print("secret", env.get("MONARCH_CREDENTIALS"), flush=True)
+"""
+
+WAITS = """
+    import os, time
+    attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    print("attempt", attempt, "rank", os.environ["RANK"], flush=True)
+    if not os.path.exists(os.path.join(os.path.dirname(__file__), "go")):
+        time.sleep(1000)
+"""
+
+
+@pytest.mark.scenario("environment arrives whole")
+@pytest.mark.scenario("credentials not on show")
+@pytest.mark.scenario("status and log long after, elsewhere")
+@pytest.mark.scenario("describe gives the original app")
+@pytest.mark.scenario("list once each")
+@pytest.mark.scenario("delete leaves nothing")
+def test_two_hosts_meet_over_tls_and_everything_is_known_elsewhere(apps: Apps, tmp_path: Path) -> None:
+    before = datetime.now(timezone.utc)
+    env = {"WEIRD": WEIRD.replace("$", "$$")}
+    role = apps.torchrun(apps.program(SAYS), resource=Resource(cpu=1, gpu=0, memMB=512), env=env)
+    handle = apps.run(role)
+    name = handle.rpartition(":")[2]
+    # What describes the job holds no key, and the Secret that does belongs to it.
+    shown = json.dumps([apps.pods(handle), apps.api.get(f"/apis/batch/v1/namespaces/{apps.namespace}/jobs")])
+    secret = apps.api.get(f"/api/v1/namespaces/{apps.namespace}/secrets/{name}")
+    key = base64.b64decode(secret["data"]["credentials"]).decode()
+    assert len(key) > 500 and key not in shown
+    assert [one["kind"] for one in secret["metadata"]["ownerReferences"]] == ["Job"]
+    status = apps.wait(handle, AppState.SUCCEEDED)
+    assert [r.hostname for r in status.roles[0].replicas] == [
+        f"{name}-trainer-{k}.{name}.{apps.namespace}.svc" for k in (0, 1)
+    ]
+    log = apps.log(handle)
+    for rank in range(4):
+        assert f"rank {rank} of 4 on {name}-trainer-{rank // 2} " in log, log
+    assert log.count(f"weird {WEIRD!r}") == 4, log
+    assert log.count("secret None") == 4
+    assert "INSECURE" not in log
+
+    # The times, the expression; one stream alone is not there.
+    assert len([line for line in apps.lines(handle, 1, regex="rank 2 of")]) == 1
+    assert apps.lines(handle, since=before) == apps.lines(handle, until=datetime.now()) == apps.lines(handle)
+    assert apps.lines(handle, since=datetime.now()) == apps.lines(handle, until=before) == []
+    with pytest.raises(ValueError, match="both streams of a container as one; stdout alone"):
+        apps.lines(handle, streams=Stream.STDOUT)
+
+    # A process elsewhere.
+    told = json.loads(apps.torchx("status", "--json", handle))
+    assert (told["state"], told["num_restarts"]) == ("SUCCEEDED", 0)
+    assert "rank 3 of 4" in apps.torchx("log", f"{handle}/trainer/1")
+    assert "'metadata': {'team': 'a b'}" in apps.torchx("describe", handle)
+    (theirs,) = apps.described(handle).roles
+    assert (theirs.entrypoint, theirs.args, theirs.mounts) == (role.entrypoint, role.args, role.mounts)
+    assert theirs.env["WEIRD"] == env["WEIRD"] and "MONARCH_CREDENTIALS" not in theirs.env
+    client = Path(clients.path(NAME, handle.rpartition("/")[2]))
+    assert ClientCredentials.from_text(json.loads(client.read_text())["credentials"])
+    other = apps.run(apps.role("true"))
+    listed = [one for one in apps.runner.list(NAME, cfg={"namespace": apps.namespace})]
+    assert sorted(one.app_handle for one in listed) == sorted([handle, other])
+    assert next(one for one in listed if one.app_handle == handle).state is AppState.SUCCEEDED
+    apps.runner.delete(other)
+    apps.torchx("delete", handle)
+    end = time.monotonic() + 20
+    while apps.left() and time.monotonic() < end:
+        time.sleep(0.1)
+    assert apps.left() == []
+    assert apps.runner.status(handle) is None
+    assert not client.exists()
+
+
+@pytest.mark.scenario("two hosts, digits")
+def test_trains_on_real_digits(apps: Apps) -> None:
+    script = apps.folder / "digits.py"
+    shutil.copy(ROOT / "examples" / "digits.py", script)
+    train = ["--epochs", "4", "--min-accuracy", "0.8", "--checkpoint-dir", str(apps.folder / "checkpoints")]
+    handle = apps.run(apps.torchrun(str(script), *train), preload="torch")
+    apps.wait(handle, AppState.SUCCEEDED, 240)
+    assert "4 ranks on" in apps.log(handle)
+
+
+@pytest.mark.scenario("lost host replaced")
+@pytest.mark.parametrize("lost", [1, 0])
+def test_the_job_goes_on_when_a_pod_is_killed(apps: Apps, lost: int) -> None:
+    role = apps.torchrun(apps.program(WAITS), max_retries=1, retry_policy=RetryPolicy.REPLICA)
+    handle = apps.run(role, rejoin_timeout=30)
+    apps.until(lambda: apps.log(handle).count("attempt 0") == 4, "the first attempt", handle)
+    (apps.folder / "go").touch()
+    apps.kill(handle, lost)
+    status = apps.wait(handle, AppState.SUCCEEDED)
+    assert status.num_restarts == 1
+    log = apps.log(handle)
+    # The killed pod's own log is still a part of its replica's.
+    assert (log.count("attempt 0"), log.count("attempt 1")) == (4, 4), log
+
+
+@pytest.mark.scenario("retries")
+def test_the_job_begins_again_when_a_pod_is_killed(apps: Apps) -> None:
+    handle = apps.run(apps.torchrun(apps.program(WAITS), max_retries=1))
+    apps.until(lambda: apps.log(handle).count("attempt 0") == 4, "the first attempt", handle)
+    (apps.folder / "go").touch()
+    apps.kill(handle, 1)
+    status = apps.wait(handle, AppState.SUCCEEDED)
+    assert status.num_restarts == 1
+    assert apps.log(handle).count("attempt 0") == 8, apps.log(handle)
+
+
+@pytest.mark.scenario("retries")
+def test_exit_code_78_asks_for_no_other_start(apps: Apps) -> None:
+    handle = apps.run(apps.role("sh", "-c", "echo once; exit 78", max_retries=5))
+    status = apps.wait(handle, AppState.FAILED)
+    assert (status.num_restarts, apps.lines(handle)) == (0, ["once\n"])
+
+
+@pytest.mark.scenario("preemption")
+def test_a_pod_that_is_taken_away_costs_no_retry(apps: Apps) -> None:
+    """As by the eviction of a drained node: the condition, then the deletion."""
+    role = apps.torchrun(apps.program(WAITS), max_retries=1, retry_policy=RetryPolicy.REPLICA)
+    handle = apps.run(role)
+    apps.until(lambda: apps.log(handle).count("attempt 0") == 4, "the first attempt", handle)
+    followed: list[str] = []
+    follower = threading.Thread(target=lambda: followed.extend(apps.lines(handle, 0, should_tail=True)))
+    follower.start()
+    (apps.folder / "go").touch()
+    path = f"/api/v1/namespaces/{apps.namespace}/pods/{apps.pod(handle, 1)}"
+    condition = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
+    apps.api.patch(f"{path}/status", {"status": {"conditions": [condition]}})
+    apps.api.delete(path)
+    status = apps.wait(handle, AppState.SUCCEEDED)
+    follower.join(30)
+    assert not follower.is_alive()
+    assert any("preempted" in line for line in followed), followed
+    assert status.state is AppState.SUCCEEDED
+
+
+@pytest.mark.scenario("cancel while running")
+@pytest.mark.scenario("log follow, since, until")
+def test_cancelled_while_running_keeps_its_logs(apps: Apps) -> None:
+    handle = apps.run(apps.torchrun(apps.program(WAITS)), apps.role("sh", "-c", "echo up; sleep 1000", name="reader"))
+    apps.until(lambda: apps.log(handle).count("attempt 0") == 4, "the ranks", handle)
+    assert apps.status(handle).state is AppState.RUNNING
+    early = datetime.now(timezone.utc)
+    followed: list[str] = []
+    follower = threading.Thread(target=lambda: followed.extend(apps.lines(handle, 0, should_tail=True)))
+    follower.start()
+    apps.torchx("cancel", handle)
+    status = apps.wait(handle, AppState.CANCELLED)
+    assert set(apps.states(handle).values()) == {AppState.CANCELLED}
+    follower.join(20)
+    assert not follower.is_alive()
+    assert any("SIGTERM" in line for line in followed)
+    # It stays so, with its logs, wherever one looks.
+    assert json.loads(apps.torchx("status", "--json", handle))["state"] == "CANCELLED"
+    assert followed == apps.lines(handle)
+    assert apps.log(handle).count("attempt 0") == 4
+    assert apps.lines(handle, role="reader") == ["up\n"]
+    assert apps.lines(handle, since=early) == followed[len(apps.lines(handle, until=early)) :] != []
+    apps.runner.cancel(handle)
+    assert apps.status(handle).state is AppState.CANCELLED
+    assert status.num_restarts == 0
+
+
+@pytest.mark.scenario("cancel while pending")
+def test_cancelled_while_pending(apps: Apps) -> None:
+    nowhere = Resource(cpu=1, gpu=0, memMB=1, capabilities={"example.com/zone": "none"})
+    handle = apps.run(apps.role("true", resource=nowhere, replicas=2))
+    apps.until(lambda: "Unschedulable" in apps.status(handle).msg, "a reason", handle)
+    status = apps.status(handle)
+    assert status.state is AppState.PENDING
+    assert "didn't match Pod's node affinity/selector" in status.msg and "1 more replicas wait" in status.msg
+    apps.runner.cancel(handle)
+    apps.wait(handle, AppState.CANCELLED)
+    assert apps.pods(handle) == []
+
+
+def test_an_image_that_is_not_there_is_told_and_ends_the_app(apps: Apps) -> None:
+    handle = apps.run(
+        apps.role("true", image="registry/missing:1"), apps.role("sleep", "1000", name="b"), pull_timeout=2
+    )
+    apps.until(lambda: "ErrImagePull" in apps.status(handle).msg or apps.status(handle).is_terminal(), "why", handle)
+    status = apps.wait(handle, AppState.FAILED)
+    assert "replica trainer/0 cannot start: " in status.msg and "registry/missing:1" in status.msg
+    assert "cannot start" in json.loads(apps.torchx("status", "--json", handle))["msg"]
+
+
+@pytest.mark.scenario("root cause in status")
+def test_a_failing_rank_is_the_cause(apps: Apps) -> None:
+    path = apps.program("""
+        import os, time
+        if os.environ["RANK"] == "3":
+            raise ValueError("boom" + 9000 * "!")
+        time.sleep(1000)
+    """)
+    handle = apps.run(apps.torchrun(path))
+    status = apps.wait(handle, AppState.FAILED)
+    error = json.loads(status.structured_error_msg)["message"]
+    assert error["message"].startswith("rank 3 (local rank 1 on ")
+    assert "ValueError: boom!!" in error["message"]
+    assert error["errorCode"] == 1
+    assert "exited with code 1" in status.msg and "on node " in status.msg
+    assert set(apps.states(handle).values()) == {AppState.FAILED}
+    assert "FAILED: rank 3" in apps.log(handle)
+
+
+def test_what_is_no_host_fails_with_its_last_words_and_ends_the_others(apps: Apps) -> None:
+    reader = apps.role(
+        "sh", "-c", "test $$JOB_COMPLETION_INDEX = 0 && sleep 1000; echo last words >&2; exit 3", replicas=2
+    )
+    handle = apps.run(reader)
+    status = apps.wait(handle, AppState.FAILED)
+    assert status.msg.endswith("exited with code 3: last words") and "replica trainer/1" in status.msg
+
+
+def test_the_first_role_decides(apps: Apps) -> None:
+    main = apps.role("sh", "-c", "sleep 1", name="main")
+    handle = apps.run(main, apps.torchrun(apps.program(WAITS), name="other_one", replicas=1, nproc=1))
+    apps.wait(handle, AppState.SUCCEEDED)
+    assert apps.states(handle) == {"main/0": AppState.SUCCEEDED, "other_one/0": AppState.CANCELLED}
+    assert [
+        job["metadata"]["name"]
+        for job in apps.api.items(f"/apis/batch/v1/namespaces/{apps.namespace}/jobs", "torchx-monarch/app")
+    ] == [f"{handle.rpartition(':')[2]}-main"]
+
+
+def test_follows_a_log_through_restarts_to_the_end(apps: Apps) -> None:
+    handle = apps.run(apps.role("sh", "-c", "echo start; sleep 0.5; exit 3", max_retries=2))
+    assert apps.lines(handle, should_tail=True) == ["start\n"] * 3
+    status = apps.wait(handle, AppState.FAILED)
+    assert status.num_restarts == 2
+
+
+def test_all_goes_some_time_after_the_end(apps: Apps) -> None:
+    handle = apps.run(apps.role("true"), ttl_seconds_after_finished=1)
+    apps.until(lambda: apps.runner.status(handle) is None, "the deletion by Kubernetes", handle)
+    apps.until(lambda: apps.left() == [], "the owned objects", handle)
+
+
+def test_what_is_refused_leaves_nothing(apps: Apps, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ComponentValidationException, match='namespaces "nosuch" not found'):
+        apps.run(apps.role("true"), namespace="nosuch")
+    # 422, at the dry run, and after the Secret and the Service were made.
+    bad = apps.role("true", port_map={"a name that is far too long for a port": 1})
+    with pytest.raises(ComponentValidationException, match="refuses: .*must be no more than 15 characters"):
+        apps.run(bad)
+    with pytest.raises(ComponentValidationException, match="must be no more than 15 characters"):
+        apps.run(bad, validate_spec=False)
+    assert apps.left() == []
+    # 409: the same request again.
+    from torchx.specs import AppDef
+
+    cfg = {"namespace": apps.namespace, "mode": "job"}
+    info = apps.runner.dryrun(AppDef("app", [apps.role("true")]), NAME, cfg=cfg)
+    handle = apps.runner.schedule(info)
+    with pytest.raises(ComponentValidationException, match="already exists"):
+        apps.runner.schedule(info)
+    apps.wait(handle, AppState.SUCCEEDED)  # it was not touched
+    # 403, of one who may do nothing; no traceback in the command.
+    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig.with_name("stranger.yaml")))
+    told = apps.torchx("status", handle, code=1, PYTHONWARNINGS="ignore")
+    assert 'User "stranger" cannot get' in told and "(RBAC)" in told
+
+
+def test_an_old_server_is_told_from_a_new_one(apps: Apps, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past the door that seems newer."""
+    if cluster.foreign:
+        pytest.skip("the cluster is not ours")
+    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig.with_name("direct.yaml")))
+    from torchx.runner import Runner
+
+    from torchx_monarch.schedulers import monarch_kubernetes
+
+    with Runner("torchx", {NAME: monarch_kubernetes}) as apps.runner:
+        for validated in (True, False):
+            with pytest.raises(ComponentValidationException, match="mode=job needs Kubernetes 1.29 or later"):
+                apps.run(apps.role("true"), validate_spec=validated)
+    assert apps.left() == []
+    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
+    apps.runner = Runner("torchx", {NAME: monarch_kubernetes})
+
+
+def test_command_line_submits_and_waits(apps: Apps) -> None:
+    words = ["run", "--scheduler", NAME, "--workspace", "", "--wait", "-cfg", f"namespace={apps.namespace}"]
+    told = apps.torchx(*words, "utils.sh", "--image", apps.cluster.image, "echo", "seen")
+    handle = next(line.split()[-1] for line in told.splitlines() if f"{NAME}://" in line)
+    assert handle.startswith(f"{NAME}://torchx/{apps.namespace}:")
+    assert apps.lines(handle, role="sh") == ["seen\n"]
+    assert os.path.exists(apps.folder)

@@ -1,0 +1,260 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What an API server does on a bad day, on a fake of the wire: errors, disconnects, expired lists, broken streams."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from torchx.runner import Runner
+from torchx.specs import AppDef, AppState, Role
+from torchx.specs.finder import ComponentValidationException
+
+from torchx_monarch.backends.kubernetes import api as kubernetes_api
+from torchx_monarch.backends.kubernetes.api import Api, KubernetesError
+from torchx_monarch.backends.kubernetes.scheduler import create_scheduler
+from torchx_monarch.schedulers import monarch_kubernetes
+
+Answer = tuple[int, Any]
+"""Status and body; bytes are cut off where they end, and status 0 hangs up without a word."""
+
+
+class Wire:
+    """An API server that answers from a script, and without one from a cluster as it should be.
+
+    Attributes:
+        script: for the requests that come, in turn; None for what the cluster says.
+        asked: the requests that came: method and path.
+        objects: the cluster, by the objects' paths.
+    """
+
+    def __init__(self) -> None:
+        self.script: list[Answer | None] = []
+        self.asked: list[str] = []
+        self.objects: dict[str, Any] = {}
+        wire = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, format: str, *args: object) -> None:
+                pass
+
+            def _do(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                wire.asked.append(f"{self.command} {self.path}")
+                scripted = wire.script.pop(0) if wire.script else None
+                status, said = scripted or wire.cluster(self.command, self.path, json.loads(body or "{}"))
+                if status == 0:
+                    if said == "after":  # it was done; only the answer is lost
+                        wire.cluster(self.command, self.path, json.loads(body or "{}"))
+                    self.close_connection = True
+                    return
+                data = said if isinstance(said, bytes) else json.dumps(said).encode()
+                self.send_response(status)
+                if status == 429:
+                    self.send_header("Retry-After", "0")
+                if isinstance(said, bytes):
+                    self.send_header("Transfer-Encoding", "chunked")
+                    self.end_headers()
+                    self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
+                    self.close_connection = True
+                    return
+                self.send_header("Content-Length", str(len(data)))
+                self.end_headers()
+                self.wfile.write(data)
+
+            do_GET = do_POST = do_PATCH = do_DELETE = _do
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def cluster(self, method: str, path: str, body: dict[str, Any]) -> Answer:
+        """What a cluster answers that keeps all it is given."""
+        where, _, query = path.partition("?")
+        if method == "POST":
+            name = f"{where}/{body['metadata']['name']}"
+            if name in self.objects:
+                return 409, {"message": f"{name} already exists", "reason": "AlreadyExists"}
+            body["metadata"] |= {"uid": name, "creationTimestamp": "2026-11-20T10:00:00Z"}
+            if "dryRun" not in query:
+                self.objects[name] = body
+            return 201, body
+        if method == "DELETE":
+            return 200, self.objects.pop(where, {})
+        if where in self.objects:
+            return 200, self.objects[where]
+        items = [one for name, one in self.objects.items() if name.rpartition("/")[0] == where]
+        known = where.rpartition("/")[2] in ("jobs", "pods", "services", "secrets")
+        return (200, {"apiVersion": "v1", "kind": "List", "items": items}) if known else (404, {"message": "not found"})
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def wire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
+    wire = Wire()
+    config = {
+        "current-context": "fake",
+        "clusters": [{"name": "fake", "cluster": {"server": wire.url}}],
+        "contexts": [{"name": "fake", "context": {"cluster": "fake", "user": "me"}}],
+        "users": [{"name": "me", "user": {"token": "t"}}],
+    }
+    (tmp_path / "config").write_text(yaml.safe_dump(config))
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    monkeypatch.setattr(kubernetes_api, "_WAITS", (0.01,) * 4)
+    yield wire
+    wire.close()
+
+
+@pytest.fixture
+def api(wire: Wire) -> Iterator[Api]:
+    api = Api.of_here()
+    yield api
+    api.close()
+
+
+@pytest.fixture
+def runner(wire: Wire) -> Iterator[Runner]:
+    with Runner("torchx", {"monarch_kubernetes": monarch_kubernetes}) as runner:
+        yield runner
+
+
+FAULTS = [(429, {"message": "slow down"}), (500, {"message": "etcd"}), (503, b"<html>"), (0, "before")]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_answer_that_failed_is_asked_for_again(wire: Wire, api: Api, fault: Answer) -> None:
+    wire.objects["/api/v1/namespaces/n/services/a"] = {"it": 1}
+    wire.script = [fault, fault]
+    assert api.get("/api/v1/namespaces/n/services/a") == {"it": 1}
+    assert len(wire.asked) == 3
+
+
+def test_a_server_that_goes_on_failing_is_reported(wire: Wire, api: Api) -> None:
+    wire.script = [(500, {"message": "etcdserver: request timed out"})] * 9
+    with pytest.raises(
+        KubernetesError, match=f"cluster at {wire.url} refuses: etcdserver: request timed out"
+    ) as caught:
+        api.get("/x")
+    assert caught.value.status == 500 and len(wire.asked) == 5
+    wire.close()
+    api.close()
+    with pytest.raises(KubernetesError, match=f"{wire.url}, which the kubeconfig names, cannot be reached"):
+        api.get("/x")
+
+
+def test_what_does_not_help_is_not_tried_again(wire: Wire, api: Api) -> None:
+    for status, words in ((401, "credentials of the kubeconfig"), (403, "lacks a right there"), (422, "bad name")):
+        wire.asked.clear()
+        wire.script = [(status, {"message": "bad name"})]
+        with pytest.raises(KubernetesError, match=words):
+            api.get("/x")
+        assert len(wire.asked) == 1
+
+
+def test_an_object_whose_answer_was_lost_is_not_made_twice(wire: Wire, api: Api) -> None:
+    wire.script = [(0, "after")]
+    made = api.create("/api/v1/namespaces/n/secrets", {"metadata": {"name": "a"}})
+    assert made["metadata"]["uid"] and [word.split()[0] for word in wire.asked] == ["POST", "POST", "GET"]
+    with pytest.raises(KubernetesError, match="already exists"):
+        api.create("/api/v1/namespaces/n/secrets", {"metadata": {"name": "a"}})
+
+
+def test_pages_that_expire_are_asked_for_at_once(wire: Wire, api: Api) -> None:
+    page = {"items": [{"n": 1}], "metadata": {"continue": "token"}, "apiVersion": "v1", "kind": "PodList"}
+    wire.script = [(200, page), (410, {"reason": "Expired"}), (200, {"items": [{"n": 1}, {"n": 2}]})]
+    assert [one["n"] for one in api.items("/pods", "a")] == [1, 2]
+    assert "continue=token" in wire.asked[1] and "limit" not in wire.asked[2]
+    wire.script = [(200, page), (200, {"items": [{"n": 2}], "metadata": {}})]
+    assert [one["n"] for one in api.items("/pods", "a")] == [1, 2]
+
+
+def submitted(runner: Runner, **cfg: Any) -> str:
+    role = Role("r", image="i", entrypoint="sh", args=["-c", "true"], num_replicas=2)
+    options = {"mode": "job", **cfg}
+    handle: str = runner.run(AppDef("app", [role]), "monarch_kubernetes", cfg=options, workspace=None)
+    return handle
+
+
+def pod(handle: str, index: int, phase: str, name: str = "p") -> dict[str, Any]:
+    app = handle.rpartition(":")[2]
+    labels = {"torchx-monarch/app": app, "torchx-monarch/role": "0"}
+    metadata = {"name": f"{name}{index}", "labels": labels, "creationTimestamp": "2026-11-20T10:00:00Z"}
+    metadata["annotations"] = {"batch.kubernetes.io/job-completion-index": str(index)}
+    return {"metadata": metadata, "spec": {"containers": [{}]}, "status": {"phase": phase}}
+
+
+PODS = "/api/v1/namespaces/default/pods"
+
+
+def test_a_job_is_known_through_all_faults(wire: Wire, runner: Runner) -> None:
+    wire.script = [answer for fault in FAULTS for answer in (fault, fault, None)]
+    handle = submitted(runner)
+    (job,) = [one for name, one in wire.objects.items() if "/jobs/" in name]
+    assert job["spec"]["completionMode"] == "Indexed" and job["spec"]["backoffLimitPerIndex"] == 0
+    assert len(wire.objects) == 3
+    for index in (0, 1):
+        wire.objects[f"{PODS}/p{index}"] = pod(handle, index, "Succeeded")
+    job["status"] = {"conditions": [{"type": "Complete", "status": "True"}], "completedIndexes": "0-1"}
+    wire.script = list(FAULTS)
+    status = runner.status(handle)
+    assert status is not None and status.state is AppState.SUCCEEDED
+    wire.script = [(403, {"message": "no"})]
+    with pytest.raises(ComponentValidationException, match="RBAC"):
+        runner.status(handle)
+
+
+def test_a_submission_that_fails_midway_leaves_nothing(wire: Wire, runner: Runner) -> None:
+    wire.script = [None, None, (403, {"message": "jobs.batch is forbidden"})]
+    with pytest.raises(ComponentValidationException, match=r"jobs.batch is forbidden.*\(RBAC\)"):
+        submitted(runner, validate_spec=False)
+    assert wire.objects == {}
+
+
+@pytest.mark.scenario("log follow, since, until", wire="fake")
+def test_a_log_goes_on_where_its_stream_broke(wire: Wire) -> None:
+    from datetime import datetime, timezone
+
+    scheduler = create_scheduler("torchx")
+    role = Role("r", image="i", entrypoint="sh", args=[])
+    with Runner("torchx", {"monarch_kubernetes": monarch_kubernetes}) as runner:
+        handle = submitted(runner)
+    wire.objects[f"{PODS}/p0"] = pod(handle, 0, "Running")
+    wire.objects[f"{PODS}/p1"] = pod(handle, 1, "Running")
+    first = b"2026-11-20T10:00:01.5Z one\n2026-11-20T10:00:01.500000001Z two\n"
+    whole = first + b"2026-11-20T10:00:02Z three\n"
+    logs: list[Answer] = [(200, first), (200, whole), (200, whole)]
+    plain: Callable[[str, str, dict[str, Any]], Answer] = wire.cluster
+
+    def cluster(method: str, path: str, body: dict[str, Any]) -> Answer:
+        if "/log" not in path:
+            return plain(method, path, body)
+        said = logs.pop(0)
+        if not logs:
+            for index in (0, 1):
+                wire.objects[f"{PODS}/p{index}"]["status"]["phase"] = "Succeeded"
+            (job,) = [one for name, one in wire.objects.items() if "/jobs/" in name]
+            job["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
+            logs.append((200, whole))
+        return said
+
+    wire.cluster = cluster  # type: ignore[method-assign]
+    app_id = handle.rpartition("/")[2]
+    assert list(scheduler.log_iter(app_id, role.name, should_tail=True)) == ["one\n", "two\n", "three\n"]
+    assert any("sinceTime=2026-11-20T10%3A00%3A01Z" in word for word in wire.asked)
+    since = datetime(2026, 11, 20, 10, 0, 1, 600000, timezone.utc)
+    assert list(scheduler.log_iter(app_id, role.name, since=since)) == ["three\n"]
+    assert list(scheduler.log_iter(app_id, role.name, until=since)) == ["one\n", "two\n"]
+    scheduler.close()

@@ -1,0 +1,49 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Ctrl-C with a backend that offers no more than TorchX's interface."""
+
+from __future__ import annotations
+
+import pytest
+from torchx.schedulers.api import DescribeAppResponse
+from torchx.specs import TORCHX_CONTEXT_NAME, AppState
+
+from torchx_monarch.schedulers.foreground import Foreground
+
+
+class Plain:
+    """Ends when it is cancelled, or, if it is ``slow``, when one does not wait any more."""
+
+    def __init__(self, slow: bool) -> None:
+        self.slow = slow
+        self.cancelled = 0
+
+    def describe(self, app_id: str) -> DescribeAppResponse:
+        if self.cancelled and self.slow:
+            raise KeyboardInterrupt
+        return DescribeAppResponse(app_id, AppState.CANCELLED if self.cancelled else AppState.RUNNING)
+
+    def _cancel_existing(self, app_id: str) -> None:
+        self.cancelled += 1
+
+
+@pytest.mark.parametrize(("polls", "slow"), [(1, False), (2, False), (2, True)])
+def test_ctrl_c_cancels_what_is_waited_for(
+    polls: int, slow: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(TORCHX_CONTEXT_NAME, "cli_run")
+    backend = Plain(slow)
+    foreground = Foreground(backend, "plain")
+    foreground.submitted("a-1")
+    for _ in range(polls):
+        foreground.polled("a-1")
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        with pytest.raises(SystemExit, match="130"):
+            foreground.closing()
+    said = capsys.readouterr().err
+    assert backend.cancelled == polls - 1  # after the first poll nobody is known to wait
+    assert ("goes on; to end it: torchx cancel plain://torchx/a-1" in said) is (polls == 1)
+    assert ("cancelling plain://torchx/a-1; Ctrl-C again waits no longer for it" in said) is (polls == 2)
+    assert "killing" not in said

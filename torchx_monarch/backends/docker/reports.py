@@ -1,0 +1,54 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a host has left in its container: its error file, its events."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from typing import TYPE_CHECKING
+
+from docker.errors import DockerException
+from torchx.specs import AppState
+
+from torchx_monarch.backends.docker import request
+from torchx_monarch.backends.docker.facts import Replica
+
+if TYPE_CHECKING:
+    from docker.models.containers import Container
+
+_TOO_LONG = 1 << 20
+
+
+def error(pair: tuple[Container, Replica]) -> str:
+    """The content of a failed replica's error file, which its host wrote before it ended; empty without one."""
+    container, replica = pair
+    if replica.state is not AppState.FAILED or not replica.started:
+        return ""
+    return _read(container, replica.env.get(request.ERROR_FILE, ""), replica.started)
+
+
+def rank_restarts(pair: tuple[Container, Replica]) -> int:
+    """How often the hosts have started the ranks again, by the events of a replica 0."""
+    container, replica = pair
+    text = _read(container, replica.env.get(request.EVENTS, ""), 0.0) if replica.started else ""
+    return sum('"rank_restart"' in line for line in text.splitlines())
+
+
+def _read(container: Container, path: str, since: float) -> str:
+    """A file in a container, which need not run; empty when there is none, or none written since then."""
+    if not path:
+        return ""
+    try:
+        chunks, about = container.get_archive(path)
+        if about["size"] > _TOO_LONG:
+            return ""
+        with tarfile.open(fileobj=io.BytesIO(b"".join(chunks))) as archive:
+            member = archive.next()
+            # Times in an archive are whole seconds. What an earlier start of the container wrote is no news.
+            if member is None or not member.isfile() or member.mtime + 1 < since:
+                return ""
+            file = archive.extractfile(member)
+            return file.read().decode(errors="replace") if file is not None else ""
+    except (DockerException, tarfile.TarError):
+        return ""

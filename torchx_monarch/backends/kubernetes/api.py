@@ -1,0 +1,298 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Requests to the API server: plain HTTP with the client's configuration, and what the answers mean.
+
+The client's own calls differ between its releases and know objects only as its release does; what is needed of them is
+who we are and whom to trust.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+import urllib.parse
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import urllib3
+from kubernetes import client, config
+from torchx.specs.finder import ComponentValidationException
+
+from torchx_monarch.backends.kubernetes.request import Object
+
+_CONNECT, _READ = 10.0, 60.0
+"""Seconds for a connection, and for an answer."""
+
+_WAITS = (0.2, 0.5, 1.0, 2.0)
+"""Seconds between two attempts at a request that might yet succeed."""
+
+_LONGEST_WAIT = 10.0
+"""Seconds that a server may ask to wait before the next attempt."""
+
+_AGAIN = (429, 500, 502, 503, 504)
+
+_PAGE = 500
+
+_NAMESPACE_FILE = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
+
+
+class KubernetesError(ComponentValidationException, RuntimeError):  # type: ignore[misc]
+    """The cluster could not be asked, or refused. The torchx command shows the message without a traceback.
+
+    Attributes:
+        status: the HTTP status; 0 where there was no answer.
+        reason: the server's word, such as ``Expired``.
+    """
+
+    def __init__(self, message: str, status: int = 0, reason: str = "") -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+
+
+class Api:
+    """Talks to one API server.
+
+    Args:
+        configuration: the client's.
+        namespace: the one to use where none is named.
+    """
+
+    def __init__(self, configuration: Any, namespace: str) -> None:
+        self.namespace = namespace
+        self._configuration = configuration
+        self._host: str = configuration.host.rstrip("/")
+        self._pool: urllib3.PoolManager = client.ApiClient(configuration).rest_client.pool_manager
+
+    @classmethod
+    def of_here(cls) -> Api:
+        """For the cluster that KUBECONFIG names; else the one that this process is in; else that of ~/.kube/config.
+
+        Raises:
+            KubernetesError: there is none.
+        """
+        configuration = client.Configuration()
+        in_cluster = "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ
+        where = _NAMESPACE_FILE
+        try:
+            if in_cluster:
+                config.load_incluster_config(client_configuration=configuration)
+                with open(_NAMESPACE_FILE) as file:
+                    return cls(configuration, file.read().strip() or "default")
+            # Named here: the client looks at the variable once, when it is imported.
+            where = os.environ.get("KUBECONFIG") or os.path.expanduser("~/.kube/config")
+            config.load_kube_config(config_file=where, client_configuration=configuration)
+            _, context = config.list_kube_config_contexts(config_file=where)
+        except (config.ConfigException, OSError, TypeError) as error:
+            raise KubernetesError(
+                f"no Kubernetes cluster is configured: {where}: {error}. Name a kubeconfig in KUBECONFIG"
+            ) from None
+        return cls(configuration, (context or {}).get("context", {}).get("namespace") or "default")
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._pool.clear()
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    def get(self, path: str, **query: str) -> Object:
+        """An object.
+
+        Raises:
+            KubernetesError: there is none, or another reason.
+        """
+        return self._json("GET", path, query)
+
+    def find(self, path: str) -> Object | None:
+        """An object; None when there is none."""
+        with _missing_is_none():
+            return self.get(path)
+        return None
+
+    def items(self, path: str, selector: str) -> list[Object]:
+        """All objects with these labels, page by page."""
+        found: list[Object] = []
+        query = {"labelSelector": selector, "limit": str(_PAGE)}
+        while True:
+            try:
+                page = self.get(path, **query)
+            except KubernetesError as error:
+                if error.status != 410 or "continue" not in query:
+                    raise
+                found, query = [], {"labelSelector": selector}  # the pages have expired: all at once
+                continue
+            # In a list no object says what it is.
+            kind = {"apiVersion": page.get("apiVersion"), "kind": str(page.get("kind", "")).removesuffix("List")}
+            found += [{**kind, **one} for one in page.get("items") or ()]
+            further = (page.get("metadata") or {}).get("continue")
+            if not further:
+                return found
+            query["continue"] = further
+
+    def create(self, path: str, body: Object, dry_run: bool = False) -> Object:
+        """Make an object; as the server has it then.
+
+        Raises:
+            KubernetesError: it is refused.
+        """
+        query = {"dryRun": "All"} if dry_run else {}
+        unsure: list[str] = []
+        try:
+            return self._json("POST", path, query, body, unsure=unsure)
+        except KubernetesError as error:
+            # An attempt of ours has got through whose answer was lost: names have random ends.
+            if error.status != 409 or not unsure:
+                raise
+            return self.get(f"{path}/{body['metadata']['name']}")
+
+    def patch(self, path: str, body: Object) -> Object | None:
+        """Merge into an object; None when there is none."""
+        with _missing_is_none():
+            return self._json("PATCH", path, {}, body, content="application/merge-patch+json")
+        return None
+
+    def replace_status(self, path: str, body: Object) -> Object:
+        """Replace an object's status, unless it has changed meanwhile (status 409)."""
+        return self._json("PUT", f"{path}/status", {}, body)
+
+    def delete(self, path: str, propagation: str = "Background", **query: str) -> None:
+        """Delete an object, or all of a collection that have the labels; no matter if there is none.
+
+        Args:
+            path: of it.
+            propagation: what becomes of what it owns: ``Background`` deletes, ``Orphan`` leaves it.
+            query: ``labelSelector`` of a collection.
+        """
+        with _missing_is_none():
+            self._json("DELETE", path, {**query, "propagationPolicy": propagation})
+
+    def lines(self, path: str, **query: str) -> Iterator[bytes]:
+        """The lines of an answer as they come, each with its end; a broken connection ends them.
+
+        Raises:
+            KubernetesError: the server refuses.
+        """
+        answer = self._send("GET", path, query, timeout=urllib3.Timeout(connect=_CONNECT, read=None))
+        rest = b""
+        try:
+            # A follower of a quiet log hears nothing for hours.
+            for chunk in answer.stream(1 << 16, decode_content=True):
+                *whole, rest = (rest + chunk).split(b"\n")
+                for line in whole:
+                    yield line + b"\n"
+            if rest:
+                yield rest
+        except urllib3.exceptions.HTTPError:
+            return
+        finally:
+            answer.close()
+            answer.release_conn()
+
+    # -- one request ---------------------------------------------------------------------------------------------------
+
+    def _json(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str],
+        body: Object | None = None,
+        content: str = "application/json",
+        unsure: list[str] | None = None,
+    ) -> Object:
+        answer = self._send(method, path, query, body, content, unsure=unsure)
+        try:
+            decoded: Object = json.loads(answer.data)
+        except (ValueError, urllib3.exceptions.HTTPError) as error:
+            raise KubernetesError(f"{self._host}{path} does not answer as an API server does: {error}") from None
+        return decoded
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str],
+        body: Object | None = None,
+        content: str = "application/json",
+        timeout: urllib3.Timeout | None = None,
+        unsure: list[str] | None = None,
+    ) -> urllib3.BaseHTTPResponse:
+        url = f"{self._host}{path}" + (f"?{urllib.parse.urlencode(query)}" if query else "")
+        data = json.dumps(body).encode() if body is not None else None
+        if timeout is None:
+            timeout = urllib3.Timeout(connect=_CONNECT, read=_READ)
+        for wait in (*_WAITS, None):
+            headers = {"Accept": "application/json", **self._credentials()}
+            if data is not None:
+                headers["Content-Type"] = content
+            try:
+                answer = self._pool.request(
+                    method, url, body=data, headers=headers, timeout=timeout, preload_content=False, retries=False
+                )
+                if answer.status < 400:
+                    if timeout.read_timeout is not None:
+                        _ = answer.data  # all of it is there, or the request failed
+                    return answer
+                failure = self._refused(method, path, answer)
+                asked = answer.headers.get("Retry-After", "")
+            except urllib3.exceptions.HTTPError as error:
+                failure, asked = self._unreachable(error), ""
+                if isinstance(error, urllib3.exceptions.SSLError):
+                    raise failure from None
+            if wait is None or failure.status not in (0, *_AGAIN):
+                raise failure
+            if unsure is not None and failure.status != 429:
+                unsure.append(str(failure))
+            time.sleep(min(float(asked), _LONGEST_WAIT) if asked.isdigit() else wait)
+        raise AssertionError("unreachable")
+
+    def _credentials(self) -> dict[str, str]:
+        found = {}
+        for one in self._configuration.auth_settings().values():  # tokens are renewed here
+            if one.get("in") == "header" and one.get("value"):
+                found[one["key"]] = one["value"]
+        return found
+
+    def _refused(self, method: str, path: str, answer: urllib3.BaseHTTPResponse) -> KubernetesError:
+        status, reason, said = answer.status, "", ""
+        with contextlib.suppress(ValueError, AttributeError, urllib3.exceptions.HTTPError):
+            told = json.loads(answer.data)
+            reason, said = told.get("reason") or "", told.get("message") or ""
+        answer.release_conn()
+        if status == 401:
+            said = f"{said or 'Unauthorized'}: the credentials of the kubeconfig are not, or no longer, good there"
+        elif status == 403:
+            said = f"{said}: the user of the kubeconfig lacks a right there (RBAC)"
+        said = said or f"{method} {path} was answered with HTTP status {status}"
+        return KubernetesError(f"the cluster at {self._host} refuses: {said}", status, reason)
+
+    def _unreachable(self, error: urllib3.exceptions.HTTPError) -> KubernetesError:
+        why = getattr(error, "reason", None) or error
+        return KubernetesError(
+            f"the cluster at {self._host}, which the kubeconfig names, cannot be reached: {why}. Does it run, and is "
+            "KUBECONFIG or the context the right one?"
+        )
+
+
+@contextlib.contextmanager
+def _missing_is_none() -> Iterator[None]:
+    try:
+        yield
+    except KubernetesError as error:
+        if error.status != 404:
+            raise
+
+
+@contextlib.contextmanager
+def told_plainly() -> Iterator[None]:
+    """In the torchx command, end it with the message of a ``KubernetesError``: a person wants no traceback."""
+    try:
+        yield
+    except KubernetesError as error:
+        main = threading.current_thread() is threading.main_thread()
+        if main and os.path.basename(sys.argv[0]) == "torchx":
+            raise SystemExit(str(error)) from None
+        raise

@@ -1,0 +1,65 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What is submitted: the objects of one app, as the API server takes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+Object = dict[str, Any]
+"""A Kubernetes object, as JSON has it."""
+
+_PATHS = {
+    ("v1", "Service"): "/api/v1/namespaces/{namespace}/services",
+    ("v1", "Secret"): "/api/v1/namespaces/{namespace}/secrets",
+    ("v1", "Pod"): "/api/v1/namespaces/{namespace}/pods",
+    ("batch/v1", "Job"): "/apis/batch/v1/namespaces/{namespace}/jobs",
+    ("batch.volcano.sh/v1alpha1", "Job"): "/apis/batch.volcano.sh/v1alpha1/namespaces/{namespace}/jobs",
+}
+
+VOLCANO = "batch.volcano.sh/v1alpha1"
+
+
+@dataclass
+class KubernetesRequest:
+    """One app.
+
+    Attributes:
+        mode: ``job`` or ``volcano``.
+        namespace: where its objects are made.
+        app_id: without the namespace.
+        objects: in the order in which they are made; the last ones, the jobs, own the others.
+        images_to_push: as TorchX's ``DockerWorkspaceMixin`` has them.
+    """
+
+    mode: str
+    namespace: str
+    app_id: str
+    objects: list[Object]
+    images_to_push: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return str(yaml.safe_dump_all(self.objects, sort_keys=False))
+
+
+def collection(api_version: str, kind: str, namespace: str) -> str:
+    """The path of all objects of a kind in a namespace."""
+    return _PATHS[api_version, kind].format(namespace=namespace)
+
+
+def home(one: Object, namespace: str) -> str:
+    """The path of the collection that an object belongs to."""
+    return collection(one["apiVersion"], one["kind"], namespace)
+
+
+def owner(one: Object) -> Object:
+    """The reference by which an object is owned by this one, which exists: it goes when all of its owners have."""
+    return {
+        "apiVersion": one["apiVersion"],
+        "kind": one["kind"],
+        "name": one["metadata"]["name"],
+        "uid": one["metadata"]["uid"],
+    }

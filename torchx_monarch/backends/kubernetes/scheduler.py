@@ -1,0 +1,310 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The TorchX scheduler: TorchX's own for Kubernetes, for pods and workspaces; the rest is ours.
+
+All that is known of an app is with the API server. So it does not matter which process asks, or from which machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream
+from torchx.schedulers.kubernetes_scheduler import KubernetesScheduler
+from torchx.specs import NONE, AppDef, AppDryRunInfo, AppState, CfgVal, ReplicaStatus, Role, RoleStatus, runopts
+
+from torchx_monarch.backends import blob, roles
+from torchx_monarch.backends.kubernetes import apps, ending, facts, jobs, logs, names, options, pods, volcano
+from torchx_monarch.backends.kubernetes.api import Api, KubernetesError, told_plainly
+from torchx_monarch.backends.kubernetes.apps import Found
+from torchx_monarch.backends.kubernetes.facts import Attempt, Ended
+from torchx_monarch.backends.kubernetes.options import KubernetesOpts
+from torchx_monarch.backends.kubernetes.request import VOLCANO, KubernetesRequest, Object, collection, home, owner
+
+_ENDED = (AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED)
+
+_NEEDED = ("completionMode", "backoffLimitPerIndex")
+"""What a server that is too old drops from a Job without a word."""
+
+_log = logging.getLogger("torchx_monarch")
+
+
+class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts]):  # type: ignore[misc]
+    """Runs each replica as a pod of the cluster that the kubeconfig names."""
+
+    def __init__(self, session_name: str) -> None:
+        super().__init__(session_name)
+        self._connected: Api | None = None
+
+    @property
+    def _api(self) -> Api:
+        if self._connected is None:
+            self._connected = Api.of_here()
+        return self._connected
+
+    def close(self) -> None:
+        """Close the connections."""
+        if self._connected is not None:
+            self._connected.close()
+            self._connected = None
+
+    def _run_opts(self) -> runopts:
+        return KubernetesOpts.as_runopts()
+
+    # -- submitting ----------------------------------------------------------------------------------------------------
+
+    def replica0_host(self, app: AppDef, role: Role) -> str:
+        """The pod of the role's replica 0, by its name in the cluster's DNS."""
+        return f"@{pods.REPLICA0}"
+
+    def _submit_dryrun(self, app: AppDef, cfg: KubernetesOpts) -> AppDryRunInfo[KubernetesRequest, KubernetesOpts]:
+        """The request. The cluster is asked whether it has Volcano (``mode=auto``) and takes it (``validate_spec``).
+
+        Raises:
+            InvalidRunConfigException: an option makes no sense.
+            ValueError: the app cannot run on Kubernetes.
+            KubernetesError: the cluster cannot be asked, or would refuse it.
+        """
+        options.check(cfg)
+        roles.check_names(app)
+        with told_plainly():
+            images = self.dryrun_push_images(app, cfg)
+            record = {
+                names.ANNOTATION_APP: blob.pack(app),
+                names.ANNOTATION_OPTIONS: json.dumps({"grace": cfg.grace, "pull_timeout": cfg.pull_timeout}),
+            }
+            size = sum(len(key) + len(value) for key, value in record.items())
+            if size > names.LARGEST_ANNOTATIONS:
+                raise ValueError(
+                    f"the app takes {size} bytes when it is packed, and Kubernetes keeps {names.LARGEST_ANNOTATIONS} "
+                    "with an object; put what is large among its arguments and environment into files"
+                )
+            mode = cfg.mode
+            if mode == "auto":
+                mode = "volcano" if apps.has_volcano(self._api) else "job"
+            render = volcano.render if mode == "volcano" else jobs.render
+            # Without a cluster, as in a dry run with mode=job,validate_spec=False, there is no context to look at.
+            offline = cfg.mode == "job" and not cfg.validate_spec
+            namespace = cfg.namespace or ("default" if offline and not self._configured() else self._api.namespace)
+            request = render(app, cfg, namespace, record)
+            request.images_to_push = images
+            if cfg.validate_spec:
+                for one in request.objects:
+                    _check_kept(one, self._api.create(home(one, namespace), one, dry_run=True))
+        return AppDryRunInfo(request, str)
+
+    def _configured(self) -> bool:
+        try:
+            return bool(self._api)
+        except KubernetesError:
+            return False
+
+    def schedule(self, dryrun_info: AppDryRunInfo[KubernetesRequest, KubernetesOpts]) -> str:
+        """Make all objects.
+
+        Raises:
+            KubernetesError: one could not be made; all are removed.
+        """
+        request, api = dryrun_info.request, self._api
+        with told_plainly():
+            self.push_images(request.images_to_push)
+            made: list[Object] = []
+            try:
+                for one in request.objects:
+                    made.append(api.create(home(one, request.namespace), one))
+                    _check_kept(one, made[-1])
+                owners = [owner(one) for one in made if one["kind"] == "Job"]
+                for one in made:
+                    if one["kind"] != "Job":
+                        path = f"{home(one, request.namespace)}/{one['metadata']['name']}"
+                        api.patch(path, {"metadata": {"ownerReferences": owners}})
+            except BaseException:
+                for one in reversed(made):
+                    with contextlib.suppress(KubernetesError):
+                        api.delete(f"{home(one, request.namespace)}/{one['metadata']['name']}")
+                raise
+        return f"{request.namespace}:{request.app_id}"
+
+    # -- looking -------------------------------------------------------------------------------------------------------
+
+    def _find(self, app_id: str) -> Found | None:
+        try:
+            namespace, name = names.split(app_id)
+        except ValueError:
+            return None
+        with told_plainly():
+            return apps.find(self._api, namespace, name)
+
+    def describe(self, app_id: str) -> DescribeAppResponse | None:
+        """The app, from its objects alone.
+
+        One that is decided and that nobody has ended in full (its other roles, after the main one has succeeded or one
+        has failed; pods that can never start) is ended by whoever looks: nothing of ours stays behind to do it.
+        """
+        found = self._find(app_id)
+        if found is None:
+            return None
+        standing = found.standing
+        if standing.unended is not None:
+            try:
+                self._end(found, standing.unended)
+            except KubernetesError as error:  # who looks may lack the right; the state is what it is
+                _log.warning("%s is decided and could not be ended: %s", app_id, error)
+        failed = standing.state is AppState.FAILED or standing.cause is not None
+        return DescribeAppResponse(
+            app_id=app_id,
+            state=standing.state,
+            num_restarts=found.restarts,
+            msg=standing.msg or NONE,
+            structured_error_msg=(facts.root_cause(found.roles) if failed else "") or NONE,
+            metadata=found.app.metadata,
+            roles_statuses=[
+                RoleStatus(
+                    role.name,
+                    [
+                        ReplicaStatus(
+                            id=each.id,
+                            state=_shown(each, standing.state),
+                            role=each.role,
+                            hostname=names.host(each.last.host, found.name, found.namespace) if each.last else "",
+                            structured_error_msg=_error(each),
+                        )
+                        for each in role.replicas
+                    ],
+                )
+                for role in found.roles
+            ],
+            roles=found.app.roles,
+        )
+
+    def describe_native(self, app_id: str) -> AppDryRunInfo[KubernetesRequest, KubernetesOpts] | None:
+        """The app's objects as they are with the API server."""
+        found = self._find(app_id)
+        if found is None:
+            return None
+        objects = [found.record, *found.jobs]
+        return AppDryRunInfo(KubernetesRequest(found.mode, found.namespace, found.name, objects), str)
+
+    def list(self, cfg: Mapping[str, CfgVal] | None = None) -> list[ListAppResponse]:
+        """Our apps of one namespace, each once, the newest first. (Upstream lists everybody's Volcano jobs.)"""
+        with told_plainly():
+            namespace = (cfg or {}).get("namespace") or self._api.namespace
+            found = apps.find_all(self._api, str(namespace))
+        return [ListAppResponse(one.app_id, one.standing.state, name=one.app.name) for one in found]
+
+    def log_iter(
+        self,
+        app_id: str,
+        role_name: str,
+        k: int = 0,
+        regex: str | None = None,
+        since: datetime | None = None,
+        until: datetime | None = None,
+        should_tail: bool = False,
+        streams: Stream | None = None,
+    ) -> Iterable[str]:
+        """The lines of one replica's log, both streams, of all of its pods that are left.
+
+        Raises:
+            ValueError: there is no such app, role or replica; the regular expression is none; one stream alone is asked
+                for, and Kubernetes keeps both as one.
+            KubernetesError: the cluster cannot be asked, or refuses.
+        """
+        if streams not in (None, Stream.COMBINED):
+            raise ValueError(f"Kubernetes keeps both streams of a container as one; {streams.value} alone is not there")
+        found = self._find(app_id)
+        if found is None:
+            raise ValueError(f"there is no app {app_id!r} of this scheduler in the cluster")
+        sizes = {role.name: len(role.replicas) for role in found.roles}
+        roles.check_replica(app_id, sizes, role_name, k)
+        role, latest = list(sizes).index(role_name), [found]
+
+        def attempts() -> Sequence[Attempt]:
+            return latest[0].roles[role].replicas[k].attempts
+
+        def ended() -> bool:
+            now = self._find(app_id)
+            if now is not None:
+                latest[0] = now
+            return now is None or now.standing.state in _ENDED
+
+        lines = logs.lines(
+            self._api,
+            collection("v1", "Pod", found.namespace),
+            attempts,
+            since=since,
+            until=until,
+            follow=should_tail and found.standing.state not in _ENDED,
+            ended=ended,
+        )
+        return roles.matching(lines, regex)
+
+    # -- ending --------------------------------------------------------------------------------------------------------
+
+    def _cancel_existing(self, app_id: str) -> None:
+        """Ask for the end of the app and return at once; one that has ended is left alone."""
+        found = self._find(app_id)
+        if found is not None and found.standing.state not in _ENDED:
+            with told_plainly():
+                self._end(found, Ended(AppState.CANCELLED))
+
+    def _end(self, found: Found, ended: Ended) -> None:
+        # What is noted already stays: two may look at a time.
+        before = apps.noted(found.record) or ended
+        if found.mode == "job":
+            open_roles = {str(index) for index, role in enumerate(found.roles) if role.open}
+            living = [job for job in found.jobs if job["metadata"]["labels"].get(names.LABEL_ROLE) in open_roles]
+            ending.end(self._api, found.namespace, found.name, found.jobs, living, before)
+        else:
+            ending.abort(self._api, f"{collection(VOLCANO, 'Job', found.namespace)}/{found.name}", before)
+
+    def _delete_existing(self, app_id: str) -> None:
+        """Remove all of an app; what lives of it is ended, with its grace."""
+        found = self._find(app_id)
+        if found is None:
+            return
+        api, namespace, selector = self._api, found.namespace, f"{names.LABEL_APP}={found.name}"
+        with told_plainly():
+            for job in found.jobs:
+                api.delete(f"{collection('batch/v1', 'Job', namespace)}/{job['metadata']['name']}")
+            if found.mode == "volcano":
+                api.delete(f"{collection(VOLCANO, 'Job', namespace)}/{found.name}")
+            api.delete(collection("v1", "Pod", namespace), labelSelector=selector)
+            for kind in ("Secret", "Service") if found.mode == "job" else ("Secret",):
+                api.delete(f"{collection('v1', kind, namespace)}/{found.name}")
+
+
+def _check_kept(sent: Object, kept: Object) -> None:
+    """Make sure that the server knows what a Job of ours is made of.
+
+    Raises:
+        KubernetesError: it has dropped a part.
+    """
+    dropped = [key for key in _NEEDED if key in sent.get("spec", {}) and key not in kept.get("spec", {})]
+    if dropped:
+        raise KubernetesError(
+            f"the cluster does not know {' and '.join(dropped)} of a Job: mode=job needs Kubernetes 1.29 or later"
+        )
+
+
+def _shown(each: facts.Replica, state: AppState) -> AppState:
+    """A replica's state beside the app's: one that was ended because all was over has not failed."""
+    if state in (AppState.CANCELLED, AppState.SUCCEEDED) and each.state is not AppState.SUCCEEDED:
+        return AppState.CANCELLED
+    return each.state
+
+
+def _error(each: facts.Replica) -> str:
+    if each.state is AppState.FAILED and each.last is not None and each.last.error is not None:
+        return each.last.said
+    return str(NONE)
+
+
+def create_scheduler(session_name: str, **kwargs: Any) -> MonarchKubernetesScheduler:
+    """TorchX's factory; it talks to no cluster yet. Parameters meant for other schedulers are ignored."""
+    return MonarchKubernetesScheduler(session_name)
