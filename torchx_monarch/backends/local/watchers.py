@@ -58,7 +58,8 @@ class Watchers:
     supervisor: Identity
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        named = {"keeper": self.keeper._asdict(), "supervisor": self.supervisor._asdict()}
+        return {"machine": asdict(self.machine), **named}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Watchers:
