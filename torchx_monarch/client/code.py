@@ -43,6 +43,10 @@ _memories: dict[str, Memory] = {}
 """What is kept in files, by their names."""
 
 
+_brought: dict[str, Tree] = {}
+"""What was brought last, by workspace: most of the next is the same."""
+
+
 @dataclass(frozen=True)
 class Brought:
     """What a run works with.
@@ -169,10 +173,13 @@ def _send(link: Link, root: str, tree: Tree) -> int:
     Raises:
         ChangedError: the workspace is no longer what it was.
     """
-    _say(link, {"type": "tree", "tree": tree.hash})
-    if _answer(link, "have")["have"]:
+    base = _brought.get(root)
+    _say(link, {"type": "tree", "tree": tree.hash, "base": base.hash if base else ""})
+    answer = _answer(link, "have")
+    if answer["have"]:
+        _brought[root] = tree
         return 0
-    encoded = tree.encode()
+    encoded = tree.encode(base if answer["base"] else None)
     sent = _send_frames(link, (encoded[at : at + _FRAME] for at in range(0, len(encoded), _FRAME)))
     bits = int(_answer(link, "missing")["missing"], 16)
     missing = [digest for number, digest in enumerate(tree.contents) if bits >> number & 1]
@@ -180,6 +187,7 @@ def _send(link: Link, root: str, tree: Tree) -> int:
     files = ((digest, tree.contents[digest], os.path.join(root, paths[digest])) for digest in missing)
     sent += _send_frames(link, pack(files))
     _answer(link, "done")
+    _brought[root] = tree
     return sent
 
 

@@ -6,10 +6,11 @@ A client greets with ``sync``, and then sends one JSON line after the other; eac
 
 =========  =============================================================================================================
 ``probe``  whether every host sees the file ``path`` with the text ``text``: the answer is ``shared``
-``tree``   the hash ``tree`` of a workspace: the answer is ``have``, whether every host has it. Where not, the client
-           sends the tree itself in frames (``Tree.encode``); the answer is ``missing``, the bits of a number: the
-           contents that a host lacks, of ``Tree.contents`` in order. It sends those in frames (``pack``); the answer is
-           ``done``
+``tree``   the hash ``tree`` of a workspace, and ``base``, that of another: the answer is ``have`` and ``base``, whether
+           every host has the one and the other. Where not the first, the client sends the tree itself in frames
+           (``Tree.encode``), as it differs from the base where that is known; the answer is ``missing``, the bits of a
+           number: the contents that a host lacks, of ``Tree.contents`` in order. It sends those in frames (``pack``);
+           the answer is ``done``
 =========  =============================================================================================================
 
 A frame is its length (4 bytes) and so many bytes, at most ``FRAME``; one of no bytes is the last. ``failed`` with a
@@ -78,9 +79,9 @@ class HostCode:
         if working:
             await self._in_thread(self._store.release, working)
 
-    async def has(self, args: dict[str, Any]) -> bool:
-        """Whether a tree is here."""
-        return self._store.has(args["tree"])
+    async def has(self, args: dict[str, Any]) -> list[bool]:
+        """Which of some trees are here."""
+        return [self._store.known(tree_hash) is not None for tree_hash in args["trees"]]
 
     async def hand_on(self, broadcast: Broadcast, tree_hash: str) -> None:
         """Have the other hosts get a tree from here, where one came in the place of another that had it.
@@ -88,7 +89,7 @@ class HostCode:
         Raises:
             SyncError: it is not here either, or one could not take it.
         """
-        if all((await broadcast("code-has", {"tree": tree_hash})).values()):
+        if all(have for (have,) in (await broadcast("code-has", {"trees": [tree_hash]})).values()):
             return
         tree = await self._in_thread(self._store.tree, tree_hash)
         encoded = await self._in_thread(tree.encode)
@@ -121,7 +122,7 @@ class HostCode:
         await self._in_thread(self._take, base64.b64decode(args["data"]), args["last"])
 
     def _expect(self, tree_hash: str) -> str:
-        tree = Tree.decode(bytes(self._text))
+        tree = Tree.decode(bytes(self._text), self._store.known)
         self._text.clear()
         if tree.hash != tree_hash:
             raise SyncError(f"a tree of the hash {tree.hash} came as {tree_hash}")
@@ -253,11 +254,12 @@ async def _serve(
     if message.get("type") != "tree":
         raise SyncError(f"a request is probe or tree, not {message.get('type')!r:.40}")
     tree_hash = str(message["tree"])
-    have = all((await broadcast("code-has", {"tree": tree_hash})).values())
+    answers = (await broadcast("code-has", {"trees": [tree_hash, str(message.get("base"))]})).values()
+    have, base = (all(answer[which] for answer in answers) for which in (0, 1))
+    await protocol.send(writer, {"type": "have", "have": have, "base": base})
     if have:
         allocation.codes.add(tree_hash)
-        return await protocol.send(writer, {"type": "have", "have": True})
-    await protocol.send(writer, {"type": "have", "have": False})
+        return True
     missing = _either(await _relay(broadcast, tree_hash, reader, "code-tree"))
     await protocol.send(writer, {"type": "missing", "missing": f"{missing:x}"})
     await _relay(broadcast, tree_hash, reader, "code-contents")
@@ -286,7 +288,7 @@ async def _probe(host: LiveHost, args: dict[str, Any]) -> bool:
     return await asyncio.to_thread(look)
 
 
-async def _has(host: LiveHost, args: dict[str, Any]) -> bool:
+async def _has(host: LiveHost, args: dict[str, Any]) -> list[bool]:
     return await host.code.has(args)
 
 

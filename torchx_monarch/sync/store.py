@@ -45,10 +45,10 @@ class CodeStore:
 
     # -- what comes ----------------------------------------------------------------------------------------------------
 
-    def has(self, tree_hash: str) -> bool:
-        """Whether a tree is here with all that belongs to it."""
+    def known(self, tree_hash: str) -> Tree | None:
+        """A tree, if it is here with all that belongs to it."""
         with self._lock:
-            return tree_hash in self._trees
+            return self._trees.get(tree_hash)
 
     def expect(self, tree: Tree) -> list[str]:
         """Be ready for the contents of a tree that are not here; those that did not all come before are forgotten.
@@ -118,10 +118,10 @@ class CodeStore:
         Raises:
             StoreError: it is not.
         """
-        with self._lock:
-            if tree_hash not in self._trees:
-                raise StoreError(f"the code {brief(tree_hash)} is not on this host (any more): it must be sent again")
-            return self._trees[tree_hash]
+        tree = self.known(tree_hash)
+        if tree is None:
+            raise StoreError(f"the code {brief(tree_hash)} is not on this host (any more): it must be sent again")
+        return tree
 
     def pieces(self, tree: Tree, digests: list[str]) -> Iterator[bytes]:
         """Some of its contents, as ``take`` takes them."""

@@ -14,7 +14,7 @@ import hashlib
 import json
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 FILE, EXECUTABLE, LINK, FOLDER = "f", "x", "l", "d"
@@ -79,16 +79,26 @@ class Tree:
         """Bytes of the files in all."""
         return sum(entry.size for entry in self.entries.values())
 
-    def encode(self) -> bytes:
-        """As bytes that ``decode`` reads."""
-        return zlib.compress(json.dumps(self.entries, separators=(",", ":")).encode(), 1)
+    def encode(self, base: Tree | None = None) -> bytes:
+        """As bytes that ``decode`` reads; what differs from another tree, if one is given."""
+        before = base.entries if base is not None else {}
+        values = {
+            "base": base.hash if base is not None else "",
+            "gone": [path for path in before if path not in self.entries],
+            "entries": {path: entry for path, entry in self.entries.items() if before.get(path) != entry},
+        }
+        return zlib.compress(json.dumps(values, separators=(",", ":")).encode(), 1)
 
     @classmethod
-    def decode(cls, data: bytes) -> Tree:
+    def decode(cls, data: bytes, known: Callable[[str], Tree | None] = lambda base: None) -> Tree:
         """The inverse of ``encode``, for bytes that may be anything.
 
+        Args:
+            data: the bytes.
+            known: the tree of a hash, if it is known here.
+
         Raises:
-            TreeError: they are no tree, or one that would reach out of its folder.
+            TreeError: they are no tree, or one that would reach out of its folder, or differ from one unknown here.
         """
         try:
             unpacker = zlib.decompressobj()
@@ -98,9 +108,21 @@ class Tree:
             values = json.loads(text)
         except (zlib.error, ValueError, RecursionError) as error:
             raise TreeError(f"not a tree: {error}") from None
-        if not isinstance(values, dict) or len(values) > MAX_ENTRIES:
-            raise TreeError(f"a tree is an object of at most {MAX_ENTRIES} entries")
-        tree = cls({path: _entry(path, value) for path, value in values.items()})
+        if not isinstance(values, dict) or not isinstance(values.get("entries"), dict):
+            raise TreeError("a tree is an object with entries")
+        if not isinstance(values.get("gone", []), list):
+            raise TreeError("what a tree lacks of another is a list")
+        entries: dict[str, Entry] = {}
+        if base := values.get("base"):
+            if (before := known(str(base))) is None:
+                raise TreeError(f"a tree that differs from {brief(str(base))}, which is not here")
+            entries.update(before.entries)
+            for path in values.get("gone", ()):
+                entries.pop(str(path), None)
+        entries.update((path, _entry(path, value)) for path, value in values["entries"].items())
+        if len(entries) > MAX_ENTRIES:
+            raise TreeError(f"a tree has at most {MAX_ENTRIES} entries")
+        tree = cls(entries)
         tree.check()
         return tree
 
