@@ -54,6 +54,11 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
         """Do what was typed."""
         try:
             args.monarch(args)
+        except KeyboardInterrupt:
+            sys.exit(130)
+        except BrokenPipeError:  # as a program does whose reader is gone; a run goes on
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            sys.exit(141)
         except (LinkError, RefusedError, AllocationError, CodeError) as error:
             _say(str(error))
             sys.exit(_NO_ANSWER)
