@@ -22,6 +22,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from words import spread
+
 from torchx_monarch import SPMDJob, serve
 
 PROGRAM = """
@@ -85,8 +87,7 @@ def main() -> None:
     cold = statistics.median(times["torchrun"])
     print(f"{os.cpu_count()} CPUs, {args.nproc} ranks; seconds from the call to the last rank's first line with torch")
     for variant, values in times.items():
-        middle = statistics.median(values)
-        print(f"{variant:>8}  {middle:7.3f} ({min(values):.3f}-{max(values):.3f})  {middle / cold:6.3f}x torchrun")
+        print(f"{variant:>8}  {spread(values):>20}  {statistics.median(values) / cold:6.3f}x torchrun")
     if args.json:
         args.json.write_text(json.dumps(times, indent=1))
 

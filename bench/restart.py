@@ -15,11 +15,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from words import spread
 
 PROGRAM = """
 import os, signal, sys, time
@@ -68,11 +69,6 @@ def once(variant: str, nproc: int, delay: float) -> float:
         return formed - killed
 
 
-def in_words(values: list[float]) -> str:
-    """The median, the least and the greatest."""
-    return f"{statistics.median(values):.3f} ({min(values):.3f}-{max(values):.3f})"
-
-
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -91,7 +87,7 @@ def main() -> None:
                 for variant in sorted(COMMANDS, reverse=number % 2 == 1):
                     times[variant].append(once(variant, nproc, delay))
             ratios = [ours / theirs for ours, theirs in zip(times["ours"], times["torchrun"], strict=True)]
-            cells = [in_words(values) for values in (times["torchrun"], times["ours"], ratios)]
+            cells = [spread(values) for values in (times["torchrun"], times["ours"], ratios)]
             print(f"{nproc:>5}  {when:4}  {cells[0]:>20}  {cells[1]:>20}  {cells[2]:>20}", flush=True)
             everything.append({"nproc": nproc, "when": when, "seconds": times, "ratios": ratios})
     if args.json:

@@ -25,13 +25,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from words import spread
 
 # The cluster is that of the tests, which are not installed.
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -160,10 +161,6 @@ class Bench:
     def close(self) -> None:
         """Release what the Runner holds."""
         self._runner.close()
-
-
-def spread(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
 
 
 def report(samples: dict[str, list[Sample]], ask: bool) -> str:

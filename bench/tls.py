@@ -24,8 +24,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
+
+from words import spread
 
 from torchx_monarch import credentials
 
@@ -102,11 +103,6 @@ def once(variant: str, nproc: int) -> Sample:
         events = [json.loads(line) for line in (folder / "events").read_text().splitlines()]
         when = {event["kind"]: event["time"] - started for event in events}
         return Sample(when["hosts"], when["mesh"], max(first) - started, total)
-
-
-def spread(values: Sequence[float]) -> str:
-    """Median, least and greatest."""
-    return f"{statistics.median(values):.3f} ({min(values):.3f}-{max(values):.3f})"
 
 
 def main() -> None:

@@ -58,7 +58,9 @@ class Watchers:
     supervisor: Identity
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        # asdict() leaves named tuples as they are, which JSON knows as lists.
+        watchers = {name: each._asdict() for name, each in (("keeper", self.keeper), ("supervisor", self.supervisor))}
+        return {"machine": asdict(self.machine), **watchers}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Watchers:

@@ -1,0 +1,14 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""How the benchmarks print what they have measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+
+def spread(values: Sequence[float], digits: int = 3) -> str:
+    """The median, with the least and the greatest."""
+    middle, least, greatest = (f"{one:.{digits}f}" for one in (statistics.median(values), min(values), max(values)))
+    return f"{middle} ({least}-{greatest})"
