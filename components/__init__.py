@@ -16,6 +16,7 @@ import torchx
 from torchx import specs
 from torchx.components.structured_arg import StructuredNameArgument
 
+from torchx_monarch.plan import meshes as actor_meshes
 from torchx_monarch.plan import spmd as plan
 from torchx_monarch.plan.command import HOSTS_MODULE
 
@@ -176,3 +177,68 @@ def hosts(
         ],
         metadata=dict(metadata or {}),
     )
+
+
+def controller(
+    *script_args: str,
+    m: Optional[str] = None,
+    script: Optional[str] = None,
+    meshes: Optional[Dict[str, str]] = None,
+    name: str = "/",
+    image: str = torchx.IMAGE,
+    h: Optional[str] = None,
+    cpu: int = 2,
+    gpu: int = 0,
+    memMB: int = 1024,
+    env: Optional[Dict[str, str]] = None,
+    metadata: Optional[Dict[str, str]] = None,
+    mounts: Optional[List[str]] = None,
+    max_retries: int = 0,
+) -> specs.AppDef:
+    """Run a Monarch program that controls meshes of hosts: ``monarch.controller --meshes trainers=2 main.py --lr 0.1``.
+
+    The script runs once, on host 0 of the first mesh. ``torchx_monarch.this_job().state().trainers`` is the HostMesh;
+    the job ends with the script, with its exit code. Needs a scheduler of ours (monarch_local, monarch_slurm, ...).
+
+    Args:
+        script_args: the script and its arguments (only arguments when -m or --script names the program)
+        m: module to run instead of a script, as `python -m` does
+        script: script to run (default: the first argument that is no option)
+        meshes: how many hosts each mesh has: NAME=N,NAME=N (default: hosts=1)
+        name: {experiment}/{run}, {experiment}/, /{run} or {run}; the run is named after the program by default
+        image: image, or directory, that the job runs in
+        h: a registered named resource of each host (takes precedence over cpu, gpu, memMB)
+        cpu: cpus per host
+        gpu: gpus per host
+        memMB: memory per host in MB
+        env: environment variables for the job (A=1,B=2)
+        metadata: metadata for the scheduler (A=1,B=2)
+        mounts: mounts (type=bind,src=/host,dst=/job[,readonly])
+        max_retries: how often the scheduler may start a failed job again
+    """
+    launch = plan.Launch.of(script_args, m, script)
+    resource = plan.resource(h, cpu, gpu, memMB)
+    plan.require_counts(max_retries=max_retries)
+    names = StructuredNameArgument.parse_from(name=name, m=m, script=None if launch.module else launch.target)
+    tracking = {
+        "TORCHX_TRACKING_EXPERIMENT_NAME": names.experiment_name,
+        "TORCHX_TRACKING_RUN_NAME": names.run_name,
+    }
+    app = specs.AppDef(
+        name=plan.app_name(names.run_name, launch.role),
+        roles=[
+            specs.Role(
+                name=mesh,
+                image=image,
+                entrypoint="python",
+                env={**(env or {}), **tracking},
+                num_replicas=hosts,
+                max_retries=max_retries,
+                resource=resource,
+                mounts=plan.mounts(mounts),
+            )
+            for mesh, hosts in plan.mesh_sizes(meshes or {"hosts": "1"}).items()
+        ],
+        metadata=dict(metadata or {}),
+    )
+    return actor_meshes.waiting(app, 0.0, ("python", *launch.words))

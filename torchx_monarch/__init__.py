@@ -4,25 +4,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+TYPE_CHECKING = False
+"""As in ``typing``, which is not imported: ``python -m torchx_monarch.host`` would find one in the working folder."""
 
 if TYPE_CHECKING:
     from torchx_monarch.client.job import SPMDJob as SPMDJob
+    from torchx_monarch.client.monarch_job import MonarchJob as MonarchJob
     from torchx_monarch.client.result import RunResult as RunResult
     from torchx_monarch.client.serve import serve as serve
+    from torchx_monarch.client.this_job import this_job as this_job
     from torchx_monarch.errors import SPMDError as SPMDError
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "MonarchJob": "client.monarch_job",
     "RunResult": "client.result",
     "SPMDError": "errors",
     "SPMDJob": "client.job",
     "serve": "client.serve",
+    "this_job": "client.this_job",
 }
 """What this package offers to programs, and the modules where it is: imported when it is first used."""
 
-__all__ = ["RunResult", "SPMDError", "SPMDJob", "serve"]
+__all__ = ["MonarchJob", "RunResult", "SPMDError", "SPMDJob", "serve", "this_job"]
 
 
 def __getattr__(name: str) -> object:

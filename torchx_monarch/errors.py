@@ -233,6 +233,10 @@ class AllocationError(RuntimeError):
     """A live allocation has ended, or did not get ready in time."""
 
 
+class CodeError(RuntimeError):
+    """A workspace was not brought to the hosts of a live allocation; the message says why."""
+
+
 class SPMDError(RuntimeError):
     """A run on a live allocation has failed.
 

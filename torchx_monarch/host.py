@@ -22,6 +22,7 @@ def main(argv: list[str]) -> NoReturn:
     Args:
         argv: the options, ``--``, and the role's command.
     """
+    from torchx_monarch.plan.actors import is_actors
     from torchx_monarch.plan.exit_codes import parse_exit_codes
     from torchx_monarch.runtime.host import HostProcess
     from torchx_monarch.runtime.live_host import LiveHost, is_live
@@ -59,6 +60,9 @@ def main(argv: list[str]) -> NoReturn:
     parser.add_argument(
         "--retry-on", default="", help="exit codes and signals after which ranks are started again, with commas"
     )
+    parser.add_argument(
+        "--peers", default="", help="NAME=RENDEZVOUS of each role, with commas, for a script that uses all of them"
+    )
     parser.add_argument("command", nargs="+", metavar="COMMAND", help="after `--`: what the role runs")
     args = parser.parse_args(argv)
     if not 0 <= args.replica < args.replicas:
@@ -89,8 +93,13 @@ def main(argv: list[str]) -> NoReturn:
         network=NetworkOptions(args.bind, args.advertise, ports, args.peer_timeout),
         retry_on=retry_on,
         command=tuple(args.command),
+        peers=args.peers,
     )
-    kind = LiveHost if is_live(options, os.environ) else HostProcess
+    kind: type[HostProcess] = LiveHost if is_live(options, os.environ) else HostProcess
+    if is_actors(args.command):
+        from torchx_monarch.runtime.actor_host import ActorHost
+
+        kind = ActorHost
     kind(options, os.environ).main()
 
 

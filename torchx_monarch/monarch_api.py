@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from torchx_monarch.runtime import same_user
 
 if TYPE_CHECKING:
     from monarch import actor
+    from monarch.job import JobTrait
 
 _TUNING = {
     # Env only, no configure() key; the default of 10 s is how long a dead process stays unnoticed.
@@ -31,6 +33,8 @@ _TUNING = {
     "MONARCH_FILE_LOG": "error",
 }
 
+_TLS_VARIABLES = ("HYPERACTOR_TLS_CERT", "HYPERACTOR_TLS_KEY", "HYPERACTOR_TLS_CA")
+
 _CA = "trust_all_connections"
 """The only value that 0.7 accepts. It says nothing: an ipc:// address is protected by its folder's mode, a tls:// one
 by certificates, which Monarch demands of both ends, and the abstract sockets, which it opens unasked in the process of
@@ -44,6 +48,7 @@ def start_worker(
     tls: tuple[str, str, str] | None,
     on_fault: Callable[[str], None],
     warn: Callable[[str], None],
+    on_shutdown: Callable[[], None] | None = None,
 ) -> str:
     """Import Monarch and start its worker loop in this process.
 
@@ -55,6 +60,8 @@ def start_worker(
         on_fault: called, from a thread of Monarch's, with the text of each fault that no one handles; several times
             for one failure. (Monarch's default interrupts the main thread.)
         warn: called with a line for the job's log when other users of this machine can connect to Monarch.
+        on_shutdown: called, from a thread, when a client has shut the host mesh down. Without it that is the end of
+            this process, at once and with exit code 0.
 
     Returns:
         the address by which a controller attaches to it.
@@ -62,22 +69,43 @@ def start_worker(
     for name, value in _TUNING.items():
         os.environ.setdefault(name, value)
     if tls is not None:
-        names = ("HYPERACTOR_TLS_CERT", "HYPERACTOR_TLS_KEY", "HYPERACTOR_TLS_CA")
-        os.environ.update(zip(names, tls, strict=True))
+        os.environ.update(zip(_TLS_VARIABLES, tls, strict=True))
 
-    from monarch import _rust_bindings, actor
+    from monarch import actor
 
-    try:
-        same_user.guard(_rust_bindings.__file__)
-    except same_user.NotGuarded as error:
-        warn(f"other users of this machine can connect to Monarch and run code here: {error}")
+    _guard(warn)
     actor.unhandled_fault_hook = lambda failure: on_fault(str(failure))
     actor.enable_transport(client_url)
     # With a service id the host is known by that, and not by the address it believes it serves. These two lines are
     # monarch.job's new_service_proc_id and service_proc_addr, whose import costs as much as monarch.actor's.
     service = actor.ProcId(actor.Uid.instance("service"))
-    actor.start_worker_loop_forever(ca=_CA, address=f"{service}@{serve_url}")
+    if on_shutdown is None:
+        actor.start_worker_loop_forever(ca=_CA, address=f"{service}@{serve_url}")
+    else:
+        _serve_until_shutdown(f"{service}@{serve_url}", on_fault, on_shutdown)
     return f"{service}@{dial_url}"
+
+
+def _guard(warn: Callable[[str], None]) -> None:
+    from monarch import _rust_bindings
+
+    try:
+        same_user.guard(_rust_bindings.__file__)
+    except same_user.NotGuarded as error:
+        warn(f"other users of this machine can connect to Monarch and run code here: {error}")
+
+
+def _serve_until_shutdown(address: str, on_fault: Callable[[str], None], on_shutdown: Callable[[], None]) -> None:
+    from monarch import actor
+
+    def serve() -> None:
+        try:
+            actor.run_worker_loop_until_shutdown(ca=_CA, address=address)
+        except Exception as error:
+            on_fault(f"the worker loop failed: {error}")
+        on_shutdown()
+
+    threading.Thread(target=serve, name="monarch-worker-loop", daemon=True).start()
 
 
 def host_without_agent(error: BaseException) -> int | None:
@@ -125,3 +153,86 @@ class AgentMesh:
                 yield answer.get()
             except Exception as error:
                 yield error
+
+
+# -- a user's process, which is a client of hosts that wait for actors -------------------------------------------------
+
+
+class ClientError(RuntimeError):
+    """This process cannot be a Monarch client of these hosts; the message says why."""
+
+
+def become_client(url: str, tls: Sequence[str], warn: Callable[[str], None], gateway: str = "") -> None:
+    """Have this process listen as Monarch's client where the hosts can reach it, or reach them through one of them.
+
+    Args:
+        url: where; empty for Monarch's own choice, which hosts of this machine reach.
+        tls: for ``tls://``: files with its certificate, its key, and the authority that it trusts. Monarch reads them
+            anew for every connection, so they may be replaced.
+        warn: called with a line when other users of this machine can connect to Monarch.
+        gateway: address of the host through which everything goes; nobody then dials this process. Monarch has one for
+            the life of a process.
+
+    Raises:
+        ClientError: it listens elsewhere already, or has another gateway.
+    """
+    from monarch import actor
+
+    _guard(warn)
+    if tls:
+        from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_env
+
+        os.environ.update(zip(_TLS_VARIABLES, tls, strict=True))
+        reload_config_from_env()  # Monarch has read its environment when it was imported
+    try:
+        if gateway:
+            actor.attach(gateway.partition("@")[2])
+        elif url:
+            actor.enable_transport(url)
+    except RuntimeError as error:
+        if gateway:
+            raise ClientError(f"Monarch cannot go through {gateway} in this process: {error}") from None
+        raise ClientError(
+            f"Monarch already runs in this process and listens where these hosts cannot reach it: they need {url}. "
+            f"Call state() of the job before anything else of Monarch's (this_host, spawn_procs, another job). {error}"
+        ) from None
+
+
+def host_mesh(name: str, addresses: Sequence[str], timeout: float) -> actor.HostMesh:
+    """The hosts of these addresses as one mesh, of dimension ``hosts``.
+
+    Raises:
+        ClientError: they cannot be reached in time.
+    """
+    from monarch import actor
+    from monarch._src.actor.sync_state import fake_sync_state
+
+    mesh = actor.attach_to_workers(ca=_CA, workers=list(addresses), name=name)
+    try:
+        with fake_sync_state():  # as JobTrait has it: state() is called from within asyncio as well
+            mesh.initialized.get(timeout=timeout)
+    except Exception as error:
+        raise ClientError(
+            f"the hosts of mesh {name!r} cannot be reached ({', '.join(addresses)}): {error!r}"
+        ) from error
+    return mesh
+
+
+def stop_mesh(mesh: actor.HostMesh, timeout: float) -> None:
+    """End what was started on the hosts of a mesh, so that nothing of it fails when they go."""
+    from monarch._src.actor.sync_state import fake_sync_state
+
+    with fake_sync_state():
+        mesh.stop().get(timeout=timeout)
+
+
+def batch_job(job: JobTrait) -> JobTrait:
+    """What ``apply(client_script=...)`` leaves for the script: a job that is the one around it."""
+    from monarch._src.job.job import BatchJob
+
+    return BatchJob(job)
+
+
+def in_batch_job() -> bool:
+    """Whether this process is the script of a job."""
+    return os.environ.get("MONARCH_BATCH_JOB") == "1"

@@ -31,6 +31,7 @@ BACKENDS = ("local", "docker", "slurm", "kubernetes", "aws_batch")
 
 WIRES = {
     "real": "tested real",
+    "api-server": "tested on a real API server, with stand-ins for nodes and controllers",
     "moto+docker": "tested on a fake wire (moto, containers in a real dockerd)",
     "fake": "tested on a fake wire",
 }

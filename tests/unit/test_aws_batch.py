@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from torchx.runner import Runner
 from torchx.specs import AppDef, BindMount, DeviceMount, Resource, RetryPolicy, Role, VolumeMount, resource
 
-from torchx_monarch import schedulers
-from torchx_monarch.backends.aws_batch import command, container, facts
+from torchx_monarch import credentials, schedulers
+from torchx_monarch.backends.aws_batch import command, container, facts, request
 from torchx_monarch.backends.aws_batch.request import BatchJob, fit, new_name
 from torchx_monarch.backends.network import PLACEHOLDER
 
@@ -41,8 +41,8 @@ def job(
 ) -> BatchJob:
     app = AppDef(name, list(roles), metadata or {})
     with Runner("torchx", FACTORIES) as runner:
-        request: BatchJob = runner.dryrun(app, scheduler, cfg={"queue": "q", **cfg}).request
-    return request
+        made: BatchJob = runner.dryrun(app, scheduler, cfg={"queue": "q", **cfg}).request
+    return made
 
 
 def role(name: str = "trainer", replicas: int = 2, **more: Any) -> Role:
@@ -245,9 +245,10 @@ def test_the_app_is_left_out_where_it_does_not_fit() -> None:
     made.submit["parameters"]["torchx-monarch-app"] = "x" * (31 << 10)
     assert "too large to travel with its job" in fit(made)
     assert "parameters" not in made.submit
-    made.definition["tags"]["x"] = "x" * (24 << 10)
+    made.definition["tags"]["x"] = "x" * (21 << 10)  # with the credentials it is more
     with pytest.raises(ValueError, match=r"the job definition has \d+ bytes; AWS Batch takes 24576"):
         fit(made)
+    assert len(credentials.create()[0].to_text()) <= request._CREDENTIALS_SIZE
 
 
 def test_an_image_with_a_workspace_is_pushed_to_the_repository() -> None:

@@ -19,7 +19,7 @@ from torchx.specs.file_linter import validate
 from torchx.specs.finder import ComponentValidationException, ModuleComponentsFinder
 
 import torchx_monarch.components
-from torchx_monarch.components import hosts, spmd
+from torchx_monarch.components import controller, hosts, spmd
 from torchx_monarch.plan.command import Program, parse
 from torchx_monarch.plan.rewrite import HostOptions, rewrite
 from torchx_monarch.plan.spmd import Launch, app_name
@@ -212,13 +212,13 @@ def test_other_arguments_are_not_warned_about(caplog: pytest.LogCaptureFixture) 
 def test_torchx_finds_exactly_the_components() -> None:
     found = ModuleComponentsFinder(torchx_monarch.components, "monarch").find(None)
     errors = {component.name: component.validation_errors for component in found}
-    assert errors == {"monarch.spmd": [], "monarch.hosts": []}
+    assert errors == {"monarch.spmd": [], "monarch.hosts": [], "monarch.controller": []}
     path = inspect.getsourcefile(torchx_monarch.components)
     assert path is not None
     assert validate(path, "spmd", None) == []
 
 
-@pytest.mark.parametrize("component", [spmd, hosts])
+@pytest.mark.parametrize("component", [spmd, hosts, controller])
 def test_every_option_has_a_help_text(component: Callable[..., object]) -> None:
     documented = inspect.getdoc(component)
     assert documented is not None

@@ -70,7 +70,8 @@ def modules_of(statement: str) -> set[str]:
 
 
 def test_host_process_starts_without_torchx() -> None:
-    assert "torchx" not in imported_by("import torchx_monarch.host, torchx_monarch.runtime.host")
+    theirs = imported_by("import torchx_monarch.host, torchx_monarch.runtime.host, torchx_monarch.runtime.code")
+    assert not theirs & {"torchx", "pathspec"}  # who reads patterns is the client
 
 
 @pytest.mark.parametrize("module", ["local.supervisor", "slurm.job", "slurm.task"])
@@ -103,6 +104,13 @@ def modules_imported(path: Path) -> set[str]:
         ("schedulers", ("torchx_monarch.runtime", "monarch", "torch.")),
         ("client", ("torchx_monarch.schedulers", "torchx_monarch.monarch_api", "monarch", "torch.")),
         ("runtime", ("torchx_monarch.schedulers", "torchx_monarch.backends", "torchx.")),
+        (
+            "sync",
+            (
+                *(f"torchx_monarch.{room}" for room in ("runtime", "schedulers", "backends", "plan", "client")),
+                *("monarch", "torch.", "torchx."),
+            ),
+        ),
     ],
 )
 def test_dependencies_point_one_way(room: str, forbidden: tuple[str, ...]) -> None:
@@ -111,8 +119,8 @@ def test_dependencies_point_one_way(room: str, forbidden: tuple[str, ...]) -> No
         for path in (_PACKAGE / room).rglob("*.py")
         for name in modules_imported(path)
         if any(f"{name}.".startswith(prefix if prefix.endswith(".") else f"{prefix}.") for prefix in forbidden)
-        # A rank is the one place where torch belongs.
-        and path.name != "rank_main.py"
+        # A rank is the one place where torch belongs, and a Monarch client's process that for Monarch.
+        and path.name not in ("rank_main.py", "monarch_job.py", "this_job.py")
     }
     assert not wrong
 

@@ -8,15 +8,16 @@ import argparse
 import os
 import sys
 import time
-from typing import NoReturn
+from typing import NoReturn, get_args
 
 from torchx.cli.cmd_base import SubCommand
 
 from torchx_monarch.client.allocations import Found, waiting_hosts
+from torchx_monarch.client.code import When, current_workspace
 from torchx_monarch.client.job import SPMDJob
 from torchx_monarch.client.link import ask
 from torchx_monarch.client.run import Collector, Records, interruptibly
-from torchx_monarch.errors import AllocationError, LinkError, RefusedError
+from torchx_monarch.errors import AllocationError, CodeError, LinkError, RefusedError
 
 _NO_ANSWER = 69
 """EX_UNAVAILABLE: the hosts cannot be reached, or refuse."""
@@ -31,14 +32,8 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
         """Describe the command line."""
         commands = subparser.add_subparsers(title="commands", required=True, metavar="COMMAND")
         one = commands.add_parser("exec", help="run a command on an allocation's hosts")
-        _allocation(one)
-        one.add_argument("--nproc", default="", help="processes on each host, where not as the command says")
-        one.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="variable for the ranks")
-        one.add_argument("--cwd", default="", help="folder on the hosts that the ranks start in")
-        one.add_argument("--timeout", type=float, help="seconds after which the hosts end the run")
-        one.add_argument("--queue", action="store_true", help="wait for runs that have not ended, and do not fail")
-        one.add_argument("--detach", action="store_true", help="print the run's number, and do not wait for its end")
-        one.add_argument("-v", "--verbose", action="store_true", help="show the phases of the run as well")
+        one.add_argument("handle", help="as torchx run printed it")
+        _exec_options(one)
         one.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="as one would type it")
         one.set_defaults(monarch=_exec)
         one = commands.add_parser("follow", help="the output of a run that was begun elsewhere, and its exit code")
@@ -59,13 +54,44 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
         """Do what was typed."""
         try:
             args.monarch(args)
-        except (LinkError, RefusedError, AllocationError) as error:
+        except KeyboardInterrupt:
+            sys.exit(130)
+        except BrokenPipeError:  # as a program does whose reader is gone; a run goes on
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            sys.exit(141)
+        except (LinkError, RefusedError, AllocationError, CodeError) as error:
             _say(str(error))
             sys.exit(_NO_ANSWER)
 
 
+def _exec_options(parser: argparse.ArgumentParser) -> None:
+    _where(parser)
+    parser.add_argument("--nproc", default="", help="processes on each host, where not as the command says")
+    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="variable for the ranks")
+    parser.add_argument("--cwd", default="", help="folder on the hosts that the ranks start in, as it is there")
+    parser.add_argument(
+        "--workspace",
+        help="folder with the code, which the hosts are brought first (default: the current one, unless it is the "
+        "home folder); '' for what is there",
+    )
+    parser.add_argument(
+        "--sync",
+        choices=get_args(When),
+        default="auto",
+        help="whether the hosts get a copy of it; auto: unless they see the folder itself",
+    )
+    parser.add_argument("--timeout", type=float, help="seconds after which the hosts end the run")
+    parser.add_argument("--queue", action="store_true", help="wait for runs that have not ended, and do not fail")
+    parser.add_argument("--detach", action="store_true", help="print the run's number, and do not wait for its end")
+    parser.add_argument("-v", "--verbose", action="store_true", help="show the phases of the run as well")
+
+
 def _allocation(parser: argparse.ArgumentParser, optional: bool = False) -> None:
     parser.add_argument("handle", nargs="?" if optional else None, help="as torchx run printed it")
+    _where(parser)
+
+
+def _where(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--role", default="", help="which of the app's roles (default: the first)")
     parser.add_argument(
         "--address", default="", help="HOST:PORT where replica 0 is reached from here: the near end of a tunnel"
@@ -77,10 +103,7 @@ def _job(args: argparse.Namespace) -> SPMDJob:
 
 
 def _exec(args: argparse.Namespace) -> None:
-    words = args.command[1:] if args.command[:1] == ["--"] else args.command
-    if words and words[0].startswith("-") and words[0] != "-m":
-        _say(f"{words[0]} is no option here. {_USAGE}")
-        sys.exit(os.EX_USAGE)
+    words = _words(args)
     env = {}
     for pair in args.env:
         name, equals, value = pair.partition("=")
@@ -89,13 +112,38 @@ def _exec(args: argparse.Namespace) -> None:
             sys.exit(os.EX_USAGE)
         env[name] = value
     job = _job(args).wait_ready(on_progress=_say)
-    request = job.request(words or None, env, args.nproc or None, args.timeout, args.cwd or None, args.queue)
+    workspace = current_workspace() if args.workspace is None and not args.cwd else args.workspace
+    request = job.request(
+        words or None,
+        env,
+        args.nproc or None,
+        args.timeout,
+        args.cwd or None,
+        args.queue,
+        workspace or None,
+        args.sync,
+    )
     records = Records.of(job.target, request)
     if args.detach:
         print(records.run)
         records.close()
         return
     _see_to_its_end(job, records, args.verbose)
+
+
+def _words(args: argparse.Namespace) -> list[str]:
+    """What is to run. Options behind the handle, which argparse takes for a part of that, are taken up."""
+    typed: list[str] = args.command
+    if not typed or not typed[0].startswith("-") or typed[0] == "-m":
+        return typed
+    end = typed.index("--") if "--" in typed else len(typed)
+    parser = argparse.ArgumentParser(add_help=False)
+    _exec_options(parser)
+    _, unknown = parser.parse_known_args(typed[:end], args)
+    if unknown:
+        _say(f"{unknown[0]} is no option here. {_USAGE}")
+        sys.exit(os.EX_USAGE)
+    return typed[end + 1 :]
 
 
 def _follow(args: argparse.Namespace) -> None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torchx_monarch.client.code import Brought, When, bring, check_when
 from torchx_monarch.client.link import Link, ask
 from torchx_monarch.client.result import RunResult
 from torchx_monarch.client.run import Collector, Output, Records, RunHandle, interruptibly
@@ -76,24 +77,40 @@ class SPMDJob:
         role: which of its roles; empty for the first.
         address: ``HOST:PORT`` where its replica 0 is reached from here, where the scheduler cannot say.
         runner: TorchX's; one is made where none is given.
+        workspace: folder with the code, which the hosts are to have as it is when a run begins; None for what is there.
+        sync: when they get a copy; see ``client.code.When``.
     """
 
-    def __init__(self, handle: str, role: str = "", address: str = "", runner: Runner | None = None) -> None:
+    def __init__(
+        self,
+        handle: str,
+        role: str = "",
+        address: str = "",
+        runner: Runner | None = None,
+        workspace: str | None = None,
+        sync: When = "auto",
+    ) -> None:
+        check_when(sync)
         self.handle = handle
         self.role = role
+        self.workspace = os.path.abspath(os.path.expanduser(workspace)) if workspace else None
+        self.sync: When = sync
         self._address = address
         self._runner = runner
         self._target: Target | None = None
 
     @classmethod
-    def attach(cls, handle: str, role: str = "", address: str = "", runner: Runner | None = None) -> SPMDJob:
+    def attach(cls, handle: str, role: str = "", address: str = "", **more: Any) -> SPMDJob:
         """The allocation of that handle, from any process.
+
+        Args:
+            handle: as for ``SPMDJob``; likewise the others: ``runner``, ``workspace``, ``sync``.
 
         Raises:
             LinkError: it is not known here how to reach it.
         """
-        job = cls(handle, role, address, runner)
-        job._target = Target.of(handle, role, address, runner)
+        job = cls(handle, role, address, **more)
+        job._target = Target.of(handle, role, address, job._runner)
         return job
 
     def __repr__(self) -> str:
@@ -230,6 +247,8 @@ class SPMDJob:
         *,
         output: Output = "stream",
         cwd: str | None = None,
+        workspace: str | None = None,
+        sync: When | None = None,
         queue: bool = False,
         check: bool = True,
         on_phase: Callable[[str], None] | None = None,
@@ -243,17 +262,22 @@ class SPMDJob:
             nproc: processes on each host, where not as the command says: a number, or auto, gpu, cpu, xpu.
             timeout: seconds after which the hosts end the run.
             output: what happens to what the ranks print; see ``client.run.Output``.
-            cwd: folder on the hosts that the ranks start in; None for the hosts' own.
+            cwd: folder on the hosts that the ranks start in, as it is there; None for the workspace, or without one
+                the hosts' own.
+            workspace: folder with the code for this run; None for the job's.
+            sync: when the hosts get a copy of it for this run; None for the job's. See ``client.code.When``.
             queue: wait for runs that have not ended yet; else one that has not makes this call fail.
             check: whether a failure raises; else it is in the result.
             on_phase: called with each line about the run itself.
 
         Raises:
             SPMDError: it has failed, or was ended.
+            CodeError: the workspace was not brought to the hosts.
             RefusedError: the hosts do not run it: another run has not ended, or the request makes no sense.
             LinkError: they cannot be reached.
         """
-        records = Records.of(self.target, self.request(script_args, env, nproc, timeout, cwd, queue))
+        request = self.request(script_args, env, nproc, timeout, cwd, queue, workspace, sync)
+        records = Records.of(self.target, request)
         try:
             result = interruptibly(self.target, records, Collector(output, on_phase), _say)
         finally:
@@ -271,6 +295,8 @@ class SPMDJob:
         *,
         output: Output = "stream",
         cwd: str | None = None,
+        workspace: str | None = None,
+        sync: When | None = None,
         queue: bool = False,
         check: bool = True,
         on_phase: Callable[[str], None] | None = None,
@@ -278,10 +304,12 @@ class SPMDJob:
         """As ``run_spmd``, without waiting for the end; the run goes on when this process ends.
 
         Raises:
+            CodeError: the workspace was not brought to the hosts.
             RefusedError: the hosts do not run it: another run has not ended, or the request makes no sense.
             LinkError: they cannot be reached.
         """
-        records = Records.of(self.target, self.request(script_args, env, nproc, timeout, cwd, queue))
+        request = self.request(script_args, env, nproc, timeout, cwd, queue, workspace, sync)
+        records = Records.of(self.target, request)
         return RunHandle(self.target, records, Collector(output, on_phase), check)
 
     def follow(self, run: int | None = None, *, output: Output = "stream", check: bool = True) -> RunHandle:
@@ -355,6 +383,8 @@ class SPMDJob:
         timeout: float | None,
         cwd: str | None,
         queue: bool,
+        workspace: str | None = None,
+        sync: When | None = None,
     ) -> dict[str, Any]:
         """What is sent for ``run_spmd`` with these arguments; the code that it needs is there by then."""
         if isinstance(script_args, str):
@@ -374,8 +404,15 @@ class SPMDJob:
             "queue": queue,
             "by": f"{getpass.getuser()}@{socket.gethostname()}",
         }
-        self._before_run(request)
+        if not cwd:
+            request.update(self._bring(workspace, sync).request())
+        elif workspace:
+            raise ValueError(f"give cwd={cwd!r}, a folder that the hosts have, or workspace={workspace!r}, not both")
         return request
 
-    def _before_run(self, request: dict[str, Any]) -> None:
-        """Called with each request to run, before it is sent; may set ``cwd`` and ``code``."""
+    def _bring(self, workspace: str | None, sync: When | None) -> Brought:
+        """Have the hosts see the workspace as it is now, if there is one."""
+        folder = os.path.abspath(os.path.expanduser(workspace)) if workspace else self.workspace
+        when = self.sync if sync is None else sync
+        check_when(when)
+        return Brought() if folder is None else bring(self.target, folder, when)

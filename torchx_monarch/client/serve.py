@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torchx_monarch.client.code import When, check_when, current_workspace
 from torchx_monarch.client.job import SPMDJob
 from torchx_monarch.plan.hold import IDLE_TIMEOUT
 
@@ -22,6 +23,7 @@ def serve(
     *,
     idle_timeout: float = IDLE_TIMEOUT,
     workspace: str | None = None,
+    sync: When = "auto",
     role: str = "",
     runner: Runner | None = None,
 ) -> SPMDJob:
@@ -35,7 +37,9 @@ def serve(
         scheduler: one of ours: ``monarch_local``, ``monarch_slurm``, ….
         scheduler_cfg: its run options.
         idle_timeout: seconds without a run after which the hosts end by themselves; 0 for never.
-        workspace: as for ``torchx run``; None for none.
+        workspace: folder with the code: the hosts begin with it as with ``torchx run --workspace``, and are brought
+            what has changed in it before each run. None, with a command, for the current folder; with an app for none.
+        sync: whether the hosts get a copy of it before each run; see ``client.code.When``.
         role: the role whose hosts runs are for; empty for the first.
         runner: TorchX's; one is made where none is given.
 
@@ -46,6 +50,8 @@ def serve(
     from torchx_monarch.plan.command import CommandError
     from torchx_monarch.plan.rewrite import hold
 
+    check_when(sync)
+    code = workspace or (current_workspace() if isinstance(appdef, (list, tuple)) else None)
     app = appdef if not isinstance(appdef, (list, tuple)) else _app(appdef)
     if not scheduler.startswith("monarch_"):
         raise ValueError(f"scheduler={scheduler!r} does not hold hosts; those that do begin with monarch_")
@@ -58,7 +64,7 @@ def serve(
     except CommandError as error:
         raise ValueError(str(error)) from None
     info = runner.dryrun(held, scheduler, dict(scheduler_cfg or {}), workspace=workspace)
-    return SPMDJob(runner.schedule(info), role=role, runner=runner)
+    return SPMDJob(runner.schedule(info), role=role, runner=runner, workspace=code, sync=sync)
 
 
 def _app(command: Sequence[str]) -> AppDef:

@@ -29,6 +29,9 @@ __all__ = ["Command", "CommandError", "Program", "Streams", "TorchrunOptions", "
 HOST_MODULE = "torchx_monarch.host"
 """The module that runs in every replica: ``python -m torchx_monarch.host [options] -- COMMAND``."""
 
+ACTORS_MODULE = "torchx_monarch.actors"
+"""``python -m torchx_monarch.actors [options] [-- SCRIPT]``: the command of hosts that run a client's actors."""
+
 HOSTS_MODULE = "torchx_monarch.hosts"
 """The command of an allocation that waits for runs (``plan.hold``): ``python -m torchx_monarch.hosts [options]``."""
 
@@ -60,14 +63,15 @@ class Command:
 
     Attributes:
         kind: ``torchrun``, or ``python`` for a plain python command: one process per replica; ``hosts`` for an
-            allocation that waits for runs, whose program holds the rest (``plan.hold``).
+            allocation that waits for runs (``plan.hold``) and ``actors`` for hosts that wait for a client's actors
+            (``plan.actors``), whose program holds the rest.
         options: torchrun's options; for the other kinds the defaults.
         interpreter: how the ranks' python is called. For kind ``python`` the interpreter with its own flags, as typed.
             For kind ``torchrun`` what torchrun would use if the command tells: ``$PYTHON_EXEC``, or the X of
             ``X -m torch.distributed.run``; otherwise empty, which means the python that the host runs in.
     """
 
-    kind: Literal["torchrun", "python", "hosts"]
+    kind: Literal["torchrun", "python", "hosts", "actors"]
     options: TorchrunOptions
     program: Program
     interpreter: tuple[str, ...] = ()
@@ -123,9 +127,9 @@ def parse(argv: Sequence[str], env: Mapping[str, str] = MappingProxyType({})) ->
         )
     if program.mode == "module" and program.target == HOST_MODULE:
         raise CommandError(f"The command already runs {HOST_MODULE}. Give the command that follows its `--`.")
-    kind: Literal["python", "hosts"] = "python"
-    if program.mode == "module" and program.target == HOSTS_MODULE:
-        kind = "hosts"
+    kind: Literal["python", "hosts", "actors"] = "python"
+    if program.mode == "module" and program.target in (HOSTS_MODULE, ACTORS_MODULE):
+        kind = "hosts" if program.target == HOSTS_MODULE else "actors"
     return Command(kind, DEFAULTS, program, interpreter)
 
 

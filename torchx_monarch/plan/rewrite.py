@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from torchx.specs import AppDef, RetryPolicy, Role, macros
 
+from torchx_monarch.plan.actors import is_actors
 from torchx_monarch.plan.command import HOST_MODULE, HOSTS_MODULE, Command, CommandError, check, parse
 from torchx_monarch.plan.hold import IDLE_TIMEOUT, Hold
 from torchx_monarch.plan.shell import SimpleCommand, command_string, simple_commands
@@ -192,9 +193,14 @@ def _host_arguments(role: Role, options: HostOptions) -> list[str]:
         *(("--retry-on", ",".join(map(str, options.retry_on))) if options.retry_on else ()),
         *(("--replacements", str(role.max_retries)) if _are_replaced(role) else ()),
         *(("--rendezvous", options.rendezvous[role.name]) if role.name in options.rendezvous else ()),
+        *(("--peers", _peers(options)) if options.rendezvous and is_actors([role.entrypoint, *role.args]) else ()),
         *(escape(word) for word in options.network),
         "--",
     ]
+
+
+def _peers(options: HostOptions) -> str:
+    return ",".join(f"{name}={rendezvous}" for name, rendezvous in options.rendezvous.items())
 
 
 def _are_replaced(role: Role) -> bool:

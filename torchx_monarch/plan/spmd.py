@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import NoReturn
@@ -20,6 +20,7 @@ from torchx.components.structured_arg import StructuredJArgument
 from torchx.specs.finder import ComponentValidationException
 
 from torchx_monarch.plan.command import PROCESS_COUNTS, is_process_count
+from torchx_monarch.plan.meshes import check_mesh_name
 from torchx_monarch.plan.options import Streams, node_range
 
 DEBUG_ENV = {
@@ -188,6 +189,20 @@ def require_counts(**options: int) -> None:
     for name, value in options.items():
         if value < 0:
             _refuse(f"--{name} {value}: use 0 or more.")
+
+
+def mesh_sizes(meshes: Mapping[str, str]) -> dict[str, int]:
+    """How many hosts each mesh has, of ``--meshes NAME=N,NAME=N``."""
+    sizes = {}
+    for name, hosts in meshes.items():
+        if not hosts.isdigit() or int(hosts) < 1:
+            _refuse(f"--meshes {name}={hosts}: use a number of hosts above 0.")
+        try:
+            check_mesh_name(name)
+        except ValueError as error:
+            _refuse(f"--meshes {name}={hosts}: {error}")
+        sizes[name] = int(hosts)
+    return sizes
 
 
 def misplaced(script_args: Sequence[str], options: Collection[str]) -> list[str]:

@@ -258,19 +258,10 @@ class HostProcess:
         os.environ["PYTHONSAFEPATH"] = "1"  # a monarch.py of the user's in this folder is not what the agent imports
         os.environ["TMPDIR"] = self._sockets  # Monarch makes more of them; ranks get the environment as it was
 
-        def start() -> str:
-            from torchx_monarch import monarch_api
+        return await wires.start_monarch(lambda text: print(text, file=sys.stderr, flush=True), self._warn)
 
-            return monarch_api.start_worker(
-                wires.client_url,
-                wires.serve_url,
-                wires.dial_url,
-                wires.identity.files if wires.identity else None,
-                lambda text: print(text, file=sys.stderr, flush=True),
-                lambda text: self._reporter.line(f"INSECURE: host {self._options.replica}: {text}"),
-            )
-
-        return await asyncio.get_running_loop().run_in_executor(None, start)
+    def _warn(self, text: str) -> None:
+        self._reporter.line(f"INSECURE: host {self._options.replica}: {text}")
 
     def _start_watchdog(self, command: Command) -> None:
         """Serve the timers of ``torch.distributed.elastic.timer`` if the role's environment wants them."""

@@ -113,6 +113,8 @@ class Allocation:
         current: the run that the controller is at.
         ready: whether the mesh stands.
         broadcast: ``LiveController.broadcast``.
+        codes: hashes of code that every host of this mesh has.
+        hand_on: has hosts that came after code was brought get it from replica 0's, by its hash.
 
     Args:
         rendezvous: where clients come.
@@ -139,6 +141,8 @@ class Allocation:
         self.current: Run | None = None
         self.ready = False
         self.broadcast: Callable[[str, dict[str, Any]], Awaitable[dict[int, Any]]] | None = None
+        self.codes: set[str] = set()
+        self.hand_on: Callable[[str], Awaitable[None]] | None = None
         self.idle_timeout = idle_timeout
         self._rendezvous = rendezvous
         self._app = app

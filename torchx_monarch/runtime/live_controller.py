@@ -14,6 +14,7 @@ from torchx_monarch.errors import Verdict
 from torchx_monarch.runtime import link, protocol
 from torchx_monarch.runtime.controller import Controller, HostRefused, JobOptions, TroubleCame
 from torchx_monarch.runtime.live import END_RUN, Allocation, Run
+from torchx_monarch.runtime.ranks import LaunchError
 from torchx_monarch.runtime.rendezvous import Registration, Rendezvous
 from torchx_monarch.runtime.report import Reporter
 
@@ -95,6 +96,7 @@ class LiveController(Controller):
     async def _work(self, hosts: list[Registration]) -> Verdict:
         allocation = self._allocation
         allocation.ready = True
+        allocation.codes.clear()
         try:
             while True:
                 run = allocation.current
@@ -129,6 +131,8 @@ class LiveController(Controller):
     async def _one(self, run: Run, hosts: list[Registration]) -> Verdict:
         """Run it, or go on with it on new hosts; how it ended. Trouble with a host raises."""
         try:
+            if run.request.synced:
+                await self._hand_on(run.request.code)
             args = {"run": run.number, "token": run.token, **run.request.to_json()}
             answers = {}
             async for answer in self._each_host("begin", args, hosts):
@@ -151,6 +155,16 @@ class LiveController(Controller):
                 raise
             self._requeue(await self._stop_ranks(came.trouble.signal))
             return run.ending or came.trouble.verdict
+
+    async def _hand_on(self, code: str) -> None:
+        """Have all hosts have the code of a run, those that came since it was brought among them."""
+        if code in self._allocation.codes:
+            return
+        assert self._allocation.hand_on is not None
+        try:
+            await self._unless_trouble(self._allocation.hand_on(code))
+        except (HostsError, LaunchError) as error:
+            raise HostRefused(str(error), 1) from None
 
     def _requeue(self, troubles: Iterable[Any]) -> None:
         for trouble in troubles:

@@ -16,6 +16,7 @@ from typing import Any
 from torchx_monarch.plan.command import Command, CommandError, Program, parse
 from torchx_monarch.plan.hold import Hold, run_command, with_program
 from torchx_monarch.plan.options import DEFAULTS
+from torchx_monarch.runtime.code import OPS, HostCode, hand_on
 from torchx_monarch.runtime.controller import Controller, JobOptions
 from torchx_monarch.runtime.host import HostProcess
 from torchx_monarch.runtime.journal import Journal
@@ -50,7 +51,7 @@ class LiveHost(HostProcess):
         OPS: what ``LiveController.broadcast`` can ask a host to do, beyond what every host does; by name.
     """
 
-    OPS: dict[str, Op] = {}
+    OPS: dict[str, Op] = dict(OPS)
 
     def __init__(self, options: HostOptions, environ: Mapping[str, str]) -> None:
         super().__init__(options, environ)
@@ -61,6 +62,13 @@ class LiveHost(HostProcess):
         self._begun: dict[str, Any] = {}
         self._journal: Journal | None = None
         self._forwarding: asyncio.Task[None] | None = None
+        self._code: HostCode | None = None
+
+    @property
+    def code(self) -> HostCode:
+        """The code that clients have brought to this host."""
+        self._code = self._code or HostCode(os.path.join(self._sockets, "code"))
+        return self._code
 
     @property
     def log_dir(self) -> str:
@@ -101,7 +109,7 @@ class LiveHost(HostProcess):
 
     def _controller(self, job: JobOptions, rendezvous: Rendezvous, wires: Wires) -> Controller:
         options, hold = self._options, self._hold
-        self._allocation = Allocation(
+        self._allocation = allocation = Allocation(
             rendezvous,
             options.app,
             options.role,
@@ -110,6 +118,7 @@ class LiveHost(HostProcess):
             hold.idle_timeout,
             lambda: self._live.warm if self._live else 0,
         )
+        allocation.hand_on = lambda code: hand_on(allocation, self.code, code)
         job = dataclasses.replace(job, first_log_attempt=0)
         return LiveController(
             job, rendezvous, self._reporter, self._first_output, wires.check, self._handle, self._allocation
@@ -147,7 +156,7 @@ class LiveHost(HostProcess):
         if args["token"] == self._token:
             return {**self._begun, "fresh": False}
         await self._close_journal()
-        cwd, env = args["cwd"] or os.getcwd(), args["env"]
+        cwd, env = await self._folder_for(args), args["env"]
         command = self._command_of(args, cwd, {**self._environ, **env})
         folder = os.path.join(self._log_dir, f"run_{args['run']}")
         run_id = command.options.rdzv_id if command.options.rdzv_id != "none" else f"{self._options.app}-{args['run']}"
@@ -181,6 +190,13 @@ class LiveHost(HostProcess):
         }
         return {**self._begun, "fresh": True}
 
+    async def _folder_for(self, args: dict[str, Any]) -> str:
+        """Where the ranks of a run start."""
+        await self.code.leave()
+        if args["synced"]:
+            return await self.code.enter(args["code"])
+        return args["cwd"] or os.getcwd()
+
     def _command_of(self, args: dict[str, Any], cwd: str, env: Mapping[str, str]) -> Command:
         """What a run runs.
 
@@ -211,6 +227,7 @@ class LiveHost(HostProcess):
             return 0
         await self._live.stop(signal.SIGKILL, 0.0)
         self._live = self._live.retire()
+        await self.code.leave()
         journal = self._journal
         await self._close_journal()
         return journal.count if journal is not None else 0

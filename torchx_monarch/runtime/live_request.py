@@ -25,7 +25,8 @@ class RunRequest:
         nproc: processes on each host, as torchrun's ``--nproc-per-node``; empty for what the command says.
         env: variables that the ranks get beside the hosts' own.
         cwd: folder on every host that the ranks start in; empty for the hosts' own.
-        code: hash of the code; empty where none was brought.
+        code: hash of the code; empty where it is not known.
+        synced: whether every host has a copy of it to run in, which ``cwd`` then does not name.
         timeout: seconds from its start after which it is ended; None for none.
         queue: whether it may wait for runs before it.
         by: who wants it, for people.
@@ -38,6 +39,7 @@ class RunRequest:
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
     cwd: str = ""
     code: str = ""
+    synced: bool = False
     timeout: float | None = None
     queue: bool = False
     by: str = ""
@@ -80,6 +82,7 @@ class RunRequest:
             env=env,
             cwd=message.get("cwd") or "",
             code=(message.get("code") or "")[:200],
+            synced=message.get("synced") is True,
             timeout=timeout,
             queue=message.get("queue") is True,
             by=(message.get("by") or "")[:200],
@@ -98,6 +101,8 @@ class RunRequest:
             "nproc": self.nproc,
             "env": dict(self.env),
             "cwd": self.cwd,
+            "code": self.code,
+            "synced": self.synced,
         }
 
 

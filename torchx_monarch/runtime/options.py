@@ -27,6 +27,7 @@ class HostOptions:
         network: of the hosts, where they are on one.
         retry_on: exit codes after which ranks are started again, as a shell has them; empty for any.
         command: what the role runs.
+        peers: where replica 0 of each role listens, ``NAME=ADDRESS`` with commas; empty for MONARCH_PEERS.
     """
 
     app: str
@@ -42,3 +43,4 @@ class HostOptions:
     network: NetworkOptions
     retry_on: tuple[int, ...]
     command: tuple[str, ...]
+    peers: str = ""

@@ -14,7 +14,7 @@ import dataclasses
 import os
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torchx_monarch.runtime import network, transport
 from torchx_monarch.runtime.address import REPLICA0_NAME
@@ -110,6 +110,24 @@ class Wires:
         dial_url = f"{scheme}://{advertised}:{port}"
         bind = network.address_of(options.bind)
         return cls(rendezvous, options, advertised, bind, identity, client_url, serve_url, dial_url)
+
+    async def start_monarch(
+        self,
+        on_fault: Callable[[str], None],
+        warn: Callable[[str], None],
+        on_shutdown: Callable[[], None] | None = None,
+    ) -> str:
+        """Start Monarch's worker loop in this process; its address. (See ``monarch_api.start_worker``.)"""
+
+        def start() -> str:
+            from torchx_monarch import monarch_api
+
+            tls = self.identity.files if self.identity else None
+            return monarch_api.start_worker(
+                self.client_url, self.serve_url, self.dial_url, tls, on_fault, warn, on_shutdown
+            )
+
+        return await asyncio.get_running_loop().run_in_executor(None, start)
 
     async def check(self, hosts: Iterable[Registration]) -> None:
         """Make sure that Monarch's port of every host can be reached and proves who it is.

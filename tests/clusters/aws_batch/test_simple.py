@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from typing import Any
@@ -134,8 +135,6 @@ def test_a_request_is_submitted_once(apps: Apps) -> None:
 
 
 def test_an_app_too_large_for_its_job_is_still_submitted(apps: Apps, caplog: pytest.LogCaptureFixture) -> None:
-    import random
-
     noise = "".join(random.Random(1).choices("abcdefghijklmnopqrstuvwxyz0123456789", k=8000))
     role = apps.role("true", env={f"V{index}": noise[index * 2000 :][:2000] for index in range(4)})
     role.metadata = {

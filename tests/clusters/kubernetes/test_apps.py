@@ -45,12 +45,12 @@ WAITS = """
 """
 
 
-@pytest.mark.scenario("environment arrives whole")
-@pytest.mark.scenario("credentials not on show")
-@pytest.mark.scenario("status and log long after, elsewhere")
-@pytest.mark.scenario("describe gives the original app")
-@pytest.mark.scenario("list once each")
-@pytest.mark.scenario("delete leaves nothing")
+@pytest.mark.scenario("environment arrives whole", wire="api-server")
+@pytest.mark.scenario("credentials not on show", wire="api-server")
+@pytest.mark.scenario("status and log long after, elsewhere", wire="api-server")
+@pytest.mark.scenario("describe gives the original app", wire="api-server")
+@pytest.mark.scenario("list once each", wire="api-server")
+@pytest.mark.scenario("delete leaves nothing", wire="api-server")
 def test_two_hosts_meet_over_tls_and_everything_is_known_elsewhere(apps: Apps, tmp_path: Path) -> None:
     before = datetime.now(timezone.utc)
     env = {"WEIRD": WEIRD.replace("$", "$$")}
@@ -105,7 +105,7 @@ def test_two_hosts_meet_over_tls_and_everything_is_known_elsewhere(apps: Apps, t
     assert not client.exists()
 
 
-@pytest.mark.scenario("two hosts, digits")
+@pytest.mark.scenario("two hosts, digits", wire="api-server")
 def test_trains_on_real_digits(apps: Apps) -> None:
     script = apps.folder / "digits.py"
     shutil.copy(ROOT / "examples" / "digits.py", script)
@@ -115,7 +115,7 @@ def test_trains_on_real_digits(apps: Apps) -> None:
     assert "4 ranks on" in apps.log(handle)
 
 
-@pytest.mark.scenario("lost host replaced")
+@pytest.mark.scenario("lost host replaced", wire="api-server")
 @pytest.mark.parametrize("lost", [1, 0])
 def test_the_job_goes_on_when_a_pod_is_killed(apps: Apps, lost: int) -> None:
     role = apps.torchrun(apps.program(WAITS), max_retries=1, retry_policy=RetryPolicy.REPLICA)
@@ -130,7 +130,7 @@ def test_the_job_goes_on_when_a_pod_is_killed(apps: Apps, lost: int) -> None:
     assert (log.count("attempt 0"), log.count("attempt 1")) == (4, 4), log
 
 
-@pytest.mark.scenario("retries")
+@pytest.mark.scenario("retries", wire="api-server")
 def test_the_job_begins_again_when_a_pod_is_killed(apps: Apps) -> None:
     handle = apps.run(apps.torchrun(apps.program(WAITS), max_retries=1))
     apps.until(lambda: apps.log(handle).count("attempt 0") == 4, "the first attempt", handle)
@@ -141,14 +141,14 @@ def test_the_job_begins_again_when_a_pod_is_killed(apps: Apps) -> None:
     assert apps.log(handle).count("attempt 0") == 8, apps.log(handle)
 
 
-@pytest.mark.scenario("retries")
+@pytest.mark.scenario("retries", wire="api-server")
 def test_exit_code_78_asks_for_no_other_start(apps: Apps) -> None:
     handle = apps.run(apps.role("sh", "-c", "echo once; exit 78", max_retries=5))
     status = apps.wait(handle, AppState.FAILED)
     assert (status.num_restarts, apps.lines(handle)) == (0, ["once\n"])
 
 
-@pytest.mark.scenario("preemption")
+@pytest.mark.scenario("preemption", wire="api-server")
 def test_a_pod_that_is_taken_away_costs_no_retry(apps: Apps) -> None:
     """As by the eviction of a drained node: the condition, then the deletion."""
     role = apps.torchrun(apps.program(WAITS), max_retries=1, retry_policy=RetryPolicy.REPLICA)
@@ -169,8 +169,8 @@ def test_a_pod_that_is_taken_away_costs_no_retry(apps: Apps) -> None:
     assert status.state is AppState.SUCCEEDED
 
 
-@pytest.mark.scenario("cancel while running")
-@pytest.mark.scenario("log follow, since, until")
+@pytest.mark.scenario("cancel while running", wire="api-server")
+@pytest.mark.scenario("log follow, since, until", wire="api-server")
 def test_cancelled_while_running_keeps_its_logs(apps: Apps) -> None:
     handle = apps.run(apps.torchrun(apps.program(WAITS)), apps.role("sh", "-c", "echo up; sleep 1000", name="reader"))
     apps.until(lambda: apps.log(handle).count("attempt 0") == 4, "the ranks", handle)
@@ -196,7 +196,7 @@ def test_cancelled_while_running_keeps_its_logs(apps: Apps) -> None:
     assert status.num_restarts == 0
 
 
-@pytest.mark.scenario("cancel while pending")
+@pytest.mark.scenario("cancel while pending", wire="api-server")
 def test_cancelled_while_pending(apps: Apps) -> None:
     nowhere = Resource(cpu=1, gpu=0, memMB=1, capabilities={"example.com/zone": "none"})
     handle = apps.run(apps.role("true", resource=nowhere, replicas=2))
@@ -219,7 +219,7 @@ def test_an_image_that_is_not_there_is_told_and_ends_the_app(apps: Apps) -> None
     assert "cannot start" in json.loads(apps.torchx("status", "--json", handle))["msg"]
 
 
-@pytest.mark.scenario("root cause in status")
+@pytest.mark.scenario("root cause in status", wire="api-server")
 def test_a_failing_rank_is_the_cause(apps: Apps) -> None:
     path = apps.program("""
         import os, time

@@ -26,7 +26,7 @@ from torchx.specs import AppDef, Role
 from torchx_monarch.backends import blob, roles
 from torchx_monarch.backends.aws_batch import command, container
 from torchx_monarch.backends.aws_batch.options import AWSBatchOpts
-from torchx_monarch.backends.network import CREDENTIALS
+from torchx_monarch.backends.network import CREDENTIALS, PLACEHOLDER
 
 TAG_VERSION = "torchx.pytorch.org/version"
 TAG_APP = "torchx.pytorch.org/app-name"
@@ -56,6 +56,9 @@ _LARGEST_DEFINITION = 24 << 10
 
 _LARGEST_SUBMISSION = 30 << 10
 """Bytes; the one for SubmitJob."""
+
+_CREDENTIALS_SIZE = 2048
+"""Bytes, at most, of what takes the place of their placeholder."""
 
 _LONGEST_NAME = 128
 
@@ -162,7 +165,8 @@ def fit(job: BatchJob) -> str:
     Raises:
         ValueError: the definition itself is too large.
     """
-    size = len(json.dumps(job.definition).encode())
+    text = json.dumps(job.definition)
+    size = len(text.encode()) + _CREDENTIALS_SIZE * text.count(PLACEHOLDER)
     if size > _LARGEST_DEFINITION:
         raise ValueError(
             f"the job definition has {size} bytes; AWS Batch takes {_LARGEST_DEFINITION}. Arguments and environments "

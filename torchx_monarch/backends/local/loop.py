@@ -87,6 +87,7 @@ class Loop:
                     processes.MARKER: self._request.job,
                     "MONARCH_RENDEZVOUS": f"unix:{self._socket(index)}",
                     "MONARCH_RUN_DIR": self._request.run_dir,
+                    "MONARCH_PEERS": self._peers(),
                     "MONARCH_EVENTS": self._paths.events,
                     "MONARCH_LOG_DIR": log_dir,
                     "TORCHX_RANK0_HOST": "localhost",
@@ -94,6 +95,10 @@ class Loop:
             )
             replicas.append(Replica(index, role, request, record, log_dir, env, self._selector))
         return replicas
+
+    def _peers(self) -> str:
+        names = [role.name for role in self._request.roles]
+        return ",".join(f"{name}=unix:{self._socket(index)}" for index, name in enumerate(names) if name.isidentifier())
 
     def _socket(self, role_index: int) -> str:
         return os.path.join(self._request.run_dir, f"{role_index}.sock")

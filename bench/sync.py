@@ -1,0 +1,128 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What it costs that hosts get the code before each run: ``python bench/sync.py [--files N] [--scheduler NAME]``.
+
+A workspace of 10,000 small files is brought to two live hosts, each of which gets a copy of its own. Measured are the
+first time, the time when nothing has changed, and the time when one file has, both by themselves and from the call of
+``run_spmd()`` to the first line of the program on the last rank, which has torch imported. Medians in seconds with the
+least and the greatest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from words import spread
+
+from torchx_monarch.backends import clients
+from torchx_monarch.client.code import bring
+from torchx_monarch.client.job import SPMDJob
+from torchx_monarch.client.serve import serve
+
+PROGRAM = """
+import time
+import torch
+print(time.time(), {number}, flush=True)
+"""
+
+
+def make(root: Path, files: int) -> None:
+    """Write a workspace of that many files of 2 kB, 100 in a folder, and patterns as a repository has them."""
+    for number in range(files - 2):
+        folder = root / f"package{number // 100}"
+        folder.mkdir(exist_ok=True)
+        (folder / f"module{number}.py").write_text(f"# {number}\n" + "value = 1\n" * 200)
+    (root / ".gitignore").write_text("".join(f"*.kind{number}\nbuild{number}/\n" for number in range(50)))
+    change(root, 0)
+
+
+def change(root: Path, number: int) -> None:
+    """Save another version of the program."""
+    (root / "train.py").write_text(PROGRAM.format(number=number))
+
+
+def port_of(handle: str) -> str:
+    """Where replica 0 of an app listens that runs elsewhere."""
+    scheduler, _, app_id = handle.partition("://")[0], *handle.rpartition("/")[1:]
+    _, kept = clients.kept(scheduler, app_id)
+    return next(iter(kept.values())).rpartition(":")[2]
+
+
+def in_new_process(job: SPMDJob, root: Path) -> float:
+    """Seconds that the sync takes in a process that knows nothing of the ones before but what lies on the disk."""
+    code = (
+        "import sys, time\n"
+        "from torchx_monarch.client.code import bring\n"
+        "from torchx_monarch.client.target import Target\n"
+        "target = Target.of(sys.argv[1], address=sys.argv[2]); start = time.perf_counter()\n"
+        "bring(target, sys.argv[3], 'always'); print(time.perf_counter() - start)"
+    )
+    words = [sys.executable, "-c", code, job.handle, str(job.target.address), str(root)]
+    return float(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
+
+
+def row(what: str, times: list[float]) -> None:
+    """Print one line of the table."""
+    print(f"| {what} | {spread(times)} |", flush=True)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--files", type=int, default=10_000)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--scheduler", default="monarch_local")
+    parser.add_argument("--cfg", action="append", default=[], metavar="NAME=VALUE", help="its run options")
+    parser.add_argument("--host", help="where replica 0 is reached, if not by the name that the scheduler gives it")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder, "workspace")
+        root.mkdir()
+        make(root, args.files)
+        time.sleep(3.0)  # what was touched a moment ago is read again
+        cfg: dict[str, Any] = dict(pair.split("=", 1) for pair in args.cfg)
+        command = ["torchrun", "--nnodes", "2", "--nproc-per-node", "1", "train.py"]
+        taken = serve(command, args.scheduler, cfg, idle_timeout=600)
+        address = f"{args.host}:{port_of(taken.handle)}" if args.host else ""
+        with SPMDJob(taken.handle, address=address, workspace=str(root), sync="always") as job:
+            job.wait_ready(warm=True)
+            print(
+                f"\n| {args.files} files, 2 hosts, {args.scheduler}, {os.cpu_count()} processors | seconds |\n|---|---|"
+            )
+            start = time.perf_counter()
+            bring(job.target, str(root), "always")
+            row("the first time", [time.perf_counter() - start])
+            job.run_spmd(output="store")  # its folder is made
+            row("nothing has changed", [in_new_process(job, root) for _ in range(args.rounds)])
+            synced: list[float] = []
+            begun: list[float] = []
+            again: list[float] = []
+            for number in range(1, args.rounds + 1):
+                change(root, number)
+                time.sleep(1.0)  # an editor's user is no faster
+                job.wait_ready(warm=True)
+                start = time.perf_counter()
+                bring(job.target, str(root), "always")
+                synced.append(time.perf_counter() - start)
+                change(root, -number)
+                for times in (begun, again):
+                    job.wait_ready(warm=True)
+                    called = time.time()
+                    output = job.run_spmd(output="store").output
+                    lines = [output[rank].stdout.split() for rank in (0, 1)]
+                    assert all(line[1] == str(-number) for line in lines), lines
+                    times.append(max(float(line[0]) for line in lines) - called)
+            row("one file has changed", synced)
+            row("run_spmd() to the first line, one file changed", begun)
+            row("run_spmd() to the first line, nothing changed", again)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A Monarch client on a login node, and its actors on the nodes of a real Slurm, over mutual TLS."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torchx.specs import AppState
+
+from tests.clusters.slurm.apps import NAME, Apps
+from tests.clusters.slurm.cluster import SlurmCluster
+from tests.local.monarch_programs import CONTROLLER, DOCUMENTED, EXPECTED
+
+pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("slurm")]
+
+
+SERVICES = """
+import json
+import psutil
+from monarch.job import MeshAdminConfig
+from torchx_monarch import MonarchJob
+
+job = MonarchJob({"trainers": 2, "loaders": 1}, "monarch_slurm", out_of_cluster={OUT})
+job.enable_telemetry(include_dashboard=False, mesh_admin_config=MeshAdminConfig("127.0.0.1:0"))
+state = job.state(cached_path=None)
+for mesh in (state.trainers, state.loaders):
+    mesh.spawn_procs().initialized.get(timeout=30)
+doors = [one.laddr.ip for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+tables = state.query_engine_client.query("show tables")
+job.kill()
+print(json.dumps([str(tables), state.admin_url, [ip for ip in doors if ip != "127.0.0.1"]]))
+"""
+
+
+def client(cluster: SlurmCluster, folder: Path, text: str) -> tuple[Any, str]:
+    """Run a Monarch client on what is a login node, and knows the nodes by name: its last line as JSON, and stderr."""
+    (folder / "client.py").write_text(text)
+    words = f"mount --bind {cluster.conf.parent}/hosts /etc/hosts; exec {sys.executable} client.py"
+    login = ["unshare", "--mount", "sh", "-c", words]
+    done = subprocess.run(login, cwd=folder, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+def test_a_program_of_monarchs_documentation(apps: Apps, cluster: SlurmCluster, tmp_path: Path) -> None:
+    text = DOCUMENTED.replace("{JOB}", "MonarchJob({'trainers': 2, 'dataloaders': 1}, 'monarch_slurm')")
+    text = text.replace("{OTHER}", "MonarchJob({'trainers': 1, 'dataloaders': 1}, 'monarch_slurm')")
+    said, _ = client(cluster, tmp_path, text)
+    assert said == EXPECTED
+    app = apps.runner.list(NAME)[0]  # the newest; those of other tests are this user's, too
+    assert app.state is AppState.CANCELLED
+    lines = apps.log(app.app_handle, 0, role="trainers") + apps.log(app.app_handle, 1, role="trainers")
+    assert lines.count("Hello from Monarch") == 4
+    assert "INSECURE" not in lines
+
+
+@pytest.mark.parametrize("out_of_cluster", [False, True])
+def test_telemetry_and_the_mesh_admin_reach_the_nodes(
+    apps: Apps, cluster: SlurmCluster, tmp_path: Path, out_of_cluster: bool
+) -> None:
+    """They are, in part, a process of their own, which is started before the hosts are known."""
+    (tables, admin, doors), log = client(cluster, tmp_path, SERVICES.replace("{OUT}", str(out_of_cluster)))
+    assert "actors'" in tables and admin.startswith("https://")
+    assert "failed" not in log, log
+    # Hosts dial a client back, unless it goes through one of them.
+    assert len(doors) == (0 if out_of_cluster else 1)
+
+
+def test_a_controller_has_the_meshes_of_all_roles(apps: Apps, tmp_path: Path) -> None:
+    (tmp_path / "main.py").write_text(CONTROLLER)
+    meshes = "trainers=2,loaders=1"
+    words = ["--meshes", meshes, "--cpu", "1", "--env", "WHO=me", "--image", str(tmp_path), "main.py", "3"]
+    handle = apps.runner.run_component("monarch.controller", words, NAME)
+    apps._handles.append(handle)
+    status = apps.wait(handle, AppState.FAILED)
+    said = apps.log(handle, 0, role="trainers")
+    assert "trainers [(0, 'me', False), (1, 'me', False)]" in said, said
+    assert "loaders [(0, 'me', False)]" in said
+    assert json.loads(status.structured_error_msg)["message"]["errorCode"] == 3

@@ -1,0 +1,55 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""examples/live.ipynb, executed as a person would: take hosts, run, change the code, run again, look at a failure."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from torchx.runner import get_runner
+from torchx.specs import AppState
+
+NOTEBOOK = Path(__file__).parents[2] / "examples" / "live.ipynb"
+
+
+@pytest.mark.timeout(480)
+def test_the_notebook_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
+        monkeypatch.setenv(name, str(tmp_path / name.lower()))
+    work = tmp_path / "work"
+    work.mkdir()
+    notebook = nbformat.read(NOTEBOOK, as_version=4)  # type: ignore[no-untyped-call]
+    try:
+        resources = {"metadata": {"path": str(work)}}
+        NotebookClient(notebook, timeout=300, kernel_name="python3", resources=resources).execute()
+    finally:
+        with get_runner() as runner:
+            states = []
+            for app in runner.list("monarch_local"):
+                states.append(app.state)
+                runner.cancel(app.app_handle)
+                runner.wait(app.app_handle, wait_interval=0.1)
+    said = [
+        "".join(output.get("text", "") or output.get("data", {}).get("text/plain", "") for output in cell.outputs)
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+    ]
+    everything = "\n".join(said)
+    first, second, third = map(float, re.findall(r"accuracy (0\.\d+) after \d+ steps on 2 ranks", everything))
+    assert second > first and third > 0.85  # the changed code has run, and then the arguments
+    assert "rank 1 on " in everything and "ValueError: rank 1 has had enough (exit code 1)" in everything
+    assert "failed ranks: [1]" in everything
+    assert 'raise ValueError("rank 1 has had enough")' in everything  # the traceback
+    runs = "[(1, 'succeeded', 0), (2, 'succeeded', 0), (3, 'succeeded', 0), (4, 'failed', 1)]"
+    assert runs in " ".join(everything.split())
+    assert said[-1] == "'CANCELLED'"
+    assert states == [AppState.CANCELLED]
+
+
+def test_it_is_kept_without_output() -> None:
+    notebook = nbformat.read(NOTEBOOK, as_version=4)  # type: ignore[no-untyped-call]
+    assert all(not cell.get("outputs") and not cell.get("execution_count") for cell in notebook.cells)

@@ -1,0 +1,168 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""MonarchJob, this_job() and monarch.controller on this machine: programs of Monarch's, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torchx.runner import Runner, get_runner
+from torchx.specs import AppState
+
+from tests.local.monarch_programs import CONTROLLER, DOCUMENTED, EXPECTED
+
+
+@pytest.fixture
+def runner() -> Iterator[Runner]:
+    with get_runner() as runner:
+        yield runner
+        for app in runner.list("monarch_local"):  # of a test that failed
+            runner.cancel(app.app_handle)
+            runner.wait(app.app_handle, wait_interval=0.1)
+
+
+def program(tmp_path: Path, text: str, *args: str, **environ: str) -> Any:
+    """Run a Monarch client in a process of its own; what it prints last, read as JSON."""
+    (tmp_path / "client.py").write_text(text)
+    command, env = [sys.executable, "client.py", *args], {**os.environ, **environ}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def log(runner: Runner, handle: str, role: str, k: int = 0) -> str:
+    return "\n".join(runner.log_lines(handle, role, k))
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("kind", ["MonarchJob", "ProcessJob"])
+def test_a_program_of_monarchs_documentation(tmp_path: Path, runner: Runner, kind: str) -> None:
+    """The same program with Monarch's own job and with ours: the constructor is all that differs."""
+    text = DOCUMENTED.replace("{JOB}", kind + "({'trainers': 2, 'dataloaders': 1})")
+    text = text.replace("{OTHER}", kind + "({'trainers': 1, 'dataloaders': 1})")
+    with tempfile.TemporaryDirectory(dir="/tmp") as theirs:  # ProcessJob leaves sockets there
+        environ = {"TMPDIR": theirs} if kind == "ProcessJob" else {}
+        assert program(tmp_path, text, **environ) == EXPECTED
+    apps = runner.list("monarch_local")
+    assert [app.state for app in apps] == ([AppState.CANCELLED] if kind == "MonarchJob" else [])
+    for app in apps:
+        lines = log(runner, app.app_handle, "trainers") + log(runner, app.app_handle, "trainers", 1)
+        assert lines.count("Hello from Monarch") == 4
+        assert "Monarch internal logs" not in lines
+
+
+LATER = """
+import json, os, sys
+from torchx_monarch import MonarchJob
+
+job = MonarchJob({"trainers": int(sys.argv[1])}, idle_timeout=float(sys.argv[2]))
+mesh = job.state().trainers
+procs = mesh.spawn_procs()
+procs.initialized.get(timeout=30)
+{END}
+print(json.dumps([job.handle, job.apply_id, mesh.sizes["hosts"]]), flush=True)
+"""
+
+
+@pytest.mark.timeout(240)
+def test_the_cached_job_is_used_while_it_lives_and_is_what_is_asked_for(tmp_path: Path, runner: Runner) -> None:
+    stays = LATER.replace("{END}", "")
+    first = program(tmp_path, stays, "1", "0")
+    assert program(tmp_path, stays, "1", "0") == first  # another process, and the same hosts
+
+    runner.cancel(first[0])
+    second = program(tmp_path, stays, "1", "0")  # the first was cancelled
+    assert second[0] != first[0]
+    third = program(tmp_path, stays, "2", "0")  # more is asked for
+    assert third[0] != second[0] and third[2] == 2
+    assert runner.wait(second[0], wait_interval=0.1).state is AppState.CANCELLED  # and nobody needs the one before
+
+    fourth = program(tmp_path, LATER.replace("{END}", "mesh.shutdown().get(timeout=30)"), "2", "0")
+    assert fourth == third
+    status = runner.wait(third[0], wait_interval=0.1)
+    assert status.state is AppState.SUCCEEDED, status
+    assert "the mesh was shut down by its client" in log(runner, third[0], "trainers")
+    # What has ended is not used again; nobody comes back to the last one.
+    last = program(tmp_path, stays, "2", "1")
+    assert last[0] != third[0]
+    assert runner.wait(last[0], wait_interval=0.1).state is AppState.SUCCEEDED
+    assert "no client for 1 s" in log(runner, last[0], "trainers")
+
+
+@pytest.mark.timeout(120)
+def test_a_controller_has_the_meshes_of_all_roles(
+    tmp_path: Path, runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "main.py").write_text(CONTROLLER)
+    words = ["--meshes", "trainers=2,loaders=1", "--env", "WHO=me", "main.py", "3"]
+    handle = runner.run_component("monarch.controller", words, "monarch_local")
+    status = runner.wait(handle, wait_interval=0.1)
+    said = log(runner, handle, "trainers")
+    assert "trainers [(0, 'me', False), (1, 'me', False)]" in said, said
+    assert "loaders [(0, 'me', False)]" in said
+    assert status.state is AppState.FAILED
+    assert json.loads(status.structured_error_msg)["message"]["errorCode"] == 3
+    assert "exited with code 3" in said
+
+
+BATCH = """
+import json, os, sys
+from torchx_monarch import MonarchJob
+
+job = MonarchJob({"trainers": 2, "loaders": 1})
+if sys.argv[1:] == ["inside"]:
+    state = job.state()
+    print("hosts", state.trainers.sizes, state.loaders.sizes, job.active, flush=True)
+    job.kill()  # is not for those within
+else:
+    job.apply(client_script="client.py inside")
+    print(json.dumps(job.handle))
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_client_script_is_run_by_the_job_itself(tmp_path: Path, runner: Runner) -> None:
+    handle = program(tmp_path, BATCH)
+    status = runner.wait(handle, wait_interval=0.1)
+    said = log(runner, handle, "trainers")
+    assert "hosts {'hosts': 2} {'hosts': 1} True" in said, said
+    assert status.state is AppState.SUCCEEDED
+    assert [app.app_handle for app in runner.list("monarch_local")] == [handle]
+
+
+def test_hosts_that_never_come_are_said_to_be_missing(tmp_path: Path, runner: Runner) -> None:
+    text = """
+import json
+from torchx.specs import AppDef, Role
+from torchx_monarch import MonarchJob
+job = MonarchJob(AppDef("a", [Role("t", image="", entrypoint="x")]), scheduler_cfg={"host_timeout": 1})
+job._app.roles[0].env["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "soon"  # which the host does not take
+try:
+    job.state(cached_path=None)
+except RuntimeError as error:
+    print(json.dumps(str(error)))
+"""
+    said = program(tmp_path, text)
+    assert "is no longer active: FAILED" in said
+    assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT='soon' is not a number" in said
+
+
+def test_this_job_is_for_scripts_of_a_job(tmp_path: Path, eventually: Callable[..., object]) -> None:
+    text = """
+import json
+from torchx_monarch import this_job
+try:
+    this_job()
+except RuntimeError as error:
+    print(json.dumps(str(error)))
+"""
+    assert program(tmp_path, text).startswith("this_job() is for the script of a job: torchx run -s monarch_local")

@@ -1,0 +1,60 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""examples/pipeline.py: jobs that follow each other, through TorchX's Runner and its tracker."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from torchx.runner import get_runner
+from torchx.specs import AppState
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "pipeline.py"
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    for name in ("TORCHX_TRACKERS", "TORCHX_TRACKER_FSSPEC_CONFIG"):  # which it sets
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    spec = importlib.util.spec_from_file_location("pipeline", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.timeout(180)
+def test_the_pipeline_finds_the_best_setting(tmp_path: Path, example: ModuleType) -> None:
+    command = [sys.executable, str(SCRIPT), "--folder", str(tmp_path), "--settings", "0.01,10"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "best of 2: alpha 0.01 with 9" in done.stdout
+    assert done.stdout.count("SUCCEEDED  monarch_local://torchx/") == 4  # the list at the end
+
+    tracker = example.open_tracker(str(tmp_path / "tracker.conf"))
+    (data,) = (one for one in tracker.run_ids() if "/split-" in one)
+    assert [Path(tracker.artifacts(data)["folds"].path).name, tracker.metadata(data)["images"]] == ["folds.npz", 1797]
+    fits = [one for one in tracker.run_ids(parent_run_id=data) if "/fit-" in one]
+    # Both ranks of each have found out what their parent is, and have said how they did.
+    assert [{"accuracy_0", "accuracy_1", "alpha"} == set(tracker.metadata(one)) for one in fits] == [True, True]
+
+
+def test_a_job_that_takes_too_long_is_cancelled(
+    tmp_path: Path, example: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "slow.py"
+    script.write_text("import time\nprint('begun', flush=True)\ntime.sleep(1000)\n")
+    monkeypatch.setattr(example, "__file__", str(script))
+    with get_runner() as runner:
+        pipeline = example.Pipeline(runner, "monarch_local", tmp_path, patience=1.0)
+        handle = pipeline.submit("fit", "--alpha", "1")
+        for _line in runner.log_lines(handle, "slow", should_tail=True, regex="begun"):
+            break
+        assert pipeline.finish(handle, timeout=0.1) is AppState.CANCELLED
+    assert "begun" in capfd.readouterr().out

@@ -1,0 +1,216 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Code that is brought to the hosts of a live allocation before each run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.local.live import Live
+from tests.local.test_serve import torchx
+from torchx_monarch.client.code import bring
+from torchx_monarch.client.link import Link
+from torchx_monarch.client.result import RunResult
+from torchx_monarch.errors import CodeError
+from torchx_monarch.sync.scan import Memory, scan
+
+Eventually = Callable[..., object]
+
+_SHOW = """
+import os, sys, time
+from pkg import value
+print("value", value.VALUE, flush=True)
+results = "results" + os.environ["RANK"]
+with open(results, "a") as file:
+    file.write(f"{value.VALUE}\\n")
+while len(sys.argv) > 1 and not os.path.exists(sys.argv[1]):
+    time.sleep(0.02)
+from pkg import late
+again = open("pkg/value.py").read().split()[-1]
+print("late", late.VALUE, again, "results", open(results).read().split(), flush=True)
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A workspace."""
+    root = tmp_path / "ws"
+    (root / "pkg").mkdir(parents=True)
+    (root / "show.py").write_text(_SHOW)
+    (root / ".gitignore").write_text("data/\n")
+    (root / "data").mkdir()
+    (root / "data" / "set.bin").write_bytes(bytes(1000))
+    set_value(root, 1)
+    return root
+
+
+def set_value(root: Path, value: int) -> None:
+    for name in ("value", "late"):
+        (root / "pkg" / f"{name}.py").write_text(f"VALUE = {value}\n")
+
+
+@pytest.fixture
+def hosts(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
+    """Two hosts in a folder with nothing of the workspace."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    live = Live(folder, ["torchrun", "--nnodes", "2", "--nproc-per-node", "1", "show.py"], 2)
+    try:
+        yield live.ready()
+        assert live.end() == [0, 0]
+        assert not list(folder.glob("**/code")), "the hosts' copies end with them"
+    finally:
+        live.kill()
+
+
+def test_a_host_in_the_place_of_another_gets_the_code(
+    folder: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    options = ("--grace", "5", "--preload", "", "--replacements", "1")
+    live = Live(folder, ["torchrun", "--nnodes", "2", "--nproc-per-node", "1", "show.py"], 2, options=options)
+    try:
+        live.ready()
+        go = tmp_path / "go"
+        running = live.job.run_spmd_async(["show.py", str(go)], output="store", workspace=str(root), sync="always")
+        eventually(lambda: len(list(live.job.logs())) == 2, "both ranks")
+        set_value(root, 2)
+        live.processes[1].kill()
+        live.processes[1].wait()
+        live.start(1)
+        go.touch()
+        output = running.result(40).output
+        assert output[1].stdout.endswith("value 1\nlate 1 1 results ['1']\n"), output
+        live.end()
+    finally:
+        live.kill()
+
+
+def said(result: RunResult) -> str:
+    """What both ranks have printed alike."""
+    assert result.exit_code == 0, result
+    first, second = (result.output[rank].stdout for rank in (0, 1))
+    assert first == second
+    return first
+
+
+def tree_hash(root: Path) -> str:
+    return scan(str(root), Memory()).hash
+
+
+def test_each_run_has_the_code_as_it_was_when_it_began(hosts: Live, root: Path, tmp_path: Path) -> None:
+    more: dict[str, Any] = {"workspace": str(root), "sync": "always"}
+    first = hosts.run(**more)
+    assert said(first) == "value 1\nlate 1 1 results ['1']\n"
+    one = tree_hash(root)
+    assert first.code == one
+
+    # A run goes on while the code changes under it, and the next one has all of it; results stay.
+    go = tmp_path / "go"
+    running = hosts.job.run_spmd_async(["show.py", str(go)], output="store", **more)
+    until = time.monotonic() + 20
+    while len(list(hosts.job.logs())) < 2:
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    set_value(root, 2)
+    (root / "data" / "set.bin").write_bytes(bytes(2000))
+    brought = bring(hosts.job.target, str(root), "always")
+    assert brought.synced and brought.code == tree_hash(root) != one and 0 < brought.sent < 2000
+    go.touch()
+    assert said(running.result(30)) == "value 1\nlate 1 1 results ['1', '1']\n"
+    second = hosts.run(**more)
+    assert said(second) == "value 2\nlate 2 2 results ['1', '1', '2']\n"
+    assert bring(hosts.job.target, str(root), "always").sent == 0
+    assert [run["code"] for run in hosts.job.runs()] == [one, one, second.code]
+
+    # What is gone is gone, what is back need not be sent again.
+    (root / "pkg" / "late.py").rename(root / "late.py")
+    failed = hosts.run(**more)
+    assert failed.exit_code == 1 and "cannot import name 'late'" in failed.ranks[0].message
+    (root / "late.py").rename(root / "pkg" / "late.py")
+    assert bring(hosts.job.target, str(root), "always").sent == 0
+    # Code of another time can be asked for by nobody, and never is the hosts' own folder used for it.
+    missing = hosts.run(**more | {"workspace": str(shutil.copytree(root, tmp_path / "copy"))})
+    assert missing.code == second.code and missing.exit_code == 0
+
+
+def test_a_folder_that_all_hosts_see_is_used_itself(
+    hosts: Live, root: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = sorted(os.listdir(root))
+    result = hosts.run("show.py", workspace=str(root))
+    assert said(result).startswith("value 1\nlate 1 1 ")
+    assert hosts.job.runs()[-1]["cwd"] == str(root)
+    for rank in (0, 1):
+        assert (root / f"results{rank}").read_text() == "1\n"
+        (root / f"results{rank}").unlink()
+    shutil.rmtree(root / "pkg" / "__pycache__", ignore_errors=True)
+    assert sorted(os.listdir(root)) == before
+    (root / ".torchxignore").write_text("results*\n")
+    result = hosts.run("show.py", workspace=str(root))
+    assert result.code == tree_hash(root)
+    never = hosts.run("python", "-c", "import os; print(os.getcwd())", workspace=str(root), sync="never")
+    assert never.code == "" and never.output[0].stdout == f"{os.getcwd()}\n"
+
+    # A shell's current folder is the workspace.
+    monkeypatch.chdir(root)
+    handle = [hosts.job.handle, "--address", f"unix:{folder}/r.sock"]
+    for sync, folders in (("auto", 1), ("always", 2)):
+        done = torchx("monarch", "exec", *handle, "--sync", sync, "--", "python", "-c", "import os; print(os.getcwd())")
+        seen = set(done.stdout.split())
+        assert len(seen) == folders and (str(root) in seen) == (sync == "auto")
+    assert tree_hash(root)[:12] in torchx("monarch", "ps", *handle).stdout.splitlines()[-1]
+    with pytest.raises(ValueError, match="not both"):
+        hosts.run(cwd="/", workspace=str(root))
+    with pytest.raises(ValueError, match="none of auto, always, never"):
+        hosts.run(sync="sometimes")
+
+
+def test_what_goes_wrong_is_said_and_leaves_the_hosts_as_they_were(hosts: Live, root: Path, folder: Path) -> None:
+    target = hosts.job.target
+    tree = scan(str(root), Memory())
+    encoded = tree.encode()
+    with Link.open(target, {"type": "sync"}) as link:
+        link.send_bytes(b'{"type":"tree","tree":"%s"}\n' % tree.hash.encode())
+        assert link.receive() == {"type": "have", "have": False, "base": False}
+        link.send_bytes(len(encoded).to_bytes(4, "big") + encoded + bytes(4))
+        assert link.receive() == {"type": "missing", "missing": f"{(1 << len(tree.contents)) - 1:x}"}
+        link.send_bytes((1000).to_bytes(4, "big") + b"half of it")
+    with Link.open(target, {"type": "sync"}) as link:
+        link.send_bytes(b'{"type":"tree","tree":"%s"}\n' % (b"0" * 64))
+        assert link.receive() == {"type": "have", "have": False, "base": False}
+        link.send_bytes(len(encoded).to_bytes(4, "big") + encoded + bytes(4))
+        answer = link.receive()
+        assert answer is not None and "came as 000000" in answer["reason"]
+    with Link.open(target, {"type": "sync"}) as link:
+        link.send_bytes(b'{"type":"nonsense"}\n')
+        answer = link.receive()
+        assert answer == {"type": "failed", "reason": "a request is probe or tree, not 'nonsense'"}
+
+    # Only one of the hosts cannot: none has it then, and the run does not begin.
+    places = sorted(folder.glob("**/code"))
+    assert len(places) == 2
+    places[1].rename(places[1].with_name("away"))
+    places[1].write_text("a file in its place")
+    with pytest.raises(CodeError, match=r"host \d \(.*\): cannot make the code on this host: File exists"):
+        bring(target, str(root), "always")
+    places[1].unlink()
+    assert said(hosts.run(workspace=str(root), sync="always")).startswith("value 1")
+
+    (root / "pkg" / "late.py").chmod(0)
+    if os.geteuid() == 0:
+        (root / "pkg" / "late.py").unlink()
+        (root / "pkg" / "late.py").mkdir()
+        (root / "weights.bin").touch()
+        os.truncate(root / "weights.bin", 200 << 20)
+    with pytest.raises(CodeError, match=r"(weights.bin has 200 MB|cannot read .*late.py).*named? .*\.gitignore"):
+        bring(target, str(root), "always")

@@ -1,0 +1,51 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What docs/from_*.md say to type is taken: commands by TorchX and our schedulers, constructors by Python."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from torchx.runner import get_runner
+from torchx.specs import AppDef, Role
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = sorted(DOCS.glob("from_*.md"))
+BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
+CODE = {page.name: re.findall(r"`([^`]+)`", BLOCK.sub("", page.read_text())) for page in PAGES}
+
+
+@pytest.mark.parametrize("page", [page.name for page in PAGES if "torchx run -s" in page.read_text()])
+def test_commands_can_be_submitted(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    commands = {code for code in CODE[page] if code.startswith("torchx run -s ")}
+    assert commands
+    with get_runner() as runner:
+        for command in commands:
+            scheduler, *words = shlex.split(command.removeprefix("torchx run -s "))
+            component = next(at for at, word in enumerate(words) if "." in word)
+            assert set(words[:component]) <= {"--wait", "--log"}
+            info = runner.dryrun_component(words[component], words[component + 1 :], scheduler)
+            assert info.app.roles, command
+
+
+def test_constructors_are_taken() -> None:
+    from torchx_monarch import MonarchJob
+
+    app = AppDef("app", [Role("trainers", image="my/image", num_replicas=4)])
+    ours = [code for code in CODE["from_monarch_job.md"] if code.startswith("MonarchJob(")]
+    assert len(ours) >= 3
+    for code in ours:
+        assert isinstance(eval(code, {"MonarchJob": MonarchJob, "app": app}), MonarchJob)
+    (block,) = BLOCK.findall((DOCS / "from_monarch_job.md").read_text())
+    compile(block, "from_monarch_job.md", "exec")
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
+        assert f"docs/{page.name}" in (DOCS.parent / "README.md").read_text()

@@ -1,0 +1,250 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What of a workspace is taken, and that nothing is read twice or missed."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchx_monarch.sync import scan as scanning
+from torchx_monarch.sync.ignores import Rules
+from torchx_monarch.sync.scan import Limits, Memory, ScanError, scan
+from torchx_monarch.sync.tree import EXECUTABLE, FILE, FOLDER, LINK
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for path, text in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scanning, "_SETTLED_AFTER", 0.1)
+
+
+def age() -> None:
+    """Have all files be old enough to be remembered."""
+    time.sleep(0.15)
+
+
+def paths(root: Path, memory: Memory | None = None) -> set[str]:
+    return set(scan(str(root), memory or Memory()).entries)
+
+
+def test_takes_all_kinds_and_names(tmp_path: Path) -> None:
+    odd = os.fsdecode(b"caf\xe9 \n.py")
+    write(tmp_path, {"a b.py": "1", "sub/deep/c.py": "2", odd: "3"})
+    (tmp_path / "run.sh").touch(mode=0o755)
+    (tmp_path / "empty" / "er").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("sub/../elsewhere")
+    (tmp_path / "to folder").symlink_to("sub")
+    with socket.socket(socket.AF_UNIX) as unix:
+        os.chdir(tmp_path)  # a socket's path must be short
+        unix.bind("socket")
+        tree = scan(str(tmp_path), Memory())
+    os.unlink("socket")
+    kinds = {path: entry.kind for path, entry in tree.entries.items()}
+    assert kinds == {
+        "a b.py": FILE,
+        "sub/deep/c.py": FILE,
+        odd: FILE,
+        "run.sh": EXECUTABLE,
+        "empty/er": FOLDER,
+        "link": LINK,
+        "to folder": LINK,
+    }
+    assert tree.entries["link"].content == "sub/../elsewhere"
+
+
+def test_what_is_ignored_as_git_does(tmp_path: Path) -> None:
+    """git itself is asked; a workspace that is a folder within the repository is among it."""
+    write(
+        tmp_path / "repo",
+        {
+            ".gitignore": "*.pt\n/ws/data/\n!keep.pt\nbuild\n",
+            "ws/.gitignore": "logs/*\n!logs/kept.txt\n",
+            "ws/train.py": "",
+            "ws/model.pt": "",
+            "ws/keep.pt": "",
+            "ws/data/big.bin": "",
+            "ws/build/out.o": "",
+            "ws/logs/a.txt": "",
+            "ws/logs/kept.txt": "",
+            "ws/sub/.gitignore": "!*.pt\n*.tmp\n",
+            "ws/sub/model.pt": "",
+            "ws/sub/x.tmp": "",
+            "ws/sub/build/y": "",
+            "ws/x.tmp": "",
+            "ws/mod/__init__.py": "",
+        },
+    )
+    git = ["git", "-C", str(tmp_path / "repo")]
+    subprocess.run([*git, "init", "-q"], check=True)
+    for workspace in ("ws", "."):
+        listed = subprocess.run(
+            [*git, "-C", workspace, "ls-files", "-z", "--cached", "--others", "--exclude-per-directory=.gitignore"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        assert paths((tmp_path / "repo" / workspace).resolve()) == set(listed.split("\0")) - {""}
+    assert "big.bin" in paths(tmp_path / "repo/ws/data"), "a workspace that git ignores was asked for by name"
+
+
+def test_torchxignore_comes_first(tmp_path: Path) -> None:
+    write(
+        tmp_path,
+        {
+            ".torchxignore": "*.ckpt  # TorchX has comments here\n!important.pt\ndocs/*\n",
+            ".gitignore": "*.pt\n",
+            ".git/HEAD": "",
+            "a.ckpt": "",
+            "a.pt": "",
+            "important.pt": "",
+            "docs/deep/page.md": "",
+            "a.py": "",
+            "__pycache__/a.cpython-311.pyc": "",
+        },
+    )
+    assert paths(tmp_path) == {".torchxignore", ".gitignore", "important.pt", "a.py", "docs"}
+
+
+_NAMES = st.sampled_from(["a", "b", "a.py", "b.py", "Dockerfile.torchx", "!a"])
+_PATTERNS = st.sampled_from(["a", "*", "*.py", "a/*", "*/b", "a/b", "?", "[ab].py", "./a", "a/"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    files=st.lists(st.lists(_NAMES, min_size=1, max_size=3).map("/".join), min_size=1, max_size=8),
+    lines=st.lists(st.builds(lambda no, pattern: no + pattern, st.sampled_from(["", "!"]), _PATTERNS), max_size=5),
+)
+def test_torchxignore_means_what_it_means_to_torchx(
+    tmp_path_factory: pytest.TempPathFactory, files: list[str], lines: list[str]
+) -> None:
+    from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+    from torchx.workspace.api import walk_workspace
+
+    root = tmp_path_factory.mktemp("ws")
+    for path in files:
+        where = root / path
+        if not where.exists() and not any(parent.is_file() for parent in where.parents):
+            write(root, {path: ""})
+    write(root, {".torchxignore": "\n".join(lines)})
+    theirs = {
+        os.path.relpath(os.path.join(folder, name), root)
+        for folder, _, files in walk_workspace(LocalFileSystem(), str(root))
+        for name in files
+    }
+    taken = scan(str(root), Memory()).entries
+    assert {path for path, entry in taken.items() if entry.kind == FILE} == theirs
+
+
+def test_reads_only_what_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, kept = write(tmp_path / "ws", {"a.py": "1", "b/c.py": "2"}), str(tmp_path / "memory")
+    age()
+    before = scan(str(root), memory := Memory())
+    memory.save(kept, str(root))
+    read: list[str] = []
+    original = scanning._hash
+
+    def noted(path: str) -> tuple[os.stat_result, int, str]:
+        read.append(Path(path).name)
+        return original(path)
+
+    monkeypatch.setattr(scanning, "_hash", noted)
+
+    assert scan(str(root), Memory.load(kept, str(root))) == before and not read
+    (root / "a.py").write_text("3")
+    after = scan(str(root), memory := Memory.load(kept, str(root)))
+    assert set(read) == {"a.py"} and after.hash != before.hash
+    # Of a file that was touched a moment ago the times say nothing: it is read again.
+    read.clear()
+    assert scan(str(root), memory) == after and "a.py" in read
+    assert not Memory.load(kept, "/another/workspace").files
+    Path(kept).write_text('{"version": 1, "root": []')
+    assert not Memory.load(kept, str(root)).files
+
+
+def test_finds_a_change_that_leaves_size_and_time_as_they_were(tmp_path: Path) -> None:
+    file = write(tmp_path, {"a.py": "x = 1"}) / "a.py"
+    long_ago = (1_600_000_000, 1_600_000_000)
+    os.utime(file, long_ago)
+    age()
+    before = scan(str(tmp_path), memory := Memory())
+    file.write_text("x = 2")
+    os.utime(file, long_ago)
+    assert scan(str(tmp_path), memory) != before
+
+
+def test_new_patterns_count_for_what_is_known(tmp_path: Path) -> None:
+    write(tmp_path, {"a.py": "", "sub/b.py": "", "sub/c.txt": "", "d": ""})
+    age()
+    memory = Memory()
+    assert paths(tmp_path, memory) == {"a.py", "sub/b.py", "sub/c.txt", "d"}
+    write(tmp_path, {"sub/.gitignore": "*.txt\n"})
+    assert paths(tmp_path, memory) == {"a.py", "sub/b.py", "sub/.gitignore", "d"}
+    write(tmp_path, {".torchxignore": "*.py\n"})
+    assert paths(tmp_path, memory) == {".torchxignore", "sub/.gitignore", "d"}
+    (tmp_path / "sub/.gitignore").unlink()
+    (tmp_path / ".torchxignore").write_text("d/x\n")
+    assert paths(tmp_path, memory) == {".torchxignore", "a.py", "sub/b.py", "sub/c.txt", "d"}
+    # A pattern for folders does not count for a file in the place of one.
+    (tmp_path / ".torchxignore").unlink()
+    write(tmp_path, {".gitignore": "e/\n", "e/f": ""})
+    assert "e/f" not in paths(tmp_path, memory)
+    (tmp_path / "e/f").unlink()
+    (tmp_path / "e").rmdir()
+    write(tmp_path, {"e": ""})
+    assert "e" in paths(tmp_path, memory)
+
+
+def test_a_growing_log_and_files_that_come_and_go_do_not_matter(tmp_path: Path) -> None:
+    write(tmp_path, {"a.py": "1", "train.log": ""})
+    over = threading.Event()
+
+    def work() -> None:
+        while not over.is_set():
+            with open(tmp_path / "train.log", "a") as log:
+                log.write("x" * 100)
+            write(tmp_path, {"temporary": ""})
+            (tmp_path / "temporary").unlink()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        for _ in range(5):
+            assert {"a.py", "train.log"} <= paths(tmp_path)
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_says_what_is_too_much(tmp_path: Path) -> None:
+    write(tmp_path, {"a.py": "1" * 100, "data/train.bin": "1" * 1000})
+    with pytest.raises(
+        ScanError, match=r"data/train.bin has 1000 bytes, .* at most 500 bytes: name it in .torchxignore"
+    ):
+        scan(str(tmp_path), Memory(), Limits(file=500))
+    with pytest.raises(ScanError, match="have 1100 bytes, and code at most 1050 bytes"):
+        scan(str(tmp_path), Memory(), Limits(total=1050))
+    with pytest.raises(ScanError, match="more than 1 files: name a smaller folder"):
+        scan(str(tmp_path), Memory(), Limits(entries=1))
+    with pytest.raises(ScanError, match="is no folder"):
+        scan(str(tmp_path / "nosuch"), Memory())
+
+
+def test_rules_know_what_they_follow_from(tmp_path: Path) -> None:
+    one = Rules.of(str(tmp_path)).digest
+    write(tmp_path, {".torchxignore": "x"})
+    assert Rules.of(str(tmp_path)).digest != one

@@ -1,0 +1,336 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What hosts keep of a workspace and hand out: whole, exact, and whatever runs do to it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from torchx_monarch.sync import store as store_module
+from torchx_monarch.sync.pack import ChangedError, PackError, pack
+from torchx_monarch.sync.scan import Memory, scan
+from torchx_monarch.sync.store import CodeStore, StoreError
+from torchx_monarch.sync.tree import Entry, Tree, TreeError
+
+
+def tree_of(root: Path) -> Tree:
+    return scan(str(root), Memory())
+
+
+def pieces(root: Path, tree: Tree, digests: list[str]) -> Iterator[bytes]:
+    where = {entry.content: path for path, entry in tree.entries.items() if entry.is_file}
+    return pack((digest, tree.contents[digest], str(root / where[digest])) for digest in digests)
+
+
+def send(root: Path, store: CodeStore) -> Tree:
+    """What client and host do, without anything in between."""
+    tree = tree_of(root)
+    if store.known(tree.hash) is None:
+        last = store.known(next(reversed(store._trees), ""))
+        assert Tree.decode(tree.encode()) == Tree.decode(tree.encode(last), store.known) == tree
+        for piece in pieces(root, tree, store.expect(tree)):
+            store.take(piece)
+        assert store.complete() == tree.hash
+    return tree
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for path, text in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+    return root
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CodeStore:
+    return CodeStore(str(tmp_path / "store"))
+
+
+def held(path: str) -> Tree:
+    """What lies in a folder, bytecode and all."""
+    return tree_of(Path(path))
+
+
+_NAME = st.text(st.sampled_from("ab. \n'é\udce9"), min_size=1, max_size=3).filter(lambda name: name not in (".", ".."))
+_THING = st.one_of(
+    st.tuples(st.sampled_from("fx"), st.binary(max_size=4)),
+    st.tuples(st.just("l"), st.sampled_from([b"a", b"../x", b"/nowhere"])),
+    st.tuples(st.just("d"), st.just(b"")),
+)
+_FOREST = st.lists(
+    st.dictionaries(st.lists(_NAME, min_size=1, max_size=3).map("/".join), _THING, max_size=6), min_size=1, max_size=4
+)
+
+
+_CONTENT = hashlib.sha256(b"precious").hexdigest()
+PRECIOUS = Tree({path: Entry("f", _CONTENT, 8) for path in ("a", "b/a")}).hash
+"""Of what lies outside of the folders."""
+
+
+def plant(root: Path, things: dict[str, tuple[str, bytes]]) -> None:
+    shutil.rmtree(root, ignore_errors=True)
+    root.mkdir()
+    for path, (kind, content) in things.items():
+        where = root / path
+        if os.path.lexists(where) or any(parent.is_symlink() or parent.is_file() for parent in where.parents):
+            continue
+        where.parent.mkdir(parents=True, exist_ok=True)
+        if kind == "d":
+            where.mkdir()
+        elif kind == "l":
+            where.symlink_to(os.fsdecode(content))
+        else:
+            where.write_bytes(content)
+            where.chmod(0o755 if kind == "x" else 0o644)
+
+
+@settings(max_examples=25, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(forest=_FOREST, running=st.lists(st.booleans(), min_size=4, max_size=4), seed=st.integers())
+def test_every_run_has_its_tree_whatever_was_there_before(
+    tmp_path_factory: pytest.TempPathFactory,
+    forest: list[dict[str, tuple[str, bytes]]],
+    running: list[bool],
+    seed: int,
+) -> None:
+    """Trees come one after the other; some runs go on meanwhile, and those that are over have made a mess."""
+    base = tmp_path_factory.mktemp("sync")
+    store, dice = CodeStore(str(base / "store")), random.Random(seed)
+    working: list[tuple[str, Tree]] = []
+    for things, stays in zip(forest, running, strict=False):
+        plant(base / "ws", things)
+        tree = send(base / "ws", store)
+        path = store.acquire(tree.hash)
+        holds = held(path)
+        if all(path != other for other, _ in working):
+            found = holds.entries
+            for each, entry in tree.entries.items():
+                # An empty folder of the tree may have got results of an earlier run.
+                assert found.get(each) == entry or (entry.kind == "d" and os.path.isdir(os.path.join(path, each)))
+            if (base / "outside").exists():
+                assert tree_of(base / "outside").hash == PRECIOUS
+        for other, theirs in working:
+            assert held(other) == theirs, "a run that goes on was disturbed"
+        if stays:
+            working.append((path, holds))
+            continue
+        if all(path != other for other, _ in working):
+            mess(Path(path), base / "outside", dice)
+        store.release(path)
+
+
+def mess(folder: Path, outside: Path, dice: random.Random) -> None:
+    """What programs do in their folder: write into files, remove, replace, put links to elsewhere."""
+    if not outside.exists():
+        write(outside, {"a": "precious", "b/a": "precious"})
+        assert tree_of(outside).hash == PRECIOUS
+    for where in sorted(folder.rglob("*")):
+        if not os.path.lexists(where) or where.is_symlink():
+            continue
+        what = dice.randrange(6)
+        if where.is_dir():
+            if what == 0:
+                shutil.rmtree(where)
+            elif what == 1:
+                shutil.rmtree(where)
+                where.symlink_to(outside)
+            elif what == 2:
+                (where / "result").write_text("mine")
+        elif what == 0:
+            where.unlink()
+        elif what == 1:
+            where.write_text("changed")
+        elif what == 2:
+            where.unlink()
+            where.mkdir()
+
+
+def test_only_what_is_missing_comes(tmp_path: Path, store: CodeStore) -> None:
+    root = write(tmp_path / "ws", {"a.py": "1", "b.py": "2", "same/b.py": "2"})
+    assert len(store.expect(tree_of(root))) == 2
+    send(root, store)
+    (root / "a.py").rename(root / "moved.py")
+    assert store.expect(tree_of(root)) == []
+    write(root, {"a.py": "3"})
+    assert len(store.expect(tree_of(root))) == 1
+
+
+def test_a_folder_is_brought_from_tree_to_tree_and_keeps_results(tmp_path: Path, store: CodeStore) -> None:
+    root = write(tmp_path / "ws", {"train.py": "1", "old/gone.py": "", "pkg/m.py": "1"})
+    first = send(root, store)
+    path = store.acquire(first.hash)
+    write(Path(path), {"ckpt/step1.pt": "weights", "train.py": "a run wrote here", "pkg/new": "x", "made": "y"})
+    (Path(path) / "old/__pycache__").mkdir()
+    store.release(path)
+
+    shutil.rmtree(root / "old")
+    write(root, {"pkg/new/now_a_folder.py": ""})
+    (root / "made").symlink_to("train.py")
+    second = send(root, store)
+    path = store.acquire(second.hash)
+    assert Path(path).name == second.hash[:12]
+    assert Path(path, "train.py").read_text() == "1"
+    assert Path(path, "ckpt/step1.pt").read_text() == "weights"
+    assert not Path(path, "old").exists()
+    assert Path(path, "pkg/new/now_a_folder.py").exists() and os.readlink(Path(path, "made")) == "train.py"
+    assert Path(path, "pkg/new.before-sync-1").read_text() == "x"
+    assert store.acquire(second.hash) == path, "two runs of the same code work in the same folder"
+
+
+def test_a_run_keeps_its_folder_and_old_ones_go(tmp_path: Path, store: CodeStore) -> None:
+    root = write(tmp_path / "ws", {"a.py": "1"})
+    first = send(root, store)
+    one = store.acquire(first.hash)
+    write(root, {"a.py": "2"})
+    second = send(root, store)
+    two = store.acquire(second.hash)
+    assert (Path(one, "a.py").read_text(), Path(two, "a.py").read_text()) == ("1", "2")
+    assert stat.S_IMODE(os.stat(one).st_mode) == 0o700
+    write(root, {"a.py": "3"})
+    three = store.acquire(send(root, store).hash)
+    for path in (one, two, three):
+        store.release(path)
+    assert store.acquire(second.hash) == two
+    assert not os.path.exists(one), "of idle folders with nothing of their own one stays, to be changed"
+    assert os.path.exists(three)
+    store.release(two)
+    for number in range(store_module._TREES + 4):
+        write(root, {"a.py": f"new {number}"})
+        store.release(store.acquire(send(root, store).hash))
+    assert store.known(first.hash) is None
+    with pytest.raises(StoreError, match="must be sent again"):
+        store.acquire(first.hash)
+    kept = [name for name in os.listdir(tmp_path / "store") if len(name) == 64]
+    assert len(kept) == store_module._TREES
+
+
+def test_a_folder_with_results_of_a_run_stays(tmp_path: Path, store: CodeStore) -> None:
+    root = write(tmp_path / "ws", {"a.py": "1"})
+    one = store.acquire(send(root, store).hash)
+    write(root, {"a.py": "2"})
+    two = store.acquire(send(root, store).hash)
+    write(Path(one), {"result": "42"})
+    store.release(one)
+    store.release(two)
+    store.release(store.acquire(send(root, store).hash))
+    assert Path(one, "result").read_text() == "42"
+
+
+def test_python_runs_what_came_within_the_same_second(
+    tmp_path: Path, store: CodeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytecode is taken for fresh by the size of its source and its time in seconds."""
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    root = write(tmp_path / "ws", {"main.py": "import m", "m.py": "print(1)"})
+    for number in (1, 2, 3):
+        write(root, {"m.py": f"print({number})"})
+        path = store.acquire(send(root, store).hash)
+        done = subprocess.run([sys.executable, "main.py"], cwd=path, capture_output=True, text=True, check=True)
+        assert done.stdout == f"{number}\n"
+        assert os.listdir(os.path.join(path, "__pycache__"))
+        store.release(path)
+
+
+def test_what_is_torn_changes_nothing(tmp_path: Path, store: CodeStore) -> None:
+    root = write(tmp_path / "ws", {"a.py": "1", "big.bin": os.urandom(3_000_000).hex()})
+    tree = tree_of(root)
+    sent = list(pieces(root, tree, store.expect(tree)))
+    assert len(sent) > 2
+    for piece in sent[:2]:
+        store.take(piece)
+    with pytest.raises(StoreError, match="not complete"):
+        store.complete()
+    store.forget_coming()
+    assert store.known(tree.hash) is None and not list((tmp_path / "store").glob("*.part"))
+    send(root, store)
+    assert held(store.acquire(tree.hash)) == tree
+
+
+def test_what_is_not_what_it_says_is_refused(tmp_path: Path, store: CodeStore) -> None:
+    root = write(tmp_path / "ws", {"a.py": "1"})
+    other = write(tmp_path / "other", {"a.py": "2"})
+    tree, theirs = tree_of(root), tree_of(other)
+    store.expect(tree)
+    with pytest.raises(PackError, match="nobody wants"):
+        store.take(b"".join(pieces(other, theirs, list(theirs.contents))))
+    store.expect(tree)
+    with pytest.raises(PackError, match="unpacked"):
+        store.take(b"nonsense")
+    with pytest.raises(ChangedError, match="a.py"):
+        write(root, {"a.py": "3"})
+        list(pieces(root, tree, list(tree.contents)))
+    store.expect(tree)
+    false = Tree({"a.py": Entry("f", next(iter(tree.contents)), 1)})
+    with pytest.raises(PackError, match="another digest"):
+        import zlib
+
+        digest = next(iter(false.contents))
+        store.take(zlib.compress(bytes.fromhex(digest) + (1).to_bytes(8, "big") + b"3"))
+    assert not list((tmp_path / "store").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("entries", "why"),
+    [
+        ({"../a": ["d", "", 0]}, "no path below"),
+        ({"/etc/x": ["d", "", 0]}, "no path below"),
+        ({"a//b": ["d", "", 0]}, "no path below"),
+        ({"a\0b": ["d", "", 0]}, "no path below"),
+        ({"a": ["l", "/etc", 0], "a/passwd": ["d", "", 0]}, "lies below 'a'"),
+        ({"a": ["f", "0" * 63, 1]}, "no content"),
+        ({"a": ["f", "../../x", 1]}, "no content"),
+        ({"a": ["f", "0" * 64, 1], "b": ["f", "0" * 64, 2]}, "another size"),
+        ({"a": ["l", "", 0]}, "points nowhere"),
+        ({"a": ["d", "x", 0]}, "folder with a content"),
+        ({"a": ["p", "", 0]}, "no entry"),
+        ({"a": 1}, "three values"),
+        ([], "an object"),
+    ],
+)
+def test_a_tree_that_reaches_out_is_refused(entries: object, why: str) -> None:
+    import json
+    import zlib
+
+    with pytest.raises(TreeError, match=why):
+        Tree.decode(zlib.compress(json.dumps({"entries": entries}).encode()))
+    with pytest.raises(TreeError, match="differs from 000000000000, which is not here"):
+        Tree.decode(zlib.compress(json.dumps({"base": "0" * 64, "entries": {}}).encode()))
+    with pytest.raises(TreeError):
+        Tree.decode(b"nonsense")
+    with pytest.raises(TreeError, match="cut off"):
+        Tree.decode(zlib.compress(b"{}" * 1000)[:-3])
+
+
+def test_different_trees_have_different_hashes() -> None:
+    digest = "0" * 64
+    trees = [
+        Tree({}),
+        Tree({"a": Entry("f", digest, 1)}),
+        Tree({"a": Entry("x", digest, 1)}),
+        Tree({"b": Entry("f", digest, 1)}),
+        Tree({"a": Entry("l", digest, 0)}),
+        Tree({"a": Entry("d", "", 0)}),
+        Tree({"a": Entry("d", "", 0), "b": Entry("d", "", 0)}),
+    ]
+    assert len({tree.hash for tree in trees}) == len(trees)
+    assert Tree(dict(reversed([*trees[-1].entries.items()]))).hash == trees[-1].hash
+
+
+def test_says_that_there_is_no_room(tmp_path: Path, store: CodeStore) -> None:
+    with pytest.raises(StoreError, match="bytes left, and the code needs 20000000"):
+        store.expect(Tree({"a": Entry("f", "0" * 64, 10**16)}))
+    Path(tmp_path / "store").rmdir()
+    Path(tmp_path / "store").write_text("in the way")
+    with pytest.raises(StoreError, match="cannot make the code on this host: File exists"):
+        store.expect(Tree({}))

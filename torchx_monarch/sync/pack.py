@@ -1,0 +1,165 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Contents of files on their way: one zlib stream of records, each digest (32 bytes), size (8) and the bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+PIECE = 1 << 19
+"""Bytes of a piece on the way, at most; and of what is held in memory of a file."""
+
+_LEVEL = 1
+"""Of zlib: 100 MB/s of sources, at a quarter of their size; the higher ones take longer than they save."""
+
+_HEAD = 40
+
+
+class ChangedError(Exception):
+    """A file is no longer what it was when the workspace was looked at; its path is the message."""
+
+
+class PackError(ValueError):
+    """What came are no contents that were waited for; the message says why."""
+
+
+def pack(files: Iterable[tuple[str, int, str]]) -> Iterator[bytes]:
+    """The bytes to send, in pieces.
+
+    Args:
+        files: digest, size and path of each.
+
+    Raises:
+        ChangedError: one of them has another content than that.
+        OSError: one cannot be read.
+    """
+    packer = zlib.compressobj(_LEVEL)
+    waiting = b""
+    for digest, size, path in files:
+        for data in _record(digest, size, path):
+            waiting += packer.compress(data)
+            while len(waiting) >= PIECE:
+                yield waiting[:PIECE]
+                waiting = waiting[PIECE:]
+    waiting += packer.flush()
+    for start in range(0, len(waiting), PIECE):
+        yield waiting[start : start + PIECE]
+
+
+def _record(digest: str, size: int, path: str) -> Iterator[bytes]:
+    found, left = hashlib.sha256(), size
+    try:
+        with open(path, "rb", buffering=0) as file:
+            yield bytes.fromhex(digest) + size.to_bytes(8, "big")
+            while left:
+                data = file.read(min(left, PIECE))
+                if not data:
+                    raise ChangedError(path)
+                found.update(data)
+                left -= len(data)
+                if not left and found.hexdigest() != digest:
+                    raise ChangedError(path)
+                yield data
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        raise ChangedError(path) from None
+
+
+class Unpacker:
+    """Takes the pieces and has the contents written, each when it is complete and what it should be.
+
+    Args:
+        expected: sizes of the contents that may come, by digest.
+        wanted: those of them that must; the others are for somebody else.
+        folder: for one that is not complete yet.
+        keep: called with the digest and the file of one that is; moves it away.
+    """
+
+    def __init__(
+        self, expected: Mapping[str, int], wanted: Iterable[str], folder: str, keep: Callable[[str, str], None]
+    ) -> None:
+        self._expected = expected
+        self._wanted = set(wanted)
+        self._folder = folder
+        self._keep = keep
+        self._unpacker = zlib.decompressobj()
+        self._head = b""
+        self._digest = ""
+        self._left = 0
+        self._found = hashlib.sha256()
+        self._file = -1
+
+    @property
+    def missing(self) -> int:
+        """How many of the contents have not come."""
+        return len(self._wanted)
+
+    def feed(self, piece: bytes) -> None:
+        """Take a piece.
+
+        Raises:
+            PackError: it is none of what was wanted.
+            OSError: it cannot be written.
+        """
+        while piece:
+            try:
+                data = self._unpacker.decompress(piece, PIECE)
+            except zlib.error as error:
+                raise PackError(f"the contents cannot be unpacked: {error}") from None
+            piece = self._unpacker.unconsumed_tail
+            self._take(memoryview(data))
+            if self._unpacker.eof or not data:
+                break
+
+    def close(self) -> None:
+        """Drop what is not complete."""
+        if self._file >= 0:
+            os.close(self._file)
+            os.unlink(self._path)
+            self._file = -1
+
+    @property
+    def _path(self) -> str:
+        return os.path.join(self._folder, f"{self._digest}.part")
+
+    def _take(self, data: memoryview) -> None:
+        while data:
+            if not self._digest:
+                data = self._begin(data)
+                continue
+            some, data = data[: self._left], data[self._left :]
+            self._left -= len(some)
+            if self._file >= 0:
+                self._found.update(some)
+            while some and self._file >= 0:
+                some = some[os.write(self._file, some) :]
+            self._end_if_complete()
+
+    def _begin(self, data: memoryview) -> memoryview:
+        lacks = _HEAD - len(self._head)
+        self._head += data[:lacks]
+        if len(self._head) == _HEAD:
+            self._digest, self._left = self._head[:32].hex(), int.from_bytes(self._head[32:], "big")
+            self._head = b""
+            if self._expected.get(self._digest) != self._left:
+                raise PackError(f"{self._left} bytes of the digest {self._digest} came, and nobody wants them")
+            self._found = hashlib.sha256()
+            if self._digest in self._wanted:
+                self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            self._end_if_complete()
+        return data[lacks:]
+
+    def _end_if_complete(self) -> None:
+        if self._left:
+            return
+        if self._file >= 0:
+            if self._found.hexdigest() != self._digest:
+                self.close()
+                raise PackError(f"what came as {self._digest} has another digest")
+            os.close(self._file)
+            self._file = -1
+            self._keep(self._digest, self._path)
+            self._wanted.discard(self._digest)
+        self._digest = ""
