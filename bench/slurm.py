@@ -15,7 +15,8 @@ What the columns say, in seconds from the call that submits, medians with least 
 
     submitted  until that call has returned
     running    until the last task runs: the first line of begun.py; of ``hosts``, the start of the host process
-    x bare     running divided by that of the same round's bare job
+    x bare     the median of running divided by the bare jobs'. (Not of the ratios within a round: Slurm's scheduler looks
+               at the queue at its own times, so every job waits for a random part of a second.)
 
 ``--state`` has Slurm asked every 20 ms and adds the column RUNNING: until it first says so.
 """
@@ -25,6 +26,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -166,15 +168,16 @@ class Bench:
 def report(samples: dict[str, list[Sample]], ask: bool) -> str:
     rows = [["", "submitted", "running", "x bare", *(["RUNNING"] if ask else [])]]
     for variant, taken in samples.items():
-        ratios = [one.running / bare.running for one, bare in zip(taken, samples["bare"], strict=True)]
+        medians = [statistics.median(one.running for one in each) for each in (taken, samples["bare"])]
         row = [variant, spread([one.submitted for one in taken]), spread([one.running for one in taken])]
-        rows.append([*row, spread(ratios), *([spread([one.state or 0.0 for one in taken])] if ask else [])])
+        row.append(f"{medians[0] / medians[1]:.2f}")
+        rows.append([*row, *([spread([one.state or 0.0 for one in taken])] if ask else [])])
     return "\n".join("  ".join(cell.ljust(18) for cell in row).rstrip() for row in rows)
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9, help="jobs of each variant (default: 9)")
+    parser.add_argument("--rounds", type=int, default=25, help="jobs of each variant (default: 25)")
     parser.add_argument("--variants", nargs="+", choices=("ours", "hosts"), default=["ours", "hosts"])
     parser.add_argument("--state", action="store_true", help="ask Slurm for the state meanwhile")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured to FILE")
