@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from words import spread
 
 from torchx_monarch.backends import clients
 from torchx_monarch.client.code import bring
@@ -69,7 +70,7 @@ def in_new_process(job: SPMDJob, root: Path) -> float:
 
 def row(what: str, times: list[float]) -> None:
     """Print one line of the table."""
-    print(f"| {what} | {statistics.median(times):.3f} ({min(times):.3f}–{max(times):.3f}) |", flush=True)
+    print(f"| {what} | {spread(times)} |", flush=True)
 
 
 def main() -> None:

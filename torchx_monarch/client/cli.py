@@ -13,7 +13,7 @@ from typing import NoReturn, get_args
 from torchx.cli.cmd_base import SubCommand
 
 from torchx_monarch.client.allocations import Found, waiting_hosts
-from torchx_monarch.client.code import When
+from torchx_monarch.client.code import When, current_workspace
 from torchx_monarch.client.job import SPMDJob
 from torchx_monarch.client.link import ask
 from torchx_monarch.client.run import Collector, Records, interruptibly
@@ -54,6 +54,11 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
         """Do what was typed."""
         try:
             args.monarch(args)
+        except KeyboardInterrupt:
+            sys.exit(130)
+        except BrokenPipeError:  # as a program does whose reader is gone; a run goes on
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            sys.exit(141)
         except (LinkError, RefusedError, AllocationError, CodeError) as error:
             _say(str(error))
             sys.exit(_NO_ANSWER)
@@ -107,7 +112,7 @@ def _exec(args: argparse.Namespace) -> None:
             sys.exit(os.EX_USAGE)
         env[name] = value
     job = _job(args).wait_ready(on_progress=_say)
-    workspace = _workspace() if args.workspace is None and not args.cwd else args.workspace
+    workspace = current_workspace() if args.workspace is None and not args.cwd else args.workspace
     request = job.request(
         words or None,
         env,
@@ -139,12 +144,6 @@ def _words(args: argparse.Namespace) -> list[str]:
         _say(f"{unknown[0]} is no option here. {_USAGE}")
         sys.exit(os.EX_USAGE)
     return typed[end + 1 :]
-
-
-def _workspace() -> str:
-    """The current folder, if it can be one with code alone."""
-    current = os.getcwd()
-    return "" if current in ("/", os.path.expanduser("~")) else current
 
 
 def _follow(args: argparse.Namespace) -> None:

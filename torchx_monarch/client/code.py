@@ -43,6 +43,9 @@ _memories: dict[str, Memory] = {}
 """What is kept in files, by their names."""
 
 
+_not_code: set[str] = set()
+"""Folders that have more in them than code: it would take as long to find that again."""
+
 _brought: dict[str, Tree] = {}
 """What was brought last, by workspace: most of the next is the same."""
 
@@ -120,6 +123,12 @@ def check_when(when: str) -> None:
         raise ValueError(f"sync={when!r} is none of {', '.join(get_args(When))}")
 
 
+def current_workspace() -> str | None:
+    """The current folder, if it can be one with code alone: not the home folder, and not all of the machine."""
+    current = os.getcwd()
+    return None if current in ("/", os.path.expanduser("~")) else current
+
+
 def look(root: str) -> Tree:
     """The tree of a workspace; what was found of it is remembered in the state directory.
 
@@ -145,8 +154,9 @@ def _hash_of(root: str) -> str:
     from torchx_monarch.sync.scan import ScanError
 
     try:
-        return look(root).hash
+        return look(root).hash if root not in _not_code else ""
     except ScanError:
+        _not_code.add(root)
         return ""
 
 

@@ -4,11 +4,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchx_monarch.client.code import When, check_when
+from torchx_monarch.client.code import When, check_when, current_workspace
 from torchx_monarch.client.job import SPMDJob
 from torchx_monarch.plan.hold import IDLE_TIMEOUT
 
@@ -52,7 +51,7 @@ def serve(
     from torchx_monarch.plan.rewrite import hold
 
     check_when(sync)
-    code = workspace or (os.getcwd() if isinstance(appdef, (list, tuple)) else None)
+    code = workspace or (current_workspace() if isinstance(appdef, (list, tuple)) else None)
     app = appdef if not isinstance(appdef, (list, tuple)) else _app(appdef)
     if not scheduler.startswith("monarch_"):
         raise ValueError(f"scheduler={scheduler!r} does not hold hosts; those that do begin with monarch_")
