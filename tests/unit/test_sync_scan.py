@@ -115,6 +115,7 @@ def test_torchxignore_comes_first(tmp_path: Path) -> None:
             "docs/deep/page.md": "",
             "a.py": "",
             "__pycache__/a.cpython-311.pyc": "",
+            ".torchx-monarch-0123": "of another client, for a moment",
         },
     )
     assert paths(tmp_path) == {".torchxignore", ".gitignore", "important.pt", "a.py", "docs"}

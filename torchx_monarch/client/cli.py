@@ -178,9 +178,8 @@ def _ps(args: argparse.Namespace) -> None:
     for run in _job(args).runs():
         code = "" if run["exit_code"] is None else str(run["exit_code"])
         seconds = (run["ended"] or time.time()) - run["started"] if run["started"] else 0.0
-        rows.append(
-            [str(run["run"]), run["state"], code, f"{seconds:.1f} s", run["by"], run["code"][:12], run["command"]]
-        )
+        command = " ".join(run["command"].split())
+        rows.append([str(run["run"]), run["state"], code, f"{seconds:.1f} s", run["by"], run["code"][:12], command])
     _table(["RUN", "STATE", "CODE", "TIME", "BY", "SOURCE", "COMMAND"], rows)
 
 

@@ -18,7 +18,7 @@ from torchx_monarch.client.link import Link
 from torchx_monarch.client.target import Target
 from torchx_monarch.errors import CodeError, LinkError
 from torchx_monarch.sync.pack import ChangedError, pack
-from torchx_monarch.sync.tree import Tree
+from torchx_monarch.sync.tree import MARKER, Tree
 
 if TYPE_CHECKING:
     from torchx_monarch.sync.scan import Memory
@@ -162,7 +162,7 @@ def _hash_of(root: str) -> str:
 
 def _is_seen(link: Link, root: str) -> bool:
     """Whether all hosts see this very folder, under the same path: they see a file that is made in it for a moment."""
-    name = os.path.join(root, f".torchx-monarch-{uuid.uuid4().hex}")
+    name = os.path.join(root, f"{MARKER}{uuid.uuid4().hex}")
     text = uuid.uuid4().hex
     try:
         with open(name, "x", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o644)) as file:

@@ -22,6 +22,8 @@ from typing import NamedTuple
 
 from pathspec import GitIgnoreSpec
 
+from torchx_monarch.sync.tree import MARKER
+
 TORCHX_IGNORE = ".torchxignore"
 GIT_IGNORE = ".gitignore"
 
@@ -125,7 +127,8 @@ class Rules:
 
     def leave_out(self, path: str, is_folder: bool) -> tuple[bool, Rules]:
         """Whether a path of the folder is left out, and what counts below it."""
-        if path.rpartition("/")[2] in ALWAYS:
+        name = path.rpartition("/")[2]
+        if name in ALWAYS or name.startswith(MARKER):
             return True, self
         answer, first = self._torchx.verdict(path, self._first)
         if answer is None:

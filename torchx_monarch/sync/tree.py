@@ -19,6 +19,9 @@ from typing import NamedTuple
 
 FILE, EXECUTABLE, LINK, FOLDER = "f", "x", "l", "d"
 
+MARKER = ".torchx-monarch-"
+"""How the files begin that clients make in a workspace for a moment; they are none of it."""
+
 MAX_ENTRIES = 200_000
 """Files, links and empty folders of a workspace. One with more of them is hardly code."""
 

@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from pathlib import Path
@@ -16,13 +15,13 @@ from typing import Any
 
 import boto3
 from torchx.runner import Runner
-from torchx.specs import AppDef, AppState, AppStatus, BindMount, Resource, Role
+from torchx.specs import AppDef, AppStatus, BindMount, Resource, Role
 
+from tests.clusters.apps import BaseApps
 from torchx_monarch.schedulers import aws_batch, monarch_aws_batch
 
 NAME = "monarch_aws_batch"
 SCHEDULERS = {"aws_batch": aws_batch, NAME: monarch_aws_batch}
-TORCHX = [sys.executable, "-m", "torchx.cli.main"]
 
 
 class Aws:
@@ -76,7 +75,7 @@ class Aws:
         return self._clients[service]
 
 
-class Apps:
+class Apps(BaseApps):
     """A Runner, and shorthands.
 
     Args:
@@ -86,17 +85,9 @@ class Apps:
     """
 
     def __init__(self, folder: Path, image: str = "image:1", mounts: list[BindMount] | None = None) -> None:
-        self.folder = folder
         self.image = image
         self.mounts = mounts or []
-        self.runner = Runner("torchx", SCHEDULERS)
-        self._handles: list[str] = []
-
-    def program(self, text: str) -> str:
-        """Writes a program; its path."""
-        path = self.folder / "prog.py"
-        path.write_text(textwrap.dedent(text))
-        return str(path)
+        super().__init__(folder, SCHEDULERS)
 
     def role(self, entrypoint: str, *args: str, name: str = "trainer", replicas: int = 1, **more: Any) -> Role:
         resource = more.pop("resource", Resource(cpu=1, gpu=0, memMB=512))
@@ -111,11 +102,6 @@ class Apps:
             **more,
         )
 
-    def torchrun(self, *words: str, nproc: int = 2, replicas: int = 2, **more: Any) -> Role:
-        """A role of ranks."""
-        shape = ("--nnodes", str(replicas), "--nproc-per-node", str(nproc), "--tee", "3")
-        return self.role("torchrun", *shape, *words, replicas=replicas, **more)
-
     def run(self, *roles: Role, scheduler: str = NAME, **cfg: Any) -> str:
         """Submits; the handle."""
         if scheduler == NAME:
@@ -123,16 +109,6 @@ class Apps:
         cfg = {"queue": "first", **cfg}
         handle: str = self.runner.run(AppDef("app", list(roles), {"team": "a b"}), scheduler, cfg=cfg)
         return self.adopt(handle)
-
-    def adopt(self, handle: str) -> str:
-        """Deletes this app, too, in the end."""
-        self._handles.append(handle)
-        return handle
-
-    def status(self, handle: str) -> AppStatus:
-        status: AppStatus | None = self.runner.status(handle)
-        assert status is not None
-        return status
 
     def wait(self, handle: str, seconds: float = 60.0) -> AppStatus:
         """Its final status."""
@@ -142,43 +118,10 @@ class Apps:
             time.sleep(0.2)
         return status
 
-    def states(self, handle: str) -> dict[str, AppState]:
-        """The state of each replica, by ROLE/K."""
-        return {f"{r.role}/{r.id}": r.state for role in self.status(handle).roles for r in role.replicas}
-
-    def log(self, handle: str, role: str = "trainer", replicas: int = 1) -> str:
-        """What all replicas of a role have said."""
-        return "".join(line for k in range(replicas) for line in self.runner.log_lines(handle, role, k))
-
-    def torchx(self, *words: str, fails: bool = False) -> str:
-        """What the command says, run by a process that knows nothing, elsewhere."""
-        elsewhere = self.folder / "elsewhere"
-        elsewhere.mkdir(exist_ok=True)
-        # This channel of registration needs no installation of ours newer than this working tree.
-        environ = {**os.environ, "TORCHX_PLUGINS_SOURCE": "1"}
-        done = subprocess.run(
-            [*TORCHX, *words], cwd=elsewhere, env=environ, capture_output=True, text=True, timeout=60, check=False
-        )
-        assert (done.returncode != 0) is fails, f"torchx {' '.join(words)}: {done.stdout}{done.stderr}"
-        return done.stderr if fails else done.stdout
-
-    def described(self, handle: str) -> AppDef:
-        """The app as a Runner knows it that has not submitted it."""
-        with Runner("torchx", SCHEDULERS) as runner:
-            app: AppDef | None = runner.describe(handle)
-        assert app is not None
-        return app
-
     def listed(self, scheduler: str = NAME) -> list[str]:
         """The handles that ``torchx list`` would show."""
         with Runner("torchx", SCHEDULERS) as runner:
             return [each.app_handle for each in runner.list(scheduler)]
-
-    def close(self) -> None:
-        """Deletes all of them."""
-        for handle in self._handles:
-            self.runner.delete(handle)
-        self.runner.close()
 
 
 def definitions(client: Any) -> list[str]:

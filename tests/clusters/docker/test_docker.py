@@ -21,7 +21,8 @@ import pytest
 from torchx.schedulers.api import Stream
 from torchx.specs import AppState, InvalidRunConfigException, Resource, RetryPolicy
 
-from tests.clusters.docker.apps import NAME, TORCHX, Apps
+from tests.clusters.apps import TORCHX
+from tests.clusters.docker.apps import NAME, Apps
 from tests.clusters.docker.daemon import ROOT, Daemon
 from torchx_monarch.backends import clients
 from torchx_monarch.credentials import ClientCredentials

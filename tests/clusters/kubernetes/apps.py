@@ -5,18 +5,15 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import textwrap
 import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torchx.runner import Runner
 from torchx.specs import AppDef, AppState, AppStatus, BindMount, Resource, Role
 
+from tests.clusters.apps import BaseApps
 from tests.clusters.kubernetes.cluster import Cluster
 from torchx_monarch.backends.kubernetes.api import Api
 from torchx_monarch.backends.kubernetes.names import LABEL_APP
@@ -24,10 +21,8 @@ from torchx_monarch.schedulers import monarch_kubernetes
 
 NAME = "monarch_kubernetes"
 
-TORCHX = [sys.executable, "-c", "import sys; sys.argv[0] = 'torchx'; from torchx.cli.main import main; main()"]
 
-
-class Apps:
+class Apps(BaseApps):
     """A Runner, and shorthands, in a namespace of its own. KUBECONFIG must name the cluster.
 
     Args:
@@ -37,17 +32,10 @@ class Apps:
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.cluster = cluster
-        self.folder = folder
         self.api = Api.of_here()
         self.namespace = f"tests-{uuid.uuid4().hex[:6]}"
         self.api.create("/api/v1/namespaces", {"kind": "Namespace", "metadata": {"name": self.namespace}})
-        self.runner = Runner("torchx", {NAME: monarch_kubernetes})
-
-    def program(self, text: str) -> str:
-        """Writes a program; its path."""
-        path = self.folder / "prog.py"
-        path.write_text(textwrap.dedent(text))
-        return str(path)
+        super().__init__(folder, {NAME: monarch_kubernetes})
 
     def role(self, entrypoint: str, *args: str, name: str = "trainer", replicas: int = 1, **more: Any) -> Role:
         """A role that sees the folder."""
@@ -62,22 +50,12 @@ class Apps:
             **more,
         )
 
-    def torchrun(self, *words: str, nproc: int = 2, replicas: int = 2, **more: Any) -> Role:
-        """A role of ranks."""
-        shape = ("--nnodes", str(replicas), "--nproc-per-node", str(nproc), "--tee", "3")
-        return self.role("torchrun", *shape, *words, replicas=replicas, **more)
-
     def run(self, *roles: Role, name: str = "app", **cfg: Any) -> str:
         """Submits; the handle."""
         options = {"preload": "none", "grace": 3, "namespace": self.namespace, "mode": "job", **cfg}
         app = AppDef(name, list(roles), {"team": "a b"})
         handle: str = self.runner.run(app, NAME, cfg=options, workspace=None)
         return handle
-
-    def status(self, handle: str) -> AppStatus:
-        status: AppStatus | None = self.runner.status(handle)
-        assert status is not None
-        return status
 
     def until(self, condition: Callable[[], object], what: str, handle: str, seconds: float = 60.0) -> None:
         """Poll until it holds."""
@@ -100,17 +78,6 @@ class Apps:
         status = self.status(handle)
         assert status.state is state, f"{status}\n{self.everything(handle)}"
         return status
-
-    def states(self, handle: str) -> dict[str, AppState]:
-        """The state of each replica, by ROLE/K."""
-        return {f"{r.role}/{r.id}": r.state for role in self.status(handle).roles for r in role.replicas}
-
-    def lines(self, handle: str, k: int = 0, role: str = "trainer", **more: Any) -> list[str]:
-        return list(self.runner.log_lines(handle, role, k, **more))
-
-    def log(self, handle: str, role: str = "trainer", replicas: int = 2) -> str:
-        """What all replicas of a role have said."""
-        return "".join(line for k in range(replicas) for line in self.lines(handle, k, role))
 
     def everything(self, handle: str) -> str:
         """For the message of a failure."""
@@ -159,25 +126,6 @@ class Apps:
                 items = self.api.items(f"{path}/namespaces/{self.namespace}/{kind}", LABEL_APP)
                 found += [f"{kind}/{one['metadata']['name']}" for one in items]
         return found
-
-    def torchx(self, *words: str, code: int = 0, **environ: str) -> str:
-        """What the command says, run by a process that knows nothing, elsewhere."""
-        elsewhere = self.folder / "elsewhere"
-        elsewhere.mkdir(exist_ok=True)
-        # This channel of registration needs no installation of ours newer than this working tree.
-        env = {**os.environ, "TORCHX_PLUGINS_SOURCE": "1", **environ}
-        done = subprocess.run(
-            [*TORCHX, *words], cwd=elsewhere, env=env, capture_output=True, text=True, timeout=60, check=False
-        )
-        assert done.returncode == code, f"torchx {' '.join(words)}: {done.stdout}{done.stderr}"
-        return done.stdout + (done.stderr if code else "")
-
-    def described(self, handle: str) -> AppDef:
-        """The app as a Runner knows it that has not submitted it."""
-        with Runner("torchx", {NAME: monarch_kubernetes}) as runner:
-            app: AppDef | None = runner.describe(handle)
-        assert app is not None
-        return app
 
     def close(self) -> None:
         """Deletes all of them."""

@@ -56,3 +56,4 @@ def test_nodes_get_changed_code_before_a_run(apps: Apps, cluster: SlurmCluster, 
 
         # All nodes see the folder here; by default they use it.
         assert said(job.run_spmd(output="store"))[1] == [str(root), str(root)]
+    apps.until(lambda: apps.status(taken.handle).is_terminal(), "its end", taken.handle)
