@@ -15,8 +15,8 @@ What the columns say, in seconds from the call that submits, medians with least 
 
     submitted  until that call has returned
     running    until the last task runs: the first line of begun.py; of ``hosts``, the start of the host process
-    x bare     the median of running divided by that of the bare jobs. (Not ratios within a round: the scheduler looks at
-               the queue at times of its own, so every job waits for a random part of a second.)
+    x bare     the median of running divided by the bare jobs'. (Not ratios within a round: the scheduler looks at the
+               queue at times of its own, so every job waits for a random part of a second.)
 
 ``--state`` has Slurm asked every 20 ms and adds the column RUNNING: until it first says so.
 """
