@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+TYPE_CHECKING = False
+"""As in ``typing``, which is not imported: ``python -m torchx_monarch.host`` would find one in the working folder."""
 
 if TYPE_CHECKING:
     from torchx_monarch.client.job import SPMDJob as SPMDJob

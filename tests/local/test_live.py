@@ -204,6 +204,7 @@ def test_two_hosts_are_one_allocation_and_all_output_comes(
     path = script("""
         for number in range(2000):
             print(rank, number, "x" * 50)
+        print("\\U0001F600" * 9000, flush=True)  # twelve bytes each in JSON
         sys.stdout.buffer.write(b"\\xff\\n")
         print("last", rank, file=sys.stderr)
     """)
@@ -213,7 +214,9 @@ def test_two_hosts_are_one_allocation_and_all_output_comes(
         result = hosts.run(*words)
         assert result.exit_codes == dict.fromkeys(range(4), 0), result.reason
         for rank, output in result.output.items():
-            assert output.stdout.splitlines() == [f"{rank} {n} {'x' * 50}" for n in range(2000)] + ["\udcff"]
+            *lines, smiles, last = output.stdout.splitlines()
+            assert lines == [f"{rank} {n} {'x' * 50}" for n in range(2000)]
+            assert smiles == "\U0001f600" * 9000 and last == "\udcff"
             assert output.stderr == f"last {rank}\n"
     assert hosts.end() == [0, 0]
 

@@ -215,7 +215,7 @@ def test_builtins_are_torchx_own_and_ours(plain: Environment, installed: Environ
         lines = environment.torchx("builtins").stdout.splitlines()
         return {line.split(". ", 1)[1] for line in lines if ". " in line}
 
-    assert names(installed) - names(plain) == {"monarch.spmd", "monarch.hosts"}
+    assert names(installed) - names(plain) == {"monarch.spmd", "monarch.hosts", "monarch.controller"}
     assert names(plain) - names(installed) == set()
     assert names(installed) >= {"dist.torchrun", "dist.ddp", "utils.echo", "utils.python"}
 

@@ -240,6 +240,14 @@ def test_this_process() -> None:
     assert not processes.send(processes.Identity(os.getpid(), me.start + 1), 9)
 
 
+def test_watchers_are_read_as_they_were_written() -> None:
+    me = processes.Identity(7, 8)
+    written = watchers.Watchers(watchers.this_machine(), me, processes.Identity(9, 10))
+    data = json.loads(json.dumps(written.to_json()))
+    assert data["keeper"] == {"pid": 7, "start": 8}  # the form of files that are on disks
+    assert watchers.Watchers.from_json(data) == written
+
+
 def test_a_life_is_told_by_machine_boot_and_start() -> None:
     here, me = watchers.this_machine(), processes.identity(os.getpid())
     assert me is not None

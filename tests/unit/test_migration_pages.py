@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from torchx.runner import get_runner
+from torchx.specs import AppDef, Role
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = sorted(DOCS.glob("from_*.md"))
@@ -34,10 +35,11 @@ def test_commands_can_be_submitted(page: str, tmp_path: Path, monkeypatch: pytes
 def test_constructors_are_taken() -> None:
     from torchx_monarch import MonarchJob
 
+    app = AppDef("app", [Role("trainers", image="my/image", num_replicas=4)])
     ours = [code for code in CODE["from_monarch_job.md"] if code.startswith("MonarchJob(")]
     assert len(ours) >= 3
     for code in ours:
-        assert isinstance(eval(code, {"MonarchJob": MonarchJob}), MonarchJob)
+        assert isinstance(eval(code, {"MonarchJob": MonarchJob, "app": app}), MonarchJob)
     (block,) = BLOCK.findall((DOCS / "from_monarch_job.md").read_text())
     compile(block, "from_monarch_job.md", "exec")
 

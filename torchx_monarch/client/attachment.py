@@ -129,8 +129,8 @@ class Live:
         return any(attachment.is_open for attachment in self._attachments.values())
 
     def close(self) -> None:
-        """Stop what this process has started on the hosts, and hang up."""
-        for mesh in self.meshes:
+        """Stop what this process has started on the hosts, if they are there, and hang up."""
+        for mesh in self.meshes if self.is_open else ():
             with contextlib.suppress(Exception):
                 monarch_api.stop_mesh(mesh, _STOP_TIMEOUT)
         self.meshes.clear()

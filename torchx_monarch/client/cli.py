@@ -54,6 +54,11 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
         """Do what was typed."""
         try:
             args.monarch(args)
+        except KeyboardInterrupt:
+            sys.exit(130)
+        except BrokenPipeError:  # as a program does whose reader is gone; a run goes on
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            sys.exit(141)
         except (LinkError, RefusedError, AllocationError, CodeError) as error:
             _say(str(error))
             sys.exit(_NO_ANSWER)
@@ -173,9 +178,8 @@ def _ps(args: argparse.Namespace) -> None:
     for run in _job(args).runs():
         code = "" if run["exit_code"] is None else str(run["exit_code"])
         seconds = (run["ended"] or time.time()) - run["started"] if run["started"] else 0.0
-        rows.append(
-            [str(run["run"]), run["state"], code, f"{seconds:.1f} s", run["by"], run["code"][:12], run["command"]]
-        )
+        command = " ".join(run["command"].split())
+        rows.append([str(run["run"]), run["state"], code, f"{seconds:.1f} s", run["by"], run["code"][:12], command])
     _table(["RUN", "STATE", "CODE", "TIME", "BY", "SOURCE", "COMMAND"], rows)
 
 

@@ -52,7 +52,7 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
     again while the job lives and is the one that is asked for.
 
     Args:
-        app: the roles; or ``{"trainers": 2, "dataloaders": 1}``, as Monarch's own jobs have it.
+        appdef: the roles; or ``{"trainers": 2, "dataloaders": 1}``, as Monarch's own jobs have it.
         scheduler: one of the ``monarch_*`` schedulers.
         scheduler_cfg: its run options.
         env: variables for the hosts of all roles, and so for their actors.
@@ -68,7 +68,7 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
 
     def __init__(
         self,
-        app: AppDef | Mapping[str, int],
+        appdef: AppDef | Mapping[str, int],
         scheduler: str = "monarch_local",
         scheduler_cfg: Mapping[str, CfgVal] | None = None,
         *,
@@ -79,7 +79,7 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
         workspace: str | None = None,
     ) -> None:
         super().__init__()
-        self._app = copy.deepcopy(app) if isinstance(app, AppDef) else app_of_meshes(app)
+        self._app = copy.deepcopy(appdef) if isinstance(appdef, AppDef) else app_of_meshes(appdef)
         for role in self._app.roles:
             check_mesh_name(role.name)
             role.env.update(env or {})

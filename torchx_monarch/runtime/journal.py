@@ -15,8 +15,9 @@ from typing import Any
 
 from torchx_monarch.runtime.output import LineSink, write_all
 
-_PIECE = 8000
-"""Characters of output in one record: JSON may spend six bytes on each, and a line to replica 0 has at most 64 kB."""
+_PIECE = 4000
+"""Characters of output in one record: JSON may spend twelve bytes on each, and JSON in JSON fourteen, and a line to
+replica 0 has at most 64 kB."""
 
 _CHUNK = 1 << 18
 

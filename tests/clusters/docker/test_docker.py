@@ -195,7 +195,7 @@ def test_cancel_is_quick_and_stays_known(apps: Apps, eventually: Eventually) -> 
     started = time.monotonic()
     apps.torchx("cancel", handle)
     assert apps.status(handle).state is AppState.CANCELLED
-    assert time.monotonic() - started < 9, "one after another"
+    assert time.monotonic() - started < 30, "one after another"  # of which each has five seconds, and ten more
     assert set(apps.states(handle).values()) == {AppState.CANCELLED}
     assert json.loads(apps.torchx("status", "--json", handle))["state"] == "CANCELLED"
     assert any("STOPPED" in line for line in followed)  # and it ends
