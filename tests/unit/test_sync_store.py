@@ -136,8 +136,9 @@ def mess(folder: Path, outside: Path, dice: random.Random) -> None:
         write(outside, {"a": "precious", "b/a": "precious"})
         assert tree_of(outside).hash == PRECIOUS
     for where in sorted(folder.rglob("*")):
-        if not os.path.lexists(where) or where.is_symlink():
-            continue
+        way = [folder.joinpath(*where.relative_to(folder).parts[:deep]) for deep in range(1, 9)]
+        if any(each.is_symlink() for each in way) or not where.exists():
+            continue  # it is gone, or a link, or behind one
         what = dice.randrange(6)
         if where.is_dir():
             if what == 0:
@@ -145,7 +146,7 @@ def mess(folder: Path, outside: Path, dice: random.Random) -> None:
             elif what == 1:
                 shutil.rmtree(where)
                 where.symlink_to(outside)
-            elif what == 2:
+            elif what == 2 and not os.path.lexists(where / "result"):
                 (where / "result").write_text("mine")
         elif what == 0:
             where.unlink()
