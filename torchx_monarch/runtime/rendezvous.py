@@ -287,9 +287,6 @@ class Rendezvous:
             refusal["later"] = isinstance(error, _EndingError)
             await protocol.send(writer, refusal)
             return
-        if host.replica in self._told:
-            # The next start of one that knows the verdict: it belongs to the next start of replica 0.
-            return
         # Before anything is awaited: another may ask for the same place.
         self._writers[host.replica] = writer
         self.register(host)
@@ -343,6 +340,8 @@ class Rendezvous:
             raise _TakenError(f"replica {host.replica} has registered already: {self._hosts[host.replica].name}")
         if self._ending and host.attempt < 0:  # one that has seen attempts is of this start, and wants the verdict
             raise _EndingError("the hosts that this one was started to join are ending")
+        if host.replica in self._told:
+            raise _EndingError("its start before this one knows how the job has ended: it belongs to the next job")
         if host.error and self._elastic and self._formed:
             raise RendezvousError(host.error)  # the job goes on without it
         return host
