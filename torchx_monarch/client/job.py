@@ -208,11 +208,13 @@ class SPMDJob:
 
     def _scheduler_status(self) -> tuple[str, str]:
         """The app's state by its scheduler, and why it has ended."""
+        from torchx.specs import NONE  # half of what torchx costs to import; a run on hosts that live needs none of it
+
         status = self._torchx().status(self.handle)
         if status is None:
             return "UNKNOWN", f"{self.handle} does not exist"
-        message = status.msg if status.is_terminal() and status.msg else ""
-        return str(status.state.name), message
+        said = status.is_terminal() and status.msg != NONE
+        return str(status.state.name), status.msg if said else ""
 
     def _torchx(self) -> Runner:
         if self._runner is None:
