@@ -143,12 +143,12 @@ class AgentMesh:
         self._agents: Any = hosts.spawn_procs(per_host={"agent": 1}, name=f"agents{number}").spawn("agent", agent)
         self._agents.initialized.get(timeout=timeout)
 
-    def stream(self, op: str, args: Mapping[str, Any]) -> Iterator[Any]:
-        """Call the agent of every host but the first, of which there must be some.
+    def stream(self, op: str, args: Mapping[str, Any], first: int) -> Iterator[Any]:
+        """Call the agents of the hosts from the one of that number on, of which there must be some.
 
         Yields the answers as they come, an exception for an agent that gave none.
         """
-        for answer in self._agents.slice(hosts=slice(1, None)).call.stream(op, dict(args)):
+        for answer in self._agents.slice(hosts=slice(first, None)).call.stream(op, dict(args)):
             try:
                 yield answer.get()
             except Exception as error:

@@ -370,14 +370,17 @@ class Controller:
             answers.put_nowait(answer)
 
         def pump() -> None:
-            for answer in mesh.stream(op, args):
+            for answer in mesh.stream(op, args, first):
                 with contextlib.suppress(RuntimeError):  # the loop has ended
                     loop.call_soon_threadsafe(answers.put_nowait, answer)
 
-        task = asyncio.ensure_future(ask_own())
-        self._asked.add(task)
-        task.add_done_callback(self._asked.discard)
-        if len(self._hosts) > 1:
+        # The launch goes through all agents: from then on each is known to be there, and its host hears of its death.
+        first = 0 if op == "launch" else 1
+        if first:
+            task = asyncio.ensure_future(ask_own())
+            self._asked.add(task)
+            task.add_done_callback(self._asked.discard)
+        if len(self._hosts) > first:
             threading.Thread(target=pump, name=f"monarch-{op}", daemon=True).start()
 
     async def _stop_ranks(self, number: int) -> list[Trouble]:
