@@ -98,8 +98,15 @@ def make_run_dir(paths: AppPaths) -> str:
     Raises:
         OSError: no folder could be made.
     """
-    if len(os.fsencode(paths.run)) <= MAX_RUN_DIR:
-        return paths.run
+    return paths.run if len(os.fsencode(paths.run)) <= MAX_RUN_DIR else new_run_dir()
+
+
+def new_run_dir() -> str:
+    """A new folder for sockets: in TMPDIR, or where that is too long for a socket or not ours to write to, in /tmp.
+
+    Raises:
+        OSError: no folder could be made.
+    """
     base = os.path.abspath(os.environ.get("TMPDIR") or "/tmp")
     random_word = 16
     if len(os.fsencode(os.path.join(base, RUN_PREFIX))) + random_word <= MAX_RUN_DIR:

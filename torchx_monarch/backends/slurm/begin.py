@@ -55,7 +55,7 @@ class Begun:
         self.cwd: str = role["cwd"]
         self.command, env = macros.filled(role["command"], role["env"], role["image"], self.app_id, self.replica)
         self.log_dir = self.paths.replica_logs(self.role, self.replica)
-        self.run_dir = _run_dir()
+        self.run_dir = folders.new_run_dir()
         self.job = f"slurm:{self.app_id}:{os.path.basename(path)}"
         # Where the replicas 0 are; the lists are no program's business.
         nodes = [os.environ.pop(macros.nodes_variable(index)) for index in range(len(self.request["roles"]))]
@@ -114,11 +114,3 @@ def _watch_signals() -> int:
     for number in (signal.SIGCHLD, *STOP_SIGNALS, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda *_: None)
     return wake
-
-
-def _run_dir() -> str:
-    """For sockets, whose paths must be short."""
-    base = os.environ.get("TMPDIR") or "/tmp"
-    if not os.access(base, os.W_OK) or len(os.fsencode(base)) + len(folders.RUN_PREFIX) + 17 > folders.MAX_RUN_DIR:
-        base = "/tmp"
-    return folders.new_dir(os.path.join(base, folders.RUN_PREFIX))
