@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.clusters.aws_batch.apps import Apps, Aws, definitions
-from tests.clusters.docker.daemon import Daemon, missing
+from tests.clusters.docker.daemon import Daemon, of_a_run
 
 _NETWORK = "batch"
 
@@ -41,12 +41,7 @@ def aws() -> Iterator[Aws]:
 @pytest.fixture(scope="session")
 def daemon() -> Iterator[Daemon]:
     """Skips the test where there can be none; in CI that is a mistake, and the test says so by failing."""
-    reason = missing()
-    if reason:
-        (pytest.fail if "CI" in os.environ else pytest.skip)(reason)
-    one = Daemon()
-    yield one
-    one.stop()
+    yield from of_a_run()
 
 
 @pytest.fixture(scope="session")

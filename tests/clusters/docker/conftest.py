@@ -4,25 +4,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.clusters.docker.apps import Apps
-from tests.clusters.docker.daemon import Daemon, missing
+from tests.clusters.docker.daemon import Daemon, of_a_run
 
 
 @pytest.fixture(scope="session")
 def daemon() -> Iterator[Daemon]:
     """Skips the test where there can be none; in CI that is a mistake, and the test says so by failing."""
-    reason = missing()
-    if reason:
-        (pytest.fail if "CI" in os.environ else pytest.skip)(reason)
-    one = Daemon()
-    yield one
-    one.stop()
+    yield from of_a_run()
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import docker
 import psutil
+import pytest
 from torchx.specs import BindMount
 
 ROOT = Path(__file__).parents[3]
@@ -241,3 +242,13 @@ class Daemon:
         for top in Path("/sys/fs/cgroup").glob(f"**/{self._cgroup}") if Path("/sys/fs/cgroup").exists() else ():
             yield from sorted((path for path in top.rglob("*") if path.is_dir()), reverse=True)
             yield top
+
+
+def of_a_run() -> Iterator[Daemon]:
+    """For a fixture: a daemon as long as its tests run; they are skipped where there can be none, and fail in CI."""
+    reason = missing()
+    if reason:
+        (pytest.fail if "CI" in os.environ else pytest.skip)(reason)
+    one = Daemon()
+    yield one
+    one.stop()
