@@ -27,7 +27,8 @@ class NetworkBackend(Protocol):
         """The name by which all replicas of a role reach its replica 0.
 
         It may hold macros. ``@NAME`` stands for the value that the environment variable NAME has on each host; unset or
-        ``localhost`` on replica 0 itself, it means that machine.
+        ``localhost`` on replica 0 itself, it means that machine. ``@`` alone: nobody knows it before that replica runs,
+        and it tells replica 0 of the first role, which the others ask.
         """
         ...
 

@@ -33,7 +33,8 @@ class HostOptions:
         host_timeout: seconds to wait for all hosts to arrive.
         preload: the modules, separated by commas, that rank interpreters import while they wait; empty for none.
         retry_on: the exit codes, as a shell has them, after which ranks are started again; empty for any.
-        rendezvous: where replica 0 of each role listens, by the role's name; roles of one machine have none.
+        rendezvous: where replica 0 of each role listens, by the role's name; roles of one machine have none. Where its
+            host is ``@`` alone, nobody knows that before it runs.
         network: further words of the host's command line, each option with its value.
     """
 
@@ -53,9 +54,31 @@ def rewrite(app: AppDef, options: HostOptions) -> AppDef:
         CommandError: the command of a role cannot be run; the message names the role.
     """
     rewritten = copy.deepcopy(app)
+    directory = _directory(app, options)
     for role in rewritten.roles:
-        wrap_role(role, options.python, _host_arguments(role, options))
+        wrap_role(role, options.python, _host_arguments(role, options, directory))
     return rewritten
+
+
+def _directory(app: AppDef, options: HostOptions) -> Mapping[str, str]:
+    """By role, where it is asked or told where the roles' replicas 0 are (``runtime.directory``), if nobody else knows.
+
+    It is replica 0 of the first role that knows. Where that role has no rank program, nothing can be done.
+    """
+    roles = [
+        role
+        for role in app.roles[1:]
+        if ":@:" in options.rendezvous.get(role.name, "")
+        and (role.num_replicas > 1 or is_actors([role.entrypoint, *role.args]))
+        and _runs_ranks(role)
+    ]
+    if not roles or not _runs_ranks(app.roles[0]):
+        return {}
+    return {role.name: options.rendezvous[app.roles[0].name] for role in (app.roles[0], *roles)}
+
+
+def _runs_ranks(role: Role) -> bool:
+    return wrap_role(copy.deepcopy(role), "python", ["-m", HOST_MODULE, "--"])
 
 
 def hold(app: AppDef, idle_timeout: float = IDLE_TIMEOUT, python: str = "python") -> AppDef:
@@ -179,7 +202,7 @@ def _command(words: Sequence[str], role: Role) -> Command | None:
     return command
 
 
-def _host_arguments(role: Role, options: HostOptions) -> list[str]:
+def _host_arguments(role: Role, options: HostOptions, directory: Mapping[str, str]) -> list[str]:
     """The arguments of the host process, which follow the interpreter and precede the command."""
     return [
         *("-m", HOST_MODULE),
@@ -194,6 +217,7 @@ def _host_arguments(role: Role, options: HostOptions) -> list[str]:
         *(("--replacements", str(role.max_retries)) if _are_replaced(role) else ()),
         *(("--rendezvous", options.rendezvous[role.name]) if role.name in options.rendezvous else ()),
         *(("--peers", _peers(options)) if options.rendezvous and is_actors([role.entrypoint, *role.args]) else ()),
+        *(("--directory", directory[role.name]) if role.name in directory else ()),
         *(escape(word) for word in options.network),
         "--",
     ]

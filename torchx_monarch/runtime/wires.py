@@ -37,6 +37,18 @@ def run_folder() -> str:
     return tempfile.mkdtemp(prefix="tm-", dir=usual if len(os.fsencode(usual)) <= 60 else "/tmp")
 
 
+def private_folder(within: str) -> str:
+    """For sockets and keys: of this life of this replica alone, and short: a socket's path has at most 107 bytes.
+
+    Raises:
+        ValueError: it cannot be made.
+    """
+    try:
+        return tempfile.mkdtemp(prefix="h", dir=within)
+    except OSError as error:
+        raise ValueError(f"cannot make sockets in {within}: {error.strerror}") from None
+
+
 @dataclasses.dataclass(frozen=True)
 class Wires:
     """The connections of this host.
