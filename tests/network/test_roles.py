@@ -9,7 +9,9 @@ that is found out by the hosts.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +27,7 @@ from torchx.specs import AppDef, Resource, Role
 from tests.network.namespaces import Network, requires_namespaces
 from torchx_monarch import credentials
 from torchx_monarch.backends.network import with_credentials
+from torchx_monarch.components import controller
 from torchx_monarch.schedulers import monarch_aws_batch
 
 pytestmark = requires_namespaces
@@ -183,6 +186,24 @@ def test_a_job_that_begins_again_has_nothing_to_do_with_nodes_of_the_attempt_bef
     assert nodes.wait(0, attempt=2) == [0]
     nodes.processes[1, 1].send_signal(signal.SIGTERM)  # as Batch does
     assert nodes.wait(1) == [143], nodes.log(1)
+
+
+def test_a_controller_finds_the_hosts_of_all_roles(
+    submitted: Callable[..., Nodes], tmp_path: Path, eventually: Eventually
+) -> None:
+    """Those of a role with one replica, too, which nobody else would have to find."""
+    script = tmp_path / "main.py"
+    script.write_text("import os; print(open(os.environ['MONARCH_THIS_JOB']).read())")
+    meshes = {"trainers": "1", "loaders": "1", "readers": "2"}
+    nodes = submitted(*controller(str(script), meshes=meshes, image="image").roles)
+    nodes.start(3, 2, 1, 0)
+    assert nodes.wait(0) == [0], "".join(map(nodes.log, range(4)))
+    found = json.loads(next(line for line in nodes.log(0).splitlines() if line.startswith("{")))
+    at = {mesh: re.findall(r"@tls://([\d.]+):", " ".join(hosts)) for mesh, hosts in found["meshes"].items()}
+    assert at == {"trainers": ["10.99.0.1"], "loaders": ["10.99.0.2"], "readers": ["10.99.0.3", "10.99.0.4"]}, found
+    for node in (1, 2, 3):  # they would go on waiting for actors
+        nodes.processes[node, 1].send_signal(signal.SIGTERM)
+    assert nodes.wait(1, 2, 3) == [143, 143, 143]
 
 
 def test_who_waits_in_vain_says_for_what(submitted: Callable[..., Nodes], role: Callable[..., Role]) -> None:
