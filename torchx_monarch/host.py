@@ -69,6 +69,11 @@ def main(argv: list[str]) -> NoReturn:
         default="",
         help="where replica 0 of the first role listens, which is told where those of the other roles do",
     )
+    parser.add_argument(
+        "--application",
+        default="",
+        help="where replica 0 of the first role listens: when one role has failed all of them end, to begin again",
+    )
     parser.add_argument("command", nargs="+", metavar="COMMAND", help="after `--`: what the role runs")
     args = parser.parse_args(argv)
     if not 0 <= args.replica < args.replicas:
@@ -101,6 +106,7 @@ def main(argv: list[str]) -> NoReturn:
         command=tuple(args.command),
         peers=args.peers,
         directory=args.directory,
+        application=args.application,
     )
     kind: type[HostProcess] = LiveHost if is_live(options, os.environ) else HostProcess
     if is_actors(args.command):

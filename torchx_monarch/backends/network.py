@@ -34,6 +34,15 @@ class NetworkBackend(Protocol):
 
 
 @runtime_checkable
+class StartsRoles(Protocol):
+    """A scheduler that starts each role again by itself, whatever the policy: it is the hosts who see to the others."""
+
+    def main_host(self, app: AppDef) -> str:
+        """The name by which replicas of all roles reach replica 0 of the first one, as ``replica0_host`` has it."""
+        ...
+
+
+@runtime_checkable
 class Reachable(Protocol):
     """A scheduler that knows better than by a replica's host name how its machine reaches a role's replica 0."""
 

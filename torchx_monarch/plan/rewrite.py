@@ -12,12 +12,12 @@ from __future__ import annotations
 import copy
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torchx.specs import AppDef, RetryPolicy, Role, macros
 
 from torchx_monarch.plan.actors import is_actors
-from torchx_monarch.plan.command import HOST_MODULE, HOSTS_MODULE, Command, CommandError, check, parse
+from torchx_monarch.plan.command import ACTORS_MODULE, HOST_MODULE, HOSTS_MODULE, Command, CommandError, check, parse
 from torchx_monarch.plan.hold import IDLE_TIMEOUT, Hold
 from torchx_monarch.plan.shell import SimpleCommand, command_string, simple_commands
 from torchx_monarch.plan.template import escape, substitute, unescape
@@ -36,6 +36,8 @@ class HostOptions:
         rendezvous: where replica 0 of each role listens, by the role's name; roles of one machine have none. Where its
             host is ``@`` alone, nobody knows that before it runs.
         network: further words of the host's command line, each option with its value.
+        application: where all roles find replica 0 of the first one, on backends that start each role again by itself;
+            empty for others.
     """
 
     python: str = "python"
@@ -45,6 +47,7 @@ class HostOptions:
     retry_on: tuple[int, ...] = ()
     rendezvous: Mapping[str, str] = field(default_factory=dict)
     network: Sequence[str] = ()
+    application: str = ""
 
 
 def rewrite(app: AppDef, options: HostOptions) -> AppDef:
@@ -55,9 +58,19 @@ def rewrite(app: AppDef, options: HostOptions) -> AppDef:
     """
     rewritten = copy.deepcopy(app)
     directory = _directory(app, options)
+    if options.application and not _begins_together(app):
+        options = replace(options, application="")
     for role in rewritten.roles:
         wrap_role(role, options.python, _host_arguments(role, options, directory))
     return rewritten
+
+
+def _begins_together(app: AppDef) -> bool:
+    """Whether all roles of ranks, of which the first is one of several, are to begin again when one has failed."""
+    ranks = [role for role in app.roles if _runs_ranks(role)]
+    waiting = any(module in word for role in ranks for word in role.args for module in (HOSTS_MODULE, ACTORS_MODULE))
+    every = all(role.retry_policy is RetryPolicy.APPLICATION and role.max_retries > 0 for role in ranks)
+    return len(ranks) > 1 and ranks[0] is app.roles[0] and every and not waiting
 
 
 def _directory(app: AppDef, options: HostOptions) -> Mapping[str, str]:
@@ -218,6 +231,7 @@ def _host_arguments(role: Role, options: HostOptions, directory: Mapping[str, st
         *(("--rendezvous", options.rendezvous[role.name]) if role.name in options.rendezvous else ()),
         *(("--peers", _peers(options)) if options.rendezvous and is_actors([role.entrypoint, *role.args]) else ()),
         *(("--directory", directory[role.name]) if role.name in directory else ()),
+        *(("--application", options.application) if options.application else ()),
         *(escape(word) for word in options.network),
         "--",
     ]

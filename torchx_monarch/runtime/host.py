@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from torchx_monarch import processes
 from torchx_monarch.errors import Verdict
 from torchx_monarch.plan.command import Command, CommandError, check, parse
-from torchx_monarch.runtime import network
+from torchx_monarch.runtime import application, network
 from torchx_monarch.runtime.controller import Controller, JobOptions
 from torchx_monarch.runtime.directory import Guide
 from torchx_monarch.runtime.elastic import Sizes
@@ -333,9 +333,10 @@ class HostProcess:
         )
         self._meet_other_roles(rendezvous, wires)
         try:
+            together = application.of(options, self._environ, rendezvous, wires)
             if self._listens:
                 await rendezvous.start()
-        except RendezvousError as error:
+        except (RendezvousError, ValueError) as error:
             return self._conclude(Verdict(1, str(error)))
         rendezvous.register(host)
         max_restarts = self._command.options.max_restarts if self._command else 0
@@ -354,15 +355,17 @@ class HostProcess:
             said_within=options.network.peer_timeout + 3.0 if wires.rendezvous.networked else 1.0,
             monarch_log=self._monarch_log,
         )
+        await together.begin(self._reporter, options.host_timeout)
         verdict = await self._controller(job, rendezvous, wires).run()
         self._conclude(verdict)
+        await together.end(verdict, _HOST_EXIT_TIMEOUT + (0.0 if verdict.stopped else self._grace))
         await rendezvous.announce(verdict, _HOST_EXIT_TIMEOUT + self._grace)
         return verdict
 
     @property
     def _listens(self) -> bool:
         """Whether anybody is to reach replica 0."""
-        return self._options.replicas > 1 or self._guide is not None
+        return self._options.replicas > 1 or self._guide is not None or bool(self._options.application)
 
     def _meet_other_roles(self, rendezvous: Rendezvous, wires: Wires) -> None:
         """Keep the directory of the roles' replicas 0, or tell it where this one listens."""

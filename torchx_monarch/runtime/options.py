@@ -29,6 +29,7 @@ class HostOptions:
         command: what the role runs.
         peers: where replica 0 of each role listens, ``NAME=ADDRESS`` with commas; empty for MONARCH_PEERS.
         directory: where replica 0 of the first role listens, which knows where those of the others do; empty for none.
+        application: where replica 0 of the first role listens, for roles that begin again together; empty for others.
     """
 
     app: str
@@ -46,3 +47,4 @@ class HostOptions:
     command: tuple[str, ...]
     peers: str = ""
     directory: str = ""
+    application: str = ""

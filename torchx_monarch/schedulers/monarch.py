@@ -22,7 +22,7 @@ from torchx.specs.finder import ComponentValidationException
 from torchx.workspace import WorkspaceMixin
 
 from torchx_monarch.backends import clients
-from torchx_monarch.backends.network import CREDENTIALS, PLACEHOLDER, NetworkBackend, with_credentials
+from torchx_monarch.backends.network import CREDENTIALS, PLACEHOLDER, NetworkBackend, StartsRoles, with_credentials
 from torchx_monarch.backends.options import run_options
 from torchx_monarch.plan.command import CommandError
 from torchx_monarch.plan.exit_codes import parse_exit_codes
@@ -199,7 +199,8 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             role.name: f"{scheme}:{self.inner.replica0_host(app, role)}:{port + index}"
             for index, role in enumerate(app.roles)
         }
-        return {"rendezvous": rendezvous, "network": words}
+        application = f"{scheme}:{self.inner.main_host(app)}:{port}" if isinstance(self.inner, StartsRoles) else ""
+        return {"rendezvous": rendezvous, "network": words, "application": application}
 
     def schedule(self, dryrun_info: AppDryRunInfo[Any, Cfg]) -> str:
         """Submit what a dry run returned, its request as it is now."""

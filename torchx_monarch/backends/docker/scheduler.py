@@ -37,7 +37,6 @@ from torchx.specs import (
     AppState,
     CfgVal,
     ReplicaStatus,
-    RetryPolicy,
     Role,
     RoleStatus,
     runopts,
@@ -49,7 +48,7 @@ from torchx_monarch.backends.docker import facts, logs, network, reports, reques
 from torchx_monarch.backends.docker.facts import Replica, Standing
 from torchx_monarch.backends.docker.together import together
 from torchx_monarch.backends.options import run_options
-from torchx_monarch.backends.roles import check_replica, matching
+from torchx_monarch.backends.roles import check_replica, is_consequence, matching, restarts
 
 if TYPE_CHECKING:
     from docker import DockerClient
@@ -147,6 +146,10 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         """The container of the role's replica 0, by its name in the network's DNS. (Upstream has the first role's.)"""
         return f"@{request.REPLICA0}"
 
+    def main_host(self, app: AppDef) -> str:
+        """The first role's first container, for all roles: dockerd starts each container again by itself."""
+        return f"@{request.RANK0}"
+
     def client_host(self, app_id: str, role: str) -> str:
         """The address of the role's first container: its name is known on the containers' network alone."""
         found = self._find(app_id)
@@ -240,10 +243,13 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         if found.standing.unended:
             self._have_ended(found)
         errors = together(reports.error, list(zip(found.containers, found.replicas, strict=True)))
-        cause = found.standing.cause
-        # The first to fail was perhaps killed; those that have lost it say so.
-        by_end = sorted(zip(found.replicas, errors, strict=True), key=lambda pair: pair[0].ended)
-        error = next((said for _, said in by_end if said), "") if cause else ""
+        # The first to fail was perhaps killed; those that have lost it say so, and are not the cause.
+        by_end = sorted(
+            zip(found.replicas, errors, strict=True), key=lambda pair: (is_consequence(pair[1]), pair[0].ended)
+        )
+        failed = [pair for pair in by_end if pair[0].state is AppState.FAILED]
+        cause = failed[0][0] if found.standing.cause else None
+        error = next((said for _, said in failed if said), "") if cause else ""
         per_replica = iter(errors)
         return DescribeAppResponse(
             app_id=app_id,
@@ -273,15 +279,9 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
 
     def _restarts(self, found: _Found) -> int:
         """Those by dockerd, and those of the ranks within one start of the hosts, which the hosts report."""
-        restarts = 0
-        policies = {role.name: role.retry_policy for role in found.app.roles}
-        for replicas in found.roles:
-            counts = [replica.restarts for replica in replicas]
-            # When one replica's failure starts all again, that is one restart.
-            together_again = policies.get(replicas[0].role) is not RetryPolicy.REPLICA
-            restarts += max(counts) if together_again else sum(counts)
-        pairs = zip(found.containers, found.replicas, strict=True)
-        return restarts + sum(together(reports.rank_restarts, [pair for pair in pairs if pair[1].id == 0]))
+        counts = {replicas[0].role: [each.restarts for each in replicas] for replicas in found.roles}
+        firsts = [pair for pair in zip(found.containers, found.replicas, strict=True) if pair[1].id == 0]
+        return restarts(found.app, counts) + sum(together(reports.rank_restarts, firsts))
 
     def list(self, cfg: Mapping[str, CfgVal] | None = None) -> list[ListAppResponse]:
         """Our apps, each once, the newest first. (Upstream lists an app once for each state of a container of it.)"""

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchx.schedulers.kubernetes_scheduler import JOB_STATE, LABEL_REPLICA_ID
-from torchx.specs import AppDef, AppState, RetryPolicy, Role
+from torchx.specs import AppDef, AppState, Role
 
-from torchx_monarch.backends import blob
+from torchx_monarch.backends import blob, roles
 from torchx_monarch.backends.kubernetes import facts, names
 from torchx_monarch.backends.kubernetes.api import Api
 from torchx_monarch.backends.kubernetes.facts import Attempt, Ended, RoleFacts, Rules, Standing, Work
@@ -54,13 +54,8 @@ class Found:
     @property
     def restarts(self) -> int:
         """How often replicas were started again, as far as their pods are still there."""
-        count = 0
-        policies = {role.name: role.retry_policy for role in self.app.roles}
-        for role in self.roles:
-            again = [max(0, len(one.attempts) - 1) for one in role.replicas] or [0]
-            # When one replica's failure starts all again, that is one restart.
-            count += sum(again) if policies.get(role.name) is RetryPolicy.REPLICA else max(again)
-        return count
+        counts = {role.name: [max(0, len(one.attempts) - 1) for one in role.replicas] or [0] for role in self.roles}
+        return roles.restarts(self.app, counts)
 
 
 def find(api: Api, namespace: str, name: str) -> Found | None:

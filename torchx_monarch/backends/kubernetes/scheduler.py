@@ -69,6 +69,10 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
         """The pod of the role's replica 0, by its name in the cluster's DNS."""
         return f"@{pods.REPLICA0}"
 
+    def main_host(self, app: AppDef) -> str:
+        """The first role's first pod, for the hosts of all roles: each role is a Job of its own."""
+        return f"@{pods.RANK0}"
+
     def _submit_dryrun(self, app: AppDef, cfg: KubernetesOpts) -> AppDryRunInfo[KubernetesRequest, KubernetesOpts]:
         """The request. The cluster is asked whether it has Volcano (``mode=auto``) and takes it (``validate_spec``).
 
