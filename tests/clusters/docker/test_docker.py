@@ -168,6 +168,20 @@ def test_the_job_begins_again_when_a_container_is_killed(
     assert {"attempt_0", "attempt_1"} <= apps.files(handle, 0, folder)
 
 
+@pytest.mark.parametrize(("often", "state"), [(1, AppState.SUCCEEDED), (2, AppState.FAILED)])
+def test_all_roles_begin_again_when_one_has_failed(apps: Apps, often: int, state: AppState) -> None:
+    folder, roles = apps.one_fails_beside_another(often)
+    handle = apps.run(*roles)
+    status = apps.wait(handle, 90)
+    logs = apps.log(handle) + apps.log(handle, "reader")
+    assert (status.state, status.num_restarts) == (state, 1), logs
+    assert len(list(folder.iterdir())) == 8, logs
+    assert logs.count("FAILED: reader/1 failed: rank 1 (local rank 0 on ") == often, logs
+    if often == 2:  # though the trainers' containers may be the first to have ended
+        assert status.msg.startswith("replica reader/"), status
+        assert json.loads(status.structured_error_msg)["message"]["message"].startswith("rank 1 (local rank 0 on ")
+
+
 @pytest.mark.scenario("preemption")
 def test_a_container_that_is_told_to_end_is_preempted(apps: Apps, daemon: Daemon, eventually: Eventually) -> None:
     """As when its machine is shut down, not by us: all ranks have the grace, and the job begins again."""

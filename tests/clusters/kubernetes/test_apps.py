@@ -141,6 +141,21 @@ def test_the_job_begins_again_when_a_pod_is_killed(apps: Apps) -> None:
     assert apps.log(handle).count("attempt 0") == 8, apps.log(handle)
 
 
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("often", "state"), [(1, AppState.SUCCEEDED), (2, AppState.FAILED)])
+def test_all_roles_begin_again_when_one_has_failed(apps: Apps, often: int, state: AppState) -> None:
+    folder, roles = apps.one_fails_beside_another(often)
+    handle = apps.run(*roles)
+    status = apps.wait(handle, state)
+    logs = apps.log(handle) + apps.log(handle, "reader")
+    assert status.num_restarts == 1, logs
+    assert len(list(folder.iterdir())) == 8, logs
+    assert logs.count("FAILED: reader/1 failed: rank 1 (local rank 0 on ") == often, logs
+    if often == 2:  # though the trainers' pods may be the first to have ended
+        assert status.msg.startswith("replica reader/"), status
+        assert json.loads(status.structured_error_msg)["message"]["message"].startswith("rank 1 (local rank 0 on ")
+
+
 @pytest.mark.scenario("retries", wire="api-server")
 def test_exit_code_78_asks_for_no_other_start(apps: Apps) -> None:
     handle = apps.run(apps.role("sh", "-c", "echo once; exit 78", max_retries=5))
