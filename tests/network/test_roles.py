@@ -188,6 +188,18 @@ def test_a_job_that_begins_again_has_nothing_to_do_with_nodes_of_the_attempt_bef
     assert nodes.wait(1) == [143], nodes.log(1)
 
 
+def test_a_role_that_fails_ends_the_job(
+    submitted: Callable[..., Nodes], role: Callable[..., Role], eventually: Eventually
+) -> None:
+    """Batch itself heeds the main node alone; so it also starts all of them again when there are attempts left."""
+    fails = "time.sleep(1)\nif e['RANK'] == '1': sys.exit(7)\ntime.sleep(1000)"
+    nodes = submitted(role("a", 1, "time.sleep(1000)"), role("b", 2, fails), role("c", 1, "time.sleep(1000)"))
+    nodes.start(0, 1, 2, 3)
+    assert nodes.wait(0, 1, 2, 3) == [7, 7, 7, 7], "".join(map(nodes.log, range(4)))
+    said = "FAILED: b/1 failed: rank 1 (local rank 0 on node2, pid "
+    assert said in nodes.log(0) and said in nodes.log(3), nodes.log(0) + nodes.log(3)
+
+
 def test_a_controller_finds_the_hosts_of_all_roles(
     submitted: Callable[..., Nodes], tmp_path: Path, eventually: Eventually
 ) -> None:

@@ -34,8 +34,15 @@ class NetworkBackend(Protocol):
 
 
 @runtime_checkable
-class StartsRoles(Protocol):
-    """A scheduler that starts each role again by itself, whatever the policy: it is the hosts who see to the others."""
+class RolesApart(Protocol):
+    """A scheduler that lets each role end and begin again by itself: it is the hosts who see to the others.
+
+    Attributes:
+        always_together: whether roles can only begin again together, so that the end of one must end all, whatever the
+            policy.
+    """
+
+    always_together: bool
 
     def main_host(self, app: AppDef) -> str:
         """The name by which replicas of all roles reach replica 0 of the first one, as ``replica0_host`` has it."""

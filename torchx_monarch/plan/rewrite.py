@@ -36,8 +36,9 @@ class HostOptions:
         rendezvous: where replica 0 of each role listens, by the role's name; roles of one machine have none. Where its
             host is ``@`` alone, nobody knows that before it runs.
         network: further words of the host's command line, each option with its value.
-        application: where all roles find replica 0 of the first one, on backends that start each role again by itself;
+        application: where all roles find replica 0 of the first one, on backends that let each role end by itself;
             empty for others.
+        always_together: whether there the end of one role is to end all, whatever the policy.
     """
 
     python: str = "python"
@@ -48,6 +49,7 @@ class HostOptions:
     rendezvous: Mapping[str, str] = field(default_factory=dict)
     network: Sequence[str] = ()
     application: str = ""
+    always_together: bool = False
 
 
 def rewrite(app: AppDef, options: HostOptions) -> AppDef:
@@ -58,19 +60,22 @@ def rewrite(app: AppDef, options: HostOptions) -> AppDef:
     """
     rewritten = copy.deepcopy(app)
     directory = _directory(app, options)
-    if options.application and not _begins_together(app):
+    if options.application and not _ends_together(app, options.always_together):
         options = replace(options, application="")
     for role in rewritten.roles:
         wrap_role(role, options.python, _host_arguments(role, options, directory))
     return rewritten
 
 
-def _begins_together(app: AppDef) -> bool:
-    """Whether all roles of ranks, of which the first is one of several, are to begin again when one has failed."""
+def _ends_together(app: AppDef, always: bool) -> bool:
+    """Whether all roles of ranks, of which the first is one of several, are to end when one has failed.
+
+    Where they are to begin again together, that is; with one that has no retries left to begin with, none would.
+    """
     ranks = [role for role in app.roles if _runs_ranks(role)]
     waiting = any(module in word for role in ranks for word in role.args for module in (HOSTS_MODULE, ACTORS_MODULE))
     every = all(role.retry_policy is RetryPolicy.APPLICATION and role.max_retries > 0 for role in ranks)
-    return len(ranks) > 1 and ranks[0] is app.roles[0] and every and not waiting
+    return len(ranks) > 1 and ranks[0] is app.roles[0] and (always or every) and not waiting
 
 
 def _directory(app: AppDef, options: HostOptions) -> Mapping[str, str]:

@@ -1,13 +1,15 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""All roles of an app begin again together (``RetryPolicy.APPLICATION``) where a backend starts each role by itself.
+"""All roles of an app end together, to begin again, where a backend lets each role end by itself.
 
 Replica 0 of every other role is linked to replica 0 of the first one. When a role has failed, or its replica 0 is lost,
 the first one has all others end as well, and the backend starts them again. Replica 0 of the first role goes last, and
 puts off the hosts that are started before that: so no role begins while another one's earlier ranks are there.
+So it is with ``RetryPolicy.APPLICATION`` and retries, and always where the backend heeds the first role alone.
 
 =========================  =======================================================================================
-other role to the first    ``link`` (greeting, with role), ``ended`` (with code, reason and stopped)
+other role to the first    ``link`` (greeting, with role and start), ``held`` (it counts from now on), ``ended`` (with
+                           code, reason and stopped)
 first role to another      ``linked``, ``refused``, ``again`` (with the same), ``over``
 =========================  =======================================================================================
 """
@@ -19,6 +21,7 @@ from collections.abc import Mapping
 
 from torchx_monarch.errors import Verdict
 from torchx_monarch.runtime import network, protocol, transport
+from torchx_monarch.runtime.directory import start_of_app
 from torchx_monarch.runtime.options import HostOptions
 from torchx_monarch.runtime.rendezvous import LaterError, Rendezvous, RendezvousError, Trouble
 from torchx_monarch.runtime.report import Reporter
@@ -41,10 +44,12 @@ class Application:
     Args:
         role: the host's own.
         rendezvous: its role's.
+        start: which start of the app this is; empty where the backend does not say.
     """
 
-    def __init__(self, role: str, rendezvous: Rendezvous) -> None:
+    def __init__(self, role: str, rendezvous: Rendezvous, start: str = "") -> None:
         self._role = role
+        self._start = start
         self._rendezvous = rendezvous
         self._told = ""
 
@@ -76,8 +81,8 @@ class Application:
 class _First(Application):
     """Replica 0 of the first role."""
 
-    def __init__(self, role: str, rendezvous: Rendezvous) -> None:
-        super().__init__(role, rendezvous)
+    def __init__(self, role: str, rendezvous: Rendezvous, start: str) -> None:
+        super().__init__(role, rendezvous, start)
         self._links: dict[str, asyncio.StreamWriter] = {}
         self._changed = asyncio.Event()
         self._ending = False
@@ -98,8 +103,12 @@ class _First(Application):
         self, greeting: protocol.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         role = greeting.get("role")
-        if transport.is_client(writer) or not isinstance(role, str):
-            raise RendezvousError("replicas 0 of other roles are linked, by the name of their role")
+        if transport.is_client(writer):
+            raise RendezvousError("a client may look at the job and stop it, and not link a role")
+        if not isinstance(role, str):
+            raise RendezvousError("the name of a role is a text")
+        if greeting.get("start") != self._start:
+            raise LaterError(f"it is of another start of the app ({self._start!r} here)")
         if role in self._links and not self._ending:
             self._lose({"reason": f"replica 0 of role {role!r} was started again; {_AGAIN}"})
         if self._ending:
@@ -107,11 +116,13 @@ class _First(Application):
         self._links[role] = writer
         try:
             await protocol.send(writer, {"type": "linked"})
+            if await protocol.receive(reader, _ANSWER_TIMEOUT) is None:
+                return  # it had ended before it could say how
             word = await protocol.receive(reader) or {"reason": f"replica 0 of role {role!r} was lost; {_AGAIN}"}
             if word.get("code") != 0:
                 self._lose(word)
             await reader.read(1)  # it goes last of its role
-        except protocol.ProtocolError as error:
+        except (protocol.ProtocolError, TimeoutError) as error:
             self._lose({"reason": f"replica 0 of role {role!r} does not speak as it should: {error}; {_AGAIN}"})
         finally:
             del self._links[role]
@@ -131,8 +142,8 @@ class _Other(Application):
         first: where that of the first role listens.
     """
 
-    def __init__(self, role: str, rendezvous: Rendezvous, first: Address, wires: Wires) -> None:
-        super().__init__(role, rendezvous)
+    def __init__(self, role: str, rendezvous: Rendezvous, start: str, first: Address, wires: Wires) -> None:
+        super().__init__(role, rendezvous, start)
         self._first = first
         self._wires = wires
         self._why = "no answer yet"
@@ -181,7 +192,8 @@ class _Other(Application):
             pause = min(1.2 * pause, _TRY_AT_LEAST_EVERY) if self._clear.is_set() else _TRY_EVERY
 
     async def _greeted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
-        await protocol.send(writer, {"type": "link", "version": protocol.VERSION, "role": self._role})
+        greeting = {"type": "link", "version": protocol.VERSION, "role": self._role, "start": self._start}
+        await protocol.send(writer, greeting)
         try:
             answer = await protocol.receive(reader, _ANSWER_TIMEOUT)
         except (protocol.ProtocolError, TimeoutError):
@@ -191,6 +203,7 @@ class _Other(Application):
         if answer is None or answer.get("type") != "linked":
             self._why = str((answer or {}).get("reason"))
             return False
+        await protocol.send(writer, {"type": "held"})
         self._writer = writer
         self._linked.set()
         return True
@@ -216,7 +229,10 @@ def of(options: HostOptions, environ: Mapping[str, str], rendezvous: Rendezvous,
     """
     if not options.application:
         return Application(options.role, rendezvous)
-    first = Address.parse(network.expanded(options.application, environ, is_first=False), "--application")
-    if first.port == wires.rendezvous.port:  # each role has a port of its own
-        return _First(options.role, rendezvous)
-    return _Other(options.role, rendezvous, first, wires)
+    # Each role has a port of its own.
+    is_first = options.application.endswith(f":{wires.rendezvous.port}")
+    first = Address.parse(network.expanded(options.application, environ, is_first), "--application")
+    start = start_of_app(environ)
+    if is_first:
+        return _First(options.role, rendezvous, start)
+    return _Other(options.role, rendezvous, start, first, wires)

@@ -40,6 +40,15 @@ def is_told(rendezvous: str) -> bool:
     return ":@:" in rendezvous
 
 
+def start_of_app(environ: Mapping[str, str]) -> str:
+    """What tells this start of all roles from an earlier one (``MONARCH_START``); empty where the backend does not say.
+
+    ``@NAME`` is the value of that variable.
+    """
+    start = environ.get("MONARCH_START", "")
+    return environ.get(start[1:], "") if start.startswith("@") else start
+
+
 class _Directory:
     """Replica 0 of the first role: is told, and tells.
 
@@ -132,10 +141,7 @@ class Guide:
             return None
         is_main = not is_told(rendezvous)
         where = network.expanded(options.directory, environ, is_main and options.replica == 0)
-        start = environ.get("MONARCH_START", "")
-        if start.startswith("@"):
-            start = environ.get(start[1:], "")
-        return cls(options.role, Address.parse(where, "--directory"), start, is_main)
+        return cls(options.role, Address.parse(where, "--directory"), start_of_app(environ), is_main)
 
     def serve(self, rendezvous: Rendezvous) -> None:
         """Keep the directory, on replica 0 of the first role."""

@@ -333,7 +333,7 @@ class HostProcess:
         )
         self._meet_other_roles(rendezvous, wires)
         try:
-            together = application.of(options, self._environ, rendezvous, wires)
+            self._together = together = application.of(options, self._environ, rendezvous, wires)
             if self._listens:
                 await rendezvous.start()
         except (RendezvousError, ValueError) as error:

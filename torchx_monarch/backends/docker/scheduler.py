@@ -146,6 +146,8 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         """The container of the role's replica 0, by its name in the network's DNS. (Upstream has the first role's.)"""
         return f"@{request.REPLICA0}"
 
+    always_together = False
+
     def main_host(self, app: AppDef) -> str:
         """The first role's first container, for all roles: dockerd starts each container again by itself."""
         return f"@{request.RANK0}"

@@ -69,6 +69,8 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
         """The pod of the role's replica 0, by its name in the cluster's DNS."""
         return f"@{pods.REPLICA0}"
 
+    always_together = False
+
     def main_host(self, app: AppDef) -> str:
         """The first role's first pod, for the hosts of all roles: each role is a Job of its own."""
         return f"@{pods.RANK0}"
