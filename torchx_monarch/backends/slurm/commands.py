@@ -22,11 +22,14 @@ from torchx_monarch.variables import OF_A_JOB
 _TIMEOUT = 60.0
 """Seconds that a command may take: a controller under load answers late."""
 
-_TOLD_WITHIN = 3.0
+_TOLD_WITHIN = 2.0
 """Seconds for a signal to array tasks. While others of the array wait, Slurm (22.05) passes it on at once and answers
 that one may try again later, as scancel then does for half a minute, five times."""
 
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
+
+_LEFT_OUT = frozenset({*OF_A_JOB, "SBATCH_ARRAY_INX"})
+"""The last would make an array of a job that knows of none."""
 
 _ALL_INDICES = {"SLURM_BITSTR_LEN": "0"}
 """Else commands say no more than the first 64 characters of the list of array tasks that wait."""
@@ -75,7 +78,7 @@ def client_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environ.items()
-        if name not in OF_A_JOB and (not inside or not name.startswith(("SLURM_", "SLURMD_")) or name in _KEPT)
+        if name not in _LEFT_OUT and (not inside or not name.startswith(("SLURM_", "SLURMD_")) or name in _KEPT)
     }
 
 

@@ -270,7 +270,7 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
         if app.folder.whole != app.folder:
             whole = app_id.partition("_")[0]
             raise SlurmError(
-                f"{app_id} is one task of an array: it can be cancelled; to be deleted is {whole}, all of it"
+                f"{app_id} is one task of an array, which is deleted as a whole: {whole} (torchx cancel ends it alone)"
             )
         if not app.terminal:
             self._cancel_existing(app_id)
