@@ -231,7 +231,7 @@ def test_signal_to_one_host_stops_the_job(
     assert hosts.wait() == [128 + number] * 2
     said = f"host 1 was told to stop by signal {int(number)} ({number.name})"
     if number == signal.SIGTERM:
-        said = "preempted: host 1 ("
+        said = "preempted or cancelled: host 1 ("
     assert said in hosts.err(0).splitlines()[-1]
 
 

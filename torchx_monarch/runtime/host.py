@@ -457,7 +457,8 @@ class HostProcess:
     def _signalled(self, number: int) -> None:
         self._reporter.line(f"host {self._options.replica}: received {signal.Signals(number).name}")
         self._stop_soon(number)
-        announced = os.path.exists(self._environ.get("MONARCH_STOP_FILE", ""))
+        stop_file = self._environ.get("MONARCH_STOP_FILE")
+        announced = os.path.exists(stop_file) if stop_file else None
         host = self._registration or Registration(self._options.replica, "", self._hostname, os.getpid(), 0)
         trouble = signalled(host, number, announced)
         if self._membership is not None:
