@@ -335,6 +335,7 @@ class Kubelet:
         self.folder = folder
         self.network = Network()
         self.pods: dict[str, Pod] = {}
+        self.services: list[dict[str, Any]] = []
         self._names = threading.Event()
         self._termination_log = Path("/dev/termination-log")
         self._termination_log.touch()  # for pods to mount theirs on
@@ -396,6 +397,7 @@ class Kubelet:
                 gone.stop_grace = 0.0  # removed by force
         if self._names.is_set() or any(not one.over for one in self.pods.values()):
             self._names.clear()
+            self.services = self.api.get("/api/v1/services")["items"]
             for one in list(self.pods.values()):
                 if not one.over:
                     self.write_hosts(one)
@@ -432,6 +434,10 @@ class Kubelet:
             if one.namespace == pod.namespace and theirs.get("subdomain") and ready and not one.over:
                 name = f"{theirs['hostname']}.{theirs['subdomain']}"
                 lines.append(f"{one.address} {name} {name}.{one.namespace}.svc")
+        for service in self.services:
+            address, metadata = service["spec"].get("clusterIP", "None"), service["metadata"]
+            if metadata["namespace"] == pod.namespace and address != "None":
+                lines.append(f"{address} {metadata['name']}")
         text = "\n".join(lines) + "\n"
         if not pod.hosts.exists() or pod.hosts.read_text() != text:
             pod.hosts.write_text(text)  # in place: it is mounted
