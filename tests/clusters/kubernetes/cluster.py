@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A cluster for tests: a real API server, and stand-ins for what no package of Debian's has (see ``stand_ins.py``).
 
-Or any other that TEST_KUBECONFIG names; TEST_IMAGE is then an image, which its nodes have or can pull, of torchx-monarch
-as it is here, torch and scikit-learn, with ``python``, ``torchrun`` and ``sh`` on the PATH. The user of that kubeconfig
-must be allowed to make namespaces: everything that the tests make is in namespaces of their own (``tests-...``), which
-they delete again.
+Or any other that TEST_KUBECONFIG names; TEST_IMAGE is then an image, which its nodes have or can pull, of torch,
+scikit-learn and torchx-monarch as it is here, with ``python``, ``torchrun`` and ``sh`` on the PATH. The user of that
+kubeconfig must be allowed to make namespaces: everything that the tests make is in namespaces of their own
+(``tests-...``), which they delete again.
 """
 
 from __future__ import annotations
