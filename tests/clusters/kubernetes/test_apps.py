@@ -145,6 +145,22 @@ def test_the_job_begins_again_when_a_host_is_killed(apps: Apps) -> None:
 
 
 @pytest.mark.scenario("retries", wire=WIRE)
+def test_restarts_of_ranks_count_also_those_of_a_host_that_was_killed(apps: Apps) -> None:
+    text = f"""
+{WAITS}
+    if not told() and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        raise ValueError("once")
+"""
+    # Those of the first host wait for the name in their second attempt alone.
+    text = text.replace("if not told():", 'if not told() and os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":')
+    handle = apps.run(apps.torchrun("--max-restarts", "2", apps.program(text), "0", nproc=1, max_retries=1))
+    apps.until(lambda: apps.log(handle).count("attempt 1") == 2, "the second attempt", handle)
+    apps.go()
+    assert apps.wait(handle, AppState.SUCCEEDED).num_restarts == 2  # one of each
+    assert apps.log(handle).count("attempt 0") == 4, apps.log(handle)
+
+
+@pytest.mark.scenario("retries", wire=WIRE)
 def test_exit_code_78_asks_for_no_other_start(apps: Apps) -> None:
     handle = apps.run(apps.role("sh", "-c", "echo once; exit 78", max_retries=5))
     status = apps.wait(handle, AppState.FAILED)
@@ -227,8 +243,9 @@ def test_a_failing_rank_is_the_cause(apps: Apps) -> None:
             raise ValueError("boom" + 9000 * "!")
         time.sleep(1000)
     """)
-    handle = apps.run(apps.torchrun(path))
+    handle = apps.run(apps.torchrun("--max-restarts", "1", path))
     status = apps.wait(handle, AppState.FAILED)
+    assert status.num_restarts == 1
     error = json.loads(status.structured_error_msg)["message"]
     assert error["message"].startswith("rank 3 (local rank 1 on ")
     assert "ValueError: boom!!" in error["message"]

@@ -53,13 +53,14 @@ class Found:
 
     @property
     def restarts(self) -> int:
-        """How often replicas were started again, as far as their pods are still there."""
+        """How often replicas were started again, and ranks within them, as far as their pods are still there."""
         count = 0
         policies = {role.name: role.retry_policy for role in self.app.roles}
         for role in self.roles:
             again = [max(0, len(one.attempts) - 1) for one in role.replicas] or [0]
             # When one replica's failure starts all again, that is one restart.
             count += sum(again) if policies.get(role.name) is RetryPolicy.REPLICA else max(again)
+            count += sum(one.rank_restarts for each in role.replicas for one in each.attempts)
         return count
 
 
