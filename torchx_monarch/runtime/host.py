@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Coroutine, Mapping
 from typing import Any, NoReturn
 
-from torchx_monarch import processes
+from torchx_monarch import folders, processes
 from torchx_monarch.errors import Verdict
 from torchx_monarch.plan.command import Command, CommandError, check, parse
 from torchx_monarch.runtime import network
@@ -39,7 +39,7 @@ from torchx_monarch.runtime.report import Reporter, leave_word
 from torchx_monarch.runtime.strays import reap_orphans
 from torchx_monarch.runtime.transport import Address
 from torchx_monarch.runtime.watchdog import ENABLED, FILE
-from torchx_monarch.runtime.wires import Wires, run_folder
+from torchx_monarch.runtime.wires import Wires
 
 _HOST_EXIT_TIMEOUT = 5.0
 """Seconds that replica 0 waits for the other hosts to go before it goes itself."""
@@ -66,7 +66,7 @@ class HostProcess:
         # Monarch and its processes print to what is left as 1 and 2, which becomes a file of its own.
         self._stdout, self._stderr = os.dup(1), os.dup(2)
         self._log_dir = self._environ.get("MONARCH_LOG_DIR") or tempfile.mkdtemp(prefix="torchx-monarch-")
-        self._run_dir = self._environ.get("MONARCH_RUN_DIR") or run_folder()
+        self._run_dir = self._environ.get("MONARCH_RUN_DIR") or folders.new_run_dir()
         self._log_dir = os.path.abspath(self._log_dir)
         self._monarch_log = os.path.join(self._log_dir, "monarch.log")
         events_path = self._environ.get("MONARCH_EVENTS") if options.replica == 0 else None
@@ -459,7 +459,8 @@ class HostProcess:
     def _signalled(self, number: int) -> None:
         self._reporter.line(f"host {self._options.replica}: received {signal.Signals(number).name}")
         self._stop_soon(number)
-        announced = os.path.exists(self._environ.get("MONARCH_STOP_FILE", ""))
+        stop_file = self._environ.get("MONARCH_STOP_FILE")
+        announced = os.path.exists(stop_file) if stop_file else None
         host = self._registration or Registration(self._options.replica, "", self._hostname, os.getpid(), 0)
         trouble = signalled(host, number, announced)
         if self._membership is not None:

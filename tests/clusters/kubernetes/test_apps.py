@@ -181,7 +181,7 @@ def test_a_pod_that_is_taken_away_costs_no_retry(apps: Apps) -> None:
     status = apps.wait(handle, AppState.SUCCEEDED)
     follower.join(30 * apps.patience)
     assert not follower.is_alive()
-    assert any("preempted" in line for line in followed), followed
+    assert any("preempted or cancelled" in line for line in followed), followed
     assert status.state is AppState.SUCCEEDED
 
 

@@ -12,8 +12,7 @@ import select
 import signal
 import time
 
-from torchx_monarch import processes
-from torchx_monarch.backends.local import folder as folders
+from torchx_monarch import folders, processes
 from torchx_monarch.backends.local import spawn
 from torchx_monarch.backends.slurm import folder, macros
 from torchx_monarch.backends.slurm.folder import JobFolder
