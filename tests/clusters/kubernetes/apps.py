@@ -6,19 +6,23 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+import shutil
+import subprocess
 import textwrap
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 from kubernetes import config
 from torchx.specs import AppDef, AppState, AppStatus, Resource, Role
 
 from tests.clusters.apps import BaseApps
 from tests.clusters.kubernetes.cluster import Cluster
+from tests.network.relay import Relay
 from torchx_monarch.backends.kubernetes.api import Api, KubernetesError
 from torchx_monarch.backends.kubernetes.names import LABEL_APP
 from torchx_monarch.schedulers import monarch_kubernetes
@@ -131,6 +135,26 @@ class Apps(BaseApps):
         ]
         assert len(found) == 1, found
         return str(found[0])
+
+    @contextlib.contextmanager
+    def forwarded(self, handle: str, port: int) -> Iterator[str]:
+        """HOST:PORT that leads to a port of the pod of the first role's replica 0, as docs/live.md has it."""
+        pod = next(one for one in self.pods(handle) if one["metadata"]["name"] == self.pod(handle, 0))
+        if not self.cluster.foreign:
+            with Relay(port, self.cluster.network_of(pod["metadata"]["uid"])) as relay:
+                yield f"localhost:{relay.port}"
+            return
+        if shutil.which("kubectl") is None:
+            pytest.skip("a port of a pod of the cluster is forwarded by kubectl, which is not installed")
+        where = ["kubectl", "--kubeconfig", str(self.cluster.kubeconfig), "--namespace", self.namespace]
+        command = [*where, "port-forward", f"pod/{pod['metadata']['name']}", f":{port}"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as forward:
+            try:
+                assert forward.stdout is not None
+                said = forward.stdout.readline()  # Forwarding from 127.0.0.1:40404 -> 24123
+                yield "localhost:" + said.partition(" -> ")[0].rpartition(":")[2]
+            finally:
+                forward.terminate()
 
     def evict(self, handle: str, replica: int) -> None:
         """Have Kubernetes take a replica's pod away, as when its node is drained."""

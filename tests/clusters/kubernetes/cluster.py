@@ -86,6 +86,15 @@ class Cluster:
         door = f"https://127.0.0.1:{(self.folder / 'door').read_text()}"
         self.server.kubeconfig(door, "admin")
 
+    @property
+    def network(self) -> str:
+        """The file of a network namespace from which the pods of ours are reached."""
+        return f"/run/netns/{(self.folder / 'network').read_text()}"
+
+    def network_of(self, uid: str) -> str:
+        """That of a pod of ours itself."""
+        return f"/run/netns/{(self.folder / 'pods' / uid / 'network').read_text()}"
+
     def log(self) -> str:
         """What the stand-ins have complained of."""
         return (self.folder / "stand-ins.log").read_text() if not self.foreign else ""

@@ -52,6 +52,7 @@ class Attempt:
         container: the name of the container that runs the role's command: the first one.
         host: its host name.
         node: where it runs; empty while it has no place.
+        address: the pod's own, while it runs.
         phase: Kubernetes' word.
         created, ended: seconds since the epoch; 0 for not yet.
         deleting: whether it is being deleted.
@@ -67,6 +68,7 @@ class Attempt:
     container: str = ""
     host: str = ""
     node: str = ""
+    address: str = ""
     phase: str = "Pending"
     created: float = 0.0
     ended: float = 0.0
@@ -114,6 +116,7 @@ def attempt(pod: Object) -> Attempt:
         container=name,
         host=spec.get("hostname") or metadata["name"],
         node=spec.get("nodeName") or "",
+        address=(status.get("podIP") or "") if phase == "Running" else "",
         phase=phase,
         created=seconds(metadata["creationTimestamp"]),
         ended=seconds(terminated.get("finishedAt") or "") or _ended(conditions, phase),

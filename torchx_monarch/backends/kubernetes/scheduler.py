@@ -69,6 +69,12 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
         """The pod of the role's replica 0, by its name in the cluster's DNS."""
         return f"@{pods.REPLICA0}"
 
+    def client_host(self, app_id: str, role: str) -> str:
+        """The address of the pod of the role's replica 0: its name is known to the cluster's DNS alone, and late."""
+        found = self._find(app_id)
+        replicas = [each for one in (found.roles if found else ()) if one.name == role for each in one.replicas]
+        return next((each.last.address for each in replicas if each.id == 0 and each.last), "")
+
     def _submit_dryrun(self, app: AppDef, cfg: KubernetesOpts) -> AppDryRunInfo[KubernetesRequest, KubernetesOpts]:
         """The request. The cluster is asked whether it has Volcano (``mode=auto``) and takes it (``validate_spec``).
 
