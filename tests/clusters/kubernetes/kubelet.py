@@ -306,8 +306,6 @@ class Kubelet:
         self.pods: dict[str, Pod] = {}
         self.services: list[dict[str, Any]] = []
         self._names = threading.Event()
-        self._termination_log = Path("/dev/termination-log")
-        self._termination_log.touch()  # for pods to mount theirs on
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(str(folder / "tls.crt"), str(folder / "tls.key"))
@@ -419,7 +417,6 @@ class Kubelet:
         while any(not one.over for one in self.pods.values()) and time.monotonic() < until:
             time.sleep(0.02)
         self.network.remove()
-        self._termination_log.unlink(missing_ok=True)
         self._server.shutdown()
         self._server.server_close()
 

@@ -18,6 +18,7 @@ from tests.clusters.live import SAYS, actors, runs_twice_and_after_a_failure
 from tests.network.relay import HERE, Relay
 from torchx_monarch import SPMDJob, serve
 from torchx_monarch.client.target import Target
+from torchx_monarch.errors import AllocationError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("kubernetes")]
 
@@ -32,6 +33,9 @@ def test_takes_two_pods_and_runs_in_them(apps: Apps, tmp_path: Path) -> None:
     pod = next(one for one in apps.pods(taken.handle) if one["spec"]["hostname"].endswith("-trainer-0"))
     target = Target.of(taken.handle, runner=apps.runner).address
     assert target.host == pod["status"]["podIP"]
+    if not apps.cluster.foreign:
+        with pytest.raises(AllocationError, match=rf"waiting for the hosts \(RUNNING\): {target.host}:{target.port}: "):
+            SPMDJob.attach(taken.handle, runner=apps.runner).wait_ready(10)
     with apps.forwarded(taken.handle, target.port) as address:
         job = SPMDJob.attach(taken.handle, address=address, runner=apps.runner).wait_ready(90 * apps.patience)
         runs_twice_and_after_a_failure(job, path, [f"{name}-trainer-{k}" for k in (0, 1)])
