@@ -152,6 +152,7 @@ class Apps(BaseApps):
             try:
                 assert forward.stdout is not None
                 said = forward.stdout.readline()  # Forwarding from 127.0.0.1:40404 -> 24123
+                assert " -> " in said, f"{' '.join(command)}: {said}"
                 yield "localhost:" + said.partition(" -> ")[0].rpartition(":")[2]
             finally:
                 forward.terminate()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from torchx.schedulers.api import Stream
-from torchx.specs import AppState, Resource, RetryPolicy
+from torchx.specs import NONE, AppState, Resource, RetryPolicy
 from torchx.specs.finder import ComponentValidationException
 
 from tests.clusters.kubernetes.apps import NAME, Apps
@@ -223,6 +223,20 @@ def test_cancelled_while_pending(apps: Apps) -> None:
     apps.runner.cancel(handle)
     apps.wait(handle, AppState.CANCELLED)
     assert apps.pods(handle) == []
+
+
+def test_pods_that_are_not_let_in_are_told(apps: Apps) -> None:
+    path = f"/api/v1/namespaces/{apps.namespace}/resourcequotas"
+    apps.api.create(path, {"metadata": {"name": "none"}, "spec": {"hard": {"pods": "0"}}})
+    if not apps.cluster.foreign:  # its controller does not run here
+        apps.api.patch(f"{path}/none/status", {"status": {"hard": {"pods": "0"}, "used": {"pods": "0"}}})
+    apps.until_true(lambda: bool(apps.api.get(f"{path}/none").get("status")), "the quota")
+    handle = apps.run(apps.role("true", replicas=2))
+    apps.until(lambda: "exceeded quota: none" in apps.status(handle).msg, "why", handle)
+    status = apps.status(handle)
+    assert status.state is AppState.PENDING and status.msg.startswith("role trainer gets no pods: pods ")
+    apps.api.delete(f"{path}/none")
+    assert apps.wait(handle, AppState.SUCCEEDED).msg == NONE
 
 
 def test_an_image_that_is_not_there_is_told_and_ends_the_app(apps: Apps) -> None:

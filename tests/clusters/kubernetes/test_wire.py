@@ -97,7 +97,7 @@ class Wire:
         if where in self.objects:
             return 200, self.objects[where]
         items = [one for name, one in self.objects.items() if name.rpartition("/")[0] == where]
-        known = where.rpartition("/")[2] in ("jobs", "pods", "services", "secrets")
+        known = where.rpartition("/")[2] in ("events", "jobs", "pods", "services", "secrets")
         return (200, {"apiVersion": "v1", "kind": "List", "items": items}) if known else (404, {"message": "not found"})
 
     def close(self) -> None:
