@@ -187,7 +187,9 @@ class SPMDJob:
             elif time.monotonic() > asked + _ASK_SCHEDULER_EVERY:
                 asked = time.monotonic()
                 state, message = self._scheduler_status()
-                if state in ("SUCCEEDED", "FAILED", "CANCELLED", "UNKNOWN"):
+                if state == "UNKNOWN" and message:
+                    raise AllocationError(message)
+                if state in ("SUCCEEDED", "FAILED", "CANCELLED"):
                     raise AllocationError(f"{self.handle} has ended ({state}){': ' + message if message else ''}")
                 waiting = f"the hosts ({state})"
                 if state == "RUNNING" and asked > started + _SAY_WHY_AFTER:
