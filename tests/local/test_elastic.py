@@ -196,7 +196,7 @@ def test_a_host_that_is_told_to_stop_leaves_alone(folder: Path, eventually: Even
     for process in job.hosts.processes.values():  # as a backend stops a job
         process.send_signal(signal.SIGTERM)
     assert job.hosts.wait() == [143, 143, 143]
-    assert "STOPPED: preempted: host 0" in job.hosts.err().splitlines()[-1]
+    assert "STOPPED: preempted or cancelled: host 0" in job.hosts.err().splitlines()[-1]
 
 
 def test_a_host_that_cannot_start_does_not_disturb_those_that_run(folder: Path, eventually: Eventually) -> None:

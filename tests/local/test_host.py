@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from tests.local.hosts import Hosts
-from torchx_monarch.backends.local.folder import MAX_RUN_DIR
+from torchx_monarch.folders import MAX_RUN_DIR
 
 Eventually = Callable[..., object]
 
@@ -231,7 +231,7 @@ def test_signal_to_one_host_stops_the_job(
     assert hosts.wait() == [128 + number] * 2
     said = f"host 1 was told to stop by signal {int(number)} ({number.name})"
     if number == signal.SIGTERM:
-        said = "preempted: host 1 ("
+        said = "preempted or cancelled: host 1 ("
     assert said in hosts.err(0).splitlines()[-1]
 
 

@@ -59,7 +59,7 @@ def test_the_ranks_of_all_hosts_have_the_whole_grace(
     assert hosts.wait() == [143, 143]
     text = hosts.out(0) + hosts.out(1)
     assert text.count("told") == text.count("clean") == 4
-    said = f"preempted: host {replica} ("
+    said = f"preempted or cancelled: host {replica} ("
     assert f"STOPPED: {said}" in hosts.err(0).splitlines()[-1]
     assert [event["message"] for event in hosts.events() if event["kind"] == "preempted"][0].startswith(said)
     error = json.loads((hosts.logs(1 - replica) / "error.json").read_text())["message"]
@@ -74,7 +74,7 @@ def test_before_the_job_began(folder: Path, script: Callable[[str], str], eventu
     hosts.processes[1].terminate()
     assert hosts.wait() == [143]
     error = json.loads((hosts.logs(1) / "error.json").read_text())["message"]
-    assert error["message"].startswith("preempted: host 1 (")
+    assert error["message"].startswith("preempted or cancelled: host 1 (")
 
 
 def test_while_interpreters_import(folder: Path, tmp_path: Path, script: Callable[[str], str]) -> None:
@@ -108,7 +108,7 @@ def test_while_a_failed_attempt_is_stopped(folder: Path, script: Callable[[str],
     eventually(lambda: "told" in hosts.out(), "the end of the attempt to begin")
     hosts.processes[0].terminate()
     assert hosts.wait() == [143], hosts.err()
-    assert "preempted: host 0 (" in hosts.err().splitlines()[-1]
+    assert "preempted or cancelled: host 0 (" in hosts.err().splitlines()[-1]
     assert not (hosts.logs(0) / "attempt_1").exists()
 
 

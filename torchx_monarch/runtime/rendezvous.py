@@ -361,7 +361,10 @@ class Rendezvous:
                 if not isinstance(number, int) or not 0 < number < signal.NSIG:
                     raise protocol.ProtocolError(f"{_brief(number)} is no number of a signal")
                 if self._hosts.get(host.replica) is host:
-                    self.troubles.put_nowait(signalled(host, number, message.get("announced") is True))
+                    announced = message.get("announced")
+                    self.troubles.put_nowait(
+                        signalled(host, number, announced if announced is None else announced is True)
+                    )
             if isinstance(kind, str) and kind in self.reports:
                 self.reports[kind](host, message)
             if kind == "alive" and host.replica in self._writers:
@@ -379,17 +382,19 @@ def agent_lost(host: Registration) -> Trouble:
     return Trouble(host.replica, Verdict(1, f"the agent of {host.name} died", replica=host.replica))
 
 
-def signalled(host: Registration, number: int, announced: bool) -> Trouble:
+def signalled(host: Registration, number: int, announced: bool | None) -> Trouble:
     """The trouble of a host that was told to stop.
 
     Args:
         host: which.
         number: the signal.
         announced: whether the backend had said that it would (``MONARCH_STOP_FILE``). A SIGTERM that it knows nothing
-            of is that of whoever takes the machine away.
+            of is that of whoever takes the machine away. None for a backend that has no way of saying it: such a
+            SIGTERM is taken for a preemption, and may be a cancel.
     """
     if number == signal.SIGTERM and not announced:
-        reason, kind = f"preempted: {host.name} received SIGTERM from outside the job", PREEMPTED
+        said = "preempted or cancelled" if announced is None else "preempted"
+        reason, kind = f"{said}: {host.name} received SIGTERM from outside the job", PREEMPTED
     else:
         what = describe_code(-number).partition("by ")[2]
         reason, kind = f"host {host.replica} was told to stop by {what}", "failure"
