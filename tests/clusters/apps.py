@@ -20,21 +20,6 @@ from torchx.specs import AppDef, AppState, AppStatus, Role
 TORCHX = [sys.executable, "-c", "import sys; sys.argv[0] = 'torchx'; from torchx.cli.main import main; main()"]
 
 
-FAILS_BESIDE = """
-    import os, pathlib, sys, time
-    folder, often = pathlib.Path(sys.argv[1]), int(sys.argv[2])
-    me = os.environ["ROLE"] + os.environ["RANK"]
-    start = len(list(folder.glob(f"{me}-*")))
-    (folder / f"{me}-{start}").touch()
-    while len(list(folder.glob(f"*-{start}"))) < 4:
-        time.sleep(0.05)
-    if start < often:
-        if me == "reader1":
-            raise ValueError("boom")
-        time.sleep(1000)
-"""
-
-
 class BaseApps(abc.ABC):
     """A Runner, and shorthands.
 
@@ -68,17 +53,6 @@ class BaseApps(abc.ABC):
         """A role of ranks."""
         shape = ("--nnodes", str(replicas), "--nproc-per-node", str(nproc), "--tee", "3")
         return self.role("torchrun", *shape, *words, replicas=replicas, **more)
-
-    def one_fails_beside_another(self, often: int) -> tuple[Path, list[Role]]:
-        """Two roles of two ranks, and a folder with a file for each rank in each start.
-
-        The second fails in so many starts, when all ranks run.
-        """
-        path, folder = self.program(FAILS_BESIDE), self.folder / "starts"
-        folder.mkdir()
-        words = (path, str(folder), str(often))
-        names = ("trainer", "reader")
-        return folder, [self.torchrun(*words, name=name, nproc=1, max_retries=1, env={"ROLE": name}) for name in names]
 
     def adopt(self, handle: str) -> str:
         """Deletes this app, too, in the end."""

@@ -168,10 +168,27 @@ def test_the_job_begins_again_when_a_container_is_killed(
     assert {"attempt_0", "attempt_1"} <= apps.files(handle, 0, folder)
 
 
+FAILS_BESIDE = """
+    import os, pathlib, sys, time
+    folder, often = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+    me = os.environ["ROLE"] + os.environ["RANK"]
+    start = len(list(folder.glob(f"{me}-*")))
+    (folder / f"{me}-{start}").touch()
+    while len(list(folder.glob(f"*-{start}"))) < 4:
+        time.sleep(0.05)
+    if start < often:
+        if me == "reader1":
+            raise ValueError("boom")
+        time.sleep(1000)
+"""
+
+
 @pytest.mark.parametrize(("often", "state"), [(1, AppState.SUCCEEDED), (2, AppState.FAILED)])
 def test_all_roles_begin_again_when_one_has_failed(apps: Apps, often: int, state: AppState) -> None:
-    folder, roles = apps.one_fails_beside_another(often)
-    handle = apps.run(*roles)
+    path, folder = apps.program(FAILS_BESIDE), apps.folder / "starts"
+    folder.mkdir()
+    words, names = (path, str(folder), str(often)), ("trainer", "reader")
+    handle = apps.run(*(apps.torchrun(*words, name=name, nproc=1, max_retries=1, env={"ROLE": name}) for name in names))
     status = apps.wait(handle, 90)
     logs = apps.log(handle) + apps.log(handle, "reader")
     assert (status.state, status.num_restarts) == (state, 1), logs
