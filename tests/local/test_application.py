@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import textwrap
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,7 +48,7 @@ PROGRAM = """
 def roles(folder: Path, tmp_path: Path) -> Callable[..., tuple[Hosts, Hosts]]:
     """Two roles of two hosts each; what their ranks do when all four have begun, and which role is slow to end."""
 
-    def make(then: str, slow: str = "") -> tuple[Hosts, Hosts]:
+    def make(then: str, slow: str = "", wrapper: tuple[str, ...] = AGAIN) -> tuple[Hosts, Hosts]:
         path = tmp_path / "prog.py"
         path.write_text(textwrap.dedent(PROGRAM).replace("SLOW", slow) + textwrap.dedent(then))
         with socket.create_server(("127.0.0.1", 0)) as free, socket.create_server(("127.0.0.1", 0)) as other:
@@ -60,7 +61,7 @@ def roles(folder: Path, tmp_path: Path) -> Callable[..., tuple[Hosts, Hosts]]:
             environ = {"MONARCH_RENDEZVOUS": f"insecure-tcp:127.0.0.1:{port}"}
             command = ["torchrun", "--nnodes", "2", "--nproc-per-node", "1", "--tee", "3", str(path)]
             command += [str(folder), name]
-            made.append(Hosts(folder / name, command, 2, options, environ, wrapper=AGAIN))
+            made.append(Hosts(folder / name, command, 2, options, environ, wrapper=wrapper))
         return made[0], made[1]
 
     return make
@@ -158,3 +159,24 @@ def test_a_first_role_that_has_succeeded_disturbs_nobody(
     (folder / "go").touch()
     assert reader.wait() == [0, 0], reader.err()
     assert len(starts(folder)) == 1
+
+
+def test_all_that_are_told_to_stop_stop_at_once(
+    folder: Path, roles: Callable[..., tuple[Hosts, Hosts]], eventually: Eventually
+) -> None:
+    """As by a cancel, which tells every host; and as by one who takes a machine away."""
+    trainer, reader = roles("time.sleep(1000)", wrapper=())
+    trainer.start()
+    reader.start()
+    eventually(lambda: (folder / "said").exists() and len(starts(folder)[0]) == 4, "all ranks", seconds=40)
+    reader.processes[1].send_signal(signal.SIGTERM)
+    assert (trainer.wait(20), reader.wait(20)) == ([143, 143], [143, 143]), trainer.err() + reader.err()
+    assert "STOPPED: reader/1 failed: preempted" in trainer.err()
+    trainer.start()
+    reader.start()
+    eventually(lambda: len(starts(folder)) == 2 and len(starts(folder)[1]) == 4, "all ranks again", seconds=40)
+    begun = time.monotonic()
+    for process in [*trainer.processes.values(), *reader.processes.values()]:
+        process.send_signal(signal.SIGTERM)
+    assert (trainer.wait(20), reader.wait(20)) == ([143, 143], [143, 143]), trainer.err() + reader.err()
+    assert time.monotonic() < begun + 12  # the grace and what is waited beyond it are 15
