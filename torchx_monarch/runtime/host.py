@@ -70,7 +70,7 @@ class HostProcess:
         self._log_dir = os.path.abspath(self._log_dir)
         self._monarch_log = os.path.join(self._log_dir, "monarch.log")
         events_path = self._environ.get("MONARCH_EVENTS") if options.replica == 0 else None
-        self._reporter = Reporter(self._stderr, events_path, options.role)
+        self._reporter = Reporter(self._stderr, events_path, options.role, self._environ.get("MONARCH_TERMINATION_LOG"))
         self._rendezvous: Rendezvous | None = None
         self._membership: Membership | None = None
         self._command: Command | None = None
@@ -106,7 +106,7 @@ class HostProcess:
     async def _leave(self, verdict: Verdict) -> None:
         if self._pool is not None:
             await self._pool.stop(signal.SIGTERM, self._grace)
-        leave_word(verdict, self._environ)
+        leave_word(verdict, self._environ, self._reporter.rank_restarts)
         self._exit(verdict.code)
 
     def _exit(self, code: int) -> NoReturn:
@@ -374,6 +374,8 @@ class HostProcess:
             self._reporter.line(f"traceback of rank {verdict.cause.rank}:\n{verdict.cause.traceback.rstrip()}")
         if verdict.cause and verdict.cause.stderr_path:
             self._reporter.line(f"log of rank {verdict.cause.rank}: {verdict.cause.stderr_path}")
+        if again := self._reporter.rank_restarts:
+            self._reporter.line(f"restarts of ranks: {again}")  # read by the backend of AWS Batch
         word = "SUCCEEDED" if verdict.code == 0 else "STOPPED" if verdict.stopped else "FAILED"
         self._reporter.phase("verdict", f"{word}: {verdict.reason}", code=verdict.code)
         return verdict
