@@ -43,6 +43,8 @@ class Replica:
         error: what dockerd says of a container that it could not start.
         memory: its limit in bytes; 0 for none.
         env: the environment that it was given.
+        final: why its host is not to be started again; empty where it may be.
+        word: the content of the error file of such a host.
     """
 
     role: str
@@ -57,6 +59,8 @@ class Replica:
     error: str
     memory: int
     env: Mapping[str, str]
+    final: str = ""
+    word: str = ""
 
     @classmethod
     def of(cls, attrs: Mapping[str, Any]) -> Replica:
@@ -80,7 +84,7 @@ class Replica:
     @property
     def state(self) -> AppState:
         """Of this replica alone."""
-        if self.status in _LIVING:
+        if self.status in _LIVING and not self.final:
             return _LIVING[self.status]
         return AppState.SUCCEEDED if self.code == 0 else AppState.FAILED
 
@@ -90,12 +94,23 @@ class Replica:
         return not is_terminal(self.state)
 
     @property
+    def has_failed(self) -> bool:
+        """Whether a start of it has failed, perhaps not for good."""
+        return self.restarts > 0 or self.status == "restarting" or self.state is AppState.FAILED
+
+    @property
+    def is_restless(self) -> bool:
+        """Whether dockerd goes on starting it in vain."""
+        return bool(self.final) and self.status in _LIVING
+
+    @property
     def failure(self) -> str:
         """Why it failed, in one line."""
         how = self.error or describe_code(128 - self.code if self.code > 128 else self.code)
         if self.out_of_memory:
             how += f"; a process in it was killed for want of memory, of which it had {self.memory >> 20} MB (memMB)"
-        return f"replica {self.role}/{self.id} {how}"
+        final = f"; not started again: {self.final}" if self.final else ""
+        return f"replica {self.role}/{self.id} {how}{final}"
 
 
 @dataclass(frozen=True)
@@ -105,7 +120,8 @@ class Standing:
     Attributes:
         state: its state; terminal only when nothing of it lives.
         cause: the replica that failed first; None where none has, or where that is not why it ended.
-        unended: whether it is decided and still lives in part, and nobody else is to end that part.
+        unended: whether it is decided and there is still a part that lives, or that dockerd starts in vain, and nobody
+            else is to end that part.
     """
 
     state: AppState
@@ -136,7 +152,7 @@ def standing(roles: Sequence[Sequence[Replica]], cancelled: float, now: float, g
         decision, rest_until = AppState.FAILED, failed[0].ended + SETTLE
     cause = failed[0] if failed else None
     if decision is not None and not living:
-        return Standing(decision, cause)
+        return Standing(decision, cause, unended=any(replica.is_restless for replica in everyone))
     running = decision is not None or any(replica.state is AppState.RUNNING for replica in living)
     return Standing(
         AppState.RUNNING if running else AppState.PENDING, cause, unended=decision is not None and now >= rest_until

@@ -23,19 +23,19 @@ _TOO_LONG = 1 << 20
 def error(pair: tuple[Container, Replica]) -> str:
     """The content of a failed replica's error file, which its host wrote before it ended; empty without one."""
     container, replica = pair
-    if replica.state is not AppState.FAILED or not replica.started:
-        return ""
-    return _read(container, replica.env.get(request.ERROR_FILE, ""), replica.started)
+    if replica.word or replica.state is not AppState.FAILED or not replica.started:
+        return replica.word
+    return read(container, replica.env.get(request.ERROR_FILE, ""), replica.started)
 
 
 def rank_restarts(pair: tuple[Container, Replica]) -> int:
     """How often the hosts have started the ranks again, by the events of a replica 0."""
     container, replica = pair
-    text = _read(container, replica.env.get(request.EVENTS, ""), 0.0) if replica.started else ""
+    text = read(container, replica.env.get(request.EVENTS, ""), 0.0) if replica.started else ""
     return sum('"rank_restart"' in line for line in text.splitlines())
 
 
-def _read(container: Container, path: str, since: float) -> str:
+def read(container: Container, path: str, since: float = 0.0) -> str:
     """A file in a container, which need not run; empty when there is none, or none written since then."""
     if not path:
         return ""

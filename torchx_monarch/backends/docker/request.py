@@ -26,6 +26,7 @@ REPLICA0 = "MONARCH_REPLICA0_HOST"
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 EVENTS = "MONARCH_EVENTS"
+STARTS = "MONARCH_STARTS"
 
 _RANK0 = "TORCHX_RANK0_HOST"
 
@@ -56,6 +57,7 @@ def mend(job: DockerJob, app: AppDef, init: bool, environ: Mapping[str, str]) ->
     """
     names = host_names(job.app_id, {role.name: role.num_replicas for role in app.roles})
     given = {role.name: role.env for role in app.roles}
+    retried = {role.name: role.max_retries > 0 for role in app.roles}
     for container in job.containers:
         kwargs: dict[str, object] = container.kwargs
         labels: dict[str, str] = kwargs["labels"]  # type: ignore[assignment]
@@ -76,6 +78,8 @@ def mend(job: DockerJob, app: AppDef, init: bool, environ: Mapping[str, str]) ->
         env.setdefault("MONARCH_LOG_DIR", f"/tmp/torchx-monarch/{name}")
         env.setdefault(EVENTS, f"{env['MONARCH_LOG_DIR']}/events.jsonl")
         env.setdefault(ERROR_FILE, f"/tmp/{name}.error.json")
+        if retried[role]:
+            env.setdefault(STARTS, f"/tmp/{name}.starts.json:/var/tmp/{name}.starts.json")
         # What a program writes into a pipe comes in blocks; people who follow a log want lines.
         env.setdefault("PYTHONUNBUFFERED", "1")
     _give_gpus(job.containers, app, environ)

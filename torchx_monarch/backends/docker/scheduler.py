@@ -46,6 +46,7 @@ from torchx.specs.finder import ComponentValidationException
 
 from torchx_monarch.backends import blob
 from torchx_monarch.backends.docker import facts, logs, network, reports, request
+from torchx_monarch.backends.docker.ends import Ends
 from torchx_monarch.backends.docker.facts import Replica, Standing
 from torchx_monarch.backends.docker.together import together
 from torchx_monarch.backends.options import run_options
@@ -120,6 +121,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         self.backend = "local_docker"
         self._client: DockerClient | None = None
         self._asked_to_end: set[str] = set()
+        self._ends = Ends()
 
     @property
     def _docker_client(self) -> DockerClient:
@@ -226,7 +228,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
 
     def _find(self, app_id: str) -> _Found | None:
         found = self._ours(app_id)
-        return _understood(app_id, found, self._cancelled(app_id)) if found else None
+        return _understood(app_id, found, self._cancelled(app_id), self._ends) if found else None
 
     def describe(self, app_id: str) -> DescribeAppResponse | None:
         """The app, from its containers alone.
@@ -289,7 +291,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         for container in self._ours():
             apps.setdefault(container.labels[LABEL_APP_ID], []).append(container)
         cancelled = self._cancelled()
-        found = [_understood(app_id, containers, cancelled) for app_id, containers in apps.items()]
+        found = [_understood(app_id, containers, cancelled, self._ends) for app_id, containers in apps.items()]
         found.sort(key=lambda one: one.created, reverse=True)
         return [ListAppResponse(one.app_id, one.standing.state, name=one.app.name) for one in found]
 
@@ -360,8 +362,9 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         if found.app_id in self._asked_to_end:
             return
         self._asked_to_end.add(found.app_id)
-        living = [each for each, replica in zip(found.containers, found.replicas, strict=True) if replica.lives]
-        self._begin_to_end(living, found.grace).join(_ASKING)
+        pairs = zip(found.containers, found.replicas, strict=True)
+        left = [container for container, replica in pairs if replica.lives or replica.is_restless]
+        self._begin_to_end(left, found.grace).join(_ASKING)
 
     def _begin_to_end(self, containers: Sequence[Container], grace: float) -> threading.Thread:
         def end() -> None:
@@ -418,11 +421,11 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
 _ENDED = (AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED)
 
 
-def _understood(app_id: str, containers: Sequence[Container], cancelled: Mapping[str, float]) -> _Found:
+def _understood(app_id: str, containers: Sequence[Container], cancelled: Mapping[str, float], ends: Ends) -> _Found:
     labels = containers[0].labels
     app = blob.unpack(labels[request.LABEL_APP]) or AppDef(app_id)
     order = [role.name for role in app.roles]
-    pairs = [(Replica.of(container.attrs), container) for container in containers]
+    pairs = list(zip(ends.applied(containers), containers, strict=True))
     pairs.sort(key=lambda pair: (order.index(pair[0].role) if pair[0].role in order else len(order), pair[0].id))
     roles: dict[str, list[Replica]] = {}
     for replica, _ in pairs:
