@@ -214,6 +214,16 @@ def test_cancel_while_a_container_waits_for_its_next_start(apps: Apps, eventuall
     assert apps.status(handle).state is AppState.CANCELLED
 
 
+def test_names_may_be_anything(apps: Apps, eventually: Eventually) -> None:
+    """Also where dockerd, a handle and the DNS allow less."""
+    name = 'tr ai/ner\'s.."x"'
+    handle = apps.run(apps.torchrun(apps.program(SLEEPS_AT_FIRST), name=name, nproc=1), name=" my/../app's \u00fc")
+    eventually(lambda: apps.log(handle, name).count("attempt 0") == 2, "the ranks", seconds=60)
+    apps.torchx("cancel", handle)
+    assert apps.status(handle).state is AppState.CANCELLED
+    assert [each.name for each in apps.runner.list(NAME)] == [" my/../app's \u00fc"]
+
+
 @pytest.mark.scenario("log follow, since, until")
 @pytest.mark.scenario("retries")
 def test_follows_a_log_through_restarts_to_the_end(apps: Apps) -> None:

@@ -97,7 +97,7 @@ def host_names(app_id: str, roles: Mapping[str, int]) -> dict[str, list[str]]:
         app_id: ends in a random word, which is what is kept of a long one.
         roles: names and numbers of replicas.
     """
-    short = {role: _safe(role)[:_LONGEST_ROLE].strip("-.") or "role" for role in roles}
+    short = {role: _safe(role)[:_LONGEST_ROLE].strip("-") or "role" for role in roles}
     if len(set(short.values())) < len(short):
         short = {role: f"{name}-{index}" for index, (role, name) in enumerate(short.items())}
     return {role: [_name(app_id, short[role], replica) for replica in range(count)] for role, count in roles.items()}
@@ -106,11 +106,12 @@ def host_names(app_id: str, roles: Mapping[str, int]) -> dict[str, list[str]]:
 def _name(app_id: str, role: str, replica: int) -> str:
     end = f"-{role}-{replica}"
     # A name must not begin with what is neither letter nor digit.
-    return _safe(app_id)[-(_LONGEST_NAME - len(end)) :].lstrip("-.") + end
+    return _safe(app_id)[-(_LONGEST_NAME - len(end)) :].lstrip("-") + end
 
 
 def _safe(name: str) -> str:
-    return re.sub(r"[^a-z0-9.-]", "-", name.lower())
+    # No dots: they would make a name of several parts, of which each needs letters.
+    return re.sub(r"[^a-z0-9-]", "-", name.lower())
 
 
 def _give_gpus(containers: Sequence[DockerContainer], app: AppDef, environ: Mapping[str, str]) -> None:

@@ -9,6 +9,7 @@ says that it was cancelled. So it does not matter which process asks, or from wh
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import sys
@@ -49,6 +50,7 @@ from torchx_monarch.backends.docker import facts, logs, network, reports, reques
 from torchx_monarch.backends.docker.ends import Ends
 from torchx_monarch.backends.docker.facts import Replica, Standing
 from torchx_monarch.backends.docker.together import together
+from torchx_monarch.backends.local.render import safe_name
 from torchx_monarch.backends.options import run_options
 from torchx_monarch.backends.roles import check_replica, matching
 
@@ -159,7 +161,8 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
 
     def _submit_dryrun(self, app: AppDef, cfg: DockerOpts) -> AppDryRunInfo[DockerJob, DockerOpts]:
         request.check(app, cfg.grace)
-        info = super()._submit_dryrun(app, cfg)
+        # Upstream takes the name as it is: a handle ends at a slash, and dockerd takes no such name for a volume.
+        info = super()._submit_dryrun(dataclasses.replace(app, name=safe_name(app.name)), cfg)
         request.mend(info.request, app, cfg.init, os.environ)
         return info
 
