@@ -213,12 +213,12 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             # In a copy: whoever shows the request again shows the placeholder.
             inner.request = with_credentials(inner.request, hosts.to_text())
         app_id: str = self.inner.schedule(inner)
+        self._foreground.submitted(app_id)
         if isinstance(self.inner, NetworkBackend):
             try:
                 clients.keep(self.backend, app_id, client.to_text(), dryrun_info.rendezvous)
             except OSError as error:
                 _log.warning("The job runs, but the certificate to reach it with could not be kept: %s", error)
-        self._foreground.submitted(app_id)
         return app_id
 
     def _pre_build_validate(self, app: AppDef, scheduler: str, cfg: Cfg) -> None:

@@ -186,14 +186,14 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
                 kwargs = {**one.kwargs, "labels": {**one.kwargs["labels"], **more}}
                 made.append(client.containers.create(one.image, one.command, **kwargs))
             together(self._start, made)
+            if job.app_id in self._cancelled(job.app_id):  # while the containers were being made
+                self._end(made, grace)
         except BaseException as error:
             together(_remove, made)
             network.remove_unused(client)
             if isinstance(error, DockerException):
                 raise SubmitError(f"the app was not started: {_explained(error)}") from None
             raise
-        if job.app_id in self._cancelled(job.app_id):  # while the containers were being made
-            self._end(made, grace)
         return str(job.app_id)
 
     def _pull(self, images: Iterable[str]) -> None:
