@@ -169,6 +169,23 @@ def test_standing(main: Replica, other: Replica, cancelled: float, state: AppSta
     assert (found.state, found.unended) == (state, unended)
 
 
+@pytest.mark.parametrize(
+    ("roles", "lost", "state", "unended"),
+    [
+        (([RUNS], []), True, AppState.RUNNING, True),  # hosts wait in vain for the one that is gone
+        (([], [one("o", "running")]), False, AppState.RUNNING, False),  # perhaps it had ended, and was cleared away
+        (([], [one("o")]), False, AppState.FAILED, False),
+        (([one("main", code=143)], []), True, AppState.FAILED, False),
+        (([one("main")], []), True, AppState.SUCCEEDED, False),  # it was removed later
+    ],
+)
+def test_standing_without_some_containers(
+    roles: tuple[list[Replica], ...], lost: bool, state: AppState, unended: bool
+) -> None:
+    found = standing(roles, 0, NOW, grace=30, lost=lost)
+    assert (found.state, found.unended, found.cause) == (state, unended, None)
+
+
 def test_the_first_to_fail_is_the_cause() -> None:
     first, second = one("main", code=137, ended=NOW - 50, id=1), one("main", code=1, ended=NOW - 49)
     found = standing([[second, first]], 0, NOW, grace=30)

@@ -9,6 +9,7 @@ when a replica has failed for good before that. It has ended when nothing of it 
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -129,19 +130,24 @@ class Standing:
     unended: bool = False
 
 
-def standing(roles: Sequence[Sequence[Replica]], cancelled: float, now: float, grace: float) -> Standing:
+def standing(
+    roles: Sequence[Sequence[Replica]], cancelled: float, now: float, grace: float, lost: bool = False
+) -> Standing:
     """How an app stands whose replicas these are, the main role's first.
 
     Args:
         cancelled: when it was cancelled, in seconds since the epoch; 0 for not.
         now: seconds since the epoch.
         grace: seconds in which who has cancelled it ends it.
+        lost: whether a replica was removed without which it cannot go on.
     """
     everyone = [replica for role in roles for replica in role]
     # What was cancelled before it was started will never be.
     living = [replica for replica in everyone if replica.lives and not (cancelled and replica.status == "created")]
     failed = sorted((r for r in everyone if r.state is AppState.FAILED), key=lambda replica: replica.ended)
-    succeeded = all(replica.state is AppState.SUCCEEDED for replica in roles[0])
+    if lost:  # what was ended for that is not the cause
+        failed = [replica for replica in failed if replica.code != 128 + signal.SIGTERM]
+    succeeded = bool(roles[0]) and all(replica.state is AppState.SUCCEEDED for replica in roles[0])
     done = max(replica.ended for replica in roles[0]) if succeeded else 0.0
     decision, rest_until = None, now
     if succeeded and not (failed and failed[0].ended < done):
@@ -150,6 +156,8 @@ def standing(roles: Sequence[Sequence[Replica]], cancelled: float, now: float, g
         decision, rest_until, failed = AppState.CANCELLED, cancelled + grace + SETTLE, []
     elif failed:
         decision, rest_until = AppState.FAILED, failed[0].ended + SETTLE
+    elif lost or not living:  # how those ended that were removed is not known
+        decision = AppState.FAILED
     cause = failed[0] if failed else None
     if decision is not None and not living:
         return Standing(decision, cause, unended=any(replica.is_restless for replica in everyone))

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import re
 import tarfile
 from typing import TYPE_CHECKING
 
@@ -13,11 +15,14 @@ from torchx.specs import AppState
 
 from torchx_monarch.backends.docker import request
 from torchx_monarch.backends.docker.facts import Replica
+from torchx_monarch.backends.network import CREDENTIALS
 
 if TYPE_CHECKING:
     from docker.models.containers import Container
 
 _TOO_LONG = 1 << 20
+
+_NO_SUCH_COMMAND = 127
 
 
 def error(pair: tuple[Container, Replica]) -> str:
@@ -33,6 +38,20 @@ def rank_restarts(pair: tuple[Container, Replica]) -> int:
     container, replica = pair
     text = read(container, replica.env.get(request.EVENTS, ""), 0.0) if replica.started else ""
     return sum('"rank_restart"' in line for line in text.splitlines())
+
+
+def why_no_host(container: Container, replica: Replica) -> str:
+    """What to add to the failure of a host without an error file: what was printed last, where it did not begin."""
+    if CREDENTIALS not in replica.env or not 0 < replica.code <= _NO_SUCH_COMMAND:
+        return ""
+    with contextlib.suppress(DockerException):
+        said: str = container.logs(tail=1).decode(errors="replace").strip()
+        if re.search(r"No module named '?torchx_monarch", said):
+            said += "; install torchx-monarch in the image"
+        elif replica.code == _NO_SUCH_COMMAND:
+            said += "; the image needs a `python` on its PATH, in which torchx-monarch is installed"
+        return f" ({said})" if said else ""
+    return ""
 
 
 def read(container: Container, path: str, since: float = 0.0) -> str:
