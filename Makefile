@@ -31,7 +31,7 @@ BENCHFLAGS ?=
 SOAKFLAGS ?=
 
 # Debian's packages that tests need beyond Python's; see `system` below.
-SYSTEM_PACKAGES := iproute2 openssl
+SYSTEM_PACKAGES := iproute2 openssl fuse3
 
 CLUSTERS := $(patsubst tests/clusters/%/by_hand.py,%,$(wildcard tests/clusters/*/by_hand.py))
 
@@ -57,9 +57,9 @@ $(STAMP): setup.py setup.cfg pyproject.toml constraints.txt
 
 # Where they are missing and may not be installed, the tests that need them skip and say why.
 system:
-	@command -v ip >/dev/null && command -v openssl >/dev/null || { test "$$(id -u)" = 0 && \
+	@command -v ip >/dev/null && command -v openssl >/dev/null && command -v fusermount3 >/dev/null || { test "$$(id -u)" = 0 && \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
-		$(SYSTEM_PACKAGES) >/dev/null; } || echo "not installed: $(SYSTEM_PACKAGES); the tests over networks will skip"
+		$(SYSTEM_PACKAGES) >/dev/null; } || echo "not installed: $(SYSTEM_PACKAGES); the tests over networks and of mounts will skip"
 
 demo: $(STAMP)
 	torchx run -s monarch_local --wait --log monarch.spmd --nproc 4 --name digits examples/digits.py --fresh

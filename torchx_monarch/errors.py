@@ -154,11 +154,12 @@ class Verdict:
     consequence: bool = False
     replica: int = -1
 
-    def error_file(self, limit: int = 0) -> str:
+    def error_file(self, limit: int = 0, **further: object) -> str:
         """The content of a torchelastic error file that says this (see torch's ``ErrorHandler.record_exception``).
 
         Args:
             limit: bytes that it may have; 0 for any number. Of a traceback its beginning goes, then the reason's end.
+            further: what else it is to hold beside torch's own ``message``.
         """
         when = self.cause.time if self.cause else time.time()
         extra: dict[str, object] = {
@@ -169,12 +170,12 @@ class Verdict:
             "replica": self.cause.replica if self.cause else self.replica,
         }
         message: dict[str, object] = {"message": self.reason, "errorCode": self.code, "extraInfo": extra}
-        text = json.dumps({"message": message})
+        text = json.dumps({"message": message, **further})
         for holder, key, end in ((extra, "py_callstack", 0), (message, "message", -1)):
             while limit and len(text) > limit and (value := str(holder[key])):
                 over = max(1, (len(text) - limit) // 6)  # JSON writes some characters as six
                 holder[key] = value[:-over] if end else value[over:]
-                text = json.dumps({"message": message})
+                text = json.dumps({"message": message, **further})
         return text
 
     def to_json(self) -> dict[str, Any]:

@@ -26,7 +26,12 @@ class BaseApps(abc.ABC):
     Args:
         folder: where programs are written; every replica sees it.
         schedulers: the factories that are tested.
+
+    Attributes:
+        patience: by how much longer things may take than on a cluster of the tests' own.
     """
+
+    patience = 1.0
 
     def __init__(self, folder: Path, schedulers: Mapping[str, Callable[..., Any]]) -> None:
         self.folder = folder
@@ -76,8 +81,9 @@ class BaseApps(abc.ABC):
         elsewhere.mkdir(exist_ok=True)
         # This channel of registration needs no installation of ours newer than this working tree.
         env = {**os.environ, "TORCHX_PLUGINS_SOURCE": "1", **environ}
+        timeout = 60 * self.patience
         done = subprocess.run(
-            [*TORCHX, *words], cwd=elsewhere, env=env, capture_output=True, text=True, timeout=60, check=False
+            [*TORCHX, *words], cwd=elsewhere, env=env, capture_output=True, text=True, timeout=timeout, check=False
         )
         assert done.returncode == code, f"torchx {' '.join(words)}: {done.stdout}{done.stderr}"
         return done.stdout + (done.stderr if code else "")

@@ -7,6 +7,8 @@ A test says which of these it is by ``@pytest.mark.scenario("retries", wire="rea
 
 from __future__ import annotations
 
+import os
+
 SCENARIOS = (
     "two hosts, digits",
     "lost host replaced",
@@ -50,3 +52,8 @@ REASONS: dict[str, dict[str, str]] = {
     },
 }
 """By backend and scenario: why there is no test. It stands in the table behind "not possible, because"."""
+
+
+def elsewhere() -> frozenset[str]:
+    """The backends whose tests run on a cluster that somebody has named, instead of one of the tests' own."""
+    return frozenset({"kubernetes"} if os.environ.get("TEST_KUBECONFIG") else ())

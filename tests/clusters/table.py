@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.clusters import scenarios
 from tests.clusters.scenarios import BACKENDS, REASONS, SCENARIOS, WIRES
 
 _TESTS = Path(__file__).parents[1]
@@ -142,7 +143,9 @@ class Table:
                 said = f"the columns {', '.join(columns)}" if columns else "nothing, for no backend's folder ran whole,"
                 self._message = f"{page} was given {said} of this run"
                 return
-            stale = [backend for backend in columns if read(page.read_text()).get(backend) != columns[backend]]
+            theirs = read(page.read_text())
+            # The page is of the clusters that the tests bring up; on another one a run may well come out better.
+            stale = [one for one in columns if theirs.get(one) != columns[one] and one not in scenarios.elsewhere()]
         except ValueError as error:
             self._message, stale = str(error), ["?"]
         else:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -137,6 +138,46 @@ def test_a_client_script_is_run_by_the_job_itself(tmp_path: Path, runner: Runner
     assert "hosts {'hosts': 2} {'hosts': 1} True" in said, said
     assert status.state is AppState.SUCCEEDED
     assert [app.app_handle for app in runner.list("monarch_local")] == [handle]
+
+
+MOUNTS = """
+import json, os, sys
+from monarch.actor import Actor, endpoint
+from torchx_monarch import MonarchJob
+
+class Files(Actor):
+    @endpoint
+    def copy(self, source, target):
+        os.makedirs(target)
+        with open(source) as file, open(target + "/copy.txt", "w") as copy:
+            copy.write(file.read() + " to " + target)
+
+source, mounted, made, gathered = sys.argv[1:]
+job = MonarchJob({"trainers": 2})
+job.remote_mount(source, mounted, python_exe=None)
+job.gather_mount(made + "/$SUBDIR", gathered)
+files = job.state(cached_path=None).trainers.spawn_procs().spawn("files", Files)
+for host in range(2):
+    files.slice(hosts=host).copy.call(mounted + "/a.txt", f"{made}/hosts_{host}").get(timeout=30)
+said = {host: open(f"{gathered}/{host}/copy.txt").read() for host in sorted(os.listdir(gathered))}
+job.kill()
+print(json.dumps(said))
+"""
+
+
+@pytest.mark.skipif(
+    not (shutil.which("fusermount3") and os.access("/dev/fuse", os.R_OK | os.W_OK)),
+    reason="Monarch's mounts need /dev/fuse and fusermount3 (Debian: fuse3)",
+)
+@pytest.mark.timeout(120)
+def test_folders_are_mounted_on_hosts_and_from_them(tmp_path: Path, eventually: Callable[..., object]) -> None:
+    names = [str(tmp_path / name) for name in ("source", "mounted", "made", "gathered")]
+    for name in ("source", "gathered"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "source" / "a.txt").write_text("mounted")
+    said = program(tmp_path, MOUNTS, *names)
+    assert said == {f"hosts_{host}": f"mounted to {names[2]}/hosts_{host}" for host in range(2)}
+    eventually(lambda: str(tmp_path) not in Path("/proc/mounts").read_text(), "the mounts to be gone")
 
 
 def test_hosts_that_never_come_are_said_to_be_missing(tmp_path: Path, runner: Runner) -> None:

@@ -159,6 +159,15 @@ def test_the_component_and_what_is_refused(jobs: list[SPMDJob], tmp_path: Path) 
         job.run_spmd("train.py")
     words = ["monarch", "exec", handle, "--", "torchrun", "--no-python", "sh", "-c", "echo $RANK of $WORLD_SIZE"]
     assert sorted(torchx(*words).stdout.splitlines()) == ["0 of 2", "1 of 2"]
+    with pytest.raises(SPMDError, match="can't open file .*sh': .*For the program: torchrun --no-python sh"):
+        job.run_spmd(["sh", "-c", "true"], output="none")
+    for strange, code, why in (
+        ("nonsense", 64, "nonsense is not of the form"),
+        ("nosuch://torchx/x", 64, "nosuch does not exist"),
+        ("monarch_local://torchx/nosuch", 69, "monarch_local://torchx/nosuch does not exist"),
+    ):
+        done = torchx("monarch", "exec", strange, "--", "python", "x.py", check=False)
+        assert done.returncode == code and why in done.stderr and "Traceback" not in done.stderr
     for bad, why in (
         (["echo", "hello"], "no role of app 'spmd-job'|not a torchrun or Python command"),
         (["torchrun", "--nosuch", "x.py"], "no option --nosuch"),

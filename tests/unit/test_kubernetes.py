@@ -310,6 +310,18 @@ def test_why_a_pod_waits() -> None:
     assert (nowhere.waiting, nowhere.stuck_since) == ("no node can take it (Unschedulable): 0/3 nodes", 0.0)
 
 
+def test_restarts_of_ranks_are_those_of_all_containers_that_have_ended() -> None:
+    now = ended(1, message=Verdict(1, "x" * 5000).error_file(4096, rank_restarts=2))
+    now["containerStatuses"][1]["lastState"] = {"terminated": {"exitCode": 137, "message": '{"rank_restarts": 3}'}}
+    one = facts.attempt(pod("Failed", **now))
+    assert one.rank_restarts == 5 and len(one.said) <= 4096
+    assert one.error is not None and one.error["message"]["message"].startswith("xxx")
+    killed = facts.attempt(pod("Failed", **ended(137, message='{"rank_restarts": 1}')))
+    assert (killed.rank_restarts, killed.error, killed.failure) == (1, None, "was killed by signal 9 (SIGKILL)")
+    for message in ("[1]", "7", "last words", '{"rank_restarts": "1"}'):
+        assert facts.attempt(pod("Failed", **ended(1, message=message))).rank_restarts == 0
+
+
 def test_numbers_of_indexes() -> None:
     assert facts.indexes("0,2-4,9") == {0, 2, 3, 4, 9}
     assert facts.indexes("") == facts.indexes(None) == set()

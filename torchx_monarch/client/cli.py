@@ -11,6 +11,8 @@ import time
 from typing import NoReturn, get_args
 
 from torchx.cli.cmd_base import SubCommand
+from torchx.specs import MalformedAppHandleException
+from torchx.specs.api import UnknownSchedulerException
 
 from torchx_monarch.client.allocations import Found, waiting_hosts
 from torchx_monarch.client.code import When, current_workspace
@@ -62,6 +64,9 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
         except (LinkError, RefusedError, AllocationError, CodeError) as error:
             _say(str(error))
             sys.exit(_NO_ANSWER)
+        except (MalformedAppHandleException, UnknownSchedulerException) as error:
+            _say(f"{error}. `torchx monarch ps` lists what there is.")
+            sys.exit(os.EX_USAGE)
 
 
 def _exec_options(parser: argparse.ArgumentParser) -> None:

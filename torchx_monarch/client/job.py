@@ -32,6 +32,9 @@ _POLL_AT_MOST = 2.0
 _ASK_SCHEDULER_EVERY = 5.0
 """Seconds; it serves everybody."""
 
+_SAY_WHY_AFTER = 5.0
+"""Seconds of waiting until it is said why hosts that run are not reached: they may be about to listen."""
+
 
 def _say(text: str) -> None:
     print(f"[monarch] {text}", file=sys.stderr, flush=True)
@@ -98,6 +101,7 @@ class SPMDJob:
         self._address = address
         self._runner = runner
         self._target: Target | None = None
+        self._unreached = ""
 
     @classmethod
     def attach(cls, handle: str, role: str = "", address: str = "", **more: Any) -> SPMDJob:
@@ -183,9 +187,13 @@ class SPMDJob:
             elif time.monotonic() > asked + _ASK_SCHEDULER_EVERY:
                 asked = time.monotonic()
                 state, message = self._scheduler_status()
-                if state in ("SUCCEEDED", "FAILED", "CANCELLED", "UNKNOWN"):
+                if state == "UNKNOWN" and message:
+                    raise AllocationError(message)
+                if state in ("SUCCEEDED", "FAILED", "CANCELLED"):
                     raise AllocationError(f"{self.handle} has ended ({state}){': ' + message if message else ''}")
                 waiting = f"the hosts ({state})"
+                if state == "RUNNING" and asked > started + _SAY_WHY_AFTER:
+                    waiting += f": {self._unreached}"
             if waiting != said and on_progress is not None:
                 on_progress(f"waiting for {waiting}")
             said = waiting
@@ -198,7 +206,8 @@ class SPMDJob:
         """What its hosts say; None where they cannot be reached."""
         try:
             answer = ask(self.target, {"type": "look"})
-        except (LinkError, RefusedError):
+        except (LinkError, RefusedError) as error:
+            self._unreached = str(error)
             self._target = None  # a host that was replaced may be elsewhere
             return None
         live = answer.get("live")

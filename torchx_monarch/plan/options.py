@@ -420,7 +420,7 @@ def _unknown_option(flag: str) -> str:
     # Compared with as much of each name as was typed: --nprocs is meant to be --nproc-per-node, not --nnodes.
     typed = flag.strip("-").replace("_", "-")
     names = {option.name[2:][: len(typed)]: option.name for option in OPTIONS}
-    near = difflib.get_close_matches(typed, names, n=1)
+    near = difflib.get_close_matches(typed, names, n=1, cutoff=0.7)
     hint = f" Did you mean {names[near[0]]}?" if near else ""
     return f"torchrun has no option {flag}.{hint} See `torchrun --help`."
 

@@ -248,7 +248,7 @@ class Controller:
             self._restarts_left -= 1
             self._attempt_number += 1
             text = f"restart {budget - self._restarts_left} of {budget} after: {cause.describe()}"
-            self._reporter.note("rank_restart", text, attempt=self._attempt_number, rank=cause.rank, code=cause.code)
+            self._reporter.restarted(text, attempt=self._attempt_number, rank=cause.rank, code=cause.code)
         return Verdict(0, f"all {sum(host.nproc for host in hosts)} ranks ended with code 0")
 
     async def _attempt(self, hosts: list[Registration], attempt: int) -> RankExit | None:

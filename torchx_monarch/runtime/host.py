@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Coroutine, Mapping
 from typing import Any, NoReturn
 
-from torchx_monarch import processes
+from torchx_monarch import folders, processes
 from torchx_monarch.errors import Verdict
 from torchx_monarch.plan.command import Command, CommandError, check, parse
 from torchx_monarch.runtime import network, retry
@@ -40,7 +40,7 @@ from torchx_monarch.runtime.starts import Starts
 from torchx_monarch.runtime.strays import reap_orphans
 from torchx_monarch.runtime.transport import Address
 from torchx_monarch.runtime.watchdog import ENABLED, FILE
-from torchx_monarch.runtime.wires import Wires, run_folder
+from torchx_monarch.runtime.wires import Wires
 
 _HOST_EXIT_TIMEOUT = 5.0
 """Seconds that replica 0 waits for the other hosts to go before it goes itself."""
@@ -67,11 +67,11 @@ class HostProcess:
         # Monarch and its processes print to what is left as 1 and 2, which becomes a file of its own.
         self._stdout, self._stderr = os.dup(1), os.dup(2)
         self._log_dir = self._environ.get("MONARCH_LOG_DIR") or tempfile.mkdtemp(prefix="torchx-monarch-")
-        self._run_dir = self._environ.get("MONARCH_RUN_DIR") or run_folder()
+        self._run_dir = self._environ.get("MONARCH_RUN_DIR") or folders.new_run_dir()
         self._log_dir = os.path.abspath(self._log_dir)
         self._monarch_log = os.path.join(self._log_dir, "monarch.log")
         events_path = self._environ.get("MONARCH_EVENTS") if options.replica == 0 else None
-        self._reporter = Reporter(self._stderr, events_path, options.role)
+        self._reporter = Reporter(self._stderr, events_path, options.role, self._environ.get("MONARCH_TERMINATION_LOG"))
         self._rendezvous: Rendezvous | None = None
         self._membership: Membership | None = None
         self._command: Command | None = None
@@ -112,7 +112,7 @@ class HostProcess:
     async def _leave(self, verdict: Verdict) -> None:
         if self._pool is not None:
             await self._pool.stop(signal.SIGTERM, self._grace)
-        leave_word(verdict, self._environ)
+        leave_word(verdict, self._environ, self._reporter.rank_restarts)
         if not self._starts.end(verdict, retry.why_no_other_start(verdict, self._options.retry_on)):
             self._reporter.line("it may be started again: there is no folder here to note that it must not be")
         self._exit(verdict.code)
@@ -382,6 +382,8 @@ class HostProcess:
             self._reporter.line(f"traceback of rank {verdict.cause.rank}:\n{verdict.cause.traceback.rstrip()}")
         if verdict.cause and verdict.cause.stderr_path:
             self._reporter.line(f"log of rank {verdict.cause.rank}: {verdict.cause.stderr_path}")
+        if again := self._reporter.rank_restarts:
+            self._reporter.line(f"restarts of ranks: {again}")  # read by the backend of AWS Batch
         word = "SUCCEEDED" if verdict.code == 0 else "STOPPED" if verdict.stopped else "FAILED"
         self._reporter.phase("verdict", f"{word}: {verdict.reason}", code=verdict.code)
         return verdict

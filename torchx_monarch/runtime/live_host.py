@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import os
 import shlex
+import shutil
 import signal
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -218,7 +219,8 @@ class LiveHost(HostProcess):
         program = command.program_of(0)
         if program.mode == "script" and not os.path.exists(script := os.path.join(cwd, program.target)):
             # The exit code goes with it, as of `python nosuch.py`.
-            raise CommandError(f"can't open file {script!r}: No such file or directory")
+            hint = f". For the program: torchrun --no-python {program.target} …" if shutil.which(program.target) else ""
+            raise CommandError(f"can't open file {script!r}: No such file or directory{hint}")
         return command
 
     async def _finish(self, token: str) -> int:

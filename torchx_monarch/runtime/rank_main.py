@@ -118,6 +118,13 @@ def _count(device: str) -> int:
     return int(determine_local_world_size(device))
 
 
+def _fork() -> int:
+    """``os.fork``. Python 3.12 warns of threads: only those of torch's libraries are there, whose locks survive it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return os.fork()
+
+
 def _fork_store(address: str, lifeline: int) -> dict[str, Any]:
     """Fork the process that serves a TCPStore for as long as the other end of ``lifeline`` is open.
 
@@ -128,10 +135,7 @@ def _fork_store(address: str, lifeline: int) -> dict[str, Any]:
         its port, bound before anybody hears of it, and its pid; or the error.
     """
     answer, theirs = os.pipe()
-    with warnings.catch_warnings():
-        # Python 3.12 warns of a fork beside threads. Only those of a BLAS library are there, whose locks survive it.
-        warnings.simplefilter("ignore")
-        child = os.fork()
+    child = _fork()
     if child == 0:
         try:
             _become_store(address, lifeline, theirs)
@@ -209,9 +213,7 @@ def _in_fork(function: Callable[..., Any], *args: Any) -> Any:
     import select
 
     rank, (reader, writer) = os.getpid(), os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of threads: those of torch wait for work
-        child = os.fork()
+    child = _fork()
     if child == 0:
         try:
             _die_with(rank)

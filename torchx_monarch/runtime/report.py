@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -26,23 +27,30 @@ _WAITING_FIRST = 5.0
 _TERMINATION_MESSAGE = 4096
 """Bytes of a container's termination message."""
 
+RANK_RESTARTS = "rank_restarts"
+"""In a termination message: how often this start of a replica 0 has started the ranks again."""
+
 
 class Reporter:
     """Writes lines to the host's own stderr and events to the app's file.
 
     Attributes:
         echo: called with each line as well, where somebody has set it.
+        rank_restarts: how often ``restarted`` was called.
 
     Args:
         console: descriptor of the host's stderr.
         events_path: the app's events file; None where the backend has none.
         role: name of the role, part of each event.
+        termination_log: the file of the container's termination message (``leave_word``); None where there is none.
     """
 
-    def __init__(self, console: int, events_path: str | None, role: str) -> None:
+    def __init__(self, console: int, events_path: str | None, role: str, termination_log: str | None = None) -> None:
         self._console = console
         self._events_path = events_path
         self._role = role
+        self._termination_log = termination_log
+        self.rank_restarts = 0
         self._last = time.monotonic()
         self.echo: Callable[[str], None] | None = None
 
@@ -65,6 +73,13 @@ class Reporter:
         self.line(text)
         self._event(kind, text, None, fields)
 
+    def restarted(self, text: str, **fields: object) -> None:
+        """The ranks are started again: a note, which is counted where the backend looks for the number."""
+        self.note("rank_restart", text, **fields)
+        self.rank_restarts += 1
+        # At once: a host that is killed has no last word.
+        _write(self._termination_log, json.dumps({RANK_RESTARTS: self.rank_restarts}))
+
     async def while_waiting(self, awaitable: Awaitable[T], what: Callable[[], str]) -> T:
         """Await something, saying now and then what is awaited: ``waiting for host 3 of 4, 20 s``."""
         started, patience = time.monotonic(), _WAITING_FIRST
@@ -84,15 +99,16 @@ class Reporter:
             events.append(self._events_path, kind, text, seconds=seconds, role=self._role, **fields)
 
 
-def leave_word(verdict: Verdict, environ: Mapping[str, str]) -> None:
+def leave_word(verdict: Verdict, environ: Mapping[str, str], rank_restarts: int = 0) -> None:
     """Write why a job failed to where its backend looks for it.
 
     Args:
         verdict: how it ended.
         environ: TORCHELASTIC_ERROR_FILE names a file of ours; MONARCH_TERMINATION_LOG one that is there already, of
             which Kubernetes reads 4096 bytes.
+        rank_restarts: how often this host has started the ranks again, for the latter.
     """
-    path, message = environ.get("TORCHELASTIC_ERROR_FILE"), environ.get("MONARCH_TERMINATION_LOG")
+    path = environ.get("TORCHELASTIC_ERROR_FILE")
     if verdict.code == 0:
         return
     if path:
@@ -100,6 +116,11 @@ def leave_word(verdict: Verdict, environ: Mapping[str, str]) -> None:
             with open(path + ".tmp", "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
                 file.write(verdict.error_file())
             os.replace(path + ".tmp", path)
-    if message:
-        with contextlib.suppress(OSError), open(message, "w") as file:
-            file.write(verdict.error_file(_TERMINATION_MESSAGE))
+    further = {RANK_RESTARTS: rank_restarts} if rank_restarts else {}
+    _write(environ.get("MONARCH_TERMINATION_LOG"), verdict.error_file(_TERMINATION_MESSAGE, **further))
+
+
+def _write(path: str | None, text: str) -> None:
+    if path:
+        with contextlib.suppress(OSError), open(path, "w") as file:
+            file.write(text)

@@ -13,7 +13,6 @@ import asyncio
 import dataclasses
 import os
 import re
-import tempfile
 from collections.abc import Callable, Iterable
 
 from torchx_monarch.runtime import network, transport
@@ -28,13 +27,6 @@ _CHECK_PATIENCE = 10.0
 """Seconds that a host has for the handshake when it is checked; it is busy with importing torch at that time."""
 
 _MONARCH_SCHEMES = {"tls": "tls", "insecure-tcp": "tcp"}
-
-
-def run_folder() -> str:
-    """A new folder for sockets, where the backend names none."""
-    # A socket's path has at most 107 bytes, and Monarch makes some of them two folders deeper.
-    usual = tempfile.gettempdir()
-    return tempfile.mkdtemp(prefix="tm-", dir=usual if len(os.fsencode(usual)) <= 60 else "/tmp")
 
 
 @dataclasses.dataclass(frozen=True)

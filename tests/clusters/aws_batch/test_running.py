@@ -79,9 +79,9 @@ def test_a_failing_rank_is_the_cause(running_apps: Apps) -> None:
             raise ValueError("boom")
         time.sleep(1000)
     """)
-    handle = apps.run(apps.torchrun(path, nproc=1))
+    handle = apps.run(apps.torchrun("--max-restarts", "1", path, nproc=1))
     status = apps.wait(handle)
-    assert status.state is AppState.FAILED
+    assert (status.state, status.num_restarts) == (AppState.FAILED, 1)
     error = json.loads(status.structured_error_msg)["message"]
     assert error["message"].startswith("rank 1 (local rank 0 on "), apps.log(handle, replicas=2)
     assert "ValueError: boom" in error["message"]

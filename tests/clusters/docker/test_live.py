@@ -9,6 +9,7 @@ from torchx.specs import AppDef, AppState
 
 from tests.clusters.docker.apps import NAME, Apps
 from tests.clusters.docker.daemon import Daemon
+from tests.clusters.live import SAYS, runs_twice_and_after_a_failure
 from tests.network.namespaces import entered
 from torchx_monarch import SPMDJob, serve
 
@@ -16,10 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
 def test_takes_two_containers_and_runs_in_them(apps: Apps, daemon: Daemon) -> None:
-    path = apps.program("""
-        import os
-        print("rank", os.environ["RANK"], "on", os.uname().nodename, flush=True)
-    """)
+    path = apps.program(SAYS)
     taken = serve(
         AppDef("live", [apps.torchrun(path, nproc=1)]), NAME, {"grace": 5, "preload": "none"}, runner=apps.runner
     )
@@ -27,9 +25,6 @@ def test_takes_two_containers_and_runs_in_them(apps: Apps, daemon: Daemon) -> No
     job = SPMDJob.attach(taken.handle, runner=apps.runner)  # by the container's address
     with entered(f"/proc/{daemon.first}/ns/net"):  # where the daemon has its bridge
         job.wait_ready(90)
-        results = [job.run_spmd(output="store") for _ in range(2)]
-    for result in results:
-        shown = {rank: one.stdout for rank, one in result.output.items()}
-        assert shown == {k: f"[default{k}]:rank {k} on {apps.hostname(taken.handle, k)}\n" for k in (0, 1)}
+        runs_twice_and_after_a_failure(job, path, [apps.hostname(taken.handle, k) for k in (0, 1)])
     taken.kill()
     assert apps.wait(taken.handle).state is AppState.CANCELLED

@@ -4,18 +4,26 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+import shlex
+import shutil
+import subprocess
+import textwrap
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from torchx.specs import AppDef, AppState, AppStatus, BindMount, Resource, Role
+import pytest
+import yaml
+from kubernetes import config
+from torchx.specs import AppDef, AppState, AppStatus, Resource, Role
 
 from tests.clusters.apps import BaseApps
 from tests.clusters.kubernetes.cluster import Cluster
-from torchx_monarch.backends.kubernetes.api import Api
+from tests.network.relay import Relay
+from torchx_monarch.backends.kubernetes.api import Api, KubernetesError
 from torchx_monarch.backends.kubernetes.names import LABEL_APP
 from torchx_monarch.schedulers import monarch_kubernetes
 
@@ -25,30 +33,55 @@ NAME = "monarch_kubernetes"
 class Apps(BaseApps):
     """A Runner, and shorthands, in a namespace of its own. KUBECONFIG must name the cluster.
 
+    Nothing is shared with the pods but what any cluster has: a program travels in the command, and what a test tells it
+    later is a name in the cluster's DNS (``go``).
+
     Args:
         cluster: where they run.
-        folder: where programs are written; every pod sees it.
+        folder: for files of this machine.
     """
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.cluster = cluster
+        self.patience = cluster.patience
         self.api = Api.of_here()
         self.namespace = f"tests-{uuid.uuid4().hex[:6]}"
         self.api.create("/api/v1/namespaces", {"kind": "Namespace", "metadata": {"name": self.namespace}})
+        self._programs: dict[str, str] = {}
         super().__init__(folder, {NAME: monarch_kubernetes})
 
+    def program(self, text: str) -> str:
+        """A program for ``torchrun``; the path that it is to have in the pods."""
+        path = f"/tmp/prog{len(self._programs)}.py"
+        self._programs[path] = textwrap.dedent(text)
+        return path
+
     def role(self, entrypoint: str, *args: str, name: str = "trainer", replicas: int = 1, **more: Any) -> Role:
-        """A role that sees the folder."""
+        """A role of the image."""
         return Role(
             name,
             image=more.pop("image", self.cluster.image),
             entrypoint=entrypoint,
             args=list(args),
             num_replicas=replicas,
-            mounts=[BindMount(str(self.folder), str(self.folder))],
             resource=more.pop("resource", Resource(cpu=-1, gpu=0, memMB=-1)),
             **more,
         )
+
+    def torchrun(self, *words: str, nproc: int = 2, replicas: int = 2, **more: Any) -> Role:
+        """A role of ranks; the program among the words, if it is one of ours, comes along in the command."""
+        role = super().torchrun(*words, nproc=nproc, replicas=replicas, **more)
+        for path in [word for word in words if word in self._programs]:
+            command = shlex.join([role.entrypoint, *role.args]).replace("$", "$$")
+            text = self._programs[path].replace("$", "$$")
+            role.entrypoint, role.args = "sh", ["-c", f'printf %s "$$0" > {path} && exec {command}', text]
+        return role
+
+    def go(self) -> None:
+        """Have the name ``go`` be known in the namespace's DNS: what the programs wait for."""
+        spec = {"ports": [{"port": 1}], "selector": {"nobody": "is"}}
+        service = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "go"}, "spec": spec}
+        self.api.create(f"/api/v1/namespaces/{self.namespace}/services", service)
 
     def run(self, *roles: Role, name: str = "app", **cfg: Any) -> str:
         """Submits; the handle."""
@@ -59,7 +92,7 @@ class Apps(BaseApps):
 
     def until(self, condition: Callable[[], object], what: str, handle: str, seconds: float = 60.0) -> None:
         """Poll until it holds."""
-        until = time.monotonic() + seconds
+        until = time.monotonic() + seconds * self.patience
         while not condition():
             if time.monotonic() > until:
                 raise AssertionError(f"waited {seconds:g} s in vain for {what}\n{self.everything(handle)}")
@@ -67,7 +100,7 @@ class Apps(BaseApps):
 
     def until_true(self, condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
         """Poll until it holds, of what is no app's."""
-        until = time.monotonic() + seconds
+        until = time.monotonic() + seconds * self.patience
         while not condition():
             assert time.monotonic() < until, f"waited {seconds:g} s in vain for {what}"
             time.sleep(0.1)
@@ -103,20 +136,68 @@ class Apps(BaseApps):
         assert len(found) == 1, found
         return str(found[0])
 
-    def kill(self, handle: str, replica: int) -> None:
-        """Kill everything in a replica's pod at once."""
-        pod = self.pod(handle, replica)
-        # With the process that holds its namespaces all others go; its command line names the pod's folder.
-        uid = next(one["metadata"]["uid"] for one in self.pods(handle) if one["metadata"]["name"] == pod)
-        for entry in Path("/proc").iterdir():
+    @contextlib.contextmanager
+    def forwarded(self, handle: str, port: int) -> Iterator[str]:
+        """HOST:PORT that leads to a port of the pod of the first role's replica 0, as docs/live.md has it."""
+        pod = next(one for one in self.pods(handle) if one["metadata"]["name"] == self.pod(handle, 0))
+        if not self.cluster.foreign:
+            with Relay(port, self.cluster.network_of(pod["metadata"]["uid"])) as relay:
+                yield f"localhost:{relay.port}"
+            return
+        if shutil.which("kubectl") is None:
+            pytest.skip("a port of a pod of the cluster is forwarded by kubectl, which is not installed")
+        where = ["kubectl", "--kubeconfig", str(self.cluster.kubeconfig), "--namespace", self.namespace]
+        command = [*where, "port-forward", f"pod/{pod['metadata']['name']}", f":{port}"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as forward:
             try:
-                words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
-            except OSError:
-                continue
-            if any(word.endswith(f"{uid}/spec.json".encode()) for word in words) and words[0].endswith(b"unshare"):
-                os.kill(int(entry.name), 9)
-                return
-        raise AssertionError(f"nothing runs for {pod}")
+                assert forward.stdout is not None
+                said = forward.stdout.readline()  # Forwarding from 127.0.0.1:40404 -> 24123
+                assert " -> " in said, f"{' '.join(command)}: {said}"
+                yield "localhost:" + said.partition(" -> ")[0].rpartition(":")[2]
+            finally:
+                forward.terminate()
+
+    def evict(self, handle: str, replica: int) -> None:
+        """Have Kubernetes take a replica's pod away, as when its node is drained."""
+        name = self.pod(handle, replica)
+        path = f"/api/v1/namespaces/{self.namespace}/pods/{name}"
+        new = self.api.find("/apis/policy/v1") is not None
+        if not new:
+            # A server of before 1.22 does not say so of the pod.
+            condition = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
+            self.api.patch(f"{path}/status", {"status": {"conditions": [condition]}})
+        eviction = {"apiVersion": "policy/v1" if new else "policy/v1beta1", "kind": "Eviction"}
+        self.api.create(f"{path}/eviction", {**eviction, "metadata": {"name": name, "namespace": self.namespace}})
+
+    def stranger(self) -> Path:
+        """The kubeconfig of a service account of the namespace that may do nothing there."""
+        path = f"/api/v1/namespaces/{self.namespace}/serviceaccounts"
+        with contextlib.suppress(KubernetesError):  # it is there
+            self.api.create(path, {"metadata": {"name": "stranger"}})
+        request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "metadata": {}, "spec": {}}
+        token = self.api.create(f"{path}/stranger/token", request)["status"]["token"]
+        return self.kubeconfig("stranger", token)
+
+    def kubeconfig(self, name: str, token: str) -> Path:
+        """Write one for the same cluster, of whom this token says."""
+        theirs = yaml.safe_load(self.cluster.kubeconfig.read_text())
+        _, active = config.list_kube_config_contexts(config_file=str(self.cluster.kubeconfig))
+        wanted = active["context"]["cluster"]
+        found = next(dict(one["cluster"]) for one in theirs["clusters"] if one["name"] == wanted)
+        if authority := found.get("certificate-authority"):
+            found["certificate-authority"] = str(self.cluster.kubeconfig.parent / authority)
+        mine = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "current-context": "tests",
+            "clusters": [{"name": "tests", "cluster": found}],
+            "contexts": [{"name": "tests", "context": {"cluster": "tests", "user": name}}],
+            "users": [{"name": name, "user": {"token": token}}],
+        }
+        path = self.folder / f"{name}.yaml"
+        path.touch(mode=0o600)
+        path.write_text(yaml.safe_dump(mine))
+        return path
 
     def left(self) -> list[str]:
         """What is in the namespace that is ours."""
@@ -131,7 +212,7 @@ class Apps(BaseApps):
         """Deletes all of them."""
         for app in self.runner.list(NAME, cfg={"namespace": self.namespace}):
             self.runner.delete(app.app_handle)
-        until = time.monotonic() + 30
+        until = time.monotonic() + 30 * self.patience
         while (left := self.left()) and time.monotonic() < until:
             time.sleep(0.1)
         self.runner.close()

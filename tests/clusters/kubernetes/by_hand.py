@@ -16,4 +16,5 @@ def start() -> tuple[dict[str, str], Callable[[], None]]:
         sys.exit(reason)
     cluster = Cluster().up()
     kubeconfig = str(cluster.kubeconfig)
-    return {"KUBECONFIG": kubeconfig, "TEST_KUBECONFIG": kubeconfig, "TEST_KUBE_IMAGE": cluster.image}, cluster.down
+    further = {"TEST_KUBECONFIG": kubeconfig, "TEST_IMAGE": cluster.image, "TEST_KUBE_WIRE": "api-server"}
+    return {"KUBECONFIG": kubeconfig, **further}, cluster.down

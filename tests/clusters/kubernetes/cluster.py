@@ -2,7 +2,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """A cluster for tests: a real API server, and stand-ins for what no package of Debian's has (see ``stand_ins.py``).
 
-Or any other that TEST_KUBECONFIG names; TEST_KUBE_IMAGE is then an image with torchx-monarch, torch and scikit-learn.
+Or any other that TEST_KUBECONFIG names; TEST_IMAGE is then an image, which its nodes have or can pull, of torch,
+scikit-learn and torchx-monarch as it is here, with ``python``, ``torchrun`` and ``sh`` on the PATH. The user of that
+kubeconfig must be allowed to make namespaces: everything that the tests make is in namespaces of their own
+(``tests-...``), which they delete again.
 """
 
 from __future__ import annotations
@@ -21,22 +24,32 @@ from tests.network import namespaces
 
 ROOT = Path(__file__).parents[3]
 
+WIRE = os.environ.get("TEST_KUBE_WIRE", "real") if os.environ.get("TEST_KUBECONFIG") else "api-server"
+"""What a test of here is in the table of docs/backends.md; ``by_hand`` says that its cluster is one of stand-ins."""
+
 
 def missing() -> str:
     """Why there can be no cluster here; empty when there can. Builds the server where that is possible."""
     if os.environ.get("TEST_KUBECONFIG"):
-        return "" if os.environ.get("TEST_KUBE_IMAGE") else "TEST_KUBECONFIG without TEST_KUBE_IMAGE: see cluster.py"
+        return "" if os.environ.get("TEST_IMAGE") else f"TEST_KUBECONFIG without TEST_IMAGE: see {__file__}"
     return namespaces.missing() or server.missing()
 
 
 class Cluster:
-    """Starts with ``up``, and dies with this process."""
+    """Starts with ``up``, and dies with this process.
+
+    Attributes:
+        foreign: the kubeconfig of one that is not ours; empty for ours.
+        image: what the pods are to be made of.
+        patience: how many times as long things may take there.
+    """
 
     def __init__(self) -> None:
         # Not in /tmp, which its pods do not see.
         self.folder = Path(tempfile.mkdtemp(prefix="tmkube", dir="/var/tmp"))
         self.foreign = os.environ.get("TEST_KUBECONFIG", "")
-        self.image = os.environ.get("TEST_KUBE_IMAGE") or "this-machine"
+        self.image = os.environ.get("TEST_IMAGE") or "this-machine"
+        self.patience = 5.0 if self.foreign else 1.0  # images are pulled, and backoffs are Kubernetes' own
         self.server = server.Server(self.folder)
 
     @property
@@ -71,8 +84,16 @@ class Cluster:
             )
         self.server.wait("stand-ins", (self.folder / "door").exists)
         door = f"https://127.0.0.1:{(self.folder / 'door').read_text()}"
-        for user in server.USERS:
-            self.server.kubeconfig(user, door, user)
+        self.server.kubeconfig(door, "admin")
+
+    @property
+    def network(self) -> str:
+        """The file of a network namespace from which the pods of ours are reached."""
+        return f"/run/netns/{(self.folder / 'network').read_text()}"
+
+    def network_of(self, uid: str) -> str:
+        """That of a pod of ours itself."""
+        return f"/run/netns/{(self.folder / 'pods' / uid / 'network').read_text()}"
 
     def log(self) -> str:
         """What the stand-ins have complained of."""

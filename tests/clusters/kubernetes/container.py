@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 
@@ -27,6 +28,13 @@ def main() -> None:
     # A /tmp of its own, in which only what is mounted there can be seen of this machine's.
     mount("--bind", "/tmp", spec["outer"])
     mount("-t", "tmpfs", "tmpfs", "/tmp")
+    # A /dev of its own: where this machine's had the file for the termination message, two clusters would share it.
+    mount("-t", "tmpfs", "tmpfs", "/dev")
+    for name, minor in (("null", 3), ("zero", 5), ("full", 7), ("random", 8), ("urandom", 9)):
+        os.mknod(f"/dev/{name}", stat.S_IFCHR, os.makedev(1, minor))
+        os.chmod(f"/dev/{name}", 0o666)
+    os.symlink("/proc/self/fd", "/dev/fd")
+    os.mkdir("/dev/shm")
     mount("-t", "tmpfs", "tmpfs", "/dev/shm")
     for source, goal in spec["mounts"]:
         if source.startswith("/tmp/"):
@@ -36,6 +44,7 @@ def main() -> None:
         os.makedirs(goal, exist_ok=True)
         mount("--bind", source, goal)
     # As kubelet does it: a file that is mounted, over which none can be renamed.
+    os.close(os.open("/dev/termination-log", os.O_CREAT))
     mount("--bind", spec["termination_log"], "/dev/termination-log")
     child = os.fork()
     if child == 0:

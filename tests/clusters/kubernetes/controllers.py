@@ -131,7 +131,24 @@ class IndexedJobs:
         owner = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": job["metadata"]["uid"]}
         metadata["ownerReferences"] = [{**owner, "controller": True, "blockOwnerDeletion": True}]
         template["spec"]["hostname"] = f"{name}-{index}"
-        self._api.create(self._path(job, "pods"), {"apiVersion": "v1", "kind": "Pod", **template})
+        try:
+            self._api.create(self._path(job, "pods"), {"apiVersion": "v1", "kind": "Pod", **template})
+        except KubernetesError as error:
+            if error.status != 403:
+                raise
+            self._failed_at[job["metadata"]["uid"], index] = time.monotonic()
+            self._say(job, f"Error creating: {str(error).partition(' refuses: ')[2]}")
+
+    def _say(self, job: Object, message: str) -> None:
+        about = {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            **{k: job["metadata"][k] for k in ("namespace", "name", "uid")},
+        }
+        path = f"/api/v1/namespaces/{job['metadata']['namespace']}/events"
+        event = {"involvedObject": about, "reason": "FailedCreate", "type": "Warning", "message": message}
+        name = f"{job['metadata']['name']}.{uuid.uuid4().hex[:16]}"
+        self._api.create(path, {**event, "metadata": {"name": name}, "lastTimestamp": now()})
 
     def _write(self, job: Object, condition: Object | None, succeeded: set[int], failed: set[int], active: int) -> None:
         newer = {

@@ -23,13 +23,12 @@ import threading
 import time
 import traceback
 import urllib.parse
-import uuid
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from tests.network.namespaces import ip
+from tests.clusters.kubernetes.network import Network
 from torchx_monarch.backends.kubernetes.api import Api, KubernetesError
 
 NODE = "node-a"
@@ -46,38 +45,6 @@ def now() -> str:
 
 def stamp() -> str:
     return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%f000Z")
-
-
-class Network:
-    """Addresses for pods: each has a namespace, on a switch in a namespace of its own."""
-
-    def __init__(self) -> None:
-        self._name = f"tk{uuid.uuid4().hex[:6]}"
-        self._switch = f"{self._name}s"
-        self._count = 0
-        self._lock = threading.Lock()
-        ip("netns", "add", self._switch)
-        ip("-n", self._switch, "link", "add", "bridge0", "type", "bridge")
-        ip("-n", self._switch, "link", "set", "bridge0", "up")
-
-    def add(self) -> tuple[str, str]:
-        """A namespace and its address."""
-        with self._lock:
-            self._count += 1
-            number = self._count
-        name, port = f"{self._name}p{number}", f"port{number}"
-        address = f"10.97.{number // 250}.{number % 250 + 1}"
-        ip("netns", "add", name)
-        ip("-n", self._switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
-        ip("-n", self._switch, "link", "set", port, "master", "bridge0", "up")
-        ip("-n", name, "addr", "add", f"{address}/16", "dev", "eth0")
-        ip("-n", name, "link", "set", "lo", "up")
-        ip("-n", name, "link", "set", "eth0", "up")
-        return name, address
-
-    def remove(self, name: str = "") -> None:
-        """Remove one namespace, or all that is left."""
-        subprocess.run(["ip", "netns", "delete", name or self._switch], check=False, timeout=20, capture_output=True)
 
 
 class Pod:
@@ -205,6 +172,7 @@ class Pod:
             "command": [expanded(word, env) for word in words],
             "env": {**image, **env},
         }
+        (self.folder / "network").write_text(network)
         path = self.folder / "spec.json"
         path.touch(mode=0o600)
         path.write_text(json.dumps(spec))
@@ -334,10 +302,10 @@ class Kubelet:
         self.api = api
         self.folder = folder
         self.network = Network()
+        (folder / "network").write_text(self.network.switch)
         self.pods: dict[str, Pod] = {}
+        self.services: list[dict[str, Any]] = []
         self._names = threading.Event()
-        self._termination_log = Path("/dev/termination-log")
-        self._termination_log.touch()  # for pods to mount theirs on
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(str(folder / "tls.crt"), str(folder / "tls.key"))
@@ -396,6 +364,7 @@ class Kubelet:
                 gone.stop_grace = 0.0  # removed by force
         if self._names.is_set() or any(not one.over for one in self.pods.values()):
             self._names.clear()
+            self.services = self.api.get("/api/v1/services")["items"]
             for one in list(self.pods.values()):
                 if not one.over:
                     self.write_hosts(one)
@@ -432,6 +401,10 @@ class Kubelet:
             if one.namespace == pod.namespace and theirs.get("subdomain") and ready and not one.over:
                 name = f"{theirs['hostname']}.{theirs['subdomain']}"
                 lines.append(f"{one.address} {name} {name}.{one.namespace}.svc")
+        for service in self.services:
+            address, metadata = service["spec"].get("clusterIP", "None"), service["metadata"]
+            if metadata["namespace"] == pod.namespace and address != "None":
+                lines.append(f"{address} {metadata['name']}")
         text = "\n".join(lines) + "\n"
         if not pod.hosts.exists() or pod.hosts.read_text() != text:
             pod.hosts.write_text(text)  # in place: it is mounted
@@ -444,7 +417,6 @@ class Kubelet:
         while any(not one.over for one in self.pods.values()) and time.monotonic() < until:
             time.sleep(0.02)
         self.network.remove()
-        self._termination_log.unlink(missing_ok=True)
         self._server.shutdown()
         self._server.server_close()
 

@@ -33,9 +33,6 @@ _BUILD_WITHIN = 1200.0
 _UP_WITHIN = 60.0
 _DOWN_WITHIN = 10.0
 
-USERS = {"admin": "system:masters", "stranger": "strangers"}
-"""Names and groups; the second may do nothing."""
-
 
 def cache() -> Path:
     """Where the programs are, or are to be, built."""
@@ -121,7 +118,7 @@ class Server:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._tokens = {name: secrets.token_hex(16) for name in USERS}
+        self._token = secrets.token_hex(16)
         self.port, self._etcd, self._peer, self._manager = free_ports(4)
 
     def up(self) -> None:
@@ -129,7 +126,7 @@ class Server:
         certificate(self.folder)
         tokens = self.folder / "tokens.csv"
         tokens.touch(mode=0o600)
-        tokens.write_text("".join(f'{self._tokens[name]},{name},{name},"{USERS[name]}"\n' for name in USERS))
+        tokens.write_text(f'{self._token},admin,admin,"system:masters"\n')
         etcd = f"http://127.0.0.1:{self._etcd}"
         peer = f"http://127.0.0.1:{self._peer}"
         self._start(
@@ -156,7 +153,7 @@ class Server:
             "--feature-gates=TTLAfterFinished=true",
         )
         self.wait("kube-apiserver", self.is_ready)
-        config = self.kubeconfig("admin", f"https://127.0.0.1:{self.port}", "direct")
+        config = self.kubeconfig(f"https://127.0.0.1:{self.port}", "direct")
         # Not that of Jobs: this release knows no Indexed ones. See node.py.
         self._start(
             "kube-controller-manager",
@@ -191,7 +188,7 @@ class Server:
         """Whether it answers."""
         context = ssl.create_default_context(cafile=str(self.folder / "tls.crt"))
         request = urllib.request.Request(
-            f"https://127.0.0.1:{self.port}/readyz", headers={"Authorization": f"Bearer {self._tokens['admin']}"}
+            f"https://127.0.0.1:{self.port}/readyz", headers={"Authorization": f"Bearer {self._token}"}
         )
         try:
             with urllib.request.urlopen(request, timeout=5, context=context) as answer:
@@ -199,12 +196,12 @@ class Server:
         except (OSError, urllib.error.URLError):
             return False
 
-    def kubeconfig(self, user: str, server: str, name: str) -> Path:
-        """Write one; its path."""
+    def kubeconfig(self, server: str, name: str) -> Path:
+        """Write an administrator's; its path."""
         path = self.folder / f"{name}.yaml"
         path.touch(mode=0o600)
         cluster = {"server": server, "certificate-authority": str(self.folder / "tls.crt")}
-        context = {"cluster": "tests", "user": user, "namespace": "default"}
+        context = {"cluster": "tests", "user": "admin", "namespace": "default"}
         path.write_text(
             yaml.safe_dump(
                 {
@@ -213,7 +210,7 @@ class Server:
                     "current-context": "tests",
                     "clusters": [{"name": "tests", "cluster": cluster}],
                     "contexts": [{"name": "tests", "context": context}],
-                    "users": [{"name": user, "user": {"token": self._tokens[user]}}],
+                    "users": [{"name": "admin", "user": {"token": self._token}}],
                 }
             )
         )

@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import http.server
 import json
+import os
+import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -94,7 +97,7 @@ class Wire:
         if where in self.objects:
             return 200, self.objects[where]
         items = [one for name, one in self.objects.items() if name.rpartition("/")[0] == where]
-        known = where.rpartition("/")[2] in ("jobs", "pods", "services", "secrets")
+        known = where.rpartition("/")[2] in ("events", "jobs", "pods", "services", "secrets")
         return (200, {"apiVersion": "v1", "kind": "List", "items": items}) if known else (404, {"message": "not found"})
 
     def close(self) -> None:
@@ -221,6 +224,77 @@ def test_a_submission_that_fails_midway_leaves_nothing(wire: Wire, runner: Runne
     with pytest.raises(ComponentValidationException, match=r"jobs.batch is forbidden.*\(RBAC\)"):
         submitted(runner, validate_spec=False)
     assert wire.objects == {}
+
+
+@pytest.mark.parametrize("kind", ["secrets", "services", "jobs"])
+def test_a_submission_that_is_interrupted_leaves_nothing(wire: Wire, runner: Runner, kind: str) -> None:
+    """By Ctrl-C, when an object has been made and its answer is not there yet."""
+    plain = wire.cluster
+
+    def cluster(method: str, path: str, body: dict[str, Any]) -> Answer:
+        answer = plain(method, path, body)
+        if method == "POST" and path.endswith(kind):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)
+        return answer
+
+    wire.cluster = cluster  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        submitted(runner, validate_spec=False)
+    assert wire.objects == {}
+
+
+def test_what_could_not_be_removed_is_said(wire: Wire, runner: Runner, caplog: pytest.LogCaptureFixture) -> None:
+    wire.script = [None, None, (403, {"message": "no"}), None, (403, {"message": "secrets is forbidden"})]
+    with pytest.raises(ComponentValidationException, match="no: the user"):
+        submitted(runner, validate_spec=False)
+    (left,) = [name.rpartition("/")[2] for name in wire.objects]
+    assert f"to be done by `kubectl delete secret {left} --namespace default`" in caplog.text
+    assert "secrets is forbidden" in caplog.text
+
+
+def _without(config: dict[str, Any], part: str, key: str) -> None:
+    del config[part][0][part.removesuffix("s")][key]
+
+
+KUBECONFIGS: list[tuple[bytes | Callable[[dict[str, Any]], object], str]] = [
+    (b"{this is: [not yaml\n", "no Kubernetes cluster is configured: .*expected ',' or"),
+    (b"\x00\x01\xff\xfe", "no Kubernetes cluster is configured: .*"),
+    (b"\xff\xfe\x00", "no Kubernetes cluster is configured: .*"),
+    (b"[1, 2]", "no Kubernetes cluster is configured: .*"),
+    (b"", "no Kubernetes cluster is configured: .* file is empty. Name"),
+    (lambda one: one.update({"current-context": "nosuch"}), "configured: .*object with name nosuch in .*contexts list"),
+    (lambda one: _without(one, "clusters", "server"), "configured: .*its server is '', which is no URL"),
+    (lambda one: one["clusters"][0]["cluster"].update(server="htp:/x y"), "its server is 'htp:/x y', which is no URL"),
+    (lambda one: one["users"][0]["user"].update(token="a\nb"), "the token of the kubeconfig holds a line end"),
+]
+
+
+@pytest.mark.parametrize("change, words", KUBECONFIGS)
+def test_a_kubeconfig_that_is_none_is_told(
+    wire: Wire, tmp_path: Path, change: bytes | Callable[[dict[str, Any]], object], words: str
+) -> None:
+    path = tmp_path / "config"
+    if isinstance(change, bytes):
+        path.write_bytes(change)
+    else:
+        config = yaml.safe_load(path.read_text())
+        change(config)
+        path.write_text(yaml.safe_dump(config))
+    with pytest.raises(KubernetesError, match=words):
+        Api.of_here().get("/x")
+
+
+def test_who_has_no_credentials_is_told_so(wire: Wire, api: Api) -> None:
+    wire.script = [(403, {"message": 'services "x" is forbidden: User "system:anonymous" cannot get'})]
+    with pytest.raises(KubernetesError, match="the kubeconfig gives no credentials"):
+        api.get("/x")
+
+
+@pytest.mark.parametrize("app_id", ["default/pods:x", "..:x", "Default:x", "default:a/b", "default:", ":x", "x"])
+def test_a_handle_that_can_be_nobodys_is_not_asked_for(wire: Wire, runner: Runner, app_id: str) -> None:
+    assert runner._scheduler("monarch_kubernetes").describe(app_id) is None
+    assert wire.asked == []
 
 
 @pytest.mark.scenario("log follow, since, until", wire="fake")

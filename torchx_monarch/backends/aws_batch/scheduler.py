@@ -42,6 +42,8 @@ _OWN_REPLICA0 = "MONARCH_REPLICA0_HOST"
 
 _VERDICT = re.compile(r"\[monarch\] FAILED: (.*?)(?: \(\d+\.\d+ s\))?\s*$")
 
+_RANK_RESTARTS = re.compile(r"\[monarch\] restarts of ranks: (\d+)")
+
 _log = logging.getLogger("torchx_monarch")
 
 
@@ -216,7 +218,8 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
             return DescribeAppResponse(
                 app_id=app_id,
                 state=state,
-                num_restarts=facts.restarts(found.job),
+                num_restarts=facts.restarts(found.job)
+                + (self._rank_restarts(found, nodes) if state in facts.ENDED else 0),
                 msg=facts.explanation(found.job, nodes, wanted) or NONE,
                 structured_error_msg=(self._root_cause(found, nodes) if state is AppState.FAILED else "") or NONE,
                 ui_url=facts.console_url(found.job.get("jobArn", ""), found.is_multinode) or None,
@@ -236,6 +239,10 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
                     if said:
                         return Verdict(facts.exit_code(node), said[-1][1]).error_file()
         return ""
+
+    def _rank_restarts(self, found: _Found, nodes: Mapping[int, Mapping[str, Any]]) -> int:
+        """How often hosts have started ranks again, once the job has ended; here are none."""
+        return 0
 
     def list(self, cfg: Mapping[str, CfgVal] | None = None) -> list[ListAppResponse]:
         """Our apps, each once, the newest first: of the queue that is named, else of all queues.
@@ -369,6 +376,15 @@ class MonarchAWSBatchScheduler(AWSBatchScheduler, Scheduler[MonarchAWSBatchOpts]
         if found is None or role not in [each.name for each in found.app.roles]:
             return ""
         return facts.address(self._nodes(found).get(facts.first_node(role, found.app.roles), {}))
+
+    def _rank_restarts(self, found: _Found, nodes: Mapping[int, Mapping[str, Any]]) -> int:
+        """By what replica 0 of the first role has said at the end of each attempt; one that was killed has not."""
+        count = 0
+        with contextlib.suppress(AwsError):
+            for stream in facts.streams(nodes.get(0, found.job), facts.log_group(found.job)):
+                said = [int(told[1]) for line in logs.tail(self._aws, stream) if (told := _RANK_RESTARTS.search(line))]
+                count += sum(said[-1:])
+        return count
 
     def _render(self, app: AppDef, cfg: MonarchAWSBatchOpts) -> BatchJob:
         for role in app.roles:

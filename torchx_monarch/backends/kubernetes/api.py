@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import urllib3
+import yaml
 from kubernetes import client, config
 from torchx.specs.finder import ComponentValidationException
 
@@ -36,6 +37,9 @@ _LONGEST_WAIT = 10.0
 _AGAIN = (429, 500, 502, 503, 504)
 
 _PAGE = 500
+
+_NO_KUBECONFIG = (config.ConfigException, OSError, yaml.YAMLError, AttributeError, LookupError, TypeError, ValueError)
+"""What the client raises of a file that is not there, is not readable, or is something else."""
 
 _NAMESPACE_FILE = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 
@@ -87,9 +91,13 @@ class Api:
             where = os.environ.get("KUBECONFIG") or os.path.expanduser("~/.kube/config")
             config.load_kube_config(config_file=where, client_configuration=configuration)
             _, context = config.list_kube_config_contexts(config_file=where)
-        except (config.ConfigException, OSError, TypeError) as error:
+            server = urllib.parse.urlsplit(configuration.host or "")
+            if server.scheme not in ("http", "https") or not server.hostname:
+                raise ValueError(f"its server is {configuration.host!r}, which is no URL")
+        except _NO_KUBECONFIG as error:
+            why = " ".join(str(error).split()).rstrip(".") or type(error).__name__
             raise KubernetesError(
-                f"no Kubernetes cluster is configured: {where}: {error}. Name a kubeconfig in KUBECONFIG"
+                f"no Kubernetes cluster is configured: {where}: {why}. Name a kubeconfig in KUBECONFIG"
             ) from None
         return cls(configuration, (context or {}).get("context", {}).get("namespace") or "default")
 
@@ -253,6 +261,8 @@ class Api:
         found = {}
         for one in self._configuration.auth_settings().values():  # tokens are renewed here
             if one.get("in") == "header" and one.get("value"):
+                if not one["value"].isprintable():
+                    raise KubernetesError("the token of the kubeconfig holds a line end or the like, and can be none")
                 found[one["key"]] = one["value"]
         return found
 
@@ -264,6 +274,8 @@ class Api:
         answer.release_conn()
         if status == 401:
             said = f"{said or 'Unauthorized'}: the credentials of the kubeconfig are not, or no longer, good there"
+        elif status == 403 and "system:anonymous" in said:
+            said = f"{said}: the kubeconfig gives no credentials (no such user, or its credential plugin has failed)"
         elif status == 403:
             said = f"{said}: the user of the kubeconfig lacks a right there (RBAC)"
         said = said or f"{method} {path} was answered with HTTP status {status}"

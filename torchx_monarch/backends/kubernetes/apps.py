@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 from torchx.schedulers.kubernetes_scheduler import JOB_STATE, LABEL_REPLICA_ID
@@ -15,7 +16,7 @@ from torchx.specs import AppDef, AppState, RetryPolicy, Role
 
 from torchx_monarch.backends import blob
 from torchx_monarch.backends.kubernetes import facts, names
-from torchx_monarch.backends.kubernetes.api import Api
+from torchx_monarch.backends.kubernetes.api import Api, KubernetesError
 from torchx_monarch.backends.kubernetes.facts import Attempt, Ended, RoleFacts, Rules, Standing, Work
 from torchx_monarch.backends.kubernetes.request import VOLCANO, Object, collection
 
@@ -53,13 +54,14 @@ class Found:
 
     @property
     def restarts(self) -> int:
-        """How often replicas were started again, as far as their pods are still there."""
+        """How often replicas were started again, and ranks within them, as far as their pods are still there."""
         count = 0
         policies = {role.name: role.retry_policy for role in self.app.roles}
         for role in self.roles:
             again = [max(0, len(one.attempts) - 1) for one in role.replicas] or [0]
             # When one replica's failure starts all again, that is one restart.
             count += sum(again) if policies.get(role.name) is RetryPolicy.REPLICA else max(again)
+            count += sum(one.rank_restarts for each in role.replicas for one in each.attempts)
         return count
 
 
@@ -79,7 +81,28 @@ def find(api: Api, namespace: str, name: str) -> Found | None:
         if record is None or names.ANNOTATION_APP not in (record["metadata"].get("annotations") or {}):
             return None
     pods = api.items(collection("v1", "Pod", namespace), selector)
-    return _understood(mode, namespace, record, jobs, pods)
+    return _understood(mode, namespace, record, jobs, pods, _refusals(api, namespace, jobs, pods))
+
+
+def _refusals(api: Api, namespace: str, jobs: Sequence[Object], pods: Sequence[Object]) -> dict[str, str]:
+    """Why the controller of Jobs gets no pods, by the uid of a Job that goes on and has none: only events say it."""
+    have = {owner["uid"] for pod in pods for owner in pod["metadata"].get("ownerReferences") or ()}
+    found = {}
+    for job in jobs:
+        uid, work = job["metadata"]["uid"], facts.work_of_job(job)
+        if uid in have or work.finished is not None or work.word:
+            continue
+        wanted = f"involvedObject.uid={uid},reason=FailedCreate"
+        try:
+            events = api.get(collection("v1", "Event", namespace), fieldSelector=wanted)["items"]
+        except KubernetesError as error:
+            if error.status != 403:  # who looks at jobs may yet not look at events
+                raise
+            return {}
+        if events:
+            last = max(events, key=lambda one: str(one.get("lastTimestamp") or one["metadata"]["creationTimestamp"]))
+            found[uid] = f"gets no pods: {str(last.get('message', '')).removeprefix('Error creating: ')}"
+    return found
 
 
 def find_all(api: Api, namespace: str) -> list[Found]:
@@ -118,14 +141,24 @@ def _by_app(objects: Iterable[Object]) -> dict[str, list[Object]]:
     return found
 
 
-def _understood(mode: str, namespace: str, record: Object, jobs: list[Object], pods: Sequence[Object]) -> Found:
+def _understood(
+    mode: str,
+    namespace: str,
+    record: Object,
+    jobs: list[Object],
+    pods: Sequence[Object],
+    refusals: Mapping[str, str] = MappingProxyType({}),
+) -> Found:
     annotations = record["metadata"]["annotations"]
     name = record["metadata"]["name"]
     app = blob.unpack(annotations[names.ANNOTATION_APP]) or AppDef(name, [Role("unknown", image="")])
     by_role = {job["metadata"]["labels"].get(names.LABEL_ROLE): job for job in jobs}
     roles = []
     for index, role in enumerate(app.roles):
-        work = _work_of_volcano(record) if mode == "volcano" else facts.work_of_job(by_role.get(str(index)))
+        job = by_role.get(str(index))
+        work = _work_of_volcano(record) if mode == "volcano" else facts.work_of_job(job)
+        if job is not None and (word := refusals.get(job["metadata"]["uid"])):
+            work = replace(work, word=word)
         attempts = _attempts(pods, index, role.num_replicas)
         replicas = [
             facts.replica(role.name, number, each, work, role.max_retries) for number, each in enumerate(attempts)

@@ -52,6 +52,7 @@ class Attempt:
         container: the name of the container that runs the role's command: the first one.
         host: its host name.
         node: where it runs; empty while it has no place.
+        address: the pod's own, while it runs.
         phase: Kubernetes' word.
         created, ended: seconds since the epoch; 0 for not yet.
         deleting: whether it is being deleted.
@@ -60,12 +61,14 @@ class Attempt:
         stuck_since: when it became clear that it cannot start as things are; 0 where it may.
         failure: how it failed, in words.
         said: its termination message.
+        rank_restarts: how often it has started the ranks again, as far as a container of it that has ended says so.
     """
 
     pod: str
     container: str = ""
     host: str = ""
     node: str = ""
+    address: str = ""
     phase: str = "Pending"
     created: float = 0.0
     ended: float = 0.0
@@ -75,6 +78,7 @@ class Attempt:
     stuck_since: float = 0.0
     failure: str = ""
     said: str = ""
+    rank_restarts: int = 0
 
     @property
     def lives(self) -> bool:
@@ -84,11 +88,8 @@ class Attempt:
     @property
     def error(self) -> Mapping[str, Any] | None:
         """What a host has left as an error file would have it; None where nobody has."""
-        try:
-            said = json.loads(self.said)
-        except ValueError:
-            return None
-        return said if isinstance(said, dict) and isinstance(said.get("message"), dict) else None
+        said = _left(self.said)
+        return said if isinstance(said.get("message"), dict) else None
 
 
 def attempt(pod: Object) -> Attempt:
@@ -97,9 +98,9 @@ def attempt(pod: Object) -> Attempt:
     conditions = {one["type"]: one for one in status.get("conditions") or ()}
     name = spec["containers"][0].get("name", "")
     # A pod overlay may have added others.
-    state = (
-        next((one.get("state") for one in status.get("containerStatuses") or () if one.get("name") == name), None) or {}
-    )
+    statuses = status.get("containerStatuses") or ()
+    container: Object = next((one for one in statuses if one.get("name") == name), {})
+    state, before = container.get("state") or {}, (container.get("lastState") or {}).get("terminated") or {}
     waits, terminated = state.get("waiting") or {}, state.get("terminated") or {}
     waiting, stuck = "", 0.0
     scheduled = conditions.get("PodScheduled") or {}
@@ -115,6 +116,7 @@ def attempt(pod: Object) -> Attempt:
         container=name,
         host=spec.get("hostname") or metadata["name"],
         node=spec.get("nodeName") or "",
+        address=(status.get("podIP") or "") if phase == "Running" else "",
         phase=phase,
         created=seconds(metadata["creationTimestamp"]),
         ended=seconds(terminated.get("finishedAt") or "") or _ended(conditions, phase),
@@ -124,7 +126,22 @@ def attempt(pod: Object) -> Attempt:
         stuck_since=stuck,
         failure=failure,
         said=terminated.get("message") or "",
+        rank_restarts=_rank_restarts(terminated) + _rank_restarts(before),
     )
+
+
+def _rank_restarts(terminated: Object) -> int:
+    number = _left(terminated.get("message") or "").get("rank_restarts")
+    return number if isinstance(number, int) else 0
+
+
+def _left(message: str) -> Mapping[str, Any]:
+    """What a host of ours has left as a termination message (``runtime.report``); empty of anybody else's."""
+    try:
+        said = json.loads(message)
+    except ValueError:
+        return {}
+    return said if isinstance(said, dict) else {}
 
 
 def _ended(conditions: Mapping[str, Object], phase: str) -> float:

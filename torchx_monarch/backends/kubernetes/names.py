@@ -30,6 +30,9 @@ LARGEST_ANNOTATIONS = 256 << 10
 _LONGEST = 63
 """Of a host's name, of one label of a name in the DNS, and of a Service's name."""
 
+_LABEL = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+"""What the DNS takes for one."""
+
 _LONGEST_APP = 22
 _LONGEST_ROLE = 18
 # With them: 22 + 1 + 14 random characters, 1 + 18 + 2 to tell two roles apart, 1 + 4 digits of the replica.
@@ -78,9 +81,14 @@ def split(app_id: str) -> tuple[str, str]:
         ValueError: it has no namespace.
     """
     namespace, colon, name = app_id.partition(":")
-    if not colon or not namespace or not name:
+    if not colon or not is_namespace(namespace) or not re.fullmatch(_LABEL, name):
         raise ValueError(f"{app_id!r} is no id of an app on Kubernetes, which has the form NAMESPACE:NAME")
     return namespace, name
+
+
+def is_namespace(name: str) -> bool:
+    """Whether there may be a namespace of this name: it becomes a part of URLs."""
+    return len(name) <= _LONGEST and re.fullmatch(_LABEL, name) is not None
 
 
 def _safe(name: str) -> str:

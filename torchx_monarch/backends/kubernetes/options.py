@@ -10,6 +10,8 @@ from torchx.schedulers.api import StructuredOpts
 from torchx.schedulers.kubernetes_scheduler import RESERVED_MEMMB, RESERVED_MILLICPU
 from torchx.specs import InvalidRunConfigException
 
+from torchx_monarch.backends.kubernetes import names
+
 MODES = ("auto", "job", "volcano")
 
 
@@ -90,6 +92,8 @@ def check(cfg: KubernetesOpts) -> None:
 
     if cfg.mode not in MODES:
         refuse("mode", f"allowed are {', '.join(MODES)}")
+    if cfg.namespace is not None and not names.is_namespace(cfg.namespace):
+        refuse("namespace", "a namespace is called by up to 63 lower-case letters, digits and dashes")
     for name in ("grace", "pull_timeout", "ttl_seconds_after_finished", "reserved_millicpu", "reserved_memmb"):
         if (options[name] or 0) < 0:
             refuse(name, "allowed is 0 or more")

@@ -16,6 +16,7 @@ _PATHS = {
     ("v1", "Service"): "/api/v1/namespaces/{namespace}/services",
     ("v1", "Secret"): "/api/v1/namespaces/{namespace}/secrets",
     ("v1", "Pod"): "/api/v1/namespaces/{namespace}/pods",
+    ("v1", "Event"): "/api/v1/namespaces/{namespace}/events",
     ("batch/v1", "Job"): "/apis/batch/v1/namespaces/{namespace}/jobs",
     ("batch.volcano.sh/v1alpha1", "Job"): "/apis/batch.volcano.sh/v1alpha1/namespaces/{namespace}/jobs",
 }

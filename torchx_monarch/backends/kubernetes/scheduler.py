@@ -7,7 +7,6 @@ All that is known of an app is with the API server. So it does not matter which 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import threading
@@ -32,6 +31,9 @@ _ENDED = (AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED)
 
 _NEEDED = ("completionMode", "backoffLimitPerIndex")
 """What a server that is too old drops from a Job without a word."""
+
+_IN_FLIGHT = 0.5
+"""Seconds that a request of ours whose answer we have not waited for may still take to have its effect."""
 
 _FRESH = 1.0
 """Seconds for which what was found is good enough for those who follow logs."""
@@ -68,6 +70,12 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
     def replica0_host(self, app: AppDef, role: Role) -> str:
         """The pod of the role's replica 0, by its name in the cluster's DNS."""
         return f"@{pods.REPLICA0}"
+
+    def client_host(self, app_id: str, role: str) -> str:
+        """The address of the pod of the role's replica 0: its name is known to the cluster's DNS alone, and late."""
+        found = self._find(app_id)
+        replicas = [each for one in (found.roles if found else ()) if one.name == role for each in one.replicas]
+        return next((each.last.address for each in replicas if each.id == 0 and each.last), "")
 
     def _submit_dryrun(self, app: AppDef, cfg: KubernetesOpts) -> AppDryRunInfo[KubernetesRequest, KubernetesOpts]:
         """The request. The cluster is asked whether it has Volcano (``mode=auto``) and takes it (``validate_spec``).
@@ -121,21 +129,38 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
         with told_plainly():
             self.push_images(request.images_to_push)
             made: list[Object] = []
+            doubtful: list[Object] = []
             try:
                 for one in request.objects:
+                    doubtful = [one]
                     made.append(api.create(home(one, request.namespace), one))
+                    doubtful.clear()
                     _check_kept(one, made[-1])
                 owners = [owner(one) for one in made if one["kind"] == "Job"]
                 for one in made:
                     if one["kind"] != "Job":
                         path = f"{home(one, request.namespace)}/{one['metadata']['name']}"
                         api.patch(path, {"metadata": {"ownerReferences": owners}})
-            except BaseException:
-                for one in reversed(made):
-                    with contextlib.suppress(KubernetesError):
-                        api.delete(f"{home(one, request.namespace)}/{one['metadata']['name']}")
+            except BaseException as error:
+                # What was refused is not there, and one of that name may be another's.
+                if isinstance(error, KubernetesError) and 400 <= error.status < 500:
+                    doubtful.clear()
+                self._remove([*doubtful, *reversed(made)], request.namespace)
+                if doubtful:
+                    time.sleep(_IN_FLIGHT)
+                    self._remove(doubtful, request.namespace)
                 raise
         return f"{request.namespace}:{request.app_id}"
+
+    def _remove(self, objects: Sequence[Object], namespace: str) -> None:
+        """Remove what an app that cannot run has got already, and say what could not be."""
+        for one in objects:
+            name = one["metadata"]["name"]
+            try:
+                self._api.delete(f"{home(one, namespace)}/{name}")
+            except KubernetesError as error:
+                what = f"{one['kind'].lower()} {name} --namespace {namespace}"
+                _log.warning("not removed, to be done by `kubectl delete %s`: %s", what, error)
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
@@ -143,7 +168,7 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
         try:
             namespace, name = names.split(app_id)
         except ValueError:
-            return None
+            return None  # there can be none
         with told_plainly():
             return apps.find(self._api, namespace, name)
 

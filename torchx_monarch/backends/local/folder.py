@@ -8,14 +8,11 @@ import contextlib
 import os
 from collections.abc import Iterator
 
+from torchx_monarch import folders
 from torchx_monarch.backends.local.store import AppPaths, write_all
 
 STAGING_PREFIX = ".new-"
 TRASH_PREFIX = ".trash-"
-RUN_PREFIX = "tm-run-"
-#: Longest path, in bytes, of the folder for sockets: a socket's own path has at most 107, and Monarch makes some two
-#: folders deeper, `hXXXXXXXX/.tmpXXXXXX/XXXXXXXXXXX`.
-MAX_RUN_DIR = 74
 
 
 def make_reserve(path: str, size: int) -> None:
@@ -35,19 +32,6 @@ def make_reserve(path: str, size: int) -> None:
         os.close(fd)
 
 
-def new_dir(prefix: str) -> str:
-    """Make a folder that only its owner may enter, named by the prefix and a random word; its path.
-
-    (``tempfile`` does the same, at several times the cost of the rest of the supervisor's imports.)
-
-    Raises:
-        OSError: it cannot be made.
-    """
-    path = f"{prefix}{os.urandom(8).hex()}"
-    os.mkdir(path, 0o700)
-    return path
-
-
 def remove_tree(path: str) -> None:
     """Remove a folder with everything in it, as far as that can be done."""
     import shutil  # imports more than all else that a task or a supervisor needs at its start
@@ -64,7 +48,7 @@ def staged(apps: str) -> Iterator[str]:
     """
     os.makedirs(os.path.dirname(apps), mode=0o700, exist_ok=True)
     os.makedirs(apps, mode=0o700, exist_ok=True)
-    folder = new_dir(os.path.join(apps, STAGING_PREFIX))
+    folder = folders.new_dir(os.path.join(apps, STAGING_PREFIX))
     try:
         yield folder
     finally:
@@ -98,24 +82,10 @@ def make_run_dir(paths: AppPaths) -> str:
     Raises:
         OSError: no folder could be made.
     """
-    return paths.run if len(os.fsencode(paths.run)) <= MAX_RUN_DIR else new_run_dir()
-
-
-def new_run_dir() -> str:
-    """A new folder for sockets: in TMPDIR, or where that is too long for a socket or not ours to write to, in /tmp.
-
-    Raises:
-        OSError: no folder could be made.
-    """
-    base = os.path.abspath(os.environ.get("TMPDIR") or "/tmp")
-    random_word = 16
-    if len(os.fsencode(os.path.join(base, RUN_PREFIX))) + random_word <= MAX_RUN_DIR:
-        with contextlib.suppress(OSError):  # a TMPDIR that is not there, or not ours to write to
-            return new_dir(os.path.join(base, RUN_PREFIX))
-    return new_dir(os.path.join("/tmp", RUN_PREFIX))
+    return paths.run if len(os.fsencode(paths.run)) <= folders.MAX_RUN_DIR else folders.new_run_dir()
 
 
 def remove_run_dir(paths: AppPaths, run_dir: str) -> None:
     """Remove what ``make_run_dir`` gave; anything else is left alone."""
-    if run_dir == paths.run or os.path.basename(run_dir).startswith(RUN_PREFIX):
+    if run_dir == paths.run or os.path.basename(run_dir).startswith(folders.RUN_PREFIX):
         remove_tree(run_dir)

@@ -1,0 +1,90 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What is tried of allocations and Monarch clients on every backend whose hosts are on a network."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from torchx.specs import AppDef
+
+from torchx_monarch import SPMDError, SPMDJob
+
+SAYS = """
+    import os, sys
+    rank = int(os.environ["RANK"])
+    print("rank", rank, "on", os.uname().nodename, flush=True)
+    sys.exit(int(sys.argv[1]) if len(sys.argv) > 1 and rank == int(os.environ["WORLD_SIZE"]) - 1 else 0)
+"""
+"""The last rank ends with the code that is its argument, if there is one."""
+
+
+def runs_twice_and_after_a_failure(job: SPMDJob, script: str, places: Sequence[str]) -> None:
+    """Of ``SAYS``, which is the allocation's own command as well.
+
+    Args:
+        job: the allocation.
+        script: where that is on its hosts.
+        places: the name of the host of each rank.
+    """
+    for _ in range(2):
+        result = job.run_spmd(output="store")
+        shown = {rank: one.stdout for rank, one in result.output.items()}
+        assert shown == {k: f"[default{k}]:rank {k} on {place}\n" for k, place in enumerate(places)}
+        with pytest.raises(SPMDError) as caught:
+            job.run_spmd([script, "7"], output="none")
+        assert caught.value.result.exit_code == 7 and caught.value.root_cause.hostname == places[-1]
+    assert list(job.status().hosts.values()) == list(dict.fromkeys(places))
+
+
+_CLIENT = """
+import json, os, pickle, sys
+from monarch.actor import Actor, endpoint
+from torchx_monarch import MonarchJob
+
+class Where(Actor):
+    @endpoint
+    def am_i(self):
+        return os.uname().nodename
+
+app, scheduler, cfg = pickle.load(open("app.pkl", "rb"))
+job = MonarchJob(app, scheduler, cfg, start_timeout=120)
+state = job.state(cached_path=None)
+places = {}
+for role in app.roles:
+    answers = getattr(state, role.name).spawn_procs().spawn("where", Where).am_i.call().get(timeout=60)
+    places[role.name] = len({place for _, place in answers} - {os.uname().nodename})
+handle = job.handle
+job.kill()
+print(json.dumps([handle, places]))
+"""
+
+
+def actors(
+    app: AppDef, scheduler: str, cfg: Mapping[str, object], network: str, folder: Path
+) -> tuple[str, dict[str, int]]:
+    """Run a Monarch client that spawns an actor on all hosts of an app, and ends it.
+
+    Args:
+        app: whose commands do not matter.
+        scheduler: where.
+        cfg: its run options.
+        network: the file of the network namespace in which the client is to be.
+        folder: for its files.
+
+    Returns:
+        the app's handle; on how many hosts of each role, other than the client's own, an actor was.
+    """
+    (folder / "app.pkl").write_bytes(pickle.dumps((app, scheduler, dict(cfg))))
+    (folder / "client.py").write_text(_CLIENT)
+    command = ["nsenter", f"--net={network}", sys.executable, "client.py"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=180, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    handle, places = json.loads(done.stdout.splitlines()[-1])
+    return handle, places
