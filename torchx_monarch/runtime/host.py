@@ -112,8 +112,9 @@ class HostProcess:
     async def _leave(self, verdict: Verdict) -> None:
         if self._pool is not None:
             await self._pool.stop(signal.SIGTERM, self._grace)
-        leave_word(verdict, self._environ, self._reporter.rank_restarts)
-        if not self._starts.end(verdict, retry.why_no_other_start(verdict, self._options.retry_on)):
+        final = retry.why_no_other_start(verdict, self._options.retry_on)
+        leave_word(verdict, self._environ, self._reporter.rank_restarts, final)
+        if not self._starts.end(verdict, final):
             self._reporter.line("it may be started again: there is no folder here to note that it must not be")
         self._exit(verdict.code)
 
