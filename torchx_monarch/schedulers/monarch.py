@@ -57,8 +57,8 @@ class MonarchOpts(StructuredOpts):  # type: ignore[misc]
 
     retry_on: str = ""
     """Exit codes after which ranks are started again while torchrun's `--max-restarts` lasts: numbers, and signals by
-    name, separated by `+` (`1+134+SIGKILL`); empty for any. On monarch_local, monarch_slurm and monarch_docker also their
-    hosts, while `max_retries` lasts. Exit code 78 asks for no other start, always."""
+    name, separated by `+` (`1+134+SIGKILL`); empty for any. On monarch_local, monarch_slurm and monarch_docker also
+    their hosts, while `max_retries` lasts. Exit code 78 asks for no other start, always."""
 
 
 @dataclasses.dataclass
