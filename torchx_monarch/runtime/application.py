@@ -53,6 +53,24 @@ class Application:
         self._rendezvous = rendezvous
         self._told = ""
 
+    @staticmethod
+    def of(options: HostOptions, environ: Mapping[str, str], rendezvous: Rendezvous, wires: Wires) -> Application:
+        """A replica 0's part, by its options and environment.
+
+        Raises:
+            NetworkError: where the first role's replica 0 listens is in a variable that says nothing.
+            AddressError: it is no address.
+        """
+        role, start = options.role, start_of_app(environ)
+        if not options.application:
+            return Application(role, rendezvous)
+        # Each role has a port of its own.
+        is_first = options.application.endswith(f":{wires.rendezvous.port}")
+        first = Address.parse(network.expanded(options.application, environ, is_first), "--application")
+        if is_first:
+            return _First(role, rendezvous, start)
+        return _Other(role, rendezvous, start, first, wires)
+
     async def begin(self, reporter: Reporter, timeout: float) -> None:
         """Wait until nothing of an earlier start of the app is there; for at most ``timeout`` seconds, or trouble."""
 
@@ -218,21 +236,3 @@ class _Other(Application):
         if not self._ended:
             self._heed(message or {"reason": f"replica 0 of the first role was lost; {_AGAIN}"})
         await asyncio.Event().wait()  # the connection shows that something of this role is still there
-
-
-def of(options: HostOptions, environ: Mapping[str, str], rendezvous: Rendezvous, wires: Wires) -> Application:
-    """A replica 0's part, by its options and environment.
-
-    Raises:
-        NetworkError: where the first role's replica 0 listens is in a variable that says nothing.
-        AddressError: it is no address.
-    """
-    if not options.application:
-        return Application(options.role, rendezvous)
-    # Each role has a port of its own.
-    is_first = options.application.endswith(f":{wires.rendezvous.port}")
-    first = Address.parse(network.expanded(options.application, environ, is_first), "--application")
-    start = start_of_app(environ)
-    if is_first:
-        return _First(options.role, rendezvous, start)
-    return _Other(options.role, rendezvous, start, first, wires)

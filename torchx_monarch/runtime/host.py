@@ -21,7 +21,8 @@ from typing import Any, NoReturn
 from torchx_monarch import folders, processes
 from torchx_monarch.errors import Verdict
 from torchx_monarch.plan.command import Command, CommandError, check, parse
-from torchx_monarch.runtime import application, network
+from torchx_monarch.runtime import network, retry
+from torchx_monarch.runtime.application import Application
 from torchx_monarch.runtime.controller import Controller, JobOptions
 from torchx_monarch.runtime.directory import Guide
 from torchx_monarch.runtime.elastic import Sizes
@@ -38,6 +39,7 @@ from torchx_monarch.runtime.rendezvous import (
     signalled,
 )
 from torchx_monarch.runtime.report import Reporter, leave_word
+from torchx_monarch.runtime.starts import Starts
 from torchx_monarch.runtime.strays import reap_orphans
 from torchx_monarch.runtime.transport import Address
 from torchx_monarch.runtime.watchdog import ENABLED, FILE
@@ -85,6 +87,7 @@ class HostProcess:
         self._backend_restarts = 0
         self._first_output = asyncio.Event()
         self._sockets = ""
+        self._starts = Starts(self._environ)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def main(self) -> NoReturn:
@@ -97,6 +100,10 @@ class HostProcess:
     async def _main(self) -> NoReturn:
         self._handle_signals()
         self._spawn(reap_orphans())
+        if told := self._starts.begin():
+            verdict, why = told
+            self._reporter.line(f"host {self._options.replica}: not started again: {why}")
+            await self._leave(verdict)
         try:
             verdict = await self._job()
         except Exception as error:
@@ -109,7 +116,10 @@ class HostProcess:
     async def _leave(self, verdict: Verdict) -> None:
         if self._pool is not None:
             await self._pool.stop(signal.SIGTERM, self._grace)
-        leave_word(verdict, self._environ, self._reporter.rank_restarts)
+        final = retry.why_no_other_start(verdict, self._options.retry_on)
+        leave_word(verdict, self._environ, self._reporter.rank_restarts, final)
+        if not self._starts.end(verdict, final):
+            self._reporter.line("it may be started again: there is no folder here to note that it must not be")
         self._exit(verdict.code)
 
     def _exit(self, code: int) -> NoReturn:
@@ -240,8 +250,7 @@ class HostProcess:
         if command is not None and command.options.local_addr and not options.advertise:
             options = dataclasses.replace(options, advertise=command.options.local_addr)
         advertised = network.advertised(rendezvous, is_first, options, self._environ.get("MONARCH_HOST_ADDRESS", ""))
-        interface = network.gloo_interface(advertised)
-        if interface:
+        if interface := network.gloo_interface(advertised):
             self._environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if guide is not None and not guide.is_main:
             rendezvous = dataclasses.replace(rendezvous, host=advertised)
@@ -278,16 +287,7 @@ class HostProcess:
         return given if given != "none" else self._options.app
 
     def _sizes(self) -> Sizes:
-        """How many hosts the job runs on, as torchrun's ``--nnodes`` and ``--rdzv-conf`` say."""
-        replicas, timeout, command = self._options.replicas, self._options.host_timeout, self._command
-        if command is None:
-            return Sizes(replicas, replicas, timeout)
-        conf = command.options.rdzv_conf
-        sizes = Sizes(command.fewest(replicas), replicas, timeout, last_call=conf.last_call_timeout)
-        if conf.join_timeout is None:
-            return sizes
-        option = f"--rdzv-conf join_timeout={conf.join_timeout}"
-        return dataclasses.replace(sizes, join_timeout=conf.join_timeout, join_option=option)
+        return Sizes.of(self._command, self._options.replicas, self._options.host_timeout)
 
     def _first_log_attempt(self, max_restarts: int, sizes: Sizes) -> int:
         """The number of the first attempt's log folders: the backend's earlier starts may have used up all of theirs.
@@ -333,7 +333,7 @@ class HostProcess:
         )
         self._meet_other_roles(rendezvous, wires)
         try:
-            self._together = together = application.of(options, self._environ, rendezvous, wires)
+            self._together = together = Application.of(options, self._environ, rendezvous, wires)
             if self._listens:
                 await rendezvous.start()
         except (RendezvousError, ValueError) as error:
