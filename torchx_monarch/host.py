@@ -74,6 +74,7 @@ def main(argv: list[str]) -> NoReturn:
         default="",
         help="where replica 0 of the first role listens: when one role has failed all of them end, to begin again",
     )
+    parser.add_argument("--beside", type=int, default=0, help="how many roles those are beside the first")
     parser.add_argument("command", nargs="+", metavar="COMMAND", help="after `--`: what the role runs")
     args = parser.parse_args(argv)
     if not 0 <= args.replica < args.replicas:
@@ -107,6 +108,7 @@ def main(argv: list[str]) -> NoReturn:
         peers=args.peers,
         directory=args.directory,
         application=args.application,
+        beside=args.beside,
     )
     kind: type[HostProcess] = LiveHost if is_live(options, os.environ) else HostProcess
     if is_actors(args.command):

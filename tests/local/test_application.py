@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import textwrap
 import time
 from collections.abc import Callable
@@ -51,14 +50,12 @@ def roles(folder: Path, tmp_path: Path) -> Callable[..., tuple[Hosts, Hosts]]:
     def make(then: str, slow: str = "", wrapper: tuple[str, ...] = AGAIN) -> tuple[Hosts, Hosts]:
         path = tmp_path / "prog.py"
         path.write_text(textwrap.dedent(PROGRAM).replace("SLOW", slow) + textwrap.dedent(then))
-        with socket.create_server(("127.0.0.1", 0)) as free, socket.create_server(("127.0.0.1", 0)) as other:
-            ports = [each.getsockname()[1] for each in (free, other)]
         made = []
-        for name, port in zip(("trainer", "reader"), ports, strict=True):
+        for name in ("trainer", "reader"):
             (folder / name).mkdir()
-            main = f"insecure-tcp:127.0.0.1:{ports[0]}"
-            options = ("--grace", "5", "--preload", "", "--role", name, "--host-timeout", "30", "--application", main)
-            environ = {"MONARCH_RENDEZVOUS": f"insecure-tcp:127.0.0.1:{port}"}
+            options = ("--grace", "5", "--preload", "", "--role", name, "--host-timeout", "30")
+            options = (*options, "--application", f"unix:{folder}/trainer.sock", "--beside", "1")
+            environ = {"MONARCH_RENDEZVOUS": f"unix:{folder}/{name}.sock"}
             command = ["torchrun", "--nnodes", "2", "--nproc-per-node", "1", "--tee", "3", str(path)]
             command += [str(folder), name]
             made.append(Hosts(folder / name, command, 2, options, environ, wrapper=wrapper))

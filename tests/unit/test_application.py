@@ -46,7 +46,7 @@ def test_what_another_role_says_and_leaves_unsaid(
 
     async def main() -> None:
         rendezvous = Rendezvous(address, replicas=1)
-        first = application._First("a", rendezvous, "2")
+        first = application._First("a", rendezvous, "2", 1)
         await rendezvous.start()
         try:
             heard = await talk(*messages)

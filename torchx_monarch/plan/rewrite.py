@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torchx.specs import AppDef, RetryPolicy, Role, macros
 
@@ -60,22 +60,21 @@ def rewrite(app: AppDef, options: HostOptions) -> AppDef:
     """
     rewritten = copy.deepcopy(app)
     directory = _directory(app, options)
-    if options.application and not _ends_together(app, options.always_together):
-        options = replace(options, application="")
+    beside = _end_together(app, options.always_together) if options.application else 0
     for role in rewritten.roles:
-        wrap_role(role, options.python, _host_arguments(role, options, directory))
+        wrap_role(role, options.python, _host_arguments(role, options, directory, beside))
     return rewritten
 
 
-def _ends_together(app: AppDef, always: bool) -> bool:
-    """Whether all roles of ranks, of which the first is one of several, are to end when one has failed.
+def _end_together(app: AppDef, always: bool) -> int:
+    """How many roles beside the first are to end when one has failed; 0 where each ends by itself.
 
-    Where they are to begin again together, that is; with one that has no retries left to begin with, none would.
+    They are to end where they are to begin again together; with one that has no retries left to begin with, none would.
     """
     ranks = [role for role in app.roles if _runs_ranks(role)]
     waiting = any(module in word for role in ranks for word in role.args for module in (HOSTS_MODULE, ACTORS_MODULE))
     every = all(role.retry_policy is RetryPolicy.APPLICATION and role.max_retries > 0 for role in ranks)
-    return len(ranks) > 1 and ranks[0] is app.roles[0] and (always or every) and not waiting
+    return len(ranks) - 1 if ranks and ranks[0] is app.roles[0] and (always or every) and not waiting else 0
 
 
 def _directory(app: AppDef, options: HostOptions) -> Mapping[str, str]:
@@ -220,7 +219,7 @@ def _command(words: Sequence[str], role: Role) -> Command | None:
     return command
 
 
-def _host_arguments(role: Role, options: HostOptions, directory: Mapping[str, str]) -> list[str]:
+def _host_arguments(role: Role, options: HostOptions, directory: Mapping[str, str], beside: int) -> list[str]:
     """The arguments of the host process, which follow the interpreter and precede the command."""
     return [
         *("-m", HOST_MODULE),
@@ -236,7 +235,7 @@ def _host_arguments(role: Role, options: HostOptions, directory: Mapping[str, st
         *(("--rendezvous", options.rendezvous[role.name]) if role.name in options.rendezvous else ()),
         *(("--peers", _peers(options)) if options.rendezvous and is_actors([role.entrypoint, *role.args]) else ()),
         *(("--directory", directory[role.name]) if role.name in directory else ()),
-        *(("--application", options.application) if options.application else ()),
+        *(("--application", options.application, "--beside", str(beside)) if beside else ()),
         *(escape(word) for word in options.network),
         "--",
     ]

@@ -17,7 +17,7 @@ first role to another      ``linked``, ``refused``, ``again`` (with the same), `
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torchx_monarch.errors import Verdict
 from torchx_monarch.runtime import network, protocol, transport
@@ -28,10 +28,16 @@ from torchx_monarch.runtime.report import Reporter
 from torchx_monarch.runtime.transport import Address, ConnectError
 from torchx_monarch.runtime.wires import Wires
 
-_TRY_EVERY = 0.5
+_TRY_EVERY = 0.05
 """Seconds between two tries to reach the first role's replica 0 at first; each wait is longer than the one before."""
 
 _TRY_AT_LEAST_EVERY = 5.0
+
+_LINKED_WITHIN = 5.0
+"""Seconds that the first role waits for others before it begins: one that fails at once would not be told to them."""
+
+_TOLD_WITHIN = 1.0
+"""Seconds that another role which fails at once takes to be linked, so as to tell it."""
 
 _ANSWER_TIMEOUT = 10.0
 
@@ -64,15 +70,28 @@ class Application:
         role, start = options.role, start_of_app(environ)
         if not options.application:
             return Application(role, rendezvous)
-        # Each role has a port of its own.
-        is_first = options.application.endswith(f":{wires.rendezvous.port}")
+        # Each role has a port of its own, or a socket file.
+        is_first = options.application.rpartition(":")[2] == str(wires.rendezvous).rpartition(":")[2]
         first = Address.parse(network.expanded(options.application, environ, is_first), "--application")
         if is_first:
-            return _First(role, rendezvous, start)
+            return _First(role, rendezvous, start, options.beside)
         return _Other(role, rendezvous, start, first, wires)
 
     async def begin(self, reporter: Reporter, timeout: float) -> None:
         """Wait until nothing of an earlier start of the app is there; for at most ``timeout`` seconds, or trouble."""
+
+    async def _until(self, event: asyncio.Event, reporter: Reporter, timeout: float, what: Callable[[], str]) -> None:
+        """Wait for an event, for so many seconds at most; trouble, which is left where it is, ends the wait."""
+        troubles = self._rendezvous.troubles
+        wanted, trouble = asyncio.ensure_future(event.wait()), asyncio.ensure_future(troubles.get())
+        waiting = asyncio.wait([wanted, trouble], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            await reporter.while_waiting(waiting, what)
+        finally:
+            wanted.cancel()
+            trouble.cancel()
+        if trouble.done() and not trouble.cancelled():
+            troubles.put_nowait(trouble.result())
 
     async def end(self, verdict: Verdict, timeout: float) -> None:
         """Tell the other roles how this one has ended; the first one waits for their ends, for ``timeout`` seconds."""
@@ -97,14 +116,24 @@ class Application:
 
 
 class _First(Application):
-    """Replica 0 of the first role."""
+    """Replica 0 of the first role.
 
-    def __init__(self, role: str, rendezvous: Rendezvous, start: str) -> None:
+    Args:
+        beside: how many other roles there are.
+    """
+
+    def __init__(self, role: str, rendezvous: Rendezvous, start: str, beside: int) -> None:
         super().__init__(role, rendezvous, start)
+        self._beside = beside
+        self._complete = asyncio.Event()
         self._links: dict[str, asyncio.StreamWriter] = {}
         self._changed = asyncio.Event()
         self._ending = False
         rendezvous.clients["link"] = self._link
+
+    async def begin(self, reporter: Reporter, timeout: float) -> None:
+        if self._beside:
+            await self._until(self._complete, reporter, min(timeout, _LINKED_WITHIN), lambda: "the other roles")
 
     async def end(self, verdict: Verdict, timeout: float) -> None:
         self._ending = True
@@ -136,6 +165,8 @@ class _First(Application):
             await protocol.send(writer, {"type": "linked"})
             if await protocol.receive(reader, _ANSWER_TIMEOUT) is None:
                 return  # it had ended before it could say how
+            if len(self._links) >= self._beside:
+                self._complete.set()
             word = await protocol.receive(reader) or {"reason": f"replica 0 of role {role!r} was lost; {_AGAIN}"}
             if word.get("code") != 0:
                 self._lose(word)
@@ -172,21 +203,12 @@ class _Other(Application):
         self._keeping = asyncio.ensure_future(self._keep())
 
     async def begin(self, reporter: Reporter, timeout: float) -> None:
-        troubles = self._rendezvous.troubles
-        clear, trouble = asyncio.ensure_future(self._clear.wait()), asyncio.ensure_future(troubles.get())
-        waiting = asyncio.wait([clear, trouble], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        try:
-            await reporter.while_waiting(waiting, lambda: f"the first role's replica 0 ({self._why})")
-        finally:
-            clear.cancel()
-            trouble.cancel()
-        if trouble.done() and not trouble.cancelled():
-            troubles.put_nowait(trouble.result())
+        await self._until(self._clear, reporter, timeout, lambda: f"the first role's replica 0 ({self._why})")
 
     async def end(self, verdict: Verdict, timeout: float) -> None:
         self._ended = True
-        if verdict.code and not self._linked.is_set():  # it has failed at once
-            await asyncio.wait([asyncio.ensure_future(self._linked.wait())], timeout=2 * _TRY_EVERY)
+        if verdict.code and not self._linked.is_set():
+            await asyncio.wait([asyncio.ensure_future(self._linked.wait())], timeout=_TOLD_WITHIN)
         if self._writer is not None:
             await protocol.send(self._writer, self._word("ended", verdict))
 

@@ -30,6 +30,7 @@ class HostOptions:
         peers: where replica 0 of each role listens, ``NAME=ADDRESS`` with commas; empty for MONARCH_PEERS.
         directory: where replica 0 of the first role listens, which knows where those of the others do; empty for none.
         application: where replica 0 of the first role listens, for roles that begin again together; empty for others.
+        beside: how many roles those are beside the first.
     """
 
     app: str
@@ -48,3 +49,4 @@ class HostOptions:
     peers: str = ""
     directory: str = ""
     application: str = ""
+    beside: int = 0
