@@ -53,8 +53,8 @@ def roles(folder: Path, tmp_path: Path) -> Callable[..., tuple[Hosts, Hosts]]:
         made = []
         for name in ("trainer", "reader"):
             (folder / name).mkdir()
-            options = ("--grace", "5", "--preload", "", "--role", name, "--host-timeout", "30")
-            options = (*options, "--application", f"unix:{folder}/trainer.sock", "--beside", "1")
+            together = ("--application", f"unix:{folder}/trainer.sock", "--beside", "1")
+            options = ("--grace", "5", "--preload", "", "--role", name, "--host-timeout", "30", *together)
             environ = {"MONARCH_RENDEZVOUS": f"unix:{folder}/{name}.sock"}
             command = ["torchrun", "--nnodes", "2", "--nproc-per-node", "1", "--tee", "3", str(path)]
             command += [str(folder), name]
