@@ -14,7 +14,7 @@ from torchx.specs import AppDef, AppState
 
 from tests.clusters.kubernetes.apps import NAME, Apps
 from tests.clusters.kubernetes.cluster import Cluster
-from tests.clusters.live import SAYS, actors, runs_twice_and_after_a_failure
+from tests.clusters.live import SAYS, actors, controller, had_all_meshes, runs_twice_and_after_a_failure
 from tests.network.relay import HERE, Relay
 from torchx_monarch import SPMDJob, serve
 from torchx_monarch.client.target import Target
@@ -51,6 +51,12 @@ def test_takes_two_pods_and_runs_in_them(apps: Apps, tmp_path: Path) -> None:
         assert [line.split()[1:3] for line in told.splitlines()[1:]][-2:] == [["failed", "7"], ["succeeded", "0"]]
     taken.kill()
     assert apps.wait(taken.handle, AppState.CANCELLED).num_restarts == 0
+
+
+def test_a_controller_has_the_meshes_of_all_roles(apps: Apps) -> None:
+    handle = apps.run(*controller(apps.role))
+    status = apps.wait(handle, AppState.FAILED)
+    had_all_meshes(apps.log(handle, "trainers"), status)
 
 
 def test_actors_run_in_pods(apps: Apps, cluster: Cluster, tmp_path: Path) -> None:

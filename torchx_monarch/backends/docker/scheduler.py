@@ -50,6 +50,7 @@ from torchx_monarch.backends.docker.facts import Replica, Standing
 from torchx_monarch.backends.docker.together import together
 from torchx_monarch.backends.options import run_options
 from torchx_monarch.backends.roles import check_replica, matching
+from torchx_monarch.variables import replica0_variable
 
 if TYPE_CHECKING:
     from docker import DockerClient
@@ -145,7 +146,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
 
     def replica0_host(self, app: AppDef, role: Role) -> str:
         """The container of the role's replica 0, by its name in the network's DNS. (Upstream has the first role's.)"""
-        return f"@{request.REPLICA0}"
+        return f"@{replica0_variable(app.roles.index(role))}"
 
     def client_host(self, app_id: str, role: str) -> str:
         """The address of the role's first container: its name is known on the containers' network alone."""
