@@ -225,9 +225,10 @@ def test_sacct_is_read() -> None:
     )
     jobs = commands.parse_sacct(text)
     assert set(jobs) == {"3", "7", "9"}
-    assert states.app_state(jobs["3"].state) is AppState.CANCELLED
-    assert (jobs["7"].state, jobs["7"].exit_code, jobs["7"].nodes) == ("FAILED", 3, "n1")
-    assert jobs["9"].nodes == ""
+    ((cancelled,), (failed,), (waits,)) = jobs.values()
+    assert states.app_state(cancelled.state) is AppState.CANCELLED
+    assert (failed.state, failed.exit_code, failed.nodes) == ("FAILED", 3, "n1")
+    assert waits.nodes == ""
 
 
 def test_squeue_is_read_and_each_job_is_there_once() -> None:

@@ -81,7 +81,8 @@ def address_of(bind: str) -> str:
 def expanded(address: str, environ: Mapping[str, str], is_first: bool) -> str:
     """An address with ``@NAME`` replaced by what that environment variable says.
 
-    On replica 0 itself, schedulers leave the variable out or say ``localhost``: there it is this machine itself.
+    On replica 0 itself, schedulers leave the variable out or say ``localhost``: there it is this machine itself. With
+    MONARCH_PORT_OFFSET the port is another one: of what was submitted once several runs may be on one machine.
 
     Raises:
         NetworkError: the variable says nothing, and this is not replica 0.
@@ -90,12 +91,22 @@ def expanded(address: str, environ: Mapping[str, str], is_first: bool) -> str:
     if not separator:
         return address
     name, _, port = rest.partition(":")
+    port = _shifted(port, int(environ.get("MONARCH_PORT_OFFSET") or 0))
     host = environ.get(name, "").strip()
     if host in ("", "localhost"):
         if not is_first:
             raise NetworkError(f"{name}={host!r} does not say where replica 0 is: this scheduler should have set it")
         host = _own_name()
     return f"{scheme}:{host}:{port}"
+
+
+def _shifted(port: str, by: int) -> str:
+    """The port so far on, within its ten thousand: those that submissions draw are below outgoing connections'."""
+    if not by or not port.isdigit():
+        return port
+    low = max(int(port) // 10000 * 10000, 1024)
+    high = min(int(port) // 10000 * 10000 + 10000, 65536)
+    return str(low + (int(port) - low + by) % (high - low))
 
 
 def _own_name() -> str:

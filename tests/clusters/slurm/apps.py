@@ -82,7 +82,8 @@ class Apps:
         for app_id in left:
             subprocess.run(["scancel", app_id], check=False, capture_output=True, timeout=30)
         until = time.monotonic() + 30
-        while any(self.slurm_state(app_id) in ("RUNNING", "COMPLETING") for app_id in left):
+        running = ("RUNNING", "COMPLETING")
+        while any(job.state in running for app_id in left for job in commands.live_job(app_id)):
             assert time.monotonic() < until, "jobs do not end"
             time.sleep(0.1)
 
@@ -130,7 +131,9 @@ class Apps:
     def everything(self, handle: str) -> str:
         """All that the job has written, for the message of a failure."""
         root = Path(self.paths(handle).root)
-        files = [path for path in sorted(root.rglob("*")) if path.name in ("job.log", "job.json", "combined.log")]
+        names = ("job.log", "job.json", "combined.log")
+        files = [path for path in sorted(root.rglob("*")) if path.name in names or path.parent.name == "array"]
+        files = [path for path in files if path.is_file()]
         return "\n".join(f"== {path}\n{path.read_text()}" for path in files)
 
     def fresh(self, handle: str, code: str) -> str:

@@ -7,9 +7,12 @@
     render      AppDef -> request
     request     what is submitted, and what the job finds in its folder (request.json)
     folder      the folder of a job, and how it is found by the job's id
+    array       job arrays: their indices, and what Slurm calls one of their tasks
     commands    Slurm's commands: sbatch, scontrol, squeue, sacct, scancel
     states      what Slurm's states mean
-    truth       what is known of a job: from Slurm, and from what the job has written itself
+    truth       what is known of a job, or of one array task: from Slurm, and from what it has written itself
+    apps        what is known of an app: a job, an array or one of its tasks
+    ending      how the wish to end one reaches it
     prune       which folders of old jobs are removed
     start       the file that the interpreters of the two below are started with
     job         the batch step: runs a step for each role, retries, stops, records

@@ -14,7 +14,7 @@ import time
 
 from torchx_monarch import folders, processes
 from torchx_monarch.backends.local import spawn
-from torchx_monarch.backends.slurm import folder, macros
+from torchx_monarch.backends.slurm import array, folder, macros
 from torchx_monarch.backends.slurm.folder import JobFolder
 from torchx_monarch.variables import replica0_variable
 
@@ -28,11 +28,11 @@ class Begun:
     """A task whose process has been started, unless it is not the first or could not be.
 
     Attributes:
-        paths: the job's folder.
+        paths: the job's folder, or the array task's.
         request: what is in it, as read.
         role: name of this task's.
         replica: which replica of it.
-        app_id: the job's id.
+        app_id: the job's id, or the array task's.
         restart: how often the job has been started again before.
         node: name of this one.
         run_dir: for sockets.
@@ -46,10 +46,10 @@ class Begun:
 
     def __init__(self, argv: list[str]) -> None:
         path, self.role, self.app_id, restart = argv
-        self.paths = JobFolder(path)
         self.restart = int(restart)
         self.node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
-        self.request = folder.read_request(self.paths, self.node)
+        self.request = folder.read_request(JobFolder(path), self.node)
+        self.paths = folder.of_this_run(JobFolder(path), self.request, os.environ)
         role = next(role for role in self.request["roles"] if role["name"] == self.role)
         self.replica = int(os.environ["SLURM_PROCID"])
         self.cwd: str = role["cwd"]
@@ -70,6 +70,8 @@ class Begun:
             "MONARCH_RUN_DIR": self.run_dir,
             "MONARCH_EVENTS": self.paths.events,
         }
+        if tasks := array.tasks(self.request["sbatch"].get("array")):
+            self.environ[macros.PORT_OFFSET] = str(tasks.index(int(os.environ["SLURM_ARRAY_TASK_ID"])))
         self.environ.setdefault("TORCHELASTIC_ERROR_FILE", self.paths.error_file(self.role, self.replica))
         os.makedirs(self.log_dir, mode=0o700, exist_ok=True)
         self.wake = _watch_signals()

@@ -9,7 +9,9 @@ Below the state directory (see ``backends.local.store``)::
 
 In the folder: ``app.json`` as submitted, ``request.json``, ``job.sh``, ``job.log`` (what the batch step, srun and Slurm
 print), ``job.json`` (what the batch step knows), ``end.json`` (how Slurm says it has ended), ``cancel.json`` (the wish
-to end it), ``events.jsonl``, and ``logs/ROLE/K/`` with the logs, the error file and the record of each replica.
+to end it), ``events.jsonl``, and ``logs/ROLE/K/`` with the logs, the error file and the record of each replica. Of a
+job array each task has ``array/INDEX/`` with all of these that are a run's own, and its ``job.log`` beside it as
+``array/INDEX.log``.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import contextlib
 import os
 import re
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from torchx_monarch.backends.local import store
@@ -55,6 +58,60 @@ class JobFolder(store.AppPaths):
 
     def error_file(self, role: str, replica: int) -> str:
         return os.path.join(self.replica_logs(role, replica), "error.json")
+
+    @property
+    def whole(self) -> JobFolder:
+        """Of the job: this one, unless it is that of an array task."""
+        return self
+
+    @property
+    def array(self) -> str:
+        """Where the folders of array tasks are."""
+        return os.path.join(self.root, "array")
+
+    def task(self, index: int) -> JobFolder:
+        """The folder of an array task."""
+        return ArrayTaskFolder(os.path.join(self.array, str(index)))
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether its end was asked for through us."""
+        return os.path.exists(self.cancel) or os.path.exists(self.whole.cancel)
+
+
+class ArrayTaskFolder(JobFolder):
+    """Every path below the folder of an array task. What was submitted is the whole job's."""
+
+    @property
+    def whole(self) -> JobFolder:
+        return JobFolder(os.path.dirname(os.path.dirname(self.root)))
+
+    @property
+    def app(self) -> str:
+        return self.whole.app
+
+    @property
+    def request(self) -> str:
+        return self.whole.request
+
+    @property
+    def script(self) -> str:
+        return self.whole.script
+
+    @property
+    def job_log(self) -> str:
+        return f"{self.root}.log"
+
+
+def of_this_run(paths: JobFolder, request: Mapping[str, Any], environ: Mapping[str, str]) -> JobFolder:
+    """The folder of the run that this process is part of: the job's, or that of its array task.
+
+    Args:
+        paths: the job's.
+        request: what is in it, as read.
+        environ: of this process.
+    """
+    return paths.task(int(environ["SLURM_ARRAY_TASK_ID"])) if request["sbatch"].get("array") else paths
 
 
 def jobs_dir() -> str:

@@ -3,7 +3,7 @@
 """The batch step: runs a step for each role, starts again what has failed, stops what is to stop, records the end.
 
 ``start.py job FOLDER [PID ...]``, on the first node of the job; the processes are the steps of the roles, if the batch
-script has begun them.
+script has begun them. Of a job array each task has a batch step, which knows of no other.
 
 SIGUSR1 is the wish to cancel; SIGTERM comes from Slurm. Either way all tasks are told to stop (see ``task``), and have
 the grace to do so. What Slurm does by itself, such as starting the job again when a node is lost, ends this process.
@@ -11,6 +11,7 @@ the grace to do so. What Slurm does by itself, such as starting the job again wh
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -21,8 +22,8 @@ from typing import Any, NoReturn
 
 from torchx_monarch import errors, events
 from torchx_monarch.backends.local import store
-from torchx_monarch.backends.slurm import macros
-from torchx_monarch.backends.slurm.folder import JobFolder, read_request
+from torchx_monarch.backends.slurm import array, macros
+from torchx_monarch.backends.slurm.folder import JobFolder, of_this_run, read_request
 from torchx_monarch.backends.slurm.request import SlurmRequest
 
 _COMMAND_TIMEOUT = 60.0
@@ -44,15 +45,16 @@ class Batch:
     """Runs the job to its end.
 
     Args:
-        paths: its folder.
-        request: what is in it.
+        paths: its folder; the array task's where it is one.
+        request: what was submitted.
         begun: the step of each role, if they have been begun.
     """
 
     def __init__(self, paths: JobFolder, request: SlurmRequest, begun: Sequence[int]) -> None:
         self._paths = paths
         self._request = request
-        self._job_id = os.environ["SLURM_JOB_ID"]
+        self._is_array = bool(request.sbatch.get("array"))
+        self._job_id = array.own_id(os.environ) if self._is_array else os.environ["SLURM_JOB_ID"]
         before = store.read_json(paths.job) or {}
         self._restarts = int(before.get("restarts", -1)) + 1
         self._role_retries = dict.fromkeys((role.name for role in request.roles), 0)
@@ -88,7 +90,7 @@ class Batch:
         self._state["nodes"] = self._nodes
         self._write()
         self._event("job_started", f"job {self._job_id} runs on {', '.join(self._nodes)}")
-        cancelled = os.path.exists(self._paths.cancel)  # the wish came while Slurm was queueing the job again
+        cancelled = self._paths.is_cancelled  # the wish came while Slurm was queueing the job again
         if self._steps:
             os.write(self._signalled, bytes([signal.SIGCHLD]))  # one may have ended before there was a handler
             if cancelled:
@@ -191,7 +193,7 @@ class Batch:
     def _cancelled(self) -> int:
         code = self._finish("CANCELLED", "cancelled", _TERMINATED)
         # Only Slurm can give the job the state of one that was cancelled.
-        self._scancel()
+        self._command("scancel", self._job_id)
         time.sleep(_REQUEUE_TIMEOUT)
         return code
 
@@ -265,9 +267,18 @@ class Batch:
         """Tell all tasks to stop, and again ever more seldom: a task that was about to start has not heard it."""
         # A job that Slurm is ending has had its tasks told already, and scancel tries for long to tell them again.
         if self._stopping != _BY_SLURM or self._slurm_state() == _RUNNING:
-            self._scancel("--signal=URG")
+            self._signal_steps()
         self._tell_at = time.monotonic() + self._telling
         self._telling = min(2 * self._telling, _STOP_EXTRA)
+
+    def _signal_steps(self) -> None:
+        if not self._is_array:
+            self._command("scancel", "--signal=URG", self._job_id)
+            return
+        # Slurm is slow to signal an array task as a whole (see commands), but not its steps.
+        listed = self._asked("squeue", "--steps", "--noheader", "--format=%i", f"--jobs={self._job_id}")
+        if steps := [step for step in listed.split() if step.rpartition(".")[2].isdigit()]:
+            self._command("scancel", "--signal=URG", *steps)
 
     def _kill(self) -> None:
         """End the steps that have not stopped: an srun that is told to stop kills its tasks; or else, it is killed."""
@@ -276,9 +287,6 @@ class Batch:
             os.kill(step, signal.SIGKILL if self._killing else signal.SIGTERM)
         self._killing = True
         self._kill_at = time.monotonic() + _STOP_EXTRA
-
-    def _scancel(self, *options: str) -> None:
-        self._command("scancel", *options, self._job_id)
 
     def _command(self, *words: str) -> bool:
         import subprocess  # while the steps begin there is no time to lose
@@ -293,20 +301,26 @@ class Batch:
         return done.returncode == 0
 
     def _slurm_state(self) -> str:
+        said = self._asked("squeue", "--noheader", "--format=%T", f"--jobs={self._job_id}")
+        return (said.split() or [""])[0]
+
+    def _asked(self, *words: str) -> str:
         import subprocess
 
-        command = ["squeue", "--noheader", "--format=%T", f"--jobs={self._job_id}"]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT, check=False)
+            done = subprocess.run(words, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT, check=False)
         except (OSError, subprocess.SubprocessError):
             return ""
-        return (done.stdout.split() or [""])[0]
+        return done.stdout
 
     # -- what is known -------------------------------------------------------------------------------------------------
 
     def _finish(self, state: str, message: str, code: int) -> int:
         self._state.update(state=state, msg=message, code=code, ended=time.time())
         self._write()
+        if self._is_array:
+            with contextlib.suppress(OSError):
+                os.utime(self._paths.whole.root)  # old folders are removed
         self._event("ended", f"{state}: {message}" if message else state)
         return code
 
@@ -316,11 +330,15 @@ class Batch:
     def _event(self, kind: str, message: str, **fields: str) -> None:
         print(message, flush=True)
         events.append(self._paths.events, kind, message, seconds=None, **fields)
+        if self._is_array and kind in ("job_started", "ended"):
+            message = f"array task {os.path.basename(self._paths.root)}: {message}"
+            events.append(self._paths.whole.events, kind, message, seconds=None)
 
 
 def main(argv: list[str]) -> NoReturn:
     """Run the job of the folder that the command line names."""
-    paths = JobFolder(argv[0])
     begun = [int(word) for word in argv[1:]]
-    data = read_request(paths, os.environ.get("SLURMD_NODENAME") or os.uname().nodename)
+    data = read_request(JobFolder(argv[0]), os.environ.get("SLURMD_NODENAME") or os.uname().nodename)
+    paths = of_this_run(JobFolder(argv[0]), data, os.environ)
+    os.makedirs(paths.root, mode=0o700, exist_ok=True)
     sys.exit(Batch(paths, SlurmRequest.from_json(data), begun).run())

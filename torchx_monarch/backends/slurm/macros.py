@@ -17,6 +17,10 @@ def nodes_variable(role: int) -> str:
     return f"MONARCH_NODES_{role}"
 
 
+PORT_OFFSET = "MONARCH_PORT_OFFSET"
+"""The variable by which hosts shift the port where they meet: array tasks of one request may be on one node."""
+
+
 def first_node(nodes: str) -> str:
     """The first name of a node list: ``n08`` of ``n[08-11,20],m1``. (To ask scontrol would delay every start.)"""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)

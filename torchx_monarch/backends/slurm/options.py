@@ -37,6 +37,10 @@ class SlurmOpts(StructuredOpts):  # type: ignore[misc]
     gres: str | None = None
     """Generic resources of each node, such as `gpu:a100:4`, in place of the number of GPUs that a role asks for."""
 
+    array: str | None = None
+    """Run the app's one role once for each of these indices, each run with nodes of its own: `0-9`, `0,3,7-20:2%4` (at
+    most 4 of them at a time). SLURM_ARRAY_TASK_ID tells the runs apart."""
+
     nomem: bool = False
     """Ask for no memory (partitions whose nodes have 1000 MB or less by Slurm's configuration are asked for none)."""
 

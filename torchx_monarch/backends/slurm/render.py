@@ -13,9 +13,12 @@ from torchx.specs import NULL_RESOURCE, AppDef, InvalidRunConfigException, Role
 
 from torchx_monarch.backends.network import CREDENTIALS
 from torchx_monarch.backends.roles import check_names
-from torchx_monarch.backends.slurm import commands, folder
+from torchx_monarch.backends.slurm import array, commands, folder
 from torchx_monarch.backends.slurm.options import SlurmOpts
 from torchx_monarch.backends.slurm.request import RoleRequest, SlurmRequest
+
+_FOR_CLIENTS = frozenset({"torchx_monarch.hosts", "torchx_monarch.actors"})
+"""Modules whose hosts wait for somebody to come."""
 
 _SMALL_PARTITION = 1000
 """MB of memory: nodes that claim no more have not been told how much they have (aws-parallelcluster#2198)."""
@@ -30,6 +33,8 @@ def render(app: AppDef, cfg: SlurmOpts) -> SlurmRequest:
     """
     check_names(app)
     _check(cfg)
+    if cfg.array is not None:
+        _check_array(app, cfg.array, cfg)
     retries = any(role.max_retries for role in app.roles)
     requeue = retries if cfg.requeue is None else cfg.requeue
     asks = any(role.resource != NULL_RESOURCE and role.resource.memMB > 0 for role in app.roles)
@@ -61,10 +66,25 @@ def _check(cfg: SlurmOpts) -> None:
         raise InvalidRunConfigException(reason, "signal", options)
 
 
+def _check_array(app: AppDef, given: str, cfg: SlurmOpts) -> None:
+    reason = ""
+    try:
+        array.parse(given)
+    except ValueError as error:
+        reason = f"{error}; allowed are indices and ranges, and how many may run at a time: 0-9, 0,3,7-20:2%4"
+    if len(app.roles) != 1:
+        names = ", ".join(role.name for role in app.roles)
+        reason = f"app {app.name!r} has {len(app.roles)} roles ({names}), and Slurm has arrays of one-role jobs only"
+    elif waiting := _FOR_CLIENTS.intersection([app.roles[0].entrypoint, *app.roles[0].args]):
+        reason = f"role {app.roles[0].name} waits for clients ({min(waiting)}), who reach one app and not several"
+    if reason:
+        raise InvalidRunConfigException(f"Run option `array` is {given!r}: {reason}", "array", dict(cfg))
+
+
 def _job_options(app: AppDef, cfg: SlurmOpts, path: str, requeue: bool) -> dict[str, str | None]:
     options: dict[str, str | None] = {
         "job-name": re.sub(r"[^A-Za-z0-9_.-]", "-", app.name) or "app",
-        "output": os.path.join(path, "job.log"),
+        "output": os.path.join(path, "array", "%a.log") if cfg.array else os.path.join(path, "job.log"),
         "open-mode": "append",
         "chdir": path,
         "comment": folder.note(path, cfg.comment),
@@ -80,6 +100,7 @@ def _job_options(app: AppDef, cfg: SlurmOpts, path: str, requeue: bool) -> dict[
         "mail-user": cfg.mail_user,
         "mail-type": cfg.mail_type,
         "signal": cfg.signal,
+        "array": cfg.array,
     }
     options.update({name: str(value) for name, value in given.items() if value is not None})
     if cfg.exclusive:

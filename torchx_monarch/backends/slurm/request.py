@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torchx_monarch.backends.slurm import macros
+from torchx_monarch.backends.slurm.folder import JobFolder
 
 _COMPONENTS_OWN = (
     "SLURM_CPUS_PER_TASK",
@@ -87,21 +88,26 @@ class SlurmRequest:
 
     @property
     def script(self) -> str:
-        """The batch script.
+        """The batch script, of each array task where there is an array.
 
         It begins the steps of the job's first start itself, so that they wait for no interpreter; ``job`` takes them
         over as its children.
         """
+        array = bool(self.sbatch.get("array"))
+        app_id = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if array else '"$SLURM_JOB_ID"'
         lines = ["#!/bin/sh"]
         for index in range(len(self.roles)):
             given = f"$SLURM_JOB_NODELIST_HET_GROUP_{index}" if len(self.roles) > 1 else "$SLURM_JOB_NODELIST"
             lines.append(f'export {macros.nodes_variable(index)}="{given}"')
         lines += [f"unset {name}" for name in self.not_for_steps]
-        job, cancel = (shlex.quote(os.path.join(self.folder, name)) for name in ("job.json", "cancel.json"))
-        lines.append(f"if [ ! -e {job} ] && [ ! -e {cancel} ]; then")
+        folder = shlex.quote(self.folder)
+        task = f'{shlex.quote(JobFolder(self.folder).array)}/"$SLURM_ARRAY_TASK_ID"'
+        # What says that this is no first start, or that none is wanted.
+        files = [f"{task}/job.json", f"{task}/cancel.json"] if array else [f"{folder}/job.json"]
+        tests = [f"[ ! -e {file} ]" for file in (*files, f"{folder}/cancel.json")]
+        lines.append(f"if {' && '.join(tests)}; then")
         lines += [
-            f'  {shlex.join(self.step(index))} "$SLURM_JOB_ID" 0 &\n  set -- "$@" $!'
-            for index in range(len(self.roles))
+            f'  {shlex.join(self.step(index))} {app_id} 0 &\n  set -- "$@" $!' for index in range(len(self.roles))
         ]
         lines += ["fi", f'exec {shlex.join([*self.starter, "job", self.folder])} "$@"', ""]
         return "\n".join(lines)
@@ -112,7 +118,7 @@ class SlurmRequest:
         return _COMPONENTS_OWN if len(self.roles) > 1 else ()
 
     def step(self, role: int) -> list[str]:
-        """The words that begin the step of a role; the job's id and the number of the restart are to follow.
+        """The words that begin the step of a role; the app's id and the number of the restart are to follow.
 
         It has a session of its own: a signal to the batch step's is not for srun, which would end the tasks.
         """

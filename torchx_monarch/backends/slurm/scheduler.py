@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from torchx_monarch import events
 from torchx_monarch.backends.local import appdef, logs, store
 from torchx_monarch.backends.options import run_options
 from torchx_monarch.backends.roles import check_replica, matching
-from torchx_monarch.backends.slurm import commands, folder, prune, render, truth
+from torchx_monarch.backends.slurm import apps, commands, ending, folder, prune, render
 from torchx_monarch.backends.slurm.commands import SlurmError
 from torchx_monarch.backends.slurm.folder import JobFolder
 from torchx_monarch.backends.slurm.options import SlurmOpts
@@ -43,9 +44,6 @@ _POLL = 0.05
 
 _END_EXTRA = 60.0
 """Seconds that a job may take to end beyond its grace."""
-
-_CANCEL_EXTRA = 20.0
-"""Seconds beyond the grace after which a second wish to cancel is Slurm's own, which waits for nothing of ours."""
 
 
 class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[misc]
@@ -92,6 +90,8 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
         try:
             os.makedirs(os.path.dirname(paths.root), mode=0o700, exist_ok=True)
             os.mkdir(paths.root, 0o700)
+            if request.sbatch.get("array"):
+                os.mkdir(paths.array)
             submitted = {"created": began, "cfg": dict(dryrun_info.cfg or {}), "app": appdef.to_json(dryrun_info.app)}
             store.write_json(paths.app, submitted)
             store.write_json(paths.request, request.to_json())
@@ -122,26 +122,23 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
         Raises:
             SlurmError: Slurm cannot be asked.
         """
-        app = truth.look(app_id)
+        app = apps.look(app_id)
         if app is None:
             return None
         submitted = folder.read(app.folder.app)
         if submitted:
             definition = appdef.from_json(submitted["app"])
         else:
-            components = app.components
+            components = app.components[:1] if app.tasks else app.components
             roles = [Role(f"{one.name}-{at}" if at else one.name, image="") for at, one in enumerate(components)]
             definition = AppDef(components[0].name if components else app_id, roles)
-        statuses, records = [], {}
-        for index, role in enumerate(definition.roles):
-            status, records[role.name] = truth.replicas(app, role.name, index, role.num_replicas)
-            statuses.append(status)
+        statuses, restarts, cause = apps.report(app, definition.roles)
         return DescribeAppResponse(
             app_id=app_id,
             state=app.state,
-            num_restarts=truth.restarts(app, records),
+            num_restarts=restarts,
             msg=app.msg or NONE,
-            structured_error_msg=truth.root_cause(app, records) if app.state is AppState.FAILED else NONE,
+            structured_error_msg=cause,
             ui_url=f"file://{app.folder.root}",
             metadata=definition.metadata,
             roles_statuses=statuses,
@@ -154,23 +151,26 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
         Raises:
             SlurmError: Slurm cannot be asked.
         """
-        live = {job.job_id: job for job in commands.listed_jobs()}
+        live: dict[str, list[commands.Job]] = {}
+        for job in commands.listed_jobs():
+            live.setdefault(job.leader, []).append(job)
         known = folder.known()
-        for app_id, job in live.items():
-            noted = folder.noted(job.comment)
+        for app_id, jobs in live.items():
+            noted = folder.noted(jobs[0].comment)
             if noted is not None and not folder.is_deleted(app_id, noted):
                 known[app_id] = noted
         ended = {app_id: end for app_id, one in known.items() if app_id not in live and (end := folder.read(one.end))}
         recorded = commands.recorded_jobs([app_id for app_id in known if app_id not in live and app_id not in ended])
         found = []
         for app_id in sorted(known, key=int, reverse=True):
-            seen = live.get(app_id) or recorded.get(app_id)
+            seen, records = live.get(app_id, []), recorded.get(app_id, [])
             if app_id in ended:
                 state = AppState[ended[app_id]["state"]]
             else:
-                state = truth.known(known[app_id], [seen] if seen else []).state
+                ask = partial(commands.accounts_of, app_id) if seen else partial(list, records)
+                state = apps.known(known[app_id], seen, ask).state
             submitted = folder.read(known[app_id].app)
-            name = submitted["app"]["name"] if submitted else seen.name if seen else ""
+            name = submitted["app"]["name"] if submitted else (seen or records)[0].name if seen or records else ""
             found.append(ListAppResponse(app_id, state, name=name))
         return found
 
@@ -191,26 +191,27 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
             ValueError: there is no such app, role or replica, or the regular expression is none.
             SlurmError: Slurm cannot be asked.
         """
-        app = truth.look(app_id)
+        app = apps.look(app_id)
         submitted = folder.read(app.folder.app) if app else {}
         if app is None or not submitted:
             where = f" (its folder {app.folder.root} is not here)" if app else ""
             raise ValueError(f"there is no app {app_id!r} of this scheduler{where}")
         sizes = {role.name: role.num_replicas for role in appdef.from_json(submitted["app"]).roles}
-        check_replica(app_id, sizes, role_name, k)
+        check_replica(app_id, {name: size * max(len(app.tasks), 1) for name, size in sizes.items()}, role_name, k)
+        run_id, run, replica = apps.placed(app_id, app, k, sizes[role_name])
         found = logs.lines(
-            app.folder.replica_logs(role_name, k),
+            run.folder.replica_logs(role_name, replica),
             (streams or Stream.COMBINED).value,
             since=since,
             until=until,
-            ended=lambda: self._has_ended(app_id),
-            follow=should_tail and not app.terminal,
+            ended=lambda: self._has_ended(run_id),
+            follow=should_tail and not run.terminal,
         )
         return matching(found, regex)
 
     def events_path(self, app_id: str) -> Path:
         """The app's events file (see ``torchx_monarch.events``)."""
-        known = folder.find(app_id)
+        known = apps.folder_of(app_id)
         return Path(known.events if known else os.devnull)
 
     def wait_terminal(self, app_id: str, timeout: float) -> bool:
@@ -225,13 +226,13 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
     def _has_ended(self, app_id: str) -> bool:
         """Whether an app has ended, for those who ask often: Slurm is asked seldom, or when the job says so."""
         now = time.monotonic()
-        known = folder.find(app_id)
-        said = known is not None and "ended" in folder.read(known.job)
+        known = apps.folder_of(app_id)
+        said = known is not None and apps.says_that_it_has_ended(known)
         if now < self._asked.get(app_id, -_ASK_EVERY) + (_ASK_AFTER_END if said else _ASK_EVERY):
             return False
         self._asked[app_id] = now
         with contextlib.suppress(SlurmError):
-            app = truth.look(app_id)
+            app = apps.look(app_id)
             return app is None or app.terminal
         return False
 
@@ -253,20 +254,9 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
 
     def _cancel_existing(self, app_id: str) -> None:
         """Ask for the end of a job and return at once. Its replicas have the grace that was asked for at submission."""
-        app = truth.look(app_id)
-        if app is None or app.terminal:
-            return
-        before = folder.read(app.folder.cancel)
-        with contextlib.suppress(OSError):  # another machine's folder: Slurm knows all the same
-            if not before:
-                store.write_json(app.folder.cancel, {"time": time.time()})
-        grace = float(folder.read(app.folder.request).get("grace", 0.0))
-        overdue = bool(before) and time.time() > before["time"] + grace + _CANCEL_EXTRA
-        batch_runs = app.state is AppState.RUNNING and bool(app.record) and "ended" not in app.record
-        # To the batch step alone: Slurm's own SIGTERM would reach all processes, with a grace of its own.
-        told = ["scancel", "--batch", "--signal=USR1", app_id]
-        if not batch_runs or overdue or commands.run(told).returncode:
-            commands.checked(["scancel", app_id])
+        app = apps.look(app_id)
+        if app is not None and not app.terminal:
+            ending.cancel(app_id, app)
 
     def _delete_existing(self, app_id: str) -> None:
         """End a job if it runs, and remove its folder.
@@ -274,13 +264,18 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
         Raises:
             SlurmError: it could not be ended.
         """
-        app = truth.look(app_id)
+        app = apps.look(app_id)
         if app is None:
             return
+        if app.folder.whole != app.folder:
+            whole = app_id.partition("_")[0]
+            raise SlurmError(
+                f"{app_id} is one task of an array, which is deleted as a whole: {whole} (torchx cancel ends it alone)"
+            )
         if not app.terminal:
             self._cancel_existing(app_id)
             until = time.monotonic() + float(folder.read(app.folder.request).get("grace", 0.0)) + _END_EXTRA
-            while (now := truth.look(app_id)) is not None and not now.terminal:
+            while (now := apps.look(app_id)) is not None and not now.terminal:
                 if time.monotonic() > until:
                     raise SlurmError(
                         f"job {app_id} was told to end but still runs; its folder {app.folder.root} is kept"

@@ -1,6 +1,7 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is known of a job: what Slurm says while it remembers, and then what the job and its watchers have written."""
+"""What is known of a job, or of one array task: what Slurm says while it remembers, and then what the job and its
+watchers have written."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from torchx_monarch import events
 from torchx_monarch.backends.local import store
 from torchx_monarch.backends.slurm import commands, states
 from torchx_monarch.backends.slurm import folder as folders
-from torchx_monarch.backends.slurm.commands import Job, SlurmError
+from torchx_monarch.backends.slurm.commands import Job
 from torchx_monarch.backends.slurm.folder import JobFolder
 
 TERMINAL = frozenset({AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED})
@@ -25,7 +26,7 @@ TERMINAL = frozenset({AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED})
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of one job.
+    """What is known of one job, of one array task, or of an array.
 
     Attributes:
         folder: of the job; a folder of another machine's may not be there.
@@ -34,6 +35,7 @@ class Known:
         nodes: node list of each component; empty while it has none.
         components: as Slurm has them; empty when it has forgotten the job.
         record: what the batch step has written.
+        tasks: of an array what is known of each task, by index, in ascending order.
     """
 
     folder: JobFolder
@@ -42,38 +44,16 @@ class Known:
     nodes: list[str] = field(default_factory=list)
     components: list[Job] = field(default_factory=list)
     record: Mapping[str, Any] = field(default_factory=dict)
+    tasks: Mapping[int, Known] = field(default_factory=dict)
 
     @property
     def terminal(self) -> bool:
         return self.state in TERMINAL
 
-
-def look(app_id: str) -> Known | None:
-    """Find out about a job; None when there is none, or when it is not one of ours.
-
-    Raises:
-        SlurmError: Slurm cannot be asked.
-    """
-    if not app_id.isdigit():
-        return None
-    folder = folders.find(app_id)
-    end = folders.read(folder.end) if folder else {}
-    try:
-        components = [job for job in commands.live_job(app_id) if job.leader == app_id]
-    except SlurmError:
-        if not end:
-            raise
-        components = []  # what has ended is known without Slurm
-    if components:
-        # Ids begin anew one day, and home directories are shared between clusters: Slurm's own note counts.
-        folder = folders.noted(components[0].comment) or folder
-        return known(folder, components) if folder and not folders.is_deleted(app_id, folder) else None
-    if folder is None:
-        return None
-    if end:
-        return Known(folder, AppState[end["state"]], end["msg"], end.get("nodes", []), record=folders.read(folder.job))
-    recorded = commands.recorded_jobs([app_id]).get(app_id)
-    return known(folder, [recorded] if recorded else [])
+    @property
+    def is_completing(self) -> bool:
+        """Whether its nodes are being cleaned up: Slurm may have another word for its end yet."""
+        return any(states.word(one.state) == "COMPLETING" for one in self.components[:1])
 
 
 def known(folder: JobFolder, components: list[Job]) -> Known:
@@ -84,20 +64,24 @@ def known(folder: JobFolder, components: list[Job]) -> Known:
         components: as Slurm has them; empty when it has forgotten the job.
     """
     record = folders.read(folder.job)
-    cancelled = os.path.exists(folder.cancel)
+    cancelled = folder.is_cancelled
     job = components[0] if components else None
     state, msg = decide(job, record, cancelled)
-    if state is AppState.FAILED and not record and os.path.isdir(folder.root):
+    if state is AppState.FAILED and not record and os.path.isdir(folder.whole.root):
         msg += f"; it has left no word in {folder.root}: do all nodes see that folder (run option job_dir)?"
     nodes = [one.nodes for one in components if one.nodes] or list(record.get("nodes", ()))
     found = Known(folder, state, msg, nodes, components, record)
-    if found.terminal and states.word(job.state if job else "") != "COMPLETING" and os.path.isdir(folder.root):
-        end = {"state": state.name, "msg": msg, "nodes": nodes}
-        if folders.read(folder.end) == end:
-            return found
-        with contextlib.suppress(OSError):  # another user's job, or a full disk: Slurm is asked again the next time
-            store.write_json(folder.end, end)
+    if found.terminal and not found.is_completing:
+        note_end(folder, {"state": state.name, "msg": msg, "nodes": nodes})
     return found
+
+
+def note_end(folder: JobFolder, end: Mapping[str, Any]) -> None:
+    """Keep how it has ended, for when Slurm has forgotten."""
+    if not os.path.isdir(folder.root) or folders.read(folder.end) == end:
+        return
+    with contextlib.suppress(OSError):  # another user's job, or a full disk: Slurm is asked again the next time
+        store.write_json(folder.end, end)
 
 
 def decide(job: Job | None, record: Mapping[str, Any], cancelled: bool) -> tuple[AppState, str]:
@@ -145,11 +129,12 @@ def replicas(app: Known, role: str, index: int, count: int) -> tuple[RoleStatus,
         index: which component it is.
         count: how many replicas it has.
     """
-    hosts = commands.hostnames(app.nodes[index]) if index < len(app.nodes) else []
     now = app.record.get("role_restarts", {}).get(role, 0)
-    found, records = [], []
-    for replica in range(count):
-        record = folders.read(app.folder.record(role, replica))
+    records = [folders.read(app.folder.record(role, replica)) for replica in range(count)]
+    all_say = all(record.get("job_restart") == now for record in records)
+    hosts = commands.hostnames(app.nodes[index]) if index < len(app.nodes) and not all_say else []
+    found = []
+    for replica, record in enumerate(records):
         stale = bool(record) and record.get("job_restart") != now
         state = _replica_state(app, record, stale)
         hostname = record.get("hostname", "") if not stale or app.terminal else ""
@@ -163,7 +148,6 @@ def replicas(app: Known, role: str, index: int, count: int) -> tuple[RoleStatus,
                 structured_error_msg=error or NONE,
             )
         )
-        records.append(record)
     return RoleStatus(role, found), records
 
 

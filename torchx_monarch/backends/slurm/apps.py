@@ -1,0 +1,220 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What is known of an app: of a job, of a job array as a whole, or of one of its tasks (``123_7``).
+
+Of an array Slurm says only what is left: those that wait are one record, each that has begun is one, one that was
+cancelled before it had begun is none, and one that has ended is none after a while. Each array task is therefore looked
+at as a job is (``truth``), with a folder of its own, and the array is what its tasks are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torchx.specs import NONE, AppState, Role, RoleStatus
+
+from torchx_monarch.backends.slurm import array, commands, states, truth
+from torchx_monarch.backends.slurm import folder as folders
+from torchx_monarch.backends.slurm.commands import Job, SlurmError
+from torchx_monarch.backends.slurm.folder import JobFolder
+from torchx_monarch.backends.slurm.truth import TERMINAL, Known
+
+
+def look(app_id: str) -> Known | None:
+    """Find out about an app; None when there is none, or when it is not one of ours.
+
+    Raises:
+        SlurmError: Slurm cannot be asked.
+    """
+    parts = array.split(app_id)
+    if parts is None:
+        return None
+    leader, index = parts
+    folder = folders.find(leader)
+    end = folders.read(folder.end) if folder else {}
+    try:
+        components = [job for job in commands.live_job(leader) if job.leader == leader]
+    except SlurmError:
+        if not end:
+            raise
+        components = []  # what has ended is known without Slurm
+    if components:
+        # Ids begin anew one day, and home directories are shared between clusters: Slurm's own note counts.
+        folder = folders.noted(components[0].comment) or folder
+    if folder is None or components and folders.is_deleted(leader, folder):
+        return None
+    found = known(folder, components, lambda: commands.accounts_of(leader))
+    return found if index is None else found.tasks.get(index)
+
+
+def folder_of(app_id: str) -> JobFolder | None:
+    """The folder of an app that was submitted with this state directory; of an array task its own."""
+    parts = array.split(app_id)
+    folder = folders.find(parts[0]) if parts else None
+    return folder.task(parts[1]) if folder and parts and parts[1] is not None else folder
+
+
+def says_that_it_has_ended(folder: JobFolder) -> bool:
+    """Whether the batch step has said so, or that of each array task; Slurm has the last word."""
+    if not os.path.isdir(folder.array):
+        return "ended" in folders.read(folder.job)
+    indices = array.tasks(folders.read(folder.request).get("sbatch", {}).get("array"))
+    # The last of them first: it is the last to end, mostly.
+    return bool(indices) and all("ended" in folders.read(folder.task(index).job) for index in reversed(indices))
+
+
+def known(folder: JobFolder, components: list[Job], recorded: Callable[[], list[Job]]) -> Known:
+    """Put together what Slurm says and what the folder of a job or an array holds.
+
+    Args:
+        folder: the job's.
+        components: as Slurm has them; empty when it has forgotten the job.
+        recorded: asks what accounting says; done only where that counts.
+    """
+    spec = folders.read(folder.request).get("sbatch", {}).get("array")
+    indices = array.tasks(spec) or sorted({index for job in components for index in job.tasks})
+    if indices:
+        return _of_array(folder, indices, components, recorded)
+    if components:
+        return truth.known(folder, components)
+    return _ended(folder, folders.read(folder.end)) or truth.known(folder, recorded()[:1])
+
+
+def _ended(folder: JobFolder, end: Mapping[str, Any]) -> Known | None:
+    if not end:
+        return None
+    record = folders.read(folder.job)
+    return Known(folder, AppState[end["state"]], end["msg"], list(end.get("nodes", ())), record=record)
+
+
+# -- arrays ------------------------------------------------------------------------------------------------------------
+
+
+def _of_array(
+    folder: JobFolder, indices: Sequence[int], components: list[Job], recorded: Callable[[], list[Job]]
+) -> Known:
+    jobs = by_task(components)
+    noted = folders.read(folder.end).get("tasks", {})
+    accounts: dict[int, Job] | None = None
+    tasks: dict[int, Known] = {}
+    for index in indices:
+        part, job = folder.task(index), jobs.get(index)
+        if job is None:
+            if ended := _ended(part, folders.read(part.end) or noted.get(str(index), {})):
+                tasks[index] = ended
+                continue
+            if accounts is None:
+                # Of one that was cancelled before it had begun, the database may say for ever that it waits.
+                accounts = by_task(
+                    one for one in recorded() if not components or states.app_state(one.state) in TERMINAL
+                )
+            job = accounts.get(index)
+        tasks[index] = truth.known(part, [job] if job else [])
+        if job is None and components and not tasks[index].record:
+            tasks[index] = replace(tasks[index], msg="cancelled before it had started")
+    state, msg = together(folder, tasks)
+    found = Known(folder, state, msg, components=components, tasks=tasks)
+    if found.terminal and not any(task.is_completing for task in tasks.values()):
+        # Those that have never run have no folder of their own.
+        ends = {str(index): {"state": one.state.name, "msg": one.msg} for index, one in tasks.items() if not one.record}
+        truth.note_end(folder, {"state": state.name, "msg": msg, "tasks": ends})
+    return found
+
+
+def by_task(jobs: Iterable[Job]) -> dict[int, Job]:
+    """The job that each array task is. A record of several says less than one of its own."""
+    ordered = sorted(jobs, key=lambda job: -len(job.tasks))
+    return {index: job for job in ordered for index in job.tasks}
+
+
+def together(folder: JobFolder, tasks: Mapping[int, Known]) -> tuple[AppState, str]:
+    """The state of an array, and a word on it.
+
+    It ends when all of its tasks have: FAILED when one has failed, else CANCELLED when one was cancelled. Until then it
+    is RUNNING while one of them is.
+    """
+    states_of = [task.state for task in tasks.values()]
+    if not TERMINAL.issuperset(states_of):
+        order = (AppState.RUNNING, AppState.PENDING, AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED)
+        counts = [f"{states_of.count(state)} {state.name.lower()}" for state in order if state in states_of]
+        waits = next((task.msg for task in tasks.values() if task.state is AppState.PENDING and task.msg), "")
+        state = next((state for state in order[:2] if state in states_of), AppState.UNKNOWN)
+        return state, f"array tasks: {', '.join(counts)}" + (f" ({waits})" if waits else "")
+    first = first_failed(tasks)
+    if first is not None:
+        more = states_of.count(AppState.FAILED) - 1
+        said = f"array task {first}: {tasks[first].msg}"
+        return AppState.FAILED, f"{said} ({more} more of {len(tasks)} failed)" if more else said
+    for index, task in tasks.items():
+        if task.state is AppState.CANCELLED:
+            return AppState.CANCELLED, "cancelled" if folder.is_cancelled else f"array task {index}: {task.msg}"
+    return AppState.SUCCEEDED, ""
+
+
+def first_failed(tasks: Mapping[int, Known]) -> int | None:
+    """The array task that was the first to end in a failure; those that cannot say when are the last."""
+    failed = [(float(task.record.get("ended", "inf")), index) for index, task in tasks.items() if _has_failed(task)]
+    return min(failed)[1] if failed else None
+
+
+def _has_failed(task: Known) -> bool:
+    return task.state is AppState.FAILED
+
+
+# -- for describe and log ----------------------------------------------------------------------------------------------
+
+
+def report(app: Known, roles: Sequence[Role]) -> tuple[list[RoleStatus], int, str]:
+    """The roles with their replicas, how often something was started again, and the root cause as JSON text."""
+    if app.tasks:
+        return _report_array(app, roles)
+    statuses, records = [], {}
+    for index, role in enumerate(roles):
+        status, records[role.name] = truth.replicas(app, role.name, index, role.num_replicas)
+        statuses.append(status)
+    cause = truth.root_cause(app, records) if _has_failed(app) else NONE
+    return statuses, truth.restarts(app, records), cause
+
+
+def _report_array(app: Known, roles: Sequence[Role]) -> tuple[list[RoleStatus], int, str]:
+    statuses = [RoleStatus(role.name, []) for role in roles]
+    restarts, causes = 0, {}
+    for position, (index, task) in enumerate(app.tasks.items()):
+        theirs, again, causes[index] = report(task, roles)
+        restarts += again
+        for status, of_task, role in zip(statuses, theirs, roles, strict=True):
+            status.replicas += [replace(one, id=position * role.num_replicas + one.id) for one in of_task.replicas]
+    first = first_failed(app.tasks) if _has_failed(app) else None
+    return statuses, restarts, NONE if first is None else prefixed(causes[first], f"array task {first}: ")
+
+
+def prefixed(error: str, prefix: str) -> str:
+    """An error file's content with words before its message."""
+    if error == NONE:
+        return error
+    data = json.loads(error)
+    holder = data
+    while isinstance(holder.get("message"), dict):
+        holder = holder["message"]
+    holder["message"] = f"{prefix}{holder.get('message', '')}"
+    return json.dumps(data)
+
+
+def placed(app_id: str, app: Known, replica: int, replicas: int) -> tuple[str, Known, int]:
+    """Whose a replica is: the id of a job or array task, what is known of it, and its number there.
+
+    Args:
+        app_id: of the app.
+        app: what is known of it.
+        replica: of the app.
+        replicas: how many its role has in one run.
+    """
+    if not app.tasks:
+        return app_id, app, replica
+    position, own = divmod(replica, replicas)
+    index = list(app.tasks)[position]
+    return f"{app_id}_{index}", app.tasks[index], own
