@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import signal
 import time
@@ -39,6 +40,26 @@ def describe_code(code: int) -> str:
 def shell_code(code: int) -> int:
     """A shell's exit status for a wait status: 128+n for death by signal n (code -n)."""
     return 128 - code if code < 0 else code
+
+
+FINAL = "final"
+"""In an error file, beside torch's ``message``: why a host is not to be started again; absent where it may be."""
+
+
+def why_final(code: int, error: str | None) -> str:
+    """Why a replica that has failed is not to be started again; empty where it may be.
+
+    Args:
+        code: its exit code.
+        error: the content of its error file; None without one.
+    """
+    if code == os.EX_CONFIG:
+        return f"exit code {code} (EX_CONFIG) asks for no other start"
+    try:
+        data = json.loads(error or "null")
+    except ValueError:
+        return ""
+    return str(data.get(FINAL, "")) if isinstance(data, dict) else ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,10 +20,12 @@ FOR_HOSTS = (
     "MONARCH_HOST_ADDRESS",
     "MONARCH_TERMINATION_LOG",
     "MONARCH_PORT_OFFSET",
+    "MONARCH_STARTS",
 )
 """Where hosts meet and by what credentials; where sockets, events and logs go; how often it was started again; the file
 that announces a stop; the name of replica 0; the address of the host's own machine; the file with a pod's last word;
-where replica 0 of each role listens; how far the port of that is shifted."""
+where replica 0 of each role listens; how far the port of that is shifted; where a host may note that it is not to be
+started again."""
 
 _REPLICA0 = re.compile(r"MONARCH_REPLICA0_\d+")
 

@@ -4,15 +4,17 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from torchx.schedulers.api import Stream
-from torchx.specs import AppState, RetryPolicy
+from torchx.specs import AppDef, AppState, RetryPolicy, Role
 
 from tests.local.detached import Detached, lives, pid_in, sh
+from torchx_monarch.plan.rewrite import HostOptions, rewrite
 
 Eventually = Callable[..., object]
 
@@ -54,7 +56,24 @@ def test_exit_code_78_asks_for_no_retry(apps: Detached, policy: RetryPolicy) -> 
     app_id = apps.run(sh("exit 78", max_retries=2, retry_policy=policy))
     status = apps.wait(app_id)
     assert (status.state, status.num_restarts) == (F, 0)
-    assert apps.log(app_id)[-1].endswith("exited with code 78 (EX_CONFIG), which asks for no other start\n")
+    assert apps.log(app_id)[-1].endswith(
+        "exited with code 78; not started again: exit code 78 (EX_CONFIG) asks for no other start\n"
+    )
+
+
+@pytest.mark.parametrize(("code", "times"), [(3, 1), (4, 3)])
+def test_a_program_asks_for_no_retry_by_what_retry_on_names(
+    apps: Detached, tmp_path: Path, code: int, times: int
+) -> None:
+    path = tmp_path / "prog.py"
+    path.write_text(f"open({str(tmp_path / 'starts')!r}, 'a').write('x')\nraise SystemExit({code})\n")
+    role = Role("r", "", entrypoint="torchrun", args=["--nproc-per-node", "1", str(path)], max_retries=2)
+    (role,) = rewrite(AppDef("app", [role]), HostOptions(python=sys.executable, preload="", retry_on=(4,))).roles
+    app_id = apps.run(role)
+    status = apps.wait(app_id)
+    assert (status.state, status.num_restarts) == (F, times - 1)
+    assert (tmp_path / "starts").read_text() == "x" * times
+    assert ("; not started again: exit code 3 is not one of 4 (retry_on)" in status.msg) is (times == 1)
 
 
 @pytest.mark.parametrize("policy", list(RetryPolicy))

@@ -54,7 +54,7 @@ def test_one_budget_for_the_whole_job(folder: Path, script: Callable[[str], str]
     """)
     hosts = Hosts(folder, torchrun(path, restarts=2, nnodes=2), replicas=2, options=NO_PRELOAD).start()
     assert hosts.wait() == [12, 12]
-    assert hosts.err().count("[monarch] restart") == 2
+    assert hosts.err().count("[monarch] restart ") == 2
 
 
 @pytest.mark.parametrize("case", ["syntax", "module"])

@@ -61,13 +61,13 @@ def test_hosts_meet_at_replica_0_of_their_own_role(runner: Runner) -> None:
 
 
 @pytest.mark.parametrize("app", ["a" * 80, "-_-App.1", "name with blanks/and ümlauts"])
-@pytest.mark.parametrize("roles", [("r",), ("x" * 70 + "a", "x" * 70 + "b"), ("A_b", "a-b"), ("--",)])
+@pytest.mark.parametrize("roles", [("r",), ("x" * 70 + "a", "x" * 70 + "b"), ("A_b", "a-b"), ("--",), ("a..b", "..")])
 def test_names_are_valid_and_differ(app: str, roles: tuple[str, ...]) -> None:
     found = request.host_names(f"{app}-x1y2z3", {role: 1001 for role in roles})
     names = [name for each in found.values() for name in each]
     assert len(set(names)) == 1001 * len(roles)
     for name in names:
-        assert re.fullmatch(r"[a-z0-9][a-z0-9.-]{0,62}", name), name
+        assert re.fullmatch(r"[a-z0-9][a-z0-9-]{0,62}", name), name
 
 
 def test_dry_run_shows_no_secret(runner: Runner) -> None:
@@ -163,6 +163,23 @@ RUNS = one("main", "running")
 def test_standing(main: Replica, other: Replica, cancelled: float, state: AppState, unended: bool) -> None:
     found = standing([[main], [other]], cancelled, NOW, grace=30)
     assert (found.state, found.unended) == (state, unended)
+
+
+@pytest.mark.parametrize(
+    ("roles", "lost", "state", "unended"),
+    [
+        (([RUNS], []), True, AppState.RUNNING, True),  # hosts wait in vain for the one that is gone
+        (([], [one("o", "running")]), False, AppState.RUNNING, False),  # perhaps it had ended, and was cleared away
+        (([], [one("o")]), False, AppState.FAILED, False),
+        (([one("main", code=143)], []), True, AppState.FAILED, False),
+        (([one("main")], []), True, AppState.SUCCEEDED, False),  # it was removed later
+    ],
+)
+def test_standing_without_some_containers(
+    roles: tuple[list[Replica], ...], lost: bool, state: AppState, unended: bool
+) -> None:
+    found = standing(roles, 0, NOW, grace=30, lost=lost)
+    assert (found.state, found.unended, found.cause) == (state, unended, None)
 
 
 def test_the_first_to_fail_is_the_cause() -> None:

@@ -47,3 +47,33 @@ def test_ctrl_c_cancels_what_is_waited_for(
     assert ("goes on; to end it: torchx cancel plain://torchx/a-1" in said) is (polls == 1)
     assert ("cancelling plain://torchx/a-1; Ctrl-C again waits no longer for it" in said) is (polls == 2)
     assert "killing" not in said
+
+
+@pytest.mark.parametrize(
+    ("words", "waits"),
+    [
+        ("torchx run -s plain --wait utils.echo", True),
+        ("torchx run -cfg a=1 --workspace  --log utils.echo", True),
+        ("torchx run --dryrun --tee_logs utils.echo", True),
+        ("torchx run -s --wait utils.echo", False),
+        ("torchx run utils.echo --log", False),
+        ("torchx run", False),
+        ("torchx log --wait", False),
+        ("python", False),
+    ],
+)
+def test_the_options_tell_before_the_command_waits(
+    words: str, waits: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(TORCHX_CONTEXT_NAME, "cli_run")
+    monkeypatch.setattr("sys.argv", words.split(" "))
+    backend = Plain(slow=False)
+    foreground = Foreground(backend, "plain")
+    foreground.submitted("a-1")
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        with pytest.raises(SystemExit, match="130"):
+            foreground.closing()
+    assert backend.cancelled == waits
+    assert ("goes on" in capsys.readouterr().err) is not waits

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from torchx_monarch import folders, processes
 from torchx_monarch.errors import Verdict
 from torchx_monarch.plan.command import Command, CommandError, check, parse
-from torchx_monarch.runtime import network
+from torchx_monarch.runtime import network, retry
 from torchx_monarch.runtime.controller import Controller, JobOptions
 from torchx_monarch.runtime.elastic import Sizes
 from torchx_monarch.runtime.environment import World
@@ -36,6 +36,7 @@ from torchx_monarch.runtime.rendezvous import (
     signalled,
 )
 from torchx_monarch.runtime.report import Reporter, leave_word
+from torchx_monarch.runtime.starts import Starts
 from torchx_monarch.runtime.strays import reap_orphans
 from torchx_monarch.runtime.transport import Address
 from torchx_monarch.runtime.watchdog import ENABLED, FILE
@@ -82,6 +83,7 @@ class HostProcess:
         self._backend_restarts = 0
         self._first_output = asyncio.Event()
         self._sockets = ""
+        self._starts = Starts(self._environ)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def main(self) -> NoReturn:
@@ -94,6 +96,10 @@ class HostProcess:
     async def _main(self) -> NoReturn:
         self._handle_signals()
         self._spawn(reap_orphans())
+        if told := self._starts.begin():
+            verdict, why = told
+            self._reporter.line(f"host {self._options.replica}: not started again: {why}")
+            await self._leave(verdict)
         try:
             verdict = await self._job()
         except Exception as error:
@@ -106,7 +112,10 @@ class HostProcess:
     async def _leave(self, verdict: Verdict) -> None:
         if self._pool is not None:
             await self._pool.stop(signal.SIGTERM, self._grace)
-        leave_word(verdict, self._environ, self._reporter.rank_restarts)
+        final = retry.why_no_other_start(verdict, self._options.retry_on)
+        leave_word(verdict, self._environ, self._reporter.rank_restarts, final)
+        if not self._starts.end(verdict, final):
+            self._reporter.line("it may be started again: there is no folder here to note that it must not be")
         self._exit(verdict.code)
 
     def _exit(self, code: int) -> NoReturn:

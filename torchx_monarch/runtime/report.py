@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 from torchx_monarch import events
-from torchx_monarch.errors import Verdict
+from torchx_monarch.errors import FINAL, Verdict
 from torchx_monarch.runtime.output import write_all
 
 T = TypeVar("T")
@@ -99,7 +99,7 @@ class Reporter:
             events.append(self._events_path, kind, text, seconds=seconds, role=self._role, **fields)
 
 
-def leave_word(verdict: Verdict, environ: Mapping[str, str], rank_restarts: int = 0) -> None:
+def leave_word(verdict: Verdict, environ: Mapping[str, str], rank_restarts: int = 0, final: str = "") -> None:
     """Write why a job failed to where its backend looks for it.
 
     Args:
@@ -107,6 +107,7 @@ def leave_word(verdict: Verdict, environ: Mapping[str, str], rank_restarts: int 
         environ: TORCHELASTIC_ERROR_FILE names a file of ours; MONARCH_TERMINATION_LOG one that is there already, of
             which Kubernetes reads 4096 bytes.
         rank_restarts: how often this host has started the ranks again, for the latter.
+        final: why the host is not to be started again; empty where it may be.
     """
     path = environ.get("TORCHELASTIC_ERROR_FILE")
     if verdict.code == 0:
@@ -114,7 +115,7 @@ def leave_word(verdict: Verdict, environ: Mapping[str, str], rank_restarts: int 
     if path:
         with contextlib.suppress(OSError):
             with open(path + ".tmp", "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-                file.write(verdict.error_file())
+                file.write(verdict.error_file(0, **({FINAL: final} if final else {})))
             os.replace(path + ".tmp", path)
     further = {RANK_RESTARTS: rank_restarts} if rank_restarts else {}
     _write(environ.get("MONARCH_TERMINATION_LOG"), verdict.error_file(_TERMINATION_MESSAGE, **further))

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from torchx_monarch.errors import RankExit, shell_code
+from torchx_monarch.errors import RankExit, Verdict, shell_code
 from torchx_monarch.plan.exit_codes import NEVER_AGAIN
 
 
@@ -29,11 +29,27 @@ def why_not(
     code = shell_code(cause.code)
     if not cause.began:
         return "the program cannot even begin"
+    if reason := _said_by(code, retry_on):
+        return reason
+    again = set(failed_now) & set(failed_before)
+    if cause.rank in failed_now and again:
+        return f"rank {min(again)} has failed twice in a row before it was in a process group"
+    return ""
+
+
+def why_no_other_start(verdict: Verdict, retry_on: Collection[int]) -> str:
+    """Why hosts whose job has ended so are not to be started again, by the program's exit code; empty when they may be.
+
+    Args:
+        verdict: how it ended. What befell hosts or machines says nothing of the program.
+        retry_on: the exit codes, as a shell has them, after which they may be; empty for any.
+    """
+    return _said_by(verdict.code, retry_on) if verdict.code and verdict.cause is not None else ""
+
+
+def _said_by(code: int, retry_on: Collection[int]) -> str:
     if code == NEVER_AGAIN:
         return f"with exit code {code} (EX_CONFIG) the program asks for none"
     if retry_on and code not in retry_on:
         return f"exit code {code} is not one of {', '.join(map(str, sorted(retry_on)))} (retry_on)"
-    again = set(failed_now) & set(failed_before)
-    if cause.rank in failed_now and again:
-        return f"rank {min(again)} has failed twice in a row before it was in a process group"
     return ""

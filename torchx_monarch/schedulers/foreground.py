@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -121,7 +122,8 @@ class Foreground:
             if self._inner.wait_terminal(app_id, 0.0):
                 continue
             handle = f"{self._backend}://torchx/{app_id}"
-            if polls < 2:
+            # Before the second poll the options of the command line alone tell.
+            if polls < 2 and not _is_to_wait(sys.argv):
                 print(f"\n{handle} goes on; to end it: torchx cancel {handle}", file=sys.stderr)
                 continue
             second = "waits no longer for it" if self._waitable is None else "kills it"
@@ -144,3 +146,21 @@ class Foreground:
         for event in found:
             seconds = f" ({event['seconds']:.2f} s)" if event.get("seconds") is not None else ""
             print(f"{event['message']}{seconds}", file=sys.stderr, flush=True)
+
+
+_WITH_VALUE = ("-s", "--scheduler", "-cfg", "--scheduler_args", "--workspace", "--buck-target", "--parent_run_id")
+
+
+def _is_to_wait(argv: Sequence[str]) -> bool:
+    """Whether this is a ``torchx run`` that is to wait for the end, by its options, which precede the component."""
+    words = iter(argv[1:])
+    if next(words, "") != "run":
+        return False
+    for word in words:
+        if word in ("--wait", "--log", "--tee_logs"):
+            return True
+        if word in _WITH_VALUE:
+            next(words, "")
+        elif not word.startswith("-"):
+            return False
+    return False

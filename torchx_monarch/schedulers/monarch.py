@@ -57,7 +57,8 @@ class MonarchOpts(StructuredOpts):  # type: ignore[misc]
 
     retry_on: str = ""
     """Exit codes after which ranks are started again while torchrun's `--max-restarts` lasts: numbers, and signals by
-    name, separated by `+` (`1+134+SIGKILL`); empty for any. Exit code 78 asks for no other start, always."""
+    name, separated by `+` (`1+134+SIGKILL`); empty for any. On monarch_local, monarch_slurm and monarch_docker also
+    their hosts, while `max_retries` lasts. Exit code 78 asks for no other start, always."""
 
 
 @dataclasses.dataclass
@@ -213,12 +214,12 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             # In a copy: whoever shows the request again shows the placeholder.
             inner.request = with_credentials(inner.request, hosts.to_text())
         app_id: str = self.inner.schedule(inner)
+        self._foreground.submitted(app_id)
         if isinstance(self.inner, NetworkBackend):
             try:
                 clients.keep(self.backend, app_id, client.to_text(), dryrun_info.rendezvous)
             except OSError as error:
                 _log.warning("The job runs, but the certificate to reach it with could not be kept: %s", error)
-        self._foreground.submitted(app_id)
         return app_id
 
     def _pre_build_validate(self, app: AppDef, scheduler: str, cfg: Cfg) -> None:

@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,22 @@ from torchx.runner import Runner
 from torchx.specs import AppDef, AppStatus, BindMount, Resource, Role
 
 from tests.clusters.apps import BaseApps
+from tests.clusters.aws_batch.checked import WRONG
+from tests.clusters.docker.daemon import ROOT, Daemon
 from torchx_monarch.schedulers import aws_batch, monarch_aws_batch
 
 NAME = "monarch_aws_batch"
 SCHEDULERS = {"aws_batch": aws_batch, NAME: monarch_aws_batch}
+
+CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "testing",
+    "AWS_SECRET_ACCESS_KEY": "testing",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+"""Some, and a region. boto3 must not look for a machine of AWS's around it."""
+
+_NETWORK = "batch"
 
 
 class Aws:
@@ -33,9 +47,9 @@ class Aws:
     """
 
     def __init__(self, mode: str, environ: dict[str, str] | None = None) -> None:
-        server = str(Path(__file__).with_name("server.py"))
         self._process = subprocess.Popen(
-            [sys.executable, server, mode],
+            [sys.executable, "-m", "tests.clusters.aws_batch.server", mode],
+            cwd=ROOT,
             env={**os.environ, **(environ or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -67,12 +81,25 @@ class Aws:
         assert self._process.stderr is not None
         self._process.stderr.close()
 
+    def wrong(self) -> list[str]:
+        """What AWS would not have said so far, or would not have been asked."""
+        with contextlib.closing(urllib.request.urlopen(f"{self.url}{WRONG}", timeout=10)) as answer:
+            wrong: list[str] = json.loads(answer.read())
+        return wrong
+
     def client(self, service: str) -> Any:
         """boto3's client."""
         if service not in self._clients:
             key = {"aws_access_key_id": "testing", "aws_secret_access_key": "testing", "region_name": "us-east-1"}
             self._clients[service] = self._session.client(service, endpoint_url=self.url, **key)
         return self._clients[service]
+
+
+def with_docker(daemon: Daemon) -> Aws:
+    """One whose jobs are containers of that daemon."""
+    with contextlib.closing(daemon.client()) as client:
+        client.networks.create(_NETWORK)
+    return Aws("docker", {"DOCKER_HOST": daemon.host, "MOTO_DOCKER_NETWORK_NAME": _NETWORK})
 
 
 class Apps(BaseApps):

@@ -4,17 +4,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.clusters.aws_batch.apps import Apps, Aws, definitions
+from tests.clusters.aws_batch.apps import CREDENTIALS, Apps, Aws, definitions, with_docker
 from tests.clusters.docker.daemon import Daemon, of_a_run
-
-_NETWORK = "batch"
 
 
 @pytest.fixture
@@ -22,12 +19,10 @@ def credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Some, and nothing of the machine's own."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testing")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "testing")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "aws-config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "aws-credentials"))
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
 
 
 @pytest.fixture(scope="session")
@@ -47,9 +42,7 @@ def daemon() -> Iterator[Daemon]:
 @pytest.fixture(scope="session")
 def aws_with_docker(daemon: Daemon) -> Iterator[Aws]:
     """Where jobs are containers."""
-    with contextlib.closing(daemon.client()) as client:
-        client.networks.create(_NETWORK)
-    one = Aws("docker", {"DOCKER_HOST": daemon.host, "MOTO_DOCKER_NETWORK_NAME": _NETWORK})
+    one = with_docker(daemon)
     yield one
     one.stop()
 
@@ -59,6 +52,8 @@ def _apps(aws: Aws, apps: Apps) -> Iterator[Apps]:
     apps.close()
     assert not definitions(aws.client("batch"))
     assert not aws.client("secretsmanager").list_secrets()["SecretList"]
+    wrong = aws.wrong()
+    assert not wrong, "not as AWS's own model has it:\n" + "\n".join(wrong)
 
 
 @pytest.fixture

@@ -25,9 +25,13 @@ _NODES: dict[str, dict[int, str]] = {}
 def main(mode: str) -> None:
     """Serve until stdin ends."""
     os.environ.update(AWS_ACCESS_KEY_ID="testing", AWS_SECRET_ACCESS_KEY="testing", AWS_DEFAULT_REGION="us-east-1")
-    from moto.server import ThreadedMotoServer
+    from moto.moto_server import threaded_moto_server as moto
 
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    from tests.clusters.aws_batch.checked import Checked
+
+    application: Any = vars(moto)["DomainDispatcherApplication"]
+    vars(moto)["DomainDispatcherApplication"] = lambda *args: Checked(application(*args))
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     url = "http://{}:{}".format(*server.get_host_and_port())
     config = json.dumps({"batch": {"use_docker": mode == "docker"}}).encode()
@@ -112,6 +116,8 @@ def _add_nodes() -> None:
         return found
 
     def put_log_events(self: Any, group: str, stream: str, events: list[dict[str, Any]]) -> Any:
+        for event in events:
+            event["timestamp"] = int(event["timestamp"])  # as AWS has it
         # One call for each node, in order, all to one stream.
         child = f"{stream}/{written[stream]}"
         written[stream] += 1

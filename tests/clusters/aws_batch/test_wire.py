@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What moto never says: throttling, expired credentials, logs that grow, nodes, jobs that are stuck or start again.
 
-Whole answers are checked against AWS's own model of its service, by botocore's Stubber.
+What is asked and answered is checked against AWS's own model of its services (``model``).
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
-from botocore.stub import Stubber
 from torchx.specs import AppDef, AppState
 
 from tests.clusters.aws_batch.apps import NAME, Apps
@@ -94,22 +92,18 @@ def node(parent: dict[str, Any], index: int, status: str, container: dict[str, A
 
 def describes(wire: Wire, jobs: list[dict[str, Any]]) -> None:
     """Have ListJobs and DescribeJobs know of these."""
-    # AWS's model of its service is what it is checked against; what passes is what AWS may say.
-    client = boto3.session.Session().client("batch")
-    with contextlib.closing(client):
-        Stubber(client).add_response("describe_jobs", {"jobs": jobs})
     summary = {"jobId": JOB, "jobName": "app-1"}
-    wire.says("listjobs", {"jobSummaryList": [summary]})
-    wire.says("describejobs", lambda asked: {"jobs": [one for one in jobs if one["jobId"] in asked["jobs"]]})
+    wire.says("ListJobs", {"jobSummaryList": [summary]})
+    wire.says("DescribeJobs", lambda asked: {"jobs": [one for one in jobs if one["jobId"] in asked["jobs"]]})
 
 
 @pytest.mark.parametrize("code", ["ThrottlingException", "TooManyRequestsException"])
 def test_waits_out_throttling(wire: Wire, wired: Apps, code: str) -> None:
     job(wire, wired, "SUCCEEDED")
     summary = {"jobSummaryList": [{"jobId": JOB, "jobName": "app-1"}]}
-    wire.says("listjobs", refusal(code, "Rate exceeded", 429), refusal(code, "Rate exceeded", 429), summary)
+    wire.says("ListJobs", refusal(code, "Rate exceeded", 429), refusal(code, "Rate exceeded", 429), summary)
     assert wired.status(HANDLE).state is AppState.SUCCEEDED
-    wire.says("describejobs", refusal(code, "Rate exceeded", 429))
+    wire.says("DescribeJobs", refusal(code, "Rate exceeded", 429))
     with pytest.raises(RuntimeError, match="AWS throttles batch:DescribeJobs .Rate exceeded.; try again in a minute"):
         wired.status(HANDLE)
 
@@ -124,7 +118,7 @@ def test_waits_out_throttling(wire: Wire, wired: Apps, code: str) -> None:
     ],
 )
 def test_refusals_say_what_to_do(wire: Wire, wired: Apps, code: str, status: int, words: str) -> None:
-    wire.says("listjobs", refusal(code, status=status))
+    wire.says("ListJobs", refusal(code, status=status))
     with pytest.raises(RuntimeError) as told:
         wired.runner.status(HANDLE)
     assert str(told.value).startswith(words)
@@ -155,7 +149,7 @@ def test_what_is_not_configured_is_named(wire: Wire, wired: Apps, monkeypatch: p
 
 def test_the_command_shows_one_line(wire: Wire, wired: Apps) -> None:
     """As a person's ``torchx`` does, whose name this process must have."""
-    wire.says("listjobs", refusal("ExpiredTokenException", status=403))
+    wire.says("ListJobs", refusal("ExpiredTokenException", status=403))
     torchx = wired.folder / "torchx"
     torchx.write_text("import sys\nfrom torchx.cli.main import main\nsys.exit(main())\n")
     environ = {**os.environ, "TORCHX_PLUGINS_SOURCE": "1"}
@@ -222,9 +216,9 @@ def test_the_first_node_to_fail_says_why(
 @pytest.mark.scenario("cancel while running", wire="fake")
 def test_only_what_was_cancelled_through_us_counts_as_cancelled(wire: Wire, wired: Apps) -> None:
     parent = job(wire, wired)
-    wire.says("terminatejob", {})
+    wire.says("TerminateJob", {})
     wired.runner.cancel(HANDLE)
-    (reason,) = [asked["reason"] for operation, asked in wire.asked if operation == "terminatejob"]
+    (reason,) = [asked["reason"] for operation, asked in wire.asked if operation == "TerminateJob"]
     for said, state in ((reason, AppState.CANCELLED), ("by somebody in the console", AppState.FAILED)):
         describes(wire, [job(wire, wired, "FAILED", statusReason=said), node(parent, 1, "FAILED", {"exitCode": 143})])
         assert wired.status(HANDLE).state is state
@@ -265,14 +259,14 @@ def test_a_forgotten_job_can_still_be_deleted(wire: Wire, wired: Apps) -> None:
         "tags": {TAG_VERSION: "1"},
         "containerProperties": {"image": "image:1", "command": ["sleep", "3"]},
     }
-    wire.says("listjobs", {"jobSummaryList": []})
-    wire.says("describejobdefinitions", {"jobDefinitions": [definition]})
-    wire.says("deregisterjobdefinition", {})
+    wire.says("ListJobs", {"jobSummaryList": []})
+    wire.says("DescribeJobDefinitions", {"jobDefinitions": [definition]})
+    wire.says("DeregisterJobDefinition", {})
     status = wired.status(HANDLE)
     assert (status.state, "has forgotten the job" in status.msg) == (AppState.UNKNOWN, True)
     assert wired.described(HANDLE).roles[0].args == ["3"]
     wired.runner.delete(HANDLE)
-    assert ("deregisterjobdefinition", {"jobDefinition": arn}) in wire.asked
+    assert ("DeregisterJobDefinition", {"jobDefinition": arn}) in wire.asked
 
 
 @pytest.mark.scenario("log follow, since, until", wire="fake")
@@ -307,8 +301,8 @@ def test_follows_a_log_through_attempts_throttling_and_empty_pages(
         answers = pages[asked["logStreamName"], asked.get("nextToken", "")]
         return dict(answers.pop(0) if len(answers) > 1 else answers[0])
 
-    wire.says("describejobs", describe)
-    wire.says("getlogevents", events)
+    wire.says("DescribeJobs", describe)
+    wire.says("GetLogEvents", events)
     assert list(wired.runner.log_lines(HANDLE, "trainer", 1, should_tail=True)) == [
         "a\n",
         "b\n",
@@ -322,11 +316,12 @@ def test_follows_a_log_through_attempts_throttling_and_empty_pages(
 def test_asks_for_the_time_that_is_wanted(wire: Wire, wired: Apps) -> None:
     parent = job(wire, wired, "SUCCEEDED")
     describes(wire, [parent, node(parent, 0, "SUCCEEDED", {"logStreamName": "one"})])
-    wire.says("getlogevents", page("yes", "no", after="1"), page(after="1"))
+    wire.says("GetLogEvents", lambda asked: page(*([] if "nextToken" in asked else ["yes", "no"]), after="1"))
     since, until = (datetime.fromtimestamp(seconds, tz=timezone.utc) for seconds in (10, 20.5))
     lines = wired.runner.log_lines(HANDLE, "trainer", 0, since=since, until=until, regex="y")
     assert list(lines) == ["yes\n"]
-    asked = [arguments for operation, arguments in wire.asked if operation == "getlogevents"]
+    asked = [arguments for operation, arguments in wire.asked if operation == "GetLogEvents"]
+    asked = [one for one in asked if "startTime" in one]  # the status looks at the log's end
     assert {(one["startTime"], one["endTime"]) for one in asked} == {(10000, 20501)}
     assert asked[0]["logGroupName"] == facts.DEFAULT_LOG_GROUP
 
@@ -337,7 +332,7 @@ def test_the_hosts_verdict_is_read_from_the_log(wire: Wire, wired: Apps) -> None
     container = {"exitCode": 3, "logStreamName": "one"}
     describes(wire, [parent, node(parent, 0, "FAILED", container)])
     verdict = "[monarch] FAILED: rank 1 (local rank 1 on n, pid 7) exited with code 3: ValueError: x (12.40 s)"
-    wire.says("getlogevents", page("before", verdict, "after", after="1"))
+    wire.says("GetLogEvents", page("before", verdict, "after", after="1"))
     error = json.loads(wired.status(HANDLE).structured_error_msg)["message"]
     assert error["message"] == "rank 1 (local rank 1 on n, pid 7) exited with code 3: ValueError: x"
     assert error["errorCode"] == 3

@@ -1,6 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What AWS answers over HTTP, from a list: throttling, refusals, pages, what moto never says."""
+"""What AWS answers over HTTP, from a list: throttling, refusals, pages, what moto never says.
+
+Every request that comes and every answer that goes is checked against AWS's own model of its services.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,9 @@ from collections import defaultdict
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.clusters.aws_batch import model
+from tests.clusters.aws_batch.model import Operation
 
 Answer = dict[str, Any] | Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -25,10 +31,12 @@ class Wire:
     Attributes:
         url: for AWS_ENDPOINT_URL.
         asked: the requests, (operation, arguments).
+        wrong: what AWS would not have said, or would not have been asked.
     """
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.wrong: list[str] = []
         self._answers: dict[str, list[Answer]] = defaultdict(list)
         wire = self
 
@@ -36,18 +44,13 @@ class Wire:
             protocol_version = "HTTP/1.1"
 
             def do_POST(self) -> None:
-                # Batch names the operation in the path, CloudWatch in a header.
-                operation = self.headers.get("X-Amz-Target", self.path).rpartition("/" if "/v1/" in self.path else ".")[
-                    2
-                ]
-                arguments = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
-                answer = wire._answer(operation.lower(), arguments)
-                self.send_response(answer.pop("status", 200))
-                if "refusal" in answer:
-                    self.send_header("x-amzn-errortype", answer["refusal"])
-                    answer["__type"] = answer.pop("refusal")
-                body = json.dumps(answer).encode()
-                self.send_header("Content-Type", "application/json")
+                status, headers, body = wire._handle(
+                    model.operation("POST", self.path, self.headers.get("X-Amz-Target", "")),
+                    json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}"),
+                )
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
@@ -63,18 +66,37 @@ class Wire:
 
     def says(self, operation: str, *answers: Answer) -> None:
         """What is answered to an operation, one after the other; the last one for ever."""
-        self._answers[operation.lower()] = list(answers)
+        self._answers[operation] = list(answers)
+
+    def _handle(self, operation: Operation, arguments: dict[str, Any]) -> tuple[int, dict[str, str], bytes]:
+        """The one way in and out: a request, and the status, headers and body of what is answered."""
+        self.asked.append((operation.name, {**arguments, **operation.uri}))
+        answer = self._answer(operation.name, arguments)
+        status, headers = answer.pop("status", 200), {"Content-Type": "application/json"}
+        problems = [f"request: {one}" for one in operation.request(arguments)]
+        if code := answer.pop("refusal", ""):
+            problems += [f"answer: {one}" for one in operation.refusal(code)]
+            headers["x-amzn-errortype"] = answer["__type"] = code
+        else:
+            problems += [f"answer: {one}" for one in operation.answer(answer)]
+        self.wrong += problems
+        return status, headers, json.dumps(answer).encode()
 
     def _answer(self, operation: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        self.asked.append((operation, arguments))
         answers = self._answers[operation]
         if not answers:
-            return refusal("ClientException", f"the test answers nothing to {operation}")
+            self.wrong.append(f"the test answers nothing to {operation}")
+            return refusal("AccessDeniedException", status=403)
         answer = answers.pop(0) if len(answers) > 1 else answers[0]
         return dict(answer(arguments) if callable(answer) else answer)
 
     def stop(self) -> None:
-        """Serve no more."""
+        """Serve no more.
+
+        Raises:
+            AssertionError: something was said that AWS does not say, or is not asked.
+        """
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
+        assert not self.wrong, "not as AWS's own model has it:\n" + "\n".join(dict.fromkeys(self.wrong))

@@ -45,10 +45,18 @@ class Apps(BaseApps):
             **more,
         )
 
-    def run(self, *roles: Role, preload: str = "none", grace: int = 5, workspace: str | None = None, **cfg: Any) -> str:
+    def run(
+        self,
+        *roles: Role,
+        name: str = "app",
+        preload: str = "none",
+        grace: int = 5,
+        workspace: str | None = None,
+        **cfg: Any,
+    ) -> str:
         """Submits; the handle."""
         cfg = {"preload": preload, "grace": grace, **cfg}
-        app = AppDef("app", list(roles), {"team": "a b"})
+        app = AppDef(name, list(roles), {"team": "a b"})
         handle: str = self.runner.run(app, NAME, cfg=cfg, workspace=workspace)
         return self.adopt(handle)
 

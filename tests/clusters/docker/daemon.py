@@ -225,9 +225,8 @@ class Daemon:
             os.kill(self.first, 9)  # its namespaces end with it, and all processes in them
         self._process.kill()
         self._process.wait(30)
-        folders = list(self._cgroups())
-        for path in folders:
-            path.rmdir()
+        for path in list(self._cgroups()):
+            _remove_group(path)
         shutil.rmtree(self.folder)
         ours = str(self.folder)
         mounts = [line for line in Path("/proc/self/mountinfo").read_text().splitlines() if ours in line]
@@ -242,6 +241,18 @@ class Daemon:
         for top in Path("/sys/fs/cgroup").glob(f"**/{self._cgroup}") if Path("/sys/fs/cgroup").exists() else ():
             yield from sorted((path for path in top.rglob("*") if path.is_dir()), reverse=True)
             yield top
+
+
+def _remove_group(path: Path) -> None:
+    """The processes in it were killed; they may be about to go."""
+    until = time.monotonic() + 10
+    while True:
+        try:
+            return path.rmdir()
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.05)
 
 
 def of_a_run() -> Iterator[Daemon]:

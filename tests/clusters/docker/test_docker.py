@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 from torchx.schedulers.api import Stream
-from torchx.specs import AppState, InvalidRunConfigException, Resource, RetryPolicy
+from torchx.specs import AppState, BindMount, InvalidRunConfigException, Resource, RetryPolicy
 
 from tests.clusters.apps import TORCHX
 from tests.clusters.docker.apps import NAME, Apps
@@ -214,6 +214,16 @@ def test_cancel_while_a_container_waits_for_its_next_start(apps: Apps, eventuall
     assert apps.status(handle).state is AppState.CANCELLED
 
 
+def test_names_may_be_anything(apps: Apps, eventually: Eventually) -> None:
+    """Also where dockerd, a handle and the DNS allow less."""
+    name = 'tr ai/ner\'s.."x"'
+    handle = apps.run(apps.torchrun(apps.program(SLEEPS_AT_FIRST), name=name, nproc=1), name=" my/../app's \u00fc")
+    eventually(lambda: apps.log(handle, name).count("attempt 0") == 2, "the ranks", seconds=60)
+    apps.torchx("cancel", handle)
+    assert apps.status(handle).state is AppState.CANCELLED
+    assert [each.name for each in apps.runner.list(NAME)] == [" my/../app's \u00fc"]
+
+
 @pytest.mark.scenario("log follow, since, until")
 @pytest.mark.scenario("retries")
 def test_follows_a_log_through_restarts_to_the_end(apps: Apps) -> None:
@@ -355,3 +365,42 @@ def test_what_cannot_start_leaves_nothing(apps: Apps, daemon: Daemon) -> None:
     with pytest.raises(Exception, match="was not started: No such image"):
         apps.run(good, bad)
     assert daemon.left() == []
+
+
+@pytest.mark.scenario("retries")
+@pytest.mark.parametrize(
+    ("replicas", "code", "retry_on", "starts", "why"),
+    [
+        (2, 78, "", 1, "with exit code 78 (EX_CONFIG) the program asks for none"),
+        (1, 3, "1", 1, "exit code 3 is not one of 1 (retry_on)"),
+        (1, 3, "3", 3, ""),
+    ],
+)
+def test_an_exit_code_may_ask_for_no_other_start(
+    apps: Apps, replicas: int, code: int, retry_on: str, starts: int, why: str
+) -> None:
+    """dockerd starts a failed container again whatever its code: the host in it must not run anything then."""
+    path = apps.program(f"""
+        import os, sys, time
+        if os.environ["RANK"] != "{replicas - 1}":
+            time.sleep(1000)
+        with open(os.path.join(os.path.dirname(__file__), "starts"), "a") as file:
+            file.write("x")
+        sys.exit({code})
+    """)
+    role = apps.torchrun(path, nproc=1, replicas=replicas, max_retries=2)
+    if retry_on:  # a /tmp that others share is no place for notes
+        role.mounts.append(BindMount(str(apps.folder), "/tmp"))
+    handle = apps.run(role, retry_on=retry_on)
+    status = apps.wait(handle)
+    assert (status.state, status.num_restarts) == (AppState.FAILED, starts - 1), apps.log(handle, replicas=replicas)
+    assert re.fullmatch(rf"replica trainer/. exited with code {code}", status.msg.partition("; not started again: ")[0])
+    assert status.msg.partition("; not started again: ")[2] == why
+    error = json.loads(status.structured_error_msg)["message"]
+    assert error["errorCode"] == code and error["message"].startswith(f"rank {replicas - 1} (local rank 0 on ")
+    assert (apps.folder / "starts").read_text() == "x" * starts
+    assert not list(apps.folder.glob("*starts.json"))
+    # Who looks has ended it, or dockerd has tried as often as it was told to; nothing changes any more.
+    time.sleep(1)
+    assert apps.status(handle) == status
+    assert json.loads(apps.torchx("status", "--json", handle))["num_restarts"] == starts - 1

@@ -226,6 +226,21 @@ def test_role_is_started_again_while_the_others_live(apps: Apps, tmp_path: Path)
     assert "restart" not in apps.log(handle, role="main")
 
 
+@pytest.mark.scenario("retries")
+def test_an_exit_code_may_ask_for_no_other_start(apps: Apps, tmp_path: Path) -> None:
+    program = apps.script(f"open('{tmp_path}/trainer', 'a').write('x\\n'); raise SystemExit(3)")
+    handles = [
+        apps.run(sh(f"echo x >> {tmp_path}/r; exit 78", max_retries=2)),
+        apps.run(spmd(program, 1, 1, max_retries=2), retry_on="4"),
+    ]
+    whys = ("exit code 78 (EX_CONFIG) asks for no other start", "exit code 3 is not one of 4 (retry_on)")
+    for handle, name, why in zip(handles, ("r", "trainer"), whys, strict=True):
+        status = apps.wait(handle, AppState.FAILED)
+        assert status.num_restarts == 0
+        assert status.msg.endswith(f"; not started again: {why}")
+        assert (tmp_path / name).read_text() == "x\n"
+
+
 @pytest.mark.scenario("log follow, since, until")
 def test_log_is_followed_to_the_end(apps: Apps) -> None:
     handle = apps.run(sh("for i in 1 2 3; do echo line $$i; sleep 0.5; done"))

@@ -4,6 +4,9 @@
 
 - ``request``: what is changed in the containers that TorchX would make.
 - ``facts``: what a container's state means, and what the state of an app follows from it.
+- ``found``: an app, from the containers of it that there are.
+- ``daemon``: the connection, and what a person is told when there is none.
+- ``ends``: what hosts have noted that are not to be started again.
 - ``together``: the same done to many containers at a time.
 - ``network``: what the containers are on.
 - ``logs``: the lines of one container.

@@ -9,6 +9,7 @@ when a replica has failed for good before that. It has ended when nothing of it 
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -43,6 +44,8 @@ class Replica:
         error: what dockerd says of a container that it could not start.
         memory: its limit in bytes; 0 for none.
         env: the environment that it was given.
+        final: why its host is not to be started again; empty where it may be.
+        word: the content of the error file of such a host.
     """
 
     role: str
@@ -57,6 +60,8 @@ class Replica:
     error: str
     memory: int
     env: Mapping[str, str]
+    final: str = ""
+    word: str = ""
 
     @classmethod
     def of(cls, attrs: Mapping[str, Any]) -> Replica:
@@ -80,7 +85,7 @@ class Replica:
     @property
     def state(self) -> AppState:
         """Of this replica alone."""
-        if self.status in _LIVING:
+        if self.status in _LIVING and not self.final:
             return _LIVING[self.status]
         return AppState.SUCCEEDED if self.code == 0 else AppState.FAILED
 
@@ -90,12 +95,23 @@ class Replica:
         return not is_terminal(self.state)
 
     @property
+    def has_failed(self) -> bool:
+        """Whether a start of it has failed, perhaps not for good."""
+        return self.restarts > 0 or self.status == "restarting" or self.state is AppState.FAILED
+
+    @property
+    def is_restless(self) -> bool:
+        """Whether dockerd goes on starting it in vain."""
+        return bool(self.final) and self.status in _LIVING
+
+    @property
     def failure(self) -> str:
         """Why it failed, in one line."""
         how = self.error or describe_code(128 - self.code if self.code > 128 else self.code)
         if self.out_of_memory:
             how += f"; a process in it was killed for want of memory, of which it had {self.memory >> 20} MB (memMB)"
-        return f"replica {self.role}/{self.id} {how}"
+        final = f"; not started again: {self.final}" if self.final else ""
+        return f"replica {self.role}/{self.id} {how}{final}"
 
 
 @dataclass(frozen=True)
@@ -105,7 +121,8 @@ class Standing:
     Attributes:
         state: its state; terminal only when nothing of it lives.
         cause: the replica that failed first; None where none has, or where that is not why it ended.
-        unended: whether it is decided and still lives in part, and nobody else is to end that part.
+        unended: whether it is decided and there is still a part that lives, or that dockerd starts in vain, and nobody
+            else is to end that part.
     """
 
     state: AppState
@@ -113,19 +130,24 @@ class Standing:
     unended: bool = False
 
 
-def standing(roles: Sequence[Sequence[Replica]], cancelled: float, now: float, grace: float) -> Standing:
+def standing(
+    roles: Sequence[Sequence[Replica]], cancelled: float, now: float, grace: float, lost: bool = False
+) -> Standing:
     """How an app stands whose replicas these are, the main role's first.
 
     Args:
         cancelled: when it was cancelled, in seconds since the epoch; 0 for not.
         now: seconds since the epoch.
         grace: seconds in which who has cancelled it ends it.
+        lost: whether a replica was removed without which it cannot go on.
     """
     everyone = [replica for role in roles for replica in role]
     # What was cancelled before it was started will never be.
     living = [replica for replica in everyone if replica.lives and not (cancelled and replica.status == "created")]
     failed = sorted((r for r in everyone if r.state is AppState.FAILED), key=lambda replica: replica.ended)
-    succeeded = all(replica.state is AppState.SUCCEEDED for replica in roles[0])
+    if lost:  # what was ended for that is not the cause
+        failed = [replica for replica in failed if replica.code != 128 + signal.SIGTERM]
+    succeeded = bool(roles[0]) and all(replica.state is AppState.SUCCEEDED for replica in roles[0])
     done = max(replica.ended for replica in roles[0]) if succeeded else 0.0
     decision, rest_until = None, now
     if succeeded and not (failed and failed[0].ended < done):
@@ -134,9 +156,11 @@ def standing(roles: Sequence[Sequence[Replica]], cancelled: float, now: float, g
         decision, rest_until, failed = AppState.CANCELLED, cancelled + grace + SETTLE, []
     elif failed:
         decision, rest_until = AppState.FAILED, failed[0].ended + SETTLE
+    elif lost or not living:  # how those ended that were removed is not known
+        decision = AppState.FAILED
     cause = failed[0] if failed else None
     if decision is not None and not living:
-        return Standing(decision, cause)
+        return Standing(decision, cause, unended=any(replica.is_restless for replica in everyone))
     running = decision is not None or any(replica.state is AppState.RUNNING for replica in living)
     return Standing(
         AppState.RUNNING if running else AppState.PENDING, cause, unended=decision is not None and now >= rest_until

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import re
 import tarfile
 from typing import TYPE_CHECKING
 
@@ -13,29 +15,46 @@ from torchx.specs import AppState
 
 from torchx_monarch.backends.docker import request
 from torchx_monarch.backends.docker.facts import Replica
+from torchx_monarch.backends.network import CREDENTIALS
 
 if TYPE_CHECKING:
     from docker.models.containers import Container
 
 _TOO_LONG = 1 << 20
 
+_NO_SUCH_COMMAND = 127
+
 
 def error(pair: tuple[Container, Replica]) -> str:
     """The content of a failed replica's error file, which its host wrote before it ended; empty without one."""
     container, replica = pair
-    if replica.state is not AppState.FAILED or not replica.started:
-        return ""
-    return _read(container, replica.env.get(request.ERROR_FILE, ""), replica.started)
+    if replica.word or replica.state is not AppState.FAILED or not replica.started:
+        return replica.word
+    return read(container, replica.env.get(request.ERROR_FILE, ""), replica.started)
 
 
 def rank_restarts(pair: tuple[Container, Replica]) -> int:
     """How often the hosts have started the ranks again, by the events of a replica 0."""
     container, replica = pair
-    text = _read(container, replica.env.get(request.EVENTS, ""), 0.0) if replica.started else ""
+    text = read(container, replica.env.get(request.EVENTS, ""), 0.0) if replica.started else ""
     return sum('"rank_restart"' in line for line in text.splitlines())
 
 
-def _read(container: Container, path: str, since: float) -> str:
+def why_no_host(container: Container, replica: Replica) -> str:
+    """What to add to the failure of a host without an error file: what was printed last, where it did not begin."""
+    if CREDENTIALS not in replica.env or not 0 < replica.code <= _NO_SUCH_COMMAND:
+        return ""
+    with contextlib.suppress(DockerException):
+        said: str = container.logs(tail=1).decode(errors="replace").strip()
+        if re.search(r"No module named '?torchx_monarch", said):
+            said += "; install torchx-monarch in the image"
+        elif replica.code == _NO_SUCH_COMMAND:
+            said += "; the image needs a `python` on its PATH, in which torchx-monarch is installed"
+        return f" ({said})" if said else ""
+    return ""
+
+
+def read(container: Container, path: str, since: float = 0.0) -> str:
     """A file in a container, which need not run; empty when there is none, or none written since then."""
     if not path:
         return ""

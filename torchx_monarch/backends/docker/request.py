@@ -25,6 +25,7 @@ LABEL_GRACE = "torchx-monarch/grace"
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 EVENTS = "MONARCH_EVENTS"
+STARTS = "MONARCH_STARTS"
 
 _RANK0 = "TORCHX_RANK0_HOST"
 
@@ -55,6 +56,7 @@ def mend(job: DockerJob, app: AppDef, init: bool, environ: Mapping[str, str]) ->
     """
     names = host_names(job.app_id, {role.name: role.num_replicas for role in app.roles})
     given = {role.name: role.env for role in app.roles}
+    retried = {role.name: role.max_retries > 0 for role in app.roles}
     for container in job.containers:
         kwargs: dict[str, object] = container.kwargs
         labels: dict[str, str] = kwargs["labels"]  # type: ignore[assignment]
@@ -75,6 +77,8 @@ def mend(job: DockerJob, app: AppDef, init: bool, environ: Mapping[str, str]) ->
         env.setdefault("MONARCH_LOG_DIR", f"/tmp/torchx-monarch/{name}")
         env.setdefault(EVENTS, f"{env['MONARCH_LOG_DIR']}/events.jsonl")
         env.setdefault(ERROR_FILE, f"/tmp/{name}.error.json")
+        if retried[role]:
+            env.setdefault(STARTS, f"/tmp/{name}.starts.json:/var/tmp/{name}.starts.json")
         # What a program writes into a pipe comes in blocks; people who follow a log want lines.
         env.setdefault("PYTHONUNBUFFERED", "1")
     _give_gpus(job.containers, app, environ)
@@ -92,7 +96,7 @@ def host_names(app_id: str, roles: Mapping[str, int]) -> dict[str, list[str]]:
         app_id: ends in a random word, which is what is kept of a long one.
         roles: names and numbers of replicas.
     """
-    short = {role: _safe(role)[:_LONGEST_ROLE].strip("-.") or "role" for role in roles}
+    short = {role: _safe(role)[:_LONGEST_ROLE].strip("-") or "role" for role in roles}
     if len(set(short.values())) < len(short):
         short = {role: f"{name}-{index}" for index, (role, name) in enumerate(short.items())}
     return {role: [_name(app_id, short[role], replica) for replica in range(count)] for role, count in roles.items()}
@@ -101,11 +105,12 @@ def host_names(app_id: str, roles: Mapping[str, int]) -> dict[str, list[str]]:
 def _name(app_id: str, role: str, replica: int) -> str:
     end = f"-{role}-{replica}"
     # A name must not begin with what is neither letter nor digit.
-    return _safe(app_id)[-(_LONGEST_NAME - len(end)) :].lstrip("-.") + end
+    return _safe(app_id)[-(_LONGEST_NAME - len(end)) :].lstrip("-") + end
 
 
 def _safe(name: str) -> str:
-    return re.sub(r"[^a-z0-9.-]", "-", name.lower())
+    # No dots: they would make a name of several parts, of which each needs letters.
+    return re.sub(r"[^a-z0-9-]", "-", name.lower())
 
 
 def _give_gpus(containers: Sequence[DockerContainer], app: AppDef, environ: Mapping[str, str]) -> None:

@@ -9,9 +9,9 @@ says that it was cancelled. So it does not matter which process asks, or from wh
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +20,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import docker
 from docker.errors import APIError, DockerException, NotFound
 from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream
 from torchx.schedulers.docker_scheduler import (
@@ -36,18 +35,19 @@ from torchx.specs import (
     AppDryRunInfo,
     AppState,
     CfgVal,
-    ReplicaStatus,
     RetryPolicy,
     Role,
-    RoleStatus,
     runopts,
 )
 from torchx.specs.finder import ComponentValidationException
 
 from torchx_monarch.backends import blob
 from torchx_monarch.backends.docker import facts, logs, network, reports, request
-from torchx_monarch.backends.docker.facts import Replica, Standing
+from torchx_monarch.backends.docker.daemon import answering, connect, lines_while_answering
+from torchx_monarch.backends.docker.ends import Ends
+from torchx_monarch.backends.docker.found import HOST_EXTRA, Found, gone, understood
 from torchx_monarch.backends.docker.together import together
+from torchx_monarch.backends.local.render import safe_name
 from torchx_monarch.backends.options import run_options
 from torchx_monarch.backends.roles import check_replica, matching
 from torchx_monarch.variables import replica0_variable
@@ -58,9 +58,6 @@ if TYPE_CHECKING:
 
 LABEL_CANCELLED = "torchx-monarch/cancelled"
 """On the volume that says that an app was cancelled: the app's id. (No label of a container can be changed.)"""
-
-HOST_EXTRA = 10.0
-"""Seconds that a container gets beyond the grace: within the grace the host in it ends its ranks."""
 
 _POLL = 0.2
 """Seconds between two looks at the containers while an end is waited for."""
@@ -75,10 +72,6 @@ class SubmitError(ComponentValidationException, RuntimeError):  # type: ignore[m
     """The app could not be started; nothing is left of it. The torchx command shows the message without a traceback."""
 
 
-class DaemonError(RuntimeError):
-    """There is no Docker daemon to talk to."""
-
-
 @dataclass
 class DockerOpts(Opts):  # type: ignore[misc]
     """Run options: those of TorchX's ``local_docker``, and more."""
@@ -89,24 +82,6 @@ class DockerOpts(Opts):  # type: ignore[misc]
     init: bool = True
     """Have docker-init be process 1 of each container, which passes signals on and reaps orphans; False where the
     daemon lacks it."""
-
-
-@dataclass(frozen=True)
-class _Found:
-    """An app: its containers, sorted by role and replica, and what they say of themselves."""
-
-    app_id: str
-    app: AppDef
-    containers: list[Container]
-    roles: list[list[Replica]]
-    standing: Standing
-    grace: float
-    created: str
-
-    @property
-    def replicas(self) -> list[Replica]:
-        """As the containers are sorted."""
-        return [replica for role in self.roles for replica in role]
 
 
 class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: ignore[misc]
@@ -121,14 +96,12 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         self.backend = "local_docker"
         self._client: DockerClient | None = None
         self._asked_to_end: set[str] = set()
+        self._ends = Ends()
 
     @property
     def _docker_client(self) -> DockerClient:
         if self._client is None:
-            try:
-                self._client = docker.from_env()
-            except DockerException as error:
-                raise _no_daemon(error) from None
+            self._client = connect()
         return self._client
 
     def close(self) -> None:
@@ -148,6 +121,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         """The container of the role's replica 0, by its name in the network's DNS. (Upstream has the first role's.)"""
         return f"@{replica0_variable(app.roles.index(role))}"
 
+    @answering()
     def client_host(self, app_id: str, role: str) -> str:
         """The address of the role's first container: its name is known on the containers' network alone."""
         found = self._find(app_id)
@@ -158,16 +132,18 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
 
     def _submit_dryrun(self, app: AppDef, cfg: DockerOpts) -> AppDryRunInfo[DockerJob, DockerOpts]:
         request.check(app, cfg.grace)
-        info = super()._submit_dryrun(app, cfg)
+        # Upstream takes the name as it is: a handle ends at a slash, and dockerd takes no such name for a volume.
+        info = super()._submit_dryrun(dataclasses.replace(app, name=safe_name(app.name)), cfg)
         request.mend(info.request, app, cfg.init, os.environ)
         return info
 
+    @answering()
     def schedule(self, dryrun_info: AppDryRunInfo[DockerJob, DockerOpts]) -> str:
         """Make all containers, then start them.
 
         Raises:
             SubmitError: one could not be made or started; all are removed. (Upstream leaves those that were.)
-            DaemonError: there is no daemon.
+            DaemonError: there is no daemon, or none any more.
         """
         if dryrun_info.app is None:
             raise ValueError("the dry run carries no AppDef; it must come from submit_dryrun()")
@@ -182,14 +158,14 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
                 kwargs = {**one.kwargs, "labels": {**one.kwargs["labels"], **more}}
                 made.append(client.containers.create(one.image, one.command, **kwargs))
             together(self._start, made)
+            if job.app_id in self._cancelled(job.app_id):  # while the containers were being made
+                self._end(made, grace)
         except BaseException as error:
             together(_remove, made)
             network.remove_unused(client)
             if isinstance(error, DockerException):
                 raise SubmitError(f"the app was not started: {_explained(error)}") from None
             raise
-        if job.app_id in self._cancelled(job.app_id):  # while the containers were being made
-            self._end(made, grace)
         return str(job.app_id)
 
     def _pull(self, images: Iterable[str]) -> None:
@@ -225,10 +201,11 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         volumes = self._docker_client.volumes.list(filters={"label": label})
         return {each.attrs["Labels"][LABEL_CANCELLED]: facts.seconds(each.attrs["CreatedAt"]) for each in volumes}
 
-    def _find(self, app_id: str) -> _Found | None:
+    def _find(self, app_id: str) -> Found | None:
         found = self._ours(app_id)
-        return _understood(app_id, found, self._cancelled(app_id)) if found else None
+        return understood(app_id, found, self._cancelled(app_id).get(app_id, 0.0), self._ends) if found else None
 
+    @answering()
     def describe(self, app_id: str) -> DescribeAppResponse | None:
         """The app, from its containers alone.
 
@@ -245,38 +222,25 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         # The first to fail was perhaps killed; those that have lost it say so.
         by_end = sorted(zip(found.replicas, errors, strict=True), key=lambda pair: pair[0].ended)
         error = next((said for _, said in by_end if said), "") if cause else ""
-        per_replica = iter(errors)
+        message = found.message()
+        if cause is not None and not error:
+            message += reports.why_no_host(found.containers[found.replicas.index(cause)], cause)
         return DescribeAppResponse(
             app_id=app_id,
             state=found.standing.state,
             num_restarts=self._restarts(found),
-            msg=cause.failure if cause else NONE,
+            msg=message or NONE,
             structured_error_msg=error or NONE,
             metadata=found.app.metadata,
-            roles_statuses=[
-                RoleStatus(
-                    replicas[0].role,
-                    [
-                        ReplicaStatus(
-                            id=replica.id,
-                            state=_shown(replica, found.standing),
-                            role=replica.role,
-                            hostname=replica.name,
-                            structured_error_msg=next(per_replica) or NONE,
-                        )
-                        for replica in replicas
-                    ],
-                )
-                for replicas in found.roles
-            ],
+            roles_statuses=found.statuses(errors),
             roles=found.app.roles,
         )
 
-    def _restarts(self, found: _Found) -> int:
+    def _restarts(self, found: Found) -> int:
         """Those by dockerd, and those of the ranks within one start of the hosts, which the hosts report."""
         restarts = 0
         policies = {role.name: role.retry_policy for role in found.app.roles}
-        for replicas in found.roles:
+        for replicas in filter(None, found.roles):
             counts = [replica.restarts for replica in replicas]
             # When one replica's failure starts all again, that is one restart.
             together_again = policies.get(replicas[0].role) is not RetryPolicy.REPLICA
@@ -284,16 +248,21 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         pairs = zip(found.containers, found.replicas, strict=True)
         return restarts + sum(together(reports.rank_restarts, [pair for pair in pairs if pair[1].id == 0]))
 
+    @answering()
     def list(self, cfg: Mapping[str, CfgVal] | None = None) -> list[ListAppResponse]:
         """Our apps, each once, the newest first. (Upstream lists an app once for each state of a container of it.)"""
         apps: dict[str, list[Container]] = {}
         for container in self._ours():
             apps.setdefault(container.labels[LABEL_APP_ID], []).append(container)
         cancelled = self._cancelled()
-        found = [_understood(app_id, containers, cancelled) for app_id, containers in apps.items()]
+        found = [
+            understood(app_id, containers, cancelled.get(app_id, 0.0), self._ends)
+            for app_id, containers in apps.items()
+        ]
         found.sort(key=lambda one: one.created, reverse=True)
         return [ListAppResponse(one.app_id, one.standing.state, name=one.app.name) for one in found]
 
+    @answering()
     def log_iter(
         self,
         app_id: str,
@@ -313,8 +282,9 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         found = self._find(app_id)
         if found is None:
             raise ValueError(f"there is no app {app_id!r} with this Docker daemon")
-        sizes = {replicas[0].role: len(replicas) for replicas in found.roles}
-        check_replica(app_id, sizes, role_name, k)
+        check_replica(app_id, found.sizes, role_name, k)
+        if f"{role_name}/{k}" in found.removed:
+            raise ValueError(gone(f"{role_name}/{k}"))
         everyone = [(replica.role, replica.id) for replica in found.replicas]
 
         def ended() -> bool:
@@ -330,10 +300,11 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
             follow=should_tail and found.standing.state not in _ENDED,
             ended=ended,
         )
-        return matching(lines, regex)
+        return lines_while_answering(matching(lines, regex))
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
+    @answering()
     def _cancel_existing(self, app_id: str) -> None:
         """End the app; returns when nothing of it lives. One that has ended is left alone.
 
@@ -356,13 +327,14 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
 
         together(stop, containers)
 
-    def _have_ended(self, found: _Found) -> None:
+    def _have_ended(self, found: Found) -> None:
         """Have dockerd end what lives of an app; once asked, it does so without us."""
         if found.app_id in self._asked_to_end:
             return
         self._asked_to_end.add(found.app_id)
-        living = [each for each, replica in zip(found.containers, found.replicas, strict=True) if replica.lives]
-        self._begin_to_end(living, found.grace).join(_ASKING)
+        pairs = zip(found.containers, found.replicas, strict=True)
+        left = [container for container, replica in pairs if replica.lives or replica.is_restless]
+        self._begin_to_end(left, found.grace).join(_ASKING)
 
     def _begin_to_end(self, containers: Sequence[Container], grace: float) -> threading.Thread:
         def end() -> None:
@@ -375,6 +347,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
 
     # -- waiting in the foreground (schedulers/foreground.py) ----------------------------------------------------------
 
+    @answering()
     def wait_terminal(self, app_id: str, timeout: float) -> bool:
         """Wait until the app has ended, for at most ``timeout`` seconds; whether it has (or does not exist)."""
         until = time.monotonic() + timeout
@@ -390,6 +363,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         """Events are in the containers; none are shown."""
         return Path(os.devnull)
 
+    @answering()
     def stop(self, app_id: str, grace: float | None) -> None:
         """Ask for the end of the app and return at once.
 
@@ -406,6 +380,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         else:
             self._begin_to_end(found.containers, found.grace if grace is None else grace)
 
+    @answering()
     def _delete_existing(self, app_id: str) -> None:
         """Remove the containers with their anonymous volumes, what says that it was cancelled, and the network after
         the last app on it; an app that lives is ended before."""
@@ -417,29 +392,6 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
 
 
 _ENDED = (AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED)
-
-
-def _understood(app_id: str, containers: Sequence[Container], cancelled: Mapping[str, float]) -> _Found:
-    labels = containers[0].labels
-    app = blob.unpack(labels[request.LABEL_APP]) or AppDef(app_id)
-    order = [role.name for role in app.roles]
-    pairs = [(Replica.of(container.attrs), container) for container in containers]
-    pairs.sort(key=lambda pair: (order.index(pair[0].role) if pair[0].role in order else len(order), pair[0].id))
-    roles: dict[str, list[Replica]] = {}
-    for replica, _ in pairs:
-        roles.setdefault(replica.role, []).append(replica)
-    grouped = list(roles.values())
-    grace = float(labels.get(request.LABEL_GRACE, 0))
-    standing = facts.standing(grouped, cancelled.get(app_id, 0.0), time.time(), grace + HOST_EXTRA)
-    created = min(container.attrs["Created"] for container in containers)
-    return _Found(app_id, app, [container for _, container in pairs], grouped, standing, grace, created)
-
-
-def _shown(replica: Replica, standing: Standing) -> AppState:
-    """A replica's state beside the app's: one that was ended because all was over has not failed."""
-    if standing.state in (AppState.CANCELLED, AppState.SUCCEEDED) and replica.state is not AppState.SUCCEEDED:
-        return AppState.CANCELLED
-    return replica.state
 
 
 def _record(app_id: str) -> str:
@@ -461,17 +413,6 @@ def _explained(error: DockerException) -> str:
     if "docker-init" in text:
         text += " (run option init=False does without)"
     return text
-
-
-def _no_daemon(error: DockerException) -> Exception:
-    where = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
-    message = (
-        f"there is no Docker daemon at {where} ({error}). Start it (systemctl start docker; Debian's package is "
-        "docker.io), name another in DOCKER_HOST, or have yourself put into the group that may use it"
-    )
-    if os.path.basename(sys.argv[0]) == "torchx":
-        raise SystemExit(message)  # a person wants no traceback
-    return DaemonError(message)
 
 
 def create_scheduler(session_name: str, **kwargs: Any) -> MonarchDockerScheduler:

@@ -25,10 +25,15 @@ _MAX_NAME = 100
 _log = logging.getLogger("torchx_monarch")
 
 
-def new_app_id(name: str) -> str:
-    """An id for an app of this name: the name, as far as a folder and a handle can hold it, and a random word."""
+def safe_name(name: str) -> str:
+    """The name of an app as far as a folder, a handle, or a container can hold it."""
     safe = "".join(c if c.isascii() and (c.isalnum() or c in "_-.") else "-" for c in name)
-    app_id: str = make_unique(safe[:_MAX_NAME].lstrip("-.") or "app")
+    return safe[:_MAX_NAME].lstrip("-._") or "app"
+
+
+def new_app_id(name: str) -> str:
+    """An id for an app of this name: the safe name, and a random word."""
+    app_id: str = make_unique(safe_name(name))
     return app_id
 
 

@@ -31,7 +31,7 @@ class Replica:
     Attributes:
         record: what the status file says about it.
         stopping: it has been told to end, so its end is no failure of its own.
-        final: it is not retried: its command cannot be started at all, or has ended with EX_CONFIG.
+        final: it is not retried: its command cannot be started at all, or has asked for no other start.
         failure: why it failed, in words; "" while it has not.
     """
 
@@ -166,10 +166,10 @@ class Replica:
         text = f"replica {self.name} (pid {self.record.pid}) {errors.describe_code(code)}"
         if self.stopping and code:
             text += " after it was told to stop"
-        elif code == os.EX_CONFIG:
+        elif code and (why := errors.why_final(code, self.read_error())):
             self.final = True
             if self.role.max_retries:
-                text += " (EX_CONFIG), which asks for no other start"
+                text += f"; not started again: {why}"
         self._ended(code, text)
 
     def _ended(self, code: int, text: str) -> None:

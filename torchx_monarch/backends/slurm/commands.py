@@ -258,7 +258,8 @@ _SQUEUE_FORMAT = "%A|%i|%T|%r|%j|%k"
 
 
 def listed_jobs() -> list[Job]:
-    """The jobs of this user that the controller remembers, one for each; of an array one for each task that has begun.
+    """The jobs of this user that the controller remembers, one for each; of an array one for each task that has begun,
+    and one for those that wait.
 
     Raises:
         SlurmError: the controller cannot be asked.

@@ -159,11 +159,13 @@ class Batch:
                 self._stop("the main role has ended well")
             return
         cause = self._cause(name)
-        if cause is not None and role.retry_policy == "ROLE" and self._role_retries[name] < role.max_retries:
+        may_again = cause is not None and not cause[1]
+        if may_again and role.retry_policy == "ROLE" and self._role_retries[name] < role.max_retries:
             self._role_retries[name] += 1
             self._restart([name], f"role {name}")
             return
-        self._state.update(verdict="FAILED" if cause is not None else "STOPPED", role=name, code=cause or code)
+        verdict, why = ("STOPPED", "") if cause is None else ("FAILED", cause[1])
+        self._state.update(verdict=verdict, role=name, code=cause[0] if cause else code, final=why)
         self._stop(f"role {name} failed" if cause is not None else f"role {name} was told to stop")
 
     def _conclude(self) -> int | None:
@@ -177,14 +179,16 @@ class Batch:
             return self._ended_from_outside(code if verdict else _TERMINATED)
         role = next(role for role in self._request.roles if role.name == name)
         message = f"role {name} ended with exit code {code}"
-        if role.retry_policy == "APPLICATION" and self._app_retries < role.max_retries:
+        if final := self._state["final"]:
+            message += f"; not started again: {final}"
+        elif role.retry_policy == "APPLICATION" and self._app_retries < role.max_retries:
             self._app_retries += 1
             self._state["retries"] = self._app_retries
             if self._request.retry == "requeue":
                 self._write()
                 return self._requeue(message, code)
             self._forget_stopping()
-            for key in ("verdict", "role", "code"):
+            for key in ("verdict", "role", "code", "final"):
                 self._state.pop(key, None)
             self._restart(list(self._role_retries), "the app")
             return None
@@ -197,8 +201,10 @@ class Batch:
         time.sleep(_REQUEUE_TIMEOUT)
         return code
 
-    def _cause(self, name: str) -> int | None:
-        """The exit code of the replica that was the first to fail in a role; None when all had been told to stop.
+    def _cause(self, name: str) -> tuple[int, str] | None:
+        """How the replica ended that was the first to fail in a role; None when all had been told to stop.
+
+        Its exit code, and why it is not to be started again (``errors.why_final``).
 
         srun's own is the highest of all, those of tasks that it has stopped itself included.
         """
@@ -207,15 +213,15 @@ class Batch:
         ours = [one for one in every if one.get("job_restart") == self._role_restarts[name]]
         told = any(one["state"] == "CANCELLED" for one in ours)
         failed = [
-            (one["ended"], errors.shell_code(one["exit_code"]))
+            (one["ended"], errors.shell_code(one["exit_code"]), errors.why_final(one["exit_code"], one.get("error")))
             for one in ours
             if one["state"] == "FAILED" and one["exit_code"] is not None
         ]
         # Hosts that are told to stop tell each other, and some may end before Slurm has told them, too.
-        failed = [(ended, code) for ended, code in failed if not told or code != _TERMINATED]
+        failed = [each for each in failed if not told or each[1] != _TERMINATED]
         if failed:
-            return min(failed)[1]
-        return None if told else self._codes[name]
+            return min(failed)[1:]
+        return None if told else (self._codes[name], "")
 
     def _await_tasks(self) -> None:
         """Wait for the tasks. Slurm ends srun at once, and would kill its tasks with the end of this process."""

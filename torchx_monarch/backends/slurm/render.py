@@ -17,9 +17,6 @@ from torchx_monarch.backends.slurm import array, commands, folder
 from torchx_monarch.backends.slurm.options import SlurmOpts
 from torchx_monarch.backends.slurm.request import RoleRequest, SlurmRequest
 
-_FOR_CLIENTS = frozenset({"torchx_monarch.hosts", "torchx_monarch.actors"})
-"""Modules whose hosts wait for somebody to come."""
-
 _SMALL_PARTITION = 1000
 """MB of memory: nodes that claim no more have not been told how much they have (aws-parallelcluster#2198)."""
 
@@ -75,10 +72,18 @@ def _check_array(app: AppDef, given: str, cfg: SlurmOpts) -> None:
     if len(app.roles) != 1:
         names = ", ".join(role.name for role in app.roles)
         reason = f"app {app.name!r} has {len(app.roles)} roles ({names}), and Slurm has arrays of one-role jobs only"
-    elif waiting := _FOR_CLIENTS.intersection([app.roles[0].entrypoint, *app.roles[0].args]):
-        reason = f"role {app.roles[0].name} waits for clients ({min(waiting)}), who reach one app and not several"
+    elif module := _waits_for_clients([app.roles[0].entrypoint, *app.roles[0].args]):
+        reason = f"role {app.roles[0].name} waits for clients ({module}), who reach one run and not several"
     if reason:
         raise InvalidRunConfigException(f"Run option `array` is {given!r}: {reason}", "array", dict(cfg))
+
+
+def _waits_for_clients(words: list[str]) -> str:
+    """The module whose hosts wait for somebody to come; empty for a role that has its program with it."""
+    for module, has_program in (("torchx_monarch.hosts", False), ("torchx_monarch.actors", True)):
+        if module in words and not (has_program and "--" in words[words.index(module) :]):
+            return module
+    return ""
 
 
 def _job_options(app: AppDef, cfg: SlurmOpts, path: str, requeue: bool) -> dict[str, str | None]:

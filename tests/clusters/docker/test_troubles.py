@@ -1,0 +1,111 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What befalls containers, images and the daemon, and what a person is told of it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torchx.specs import AppState, RetryPolicy
+
+from tests.clusters.apps import TORCHX
+from tests.clusters.docker.apps import NAME, Apps
+from tests.clusters.docker.daemon import Daemon
+
+Eventually = Callable[..., object]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+SLEEPS = """
+    import os, time
+    print("rank", os.environ["RANK"], flush=True)
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize(("removed", "policy"), [(0, RetryPolicy.APPLICATION), (1, RetryPolicy.REPLICA)])
+def test_a_container_that_is_removed_fails_its_job(
+    apps: Apps, daemon: Daemon, eventually: Eventually, removed: int, policy: RetryPolicy
+) -> None:
+    """Nothing starts it again, and the other hosts would wait for it for minutes."""
+    role = apps.torchrun(apps.program(SLEEPS), nproc=1, max_retries=3, retry_policy=policy)
+    handle = apps.run(role, apps.role("sleep", "1000", name="other"))
+    eventually(lambda: apps.log(handle).count("]:rank") == 2, "the ranks", seconds=60)
+    with contextlib.closing(daemon.client()) as client:
+        client.containers.get(apps.hostname(handle, removed)).remove(force=True)
+    status = apps.wait(handle, 40)
+    said = f"the container of replica trainer/{removed} was removed (docker rm), and its log with it"
+    assert (status.state, status.msg) == (AppState.FAILED, said)
+    assert apps.states(handle)[f"trainer/{removed}"] is AppState.UNKNOWN
+    assert set(apps.states(handle)) == {"trainer/0", "trainer/1", "other/0"}
+    with pytest.raises(ValueError, match="trainer/. was removed"):
+        apps.lines(handle, removed)
+
+
+@pytest.mark.parametrize(
+    ("path", "code", "words"),
+    [
+        ("/usr/bin:/bin", 127, "exec python failed.*; the image needs a `python` on its PATH, in which torchx-monarch"),
+        ("/opt", 1, "No module named '?torchx_monarch.*; install torchx-monarch in the image"),
+    ],
+)
+def test_an_image_without_what_is_needed(apps: Apps, daemon: Daemon, path: str, code: int, words: str) -> None:
+    role = apps.torchrun("train.py", nproc=1, replicas=1, max_retries=1, env={"PYTHONPATH": ""})
+    role.image = _image(daemon, path)
+    handle = apps.run(role)
+    status = apps.wait(handle)
+    assert (status.state, status.num_restarts) == (AppState.FAILED, 1)
+    assert status.msg.startswith(f"replica trainer/0 exited with code {code} ("), status.msg
+    assert re.search(words, status.msg), status.msg
+
+
+def _image(daemon: Daemon, path: str) -> str:
+    """An image like that of the tests, with another PATH and a python in /opt that has nothing installed."""
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as tar:
+
+        def add(name: str, kind: bytes = tarfile.DIRTYPE, link: str = "") -> None:
+            info = tarfile.TarInfo(name)
+            info.type, info.mode, info.linkname = kind, 0o755, link
+            tar.addfile(info)
+
+        for name in ("usr", "sbin", "etc", "root", "proc", "sys", "dev", "run", "var", "tmp", "opt"):
+            add(name)
+        for name in ("bin", "lib", "lib64"):
+            add(name, tarfile.SYMTYPE, f"usr/{name}")
+        add("opt/python", tarfile.SYMTYPE, "/usr/bin/python3")
+    with contextlib.closing(daemon.client()) as client:
+        name = f"without{path.count(':')}"
+        client.api.import_image_from_data(data.getvalue(), name, "latest", [f"ENV PATH={path}"])
+        return str(client.images.get(f"{name}:latest").id)
+
+
+def test_a_daemon_that_goes_away(leaves_nothing: None, tmp_path: Path) -> None:
+    daemon = Daemon()
+    env = {**os.environ, "TORCHX_PLUGINS_SOURCE": "1", "DOCKER_HOST": daemon.host}
+    role = ["utils.sh", "--image", daemon.image, "--cpu", "1", "--memMB", "256", "--mounts", daemon.mount_words()]
+    words = ["run", "-s", NAME, "--workspace", "", "--wait", *role, "sh", "-c", "echo up; sleep 1000"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": tmp_path, "env": env}
+    try:
+        waits = subprocess.Popen([*TORCHX, *words], **pipes)  # type: ignore[call-overload]
+        handle = next(line for line in waits.stdout if line.startswith(NAME)).strip()
+        follows = subprocess.Popen([*TORCHX, "log", "--tail", handle], **pipes)  # type: ignore[call-overload]
+        assert "up" in next(line for line in follows.stdout if "INFO" not in line)
+    finally:
+        daemon.stop()
+    said = f"the Docker daemon at {daemon.host} does not answer any more"
+    for process in (waits, follows):
+        lines = process.stdout.read().splitlines()
+        assert process.wait(60) == 1
+        assert said in lines[-1] and lines[-1].endswith("What runs there may go on: ask again when it is back")
+        process.stdout.close()
+        if process is waits:  # what follows does so in threads, of which TorchX shows the traceback
+            assert not any("Traceback" in line for line in lines), lines
