@@ -202,7 +202,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         }
         found: dict[str, Any] = {"rendezvous": rendezvous, "network": words}
         if isinstance(self.inner, RolesApart):
-            found["application"] = f"{scheme}:{self.inner.main_host(app)}:{port}"
+            found["application"] = rendezvous[app.roles[0].name]
             found["always_together"] = self.inner.always_together
         return found
 
