@@ -15,6 +15,7 @@ FOR_HOSTS = (
     "MONARCH_STOP_FILE",
     "MONARCH_REPLICA0_HOST",
     "MONARCH_PEERS",
+    "MONARCH_START",
     "MONARCH_HOST_ADDRESS",
     "MONARCH_TERMINATION_LOG",
     "MONARCH_PORT_OFFSET",
@@ -22,8 +23,8 @@ FOR_HOSTS = (
 )
 """Where hosts meet and by what credentials; where sockets, events and logs go; how often it was started again; the file
 that announces a stop; the name of replica 0; the address of the host's own machine; the file with a pod's last word;
-where replica 0 of each role listens; how far the port of that is shifted; where a host may note that it is not to be
-started again."""
+where replica 0 of each role listens; what tells this start of all roles from an earlier one; how far the port of
+replica 0 is shifted; where a host may note that it is not to be started again."""
 
 OF_A_JOB = (*FOR_HOSTS, "MONARCH_JOB", "TORCHELASTIC_ERROR_FILE")
 """All that describes the job around a submitter, whose own job is another one."""

@@ -38,7 +38,8 @@ _FORGOTTEN = "AWS Batch has forgotten the job, as it does a week after its end; 
 _NO_OTHER_START = 78
 """Exit code by which a program asks for no other start (EX_CONFIG)."""
 
-_OWN_REPLICA0 = "MONARCH_REPLICA0_HOST"
+_ATTEMPT = "AWS_BATCH_JOB_ATTEMPT"
+"""Batch's variable with the number of the attempt, which all nodes begin together."""
 
 _VERDICT = re.compile(r"\[monarch\] FAILED: (.*?)(?: \(\d+\.\d+ s\))?\s*$")
 
@@ -367,8 +368,15 @@ class MonarchAWSBatchScheduler(AWSBatchScheduler, Scheduler[MonarchAWSBatchOpts]
         return options
 
     def replica0_host(self, app: AppDef, role: Role) -> str:
-        """The main node's address, which Batch tells all other nodes. It tells no other node's: see ``_render``."""
-        return f"@{RANK0 if role is app.roles[0] else _OWN_REPLICA0}"
+        """The main node's address, which Batch tells all other nodes. It tells no other node's."""
+        return f"@{RANK0}" if role is app.roles[0] else "@"
+
+    always_together = True
+    """Batch heeds the end of the main node alone, and starts all nodes again or none."""
+
+    def main_host(self, app: AppDef) -> str:
+        """The main node's address."""
+        return f"@{RANK0}"
 
     def client_host(self, app_id: str, role: str) -> str:
         """The address of the role's replica 0, for a machine within the nodes' network."""
@@ -388,7 +396,7 @@ class MonarchAWSBatchScheduler(AWSBatchScheduler, Scheduler[MonarchAWSBatchOpts]
 
     def _render(self, app: AppDef, cfg: MonarchAWSBatchOpts) -> BatchJob:
         for role in app.roles:
-            _check_hosts(role, is_main=role is app.roles[0])
+            _check_hosts(role, app.roles[0])
         if cfg.secret and not cfg.execution_role_arn:
             raise ValueError(
                 "run option secret needs execution_role_arn, a role that may read secrets (GetSecretValue)"
@@ -396,6 +404,8 @@ class MonarchAWSBatchScheduler(AWSBatchScheduler, Scheduler[MonarchAWSBatchOpts]
 
         def finish(role: Role, env: dict[str, str]) -> None:
             env.setdefault("PYTHONUNBUFFERED", "1")  # what goes into a pipe comes in blocks; people want lines
+            if len(app.roles) > 1 and CREDENTIALS in role.env:
+                env["MONARCH_START"] = f"@{_ATTEMPT}"
             if cfg.secret:
                 env.pop(CREDENTIALS, None)
 
@@ -413,7 +423,7 @@ class MonarchAWSBatchScheduler(AWSBatchScheduler, Scheduler[MonarchAWSBatchOpts]
         return job
 
 
-def _check_hosts(role: Role, is_main: bool) -> None:
+def _check_hosts(role: Role, main: Role) -> None:
     """Refuse what hosts of this role would wait for in vain.
 
     Raises:
@@ -421,10 +431,12 @@ def _check_hosts(role: Role, is_main: bool) -> None:
     """
     if CREDENTIALS not in role.env or role.num_replicas == 1:
         return
-    if not is_main and _OWN_REPLICA0 not in role.env:
+    if CREDENTIALS not in main.env:
         raise ValueError(
-            f"role {role.name!r} has {role.num_replicas} replicas that are to meet, and AWS Batch tells its nodes "
-            "the address of the first role's replica 0 alone: make it the first role, or submit it as an app of its own"
+            f"role {role.name!r} has {role.num_replicas} replicas that are to meet, and AWS Batch tells its nodes the "
+            f"address of the first role's replica 0 alone, where no host of ours would run that knows of theirs: role "
+            f"{main.name!r} has no torchrun or Python command. Make {role.name!r} the first role, or submit it as an "
+            "app of its own"
         )
     if role.max_retries and role.retry_policy is RetryPolicy.REPLICA:
         raise ValueError(

@@ -24,11 +24,13 @@ LABEL_GRACE = "torchx-monarch/grace"
 REPLICA0 = "MONARCH_REPLICA0_HOST"
 """The variable in which each container finds the name of its role's replica 0."""
 
+RANK0 = "TORCHX_RANK0_HOST"
+"""The same of the first role's, for all of them."""
+
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 EVENTS = "MONARCH_EVENTS"
 STARTS = "MONARCH_STARTS"
 
-_RANK0 = "TORCHX_RANK0_HOST"
 
 _LONGEST_NAME = 63
 """Of a host's name, and of one label of a name in the DNS."""
@@ -72,7 +74,7 @@ def mend(job: DockerJob, app: AppDef, init: bool, environ: Mapping[str, str]) ->
         for variable in OF_A_JOB:
             if variable not in given[role]:
                 env.pop(variable, None)  # copy_env, in a shell within another job
-        env[_RANK0] = names[app.roles[0].name][0]
+        env[RANK0] = names[app.roles[0].name][0]
         env[REPLICA0] = names[role][0]
         # A folder of its own even where all replicas have one folder of this machine as their /tmp.
         env.setdefault("MONARCH_LOG_DIR", f"/tmp/torchx-monarch/{name}")

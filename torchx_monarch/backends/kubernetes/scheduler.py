@@ -71,6 +71,12 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
         """The pod of the role's replica 0, by its name in the cluster's DNS."""
         return f"@{pods.REPLICA0}"
 
+    always_together = False
+
+    def main_host(self, app: AppDef) -> str:
+        """The first role's first pod, for the hosts of all roles: each role is a Job of its own."""
+        return f"@{pods.RANK0}"
+
     def client_host(self, app_id: str, role: str) -> str:
         """The address of the pod of the role's replica 0: its name is known to the cluster's DNS alone, and late."""
         found = self._find(app_id)
