@@ -25,6 +25,7 @@ from torchx_monarch import credentials, schedulers
 from torchx_monarch.backends.aws_batch import command, container, facts, request
 from torchx_monarch.backends.aws_batch.request import BatchJob, fit, new_name
 from torchx_monarch.backends.network import PLACEHOLDER
+from torchx_monarch.plan.meshes import waiting
 
 NAME = "monarch_aws_batch"
 FACTORIES = {"aws_batch": schedulers.aws_batch, NAME: schedulers.monarch_aws_batch}
@@ -188,6 +189,7 @@ def test_dry_run_shows_no_secret_and_is_json() -> None:
     ("roles", "words"),
     [
         ([role("a", 1), role("b", 2)], "role 'b' has 2 replicas that are to meet, and AWS Batch tells its nodes the"),
+        (waiting(AppDef("a", [role("a", 2), role("b", 1)]), 0, ["python", "x.py"]).roles, "role 'a' uses the hosts of"),
         ([role(max_retries=1, retry_policy=RetryPolicy.REPLICA)], "AWS Batch replaces no single node"),
         ([role(max_retries=10)], "max_retries is 10; AWS Batch starts a job again at most 9 times"),
         ([role(str(index), 1) for index in range(6)], "has 6 roles; a job of AWS Batch has at most 5 node ranges"),

@@ -40,6 +40,9 @@ _NO_OTHER_START = 78
 
 _OWN_REPLICA0 = "MONARCH_REPLICA0_HOST"
 
+_ACTORS = "torchx_monarch.actors"
+"""The module of roles without ranks; the words after a ``--`` behind it are a script that uses all hosts."""
+
 _VERDICT = re.compile(r"\[monarch\] FAILED: (.*?)(?: \(\d+\.\d+ s\))?\s*$")
 
 _RANK_RESTARTS = re.compile(r"\[monarch\] restarts of ranks: (\d+)")
@@ -389,6 +392,12 @@ class MonarchAWSBatchScheduler(AWSBatchScheduler, Scheduler[MonarchAWSBatchOpts]
     def _render(self, app: AppDef, cfg: MonarchAWSBatchOpts) -> BatchJob:
         for role in app.roles:
             _check_hosts(role, is_main=role is app.roles[0])
+        main = app.roles[0].args
+        if len(app.roles) > 1 and _ACTORS in main and "--" in main[main.index(_ACTORS) :]:
+            raise ValueError(
+                f"the script of role {app.roles[0].name!r} uses the hosts of all roles, and AWS Batch tells its nodes "
+                "the address of the first role's replica 0 alone: give it one mesh"
+            )
         if cfg.secret and not cfg.execution_role_arn:
             raise ValueError(
                 "run option secret needs execution_role_arn, a role that may read secrets (GetSecretValue)"
