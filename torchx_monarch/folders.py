@@ -40,3 +40,17 @@ def new_run_dir() -> str:
         with contextlib.suppress(OSError):  # a TMPDIR that is not there, or not ours to write to
             return new_dir(os.path.join(base, RUN_PREFIX))
     return new_dir(os.path.join("/tmp", RUN_PREFIX))
+
+
+def private_dir(within: str) -> str:
+    """For sockets and keys: of this life of this replica alone, and short: a socket's path has at most 107 bytes.
+
+    Raises:
+        ValueError: it cannot be made.
+    """
+    import tempfile
+
+    try:
+        return tempfile.mkdtemp(prefix="h", dir=within)
+    except OSError as error:
+        raise ValueError(f"cannot make sockets in {within}: {error.strerror}") from None

@@ -44,7 +44,8 @@ def main(argv: list[str]) -> NoReturn:
         "--rendezvous",
         default="",
         help="where replica 0 listens: unix:PATH, tls:HOST:PORT or insecure-tcp:HOST:PORT; @NAME as HOST is the value "
-        "of that environment variable (default: MONARCH_RENDEZVOUS, else a socket of this machine's)",
+        "of that environment variable, @ alone is told to the --directory by replica 0 (default: MONARCH_RENDEZVOUS, "
+        "else a socket of this machine's)",
     )
     parser.add_argument("--bind", default="", help="address or interface to open ports on (default: all)")
     parser.add_argument(
@@ -62,6 +63,16 @@ def main(argv: list[str]) -> NoReturn:
     )
     parser.add_argument(
         "--peers", default="", help="NAME=RENDEZVOUS of each role, with commas, for a script that uses all of them"
+    )
+    parser.add_argument(
+        "--directory",
+        default="",
+        help="where replica 0 of the first role listens, which is told where those of the other roles do",
+    )
+    parser.add_argument(
+        "--application",
+        default="",
+        help="where replica 0 of the first role listens: when one role has failed all of them end, to begin again",
     )
     parser.add_argument("command", nargs="+", metavar="COMMAND", help="after `--`: what the role runs")
     args = parser.parse_args(argv)
@@ -94,6 +105,8 @@ def main(argv: list[str]) -> NoReturn:
         retry_on=retry_on,
         command=tuple(args.command),
         peers=args.peers,
+        directory=args.directory,
+        application=args.application,
     )
     kind: type[HostProcess] = LiveHost if is_live(options, os.environ) else HostProcess
     if is_actors(args.command):

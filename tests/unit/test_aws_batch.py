@@ -25,7 +25,6 @@ from torchx_monarch import credentials, schedulers
 from torchx_monarch.backends.aws_batch import command, container, facts, request
 from torchx_monarch.backends.aws_batch.request import BatchJob, fit, new_name
 from torchx_monarch.backends.network import PLACEHOLDER
-from torchx_monarch.plan.meshes import waiting
 
 NAME = "monarch_aws_batch"
 FACTORIES = {"aws_batch": schedulers.aws_batch, NAME: schedulers.monarch_aws_batch}
@@ -188,8 +187,10 @@ def test_dry_run_shows_no_secret_and_is_json() -> None:
 @pytest.mark.parametrize(
     ("roles", "words"),
     [
-        ([role("a", 1), role("b", 2)], "role 'b' has 2 replicas that are to meet, and AWS Batch tells its nodes the"),
-        (waiting(AppDef("a", [role("a", 2), role("b", 1)]), 0, ["python", "x.py"]).roles, "role 'a' uses the hosts of"),
+        (
+            [Role("a", "image", entrypoint="sh", args=["-c", "x"], resource=Resource(1, 0, 512)), role("b", 2)],
+            "role 'b' has 2 replicas that are to meet, and AWS Batch tells its nodes the address of the first role's",
+        ),
         ([role(max_retries=1, retry_policy=RetryPolicy.REPLICA)], "AWS Batch replaces no single node"),
         ([role(max_retries=10)], "max_retries is 10; AWS Batch starts a job again at most 9 times"),
         ([role(str(index), 1) for index in range(6)], "has 6 roles; a job of AWS Batch has at most 5 node ranges"),
@@ -204,9 +205,36 @@ def test_what_cannot_be_is_refused(roles: list[Role], words: str) -> None:
     assert words in str(told.value)
 
 
-def test_a_role_of_one_replica_beside_the_main_one_meets_on_its_own_machine() -> None:
-    _, second = containers(job(role("a", 2), role("b", 1), rendezvous_port=20100))
-    assert "tls:@MONARCH_REPLICA0_HOST:20101" in " ".join(second["command"])
+def directories(made: BatchJob) -> list[bool]:
+    """Which roles ask and are asked where replicas 0 are; the same ones have to tell attempts from each other."""
+    return [
+        "--directory tls:@AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS:20100 " in " ".join(each["command"])
+        for each in containers(made)
+    ]
+
+
+def test_roles_beside_the_main_one_meet_by_its_directory() -> None:
+    shell = Role("sh", "image", entrypoint="sh", args=["-c", "x"], num_replicas=2, resource=Resource(1, 0, 512))
+    made = job(role("a", 1), role("b", 1), role("c", 3), shell, rendezvous_port=20100)
+    assert directories(made) == [True, False, True, False]
+    assert "tls:@:20102" in " ".join(containers(made)[2]["command"])
+    for each in containers(made)[:3]:
+        assert {"name": "MONARCH_START", "value": "@AWS_BATCH_JOB_ATTEMPT"} in each["environment"]
+
+
+def test_the_end_of_one_role_is_made_that_of_all() -> None:
+    """Whatever the policy: Batch ends and retries jobs as a whole, by their main node."""
+    ends = " --application tls:@AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS:20100 -- torchrun "
+    for one in containers(job(role("a", 1), role("b", 1), rendezvous_port=20100)):
+        assert ends in " ".join(one["command"])
+    assert "--application" not in str(job(role("a", 2)))
+
+
+def test_apps_whose_roles_need_none_have_no_directory() -> None:
+    made = job(role("a", 2), role("b", 1), rendezvous_port=20100)
+    assert directories(made) == [False, False]
+    assert "tls:@:20101" in " ".join(containers(made)[1]["command"])
+    assert "MONARCH_START" not in str(job(role("a", 2)))
 
 
 @settings(max_examples=25, deadline=None)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -363,3 +364,28 @@ def test_only_backends_that_replace_replicas_promise_replacements() -> None:
     assert "--replacements" not in words(RetryPolicy.REPLICA, 1)
     assert "--replacements" not in words(RetryPolicy.REPLICA, 2, retries=0)
     assert "--replacements" not in words(RetryPolicy.APPLICATION, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "always", "told"),
+    [
+        ({}, False, [True, True, False]),
+        ({"max_retries": 0}, False, [False, False, False]),
+        ({"max_retries": 0}, True, [True, True, False]),
+        ({"retry_policy": RetryPolicy.ROLE}, False, [False, False, False]),
+        ({"args": ["-m", "torchx_monarch.hosts"], "entrypoint": "python"}, True, [False, False, False]),
+        ({"args": ["-c", "sleep 1"], "entrypoint": "sh"}, True, [False, False, False]),
+    ],
+)
+def test_roles_that_end_together_are_told_where_the_first_one_is(
+    change: dict[str, Any], always: bool, told: list[bool]
+) -> None:
+    roles = [Role(name, "image", entrypoint="torchrun", args=["a.py"], max_retries=2) for name in ("a", "b")]
+    roles.append(Role("c", "image", entrypoint="sh", args=["-c", "sleep 1"]))
+    for name, value in change.items():
+        setattr(roles[0], name, value)
+    given = AppDef("app", roles)
+    options = HostOptions(application="tls:@MAIN:1", always_together=always)
+    made = rewrite(given, options)
+    assert [" --application tls:@MAIN:1 " in " ".join(role.args) for role in made.roles] == told
+    assert [restore(role) for role in made.roles] == given.roles

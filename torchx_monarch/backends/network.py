@@ -27,9 +27,22 @@ class NetworkBackend(Protocol):
         """The name by which all replicas of a role reach its replica 0.
 
         It may hold macros. ``@NAME`` stands for the value that the environment variable NAME has on each host; unset or
-        ``localhost`` on replica 0 itself, it means that machine.
+        ``localhost`` on replica 0 itself, it means that machine. ``@`` alone: nobody knows it before that replica runs,
+        and it tells replica 0 of the first role, which the others ask.
         """
         ...
+
+
+@runtime_checkable
+class RolesApart(Protocol):
+    """A scheduler that lets each role end and begin again by itself: it is the hosts who see to the others.
+
+    Attributes:
+        always_together: whether roles can only begin again together, so that the end of one must end all, whatever the
+            policy.
+    """
+
+    always_together: bool
 
 
 @runtime_checkable

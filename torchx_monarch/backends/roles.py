@@ -4,11 +4,15 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from torchx.schedulers.api import filter_regex
-from torchx.specs import AppDef
+from torchx.specs import AppDef, RetryPolicy
+
+_TOGETHER = re.compile(r"-m torchx_monarch\.host (?:(?! -- ).)*--application ", re.DOTALL)
+"""In the command of a role whose hosts end with those of the other roles, to begin again (``runtime.application``)."""
 
 
 def check_names(app: AppDef) -> None:
@@ -54,3 +58,36 @@ def matching(lines: Iterable[str], regex: str | None) -> Iterable[str]:
     except re.error as error:
         raise ValueError(f"{regex!r} is no regular expression: {error}") from error
     return found
+
+
+def restarts(app: AppDef, counts: Mapping[str, Sequence[int]]) -> int:
+    """How often an app was started again: when one replica's failure starts others again too, that is one restart.
+
+    Args:
+        app: as it was submitted, with our commands.
+        counts: how often each replica of each role was started again.
+    """
+    alone, together = 0, 0
+    roles = {role.name: role for role in app.roles}
+    for name, each in counts.items():
+        role = roles.get(name)
+        if role is not None and _TOGETHER.search(" ".join(role.args)):
+            together = max(together, *each)
+        elif role is not None and role.retry_policy is RetryPolicy.REPLICA:
+            alone += sum(each)
+        else:
+            alone += max(each)
+    return alone + together
+
+
+def is_consequence(error: str) -> bool:
+    """Whether a replica's error file says only that it has lost another, or has ended because another had.
+
+    Args:
+        error: the content; may be empty, or anybody's.
+    """
+    try:
+        data = json.loads(error)
+        return bool(data["message"]["extraInfo"]["consequence"])
+    except (LookupError, TypeError, ValueError):
+        return False

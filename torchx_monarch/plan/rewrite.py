@@ -12,12 +12,12 @@ from __future__ import annotations
 import copy
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torchx.specs import AppDef, RetryPolicy, Role, macros
 
 from torchx_monarch.plan.actors import is_actors
-from torchx_monarch.plan.command import HOST_MODULE, HOSTS_MODULE, Command, CommandError, check, parse
+from torchx_monarch.plan.command import ACTORS_MODULE, HOST_MODULE, HOSTS_MODULE, Command, CommandError, check, parse
 from torchx_monarch.plan.hold import IDLE_TIMEOUT, Hold
 from torchx_monarch.plan.shell import SimpleCommand, command_string, simple_commands
 from torchx_monarch.plan.template import escape, substitute, unescape
@@ -33,8 +33,12 @@ class HostOptions:
         host_timeout: seconds to wait for all hosts to arrive.
         preload: the modules, separated by commas, that rank interpreters import while they wait; empty for none.
         retry_on: the exit codes, as a shell has them, after which ranks are started again; empty for any.
-        rendezvous: where replica 0 of each role listens, by the role's name; roles of one machine have none.
+        rendezvous: where replica 0 of each role listens, by the role's name; roles of one machine have none. Where its
+            host is ``@`` alone, nobody knows that before it runs.
         network: further words of the host's command line, each option with its value.
+        application: where all roles find replica 0 of the first one, on backends that let each role end by itself;
+            empty for others.
+        always_together: whether there the end of one role is to end all, whatever the policy.
     """
 
     python: str = "python"
@@ -44,6 +48,8 @@ class HostOptions:
     retry_on: tuple[int, ...] = ()
     rendezvous: Mapping[str, str] = field(default_factory=dict)
     network: Sequence[str] = ()
+    application: str = ""
+    always_together: bool = False
 
 
 def rewrite(app: AppDef, options: HostOptions) -> AppDef:
@@ -53,9 +59,44 @@ def rewrite(app: AppDef, options: HostOptions) -> AppDef:
         CommandError: the command of a role cannot be run; the message names the role.
     """
     rewritten = copy.deepcopy(app)
+    directory = _directory(app, options)
+    if options.application and not _ends_together(app, options.always_together):
+        options = replace(options, application="")
     for role in rewritten.roles:
-        wrap_role(role, options.python, _host_arguments(role, options))
+        wrap_role(role, options.python, _host_arguments(role, options, directory))
     return rewritten
+
+
+def _ends_together(app: AppDef, always: bool) -> bool:
+    """Whether all roles of ranks, of which the first is one of several, are to end when one has failed.
+
+    Where they are to begin again together, that is; with one that has no retries left to begin with, none would.
+    """
+    ranks = [role for role in app.roles if _runs_ranks(role)]
+    waiting = any(module in word for role in ranks for word in role.args for module in (HOSTS_MODULE, ACTORS_MODULE))
+    every = all(role.retry_policy is RetryPolicy.APPLICATION and role.max_retries > 0 for role in ranks)
+    return len(ranks) > 1 and ranks[0] is app.roles[0] and (always or every) and not waiting
+
+
+def _directory(app: AppDef, options: HostOptions) -> Mapping[str, str]:
+    """By role, where it is asked or told where the roles' replicas 0 are (``runtime.directory``), if nobody else knows.
+
+    It is replica 0 of the first role that knows. Where that role has no rank program, nothing can be done.
+    """
+    roles = [
+        role
+        for role in app.roles[1:]
+        if ":@:" in options.rendezvous.get(role.name, "")
+        and (role.num_replicas > 1 or is_actors([role.entrypoint, *role.args]))
+        and _runs_ranks(role)
+    ]
+    if not roles or not _runs_ranks(app.roles[0]):
+        return {}
+    return {role.name: options.rendezvous[app.roles[0].name] for role in (app.roles[0], *roles)}
+
+
+def _runs_ranks(role: Role) -> bool:
+    return wrap_role(copy.deepcopy(role), "python", ["-m", HOST_MODULE, "--"])
 
 
 def hold(app: AppDef, idle_timeout: float = IDLE_TIMEOUT, python: str = "python") -> AppDef:
@@ -179,7 +220,7 @@ def _command(words: Sequence[str], role: Role) -> Command | None:
     return command
 
 
-def _host_arguments(role: Role, options: HostOptions) -> list[str]:
+def _host_arguments(role: Role, options: HostOptions, directory: Mapping[str, str]) -> list[str]:
     """The arguments of the host process, which follow the interpreter and precede the command."""
     return [
         *("-m", HOST_MODULE),
@@ -194,6 +235,8 @@ def _host_arguments(role: Role, options: HostOptions) -> list[str]:
         *(("--replacements", str(role.max_retries)) if _are_replaced(role) else ()),
         *(("--rendezvous", options.rendezvous[role.name]) if role.name in options.rendezvous else ()),
         *(("--peers", _peers(options)) if options.rendezvous and is_actors([role.entrypoint, *role.args]) else ()),
+        *(("--directory", directory[role.name]) if role.name in directory else ()),
+        *(("--application", options.application) if options.application else ()),
         *(escape(word) for word in options.network),
         "--",
     ]

@@ -22,6 +22,7 @@ from torchx_monarch.plan.command import Command, CommandError, parse
 from torchx_monarch.plan.options import DEFAULTS
 from torchx_monarch.runtime import network, protocol, transport
 from torchx_monarch.runtime.attendance import Attendance
+from torchx_monarch.runtime.directory import is_told
 from torchx_monarch.runtime.environment import World
 from torchx_monarch.runtime.host import _HOST_EXIT_TIMEOUT, HostProcess
 from torchx_monarch.runtime.output import RankOutput
@@ -143,6 +144,7 @@ class ActorHost(HostProcess):
             self._shut_down,
             self._actors.script is not None,
         )
+        self._meet_other_roles(rendezvous, wires)
         try:
             await rendezvous.start()
         except RendezvousError as error:
@@ -184,7 +186,7 @@ class ActorHost(HostProcess):
                 run_id=self._run_id(),
             )
             await self._pool.launch(world, spares=False)
-        except (LaunchError, network.NetworkError, ConnectError) as error:
+        except (LaunchError, network.NetworkError, ConnectError, RendezvousError) as error:
             return Verdict(1, f"host 0: {error}")
         self._reporter.phase("ranks", "script started")
         return await attendance.run(self._pool, self._grace)
@@ -193,15 +195,18 @@ class ActorHost(HostProcess):
         """The Monarch addresses of the hosts of the other roles, when all of them are there.
 
         Raises:
-            ConnectError: they are not in time.
+            ConnectError, RendezvousError: they are not in time.
         """
         text = self._options.peers or self._environ.get("MONARCH_PEERS", "")
         peers = dict(peer.split("=", 1) for peer in text.split(",") if peer)
         peers.pop(self._options.role, None)
 
         async def ask(role: str, where: str) -> list[str]:
-            address = Address.parse(network.expanded(where, self._environ, is_first=False), f"role {role}")
             until = asyncio.get_running_loop().time() + self._options.host_timeout
+            if self._guide is not None and is_told(where):
+                address = await self._guide.find(role, wires, self._options.host_timeout)
+            else:
+                address = Address.parse(network.expanded(where, self._environ, is_first=False), f"role {role}")
             while True:
                 try:
                     state = await self._look(address, wires)

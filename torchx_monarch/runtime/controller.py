@@ -399,22 +399,27 @@ class Controller:
         asked = set(self._members)
         until = loop.time() + grace + _STOP_MARGIN
         self._stream_into(answers, "stop", {"signal": number, "grace": grace})
+        getting = asyncio.ensure_future(
+            answers.get()
+        )  # outlives troubles: one that comes with an answer must not lose it
         while asked:
             try:
-                answer = await self._unless_trouble(asyncio.wait_for(answers.get(), until - loop.time()))
+                await self._unless_trouble(asyncio.wait([getting], timeout=until - loop.time()))
             except TroubleCame as more:
                 came.append(more.trouble)
                 if more.trouble.lost:
                     self._members.discard(more.trouble.replica)
                     asked &= self._members
-            except asyncio.TimeoutError:
+                continue
+            if not getting.done():
                 late = ", ".join(str(replica) for replica in sorted(asked))
                 self._reporter.line(f"host {late} did not stop its ranks within {grace + _STOP_MARGIN:g} s")
                 break
-            else:
-                if not isinstance(answer, Exception):
-                    self._note_exits(answer["exits"])
-                    asked.discard(answer["replica"])  # by name: there are no exits when no rank was started
+            answer, getting = getting.result(), asyncio.ensure_future(answers.get())
+            if not isinstance(answer, Exception):
+                self._note_exits(answer["exits"])
+                asked.discard(answer["replica"])  # by name: there are no exits when no rank was started
+        getting.cancel()
         while not self._rendezvous.troubles.empty():
             came.append(self._rendezvous.troubles.get_nowait())
         self._members -= {one.replica for one in came if one.lost}

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterable
 
+from torchx_monarch.plan.command import Command
 from torchx_monarch.runtime.rendezvous import Registration, Rendezvous
 from torchx_monarch.runtime.report import Reporter
 
@@ -39,6 +40,24 @@ class Sizes:
     join_timeout: float
     join_option: str = "--host-timeout"
     last_call: float = 0.0
+
+    @classmethod
+    def of(cls, command: Command | None, replicas: int, timeout: float) -> Sizes:
+        """As torchrun's ``--nnodes`` and ``--rdzv-conf`` say.
+
+        Args:
+            command: the role's; None where it could not be read.
+            replicas: of the role.
+            timeout: seconds to wait for hosts, unless the command says otherwise.
+        """
+        if command is None:
+            return cls(replicas, replicas, timeout)
+        conf = command.options.rdzv_conf
+        sizes = cls(command.fewest(replicas), replicas, timeout, last_call=conf.last_call_timeout)
+        if conf.join_timeout is None:
+            return sizes
+        option = f"--rdzv-conf join_timeout={conf.join_timeout}"
+        return dataclasses.replace(sizes, join_timeout=conf.join_timeout, join_option=option)
 
     @property
     def elastic(self) -> bool:

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Coroutine, Mapping
 from typing import Any, NoReturn
@@ -21,7 +22,9 @@ from torchx_monarch import folders, processes
 from torchx_monarch.errors import Verdict
 from torchx_monarch.plan.command import Command, CommandError, check, parse
 from torchx_monarch.runtime import network, retry
+from torchx_monarch.runtime.application import Application
 from torchx_monarch.runtime.controller import Controller, JobOptions
+from torchx_monarch.runtime.directory import Guide
 from torchx_monarch.runtime.elastic import Sizes
 from torchx_monarch.runtime.environment import World
 from torchx_monarch.runtime.link import SOCKET_VARIABLE, LinkServer
@@ -74,6 +77,7 @@ class HostProcess:
         self._reporter = Reporter(self._stderr, events_path, options.role, self._environ.get("MONARCH_TERMINATION_LOG"))
         self._rendezvous: Rendezvous | None = None
         self._membership: Membership | None = None
+        self._guide: Guide | None = None
         self._command: Command | None = None
         self._pool: RankPool | None = None
         self._registration: Registration | None = None
@@ -136,7 +140,7 @@ class HostProcess:
         except CommandError as failure:
             error, code = str(failure), 2
         try:
-            self._sockets = self._private_folder()
+            self._sockets = folders.private_dir(self._run_dir)
             rendezvous, advertised = self._settle_network(command)
             if command is not None:
                 # First of all: what the ranks import takes longer than everything below.
@@ -223,17 +227,6 @@ class HostProcess:
         nproc = command.options.nproc_per_node if command.kind == "torchrun" else "1"
         return await self._pool.start(nproc)
 
-    def _private_folder(self) -> str:
-        """For sockets and keys: of this life of this replica alone, and short: a socket's path has at most 107 bytes.
-
-        Raises:
-            ValueError: it cannot be made.
-        """
-        try:
-            return tempfile.mkdtemp(prefix="h", dir=self._run_dir)
-        except OSError as error:
-            raise ValueError(f"cannot make sockets in {self._run_dir}: {error.strerror}") from None
-
     def _settle_network(self, command: Command | None) -> tuple[Address, str]:
         """Where replica 0 listens, and the name by which the other hosts dial this one.
 
@@ -243,6 +236,9 @@ class HostProcess:
         is_first = self._options.replica == 0
         given = self._options.rendezvous or self._environ.get("MONARCH_RENDEZVOUS") or f"unix:{self._run_dir}/r.sock"
         source = "--rendezvous" if self._options.rendezvous else "MONARCH_RENDEZVOUS"
+        self._guide = guide = Guide.of(self._options, given, self._environ)
+        if guide is not None and not guide.is_main:
+            given, is_first = given.replace("@", guide.address.host), False  # the way there is the one to the others
         rendezvous = Address.parse(network.expanded(given, self._environ, is_first), source)
         if not rendezvous.networked:
             return rendezvous, "127.0.0.1"
@@ -254,9 +250,10 @@ class HostProcess:
         if command is not None and command.options.local_addr and not options.advertise:
             options = dataclasses.replace(options, advertise=command.options.local_addr)
         advertised = network.advertised(rendezvous, is_first, options, self._environ.get("MONARCH_HOST_ADDRESS", ""))
-        interface = network.gloo_interface(advertised)
-        if interface:
+        if interface := network.gloo_interface(advertised):
             self._environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if guide is not None and not guide.is_main:
+            rendezvous = dataclasses.replace(rendezvous, host=advertised)
         return rendezvous, advertised
 
     async def _start_worker(self, wires: Wires) -> str:
@@ -290,16 +287,7 @@ class HostProcess:
         return given if given != "none" else self._options.app
 
     def _sizes(self) -> Sizes:
-        """How many hosts the job runs on, as torchrun's ``--nnodes`` and ``--rdzv-conf`` say."""
-        replicas, timeout, command = self._options.replicas, self._options.host_timeout, self._command
-        if command is None:
-            return Sizes(replicas, replicas, timeout)
-        conf = command.options.rdzv_conf
-        sizes = Sizes(command.fewest(replicas), replicas, timeout, last_call=conf.last_call_timeout)
-        if conf.join_timeout is None:
-            return sizes
-        option = f"--rdzv-conf join_timeout={conf.join_timeout}"
-        return dataclasses.replace(sizes, join_timeout=conf.join_timeout, join_option=option)
+        return Sizes.of(self._command, self._options.replicas, self._options.host_timeout)
 
     def _first_log_attempt(self, max_restarts: int, sizes: Sizes) -> int:
         """The number of the first attempt's log folders: the backend's earlier starts may have used up all of theirs.
@@ -343,10 +331,12 @@ class HostProcess:
             options.network.peer_timeout,
             fewest=sizes.fewest,
         )
+        self._meet_other_roles(rendezvous, wires)
         try:
+            self._together = together = Application.of(options, self._environ, rendezvous, wires)
             if self._listens:
                 await rendezvous.start()
-        except RendezvousError as error:
+        except (RendezvousError, ValueError) as error:
             return self._conclude(Verdict(1, str(error)))
         rendezvous.register(host)
         max_restarts = self._command.options.max_restarts if self._command else 0
@@ -365,15 +355,24 @@ class HostProcess:
             said_within=options.network.peer_timeout + 3.0 if wires.rendezvous.networked else 1.0,
             monarch_log=self._monarch_log,
         )
+        await together.begin(self._reporter, options.host_timeout)
         verdict = await self._controller(job, rendezvous, wires).run()
         self._conclude(verdict)
+        await together.end(verdict, _HOST_EXIT_TIMEOUT + (0.0 if verdict.stopped else self._grace))
         await rendezvous.announce(verdict, _HOST_EXIT_TIMEOUT + self._grace)
         return verdict
 
     @property
     def _listens(self) -> bool:
         """Whether anybody is to reach replica 0."""
-        return self._options.replicas > 1
+        return self._options.replicas > 1 or self._guide is not None or bool(self._options.application)
+
+    def _meet_other_roles(self, rendezvous: Rendezvous, wires: Wires) -> None:
+        """Keep the directory of the roles' replicas 0, or tell it where this one listens."""
+        if self._guide is not None and self._guide.is_main:
+            self._guide.serve(rendezvous)
+        elif self._guide is not None:
+            self._spawn(self._guide.tell(rendezvous, wires, self._reporter, self._options.host_timeout))
 
     def _controller(self, job: JobOptions, rendezvous: Rendezvous, wires: Wires) -> Controller:
         return Controller(job, rendezvous, self._reporter, self._first_output, wires.check, self._handle)
@@ -428,10 +427,14 @@ class HostProcess:
             nonlocal failure
             failure = f" ({reason})"
 
-        joining = Membership.join(
-            wires.rendezvous, host, timeout, wires.identity, self._options.network.peer_timeout, failed
-        )
-        return await self._reporter.while_waiting(joining, lambda: whom + failure)
+        async def joining() -> Membership:
+            until, where = time.monotonic() + timeout, wires.rendezvous
+            if self._guide is not None and not self._guide.is_main:
+                where = await self._guide.find(self._options.role, wires, timeout, failed)
+            left = max(1.0, until - time.monotonic())
+            return await Membership.join(where, host, left, wires.identity, wires.options.peer_timeout, failed)
+
+        return await self._reporter.while_waiting(joining(), lambda: whom + failure)
 
     # -- requests and events -------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The end of every other host in the rendezvous."""
+"""The end of every other host in the rendezvous, and how a replica 0 is greeted."""
 
 from __future__ import annotations
 
@@ -27,6 +27,75 @@ _RETRY_AT_MOST = 0.5
 _STALE_FOR = 1.6
 """For how long even a final refusal is tried again, in units of the peer timeout: an earlier job's replica 0 may still
 have the port, or the host in whose place this one comes may not have been missed yet."""
+
+
+async def greet(
+    address: Address,
+    greeting: protocol.Message,
+    expected: str,
+    timeout: float,
+    identity: Identity | None = None,
+    peer_timeout: float = PEER_TIMEOUT,
+    on_failure: Callable[[str], None] = lambda reason: None,
+    aim: str = "replica 0 was not reached",
+    refused: str = "replica 0 refused this host",
+) -> tuple[protocol.Message, asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to a replica 0 and greet it; tries again until it listens and gives the answer that is expected.
+
+    Args:
+        address: where it listens.
+        greeting: the message, without the version.
+        expected: type of the answer.
+        timeout: seconds.
+        identity: ours, where the address is one of TLS.
+        peer_timeout: seconds of its machine's silence until the connection breaks.
+        on_failure: called with the reason why a try has failed.
+        aim: what has failed when the time is over, for the message.
+        refused: what has happened when it says no, for the message.
+
+    Returns:
+        The answer and the connection.
+
+    Raises:
+        RendezvousError: refused, or no such answer within ``timeout`` seconds.
+    """
+    started = time.monotonic()
+    pause, why, patience = _RETRY_EVERY, "", transport.IMPATIENCE
+    while time.monotonic() < started + timeout:
+        try:
+            reader, writer = await transport.connect(address, identity, peer_timeout, patience)
+            await protocol.send(writer, {**greeting, "version": protocol.VERSION})
+            try:
+                answer = await protocol.receive(reader, LEASE)
+            except protocol.ProtocolError as error:
+                raise ConnectError(f"{address}: what listens there is another program: {error}") from None
+            except TimeoutError as error:
+                raise ConnectError(f"{address}: {error}") from None
+            if answer is not None and answer.get("type") == expected:
+                return answer, reader, writer
+            writer.close()
+            if answer is not None:
+                refusal = f"{refused}: {answer.get('reason')}"
+                if answer.get("later"):
+                    raise ConnectError(refusal)
+                if answer.get("again"):
+                    raise ConnectError(refusal, final=True)
+                raise RendezvousError(refusal)
+            broken = reader.exception()
+            if isinstance(broken, ssl.SSLError):  # its word on our certificate comes after the handshake
+                raise transport.explain(broken, address)
+            # One that is about to end, and whose socket was still open: there may be another. One that had no
+            # time for this host among many strangers does the same.
+            raise ConnectError(f"{address}: it hung up")
+        except ConnectError as error:
+            why = str(error)
+            on_failure(why)
+            patience = transport.PATIENCE
+            if error.final and time.monotonic() > started + _STALE_FOR * peer_timeout:
+                raise RendezvousError(why) from None
+        await asyncio.sleep(pause)
+        pause = min(pause * 1.2, _RETRY_AT_MOST)
+    raise RendezvousError(f"{aim} in {timeout:g} s: {why}")
 
 
 class Membership:
@@ -60,44 +129,9 @@ class Membership:
             RendezvousError: refused, or nobody listened within ``timeout`` seconds.
         """
         said = dataclasses.replace(host, error=host.error[: protocol.MAX_ERROR])
-        greeting = {"type": "register", "version": protocol.VERSION, "host": dataclasses.asdict(said)}
-        started = time.monotonic()
-        pause, why, patience = _RETRY_EVERY, "", transport.IMPATIENCE
-        while time.monotonic() < started + timeout:
-            try:
-                reader, writer = await transport.connect(address, identity, peer_timeout, patience)
-                await protocol.send(writer, greeting)
-                try:
-                    answer = await protocol.receive(reader, LEASE)
-                except protocol.ProtocolError as error:
-                    raise ConnectError(f"{address}: what listens there is another program: {error}") from None
-                except TimeoutError as error:
-                    raise ConnectError(f"{address}: {error}") from None
-                if answer is not None and answer.get("type") == "registered":
-                    return cls(reader, writer)
-                writer.close()
-                if answer is not None:
-                    refusal = f"replica 0 refused this host: {answer.get('reason')}"
-                    if answer.get("later"):
-                        raise ConnectError(refusal)
-                    if answer.get("again"):
-                        raise ConnectError(refusal, final=True)
-                    raise RendezvousError(refusal)
-                broken = reader.exception()
-                if isinstance(broken, ssl.SSLError):  # its word on our certificate comes after the handshake
-                    raise transport.explain(broken, address)
-                # One that is about to end, and whose socket was still open: there may be another. One that had no
-                # time for this host among many strangers does the same.
-                raise ConnectError(f"{address}: it hung up")
-            except ConnectError as error:
-                why = str(error)
-                on_failure(why)
-                patience = transport.PATIENCE
-                if error.final and time.monotonic() > started + _STALE_FOR * peer_timeout:
-                    raise RendezvousError(why) from None
-            await asyncio.sleep(pause)
-            pause = min(pause * 1.2, _RETRY_AT_MOST)
-        raise RendezvousError(f"replica 0 was not reached in {timeout:g} s: {why}")
+        greeting = {"type": "register", "host": dataclasses.asdict(said)}
+        _, reader, writer = await greet(address, greeting, "registered", timeout, identity, peer_timeout, on_failure)
+        return cls(reader, writer)
 
     async def tell(self, kind: str, **fields: Any) -> None:
         """Send a message to replica 0."""

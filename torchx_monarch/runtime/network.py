@@ -81,8 +81,9 @@ def address_of(bind: str) -> str:
 def expanded(address: str, environ: Mapping[str, str], is_first: bool) -> str:
     """An address with ``@NAME`` replaced by what that environment variable says.
 
-    On replica 0 itself, schedulers leave the variable out or say ``localhost``: there it is this machine itself. With
-    MONARCH_PORT_OFFSET the port is another one: of what was submitted once several runs may be on one machine.
+    On replica 0 itself, schedulers leave the variable out or say ``localhost``: there it is this machine itself. ``@``
+    without a name is nobody's to say but replica 0's (``runtime.directory``). With MONARCH_PORT_OFFSET the port is
+    another one: of what was submitted once several runs may be on one machine.
 
     Raises:
         NetworkError: the variable says nothing, and this is not replica 0.
@@ -94,6 +95,8 @@ def expanded(address: str, environ: Mapping[str, str], is_first: bool) -> str:
     port = _shifted(port, int(environ.get("MONARCH_PORT_OFFSET") or 0))
     host = environ.get(name, "").strip()
     if host in ("", "localhost"):
+        if not is_first and not name:
+            raise NetworkError(f"{address!r} does not say where replica 0 is, and there is no --directory to ask")
         if not is_first:
             raise NetworkError(f"{name}={host!r} does not say where replica 0 is: this scheduler should have set it")
         host = _own_name()

@@ -28,6 +28,8 @@ class HostOptions:
         retry_on: exit codes after which ranks are started again, as a shell has them; empty for any.
         command: what the role runs.
         peers: where replica 0 of each role listens, ``NAME=ADDRESS`` with commas; empty for MONARCH_PEERS.
+        directory: where replica 0 of the first role listens, which knows where those of the others do; empty for none.
+        application: where replica 0 of the first role listens, for roles that begin again together; empty for others.
     """
 
     app: str
@@ -44,3 +46,5 @@ class HostOptions:
     retry_on: tuple[int, ...]
     command: tuple[str, ...]
     peers: str = ""
+    directory: str = ""
+    application: str = ""

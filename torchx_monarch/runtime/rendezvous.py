@@ -54,7 +54,11 @@ class _TakenError(RendezvousError):
     """Another host is there in its place, which may be gone without anybody having noticed yet."""
 
 
-class _EndingError(RendezvousError):
+class LaterError(RendezvousError):
+    """What the host wants cannot be had yet: it is to try again, for as long as it has time."""
+
+
+class _EndingError(LaterError):
     """The hosts that were here are ending, and the backend has started one of them again before the others."""
 
 
@@ -284,7 +288,7 @@ class Rendezvous:
         except (protocol.ProtocolError, TimeoutError, RendezvousError) as error:
             # The reason may quote what came, at any length.
             refusal = {"type": "refused", "reason": str(error)[:1000], "again": isinstance(error, _TakenError)}
-            refusal["later"] = isinstance(error, _EndingError)
+            refusal["later"] = isinstance(error, LaterError)
             await protocol.send(writer, refusal)
             return
         # Before anything is awaited: another may ask for the same place.

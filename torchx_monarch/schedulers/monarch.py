@@ -22,7 +22,7 @@ from torchx.specs.finder import ComponentValidationException
 from torchx.workspace import WorkspaceMixin
 
 from torchx_monarch.backends import clients
-from torchx_monarch.backends.network import CREDENTIALS, PLACEHOLDER, NetworkBackend, with_credentials
+from torchx_monarch.backends.network import CREDENTIALS, PLACEHOLDER, NetworkBackend, RolesApart, with_credentials
 from torchx_monarch.backends.options import run_options
 from torchx_monarch.plan.command import CommandError
 from torchx_monarch.plan.exit_codes import parse_exit_codes
@@ -200,7 +200,11 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             role.name: f"{scheme}:{self.inner.replica0_host(app, role)}:{port + index}"
             for index, role in enumerate(app.roles)
         }
-        return {"rendezvous": rendezvous, "network": words}
+        found: dict[str, Any] = {"rendezvous": rendezvous, "network": words}
+        if isinstance(self.inner, RolesApart):
+            found["application"] = rendezvous[app.roles[0].name]
+            found["always_together"] = self.inner.always_together
+        return found
 
     def schedule(self, dryrun_info: AppDryRunInfo[Any, Cfg]) -> str:
         """Submit what a dry run returned, its request as it is now."""

@@ -94,7 +94,7 @@ def _add_nodes() -> None:
         before, _, node = kwargs["name"].rpartition("-")
         is_node = len(node) < 4  # NAME-JOB-NODE; without a node it ends in a longer part of the job's id
         if is_node:
-            kwargs["environment"]["AWS_BATCH_JOB_NODE_INDEX"] = node
+            kwargs["environment"] |= {"AWS_BATCH_JOB_NODE_INDEX": node, "AWS_BATCH_JOB_ATTEMPT": "1"}
         container = run(self, image, init=True, shm_size="512m", **kwargs)
         if is_node:
             container.reload()

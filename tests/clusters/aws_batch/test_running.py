@@ -48,6 +48,31 @@ def test_trains_on_real_digits(running_apps: Apps) -> None:
     assert all(re.fullmatch(r"ip-[\d-]+\.ec2\.internal", replica.hostname) for replica in replicas), replicas
 
 
+@pytest.mark.timeout(180)
+def test_two_roles_of_two_hosts_each_meet(running_apps: Apps) -> None:
+    """The second by the directory of the main node's host."""
+    apps = running_apps
+    met = apps.folder / "met"
+    met.mkdir()
+    path = apps.program(f"""
+        import os, pathlib, time
+        e, met = os.environ, pathlib.Path({str(met)!r})
+        (met / "new").mkdir(exist_ok=True)
+        new = met / "new" / (e["TORCHX_ROLE_NAME"] + e["RANK"])
+        new.write_text(e["WORLD_SIZE"] + " at " + e["MASTER_ADDR"])
+        new.rename(met / new.name)
+        while len(list(met.iterdir())) < 5:  # the end of the main node is the end of all
+            time.sleep(0.05)
+    """)
+    roles = [apps.torchrun(path, nproc=1, name=name) for name in ("trainer", "reader")]
+    handle = apps.run(*roles, host_timeout=60)
+    assert apps.wait(handle, 120).state is AppState.SUCCEEDED, apps.log(handle)
+    said = {each.name: each.read_text() for each in met.iterdir() if each.is_file()}
+    assert sorted(said) == ["reader0", "reader1", "trainer0", "trainer1"]
+    assert all(text.startswith("2 at ") for text in said.values()), said
+    assert said["trainer0"] == said["trainer1"] != said["reader0"] == said["reader1"]
+
+
 @pytest.mark.scenario("environment arrives whole", wire="moto+docker")
 def test_environment_and_replica_arrive_whole(running_apps: Apps) -> None:
     apps = running_apps

@@ -168,6 +168,37 @@ def test_the_job_begins_again_when_a_container_is_killed(
     assert {"attempt_0", "attempt_1"} <= apps.files(handle, 0, folder)
 
 
+FAILS_BESIDE = """
+    import os, pathlib, sys, time
+    folder, often = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+    me = os.environ["ROLE"] + os.environ["RANK"]
+    start = len(list(folder.glob(f"{me}-*")))
+    (folder / f"{me}-{start}").touch()
+    while len(list(folder.glob(f"*-{start}"))) < 4:
+        time.sleep(0.05)
+    if start < often:
+        if me == "reader1":
+            raise ValueError("boom")
+        time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize(("often", "state"), [(1, AppState.SUCCEEDED), (2, AppState.FAILED)])
+def test_all_roles_begin_again_when_one_has_failed(apps: Apps, often: int, state: AppState) -> None:
+    path, folder = apps.program(FAILS_BESIDE), apps.folder / "starts"
+    folder.mkdir()
+    words, names = (path, str(folder), str(often)), ("trainer", "reader")
+    handle = apps.run(*(apps.torchrun(*words, name=name, nproc=1, max_retries=1, env={"ROLE": name}) for name in names))
+    status = apps.wait(handle, 90)
+    logs = apps.log(handle) + apps.log(handle, "reader")
+    assert (status.state, status.num_restarts) == (state, 1), logs
+    assert len(list(folder.iterdir())) == 8, logs
+    assert logs.count("FAILED: reader/1 failed: rank 1 (local rank 0 on ") == often, logs
+    if often == 2:  # though the trainers' containers may be the first to have ended
+        assert status.msg.startswith("replica reader/"), status
+        assert json.loads(status.structured_error_msg)["message"]["message"].startswith("rank 1 (local rank 0 on ")
+
+
 @pytest.mark.scenario("preemption")
 def test_a_container_that_is_told_to_end_is_preempted(apps: Apps, daemon: Daemon, eventually: Eventually) -> None:
     """As when its machine is shut down, not by us: all ranks have the grace, and the job begins again."""
@@ -371,7 +402,7 @@ def test_what_cannot_start_leaves_nothing(apps: Apps, daemon: Daemon) -> None:
 @pytest.mark.parametrize(
     ("replicas", "code", "retry_on", "starts", "why"),
     [
-        (2, 78, "", 1, "with exit code 78 (EX_CONFIG) the program asks for none"),
+        (2, 78, "", 1, "exit code 78 (EX_CONFIG) asks for no other start"),
         (1, 3, "1", 1, "exit code 3 is not one of 1 (retry_on)"),
         (1, 3, "3", 3, ""),
     ],

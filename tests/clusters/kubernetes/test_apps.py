@@ -144,6 +144,34 @@ def test_the_job_begins_again_when_a_host_is_killed(apps: Apps) -> None:
     assert apps.log(handle).count("attempt 0") == 8, apps.log(handle)
 
 
+@pytest.mark.parametrize(("again", "state"), [(False, AppState.SUCCEEDED), (True, AppState.FAILED)])
+def test_all_roles_begin_again_when_one_has_failed(apps: Apps, again: bool, state: AppState) -> None:
+    text = WAITS.replace("os.kill(os.getppid(), 9)  # the host", 'raise ValueError("boom")')
+    if again:
+        text += """
+    if rank in sys.argv[1:]:
+        raise ValueError("boom")
+    time.sleep(1000)
+"""
+    path = apps.program(text)
+    trainer = apps.torchrun(path, nproc=1, max_retries=1)
+    handle = apps.run(trainer, apps.torchrun(path, "1", name="reader", nproc=1, max_retries=1))
+
+    def logs() -> str:
+        return apps.log(handle) + apps.log(handle, "reader")
+
+    apps.until(lambda: logs().count("attempt 0") == 4, "the first start", handle)
+    apps.go()
+    status = apps.wait(handle, state)
+    assert status.num_restarts == 1, logs()
+    assert logs().count("FAILED: reader/1 failed: rank 1 (local rank 0 on ") == 1 + again, logs()
+    if again:  # though the trainers' pods may be the first to have ended
+        assert status.msg.startswith("replica reader/"), status
+        assert json.loads(status.structured_error_msg)["message"]["message"].startswith("rank 1 (local rank 0 on ")
+    else:
+        assert logs().count("attempt 0") == 8, logs()
+
+
 @pytest.mark.scenario("retries", wire=WIRE)
 def test_restarts_of_ranks_count_also_those_of_a_host_that_was_killed(apps: Apps) -> None:
     text = f"""

@@ -38,10 +38,8 @@ _FORGOTTEN = "AWS Batch has forgotten the job, as it does a week after its end; 
 _NO_OTHER_START = 78
 """Exit code by which a program asks for no other start (EX_CONFIG)."""
 
-_OWN_REPLICA0 = "MONARCH_REPLICA0_HOST"
-
-_ACTORS = "torchx_monarch.actors"
-"""The module of roles without ranks; the words after a ``--`` behind it are a script that uses all hosts."""
+_ATTEMPT = "AWS_BATCH_JOB_ATTEMPT"
+"""Batch's variable with the number of the attempt, which all nodes begin together."""
 
 _VERDICT = re.compile(r"\[monarch\] FAILED: (.*?)(?: \(\d+\.\d+ s\))?\s*$")
 
@@ -370,8 +368,11 @@ class MonarchAWSBatchScheduler(AWSBatchScheduler, Scheduler[MonarchAWSBatchOpts]
         return options
 
     def replica0_host(self, app: AppDef, role: Role) -> str:
-        """The main node's address, which Batch tells all other nodes. It tells no other node's: see ``_render``."""
-        return f"@{RANK0 if role is app.roles[0] else _OWN_REPLICA0}"
+        """The main node's address, which Batch tells all other nodes. It tells no other node's."""
+        return f"@{RANK0}" if role is app.roles[0] else "@"
+
+    always_together = True
+    """Batch heeds the end of the main node alone, and starts all nodes again or none."""
 
     def client_host(self, app_id: str, role: str) -> str:
         """The address of the role's replica 0, for a machine within the nodes' network."""
@@ -391,13 +392,7 @@ class MonarchAWSBatchScheduler(AWSBatchScheduler, Scheduler[MonarchAWSBatchOpts]
 
     def _render(self, app: AppDef, cfg: MonarchAWSBatchOpts) -> BatchJob:
         for role in app.roles:
-            _check_hosts(role, is_main=role is app.roles[0])
-        main = app.roles[0].args
-        if len(app.roles) > 1 and _ACTORS in main and "--" in main[main.index(_ACTORS) :]:
-            raise ValueError(
-                f"the script of role {app.roles[0].name!r} uses the hosts of all roles, and AWS Batch tells its nodes "
-                "the address of the first role's replica 0 alone: give it one mesh"
-            )
+            _check_hosts(role, app.roles[0])
         if cfg.secret and not cfg.execution_role_arn:
             raise ValueError(
                 "run option secret needs execution_role_arn, a role that may read secrets (GetSecretValue)"
@@ -405,6 +400,8 @@ class MonarchAWSBatchScheduler(AWSBatchScheduler, Scheduler[MonarchAWSBatchOpts]
 
         def finish(role: Role, env: dict[str, str]) -> None:
             env.setdefault("PYTHONUNBUFFERED", "1")  # what goes into a pipe comes in blocks; people want lines
+            if len(app.roles) > 1 and CREDENTIALS in role.env:
+                env["MONARCH_START"] = f"@{_ATTEMPT}"
             if cfg.secret:
                 env.pop(CREDENTIALS, None)
 
@@ -422,7 +419,7 @@ class MonarchAWSBatchScheduler(AWSBatchScheduler, Scheduler[MonarchAWSBatchOpts]
         return job
 
 
-def _check_hosts(role: Role, is_main: bool) -> None:
+def _check_hosts(role: Role, main: Role) -> None:
     """Refuse what hosts of this role would wait for in vain.
 
     Raises:
@@ -430,10 +427,12 @@ def _check_hosts(role: Role, is_main: bool) -> None:
     """
     if CREDENTIALS not in role.env or role.num_replicas == 1:
         return
-    if not is_main and _OWN_REPLICA0 not in role.env:
+    if CREDENTIALS not in main.env:
         raise ValueError(
-            f"role {role.name!r} has {role.num_replicas} replicas that are to meet, and AWS Batch tells its nodes "
-            "the address of the first role's replica 0 alone: make it the first role, or submit it as an app of its own"
+            f"role {role.name!r} has {role.num_replicas} replicas that are to meet, and AWS Batch tells its nodes the "
+            f"address of the first role's replica 0 alone, where no host of ours would run that knows of theirs: role "
+            f"{main.name!r} has no torchrun or Python command. Make {role.name!r} the first role, or submit it as an "
+            "app of its own"
         )
     if role.max_retries and role.retry_policy is RetryPolicy.REPLICA:
         raise ValueError(

@@ -52,9 +52,13 @@ class Found:
         """How many replicas each role has."""
         return {role.name: role.num_replicas for role in self.app.roles}
 
-    def message(self) -> str:
-        """Why it has failed, or what is wrong with it; empty for neither."""
-        said = [self.standing.cause.failure] if self.standing.cause is not None else []
+    def message(self, cause: Replica | None) -> str:
+        """Why it has failed, or what is wrong with it; empty for neither.
+
+        Args:
+            cause: the replica that has failed; None for none.
+        """
+        said = [cause.failure] if cause is not None else []
         said += [gone(self.removed[0])] if self.removed else []
         said += [f"{len(self.removed) - 1} more were removed"] if len(self.removed) > 1 else []
         return "; ".join(said)

@@ -21,8 +21,6 @@ LABEL_APP = "torchx-monarch/app"
 LABEL_GRACE = "torchx-monarch/grace"
 """On every container of ours: the run option ``grace``."""
 
-"""The variable in which each container finds the name of its role's replica 0."""
-
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 EVENTS = "MONARCH_EVENTS"
 STARTS = "MONARCH_STARTS"

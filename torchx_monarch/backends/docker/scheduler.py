@@ -35,7 +35,6 @@ from torchx.specs import (
     AppDryRunInfo,
     AppState,
     CfgVal,
-    RetryPolicy,
     Role,
     runopts,
 )
@@ -49,7 +48,7 @@ from torchx_monarch.backends.docker.found import HOST_EXTRA, Found, gone, unders
 from torchx_monarch.backends.docker.together import together
 from torchx_monarch.backends.local.render import safe_name
 from torchx_monarch.backends.options import run_options
-from torchx_monarch.backends.roles import check_replica, matching
+from torchx_monarch.backends.roles import check_replica, is_consequence, matching, restarts
 from torchx_monarch.variables import replica0_variable
 
 if TYPE_CHECKING:
@@ -120,6 +119,8 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
     def replica0_host(self, app: AppDef, role: Role) -> str:
         """The container of the role's replica 0, by its name in the network's DNS. (Upstream has the first role's.)"""
         return f"@{replica0_variable(app.roles.index(role))}"
+
+    always_together = False
 
     @answering()
     def client_host(self, app_id: str, role: str) -> str:
@@ -218,11 +219,15 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         if found.standing.unended:
             self._have_ended(found)
         errors = together(reports.error, list(zip(found.containers, found.replicas, strict=True)))
+        # The first to fail was perhaps killed; those that have lost it say so, and are not the cause.
+        by_end = sorted(
+            zip(found.replicas, errors, strict=True), key=lambda pair: (is_consequence(pair[1]), pair[0].ended)
+        )
         cause = found.standing.cause
-        # The first to fail was perhaps killed; those that have lost it say so.
-        by_end = sorted(zip(found.replicas, errors, strict=True), key=lambda pair: pair[0].ended)
+        if cause is not None and is_consequence(errors[found.replicas.index(cause)]):
+            cause = next(replica for replica, _ in by_end if replica.state is AppState.FAILED)
         error = next((said for _, said in by_end if said), "") if cause else ""
-        message = found.message()
+        message = found.message(cause)
         if cause is not None and not error:
             message += reports.why_no_host(found.containers[found.replicas.index(cause)], cause)
         return DescribeAppResponse(
@@ -238,15 +243,9 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
 
     def _restarts(self, found: Found) -> int:
         """Those by dockerd, and those of the ranks within one start of the hosts, which the hosts report."""
-        restarts = 0
-        policies = {role.name: role.retry_policy for role in found.app.roles}
-        for replicas in filter(None, found.roles):
-            counts = [replica.restarts for replica in replicas]
-            # When one replica's failure starts all again, that is one restart.
-            together_again = policies.get(replicas[0].role) is not RetryPolicy.REPLICA
-            restarts += max(counts) if together_again else sum(counts)
-        pairs = zip(found.containers, found.replicas, strict=True)
-        return restarts + sum(together(reports.rank_restarts, [pair for pair in pairs if pair[1].id == 0]))
+        counts = {replicas[0].role: [each.restarts for each in replicas] for replicas in found.roles if replicas}
+        firsts = [pair for pair in zip(found.containers, found.replicas, strict=True) if pair[1].id == 0]
+        return restarts(found.app, counts) + sum(together(reports.rank_restarts, firsts))
 
     @answering()
     def list(self, cfg: Mapping[str, CfgVal] | None = None) -> list[ListAppResponse]:

@@ -12,9 +12,9 @@ from types import MappingProxyType
 from typing import Any
 
 from torchx.schedulers.kubernetes_scheduler import JOB_STATE, LABEL_REPLICA_ID
-from torchx.specs import AppDef, AppState, RetryPolicy, Role
+from torchx.specs import AppDef, AppState, Role
 
-from torchx_monarch.backends import blob
+from torchx_monarch.backends import blob, roles
 from torchx_monarch.backends.kubernetes import facts, names
 from torchx_monarch.backends.kubernetes.api import Api, KubernetesError
 from torchx_monarch.backends.kubernetes.facts import Attempt, Ended, RoleFacts, Rules, Standing, Work
@@ -55,14 +55,9 @@ class Found:
     @property
     def restarts(self) -> int:
         """How often replicas were started again, and ranks within them, as far as their pods are still there."""
-        count = 0
-        policies = {role.name: role.retry_policy for role in self.app.roles}
-        for role in self.roles:
-            again = [max(0, len(one.attempts) - 1) for one in role.replicas] or [0]
-            # When one replica's failure starts all again, that is one restart.
-            count += sum(again) if policies.get(role.name) is RetryPolicy.REPLICA else max(again)
-            count += sum(one.rank_restarts for each in role.replicas for one in each.attempts)
-        return count
+        counts = {role.name: [max(0, len(one.attempts) - 1) for one in role.replicas] or [0] for role in self.roles}
+        pods = [one for role in self.roles for each in role.replicas for one in each.attempts]
+        return roles.restarts(self.app, counts) + sum(one.rank_restarts for one in pods)
 
 
 def find(api: Api, namespace: str, name: str) -> Found | None:

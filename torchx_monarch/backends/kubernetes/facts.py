@@ -17,6 +17,7 @@ from typing import Any
 from torchx.specs import AppState
 
 from torchx_monarch.backends.kubernetes.request import Object
+from torchx_monarch.backends.roles import is_consequence
 from torchx_monarch.errors import describe_code
 
 SETTLE = 10.0
@@ -90,6 +91,11 @@ class Attempt:
         """What a host has left as an error file would have it; None where nobody has."""
         said = _left(self.said)
         return said if isinstance(said.get("message"), dict) else None
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether a host has said that it has only lost another, or ended because another had."""
+        return is_consequence(self.said)
 
 
 def attempt(pod: Object) -> Attempt:
@@ -240,6 +246,10 @@ class Replica:
     def failed_at(self) -> float:
         return self.last.ended if self.last else 0.0
 
+    def place(self) -> tuple[bool, float]:
+        """Among those that have failed; the first is the cause."""
+        return self.last is not None and self.last.is_consequence, self.failed_at
+
     @property
     def failure(self) -> str:
         """Why it failed, in one line."""
@@ -356,7 +366,7 @@ def standing(roles: Sequence[RoleFacts], rules: Rules) -> Standing:
     """How an app stands whose roles these are, the main one first."""
     everyone = [one for role in roles for one in role.replicas]
     pods = [one for each in everyone for one in each.attempts if one.lives]
-    failed = sorted((one for role in roles for one in role.failed), key=lambda one: one.failed_at)
+    failed = sorted((one for role in roles for one in role.failed), key=Replica.place)
     main = roles[0]
     succeeded = main.succeeded
     done = max((one.failed_at for one in main.replicas), default=0.0)
@@ -408,10 +418,10 @@ def root_cause(roles: Sequence[RoleFacts]) -> str:
     The first to fail was perhaps killed; one that says only that it has lost another is not the cause if there is one.
     """
     said = [
-        (bool((error["message"].get("extraInfo") or {}).get("consequence")), each.failed_at, each.id, each.last.said)
+        (*each.place(), each.id, each.last.said)
         for role in roles
         for each in role.replicas
-        if each.state is AppState.FAILED and each.last and (error := each.last.error)
+        if each.state is AppState.FAILED and each.last and each.last.error
     ]
     return min(said)[-1] if said else ""
 

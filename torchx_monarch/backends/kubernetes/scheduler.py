@@ -72,6 +72,8 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
         """The pod of the role's replica 0, by its name in the cluster's DNS."""
         return f"@{replica0_variable(app.roles.index(role))}"
 
+    always_together = False
+
     def client_host(self, app_id: str, role: str) -> str:
         """The address of the pod of the role's replica 0: its name is known to the cluster's DNS alone, and late."""
         found = self._find(app_id)

@@ -1,0 +1,182 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Roles that begin again together, where each host process is started again by itself, as dockerd and Kubernetes do."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.local.hosts import Hosts
+
+Eventually = Callable[..., object]
+
+AGAIN = ("sh", "-c", 'for start in 0 1 2; do "$@" && exit 0; code=$?; done; exit $code', "again")
+"""Two retries."""
+
+PROGRAM = """
+    import os, signal, sys, time
+    folder, role = sys.argv[1:]
+    me = role + os.environ["RANK"]
+
+    def say(what):
+        with open(folder + "/said", "a") as file:
+            file.write(f"{what} {me}\\n")
+
+    def stopped(*_):
+        time.sleep(2.0 if role == "SLOW" else 0.0)
+        say("end")
+        os._exit(1)
+
+    signal.signal(signal.SIGTERM, stopped)
+    say("begin")
+    start = open(folder + "/said").read().count(f"begin {me}\\n")
+    while open(folder + "/said").read().count("begin") < start * 4:
+        time.sleep(0.02)
+"""
+
+
+@pytest.fixture
+def roles(folder: Path, tmp_path: Path) -> Callable[..., tuple[Hosts, Hosts]]:
+    """Two roles of two hosts each; what their ranks do when all four have begun, and which role is slow to end."""
+
+    def make(then: str, slow: str = "", wrapper: tuple[str, ...] = AGAIN) -> tuple[Hosts, Hosts]:
+        path = tmp_path / "prog.py"
+        path.write_text(textwrap.dedent(PROGRAM).replace("SLOW", slow) + textwrap.dedent(then))
+        with socket.create_server(("127.0.0.1", 0)) as free, socket.create_server(("127.0.0.1", 0)) as other:
+            ports = [each.getsockname()[1] for each in (free, other)]
+        made = []
+        for name, port in zip(("trainer", "reader"), ports, strict=True):
+            (folder / name).mkdir()
+            main = f"insecure-tcp:127.0.0.1:{ports[0]}"
+            options = ("--grace", "5", "--preload", "", "--role", name, "--host-timeout", "30", "--application", main)
+            environ = {"MONARCH_RENDEZVOUS": f"insecure-tcp:127.0.0.1:{port}"}
+            command = ["torchrun", "--nnodes", "2", "--nproc-per-node", "1", "--tee", "3", str(path)]
+            command += [str(folder), name]
+            made.append(Hosts(folder / name, command, 2, options, environ, wrapper=wrapper))
+        return made[0], made[1]
+
+    return make
+
+
+def starts(folder: Path) -> list[list[str]]:
+    """What was said in each start: its beginnings, and after all of them its ends."""
+    found: list[list[str]] = []
+    for line in (folder / "said").read_text().splitlines():
+        if line.startswith("begin") and (not found or found[-1][-1].startswith("end")):
+            found.append([])
+        found[-1].append(line)
+    return found
+
+
+def begins(start: list[str]) -> list[str]:
+    return sorted(line for line in start if line.startswith("begin"))
+
+
+ALL = ["begin reader0", "begin reader1", "begin trainer0", "begin trainer1"]
+
+
+@pytest.mark.parametrize("failing", ["reader", "trainer"])
+def test_all_begin_again_when_one_role_has_failed_and_none_before_the_others_are_gone(
+    folder: Path, roles: Callable[..., tuple[Hosts, Hosts]], failing: str
+) -> None:
+    then = f"""
+        if me == "{failing}1" and start == 1:
+            raise ValueError("boom")
+        if start == 1:
+            time.sleep(1000)
+    """
+    trainer, reader = roles(then, slow="reader" if failing == "trainer" else "trainer")
+    reader.start()
+    trainer.start()
+    logs = trainer.wait(), reader.wait(), trainer.err(), reader.err()
+    assert logs[:2] == ([0, 0], [0, 0]), logs
+    first, second = starts(folder)
+    assert begins(first) == begins(second) == ALL
+    assert len(first) == 7, first  # the one that failed did not say so
+    cause = f"{failing}/1 failed: rank 1 (local rank 0 on "
+    other = reader if failing == "trainer" else trainer
+    assert f"FAILED: {cause}" in other.err(), other.err()
+    assert "ValueError: boom; the application begins again, while retries are left" in other.err()
+    assert all(each.err().count("FAILED") == 1 for each in (trainer, reader))
+
+
+def test_a_lost_replica_0_is_a_failure_of_its_role(
+    folder: Path, roles: Callable[..., tuple[Hosts, Hosts]], eventually: Eventually
+) -> None:
+    trainer, reader = roles("""
+        if start == 1:
+            time.sleep(1000)
+    """)
+    trainer.start()
+    reader.start()
+    eventually(lambda: (folder / "said").exists() and len(starts(folder)[0]) == 4, "all ranks", seconds=40)
+    (host,) = Path(f"/proc/{reader.processes[0].pid}/task/{reader.processes[0].pid}/children").read_text().split()
+    os.kill(int(host), signal.SIGKILL)
+    logs = trainer.wait(), reader.wait(), trainer.err(), reader.err()
+    assert logs[:2] == ([0, 0], [0, 0]), logs
+    assert begins(starts(folder)[-1]) == ALL, starts(folder)
+    assert "replica 0 of role 'reader' was lost" in trainer.err()
+
+
+def test_retries_are_spent_together_and_the_cause_is_told_from_what_followed(
+    folder: Path, roles: Callable[..., tuple[Hosts, Hosts]]
+) -> None:
+    trainer, reader = roles("""
+        if me == "reader0":
+            sys.exit(7)
+        time.sleep(1000)
+    """)
+    trainer.start()
+    reader.start()
+    assert (trainer.wait(90), reader.wait(90)) == ([7, 7], [7, 7]), trainer.err() + reader.err()
+    assert [begins(each) for each in starts(folder)] == [ALL, ALL, ALL]
+    said = {each: json.loads((each.logs(0) / "error.json").read_text())["message"] for each in (trainer, reader)}
+    assert [said[each]["extraInfo"]["consequence"] for each in (trainer, reader)] == [True, False]
+    assert said[trainer]["message"].startswith("reader/0 failed: rank 0 ")
+
+
+def test_a_first_role_that_has_succeeded_disturbs_nobody(
+    folder: Path, roles: Callable[..., tuple[Hosts, Hosts]]
+) -> None:
+    trainer, reader = roles(f"""
+        if role == "reader":
+            while not os.path.exists("{folder}/go"):
+                time.sleep(0.05)
+    """)
+    reader.start()
+    trainer.start()
+    assert trainer.wait() == [0, 0], trainer.err()
+    assert all(process.poll() is None for process in reader.processes.values())
+    (folder / "go").touch()
+    assert reader.wait() == [0, 0], reader.err()
+    assert len(starts(folder)) == 1
+
+
+def test_all_that_are_told_to_stop_stop_at_once(
+    folder: Path, roles: Callable[..., tuple[Hosts, Hosts]], eventually: Eventually
+) -> None:
+    """As by a cancel, which tells every host; and as by one who takes a machine away."""
+    trainer, reader = roles("time.sleep(1000)", wrapper=())
+    trainer.start()
+    reader.start()
+    eventually(lambda: (folder / "said").exists() and len(starts(folder)[0]) == 4, "all ranks", seconds=40)
+    reader.processes[1].send_signal(signal.SIGTERM)
+    assert (trainer.wait(20), reader.wait(20)) == ([143, 143], [143, 143]), trainer.err() + reader.err()
+    assert "STOPPED: reader/1 failed: preempted" in trainer.err()
+    trainer.start()
+    reader.start()
+    eventually(lambda: len(starts(folder)) == 2 and len(starts(folder)[1]) == 4, "all ranks again", seconds=40)
+    begun = time.monotonic()
+    for process in [*trainer.processes.values(), *reader.processes.values()]:
+        process.send_signal(signal.SIGTERM)
+    assert (trainer.wait(20), reader.wait(20)) == ([143, 143], [143, 143]), trainer.err() + reader.err()
+    assert time.monotonic() < begun + 12  # the grace and what is waited beyond it are 15

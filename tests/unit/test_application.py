@@ -1,0 +1,71 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Whom replica 0 of the first role links, and what counts as the failure of another role."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchx_monarch.runtime import application, protocol, transport
+from torchx_monarch.runtime.rendezvous import Rendezvous
+from torchx_monarch.runtime.transport import Address
+
+LINK = {"type": "link", "role": "b", "start": "2"}
+ENDED = {"type": "ended", "code": 7, "reason": "b/1 failed: boom", "stopped": False}
+
+
+@pytest.mark.parametrize(
+    ("messages", "answer", "trouble"),
+    [
+        ([{**LINK, "start": "1"}], "it is of another start of the app", None),
+        ([{**LINK, "role": ["b"]}], "the name of a role is a text", None),
+        ([LINK], "linked", None),  # it has ended well, at once
+        ([LINK, {"type": "held"}], "linked", (1, "replica 0 of role 'b' was lost; the application begins again")),
+        ([LINK, {"type": "held"}, ENDED], "linked", (7, "b/1 failed: boom")),
+        ([LINK, {"type": "held"}, {**ENDED, "code": 0}], "linked", None),
+        ([LINK, {"type": "held"}, {"type": "ended", "code": "x"}], "linked", (1, "None")),
+    ],
+)
+def test_what_another_role_says_and_leaves_unsaid(
+    leaves_nothing: None, messages: list[dict[str, Any]], answer: str, trouble: tuple[int, str] | None
+) -> None:
+    address = Address("unix", path=str(Path(tempfile.gettempdir(), "r.sock")))
+
+    async def talk(*said: dict[str, Any]) -> dict[str, Any]:
+        reader, writer = await transport.connect(address, None, 5.0)
+        for one in said:
+            await protocol.send(writer, {"version": protocol.VERSION, **one})
+        heard = await protocol.receive(reader, 10.0)
+        writer.close()
+        return heard or {}
+
+    async def main() -> None:
+        rendezvous = Rendezvous(address, replicas=1)
+        first = application._First("a", rendezvous, "2")
+        await rendezvous.start()
+        try:
+            heard = await talk(*messages)
+            assert answer in (heard["type"], heard.get("reason")) or answer in heard["reason"]
+            for _ in range(500):
+                if not first._links and (trouble is None or rendezvous.troubles.qsize()):
+                    break
+                await asyncio.sleep(0.01)
+            assert rendezvous.troubles.qsize() == (trouble is not None)
+            if trouble is not None:
+                came = rendezvous.troubles.get_nowait()
+                assert (came.replica, came.lost, came.verdict.consequence) == (0, False, True)
+                assert came.verdict.code == trouble[0] and came.verdict.reason.startswith(trouble[1])
+                late = await talk(LINK)  # a replica 0 that is started again before this one has gone
+                assert late["type"] == "refused" and late["later"]
+        finally:
+            assert rendezvous._door is not None
+            rendezvous._door.close()
+            await asyncio.sleep(0.05)
+            Path(address.path).unlink()
+
+    asyncio.run(main())

@@ -1,0 +1,132 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the directory of the roles' replicas 0 is told, by whom, and for how long it counts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchx_monarch.runtime import directory, protocol, transport
+from torchx_monarch.runtime.directory import Guide
+from torchx_monarch.runtime.network import NetworkOptions
+from torchx_monarch.runtime.rendezvous import Rendezvous, RendezvousError
+from torchx_monarch.runtime.report import Reporter
+from torchx_monarch.runtime.transport import Address
+from torchx_monarch.runtime.wires import Wires
+
+
+def address() -> Address:
+    return Address("unix", path=str(Path(tempfile.gettempdir(), "r.sock")))
+
+
+def guide(role: str = "b", start: str = "1") -> Guide:
+    """Of a host of another role than the first; the directory is at a socket file."""
+    return Guide(role, address(), start, is_main=False)
+
+
+reporter = Reporter(2, None, "b")
+
+
+def wires(port: int) -> Wires:
+    return Wires(Address("tls", "10.0.0.7", port), NetworkOptions(), "10.0.0.7", "", None, "", "", "")
+
+
+@contextlib.asynccontextmanager
+async def kept(start: str = "1") -> AsyncIterator[Rendezvous]:
+    rendezvous = Rendezvous(address(), replicas=1)
+    dataclasses.replace(guide("a", start), is_main=True).serve(rendezvous)
+    await rendezvous.start()
+    try:
+        yield rendezvous
+    finally:
+        assert rendezvous._door is not None
+        rendezvous._door.close()
+        await asyncio.sleep(0.05)
+        Path(address().path).unlink()
+
+
+async def asked(message: dict[str, Any]) -> dict[str, Any]:
+    reader, writer = await transport.connect(address(), None, 5.0)
+    await protocol.send(writer, {"version": protocol.VERSION, **message})
+    answer = await protocol.receive(reader, 10.0)
+    writer.close()
+    return answer or {}
+
+
+def test_those_who_ask_are_told_when_it_is_known_and_the_newest_word_counts(
+    leaves_nothing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory, "_ASKED_FOR", 0.2)
+
+    async def told() -> tuple[str, Any]:
+        answer = await asked({"type": "where", "role": "b", "start": "1"})
+        return answer["type"], answer.get("port")
+
+    async def until(expected: tuple[str, Any]) -> None:
+        async def poll() -> None:
+            while await told() != expected:
+                await asyncio.sleep(0.01)
+
+        await asyncio.wait_for(poll(), 20)
+
+    async def main() -> None:
+        asking = asyncio.ensure_future(guide().find("b", wires(0), 20.0))  # before there is a directory
+        telling = []
+        async with kept() as rendezvous:
+            assert await told() == ("refused", None)
+            for port in (1001, 1002):
+                telling.append(asyncio.ensure_future(guide().tell(rendezvous, wires(port), reporter, 20.0)))
+                await until(("there", port))
+                if port == 1001:
+                    assert str(await asking) == "unix:10.0.0.7:1001"
+            for port in (1002, 1001):  # each counts for as long as it is held
+                await until(("there", port))
+                telling.pop().cancel()
+            await until(("refused", None))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("start", ["1", ""])
+def test_hosts_of_another_start_wait(leaves_nothing: None, monkeypatch: pytest.MonkeyPatch, start: str) -> None:
+    monkeypatch.setattr(directory, "_ASKED_FOR", 0.2)
+
+    async def main() -> None:
+        async with kept("2") as rendezvous:
+            telling = asyncio.ensure_future(guide(start=start).tell(rendezvous, wires(1001), reporter, 0.5))
+            with pytest.raises(RendezvousError, match="in 0.5 s: .*r.sock: it is of another start of the app"):
+                await guide(start=start).find("b", wires(0), 0.5)
+            await telling
+            trouble = rendezvous.troubles.get_nowait()
+            assert not trouble.lost
+            assert "through which the hosts of role 'b' find theirs, was not reached in 0.5 s" in trouble.verdict.reason
+            assert (await asked({"type": "where", "role": "b", "start": "2"}))["type"] == "refused"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"type": "here", "role": 7, "start": "1", "host": "h", "port": 1}, "the name of a role is a text"),
+        ({"type": "here", "role": "b", "start": "1", "host": "h"}, "as host and port"),
+        ({"type": "here", "role": "b", "start": "1", "host": ["h"], "port": 1}, "as host and port"),
+        ({"type": "where", "role": None, "start": "1"}, "the name of a role is a text"),
+        ({"type": "where", "role": "b"}, "it is of another start"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(leaves_nothing: None, message: dict[str, Any], words: str) -> None:
+    async def main() -> None:
+        async with kept():
+            answer = await asked(message)
+            assert answer["type"] == "refused" and words in answer["reason"]
+
+    asyncio.run(main())

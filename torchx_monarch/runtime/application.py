@@ -1,0 +1,238 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""All roles of an app end together, to begin again, where a backend lets each role end by itself.
+
+Replica 0 of every other role is linked to replica 0 of the first one. When a role has failed, or its replica 0 is lost,
+the first one has all others end as well, and the backend starts them again. Replica 0 of the first role goes last, and
+puts off the hosts that are started before that: so no role begins while another one's earlier ranks are there.
+So it is with ``RetryPolicy.APPLICATION`` and retries, and always where the backend heeds the first role alone.
+
+=========================  =======================================================================================
+other role to the first    ``link`` (greeting, with role and start), ``held`` (it counts from now on), ``ended`` (with
+                           code, reason and stopped)
+first role to another      ``linked``, ``refused``, ``again`` (with the same), ``over``
+=========================  =======================================================================================
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+
+from torchx_monarch.errors import Verdict
+from torchx_monarch.runtime import network, protocol, transport
+from torchx_monarch.runtime.directory import start_of_app
+from torchx_monarch.runtime.options import HostOptions
+from torchx_monarch.runtime.rendezvous import LaterError, Rendezvous, RendezvousError, Trouble
+from torchx_monarch.runtime.report import Reporter
+from torchx_monarch.runtime.transport import Address, ConnectError
+from torchx_monarch.runtime.wires import Wires
+
+_TRY_EVERY = 0.5
+"""Seconds between two tries to reach the first role's replica 0 at first; each wait is longer than the one before."""
+
+_TRY_AT_LEAST_EVERY = 5.0
+
+_ANSWER_TIMEOUT = 10.0
+
+_AGAIN = "the application begins again, while retries are left"
+
+
+class Application:
+    """Replica 0's part in it; of an app whose roles begin again each by itself there is nothing to do.
+
+    Args:
+        role: the host's own.
+        rendezvous: its role's.
+        start: which start of the app this is; empty where the backend does not say.
+    """
+
+    def __init__(self, role: str, rendezvous: Rendezvous, start: str = "") -> None:
+        self._role = role
+        self._start = start
+        self._rendezvous = rendezvous
+        self._told = ""
+
+    @staticmethod
+    def of(options: HostOptions, environ: Mapping[str, str], rendezvous: Rendezvous, wires: Wires) -> Application:
+        """A replica 0's part, by its options and environment.
+
+        Raises:
+            NetworkError: where the first role's replica 0 listens is in a variable that says nothing.
+            AddressError: it is no address.
+        """
+        role, start = options.role, start_of_app(environ)
+        if not options.application:
+            return Application(role, rendezvous)
+        # Each role has a port of its own.
+        is_first = options.application.endswith(f":{wires.rendezvous.port}")
+        first = Address.parse(network.expanded(options.application, environ, is_first), "--application")
+        if is_first:
+            return _First(role, rendezvous, start)
+        return _Other(role, rendezvous, start, first, wires)
+
+    async def begin(self, reporter: Reporter, timeout: float) -> None:
+        """Wait until nothing of an earlier start of the app is there; for at most ``timeout`` seconds, or trouble."""
+
+    async def end(self, verdict: Verdict, timeout: float) -> None:
+        """Tell the other roles how this one has ended; the first one waits for their ends, for ``timeout`` seconds."""
+
+    def _fail(self, code: int, reason: str, stopped: bool = False) -> None:
+        self._told = reason
+        verdict = Verdict(code or 1, reason, stopped=stopped, consequence=True, replica=0)
+        self._rendezvous.troubles.put_nowait(Trouble(0, verdict, lost=False))
+
+    def _word(self, kind: str, verdict: Verdict) -> protocol.Message:
+        """How this role has ended; what it was told itself is passed on as it is."""
+        replica = verdict.cause.replica if verdict.cause else max(0, verdict.replica)
+        reason = verdict.reason[: protocol.MAX_ERROR]
+        if verdict.reason != self._told:
+            reason = f"{self._role}/{replica} failed: {reason}; {_AGAIN}"
+        return {"type": kind, "code": verdict.code, "reason": reason, "stopped": verdict.stopped}
+
+    def _heed(self, word: protocol.Message) -> None:
+        """End as another role has."""
+        code = word.get("code")
+        self._fail(code if isinstance(code, int) else 1, str(word.get("reason")), word.get("stopped") is True)
+
+
+class _First(Application):
+    """Replica 0 of the first role."""
+
+    def __init__(self, role: str, rendezvous: Rendezvous, start: str) -> None:
+        super().__init__(role, rendezvous, start)
+        self._links: dict[str, asyncio.StreamWriter] = {}
+        self._changed = asyncio.Event()
+        self._ending = False
+        rendezvous.clients["link"] = self._link
+
+    async def end(self, verdict: Verdict, timeout: float) -> None:
+        self._ending = True
+        message = self._word("again", verdict) if verdict.code else {"type": "over"}
+        for writer in list(self._links.values()):
+            await protocol.send(writer, message)
+        until = asyncio.get_running_loop().time() + (timeout if verdict.code else 0.0)
+        while self._links and (left := until - asyncio.get_running_loop().time()) > 0:
+            changed = asyncio.ensure_future(self._changed.wait())
+            await asyncio.wait([changed], timeout=left)
+            changed.cancel()
+
+    async def _link(
+        self, greeting: protocol.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        role = greeting.get("role")
+        if transport.is_client(writer):
+            raise RendezvousError("a client may look at the job and stop it, and not link a role")
+        if not isinstance(role, str):
+            raise RendezvousError("the name of a role is a text")
+        if greeting.get("start") != self._start:
+            raise LaterError(f"it is of another start of the app ({self._start!r} here)")
+        if role in self._links and not self._ending:
+            self._lose({"reason": f"replica 0 of role {role!r} was started again; {_AGAIN}"})
+        if self._ending:
+            raise LaterError(f"the hosts of role {self._role!r} are ending, to begin again")
+        self._links[role] = writer
+        try:
+            await protocol.send(writer, {"type": "linked"})
+            if await protocol.receive(reader, _ANSWER_TIMEOUT) is None:
+                return  # it had ended before it could say how
+            word = await protocol.receive(reader) or {"reason": f"replica 0 of role {role!r} was lost; {_AGAIN}"}
+            if word.get("code") != 0:
+                self._lose(word)
+            await reader.read(1)  # it goes last of its role
+        except (protocol.ProtocolError, TimeoutError) as error:
+            self._lose({"reason": f"replica 0 of role {role!r} does not speak as it should: {error}; {_AGAIN}"})
+        finally:
+            del self._links[role]
+            self._changed.set()
+            self._changed = asyncio.Event()
+
+    def _lose(self, word: protocol.Message) -> None:
+        if not self._ending:
+            self._ending = True  # from now on whoever comes is of the next start
+            self._heed(word)
+
+
+class _Other(Application):
+    """Replica 0 of another role.
+
+    Args:
+        first: where that of the first role listens.
+    """
+
+    def __init__(self, role: str, rendezvous: Rendezvous, start: str, first: Address, wires: Wires) -> None:
+        super().__init__(role, rendezvous, start)
+        self._first = first
+        self._wires = wires
+        self._why = "no answer yet"
+        self._clear = asyncio.Event()
+        self._linked = asyncio.Event()
+        self._writer: asyncio.StreamWriter | None = None
+        self._ended = False
+        self._keeping = asyncio.ensure_future(self._keep())
+
+    async def begin(self, reporter: Reporter, timeout: float) -> None:
+        troubles = self._rendezvous.troubles
+        clear, trouble = asyncio.ensure_future(self._clear.wait()), asyncio.ensure_future(troubles.get())
+        waiting = asyncio.wait([clear, trouble], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            await reporter.while_waiting(waiting, lambda: f"the first role's replica 0 ({self._why})")
+        finally:
+            clear.cancel()
+            trouble.cancel()
+        if trouble.done() and not trouble.cancelled():
+            troubles.put_nowait(trouble.result())
+
+    async def end(self, verdict: Verdict, timeout: float) -> None:
+        self._ended = True
+        if verdict.code and not self._linked.is_set():  # it has failed at once
+            await asyncio.wait([asyncio.ensure_future(self._linked.wait())], timeout=2 * _TRY_EVERY)
+        if self._writer is not None:
+            await protocol.send(self._writer, self._word("ended", verdict))
+
+    async def _keep(self) -> None:
+        """Be linked as soon as that is possible. A first role that is not there, or not yet, is not waited for."""
+        pause = _TRY_EVERY
+        while True:
+            try:
+                reader, writer = await transport.connect(
+                    self._first, self._wires.identity, self._wires.options.peer_timeout
+                )
+                try:
+                    if await self._greeted(reader, writer):
+                        return await self._follow(reader)
+                finally:
+                    self._writer = None
+                    writer.close()
+            except ConnectError:
+                self._clear.set()
+            await asyncio.sleep(pause)
+            pause = min(1.2 * pause, _TRY_AT_LEAST_EVERY) if self._clear.is_set() else _TRY_EVERY
+
+    async def _greeted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        greeting = {"type": "link", "version": protocol.VERSION, "role": self._role, "start": self._start}
+        await protocol.send(writer, greeting)
+        try:
+            answer = await protocol.receive(reader, _ANSWER_TIMEOUT)
+        except (protocol.ProtocolError, TimeoutError):
+            answer = None
+        if answer is None or not answer.get("later"):
+            self._clear.set()
+        if answer is None or answer.get("type") != "linked":
+            self._why = str((answer or {}).get("reason"))
+            return False
+        await protocol.send(writer, {"type": "held"})
+        self._writer = writer
+        self._linked.set()
+        return True
+
+    async def _follow(self, reader: asyncio.StreamReader) -> None:
+        try:
+            message = await protocol.receive(reader)
+        except protocol.ProtocolError:
+            message = None
+        if message and message.get("type") == "over":
+            return
+        if not self._ended:
+            self._heed(message or {"reason": f"replica 0 of the first role was lost; {_AGAIN}"})
+        await asyncio.Event().wait()  # the connection shows that something of this role is still there
