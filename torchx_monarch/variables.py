@@ -15,7 +15,6 @@ FOR_HOSTS = (
     "MONARCH_LOG_DIR",
     "MONARCH_RESTART",
     "MONARCH_STOP_FILE",
-    "MONARCH_REPLICA0_HOST",
     "MONARCH_PEERS",
     "MONARCH_START",
     "MONARCH_HOST_ADDRESS",
@@ -24,7 +23,7 @@ FOR_HOSTS = (
     "MONARCH_STARTS",
 )
 """Where hosts meet and by what credentials; where sockets, events and logs go; how often it was started again; the file
-that announces a stop; the name of replica 0; the address of the host's own machine; the file with a pod's last word;
+that announces a stop; the address of the host's own machine; the file with a pod's last word;
 where replica 0 of each role listens; what tells this start of all roles from an earlier one; how far the port of
 replica 0 is shifted; where a host may note that it is not to be started again."""
 
