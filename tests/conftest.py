@@ -60,6 +60,7 @@ def leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[
     monkeypatch.setenv("MONARCH_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setenv("TMPDIR", str(short))
     monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.delenv("HYPERACTOR_EXECUTION_ID", raising=False)  # of a Monarch that another test has imported here
     yield
     until = time.monotonic() + _GONE_WITHIN
     while (alive := marked_processes(mark)) and time.monotonic() < until:

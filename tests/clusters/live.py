@@ -8,13 +8,16 @@ import json
 import pickle
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from torchx.specs import AppDef
+from torchx.specs import AppDef, AppStatus, Role
 
+from tests.local.monarch_programs import CONTROLLER
 from torchx_monarch import SPMDError, SPMDJob
+from torchx_monarch.plan.meshes import waiting
 
 SAYS = """
     import os, sys
@@ -41,6 +44,25 @@ def runs_twice_and_after_a_failure(job: SPMDJob, script: str, places: Sequence[s
             job.run_spmd([script, "7"], output="none")
         assert caught.value.result.exit_code == 7 and caught.value.root_cause.hostname == places[-1]
     assert list(job.status().hosts.values()) == list(dict.fromkeys(places))
+
+
+def controller(role: Callable[..., Role]) -> list[Role]:
+    """Two roles; a script on replica 0 of the first uses the hosts of both.
+
+    Args:
+        role: makes one, by its entrypoint, name, replicas and env.
+    """
+    env = {"WHO": "me"}
+    meshes = [role("x", name="trainers", replicas=2, env=env), role("x", name="loaders", env=env)]
+    script = ("python", "-c", textwrap.dedent(CONTROLLER), "3")
+    return list(waiting(AppDef("app", meshes), 0.0, script).roles)
+
+
+def had_all_meshes(said: str, status: AppStatus) -> None:
+    """That it did, by its log and the app's status."""
+    assert "trainers [(0, 'me', False), (1, 'me', False)]" in said, said
+    assert "loaders [(0, 'me', False)]" in said
+    assert json.loads(status.structured_error_msg)["message"]["errorCode"] == 3
 
 
 _CLIENT = """

@@ -52,15 +52,11 @@ def test_hosts_meet_at_replica_0_of_their_own_role(runner: Runner) -> None:
         "second-one-0",
         "second-one-1",
     ]
-    for container, port in zip(made, (20100, 20100, 20101, 20101), strict=True):
-        assert f"tls:@MONARCH_REPLICA0_HOST:{port}" in container["command"]
+    for container, role in zip(made, (0, 0, 1, 1), strict=True):
+        assert f"tls:@MONARCH_REPLICA0_{role}:{20100 + role}" in container["command"]
         assert container["kwargs"]["hostname"] == container["kwargs"]["name"]
-    assert [container["kwargs"]["environment"]["MONARCH_REPLICA0_HOST"] for container in made] == [
-        names[0],
-        names[0],
-        names[2],
-        names[2],
-    ]
+        env = container["kwargs"]["environment"]
+        assert (env["MONARCH_REPLICA0_0"], env["MONARCH_REPLICA0_1"]) == (names[0], names[2])
     assert {container["kwargs"]["environment"]["TORCHX_RANK0_HOST"] for container in made} == {names[0]}
 
 

@@ -138,13 +138,14 @@ def test_one_job_for_each_role_and_all_names_known_before_the_start(runner: Runn
     ]
     service = objects(runner, trainer())[1]
     assert (service["spec"]["clusterIP"], service["spec"]["publishNotReadyAddresses"]) == ("None", True)
-    for job, port in ((first, 20100), (second, 20101)):
+    for index, job in enumerate((first, second)):
         name = job["metadata"]["name"]
         app_id = job["metadata"]["labels"][names.LABEL_APP]
         assert job["spec"]["completionMode"] == "Indexed"
         assert job["spec"]["template"]["spec"]["subdomain"] == app_id
-        assert f"tls:@MONARCH_REPLICA0_HOST:{port}" in container(job)["command"]
-        assert environment(job)["MONARCH_REPLICA0_HOST"] == f"{name}-0.{app_id}"
+        assert f"tls:@MONARCH_REPLICA0_{index}:{20100 + index}" in container(job)["command"]
+        assert environment(job)[f"MONARCH_REPLICA0_{index}"] == f"{name}-0.{app_id}"
+        assert environment(job).keys() >= {"MONARCH_REPLICA0_0", "MONARCH_REPLICA0_1"}
         assert environment(job)["TORCHX_RANK0_HOST"] == f"{first['metadata']['name']}-0.{app_id}"
         command = container(job)["command"]
         assert command[command.index("--replica") + 1] == "$(JOB_COMPLETION_INDEX)"
@@ -215,7 +216,8 @@ def test_volcano_names_replica_0_of_each_role(runner: Runner) -> None:
     tasks = {task["name"]: task["template"]["spec"]["containers"][0] for task in job["spec"]["tasks"]}
     for name, host in {"my-train-1": "my-train-0", "other-0": "other-0", "other-1": "other-0"}.items():
         env = {one["name"]: one.get("value") for one in tasks[name]["env"]}
-        assert env["MONARCH_REPLICA0_HOST"] == f"{app_id}-{host}-0.{app_id}"
+        assert env[f"MONARCH_REPLICA0_{int(name.startswith('other'))}"] == f"{app_id}-{host}-0.{app_id}"
+        assert env.keys() >= {"MONARCH_REPLICA0_0", "MONARCH_REPLICA0_1"}
         assert env["TORCHX_RANK0_HOST"] == f"{app_id}-my-train-0-0.{app_id}"
     assert job["spec"]["queue"] == "default"
     assert blob.unpack(job["metadata"]["annotations"][names.ANNOTATION_APP]) is not None

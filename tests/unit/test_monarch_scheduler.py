@@ -72,6 +72,14 @@ def test_wraps_schedulers_that_build_workspaces(runner: Runner, app: AppDef) -> 
     assert text.count("torchx_monarch.host") == 2
 
 
+def test_what_torchx_cannot_pack_is_named(runner: Runner, app: AppDef, tmp_path: Path) -> None:
+    workspace = tmp_path / "code"
+    workspace.mkdir()
+    (workspace / "gone").symlink_to("nowhere")
+    with pytest.raises(ComponentValidationException, match="code/gone: No such file.*--workspace ''"):
+        runner.dryrun(app, "monarch_slurm", cfg={"job_dir": str(tmp_path / "job")}, workspace=f"file://{workspace}")
+
+
 def test_section_of_the_wrapped_scheduler_is_honoured(
     runner: Runner, app: AppDef, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,10 +44,6 @@ class RolesApart(Protocol):
 
     always_together: bool
 
-    def main_host(self, app: AppDef) -> str:
-        """The name by which replicas of all roles reach replica 0 of the first one, as ``replica0_host`` has it."""
-        ...
-
 
 @runtime_checkable
 class Reachable(Protocol):

@@ -30,7 +30,7 @@ from torchx_monarch.runtime.ranks import LaunchError
 from torchx_monarch.runtime.rendezvous import Registration, Rendezvous, RendezvousError
 from torchx_monarch.runtime.transport import Address, ConnectError
 from torchx_monarch.runtime.wires import Wires
-from torchx_monarch.variables import FOR_HOSTS
+from torchx_monarch.variables import is_for_hosts
 
 _NO_NEWS = re.compile(rb"(Monarch internal logs are being written to|unable to create log file in) .*")
 """What Monarch prints whenever a process of its own starts; ``monarch_api`` keeps its log out of ``/tmp``."""
@@ -116,8 +116,8 @@ class ActorHost(HostProcess):
 
     async def _start_worker(self, wires: Wires) -> str:
         os.environ["TMPDIR"] = self._sockets  # Monarch's sockets; they go when we go
-        for name in FOR_HOSTS:
-            os.environ.pop(name, None)
+        for name in [name for name in os.environ if is_for_hosts(name)]:
+            del os.environ[name]
         loop = asyncio.get_running_loop()
 
         def shut_down() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchx_monarch.plan.command import TorchrunOptions
-from torchx_monarch.variables import FOR_HOSTS
+from torchx_monarch.variables import is_for_hosts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ def interpreter_environment(host: Mapping[str, str], local_world_size: int) -> d
     OMP_NUM_THREADS must be there before torch is imported; torchrun sets it to 1 when it starts several ranks and the
     user has not set it.
     """
-    env = {name: value for name, value in host.items() if name not in FOR_HOSTS}
+    env = {name: value for name, value in host.items() if not is_for_hosts(name)}
     if local_world_size > 1:
         env.setdefault("OMP_NUM_THREADS", "1")
     return env

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from torchx_monarch.errors import RankExit, Verdict, shell_code
-from torchx_monarch.plan.exit_codes import NEVER_AGAIN
+from torchx_monarch.errors import RankExit, Verdict, shell_code, why_final
 
 
 def never_joined(exits: Iterable[RankExit]) -> frozenset[int]:
@@ -48,8 +47,8 @@ def why_no_other_start(verdict: Verdict, retry_on: Collection[int]) -> str:
 
 
 def _said_by(code: int, retry_on: Collection[int]) -> str:
-    if code == NEVER_AGAIN:
-        return f"with exit code {code} (EX_CONFIG) the program asks for none"
+    if reason := why_final(code, None):
+        return reason
     if retry_on and code not in retry_on:
         return f"exit code {code} is not one of {', '.join(map(str, sorted(retry_on)))} (retry_on)"
     return ""

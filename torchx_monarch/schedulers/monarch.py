@@ -41,6 +41,10 @@ class InvalidCommandError(ComponentValidationException, ValueError):  # type: ig
     """A role's command cannot run on Monarch hosts. The torchx command shows the message without a traceback."""
 
 
+class WorkspaceError(ComponentValidationException, RuntimeError):  # type: ignore[misc]
+    """A workspace cannot be packed. The torchx command shows the message without a traceback."""
+
+
 @dataclasses.dataclass
 class MonarchOpts(StructuredOpts):  # type: ignore[misc]
     """Run options that every ``monarch_*`` scheduler has, beside those of the scheduler it wraps."""
@@ -202,7 +206,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         }
         found: dict[str, Any] = {"rendezvous": rendezvous, "network": words}
         if isinstance(self.inner, RolesApart):
-            found["application"] = f"{scheme}:{self.inner.main_host(app)}:{port}"
+            found["application"] = rendezvous[app.roles[0].name]
             found["always_together"] = self.inner.always_together
         return found
 
@@ -287,9 +291,22 @@ class MonarchWorkspaceScheduler(WorkspaceMixin[Any], MonarchScheduler):  # type:
     """As above, around a scheduler that builds workspaces; TorchX tells them by the mix-in."""
 
     def build_workspaces(self, roles: list[Role], cfg: Cfg) -> None:
-        """Have the wrapped scheduler build; its options for that are among ours."""
+        """Have the wrapped scheduler build; its options for that are among ours.
+
+        Raises:
+            WorkspaceError: TorchX cannot pack a file of it.
+        """
         assert isinstance(self.inner, WorkspaceMixin)
-        self.inner.build_workspaces(roles, self._inner_cfg(cfg))
+        try:
+            self.inner.build_workspaces(roles, self._inner_cfg(cfg))
+        except OSError as error:
+            if error.filename is None:
+                raise
+            raise WorkspaceError(
+                f"the workspace cannot be taken along: {error.filename}: {error.strerror}. TorchX packs files, and no "
+                "links to folders or to nothing, no sockets, and nothing unreadable. Name it in .dockerignore (for "
+                "monarch_slurm .torchxignore), or take no workspace along: --workspace ''"
+            ) from None
 
 
 def wrap(backend: str, session_name: str, inner: Scheduler[Any], python: str = "python") -> MonarchScheduler:

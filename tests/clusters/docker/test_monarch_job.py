@@ -11,7 +11,7 @@ from torchx.specs import AppDef, AppState
 
 from tests.clusters.docker.apps import NAME, Apps
 from tests.clusters.docker.daemon import Daemon
-from tests.clusters.live import actors
+from tests.clusters.live import actors, controller, had_all_meshes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -24,3 +24,10 @@ def test_actors_run_in_containers(apps: Apps, daemon: Daemon, tmp_path: Path) ->
     assert places == {"trainers": 2, "loaders": 1}
     assert handle.startswith(f"{NAME}://")
     assert apps.wait(handle).state is AppState.CANCELLED
+
+
+def test_a_controller_has_the_meshes_of_all_roles(apps: Apps) -> None:
+    handle = apps.run(*controller(apps.role))
+    status = apps.wait(handle)
+    assert status.state is AppState.FAILED
+    had_all_meshes(apps.log(handle, "trainers"), status)

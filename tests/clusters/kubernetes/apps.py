@@ -140,8 +140,8 @@ class Apps(BaseApps):
     def forwarded(self, handle: str, port: int) -> Iterator[str]:
         """HOST:PORT that leads to a port of the pod of the first role's replica 0, as docs/live.md has it."""
         pod = next(one for one in self.pods(handle) if one["metadata"]["name"] == self.pod(handle, 0))
-        if not self.cluster.foreign:
-            with Relay(port, self.cluster.network_of(pod["metadata"]["uid"])) as relay:
+        if self.cluster.stand_ins is not None:
+            with Relay(port, self.cluster.network(pod["metadata"]["uid"])) as relay:
                 yield f"localhost:{relay.port}"
             return
         if shutil.which("kubectl") is None:

@@ -87,13 +87,14 @@ class Cluster:
         self.server.kubeconfig(door, "admin")
 
     @property
-    def network(self) -> str:
-        """The file of a network namespace from which the pods of ours are reached."""
-        return f"/run/netns/{(self.folder / 'network').read_text()}"
+    def stand_ins(self) -> Path | None:
+        """The folder of the stand-ins, whose pods are on this machine; None of a real cluster."""
+        return None if WIRE == "real" else self.kubeconfig.parent
 
-    def network_of(self, uid: str) -> str:
-        """That of a pod of ours itself."""
-        return f"/run/netns/{(self.folder / 'pods' / uid / 'network').read_text()}"
+    def network(self, uid: str = "") -> str:
+        """The file of the network namespace of a pod of stand-ins, or of one from which all of them are reached."""
+        assert self.stand_ins is not None
+        return f"/run/netns/{(self.stand_ins / (f'pods/{uid}' if uid else '') / 'network').read_text()}"
 
     def log(self) -> str:
         """What the stand-ins have complained of."""

@@ -159,7 +159,8 @@ class Server:
             "kube-controller-manager",
             *(f"--kubeconfig={config}", "--leader-elect=false", "--port=0", f"--secure-port={self._manager}"),
             *("--bind-address=127.0.0.1", f"--cert-dir={self.folder}/certs-manager"),
-            *("--controllers=namespace,garbagecollector,ttl-after-finished", "--use-service-account-credentials=false"),
+            "--controllers=namespace,garbagecollector,resourcequota,ttl-after-finished",
+            "--use-service-account-credentials=false",
             *(f"--service-account-private-key-file={key}", "--feature-gates=TTLAfterFinished=true"),
         )
 

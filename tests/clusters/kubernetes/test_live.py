@@ -14,7 +14,7 @@ from torchx.specs import AppDef, AppState
 
 from tests.clusters.kubernetes.apps import NAME, Apps
 from tests.clusters.kubernetes.cluster import Cluster
-from tests.clusters.live import SAYS, actors, runs_twice_and_after_a_failure
+from tests.clusters.live import SAYS, actors, controller, had_all_meshes, runs_twice_and_after_a_failure
 from tests.network.relay import HERE, Relay
 from torchx_monarch import SPMDJob, serve
 from torchx_monarch.client.target import Target
@@ -28,12 +28,12 @@ def test_takes_two_pods_and_runs_in_them(apps: Apps, tmp_path: Path) -> None:
     cfg = {"grace": 5, "preload": "none", "namespace": apps.namespace, "mode": "job"}
     taken = serve(AppDef("live", [apps.torchrun(path, nproc=1)]), NAME, cfg, runner=apps.runner)
     name = taken.handle.rpartition(":")[2]
-    apps.until(lambda: apps.status(taken.handle).state is AppState.RUNNING, "the pods", taken.handle)
+    apps.until(lambda: set(apps.states(taken.handle).values()) == {AppState.RUNNING}, "the pods", taken.handle)
     # From within the pods' network it is reached by its address.
     pod = next(one for one in apps.pods(taken.handle) if one["spec"]["hostname"].endswith("-trainer-0"))
     target = Target.of(taken.handle, runner=apps.runner).address
     assert target.host == pod["status"]["podIP"]
-    if not apps.cluster.foreign:
+    if apps.cluster.stand_ins is not None:
         with pytest.raises(AllocationError, match=rf"waiting for the hosts \(RUNNING\): {target.host}:{target.port}: "):
             SPMDJob.attach(taken.handle, runner=apps.runner).wait_ready(10)
     with apps.forwarded(taken.handle, target.port) as address:
@@ -53,8 +53,14 @@ def test_takes_two_pods_and_runs_in_them(apps: Apps, tmp_path: Path) -> None:
     assert apps.wait(taken.handle, AppState.CANCELLED).num_restarts == 0
 
 
+def test_a_controller_has_the_meshes_of_all_roles(apps: Apps) -> None:
+    handle = apps.run(*controller(apps.role))
+    status = apps.wait(handle, AppState.FAILED)
+    had_all_meshes(apps.log(handle, "trainers"), status)
+
+
 def test_actors_run_in_pods(apps: Apps, cluster: Cluster, tmp_path: Path) -> None:
-    if cluster.foreign:
+    if cluster.stand_ins is None:
         pytest.skip("a Monarch client dials every host, and this machine is not in the network of the cluster's pods")
     app = AppDef("app", [apps.role("x", name="trainers", replicas=2), apps.role("x", name="loaders")])
     cfg = {"namespace": apps.namespace, "mode": "job", "grace": 5}
@@ -62,8 +68,8 @@ def test_actors_run_in_pods(apps: Apps, cluster: Cluster, tmp_path: Path) -> Non
     port = urllib.parse.urlparse(server).port
     assert port
     # Where the pods are reached, the API server is to be reached, too.
-    with Relay(port, HERE, cluster.network, at=port):
-        handle, places = actors(app, NAME, cfg, cluster.network, tmp_path)
+    with Relay(port, HERE, cluster.network(), at=port):
+        handle, places = actors(app, NAME, cfg, cluster.network(), tmp_path)
     assert places == {"trainers": 2, "loaders": 1}
     apps.wait(handle, AppState.CANCELLED)
     assert json.loads(apps.torchx("status", "--json", handle))["num_restarts"] == 0

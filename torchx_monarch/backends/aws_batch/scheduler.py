@@ -374,10 +374,6 @@ class MonarchAWSBatchScheduler(AWSBatchScheduler, Scheduler[MonarchAWSBatchOpts]
     always_together = True
     """Batch heeds the end of the main node alone, and starts all nodes again or none."""
 
-    def main_host(self, app: AppDef) -> str:
-        """The main node's address."""
-        return f"@{RANK0}"
-
     def client_host(self, app_id: str, role: str) -> str:
         """The address of the role's replica 0, for a machine within the nodes' network."""
         found = self._find(app_id)

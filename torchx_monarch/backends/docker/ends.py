@@ -31,25 +31,29 @@ class Ends:
 
     def applied(self, containers: Sequence[Container]) -> list[Replica]:
         """The replica of each container, as its host has noted its end or else as dockerd has it."""
-        return together(self._replica, containers)
+        pairs = [(container, Replica.of(container.attrs)) for container in containers]
+        together(self._look, [pair for pair in pairs if self._may_have_noted(*pair)])
+        return [
+            dataclasses.replace(self._known[key], status=replica.status) if key in self._known else replica
+            for key, replica in ((str(container.id), replica) for container, replica in pairs)
+        ]
 
-    def _replica(self, container: Container) -> Replica:
-        replica, key = Replica.of(container.attrs), str(container.id)
-        start = (key, replica.started)
-        if key in self._known:
-            return dataclasses.replace(self._known[key], status=replica.status)
-        # A host notes its end as the last thing of a start: one that is not there at the next will not come in that.
-        if not replica.has_failed or start in self._running:
-            return replica
-        text = ""
-        for path in replica.env.get(request.STARTS, "").split(":"):
+    def _may_have_noted(self, container: Container, replica: Replica) -> bool:
+        """Whether there may be news. A note is the last thing of a start: at the next it is there, or not."""
+        if request.STARTS not in replica.env or not replica.has_failed or str(container.id) in self._known:
+            return False
+        return replica.status != "running" or (str(container.id), replica.started) not in self._running
+
+    def _look(self, pair: tuple[Container, Replica]) -> None:
+        container, replica = pair
+        key, text = str(container.id), ""
+        for path in replica.env[request.STARTS].split(":"):
             text = text or reports.read(container, path)
-        if text and (noted := _noted(replica, text)) is not None:
+        noted = _noted(replica, text)
+        if noted is not None:
             self._known[key] = noted
-            return noted
-        if replica.status == "running":
-            self._running.add(start)
-        return replica
+        elif replica.status == "running":
+            self._running.add((key, replica.started))
 
 
 def _noted(replica: Replica, text: str) -> Replica | None:

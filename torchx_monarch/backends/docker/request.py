@@ -13,7 +13,7 @@ from torchx.specs import AppDef
 
 from torchx_monarch.backends.local import gpus
 from torchx_monarch.backends.roles import check_names
-from torchx_monarch.variables import OF_A_JOB
+from torchx_monarch.variables import OF_A_JOB, replica0_variable
 
 LABEL_APP = "torchx-monarch/app"
 """On every container of ours: the app as ``blob.pack`` has it. Its presence tells ours from TorchX's."""
@@ -21,16 +21,11 @@ LABEL_APP = "torchx-monarch/app"
 LABEL_GRACE = "torchx-monarch/grace"
 """On every container of ours: the run option ``grace``."""
 
-REPLICA0 = "MONARCH_REPLICA0_HOST"
-"""The variable in which each container finds the name of its role's replica 0."""
-
-RANK0 = "TORCHX_RANK0_HOST"
-"""The same of the first role's, for all of them."""
-
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 EVENTS = "MONARCH_EVENTS"
 STARTS = "MONARCH_STARTS"
 
+_RANK0 = "TORCHX_RANK0_HOST"
 
 _LONGEST_NAME = 63
 """Of a host's name, and of one label of a name in the DNS."""
@@ -74,8 +69,8 @@ def mend(job: DockerJob, app: AppDef, init: bool, environ: Mapping[str, str]) ->
         for variable in OF_A_JOB:
             if variable not in given[role]:
                 env.pop(variable, None)  # copy_env, in a shell within another job
-        env[RANK0] = names[app.roles[0].name][0]
-        env[REPLICA0] = names[role][0]
+        env[_RANK0] = names[app.roles[0].name][0]
+        env |= {replica0_variable(index): names[each.name][0] for index, each in enumerate(app.roles)}
         # A folder of its own even where all replicas have one folder of this machine as their /tmp.
         env.setdefault("MONARCH_LOG_DIR", f"/tmp/torchx-monarch/{name}")
         env.setdefault(EVENTS, f"{env['MONARCH_LOG_DIR']}/events.jsonl")

@@ -49,6 +49,7 @@ from torchx_monarch.backends.docker.together import together
 from torchx_monarch.backends.local.render import safe_name
 from torchx_monarch.backends.options import run_options
 from torchx_monarch.backends.roles import check_replica, is_consequence, matching, restarts
+from torchx_monarch.variables import replica0_variable
 
 if TYPE_CHECKING:
     from docker import DockerClient
@@ -117,13 +118,9 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
 
     def replica0_host(self, app: AppDef, role: Role) -> str:
         """The container of the role's replica 0, by its name in the network's DNS. (Upstream has the first role's.)"""
-        return f"@{request.REPLICA0}"
+        return f"@{replica0_variable(app.roles.index(role))}"
 
     always_together = False
-
-    def main_host(self, app: AppDef) -> str:
-        """The first role's first container, for all roles: dockerd starts each container again by itself."""
-        return f"@{request.RANK0}"
 
     @answering()
     def client_host(self, app_id: str, role: str) -> str:

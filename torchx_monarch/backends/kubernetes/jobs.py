@@ -37,7 +37,7 @@ def render(app: AppDef, cfg: KubernetesOpts, namespace: str, record: dict[str, s
         last = f"replica {role.name}/{role.num_replicas - 1}"
         names.check_host_name(f"{job}-{role.num_replicas - 1}", last)
     # The Service's name is that of the pods' domain: this is enough within the namespace.
-    hosts = {role.name: f"{job}-0.{app_id}" for role, job in zip(app.roles, jobs, strict=True)}
+    hosts = [f"{job}-0.{app_id}" for job in jobs]
     objects = [secret(app_id, cfg), _service(app_id, cfg, record)]
     objects += [_job(app, index, app_id, namespace, job, cfg, hosts) for index, job in enumerate(jobs)]
     return KubernetesRequest("job", namespace, app_id, objects)
@@ -69,7 +69,7 @@ def _metadata(name: str, app_id: str, cfg: KubernetesOpts) -> Object:
 
 
 def _job(
-    app: AppDef, index: int, app_id: str, namespace: str, name: str, cfg: KubernetesOpts, hosts: dict[str, str]
+    app: AppDef, index: int, app_id: str, namespace: str, name: str, cfg: KubernetesOpts, hosts: list[str]
 ) -> Object:
     role = app.roles[index]
     template = pods.template(app, index, app_id, namespace, cfg, hosts)

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 from torchx.schedulers.kubernetes_scheduler import (
@@ -21,11 +21,11 @@ from torchx_monarch.backends.kubernetes.names import LABEL_APP, LABEL_ROLE
 from torchx_monarch.backends.kubernetes.options import KubernetesOpts
 from torchx_monarch.backends.kubernetes.request import Object
 from torchx_monarch.backends.network import CREDENTIALS
+from torchx_monarch.variables import replica0_variable
 
 HOST_EXTRA = 10
 """Seconds that a pod gets beyond the grace: within the grace the host in it ends its ranks."""
 
-REPLICA0 = "MONARCH_REPLICA0_HOST"
 RANK0 = "TORCHX_RANK0_HOST"
 INDEX = "JOB_COMPLETION_INDEX"
 _HANDLE = "TORCHX_JOB_ID"
@@ -38,9 +38,7 @@ _REPLICA = "<torchx-monarch:replica>"
 """Stands for the number of the replica until what is the user's own has been escaped."""
 
 
-def template(
-    app: AppDef, index: int, app_id: str, namespace: str, cfg: KubernetesOpts, hosts: Mapping[str, str]
-) -> Object:
+def template(app: AppDef, index: int, app_id: str, namespace: str, cfg: KubernetesOpts, hosts: Sequence[str]) -> Object:
     """The template of a role's pods in mode ``job``: one for all of its replicas.
 
     Args:
@@ -49,7 +47,7 @@ def template(
         app_id: without the namespace; also the name of the Service and the Secret.
         namespace: of the app.
         cfg: the run options.
-        hosts: the name of each role's replica 0, for all pods of the app.
+        hosts: the name of each role's replica 0, in their order, for all pods of the app.
     """
     role = app.roles[index]
     values = macros.Values(img_root="", app_id=app_id, replica_id=_REPLICA, rank0_env=RANK0)
@@ -64,7 +62,7 @@ def template(
     labels = pod_labels(app=app, role_idx=index, role=role, replica_id=0, app_id=app_id)
     del labels[LABEL_REPLICA_ID]
     made["metadata"].setdefault("labels", {}).update(labels)
-    finish(made, app_id, namespace, cfg, [(REPLICA0, hosts[role.name]), (RANK0, hosts[app.roles[0].name])])
+    finish(made, app_id, namespace, cfg, where(hosts))
     made["metadata"]["labels"][LABEL_ROLE] = str(index)
     spec = made["spec"]
     spec["subdomain"] = app_id
@@ -128,6 +126,11 @@ def finish(pod: Object, app_id: str, namespace: str, cfg: KubernetesOpts, variab
         # What a program writes into a pipe comes in blocks; people who follow a log want lines.
         ours.append({"name": "PYTHONUNBUFFERED", "value": "1"})
     container["env"] = [*ours, *theirs]
+
+
+def where(hosts: Sequence[str]) -> list[tuple[str, str]]:
+    """The variables in which every pod finds the replica 0 of each role; a controller looks for those of the others."""
+    return [(RANK0, hosts[0]), *((replica0_variable(index), host) for index, host in enumerate(hosts))]
 
 
 def is_host(pod: Object) -> bool:

@@ -20,12 +20,13 @@ from torchx.schedulers.kubernetes_scheduler import KubernetesScheduler
 from torchx.specs import NONE, AppDef, AppDryRunInfo, AppState, CfgVal, ReplicaStatus, Role, RoleStatus, runopts
 
 from torchx_monarch.backends import blob, roles
-from torchx_monarch.backends.kubernetes import apps, ending, facts, jobs, logs, names, options, pods, volcano
+from torchx_monarch.backends.kubernetes import apps, ending, facts, jobs, logs, names, options, volcano
 from torchx_monarch.backends.kubernetes.api import Api, KubernetesError, told_plainly
 from torchx_monarch.backends.kubernetes.apps import Found
 from torchx_monarch.backends.kubernetes.facts import Attempt, Ended
 from torchx_monarch.backends.kubernetes.options import KubernetesOpts
 from torchx_monarch.backends.kubernetes.request import VOLCANO, KubernetesRequest, Object, collection, home, owner
+from torchx_monarch.variables import replica0_variable
 
 _ENDED = (AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED)
 
@@ -69,13 +70,9 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
 
     def replica0_host(self, app: AppDef, role: Role) -> str:
         """The pod of the role's replica 0, by its name in the cluster's DNS."""
-        return f"@{pods.REPLICA0}"
+        return f"@{replica0_variable(app.roles.index(role))}"
 
     always_together = False
-
-    def main_host(self, app: AppDef) -> str:
-        """The first role's first pod, for the hosts of all roles: each role is a Job of its own."""
-        return f"@{pods.RANK0}"
 
     def client_host(self, app_id: str, role: str) -> str:
         """The address of the pod of the role's replica 0: its name is known to the cluster's DNS alone, and late."""

@@ -51,16 +51,18 @@ def render(app: AppDef, cfg: KubernetesOpts, namespace: str, record: dict[str, s
     app_id = job["metadata"]["name"]
     job["metadata"]["labels"] = {names.LABEL_APP: app_id, **(cfg.labels or {})}
     job["metadata"]["annotations"] = {**record, **(cfg.annotations or {})}
-    tasks = iter(job["spec"]["tasks"])
     # Volcano's plugin svc: a pod's host name is JOB-TASK-0, and the domain is called as the job.
-    replica0: dict[str, str] = {}
+    tasks, hosts = iter(job["spec"]["tasks"]), list[str]()
+    placed: list[tuple[int, Object]] = []
     for index, role in enumerate(theirs.roles):
         for replica in range(role.num_replicas):
             task = next(tasks)
+            placed.append((index, task))
             host = f"{app_id}-{task['name']}-0"
             names.check_host_name(host, f"replica {role.name}/{replica}")
-            first = replica0.setdefault(role.name, f"{host}.{app_id}") if replica == 0 else replica0[role.name]
-            variables = [(pods.REPLICA0, first), (pods.RANK0, replica0[theirs.roles[0].name])]
-            pods.finish(task["template"], app_id, namespace, cfg, variables)
-            task["template"]["metadata"]["labels"][names.LABEL_ROLE] = str(index)
+            if replica == 0:
+                hosts.append(f"{host}.{app_id}")
+    for index, task in placed:
+        pods.finish(task["template"], app_id, namespace, cfg, pods.where(hosts))
+        task["template"]["metadata"]["labels"][names.LABEL_ROLE] = str(index)
     return KubernetesRequest("volcano", namespace, app_id, [jobs.secret(app_id, cfg), job])

@@ -16,6 +16,7 @@ from torchx_monarch import folders, processes
 from torchx_monarch.backends.local import spawn
 from torchx_monarch.backends.slurm import array, folder, macros
 from torchx_monarch.backends.slurm.folder import JobFolder
+from torchx_monarch.variables import replica0_variable
 
 _HEAD_START = 0.1
 """Seconds that the replica's process has for itself."""
@@ -58,11 +59,11 @@ class Begun:
         self.job = f"slurm:{self.app_id}:{os.path.basename(path)}"
         # Where the replicas 0 are; the lists are no program's business.
         nodes = [os.environ.pop(macros.nodes_variable(index)) for index in range(len(self.request["roles"]))]
-        first = {macros.replica0_variable(index): macros.first_node(each) for index, each in enumerate(nodes)}
+        first = {replica0_variable(index): macros.first_node(each) for index, each in enumerate(nodes)}
         self.environ = {
             **os.environ,
             **first,
-            macros.RANK0_HOST: first[macros.replica0_variable(0)],
+            macros.RANK0_HOST: first[replica0_variable(0)],
             **env,
             processes.MARKER: self.job,
             "MONARCH_LOG_DIR": self.log_dir,

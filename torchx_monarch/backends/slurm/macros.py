@@ -12,11 +12,6 @@ RANK0_HOST = "TORCHX_RANK0_HOST"
 """The variable in which every replica finds the node of the first role's replica 0 (TorchX's macro rank0_env)."""
 
 
-def replica0_variable(role: int) -> str:
-    """The variable in which every replica finds the node of replica 0 of a role, by the role's index."""
-    return f"MONARCH_REPLICA0_{role}"
-
-
 def nodes_variable(role: int) -> str:
     """The variable in which every task finds the node list of a role, by the role's index."""
     return f"MONARCH_NODES_{role}"

@@ -30,9 +30,9 @@ from torchx_monarch.backends.roles import check_replica, matching
 from torchx_monarch.backends.slurm import apps, commands, ending, folder, prune, render
 from torchx_monarch.backends.slurm.commands import SlurmError
 from torchx_monarch.backends.slurm.folder import JobFolder
-from torchx_monarch.backends.slurm.macros import replica0_variable
 from torchx_monarch.backends.slurm.options import SlurmOpts
 from torchx_monarch.backends.slurm.request import SlurmRequest
+from torchx_monarch.variables import replica0_variable
 
 _ASK_EVERY = 5.0
 """Seconds between two questions to Slurm while an end is waited for: the controller serves everybody."""
