@@ -243,9 +243,9 @@ class _Other(Application):
         if answer is None or answer.get("type") != "linked":
             self._why = str((answer or {}).get("reason"))
             return False
-        await protocol.send(writer, {"type": "held"})
-        self._writer = writer
+        self._writer = writer  # before anything is awaited: from that word on an end without one is a loss
         self._linked.set()
+        await protocol.send(writer, {"type": "held"})
         return True
 
     async def _follow(self, reader: asyncio.StreamReader) -> None:
