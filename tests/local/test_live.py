@@ -368,7 +368,7 @@ def test_not_there(folder: Path) -> None:
     job = SPMDJob("monarch_local://torchx/nosuch")
     with pytest.raises(LinkError, match="monarch_local://torchx/nosuch is not known in "):
         job.run_spmd()
-    with pytest.raises(AllocationError, match="has ended"):
+    with pytest.raises(AllocationError, match="does not exist"):
         job.wait_ready(5)
     with pytest.raises(LinkError, match="'nowhere' is not of the form|nowhere"):
         SPMDJob("monarch_local://torchx/nosuch", address="nowhere").runs()
