@@ -90,7 +90,7 @@ def _image(daemon: Daemon, path: str) -> str:
 
 def test_a_daemon_that_goes_away(leaves_nothing: None, tmp_path: Path) -> None:
     daemon = Daemon()
-    env = {**os.environ, "TORCHX_PLUGINS_SOURCE": "1", "DOCKER_HOST": daemon.host}
+    env = {**os.environ, "TORCHX_PLUGINS_SOURCE": "1", "DOCKER_HOST": daemon.host, "PYTHONUNBUFFERED": "1"}
     role = ["utils.sh", "--image", daemon.image, "--cpu", "1", "--memMB", "256", "--mounts", daemon.mount_words()]
     words = ["run", "-s", NAME, "--workspace", "", "--wait", *role, "sh", "-c", "echo up; sleep 1000"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": tmp_path, "env": env}
