@@ -45,6 +45,30 @@ def shell_code(code: int) -> int:
 FINAL = "final"
 """In an error file, beside torch's ``message``: why a host is not to be started again; absent where it may be."""
 
+RANK_RESTARTS = "rank_restarts"
+"""In a termination message: how often this start of a replica 0 has started the ranks again."""
+
+
+def read_error_file(error: str | None) -> Mapping[str, Any]:
+    """What an error file holds, or a container's termination message; empty where it is none of ours or torch's."""
+    try:
+        data = json.loads(error or "null")
+    except ValueError:
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def extra_info(error: str | None) -> Mapping[str, Any]:
+    """What an error file says beside its message (``Verdict.error_file``); empty where it says nothing."""
+    message = read_error_file(error).get("message")
+    extra = message.get("extraInfo") if isinstance(message, dict) else None
+    return extra if isinstance(extra, dict) else {}
+
+
+def is_consequence(error: str | None) -> bool:
+    """Whether a replica's error file says only that it has lost another, or has ended because another had."""
+    return extra_info(error).get("consequence") is True
+
 
 def why_final(code: int, error: str | None) -> str:
     """Why a replica that has failed is not to be started again; empty where it may be.
@@ -55,11 +79,7 @@ def why_final(code: int, error: str | None) -> str:
     """
     if code == os.EX_CONFIG:
         return f"exit code {code} (EX_CONFIG) asks for no other start"
-    try:
-        data = json.loads(error or "null")
-    except ValueError:
-        return ""
-    return str(data.get(FINAL, "")) if isinstance(data, dict) else ""
+    return str(read_error_file(error).get(FINAL, ""))
 
 
 @dataclasses.dataclass(frozen=True)

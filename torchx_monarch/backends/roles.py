@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -78,16 +77,3 @@ def restarts(app: AppDef, counts: Mapping[str, Sequence[int]]) -> int:
         else:
             alone += max(each)
     return alone + together
-
-
-def is_consequence(error: str) -> bool:
-    """Whether a replica's error file says only that it has lost another, or has ended because another had.
-
-    Args:
-        error: the content; may be empty, or anybody's.
-    """
-    try:
-        data = json.loads(error)
-        return bool(data["message"]["extraInfo"]["consequence"])
-    except (LookupError, TypeError, ValueError):
-        return False

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 from torchx_monarch import events
-from torchx_monarch.errors import FINAL, Verdict
+from torchx_monarch.errors import FINAL, RANK_RESTARTS, Verdict
 from torchx_monarch.runtime.output import write_all
 
 T = TypeVar("T")
@@ -26,9 +26,6 @@ _WAITING_FIRST = 5.0
 
 _TERMINATION_MESSAGE = 4096
 """Bytes of a container's termination message."""
-
-RANK_RESTARTS = "rank_restarts"
-"""In a termination message: how often this start of a replica 0 has started the ranks again."""
 
 
 class Reporter:

@@ -48,7 +48,8 @@ from torchx_monarch.backends.docker.found import HOST_EXTRA, Found, gone, unders
 from torchx_monarch.backends.docker.together import together
 from torchx_monarch.backends.local.render import safe_name
 from torchx_monarch.backends.options import run_options
-from torchx_monarch.backends.roles import check_replica, is_consequence, matching, restarts
+from torchx_monarch.backends.roles import check_replica, matching, restarts
+from torchx_monarch.errors import is_consequence
 from torchx_monarch.variables import replica0_variable
 
 if TYPE_CHECKING:

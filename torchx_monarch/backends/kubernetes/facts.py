@@ -8,7 +8,6 @@ has failed for good before that. It has ended when nothing of it lives any more.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -17,8 +16,7 @@ from typing import Any
 from torchx.specs import AppState
 
 from torchx_monarch.backends.kubernetes.request import Object
-from torchx_monarch.backends.roles import is_consequence
-from torchx_monarch.errors import describe_code
+from torchx_monarch.errors import RANK_RESTARTS, describe_code, is_consequence, read_error_file
 
 SETTLE = 10.0
 """Seconds beyond the grace that the rest of a failed app gets to end by itself: its hosts carry the verdict out."""
@@ -89,8 +87,8 @@ class Attempt:
     @property
     def error(self) -> Mapping[str, Any] | None:
         """What a host has left as an error file would have it; None where nobody has."""
-        said = _left(self.said)
-        return said if isinstance(said.get("message"), dict) else None
+        left = read_error_file(self.said)
+        return left if isinstance(left.get("message"), dict) else None
 
     @property
     def is_consequence(self) -> bool:
@@ -137,17 +135,8 @@ def attempt(pod: Object) -> Attempt:
 
 
 def _rank_restarts(terminated: Object) -> int:
-    number = _left(terminated.get("message") or "").get("rank_restarts")
+    number = read_error_file(terminated.get("message")).get(RANK_RESTARTS)
     return number if isinstance(number, int) else 0
-
-
-def _left(message: str) -> Mapping[str, Any]:
-    """What a host of ours has left as a termination message (``runtime.report``); empty of anybody else's."""
-    try:
-        said = json.loads(message)
-    except ValueError:
-        return {}
-    return said if isinstance(said, dict) else {}
 
 
 def _ended(conditions: Mapping[str, Object], phase: str) -> float:

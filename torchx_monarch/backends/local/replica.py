@@ -74,11 +74,8 @@ class Replica:
     @property
     def hearsay(self) -> tuple[bool, bool]:
         """How far what it says of its failure is from the cause: it only lost another; it happened to another."""
-        data: Any = json.loads(self.record.error) if self.record.error else None
-        for key in ("message", "extraInfo"):
-            data = data.get(key) if isinstance(data, dict) else None
-        said = data if isinstance(data, dict) else {}
-        return said.get("consequence") is True, said.get("replica", self.record.id) != self.record.id
+        error, own = self.record.error, self.record.id
+        return errors.is_consequence(error), errors.extra_info(error).get("replica", own) != own
 
     @property
     def _stop_file(self) -> str:
