@@ -21,9 +21,9 @@ from collections.abc import Callable, Mapping
 
 from torchx_monarch.errors import Verdict
 from torchx_monarch.runtime import network, protocol, transport
-from torchx_monarch.runtime.directory import start_of_app
+from torchx_monarch.runtime.directory import role_of, start_of_app
 from torchx_monarch.runtime.options import HostOptions
-from torchx_monarch.runtime.rendezvous import LaterError, Rendezvous, RendezvousError, Trouble
+from torchx_monarch.runtime.rendezvous import LaterError, Rendezvous, Trouble
 from torchx_monarch.runtime.report import Reporter
 from torchx_monarch.runtime.transport import Address, ConnectError
 from torchx_monarch.runtime.wires import Wires
@@ -149,13 +149,7 @@ class _First(Application):
     async def _link(
         self, greeting: protocol.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        role = greeting.get("role")
-        if transport.is_client(writer):
-            raise RendezvousError("a client may look at the job and stop it, and not link a role")
-        if not isinstance(role, str):
-            raise RendezvousError("the name of a role is a text")
-        if greeting.get("start") != self._start:
-            raise LaterError(f"it is of another start of the app ({self._start!r} here)")
+        role = role_of(greeting, writer, self._start, "link a role")
         if role in self._links and not self._ending:
             self._lose({"reason": f"replica 0 of role {role!r} was started again; {_AGAIN}"})
         if self._ending:

@@ -49,6 +49,29 @@ def start_of_app(environ: Mapping[str, str]) -> str:
     return environ.get(start[1:], "") if start.startswith("@") else start
 
 
+def role_of(greeting: protocol.Message, writer: asyncio.StreamWriter, start: str, no_client: str) -> str:
+    """Of which role a replica 0 is that greets the first role's.
+
+    Args:
+        greeting: what it has said.
+        writer: the connection to it.
+        start: which start of the app this is.
+        no_client: what a client may not do here, for the message.
+
+    Raises:
+        RendezvousError: it is a user's client, or has said something else.
+        LaterError: it is of another start.
+    """
+    if transport.is_client(writer):
+        raise RendezvousError(f"a client may look at the job and stop it, and not {no_client}")
+    role = greeting.get("role")
+    if not isinstance(role, str):
+        raise RendezvousError("the name of a role is a text")
+    if greeting.get("start") != start:
+        raise LaterError(f"it is of another start of the app ({start!r} here)")
+    return role
+
+
 class _Directory:
     """Replica 0 of the first role: is told, and tells.
 
@@ -98,14 +121,7 @@ class _Directory:
         await protocol.send(writer, {"type": "there", "host": host, "port": port})
 
     def _role(self, greeting: protocol.Message, writer: asyncio.StreamWriter) -> str:
-        if transport.is_client(writer):
-            raise RendezvousError("a client may look at the job and stop it, and not say or ask where its hosts are")
-        role, start = greeting.get("role"), greeting.get("start")
-        if not isinstance(role, str):
-            raise RendezvousError("the name of a role is a text")
-        if start != self._start:
-            raise LaterError(f"it is of another start of the app ({self._start!r} here)")
-        return role
+        return role_of(greeting, writer, self._start, "say or ask where its hosts are")
 
 
 @dataclasses.dataclass(frozen=True)
