@@ -59,39 +59,40 @@ def rewrite(app: AppDef, options: HostOptions) -> AppDef:
         CommandError: the command of a role cannot be run; the message names the role.
     """
     rewritten = copy.deepcopy(app)
-    directory = _directory(app, options)
-    beside = _end_together(app, options.always_together) if options.application else 0
+    # What roles are to each other: those on one machine have nobody to ask for, and one role has nobody.
+    meet = len(app.roles) > 1 and bool(options.rendezvous or options.application)
+    ranks = [role for role in app.roles if _runs_ranks(role)] if meet else []
+    has_main = bool(ranks) and ranks[0] is app.roles[0]
+    directory = _directory(ranks, options) if has_main else {}
+    beside = _end_together(ranks, options.always_together) if has_main and options.application else 0
     for role in rewritten.roles:
         wrap_role(role, options.python, _host_arguments(role, options, directory, beside))
     return rewritten
 
 
-def _end_together(app: AppDef, always: bool) -> int:
-    """How many roles beside the first are to end when one has failed; 0 where each ends by itself.
+def _end_together(ranks: Sequence[Role], always: bool) -> int:
+    """How many roles of ranks beside the first are to end when one has failed; 0 where each ends by itself.
 
     They are to end where they are to begin again together; with one that has no retries left to begin with, none would.
     """
-    ranks = [role for role in app.roles if _runs_ranks(role)]
     waiting = any(module in word for role in ranks for word in role.args for module in (HOSTS_MODULE, ACTORS_MODULE))
     every = all(role.retry_policy is RetryPolicy.APPLICATION and role.max_retries > 0 for role in ranks)
-    return len(ranks) - 1 if ranks and ranks[0] is app.roles[0] and (always or every) and not waiting else 0
+    return len(ranks) - 1 if (always or every) and not waiting else 0
 
 
-def _directory(app: AppDef, options: HostOptions) -> Mapping[str, str]:
+def _directory(ranks: Sequence[Role], options: HostOptions) -> Mapping[str, str]:
     """By role, where it is asked or told where the roles' replicas 0 are (``runtime.directory``), if nobody else knows.
 
-    It is replica 0 of the first role that knows. Where that role has no rank program, nothing can be done.
+    It is replica 0 of the first role of ranks that knows.
     """
+    main, *others = ranks
     roles = [
         role
-        for role in app.roles[1:]
+        for role in others
         if ":@:" in options.rendezvous.get(role.name, "")
         and (role.num_replicas > 1 or is_actors([role.entrypoint, *role.args]))
-        and _runs_ranks(role)
     ]
-    if not roles or not _runs_ranks(app.roles[0]):
-        return {}
-    return {role.name: options.rendezvous[app.roles[0].name] for role in (app.roles[0], *roles)}
+    return {role.name: options.rendezvous[main.name] for role in (main, *roles)} if roles else {}
 
 
 def _runs_ranks(role: Role) -> bool:

@@ -399,9 +399,8 @@ class Controller:
         asked = set(self._members)
         until = loop.time() + grace + _STOP_MARGIN
         self._stream_into(answers, "stop", {"signal": number, "grace": grace})
-        getting = asyncio.ensure_future(
-            answers.get()
-        )  # outlives troubles: one that comes with an answer must not lose it
+        # It outlives troubles: one that comes with an answer must not lose it.
+        getting = asyncio.ensure_future(answers.get())
         while asked:
             try:
                 await self._unless_trouble(asyncio.wait([getting], timeout=until - loop.time()))

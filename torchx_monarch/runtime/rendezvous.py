@@ -362,9 +362,8 @@ class Rendezvous:
                     raise protocol.ProtocolError(f"{_brief(number)} is no number of a signal")
                 if self._hosts.get(host.replica) is host:
                     announced = message.get("announced")
-                    self.troubles.put_nowait(
-                        signalled(host, number, announced if announced is None else announced is True)
-                    )
+                    announced = announced is True if announced is not None else None
+                    self.troubles.put_nowait(signalled(host, number, announced))
             if isinstance(kind, str) and kind in self.reports:
                 self.reports[kind](host, message)
             if kind == "alive" and host.replica in self._writers:
