@@ -31,7 +31,8 @@ ALWAYS = frozenset({".git", ".hg", ".svn", "__pycache__"})
 """Histories, and bytecode, which Python makes again and takes for stale by the times of its sources."""
 
 _NEVER_BY_TORCHX = "Dockerfile.torchx"
-"""TorchX builds images from it, and so never leaves it out."""
+"""TorchX builds images from this file at the top of a workspace, and never leaves it out. A folder of this name has no
+such right: ``walk_workspace`` asks for it as ``./Dockerfile.torchx``, which its ``_ignore`` does not exempt."""
 
 
 class TorchXIgnore:
@@ -47,11 +48,12 @@ class TorchXIgnore:
             (_glob(line[1:]) if line[0] == "!" else None, _glob(line)) for line in lines if line not in ("", ".")
         ]
 
-    def verdict(self, path: str, first: int = 0) -> tuple[bool | None, int]:
+    def verdict(self, path: str, is_folder: bool, first: int = 0) -> tuple[bool | None, int]:
         """Whether a path is left out, by the pattern that matches last; None when none does.
 
         Args:
             path: below the workspace.
+            is_folder: whether it is one.
             first: the pattern to begin with.
 
         Returns:
@@ -60,7 +62,7 @@ class TorchXIgnore:
         """
         answer: bool | None = None
         last = first
-        if path == _NEVER_BY_TORCHX:
+        if path == _NEVER_BY_TORCHX and not is_folder:
             return answer, last
         for number in range(first, len(self._patterns)):
             taken_back, pattern = self._patterns[number]
@@ -130,7 +132,7 @@ class Rules:
         name = path.rpartition("/")[2]
         if name in ALWAYS or name.startswith(MARKER):
             return True, self
-        answer, first = self._torchx.verdict(path, self._first)
+        answer, first = self._torchx.verdict(path, is_folder, self._first)
         if answer is None:
             answer = _by_git(self._git, f"{path}/" if is_folder else path)
         if first == self._first or not is_folder:
