@@ -1,0 +1,165 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Opening and reading files that somebody else may have planted."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from torchx_monarch import safe_files
+
+root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+SOMEBODY_ELSE = 12345
+
+
+def test_a_regular_file_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    file = tmp_path / "a" / "file.json"
+    file.write_text('{"answer": 42}')
+    assert safe_files.read_json(file) == {"answer": 42}
+    assert safe_files.read_json(file, below=tmp_path) == {"answer": 42}
+    assert safe_files.read_json(file, below=tmp_path / "a") == {"answer": 42}
+
+
+def test_a_missing_file_is_told_as_such(tmp_path: Path) -> None:
+    for path in (tmp_path / "file", tmp_path / "a" / "file"):
+        with pytest.raises(FileNotFoundError):
+            safe_files.read_file(path, below=tmp_path)
+        with pytest.raises(FileNotFoundError):
+            safe_files.read_file(path)
+
+
+def _fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _link(path: Path) -> None:
+    target = path.with_name("target")
+    target.write_text("secret")
+    path.symlink_to(target)
+
+
+def _link_to_zeros(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(path.relative_to(os.getcwd())))
+
+
+@pytest.mark.parametrize(
+    "plant, kind",
+    [
+        (_fifo, "a FIFO"),
+        (_link, "a symbolic link"),
+        (_link_to_zeros, "a symbolic link"),
+        (Path.mkdir, "a folder"),
+        (_socket, "a socket"),
+    ],
+)
+@pytest.mark.parametrize("flags", [os.O_RDONLY, os.O_WRONLY | os.O_APPEND | os.O_CREAT])
+def test_what_is_no_regular_file_is_refused_at_once(
+    tmp_path: Path, plant: Callable[[Path], None], kind: str, flags: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "file"
+    plant(file)
+    try:
+        for below in (None, tmp_path):
+            with pytest.raises(safe_files.UnsafeFileError) as refused:
+                safe_files.open_file(file, flags, below=below)
+            assert str(refused.value) == f"{file} is {kind}"
+    finally:
+        if kind == "a socket":
+            file.unlink()
+
+
+def test_a_device_is_refused() -> None:
+    with pytest.raises(safe_files.UnsafeFileError, match="/dev/zero is a device"):
+        safe_files.read_file("/dev/zero")
+
+
+def test_a_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere" / "inner").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "inner" / "file").write_text("secret")
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "app").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(safe_files.UnsafeFileError) as refused:
+        safe_files.read_file(tmp_path / "state" / "app" / "inner" / "file", below=tmp_path / "state")
+    assert str(refused.value) == f"{tmp_path}/state/app is a symbolic link"
+
+
+def test_the_trusted_folder_may_be_reached_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "file").write_text("mine")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert safe_files.read_file(tmp_path / "link" / "file", below=tmp_path / "link") == b"mine"
+
+
+def test_a_path_elsewhere_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="does not lie below"):
+        safe_files.read_file(tmp_path / "a" / ".." / ".." / "file", below=tmp_path)
+
+
+@root_only
+@pytest.mark.parametrize("which", ["state", "state/app", "state/app/file"])
+def test_what_belongs_to_somebody_else_is_refused(tmp_path: Path, which: str) -> None:
+    (tmp_path / "state" / "app").mkdir(parents=True)
+    file = tmp_path / "state" / "app" / "file"
+    file.write_text("{}")
+    os.chown(tmp_path / which, SOMEBODY_ELSE, -1)
+    with pytest.raises(safe_files.UnsafeFileError) as refused:
+        safe_files.read_file(file, below=tmp_path / "state")
+    assert str(refused.value).startswith(f"{tmp_path / which} belongs to uid {SOMEBODY_ELSE}, not to ")
+
+
+def test_a_file_of_another_user_is_refused_for_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("theirs")
+    monkeypatch.setattr(os, "geteuid", lambda: SOMEBODY_ELSE)
+    with pytest.raises(safe_files.UnsafeFileError, match=f"not to uid {SOMEBODY_ELSE}"):
+        safe_files.open_file(tmp_path / "file", os.O_WRONLY | os.O_APPEND)
+    assert (tmp_path / "file").read_text() == "theirs"
+
+
+def test_no_more_than_the_limit_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(b"x" * 100)
+    assert safe_files.read_file(file, limit=100) == b"x" * 100
+    with pytest.raises(safe_files.UnsafeFileError, match="is larger than 99 bytes"):
+        safe_files.read_file(file, limit=99)
+    os.truncate(file, 1 << 40)  # a hole: no disk space, but a terabyte to whoever reads it
+    with pytest.raises(safe_files.UnsafeFileError, match="is larger than"):
+        safe_files.read_file(file)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"[" * 200_000, b'{"a":' * 100_000, b"9" * 10_000 + b"x"])
+def test_what_cannot_be_parsed_is_a_value_error(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(content)
+    with pytest.raises(ValueError):
+        safe_files.read_json(file)
+
+
+def test_a_file_is_made_private(tmp_path: Path) -> None:
+    fd = safe_files.open_file(tmp_path / "new", os.O_WRONLY | os.O_CREAT | os.O_EXCL, below=tmp_path)
+    os.close(fd)
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o600
+
+
+def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    before = len(os.listdir("/proc/self/fd"))
+    for name in ("folder", "file", "link", "missing", "file/below"):
+        try:
+            safe_files.read_file(tmp_path / name, below=tmp_path)
+        except OSError:
+            continue
+    assert len(os.listdir("/proc/self/fd")) == before

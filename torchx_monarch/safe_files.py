@@ -1,0 +1,222 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Open and read files that another user or a rank may have planted, replaced or filled.
+
+The rule for every file that somebody else can reach: it is a regular file, it is the caller's, its name is no symbolic
+link, and no more than a stated number of bytes is read from it. A FIFO, a device or a link to one neither blocks the
+caller nor is read. Where a trusted folder is named, each folder between it and the file is checked in the same way, and
+each step is relative to a descriptor of the folder before it, so that no name can be exchanged between check and use.
+
+Standard library only: submit side and job side both import this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import stat
+from typing import Any
+
+MAX_JSON_BYTES = 1024 * 1024
+"""The most that is read of a rank's error file, which torch itself keeps to a few kilobytes."""
+
+_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+#: O_NONBLOCK: opening a FIFO neither waits nor succeeds for writing; O_NOCTTY: a terminal does not become the caller's.
+_FILE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+
+_KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+class UnsafeFileError(OSError):
+    """A file or folder must not be used, because of what it is, whose it is, or how large it is.
+
+    Attributes:
+        filename: its path.
+        strerror: what is wrong with it, to follow its path: ``"is a symbolic link"``.
+    """
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(errno.EPERM, reason, path)
+
+    def __str__(self) -> str:
+        return f"{self.filename} {self.strerror}"
+
+
+def open_file(
+    path: str | os.PathLike[str],
+    flags: int = os.O_RDONLY,
+    mode: int = 0o600,
+    *,
+    below: str | os.PathLike[str] | None = None,
+) -> int:
+    """Open a regular file of the caller's, never through a symbolic link; its descriptor.
+
+    Args:
+        path: the file.
+        flags: as for ``os.open``; O_CREAT makes a file that is not there. Do not give O_TRUNC: it would take effect
+            before the file has been checked.
+        mode: of a file that is made.
+        below: a folder above ``path`` that must be the caller's, and may be reached through links; the folders between
+            it and the file are the caller's and no links. None: the folder that holds the file is taken as it is.
+
+    Raises:
+        UnsafeFileError: the file, or a folder between ``below`` and it, breaks the rule.
+        FileNotFoundError: it is not there.
+        OSError: the system refuses.
+    """
+    path = os.fspath(path)
+    if below is None:
+        return _open_file_at(None, path, path, flags, mode)
+    folder = open_folder(os.path.dirname(path), below=below)
+    try:
+        return _open_file_at(folder, os.path.basename(path), path, flags, mode)
+    finally:
+        os.close(folder)
+
+
+def open_folder(path: str | os.PathLike[str], *, below: str | os.PathLike[str]) -> int:
+    """Open a folder of the caller's that is ``below`` or lies below it; its descriptor, for ``dir_fd`` and scandir.
+
+    Args:
+        path: the folder.
+        below: as for ``open_file``.
+
+    Raises:
+        ValueError: ``path`` does not lie below ``below``.
+        UnsafeFileError: it, or a folder on the way to it, breaks the rule.
+        OSError: it is not there, or the system refuses.
+    """
+    current = os.path.abspath(below)
+    way = os.path.relpath(os.path.abspath(path), current)
+    parts = [] if way == os.curdir else way.split(os.sep)
+    if os.pardir in parts:
+        raise ValueError(f"{os.fspath(path)} does not lie below {current}")
+    fd = os.open(current, _DIRECTORY_FLAGS)
+    try:
+        _check_owner(os.fstat(fd), current)
+        for part in parts:
+            current = os.path.join(current, part)
+            try:
+                inner = os.open(part, _DIRECTORY_FLAGS | os.O_NOFOLLOW, dir_fd=fd)
+            except NotADirectoryError:  # so the kernel says of a link, too
+                raise _explain(fd, part, current, "is not a folder") from None
+            os.close(fd)
+            fd = inner
+            _check_owner(os.fstat(fd), current)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def read_file(
+    path: str | os.PathLike[str], *, limit: int = MAX_JSON_BYTES, below: str | os.PathLike[str] | None = None
+) -> bytes:
+    """Read a regular file of the caller's (``open_file``) whole.
+
+    Args:
+        path: the file.
+        limit: bytes that it may have.
+        below: as for ``open_file``.
+
+    Raises:
+        UnsafeFileError: the file breaks the rule, or is larger than ``limit``.
+        OSError: it is not there, or cannot be read.
+    """
+    fd = open_file(path, below=below)
+    try:
+        pieces, size = [], 0
+        while size <= limit and (piece := os.read(fd, min(limit + 1 - size, 1 << 20))):
+            pieces.append(piece)
+            size += len(piece)
+    finally:
+        os.close(fd)
+    if size > limit:
+        raise UnsafeFileError(os.fspath(path), f"is larger than {limit} bytes")
+    return b"".join(pieces)
+
+
+def read_json(
+    path: str | os.PathLike[str], *, limit: int = MAX_JSON_BYTES, below: str | os.PathLike[str] | None = None
+) -> Any:
+    """Read and parse a JSON file of the caller's.
+
+    Args:
+        path, limit, below: as for ``read_file``.
+
+    Raises:
+        ValueError: it is not JSON, or nested too deeply for the parser.
+        UnsafeFileError, OSError: as for ``read_file``.
+    """
+    return parse_json(read_file(path, limit=limit, below=below))
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON from an untrusted source.
+
+    Raises:
+        ValueError: it is not JSON, or nested too deeply for the parser.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _open_file_at(folder: int | None, name: str, path: str, flags: int, mode: int) -> int:
+    """Open ``name`` in a folder; ``path`` is what messages call it."""
+    try:
+        fd = os.open(name, flags | _FILE_FLAGS, mode, dir_fd=folder)
+    except OSError as error:
+        # ELOOP: a link. ENXIO: a FIFO without a reader, opened for writing, or a socket. EISDIR: a folder, for writing.
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV):
+            raise _explain(folder, name, path, "is not a regular file") from None
+        error.filename = path
+        raise
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise UnsafeFileError(path, f"is {_KINDS.get(stat.S_IFMT(found.st_mode), 'not a regular file')}")
+        _check_owner(found, path)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _explain(folder: int | None, name: str, path: str, otherwise: str) -> UnsafeFileError:
+    """Say what kind of thing the kernel would not open."""
+    with contextlib.suppress(OSError):
+        kind = _KINDS.get(stat.S_IFMT(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode))
+        if kind:
+            return UnsafeFileError(path, f"is {kind}")
+    return UnsafeFileError(path, otherwise)
+
+
+def _check_owner(found: os.stat_result, path: str) -> None:
+    """Refuse what is not the caller's.
+
+    Raises:
+        UnsafeFileError: it is somebody else's.
+    """
+    if found.st_uid != os.geteuid():
+        raise UnsafeFileError(path, f"belongs to {_user(found.st_uid)}, not to {_user(os.geteuid())}")
+
+
+def _user(uid: int) -> str:
+    """``alice (uid 1000)``, or ``uid 1000`` where the id has no name."""
+    import pwd  # only where something is wrong: the name service may be slow
+
+    try:
+        return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
+    except KeyError:
+        return f"uid {uid}"
