@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conformance.launchers import Launchers
+from tests.conformance.launchers import LOGS, Launchers
 
 METHODS = ("fork", "spawn", "forkserver")
 
@@ -132,6 +132,34 @@ def test_data_loaders(both: Launchers) -> None:
     assert theirs.code == ours.code == 0, theirs.err + ours.err
     assert ours.reports == theirs.reports
     assert ours.reports.keys() == {0}
+
+
+OBJECTS = """
+import os, sys
+from concurrent.futures import ProcessPoolExecutor
+import torch.multiprocessing as multiprocessing
+from torch.utils.data import DataLoader
+
+class Batch:
+    def __init__(self, value):
+        self.value = value
+
+if __name__ == "__main__":
+    for method in ("spawn", "forkserver"):
+        context = multiprocessing.get_context(method)
+        with ProcessPoolExecutor(1, mp_context=context) as executor:
+            print(method, executor.submit(Batch, 1).result().value, flush=True)
+        with context.Pool(1) as pool:
+            print(method, pool.apply(Batch, (2,)).value, flush=True)
+        loader = DataLoader([3], num_workers=1, collate_fn=Batch, multiprocessing_context=method)
+        print(method, [batch.value for batch in loader], flush=True)
+"""
+
+
+def test_children_send_back_objects_of_the_script(both: Launchers) -> None:
+    theirs, ours = both([*LOGS, "prog.py"], {"prog.py": OBJECTS})
+    assert theirs.code == ours.code == 0, theirs.err + ours.err
+    assert ours.log(0, "stdout.log") == theirs.log(0, "stdout.log") != b""
 
 
 def test_torch_multiprocessing(both: Launchers) -> None:

@@ -28,6 +28,7 @@ EXPRESSIONS = {
     " '__spec__', '__cached__', '__annotations__')}",
     "__main__ is the script": "[module.f is f, f.__module__, f.__globals__ is vars(module), f.__code__.co_filename]",
     "loader of __main__": "[type(module.__loader__).__name__, module.__loader__.name, module.__loader__.path]",
+    "__mp_main__ is __main__": "sys.modules['__mp_main__'] is module",
     "builtins of __main__": "repr(module.__builtins__)",
     "source of a function": "inspect.getsource(f)",
     "module of a function": "inspect.getmodule(f) is module",

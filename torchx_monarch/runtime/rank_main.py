@@ -319,6 +319,10 @@ def _run(mode: str, target: str, args: list[str]) -> None:
     main = types.ModuleType("__main__")
     vars(main).update(__builtins__=sys.modules["builtins"], __annotations__={})
     sys.modules["__main__"] = main
+    if "__mp_main__" in sys.modules:
+        # A preload imported multiprocessing, whose __init__ gave ``__main__`` this second name. Spawned children name
+        # the script's classes by it, and what they send back is unpickled there.
+        sys.modules["__mp_main__"] = main
     if mode == "module":
         import runpy
 
