@@ -75,11 +75,8 @@ format: $(STAMP)
 	ruff check --fix .
 	ruff format .
 
-# What failed is tried once more: torch's own races (a gloo group that aborts its interpreter at the end, torchrun's torn
-# lines) reach the tests that compare with torchrun. What is wrong with us fails twice.
 test: lint types system
-	python -m pytest -n 2 --ignore tests/clusters $(PYTESTFLAGS) || \
-		python -m pytest --ignore tests/clusters --last-failed --last-failed-no-failures none $(PYTESTFLAGS)
+	python -m pytest -n 2 --ignore tests/clusters $(PYTESTFLAGS)
 	python -m pytest tests/clusters $(PYTESTFLAGS)
 
 check: lint types

@@ -11,14 +11,21 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 pytest_plugins = ["tests.clusters.table"]
 
+# The same examples in every run, and none that fails because the machine is slow. `--hypothesis-profile=nightly` draws
+# new ones, and says how to repeat what fails.
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("nightly", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("repeatable")
+
 _MARK = "TORCHX_MONARCH_TEST"
 """In the environment of everything that a test starts."""
 
-_GONE_WITHIN = 5.0
+_GONE_WITHIN = 20.0
 """Seconds that processes of a test have to go after its end: a supervisor removes its folder last of all."""
 
 
@@ -77,9 +84,9 @@ def leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[
 
 @pytest.fixture
 def eventually() -> Callable[..., object]:
-    """Poll a condition until it holds: ``eventually(lambda: path.exists(), "the file", seconds=5)``."""
+    """Poll a condition until it holds: ``eventually(lambda: path.exists(), "the file")``."""
 
-    def poll(condition: Callable[[], object], what: str, seconds: float = 20.0) -> object:
+    def poll(condition: Callable[[], object], what: str, seconds: float = 60.0) -> object:
         until = time.monotonic() + seconds
         while not (value := condition()):
             assert time.monotonic() < until, f"waited {seconds:g} s in vain for {what}"

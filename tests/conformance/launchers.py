@@ -35,7 +35,7 @@ REPORT = textwrap.dedent("""
             file.write(f"{os.environ['RANK']} {text}\\n")
     def wait_for(path):
         import time
-        until = time.monotonic() + 30
+        until = time.monotonic() + 60
         while not os.path.exists(path):
             assert time.monotonic() < until, path
             time.sleep(0.01)
@@ -49,7 +49,7 @@ REPORT = textwrap.dedent("""
 LOGS = ("--log-dir", "logs", "--redirects", "3", "--rdzv-id", "job")
 """Options with which every byte that a rank prints is in ``Outcome.log``."""
 
-TIMEOUT = 40.0
+TIMEOUT = 100.0
 """Seconds that one launch may take."""
 
 

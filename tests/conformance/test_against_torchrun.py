@@ -60,7 +60,7 @@ def test_forked_torchrun_is_torchrun(form: str, both: Launchers, tmp_path: Path)
         stdin=subprocess.DEVNULL,
         capture_output=True,
         start_new_session=True,
-        timeout=40,
+        timeout=60,
         check=False,
     )
     observed = Path(os.environ["OBSERVED"])

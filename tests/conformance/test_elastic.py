@@ -141,7 +141,7 @@ def test_growth(start: Start, request: pytest.FixtureRequest, eventually: Eventu
         mark(str(time.time()))
     """
     nodes = start(body, "--max-restarts", "3", "--rdzv-conf", "last_call_timeout=3", nodes=3)
-    eventually(lambda: "rank 0 of 1, restart 1" in marks() and "." in marks()[-1], "the restart", seconds=60)
+    eventually(lambda: "rank 0 of 1, restart 1" in marks() and "." in marks()[-1], "the restart")
     nodes.start(1)
     assert [nodes.wait(0), nodes.wait(1)] == [0, 0]
     said = [line for line in marks() if line.startswith("rank")]
@@ -172,7 +172,7 @@ def test_loss(start: Start, request: pytest.FixtureRequest, eventually: Eventual
     """
     nodes = start(body, "--rdzv-conf", "last_call_timeout=60", nodes=2)
     nodes.start(1)
-    eventually(lambda: len(marks()) == 2, "the ranks", seconds=60)
+    eventually(lambda: len(marks()) == 2, "the ranks")
     nodes.kill(1)
     assert Difference.LOST_HOST
     if request.node.callspec.id == "here":

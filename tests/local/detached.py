@@ -64,7 +64,7 @@ class Detached:
         assert status is not None
         return status
 
-    def wait(self, app_id: str, seconds: float = 20.0) -> AppStatus:
+    def wait(self, app_id: str, seconds: float = 60.0) -> AppStatus:
         """Its final status."""
         assert self.scheduler.wait_terminal(app_id, seconds), f"still running: {self.status(app_id)}"
         return self.status(app_id)
@@ -103,7 +103,7 @@ class Detached:
 def fresh(code: str, **more: Any) -> str:
     """Run code that has ``runner`` and ``handle`` in a fresh process; what it prints."""
     done = subprocess.run(
-        [sys.executable, "-c", _PREAMBLE + code], capture_output=True, text=True, timeout=50, check=False, **more
+        [sys.executable, "-c", _PREAMBLE + code], capture_output=True, text=True, timeout=100, check=False, **more
     )
     assert done.returncode == 0, done.stderr
     return str(done.stdout)

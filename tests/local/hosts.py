@@ -67,7 +67,7 @@ class Hosts:
                 )
         return self
 
-    def wait(self, timeout: float = 45.0) -> list[int]:
+    def wait(self, timeout: float = 90.0) -> list[int]:
         """Exit codes of the replicas that were started, by id."""
         return [self.processes[replica].wait(timeout) for replica in sorted(self.processes)]
 

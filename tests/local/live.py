@@ -46,7 +46,7 @@ class Live(Hosts):
         self.wait_mesh()
         return self
 
-    def wait_mesh(self, seconds: float = 40.0) -> None:
+    def wait_mesh(self, seconds: float = 90.0) -> None:
         """Wait until runs can begin."""
         import time
 
@@ -73,4 +73,4 @@ class Live(Hosts):
             if process.poll() is None:
                 process.terminate()
         for process in self.processes.values():
-            process.wait(20)
+            process.wait(60)

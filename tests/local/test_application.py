@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import textwrap
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,14 +46,14 @@ PROGRAM = """
 def roles(folder: Path, tmp_path: Path) -> Callable[..., tuple[Hosts, Hosts]]:
     """Two roles of two hosts each; what their ranks do when all four have begun, and which role is slow to end."""
 
-    def make(then: str, slow: str = "", wrapper: tuple[str, ...] = AGAIN) -> tuple[Hosts, Hosts]:
+    def make(then: str, slow: str = "", wrapper: tuple[str, ...] = AGAIN, grace: int = 5) -> tuple[Hosts, Hosts]:
         path = tmp_path / "prog.py"
         path.write_text(textwrap.dedent(PROGRAM).replace("SLOW", slow) + textwrap.dedent(then))
         made = []
         for name in ("trainer", "reader"):
             (folder / name).mkdir()
             together = ("--application", f"unix:{folder}/trainer.sock", "--beside", "1")
-            options = ("--grace", "5", "--preload", "", "--role", name, "--host-timeout", "30", *together)
+            options = ("--grace", str(grace), "--preload", "", "--role", name, "--host-timeout", "30", *together)
             environ = {"MONARCH_RENDEZVOUS": f"unix:{folder}/{name}.sock"}
             command = ["torchrun", "--nnodes", "2", "--nproc-per-node", "1", "--tee", "3", str(path)]
             command += [str(folder), name]
@@ -115,7 +114,7 @@ def test_a_lost_replica_0_is_a_failure_of_its_role(
     """)
     trainer.start()
     reader.start()
-    eventually(lambda: (folder / "said").exists() and len(starts(folder)[0]) == 4, "all ranks", seconds=40)
+    eventually(lambda: (folder / "said").exists() and len(starts(folder)[0]) == 4, "all ranks")
     (host,) = Path(f"/proc/{reader.processes[0].pid}/task/{reader.processes[0].pid}/children").read_text().split()
     os.kill(int(host), signal.SIGKILL)
     logs = trainer.wait(), reader.wait(), trainer.err(), reader.err()
@@ -162,18 +161,16 @@ def test_all_that_are_told_to_stop_stop_at_once(
     folder: Path, roles: Callable[..., tuple[Hosts, Hosts]], eventually: Eventually
 ) -> None:
     """As by a cancel, which tells every host; and as by one who takes a machine away."""
-    trainer, reader = roles("time.sleep(1000)", wrapper=())
+    trainer, reader = roles("time.sleep(1000)", wrapper=(), grace=1000)
     trainer.start()
     reader.start()
-    eventually(lambda: (folder / "said").exists() and len(starts(folder)[0]) == 4, "all ranks", seconds=40)
+    eventually(lambda: (folder / "said").exists() and len(starts(folder)[0]) == 4, "all ranks")
     reader.processes[1].send_signal(signal.SIGTERM)
-    assert (trainer.wait(20), reader.wait(20)) == ([143, 143], [143, 143]), trainer.err() + reader.err()
+    assert (trainer.wait(60), reader.wait(60)) == ([143, 143], [143, 143]), trainer.err() + reader.err()
     assert "STOPPED: reader/1 failed: preempted" in trainer.err()
     trainer.start()
     reader.start()
-    eventually(lambda: len(starts(folder)) == 2 and len(starts(folder)[1]) == 4, "all ranks again", seconds=40)
-    begun = time.monotonic()
+    eventually(lambda: len(starts(folder)) == 2 and len(starts(folder)[1]) == 4, "all ranks again")
     for process in [*trainer.processes.values(), *reader.processes.values()]:
         process.send_signal(signal.SIGTERM)
-    assert (trainer.wait(20), reader.wait(20)) == ([143, 143], [143, 143]), trainer.err() + reader.err()
-    assert time.monotonic() < begun + 12  # the grace and what is waited beyond it are 15
+    assert (trainer.wait(), reader.wait()) == ([143, 143], [143, 143]), trainer.err() + reader.err()

@@ -7,17 +7,19 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from torchx.specs import AppState, Role
+from torchx.specs import AppState
 
 from tests.local.detached import Detached, fresh, lives, pid_in, py, sh
 from torchx_monarch.backends.local import store
 
 Eventually = Callable[..., object]
+
+NEVER = 1000
+"""A grace period in seconds that no test waits for."""
 
 #: Says when it is up and which signals it gets; ends on none of them.
 STUBBORN = """
@@ -52,12 +54,10 @@ def test_a_program_that_ends_when_told(apps: Detached, tmp_path: Path, eventuall
     command = f"trap 'echo bye; exit 0' TERM; touch {tmp_path}/up$0; while true; do sleep 0.05; done"
     role = sh(command, replicas=2)
     role.args.append("${replica_id}")
-    app_id = apps.run(role, grace=30)
+    app_id = apps.run(role, grace=NEVER)
     eventually(lambda: (tmp_path / "up0").exists() and (tmp_path / "up1").exists(), "the start")
-    began = time.monotonic()
     apps.runner.cancel(apps.handle(app_id))
     status = apps.wait(app_id)
-    assert time.monotonic() - began < 3
     assert (status.state, status.msg) == (AppState.CANCELLED, "cancelled")
     assert "bye\n" in apps.log(app_id)
 
@@ -66,9 +66,7 @@ def test_a_program_that_will_not_end(apps: Detached, tmp_path: Path, eventually:
     app_id = apps.run(py(STUBBORN, str(tmp_path), "fork"), grace=1)
     eventually(lambda: pid_in(tmp_path / "main") and pid_in(tmp_path / "child"), "the start")
     fresh(f"runner.cancel(handle({app_id!r}))")
-    began = time.monotonic()
     assert apps.wait(app_id).state is AppState.CANCELLED
-    assert time.monotonic() - began < 2.5
     assert got(tmp_path, "main") == ["15"] and got(tmp_path, "child") == ["15"], "each is told once"
     assert not lives(pid_in(tmp_path / "main")) and not lives(pid_in(tmp_path / "child"))
     assert apps.record(app_id)["roles"][0]["replicas"][0]["exit_code"] == -9
@@ -76,50 +74,45 @@ def test_a_program_that_will_not_end(apps: Detached, tmp_path: Path, eventually:
 
 
 def test_replicas_are_stopped_side_by_side(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
-    command = f"trap '' TERM; echo x >> {tmp_path}/up; while true; do sleep 0.05; done"
-    app_id = apps.run(sh(command, replicas=4), grace=1)
+    # Each ends when all of them have been told.
+    until = f"while ! test $(wc -c < {tmp_path}/told) = 8; do sleep 0.05; done; exit 0"
+    trap = f"trap 'echo x >> {tmp_path}/told; {until}' TERM"
+    command = f"{trap}; echo x >> {tmp_path}/up; while true; do sleep 0.05; done"
+    app_id = apps.run(sh(command, replicas=4), grace=NEVER)
     eventually(lambda: (tmp_path / "up").exists() and len((tmp_path / "up").read_text()) == 8, "the start")
     apps.scheduler.cancel(app_id)
-    began = time.monotonic()
-    apps.wait(app_id)
-    assert time.monotonic() - began < 2.5
+    assert apps.wait(app_id).state is AppState.CANCELLED
 
 
 def test_killing_now(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
-    app_id = apps.run(py(STUBBORN, str(tmp_path)), grace=30)
+    app_id = apps.run(py(STUBBORN, str(tmp_path)), grace=NEVER)
     eventually(lambda: pid_in(tmp_path / "main"), "the start")
-    began = time.monotonic()
     apps.scheduler.stop(app_id, 0)
     assert apps.wait(app_id).state is AppState.CANCELLED
-    assert time.monotonic() - began < 1
     assert got(tmp_path, "main") == []
 
 
 def test_a_second_cancel_is_harmless_and_a_kill_comes_through(
     apps: Detached, tmp_path: Path, eventually: Eventually
 ) -> None:
-    app_id = apps.run(py(STUBBORN, str(tmp_path)), grace=30)
+    app_id = apps.run(py(STUBBORN, str(tmp_path)), grace=NEVER)
     eventually(lambda: pid_in(tmp_path / "main"), "the start")
     for _ in range(3):
         apps.scheduler.cancel(app_id)
     eventually(lambda: got(tmp_path, "main"), "the signal")
     assert not apps.scheduler.wait_terminal(app_id, 0.3)
     assert got(tmp_path, "main") == ["15"]
-    began = time.monotonic()
     apps.scheduler.stop(app_id, 0)
     assert apps.wait(app_id).state is AppState.CANCELLED
-    assert time.monotonic() - began < 1
 
 
 def test_a_shorter_grace_counts(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
-    app_id = apps.run(py(STUBBORN, str(tmp_path)), grace=30)
+    app_id = apps.run(py(STUBBORN, str(tmp_path)), grace=NEVER)
     eventually(lambda: pid_in(tmp_path / "main"), "the start")
     apps.scheduler.cancel(app_id)
     eventually(lambda: got(tmp_path, "main"), "the signal")
     apps.scheduler.stop(app_id, 0.5)
-    began = time.monotonic()
-    apps.wait(app_id)
-    assert time.monotonic() - began < 2
+    assert apps.wait(app_id).state is AppState.CANCELLED
 
 
 def test_cancelling_what_has_ended(apps: Detached) -> None:
@@ -161,7 +154,7 @@ def test_only_the_host_is_told(apps: Detached, tmp_path: Path, eventually: Event
     shell = sh('"$@"; echo done')
     shell.args += ["sh", *fake_host(tmp_path), "fork"]
     shell.image = str(tmp_path)
-    app_id = apps.run(shell, grace=30)
+    app_id = apps.run(shell, grace=NEVER)
     eventually(lambda: pid_in(tmp_path / "main") and pid_in(tmp_path / "child"), "the start")
     assert pid_in(tmp_path / "main") != apps.record(app_id)["roles"][0]["replicas"][0]["pid"]
     apps.scheduler.cancel(app_id)
@@ -171,17 +164,6 @@ def test_only_the_host_is_told(apps: Detached, tmp_path: Path, eventually: Event
     apps.scheduler.stop(app_id, 0)
     apps.wait(app_id)
     assert not lives(pid_in(tmp_path / "child"))
-
-
-def test_hosts_have_some_time_more(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
-    program, *args = fake_host(tmp_path)
-    role = Role("r", image=str(tmp_path), entrypoint=program, args=args)
-    app_id = apps.run(role, grace=1)
-    eventually(lambda: pid_in(tmp_path / "main"), "the start")
-    began = time.monotonic()
-    apps.scheduler.cancel(app_id)
-    apps.wait(app_id)
-    assert 5 < time.monotonic() - began < 8
 
 
 def test_a_supervisor_that_was_stopped(apps: Detached) -> None:

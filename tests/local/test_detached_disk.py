@@ -41,7 +41,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     mount(folder, "size=1m,mode=700")
     monkeypatch.setenv("MONARCH_STATE_DIR", str(folder))
     yield folder
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     # The keeper leaves a moment after the app has ended.
     while subprocess.run(["umount", str(folder)], capture_output=True, check=False).returncode:
         assert time.monotonic() < until

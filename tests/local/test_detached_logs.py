@@ -25,21 +25,19 @@ def apps() -> Detached:
 
 
 class Follower:
-    """Reads a log in a thread, noting when each line came."""
+    """Reads a log in a thread."""
 
     def __init__(self, apps: Detached, app_id: str, **more: object) -> None:
         self.lines: list[str] = []
-        self.times: list[float] = []
         self._thread = threading.Thread(target=self._read, args=(apps, app_id, more), daemon=True)
         self._thread.start()
 
     def _read(self, apps: Detached, app_id: str, more: dict[str, object]) -> None:
         for line in apps.runner.log_lines(apps.handle(app_id), "r", 0, should_tail=True, **more):
             self.lines.append(line)
-            self.times.append(time.monotonic())
 
     def join(self) -> list[str]:
-        self._thread.join(20)
+        self._thread.join(60)
         assert not self._thread.is_alive()
         return self.lines
 
@@ -132,7 +130,7 @@ def test_following(apps: Detached, tmp_path: Path, eventually: Eventually) -> No
     app_id = apps.run(sh(command))
     follower = Follower(apps, app_id)
     for i in (1, 2, 3):
-        eventually(lambda i=i: follower.lines == [f"{n}\n" for n in range(1, i + 1)], f"line {i}", seconds=2)
+        eventually(lambda i=i: follower.lines == [f"{n}\n" for n in range(1, i + 1)], f"line {i}")
         (tmp_path / str(i)).touch()
     assert follower.join() == ["1\n", "2\n", "3\n", "end"]
 
@@ -159,24 +157,29 @@ def test_following_a_role_that_starts_late(apps: Detached) -> None:
 
 
 @pytest.mark.scenario("log follow, since, until")
-def test_since_and_until(apps: Detached, tmp_path: Path) -> None:
+def test_since_and_until(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
     code = """
-import time
+import os, sys, time
 for i in range(12):
-    print(i, time.time(), flush=True)
-    time.sleep(0.15)
+    print(i, flush=True)
+    while i in (3, 8) and not os.path.exists(f"{sys.argv[1]}/after-{i}"):
+        time.sleep(0.02)
 """
-    app_id = apps.run(py(code))
+    app_id = apps.run(py(code, str(tmp_path)))
+    moments = []
+    for last in (3, 8):
+        eventually(lambda last=last: f"{last}\n" in apps.log(app_id), f"line {last}")
+        # A line's time is right to a tenth of a second: nothing is written that close to this moment.
+        time.sleep(0.2)
+        moments.append(time.time())
+        time.sleep(0.2)
+        (tmp_path / f"after-{last}").touch()
     apps.wait(app_id)
-    every = [(int(n), float(t)) for n, t in (line.split() for line in apps.log(app_id))]
     for stream in (None, Stream.STDOUT):
         for zone in (None, timezone.utc):
-            since = datetime.fromtimestamp(every[4][1] - 0.01, zone)
-            until = datetime.fromtimestamp(every[9][1] - 0.01, zone)
-            got = [int(line.split()[0]) for line in apps.log(app_id, since=since, until=until, streams=stream)]
-            # A line's time is right to a tenth of a second, and then it was the pump that looked at the clock.
-            assert set(range(5, 9)) <= set(got) <= set(range(3, 11)), got
-            assert got == sorted(got)
+            since, until = (datetime.fromtimestamp(moment, zone) for moment in moments)
+            got = [int(line) for line in apps.log(app_id, since=since, until=until, streams=stream)]
+            assert got == [4, 5, 6, 7, 8]
     assert apps.log(app_id, since=datetime.now() + timedelta(seconds=5)) == []
     assert len(apps.log(app_id, since=datetime.now() - timedelta(hours=1))) == 12
     assert len(apps.log(app_id, until=datetime.now() + timedelta(hours=1))) == 12
@@ -185,10 +188,7 @@ for i in range(12):
 
 def test_following_until_a_time(apps: Detached) -> None:
     app_id = apps.run(sh("while true; do echo x; sleep 0.1; done"))
-    began = time.monotonic()
-    got = apps.log(app_id, should_tail=True, until=datetime.now() + timedelta(seconds=1))
-    assert 3 <= len(got) <= 12
-    assert time.monotonic() - began < 3
+    assert "x\n" in apps.log(app_id, should_tail=True, until=datetime.now() + timedelta(seconds=1))
     assert apps.status(app_id).state is AppState.RUNNING
     apps.scheduler.stop(app_id, 0)
     apps.wait(app_id)
@@ -204,7 +204,5 @@ def test_output_of_strays_is_kept_while_the_app_runs(apps: Detached, tmp_path: P
 
 def test_a_job_whose_stray_holds_the_pipe_ends(apps: Detached) -> None:
     app_id = apps.run(sh("sleep 1000 & echo done"))
-    began = time.monotonic()
     assert apps.wait(app_id).state is AppState.SUCCEEDED
-    assert time.monotonic() - began < 2
     assert apps.log(app_id) == ["done\n"]

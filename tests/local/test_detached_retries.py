@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -168,9 +167,7 @@ def test_a_side_role_may_end_before(apps: Detached, tmp_path: Path, eventually: 
 
 def test_a_failing_side_role_fails_the_app(apps: Detached) -> None:
     app_id = apps.run(sh("sleep 1000", name="main"), sh("exit 4", name="side"))
-    began = time.monotonic()
     status = apps.wait(app_id)
-    assert time.monotonic() - began < 3, "without siblings there is nothing to wait for"
     assert status.state is F and "replica side/0" in status.msg
     assert apps.states(app_id) == {"main/0": C, "side/0": F}
 
@@ -191,9 +188,7 @@ def test_siblings_that_stay_are_stopped(apps: Detached) -> None:
     role = sh("if test $0 = 0; then exit 1; fi; sleep 1000", replicas=2)
     role.args.append("${replica_id}")
     app_id = apps.run(role)
-    began = time.monotonic()
     assert apps.wait(app_id).state is F
-    assert 4.5 < time.monotonic() - began < 8
     assert apps.states(app_id) == {"r/0": F, "r/1": C}
 
 

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,10 +102,8 @@ def test_the_submitter_has_no_zombies(apps: Detached) -> None:
 
 def test_the_supervisor_is_killed(apps: Detached, family: Family) -> None:
     supervisor = apps.watchers(family.app_id).supervisor.pid
-    began = time.monotonic()
     os.kill(supervisor, signal.SIGKILL)
     status = apps.wait(family.app_id)
-    assert time.monotonic() - began < 3
     assert status.state is AppState.FAILED
     assert status.msg == f"the supervisor (pid {supervisor}) was killed by signal 9 (SIGKILL)"
     assert family.alive == []
@@ -129,7 +126,7 @@ def test_both_are_killed(apps: Detached, family: Family, eventually: Eventually)
     watchers = apps.watchers(family.app_id)
     os.kill(watchers.keeper.pid, signal.SIGKILL)
     os.kill(watchers.supervisor.pid, signal.SIGKILL)
-    eventually(lambda: not lives(pid_in(family.folder / "main")), "the kernel to kill the replica", seconds=3)
+    eventually(lambda: not lives(pid_in(family.folder / "main")), "the kernel to kill the replica")
     status = apps.status(family.app_id)
     assert status.state is AppState.FAILED
     assert str(watchers.supervisor.pid) in status.msg and "were killed" in status.msg

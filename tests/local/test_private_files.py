@@ -53,7 +53,7 @@ def test_nothing_of_a_job_is_open_to_others(
             app = AppDef("app", [role])
             assert secret not in str(runner.dryrun(app, "monarch_local", cfg={"preload": "none"}))
             handle = runner.run(app, "monarch_local", cfg={"preload": "none"})
-            eventually(lambda: all(Path(f"{made}{rank}").exists() for rank in (0, 1)), "the ranks", seconds=40)
+            eventually(lambda: all(Path(f"{made}{rank}").exists() for rank in (0, 1)), "the ranks")
             assert not (during := open_to_others(state)), during
             Path(f"{made}go").touch()
             runner.wait(handle, wait_interval=0.2)

@@ -4,15 +4,12 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tests.soak.plans import draw
 from tests.soak.runs import Outcome, run_all
 
 SEED = 1
 
 
-@pytest.mark.timeout(100)
 def test_what_jobs_say_of_their_end_is_true_and_they_leave_nothing() -> None:
     outcomes: list[Outcome] = []
     # The first job of each kind of fault, as far as they are quick.

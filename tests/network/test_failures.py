@@ -54,7 +54,7 @@ def start(folder: Path, port: int) -> Iterator[Callable[..., Hosts]]:
     for hosts in started:
         for process in hosts.processes.values():
             process.terminate()
-            process.wait(20)
+            process.wait(60)
 
 
 def with_life(given: HostCredentials, start: datetime.timedelta, end: datetime.timedelta) -> HostCredentials:
@@ -170,7 +170,7 @@ def test_replica_0_names_a_host_whose_monarch_port_leads_nowhere(
     secret = credentials.create()[0].to_text()
     first = start(0, MONARCH_CREDENTIALS=secret)
     second = start(1, *options, MONARCH_CREDENTIALS=secret)
-    assert first.processes[0].wait(30) == 1 and second.processes[1].wait(30) == 1
+    assert first.processes[0].wait(60) == 1 and second.processes[1].wait(60) == 1
     assert re.search(rf"FAILED: host 1 \(\S+, pid \d+\) cannot be reached by replica 0: .*{why}", first.err(0))
 
 
@@ -193,7 +193,7 @@ def test_opens_what_it_is_told_to_and_nothing_else(
         start(replica, *options, does=f"until [ -e {go} ]; do sleep 0.1; done", MONARCH_CREDENTIALS=secret)
         for replica in (0, 1)
     ]
-    eventually(lambda: "ranks 2/2" in both[0].err(0), "the ranks", seconds=40)
+    eventually(lambda: "ranks 2/2" in both[0].err(0), "the ranks")
     for replica, hosts in enumerate(both):
         found = listening(hosts.processes[replica].pid)
         assert set(found.values()) == {"127.0.0.1"}

@@ -60,7 +60,7 @@ def test_a_client_reaches_one_port_by_its_certificate_also_through_a_tunnel(
     there = Target(Address("tls", machines.address(0), PORT), "trainer", text)
     client = Client(there)
     with machines.entered(2):  # neither host's machine
-        eventually(lambda: (status := client._glance()) and status.ready, "the mesh", seconds=60)
+        eventually(lambda: (status := client._glance()) and status.ready, "the mesh")
         for _ in range(2):
             result = client.run_spmd(output="store")
             assert {rank: one.stdout for rank, one in result.output.items()} == {0: "rank 0\n", 1: "rank 1\n"}
@@ -89,7 +89,7 @@ def test_a_client_reaches_one_port_by_its_certificate_also_through_a_tunnel(
     thread.start()
     local = Target(Address("tls", "127.0.0.1", near.getsockname()[1]), "trainer", text)
     assert [run["state"] for run in Client(local).runs()] == ["succeeded"] * 2
-    thread.join(20)
+    thread.join(60)
     near.close()
     far.close()
     with machines.entered(2):

@@ -156,7 +156,7 @@ def test_each_role_meets_at_a_replica_0_of_its_own(
     others = [first + 1, first + 3, first, first + 2]
     nodes.start(*others)
     nodes.start(*range(1, first))
-    eventually(lambda: nodes.log(first + 1).count("waiting for replica 0 ("), "a wait with its reason", seconds=40)
+    eventually(lambda: nodes.log(first + 1).count("waiting for replica 0 ("), "a wait with its reason")
     nodes.start(0)
     assert nodes.wait(*others) == [0, 0, 0, 0], "".join(map(nodes.log, others))
     go.touch()
@@ -176,8 +176,8 @@ def test_a_job_that_begins_again_has_nothing_to_do_with_nodes_of_the_attempt_bef
     nodes = submitted(role("a", 1, until(go)), role("b", 2), spare=1)
     nodes.start(1)
     nodes.start(0, 2, attempt=2)
-    eventually(lambda: "is of another start of the app" in nodes.log(1), "the old replica 0", seconds=40)
-    eventually(lambda: "has not said yet where it listens" in nodes.log(2, 2), "a wait for the new one", seconds=40)
+    eventually(lambda: "is of another start of the app" in nodes.log(1), "the old replica 0")
+    eventually(lambda: "has not said yet where it listens" in nodes.log(2, 2), "a wait for the new one")
     assert nodes.processes[1, 1].poll() is None
     nodes.start(1, attempt=2, machine=3)
     assert nodes.wait(1, 2, attempt=2) == [0, 0], nodes.log(1, 2) + nodes.log(2, 2)

@@ -12,14 +12,12 @@ import configparser
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import sysconfig
-import time
 import venv
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 OURS = {"aws_batch", "monarch_aws_batch", "monarch_docker", "monarch_kubernetes", "monarch_local", "monarch_slurm"}
 DEFAULTS = ["local_docker", "local_cwd", "slurm", "kubernetes"]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow]
 
 
 @dataclass(frozen=True)
@@ -279,21 +277,16 @@ print(sorted({"torch", "monarch", "cryptography", "rich", "psutil"} & set(sys.mo
     assert installed.python(code).stdout.strip() == "[]"
 
 
-def test_help_is_as_quick_as_before(
-    plain: Environment, installed: Environment, record_property: Callable[[str, object], None]
-) -> None:
-    """The aim is 1.1; what is asserted is 1.25, since one run in 0.3 s varies by more than 10 % on a busy machine.
-
-    The commands alternate and the best half of each counts, so that a slow moment falls on both or on none.
-    """
-    times: dict[Path, list[float]] = {plain.folder: [], installed.folder: []}
-    for _ in range(15):
-        for environment in (plain, installed):
-            started = time.perf_counter()
-            environment.torchx("--help")
-            times[environment.folder].append(time.perf_counter() - started)
-    before, after = (statistics.median(sorted(t)[: len(t) // 2 + 1]) for t in times.values())
-    record_property("help_seconds_before", before)
-    record_property("help_seconds_after", after)
-    print(f"torchx --help: {before:.3f} s without us, {after:.3f} s with us, ratio {after / before:.3f}")
-    assert after / before < 1.25
+def test_help_imports_little_more_than_before(plain: Environment, installed: Environment) -> None:
+    """What it costs is what it imports: a part of this package, and nothing that TorchX has not imported anyhow."""
+    code = """
+import contextlib, io, sys
+from torchx.cli.main import main
+with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+    main(["--help"])
+print(*sys.modules)
+"""
+    before, after = (set(environment.python(code).stdout.split()) for environment in (plain, installed))
+    more = {name for name in after - before if not name.startswith("torchx_monarch")}
+    print(f"{len(before)} modules without us, {len(after)} with us; of others: {sorted(more)}")
+    assert len(after - before) < 40 and len(more) < 10

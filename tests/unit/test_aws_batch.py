@@ -250,7 +250,7 @@ def test_a_nodes_shell_gives_words_and_variables_as_they_are(texts: list[str], f
     words, env = command.render(one, "q:app", first)
     assert words[:2] == ["sh", "-c"]
     environ = {**os.environ, **env, "AWS_BATCH_JOB_NODE_INDEX": str(first + replica)}
-    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=20, check=True)
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=60, check=True)
     assert json.loads(done.stdout) == [[*texts, f"={replica}'"], f"'{replica}' {replica}\n$x", "p"]
 
 

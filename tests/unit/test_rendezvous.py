@@ -5,26 +5,48 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from torchx_monarch.errors import Verdict
+from torchx_monarch.runtime import rendezvous
 from torchx_monarch.runtime.membership import Membership
 from torchx_monarch.runtime.rendezvous import Registration, Rendezvous, RendezvousError
 from torchx_monarch.runtime.transport import Address
+
+
+@pytest.fixture
+def address(leaves_nothing: None) -> Address:
+    return Address("unix", path=str(Path(tempfile.gettempdir(), "r.sock")))
 
 
 def host(replica: int, attempt: int = -1) -> Registration:
     return Registration(replica, "ipc:///nowhere", "here", 1, 1, attempt=attempt)
 
 
-def test_a_host_that_is_started_again_before_the_others_waits_for_them(leaves_nothing: None) -> None:
-    """A container is, by dockerd: were it told the verdict, it would fail, and use up its restarts for nothing."""
-    import tempfile
+def test_a_verdict_before_all_have_come_is_told_to_those_that_come(
+    address: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "_LATECOMERS", 60.0)
 
-    path = Path(tempfile.gettempdir(), "r.sock")
-    address = Address("unix", path=str(path))
+    async def main() -> None:
+        first = Rendezvous(address, replicas=2)
+        await first.start()
+        first.register(host(0))
+        announcing = asyncio.ensure_future(first.announce(Verdict(2, "no such file"), 60))
+        late = await Membership.join(address, host(1), 60)
+        verdict = await asyncio.wait_for(late.verdict(), 60)
+        assert verdict is not None and verdict.code == 2
+        late._writer.close()
+        await asyncio.wait_for(announcing, 60)  # nobody is missing any more
+
+    asyncio.run(main())
+
+
+def test_a_host_that_is_started_again_before_the_others_waits_for_them(address: Address) -> None:
+    """A container is, by dockerd: were it told the verdict, it would fail, and use up its restarts for nothing."""
 
     async def main() -> None:
         first = Rendezvous(address, replicas=2)

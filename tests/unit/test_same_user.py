@@ -41,7 +41,7 @@ for family, where in ((socket.AF_UNIX, b""), (socket.AF_INET, ("127.0.0.1", 0)))
             accepted = []
             thread = threading.Thread(target=lambda: accepted.append(listener.accept()[0]))
             thread.start()
-            thread.join(10)
+            thread.join(60)
             accepted[0].sendall(b"ok")
             print(client.recv(2).decode())
             accepted[0].close()

@@ -261,7 +261,7 @@ class Rendezvous:
         open_for = 0.0 if self._formed or self._door is None else _LATECOMERS
         while (self._writers or open_for) and time.monotonic() < started + timeout:
             await asyncio.sleep(0.005)
-            if not self.missing or time.monotonic() > started + open_for:
+            if not self.expected or time.monotonic() > started + open_for:
                 open_for = 0.0
         if self._door is not None:
             self._door.close()

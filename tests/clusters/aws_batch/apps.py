@@ -72,18 +72,18 @@ class Aws:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         try:
-            self._process.wait(20)
+            self._process.wait(60)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._drain.join(10)
+        self._drain.join(60)
         self._process.stdout.close()
         assert self._process.stderr is not None
         self._process.stderr.close()
 
     def wrong(self) -> list[str]:
         """What AWS would not have said so far, or would not have been asked."""
-        with contextlib.closing(urllib.request.urlopen(f"{self.url}{WRONG}", timeout=10)) as answer:
+        with contextlib.closing(urllib.request.urlopen(f"{self.url}{WRONG}", timeout=60)) as answer:
             wrong: list[str] = json.loads(answer.read())
         return wrong
 

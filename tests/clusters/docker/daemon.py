@@ -205,7 +205,7 @@ class Daemon:
             pid = client.containers.get(container).attrs["State"]["Pid"]
         assert pid > 0, f"{container} does not run"
         within = ["nsenter", f"--target={self.first}", "--pid", "--mount", "--", "sh", "-c", f"kill -{signal} {pid}"]
-        subprocess.run(within, check=True, timeout=20)
+        subprocess.run(within, check=True, timeout=60)
 
     def left(self) -> list[str]:
         """What is with the daemon: containers, volumes, networks of anybody's."""
@@ -224,7 +224,7 @@ class Daemon:
         with contextlib.suppress(psutil.Error, IndexError):
             os.kill(self.first, 9)  # its namespaces end with it, and all processes in them
         self._process.kill()
-        self._process.wait(30)
+        self._process.wait(60)
         for path in list(self._cgroups()):
             _remove_group(path)
         shutil.rmtree(self.folder)
@@ -245,7 +245,7 @@ class Daemon:
 
 def _remove_group(path: Path) -> None:
     """The processes in it were killed; they may be about to go."""
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while True:
         try:
             return path.rmdir()

@@ -13,7 +13,7 @@ from tests.clusters.live import SAYS, runs_twice_and_after_a_failure
 from tests.network.namespaces import entered
 from torchx_monarch import SPMDJob, serve
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow]
 
 
 def test_takes_two_containers_and_runs_in_them(apps: Apps, daemon: Daemon) -> None:

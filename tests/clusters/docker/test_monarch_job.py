@@ -13,7 +13,7 @@ from tests.clusters.docker.apps import NAME, Apps
 from tests.clusters.docker.daemon import Daemon
 from tests.clusters.live import actors, controller, had_all_meshes
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow]
 
 
 def test_actors_run_in_containers(apps: Apps, daemon: Daemon, tmp_path: Path) -> None:

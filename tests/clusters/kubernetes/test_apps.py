@@ -207,7 +207,7 @@ def test_a_pod_that_is_taken_away_costs_no_retry(apps: Apps) -> None:
     apps.go()
     apps.evict(handle, 1)
     status = apps.wait(handle, AppState.SUCCEEDED)
-    follower.join(30 * apps.patience)
+    follower.join(60 * apps.patience)
     assert not follower.is_alive()
     assert any("preempted or cancelled" in line for line in followed), followed
     assert status.state is AppState.SUCCEEDED
@@ -226,7 +226,7 @@ def test_cancelled_while_running_keeps_its_logs(apps: Apps) -> None:
     apps.torchx("cancel", handle)
     status = apps.wait(handle, AppState.CANCELLED)
     assert set(apps.states(handle).values()) == {AppState.CANCELLED}
-    follower.join(20 * apps.patience)
+    follower.join(60 * apps.patience)
     assert not follower.is_alive()
     assert any("SIGTERM" in line for line in followed)
     # It stays so, with its logs, wherever one looks.

@@ -80,8 +80,8 @@ class Apps:
         """End what still runs."""
         left = [handle.rpartition("/")[2] for handle in self._handles]
         for app_id in left:
-            subprocess.run(["scancel", app_id], check=False, capture_output=True, timeout=30)
-        until = time.monotonic() + 30
+            subprocess.run(["scancel", app_id], check=False, capture_output=True, timeout=60)
+        until = time.monotonic() + 60
         running = ("RUNNING", "COMPLETING")
         while any(job.state in running for app_id in left for job in commands.live_job(app_id)):
             assert time.monotonic() < until, "jobs do not end"

@@ -14,7 +14,7 @@ from torchx_monarch import SPMDJob, serve
 from torchx_monarch.backends import clients
 from torchx_monarch.client.target import Target
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("slurm")]
+pytestmark = [pytest.mark.xdist_group("slurm")]
 
 
 def test_takes_two_nodes_and_runs_on_them(apps: Apps, cluster: SlurmCluster) -> None:

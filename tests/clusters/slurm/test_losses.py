@@ -15,7 +15,7 @@ from torchx.specs import AppState, RetryPolicy
 from tests.clusters.slurm.apps import Apps, sh, spmd
 from tests.clusters.slurm.cluster import SlurmCluster
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("slurm")]
+pytestmark = [pytest.mark.xdist_group("slurm")]
 
 CHECKPOINTS = """
     import os, signal, sys, time

@@ -18,7 +18,7 @@ from torchx_monarch.client.result import RunResult
 from torchx_monarch.client.serve import serve
 
 # The first test brings the cluster up, and may have to install it.
-pytestmark = [pytest.mark.timeout(600), pytest.mark.xdist_group("slurm")]
+pytestmark = [pytest.mark.xdist_group("slurm")]
 
 
 def said(result: RunResult) -> tuple[list[str], list[str]]:

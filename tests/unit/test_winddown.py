@@ -1,0 +1,107 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""How long replicas have to end, by a clock that the test moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from torchx_monarch import processes
+from torchx_monarch.backends.local import winddown
+from torchx_monarch.backends.local.winddown import HOST_EXTRA, SETTLE, WindDown
+
+GRACE = 30.0
+
+
+class Clock:
+    """Timers that fire when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._timers: list[tuple[float, Callable[[], None]]] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def at(self, when: float, call: Callable[[], None]) -> None:
+        self._timers.append((when, call))
+
+    def move(self, to: float) -> None:
+        """Move on, and fire what is due."""
+        self.now = to
+        due = [call for when, call in self._timers if when <= to]
+        self._timers = [(when, call) for when, call in self._timers if when > to]
+        for call in due:
+            call()
+
+
+class Replica:
+    """A replica that ends when it is killed."""
+
+    def __init__(self, pid: int) -> None:
+        self.record = SimpleNamespace(pid=pid)
+        self.alive = True
+        self.told = False
+
+    def terminate(self, hosts: object) -> None:
+        self.told = True
+
+    def kill(self) -> None:
+        self.alive = False
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of the module; the replica of pid 2 has a host."""
+    clock = Clock()
+    monkeypatch.setattr(winddown, "time", clock)
+    monkeypatch.setattr(processes, "hosts", lambda pids: {pid: [7] if pid == 2 else [] for pid in pids})
+    return clock
+
+
+def begun(clock: Clock, *replicas: Replica, **more: Any) -> WindDown:
+    made = WindDown(clock, replicas, lambda: None, grace=GRACE, **more)  # type: ignore[arg-type]
+    made.begin()
+    return made
+
+
+def test_a_host_has_some_time_more(clock: Clock) -> None:
+    program, host = Replica(1), Replica(2)
+    begun(clock, program, host)
+    assert program.told and host.told
+    clock.move(GRACE - 0.1)
+    assert program.alive and host.alive
+    clock.move(GRACE)
+    assert not program.alive and host.alive
+    clock.move(GRACE + HOST_EXTRA - 0.1)
+    assert host.alive
+    clock.move(GRACE + HOST_EXTRA)
+    assert not host.alive
+
+
+def test_siblings_that_stay_are_told_after_a_while(clock: Clock) -> None:
+    sibling, side = Replica(1), Replica(3)
+    begun(clock, sibling, side, settling=[sibling])
+    clock.move(SETTLE - 0.1)
+    assert not sibling.told and not side.told
+    clock.move(SETTLE)
+    assert sibling.told and side.told
+
+
+def test_nobody_waits_for_siblings_that_are_not_there(clock: Clock) -> None:
+    failed, side = Replica(1), Replica(3)
+    failed.alive = False
+    begun(clock, failed, side, settling=[failed])
+    assert side.told
+
+
+def test_all_are_told_as_soon_as_the_siblings_have_ended(clock: Clock) -> None:
+    sibling, side = Replica(1), Replica(3)
+    ending = begun(clock, sibling, side, settling=[sibling])
+    sibling.alive = False
+    ending.check()
+    assert side.told
