@@ -264,7 +264,15 @@ def _ranks_in_words(ranks: list[int]) -> str:
 
 
 class LinkError(RuntimeError):
-    """A live allocation cannot be reached; the message says why."""
+    """A live allocation cannot be reached; the message says why.
+
+    Attributes:
+        final: whether waiting for its hosts does not help: there is no certificate, or another program listens there.
+    """
+
+    def __init__(self, message: str, final: bool = False) -> None:
+        super().__init__(message)
+        self.final = final
 
 
 class RefusedError(RuntimeError):

@@ -51,7 +51,7 @@ class Live(Hosts):
         import time
 
         until = time.monotonic() + seconds
-        while (status := self.job._glance()) is None or not status.ready:
+        while not self.job.status().ready:
             assert time.monotonic() < until, self.err()
             assert all(process.poll() is None for process in self.processes.values()), self.err()
             time.sleep(0.02)

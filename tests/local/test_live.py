@@ -187,6 +187,30 @@ def test_a_run_outlives_its_client_and_is_found_again(
         other.follow(1)
 
 
+def test_logs_of_a_rank_that_is_not_there(
+    live: Callable[..., Live], script: Callable[[str], str], eventually: Eventually
+) -> None:
+    path = script("print('rank', rank, flush=True)\ntime.sleep(1000 if sys.argv[1:] else 0)")
+    hosts = live("torchrun", "--nproc-per-node", "2", path, "wait")
+    handle = hosts.job.run_spmd_async(output="none")
+    eventually(lambda: len(list(hosts.job.logs())) == 2, "the ranks")
+    assert list(hosts.job.logs(1)) == ["rank 1"]
+    for rank in (2, 99, -1):
+        for follow in (False, True):
+            with pytest.raises(RefusedError, match=f"run 1 has no rank {rank}; it has ranks 0 to 1"):
+                list(hosts.job.logs(rank, follow=follow))
+    with pytest.raises(RefusedError, match="rank='1' is no number"):
+        list(hosts.job.logs("1"))  # type: ignore[arg-type]
+    # Of a run that waits for another it is not known yet; its follower is told as soon as it is.
+    hosts.job.run_spmd_async([path], nproc=1, output="none", queue=True)
+    later = hosts.job.logs(1, follow=True, run=2)
+    assert list(hosts.job.logs(1, run=2)) == []
+    handle.cancel()
+    with pytest.raises(RefusedError, match="run 2 has no rank 1; it has rank 0 alone"):
+        next(later)
+    assert list(hosts.job.logs(0, follow=True, run=2)) == ["rank 0"]
+
+
 def test_ends_when_nobody_comes(live: Callable[..., Live], script: Callable[[str], str]) -> None:
     path = script("time.sleep(5)")
     hosts = live("torchrun", "--nproc-per-node", "1", path, idle_timeout=4)
@@ -309,7 +333,8 @@ def test_many_runs_leave_no_trace(
     hosts = live("torchrun", "--nproc-per-node", "2", good, "0", idle_timeout=120)
     head = Path(good).read_text().partition("\n")[0] + "\n" + Path(good).read_text().splitlines()[1] + "\n"
     process = psutil.Process(hosts.processes[0].pid)
-    used, memory = [], []
+    used: list[tuple[int, int, int]] = []
+    memory = []
     ways = list(WAYS)
     for number in range(count):
         if number % 10 == 9 or number < len(ways):
@@ -326,9 +351,11 @@ def test_many_runs_leave_no_trace(
         assert result.run == number + 1
         if number % 10 == 8 and number >= 10:
             eventually(lambda: hosts.job.status().warm == 2, "the next interpreters")
-            used.append(_used(process))
+            if not used:
+                used.append(_used(process))
+            # A connection that has just ended may not be closed at their end yet.
+            eventually(lambda: _used(process) <= used[0], f"no more than {used[0]} children, files and threads")
             memory.append(process.memory_info().rss)
-    assert len(set(used)) == 1 or max(used[1:]) <= used[0], used
     assert memory[-1] - memory[0] < 3e6, memory
     assert hosts.end() == [0]
 
@@ -363,9 +390,14 @@ def test_ended_before_torch_is_imported(
 def test_not_there(folder: Path) -> None:
     job = SPMDJob("monarch_local://torchx/nosuch")
     with pytest.raises(LinkError, match="monarch_local://torchx/nosuch is not known in "):
+        SPMDJob.attach(job.handle)
+    with pytest.raises(AllocationError, match="monarch_local://torchx/nosuch does not exist"):
         job.run_spmd()
     with pytest.raises(AllocationError, match="does not exist"):
         job.wait_ready(5)
     with pytest.raises(LinkError, match="'nowhere' is not of the form|nowhere"):
         SPMDJob("monarch_local://torchx/nosuch", address="nowhere").runs()
     assert job.status().state == "UNKNOWN"
+    late = SPMDJob(job.handle, address=f"unix:{folder}/nosuch.sock", start_timeout=0.0)
+    with pytest.raises(AllocationError, match=r"is not ready after 0 s: waiting for an answer at .*: .*No such file"):
+        late.run_spmd()

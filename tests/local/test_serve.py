@@ -17,6 +17,7 @@ import pytest
 from torchx.specs import AppDef, Role
 
 from torchx_monarch import SPMDError, SPMDJob, serve
+from torchx_monarch.errors import AllocationError, LinkError, RefusedError
 
 Eventually = Callable[..., object]
 
@@ -147,10 +148,58 @@ def test_ctrl_c_stops_the_run_and_not_the_allocation(
     assert over(job) == "SUCCEEDED"
 
 
+REQUESTS: dict[str, Callable[[SPMDJob], object]] = {
+    # Everything that needs the hosts.
+    "runs": lambda job: job.runs(),
+    "follow": lambda job: job.follow(),
+    "logs": lambda job: list(job.logs()),
+    "end_run": lambda job: job.end_run(),
+    "run_spmd": lambda job: job.run_spmd(output="none"),
+    "run_spmd_async": lambda job: job.run_spmd_async(output="none").result(60),
+}
+
+
+def test_all_requests_wait_for_the_hosts_and_say_when_they_have_ended(
+    script: Callable[[str], str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = script("print('rank', rank)")
+    with serve(f"torchrun --nproc-per-node 2 '{path}'", scheduler_cfg=CFG, start_timeout=120) as job:
+        assert job.runs() == []  # at once, when nothing listens yet
+        first, *more = capfd.readouterr().err.splitlines()
+        assert first.startswith("[monarch] waiting for the hosts ("), more
+        attached = SPMDJob.attach(job.handle)
+        for name in ("follow", "logs", "end_run"):
+            with pytest.raises(RefusedError, match="a run is not known here; the last was none"):
+                REQUESTS[name](attached)
+        assert attached.run_spmd(output="none").exit_code == 0
+        assert job.run_spmd_async(output="none").result(60).run == 2
+    for name, request in REQUESTS.items():
+        for one in (job, attached, SPMDJob(job.handle)):
+            with pytest.raises(AllocationError, match=rf"{job.handle} has ended \(CANCELLED\)"):
+                pytest.fail(f"{name} of a killed job: {request(one)}")
+    with pytest.raises(AllocationError, match="has ended"):
+        job.wait_ready()
+    assert job.status().state == "CANCELLED"
+
+
+def test_a_run_is_lost_with_its_hosts(
+    jobs: list[SPMDJob], script: Callable[[str], str], eventually: Eventually
+) -> None:
+    """The whole app disappears at once: nobody is left who could tell its client."""
+    path = script("print('begun', os.getpid(), os.getppid(), flush=True)\ntime.sleep(1000)")
+    jobs.append(job := serve(["torchrun", path], scheduler_cfg=CFG))
+    handle = job.run_spmd_async(output="none")
+    eventually(lambda: list(job.logs()), "the rank")
+    os.kill(int(next(job.logs()).split()[2]), signal.SIGKILL)  # the host
+    error = handle.exception(60)
+    assert isinstance(error, LinkError) and f"run 1 was lost from sight: {job.handle} has ended (FAILED)" in str(error)
+    assert not handle.cancel()
+
+
 def test_is_given_back_at_the_end_of_a_block(script: Callable[[str], str]) -> None:
     path = script("sys.exit(rank)")
     with serve(["torchrun", "--nproc-per-node", "2", path], scheduler_cfg=CFG) as job, pytest.raises(SPMDError):
-        job.wait_ready(60).run_spmd(output="none")
+        job.run_spmd(output="none")
     assert over(job) == "CANCELLED"
 
 
@@ -163,8 +212,11 @@ def test_the_component_and_what_is_refused(jobs: list[SPMDJob], tmp_path: Path) 
     job.wait_ready(60)
     with pytest.raises(RuntimeError, match="nothing to run: this allocation has no command of its own"):
         job.run_spmd()
-    with pytest.raises(TypeError, match="give a list of words"):
-        job.run_spmd("train.py")
+    assert job.run_spmd("python -c 'import sys; print(sys.argv[1:])' 'a b' c", output="store").output[0].stdout == (
+        "['a b', 'c']\n"
+    )
+    with pytest.raises(ValueError, match='No closing quotation in "train.py \'a"'):
+        job.run_spmd("train.py 'a")
     words = ["monarch", "exec", handle, "--", "torchrun", "--no-python", "sh", "-c", "echo $RANK of $WORLD_SIZE"]
     assert sorted(torchx(*words).stdout.splitlines()) == ["0 of 2", "1 of 2"]
     with pytest.raises(SPMDError, match="can't open file .*sh': .*For the program: torchrun --no-python sh"):
@@ -179,9 +231,14 @@ def test_the_component_and_what_is_refused(jobs: list[SPMDJob], tmp_path: Path) 
     for bad, why in (
         (["echo", "hello"], "no role of app 'spmd-job'|not a torchrun or Python command"),
         (["torchrun", "--nosuch", "x.py"], "no option --nosuch"),
+        ("torchrun --nosuch 'x y.py'", "no option --nosuch"),
+        ("torchrun 'x.py", 'No closing quotation in "torchrun \'x.py"'),
+        ("", r"not a torchrun or Python command: \[\]"),
     ):
         with pytest.raises(ValueError, match=why):
             serve(bad)
+    with pytest.raises(TypeError, match="appdef={'trainers': 2}: give an AppDef, or a torchrun or Python command"):
+        serve({"trainers": 2})
     with pytest.raises(ValueError, match="local_cwd"):
         serve(["torchrun", "x.py"], scheduler="local_cwd")
     elsewhere = subprocess.run([sys.executable, "-m", "torchx_monarch.hosts"], capture_output=True, text=True)

@@ -16,6 +16,7 @@ from tests.local.hosts import Hosts
 from tests.network.conftest import PORT
 from tests.network.namespaces import Network, requires_namespaces
 from torchx_monarch import credentials
+from torchx_monarch.client import hosts as client_hosts
 from torchx_monarch.client.job import SPMDJob
 from torchx_monarch.client.link import ask
 from torchx_monarch.client.target import Target
@@ -25,8 +26,8 @@ from torchx_monarch.runtime.address import Address
 pytestmark = requires_namespaces
 
 
-class Client(SPMDJob):
-    """One that knows where to dial."""
+class Dialled(client_hosts.Hosts):
+    """Hosts of which it is known where to dial."""
 
     def __init__(self, target: Target) -> None:
         super().__init__("monarch_slurm://torchx/app")
@@ -35,6 +36,14 @@ class Client(SPMDJob):
     @property
     def target(self) -> Target:
         return self._there
+
+
+class Client(SPMDJob):
+    """The job of such hosts."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__("monarch_slurm://torchx/app")
+        self.hosts = Dialled(target)
 
 
 def _pump(one: socket.socket, other: socket.socket) -> None:
@@ -60,17 +69,17 @@ def test_a_client_reaches_one_port_by_its_certificate_also_through_a_tunnel(
     there = Target(Address("tls", machines.address(0), PORT), "trainer", text)
     client = Client(there)
     with machines.entered(2):  # neither host's machine
-        eventually(lambda: (status := client._glance()) and status.ready, "the mesh")
+        eventually(lambda: (status := client.hosts.look()) and status.ready, "the mesh")
         for _ in range(2):
             result = client.run_spmd(output="store")
             assert {rank: one.stdout for rank, one in result.output.items()} == {0: "rank 0\n", 1: "rank 1\n"}
         # What listens on the other hosts is Monarch's, and takes no client.
         with pytest.raises(LinkError):
-            Client(Target(Address("tls", machines.address(1), PORT), "trainer", text)).runs()
+            ask(Target(Address("tls", machines.address(1), PORT), "trainer", text), {"type": "runs"})
         stranger = credentials.create()[1].to_text()
         for wrong in (stranger, ""):
             with pytest.raises(LinkError, match="certificate"):
-                Client(Target(there.address, "trainer", wrong)).runs()
+                ask(Target(there.address, "trainer", wrong), {"type": "runs"})
 
     # As with `ssh -L 9999:NODE:PORT`: what is dialled is this machine.
     near = socket.create_server(("127.0.0.1", 0))

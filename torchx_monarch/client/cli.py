@@ -16,6 +16,7 @@ from torchx.specs.api import UnknownSchedulerException
 
 from torchx_monarch.client.allocations import Found, waiting_hosts
 from torchx_monarch.client.code import When, current_workspace
+from torchx_monarch.client.hosts import say
 from torchx_monarch.client.job import SPMDJob
 from torchx_monarch.client.link import ask
 from torchx_monarch.client.run import Collector, Records, interruptibly
@@ -62,10 +63,10 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             sys.exit(141)
         except (LinkError, RefusedError, AllocationError, CodeError) as error:
-            _say(str(error))
+            say(str(error))
             sys.exit(_NO_ANSWER)
         except (MalformedAppHandleException, UnknownSchedulerException) as error:
-            _say(f"{error}. `torchx monarch ps` lists what there is.")
+            say(f"{error}. `torchx monarch ps` lists what there is.")
             sys.exit(os.EX_USAGE)
 
 
@@ -113,10 +114,10 @@ def _exec(args: argparse.Namespace) -> None:
     for pair in args.env:
         name, equals, value = pair.partition("=")
         if not equals or not name:
-            _say(f"--env {pair}: give NAME=VALUE")
+            say(f"--env {pair}: give NAME=VALUE")
             sys.exit(os.EX_USAGE)
         env[name] = value
-    job = _job(args).wait_ready(on_progress=_say)
+    job = _job(args).wait_ready(on_progress=say)
     workspace = current_workspace() if args.workspace is None and not args.cwd else args.workspace
     request = job.request(
         words or None,
@@ -128,7 +129,7 @@ def _exec(args: argparse.Namespace) -> None:
         workspace or None,
         args.sync,
     )
-    records = Records.of(job.target, request)
+    records = Records.of(job.hosts, request)
     if args.detach:
         print(records.run)
         records.close()
@@ -146,21 +147,21 @@ def _words(args: argparse.Namespace) -> list[str]:
     _exec_options(parser)
     _, unknown = parser.parse_known_args(typed[:end], args)
     if unknown:
-        _say(f"{unknown[0]} is no option here. {_USAGE}")
+        say(f"{unknown[0]} is no option here. {_USAGE}")
         sys.exit(os.EX_USAGE)
     return typed[end + 1 :]
 
 
 def _follow(args: argparse.Namespace) -> None:
     job = _job(args)
-    _see_to_its_end(job, Records.of(job.target, {"type": "follow", "run": args.run}), args.verbose, ends=False)
+    _see_to_its_end(job, Records.of(job.hosts, {"type": "follow", "run": args.run}), args.verbose, ends=False)
 
 
 def _see_to_its_end(job: SPMDJob, records: Records, verbose: bool, ends: bool = True) -> NoReturn:
     """Show a run's output, and leave with its exit code; Ctrl-C ends the run where it was begun here."""
-    collector = Collector("stream", _say if verbose else None)
+    collector = Collector("stream", say if verbose else None)
     try:
-        result = interruptibly(job.target, records, collector, _say) if ends else collector.collect(records)
+        result = interruptibly(job.hosts, records, collector, say) if ends else collector.collect(records)
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
@@ -168,10 +169,10 @@ def _see_to_its_end(job: SPMDJob, records: Records, verbose: bool, ends: bool = 
     if result.exit_code != 0 and not verbose:
         cause = result.ranks.get(result.cause) if result.cause is not None else None
         if cause is not None and cause.traceback:
-            _say(f"traceback of rank {cause.rank}:\n{cause.traceback.rstrip()}")
+            say(f"traceback of rank {cause.rank}:\n{cause.traceback.rstrip()}")
         if cause is not None and cause.log_path:
-            _say(f"log of rank {cause.rank}: {cause.log_path}")
-        _say(f"run {result.run} {'STOPPED' if result.stopped else 'FAILED'}: {result.reason}")
+            say(f"log of rank {cause.rank}: {cause.log_path}")
+        say(f"run {result.run} {'STOPPED' if result.stopped else 'FAILED'}: {result.reason}")
     sys.exit(result.exit_code)
 
 
@@ -210,7 +211,3 @@ def _stop(args: argparse.Namespace) -> None:
         ask(job.target, {"type": "stop"})
     except LinkError:
         job.kill()  # not reached, or not there yet: its scheduler can do it
-
-
-def _say(text: str) -> None:
-    print(f"[monarch] {text}", file=sys.stderr, flush=True)

@@ -49,7 +49,7 @@ class Link:
         """
         line = protocol.encode({"version": protocol.VERSION, "role": target.role, **greeting})
         if len(line) > protocol.MAX_GREETING:
-            raise LinkError(f"a request of {len(line)} bytes is over the limit of {protocol.MAX_GREETING}")
+            raise LinkError(f"a request of {len(line)} bytes is over the limit of {protocol.MAX_GREETING}", final=True)
         link = cls(_connected(target, timeout), target.address)
         try:
             link.send_bytes(line)
@@ -158,14 +158,16 @@ def _connected(target: Target, timeout: float) -> socket.socket:
         hint = ""
         if address.networked and not isinstance(error, ssl.SSLError):
             hint = ". From outside its network: forward the port, and give its near end as address (docs/live.md)"
-        raise LinkError(f"{explain(error, address)}{hint}") from None
+        why = explain(error, address)
+        raise LinkError(f"{why}{hint}", why.final) from None
 
 
 def _context(target: Target) -> ssl.SSLContext:
     if not target.credentials:
         raise LinkError(
             f"{target.address}: there is no certificate to reach it with. The machine that submitted the job keeps it, "
-            "in its state directory, as clients/SCHEDULER/APP"
+            "in its state directory, as clients/SCHEDULER/APP",
+            final=True,
         )
     from torchx_monarch.credentials import ClientCredentials
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, Literal
 
-from torchx_monarch.client.link import Link, ask
+from torchx_monarch.client.hosts import Hosts
+from torchx_monarch.client.link import Link
 from torchx_monarch.client.result import RankOutput, RunResult
-from torchx_monarch.client.target import Target
-from torchx_monarch.errors import LinkError, RankExit, RefusedError, SPMDError
+from torchx_monarch.errors import AllocationError, LinkError, RankExit, RefusedError, SPMDError
 
 Output = Literal["stream", "store", "none"] | Callable[[int, str, str], None]
 """What happens to the ranks' output: it goes to ``sys.stdout`` and ``sys.stderr``, or into ``RunResult.output``, or
@@ -29,28 +29,29 @@ class Records:
     """The records of a run, from its first; a connection that breaks is made again.
 
     Args:
-        target: the allocation.
+        hosts: of the allocation.
         link: has been told ``run`` or ``follow``.
     """
 
-    def __init__(self, target: Target, link: Link) -> None:
-        self._target = target
+    def __init__(self, hosts: Hosts, link: Link) -> None:
+        self._hosts = hosts
         self._link = link
         self._seen = 0
         self._closed = False
         self.run = 0
 
     @classmethod
-    def of(cls, target: Target, greeting: dict[str, Any]) -> Records:
-        """Begin or follow a run.
+    def of(cls, hosts: Hosts, greeting: dict[str, Any]) -> Records:
+        """Begin or follow a run; hosts that are not there yet are waited for.
 
         Raises:
+            AllocationError: the hosts have ended, or are not there in time.
             LinkError: the allocation cannot be reached.
             RefusedError: it refuses.
         """
-        link = Link.open(target, greeting)
+        link = hosts.open(greeting, ready=greeting["type"] == "run")
         try:
-            records = cls(target, link)
+            records = cls(hosts, link)
             records._accepted()
         except BaseException:
             link.close()
@@ -63,7 +64,8 @@ class Records:
         except TimeoutError:
             answer = None
         if answer is None or answer.get("type") != "accepted":
-            raise LinkError(f"{self._target.address}: no answer")
+            self._hosts.check_alive()
+            raise LinkError(f"{self._hosts.target.address}: no answer")
         self.run = answer["run"]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -89,12 +91,12 @@ class Records:
         while time.monotonic() < until and not self._closed:
             self._link.close()
             try:
-                self._link = Link.open(self._target, {"type": "follow", "run": self.run})
+                self._link = self._hosts.open({"type": "follow", "run": self.run}, wait=False)
                 self._accepted()
                 for _ in range(self._seen):
                     self._link.receive()
                 return
-            except RefusedError as error:
+            except (RefusedError, AllocationError) as error:
                 why = str(error)
                 break
             except (LinkError, TimeoutError) as error:
@@ -159,11 +161,11 @@ class Collector:
             show(stream, text)
 
 
-def interruptibly(target: Target, records: Records, collector: Collector, say: Callable[[str], None]) -> RunResult:
+def interruptibly(hosts: Hosts, records: Records, collector: Collector, say: Callable[[str], None]) -> RunResult:
     """Take all records; Ctrl-C stops the run, another kills it, and only a third leaves it alone.
 
     Args:
-        target: the allocation.
+        hosts: of the allocation.
         records: of the run.
         collector: takes them.
         say: called with a line for a person.
@@ -182,8 +184,8 @@ def interruptibly(target: Target, records: Records, collector: Collector, say: C
                 raise
             kill = interrupts == 2
             say(f"{'killing' if kill else 'stopping'} run {records.run}{'' if kill else '; Ctrl-C again kills it'}")
-            with contextlib.suppress(RefusedError):
-                ask(target, {"type": "end-run", "run": records.run, "kill": kill})
+            with contextlib.suppress(RefusedError, AllocationError):
+                hosts.ask({"type": "end-run", "run": records.run, "kill": kill}, wait=False)
     if interrupts:
         raise KeyboardInterrupt
     return result
@@ -209,15 +211,15 @@ class RunHandle:
         run: its number on its allocation.
 
     Args:
-        target: the allocation.
+        hosts: of the allocation.
         records: of the run.
         collector: takes them.
         check: whether a failure is an exception.
     """
 
-    def __init__(self, target: Target, records: Records, collector: Collector, check: bool) -> None:
+    def __init__(self, hosts: Hosts, records: Records, collector: Collector, check: bool) -> None:
         self.run = records.run
-        self._target = target
+        self._hosts = hosts
         self._records = records
         self._collector = collector
         self._check = check
@@ -252,7 +254,7 @@ class RunHandle:
         Raises:
             TimeoutError: it has not ended within ``timeout`` seconds; it goes on.
             SPMDError: it has failed.
-            LinkError: it was lost from sight.
+            LinkError: it was lost from sight; the message says whether its hosts have ended.
         """
         return self._future.result(timeout)
 
@@ -276,8 +278,8 @@ class RunHandle:
         """
         if self._future.done():
             return False
-        with contextlib.suppress(RefusedError):
-            ask(self._target, {"type": "end-run", "run": self.run, "kill": kill})
+        with contextlib.suppress(RefusedError, AllocationError):
+            self._hosts.ask({"type": "end-run", "run": self.run, "kill": kill}, wait=False)
             self._cancelled = True
         return self._cancelled
 

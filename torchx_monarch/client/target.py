@@ -57,7 +57,8 @@ class Target:
             return cls(_on_this_machine(handle, app_id, role), role)
         role = role or next(iter(kept))
         if role not in kept:
-            raise LinkError(f"{handle} has no role {role!r} with hosts of ours; it has {', '.join(kept)}")
+            known = ", ".join(kept)
+            raise LinkError(f"{handle} has no role {role!r} with hosts of ours; it has {known}", final=True)
         there = Address.parse(kept[role], "the kept address")
         return cls(
             Address(there.scheme, _host(handle, app_id, role, there.host, runner), there.port), role, credentials
@@ -70,7 +71,7 @@ def _given(address: str, kept: dict[str, str], role: str) -> Address:
     try:
         return Address.parse(full, "address")
     except AddressError as error:
-        raise LinkError(str(error)) from None
+        raise LinkError(str(error), final=True) from None
 
 
 def _on_this_machine(handle: str, app_id: str, role: str) -> Address:
@@ -78,11 +79,12 @@ def _on_this_machine(handle: str, app_id: str, role: str) -> Address:
     if request is None:
         raise LinkError(
             f"{handle} is not known in {store.state_dir()}: no app of this machine, and no certificate to reach one "
-            "elsewhere. It is kept there by whoever submits a job"
+            "elsewhere. It is kept there by whoever submits a job",
+            final=True,
         )
     names = [one["name"] for one in request["roles"]]
     if role and role not in names:
-        raise LinkError(f"{handle} has no role {role!r}; it has {', '.join(names)}")
+        raise LinkError(f"{handle} has no role {role!r}; it has {', '.join(names)}", final=True)
     index = names.index(role) if role else 0
     return Address("unix", path=os.path.join(request["run_dir"], f"{index}.sock"))
 

@@ -62,6 +62,7 @@ class Run:
         verdict: how it ended; None while it has not.
         ending: how it is to end, when it is told to.
         result: its last record.
+        ranks: how many it has; 0 before the hosts have begun it.
     """
 
     number: int
@@ -74,6 +75,7 @@ class Run:
     verdict: Verdict | None = None
     ending: Verdict | None = None
     result: dict[str, Any] | None = None
+    ranks: int = 0
 
     @property
     def state(self) -> str:
@@ -87,6 +89,15 @@ class Run:
         since = time.time() - (self.started or self.submitted)
         by = f" by {self.request.by}" if self.request.by else ""
         return f"run {self.number}{by} ({self.state} for {since:.0f} s: {self.request.shown})"
+
+    def why_no_rank(self, rank: int | None) -> str:
+        """Why it has no such rank, naming those that it has; empty where it has, or that is not known yet."""
+        if rank is None or 0 <= rank < self.ranks:
+            return ""
+        if not self.ranks:
+            return f"run {self.number} has started no ranks" if self.verdict else ""
+        known = f"ranks 0 to {self.ranks - 1}" if self.ranks > 1 else "rank 0 alone"
+        return f"run {self.number} has no rank {rank}; it has {known}"
 
     def to_json(self) -> dict[str, Any]:
         """As a client is told."""
@@ -317,7 +328,7 @@ class Allocation:
         run: Run,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        rank: object = None,
+        rank: int | None = None,
         wait: bool = True,
     ) -> None:
         """Send a run's records to a client, to the last one, or until the client goes.
@@ -328,7 +339,12 @@ class Allocation:
             writer: likewise.
             rank: whose output alone; None for all.
             wait: whether to wait for more when there are no more yet.
+
+        Raises:
+            RendezvousError: the run has no such rank.
         """
+        if why := run.why_no_rank(rank):
+            raise RendezvousError(why)
         if not await protocol.send(writer, {"type": "accepted", "run": run.number}):
             return
         feeding = asyncio.ensure_future(self._feed(run, rank, wait, writer))
@@ -341,12 +357,15 @@ class Allocation:
             for task in (feeding, gone):
                 task.cancel()
 
-    async def _feed(self, run: Run, rank: object, wait: bool, writer: asyncio.StreamWriter) -> None:
+    async def _feed(self, run: Run, rank: int | None, wait: bool, writer: asyncio.StreamWriter) -> None:
         others = b'{"type":"output","rank":'
-        wanted = b'{"type":"output","rank":%d,' % rank if isinstance(rank, int) else others
+        wanted = others if rank is None else b'{"type":"output","rank":%d,' % rank
         last = b""
         with contextlib.suppress(OSError, RuntimeError):
             async for lines in run.journal.follow(wait):
+                if why := run.why_no_rank(rank):  # of a run that had not begun when it was asked for
+                    await protocol.send(writer, {"type": "refused", "reason": why})
+                    return
                 kept = [line for line in lines if line.startswith(wanted) or not line.startswith(others)]
                 last = kept[-1] if kept else last
                 writer.write(b"".join(kept))
@@ -384,7 +403,10 @@ async def _follow(
     allocation: Allocation, greeting: protocol.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
     run, wait = allocation.find(greeting.get("run")), greeting.get("wait") is not False
-    await allocation.feed(run, reader, writer, greeting.get("rank"), wait)
+    rank = greeting.get("rank")
+    if rank is not None and type(rank) is not int:
+        raise RendezvousError(f"rank={rank!r:.20} is no number")
+    await allocation.feed(run, reader, writer, rank, wait)
 
 
 async def _runs(allocation: Allocation, greeting: protocol.Message, reader: Any, writer: asyncio.StreamWriter) -> None:

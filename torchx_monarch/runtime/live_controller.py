@@ -139,6 +139,7 @@ class LiveController(Controller):
                 answers[answer["replica"]] = answer
                 if answer["fresh"]:
                     self._received[answer["replica"]] = 0
+            run.ranks = sum(answer["nproc"] for answer in answers.values())
             first = answers[0]
             if self._launched < 0:
                 self._restarts_left = first["max_restarts"]
