@@ -17,7 +17,8 @@ import pytest
 from torchx.specs import AppState
 
 from tests.local.detached import Detached, lives, pid_in, py, sh, start_fresh
-from torchx_monarch.backends.local import store
+from torchx_monarch.backends.local import store, submit
+from torchx_monarch.backends.local.request import DetachedRequest
 
 Eventually = Callable[..., object]
 
@@ -120,6 +121,38 @@ def test_the_keeper_is_killed(apps: Detached, family: Family, eventually: Eventu
     apps.scheduler.stop(family.app_id, 0)
     assert apps.wait(family.app_id).state is AppState.CANCELLED
     assert family.alive == []
+
+
+def test_the_keeper_is_stopped_and_the_app_ends(apps: Detached, family: Family, eventually: Eventually) -> None:
+    keeper = apps.watchers(family.app_id).keeper.pid
+    os.kill(keeper, signal.SIGSTOP)
+    apps.scheduler.stop(family.app_id, 0)
+    assert apps.wait(family.app_id).state is AppState.CANCELLED
+    eventually(lambda: not lives(keeper), "the keeper to leave")
+
+
+def test_the_keeper_is_stopped_and_the_supervisor_is_killed(
+    apps: Detached, family: Family, eventually: Eventually
+) -> None:
+    watchers = apps.watchers(family.app_id)
+    os.kill(watchers.keeper.pid, signal.SIGSTOP)
+    os.kill(watchers.supervisor.pid, signal.SIGKILL)
+    status = apps.wait(family.app_id)
+    assert status.msg == f"the supervisor (pid {watchers.supervisor.pid}) was killed by signal 9 (SIGKILL)"
+    assert family.alive == []
+    eventually(lambda: not lives(watchers.keeper.pid), "the keeper to leave")
+
+
+def test_an_app_that_was_given_up_is_not_started(apps: Detached) -> None:
+    """As when a submitter was stopped for so long that others took it for dead."""
+    app_id = apps.run(sh("true"))
+    apps.wait(app_id)
+    data = store.read_json(apps.paths(app_id).request)
+    assert data is not None
+    with pytest.raises(submit.SubmitError, match="has ended before it was started"):
+        submit._start_supervisor(apps.paths(app_id), DetachedRequest.from_json(data))
+    assert apps.status(app_id).state is AppState.SUCCEEDED
+    assert [e["kind"] for e in apps.events(app_id)].count("supervised") == 1
 
 
 def test_both_are_killed(apps: Detached, family: Family, eventually: Eventually) -> None:

@@ -64,7 +64,11 @@ def truth(paths: store.AppPaths) -> status.AppRecord | None:
         if life is watchers.Life.ELSEWHERE:
             record.msg = f"as last written by {who.machine.hostname}, which cannot be checked from here"
             return record
-        if watchers.Life.ALIVE in (life, who.life(who.keeper)):
+        if life is watchers.Life.ALIVE:
+            return record
+        if who.life(who.keeper) is watchers.Life.ALIVE:
+            # It is writing the end; one that was stopped writes it when it is continued.
+            processes.send(who.keeper, signal.SIGCONT)
             return record
         # The supervisor may have written the end and left between the two looks.
         record = status.load(paths)

@@ -103,6 +103,8 @@ def _supervise(paths: store.AppPaths, request: DetachedRequest, keeper: int, ali
     mine, keepers = processes.identity(os.getpid()), processes.identity(keeper)
     if record is None or mine is None or keepers is None:
         raise RuntimeError(f"{paths.status} is missing, or the keeper has died")
+    if record.terminal:
+        raise RuntimeError(f"the app has ended before it was started: {record.msg}")
     os.makedirs(request.run_dir, mode=0o700, exist_ok=True)
     ours = watchers.Watchers(watchers.this_machine(), keeper=keepers, supervisor=mine)
     store.write_json(paths.supervisor, ours.to_json())
@@ -115,3 +117,4 @@ def _supervise(paths: store.AppPaths, request: DetachedRequest, keeper: int, ali
 
     events.append(paths.events, "supervised", f"the supervisor (pid {mine.pid}) watches over the app", pid=mine.pid)
     Loop(paths, request, record).run(on_ready, alive)
+    processes.send(keepers, signal.SIGCONT)  # one that was stopped would stay for ever
