@@ -3,7 +3,7 @@
 #   make demo    a real training on a Monarch mesh, live on the screen
 #   make test    everything: lint, types, all tests
 #   make check   the quick part of it (under 3 minutes), for while you work
-#   make soak    200 small jobs with a fault in each, and 100 runs on one allocation; some minutes
+#   make soak    500 small jobs with faults in each, and 100 runs on one allocation; half an hour
 #   make bench   launch times beside torchrun, TorchX and Monarch (make bench-slurm: beside a bare sbatch)
 #   make clean   remove what the above made
 #

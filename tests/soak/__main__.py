@@ -1,11 +1,13 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A soak: many small jobs, one or two random faults in each: ``python -m tests.soak [options]``.
+"""A soak: many small jobs with one or two random faults in each: ``python -m tests.soak [options]``.
 
-A job runs through monarch_local as any other; a fault (a signal to one of our processes, a cancellation, a deleted
-file, or none) comes at a random moment of its life. Then: it must have ended in time, its state must be true (SUCCEEDED
-only if every rank proved its end, FAILED only with who died, and only if it could not have gone on), its record and
-logs must answer, and nothing may be left of it. Everything about a job follows from the seed and its number.
+A job runs through monarch_local as any other. A fault is a signal to one of its processes (SIGKILL, SIGTERM, SIGSTOP
+with SIGCONT later or without), a cancellation, or a deleted file; it comes at the start, in the run, at a restart or at
+the end of the job, as its events tell. Then: the job must have ended in time, its state must be true (SUCCEEDED only if
+every rank proved its end, FAILED only with who died, and only if it could not have gone on), its record must answer,
+its logs must hold every line that a rank has proved to have printed, and nothing may be left of it. Everything about a
+job follows from the seed and its number.
 
 Exit code 1 when anything was wrong; what is needed to look into it is then kept and named.
 """
@@ -20,25 +22,32 @@ import sys
 import tempfile
 from collections import Counter, defaultdict
 
-from tests.soak.plans import draw
+from tests.soak.plans import PHASES, draw
 from tests.soak.runs import Outcome, run_all
+
+_PHASES = (*PHASES, "with")
 
 
 def _summary(outcomes: list[Outcome]) -> None:
     by_fault: dict[str, list[Outcome]] = defaultdict(list)
+    phases: dict[str, Counter[str]] = defaultdict(Counter)
     for outcome in outcomes:
-        by_fault[outcome.plan.what if len(outcome.plan.blows) == 1 else "two"].append(outcome)
-    print(f"\n{'fault':18}{'jobs':>5}{'hit':>5}{'longest':>10}  states")
-    for fault, some in sorted(by_fault.items()):
+        for fault in outcome.plan.faults:
+            by_fault[fault.what].append(outcome)
+        for one in outcome.injections:
+            phases[one.fault.what][one.fault.moment.phase] += 1
+    print(f"\n{'fault':18}{'jobs':>5}" + "".join(f"{phase:>9}" for phase in _PHASES) + f"{'longest':>12}  states")
+    for fault_name, some in sorted(by_fault.items()):
         states = Counter(outcome.state.name if outcome.state else "gone" for outcome in some)
-        hits, longest = sum(len(outcome.hits) for outcome in some), max(outcome.seconds for outcome in some)
+        counts = "".join(f"{phases[fault_name][phase]:9}" for phase in _PHASES)
         shown = ", ".join(f"{name} {count}" for name, count in sorted(states.items()))
-        print(f"{fault:18}{len(some):5}{hits:5}{longest:8.1f} s  {shown}")
+        longest = max(outcome.seconds for outcome in some)
+        print(f"{fault_name:18}{len(some):5}{counts}{longest:10.1f} s  {shown}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.partition("\n")[0])
-    parser.add_argument("--jobs", type=int, default=200, help="how many")
+    parser.add_argument("--jobs", type=int, default=500, help="how many")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6), help="what makes them the same again")
     parser.add_argument("--only", type=int, action="append", help="the number of one job; may be repeated")
     parser.add_argument("--parallel", type=int, default=3, help="how many at a time")
@@ -55,11 +64,13 @@ def main() -> int:
         print(outcome, flush=True)
         if outcome.wrong:
             print(
-                f"     {outcome.plan.repeat(args.seed)}\n     {outcome.plan} {outcome.hits}\n     {outcome.kept}",
+                f"     {outcome.plan.repeat(args.seed)}\n     {outcome.plan} {outcome.injections}\n     {outcome.kept}",
                 flush=True,
             )
 
-    wrong = run_all([draw(args.seed, number) for number in args.only or range(args.jobs)], args.parallel, tell)
+    wrong = run_all(
+        [draw(args.seed, number) for number in args.only or range(args.jobs)], args.parallel, tell, args.seed
+    )
     left = [name for name in os.listdir(f"{temporary}/tmp")]
     wrong += [f"left in the folder for temporary files: {left}"] if left else []
     _summary(outcomes)

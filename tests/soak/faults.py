@@ -1,36 +1,41 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Doing harm to a running job: to which process, and when."""
+"""Injecting faults into a running job: into which process, and when."""
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
+import threading
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.soak.plans import Blow
+from tests.soak.jobs import Job
+from tests.soak.plans import Fault
 from torchx_monarch import processes
-from torchx_monarch.backends.local import state, store
-from torchx_monarch.backends.local.scheduler import DetachedScheduler
+from torchx_monarch.backends.local import state
 
-_SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
+_SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP, "freeze": signal.SIGSTOP}
+
+#: Seconds between two looks at the events of a job, and at its processes.
+_LOOK_EVERY = 0.005
 
 
 @dataclass(frozen=True)
-class Hit:
+class Injection:
     """What was really done.
 
     Attributes:
-        blow: what was to be done.
+        fault: what was to be done.
         at: seconds from the submission.
         pid: the process, 0 for none.
         replica: of a host, or of the host that an agent or a rank belongs to; -1 where that has no meaning.
     """
 
-    blow: Blow
+    fault: Fault
     at: float
     pid: int = 0
     replica: int = -1
@@ -58,9 +63,11 @@ def _replica(pid: int) -> int:
     return -1
 
 
-def targets(paths: store.AppPaths, job: str, kind: str) -> list[int]:
-    """The living processes of one kind, in the order of their start."""
-    who = state.watched_by(paths)
+def targets(job: Job, kind: str) -> list[int]:
+    """The living processes of one kind, in the order of their pids."""
+    if kind == "submitter":
+        return [job.submitter.pid] if job.submitter is not None and job.submitter.poll() is None else []
+    who = state.watched_by(job.paths) if job.app_id else None
     if who is None:
         return []
     watchers = {"keeper": who.keeper.pid, "supervisor": who.supervisor.pid}
@@ -74,54 +81,86 @@ def targets(paths: store.AppPaths, job: str, kind: str) -> list[int]:
             return words[:1] == ["sleep"]
         return any(word.endswith({"agent": "bootstrap_main", "rank": "rank_main.py"}[kind]) for word in words)
 
-    return sorted(pid for pid in processes.marked(job) if is_one(_words(pid)))
+    marker = str(job.request().get("job", ""))
+    return sorted(pid for pid in processes.marked(marker) if is_one(_words(pid))) if marker else []
 
 
-def strike(blow: Blow, scheduler: DetachedScheduler, app_id: str, began: float) -> Hit | None:
-    """Wait for the moment and for the target, and do what it says; None when the job ended before.
+class Injector:
+    """Injects the faults of one job, each when its moment has come."""
 
-    Args:
-        began: when the job was submitted, by ``time.monotonic``.
-    """
-    paths = store.app_paths(app_id)
-    if blow.fault == "none" or _has_ended(scheduler, app_id, max(0.0, began + blow.moment - time.monotonic())):
-        return None
-    if blow.fault == "cancel":
-        scheduler.cancel(app_id)
-        return Hit(blow, time.monotonic() - began)
-    if blow.fault == "folder":
-        hit = Hit(blow, time.monotonic() - began)
-        shutil.rmtree(paths.root, ignore_errors=True)
-        shutil.rmtree(paths.root, ignore_errors=True)  # what was written meanwhile
-        return hit
-    request = store.read_json(paths.request) or {}
-    while not _has_ended(scheduler, app_id, 0.0):
-        if blow.fault == "log":
-            if logs := sorted(Path(paths.logs).rglob("attempt_*/*/std*.log")):
-                logs[int(blow.which * len(logs))].unlink(missing_ok=True)
-                return Hit(blow, time.monotonic() - began)
-        elif found := targets(paths, request["job"], blow.target):
-            pid = found[int(blow.which * len(found))]
-            replica = _replica(pid)
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._continuing: list[threading.Timer] = []
+
+    def inject(self, faults: Sequence[Fault]) -> list[Injection]:
+        """Inject them; returns when all that can be were. A fault whose job ends before is left out.
+
+        A fault whose moment is ``with`` the one before it waits for that, and no other does.
+        """
+        done = [threading.Event() for _ in faults]
+        results: list[Injection | None] = [None] * len(faults)
+
+        def one(index: int) -> None:
             try:
-                os.kill(pid, _SIGNALS[blow.fault])
-            except ProcessLookupError:
-                continue
-            hit = Hit(blow, time.monotonic() - began, pid, replica)
-            if blow.fault == "stop":
-                _has_ended(scheduler, app_id, blow.pause)
-                _continue(pid)
-            return hit
-        time.sleep(0.01)
-    return None
+                if faults[index].moment.phase == "with":
+                    done[index - 1].wait()
+                results[index] = self._inject(faults[index])
+            finally:
+                done[index].set()
 
+        with ThreadPoolExecutor(len(faults)) as pool:
+            list(pool.map(one, range(len(faults))))
+        for timer in self._continuing:
+            timer.join()
+        return [result for result in results if result is not None]
 
-def _has_ended(scheduler: DetachedScheduler, app_id: str, timeout: float) -> bool:
-    return scheduler.wait_terminal(app_id, timeout)
+    def _inject(self, fault: Fault) -> Injection | None:
+        job = self._job
+        if fault.action == "none" or not self._await_moment(fault):
+            return None
+        while not job.wait(0.0):
+            if (injection := self._try(fault)) is not None:
+                return injection
+            time.sleep(_LOOK_EVERY)
+        return None
 
+    def _await_moment(self, fault: Fault) -> bool:
+        """Wait for the moment of a fault; whether it has come before the end of the job."""
+        events = set(fault.moment.events)
+        while events and not events & self._job.seen():
+            if self._job.wait(0.0):
+                return False
+            time.sleep(_LOOK_EVERY)
+        return not self._job.wait(fault.moment.delay)
 
-def _continue(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGCONT)
-    except ProcessLookupError:
-        return
+    def _try(self, fault: Fault) -> Injection | None:
+        """Do what a fault says; None when there is nothing yet that it could be done to."""
+        job = self._job
+
+        def now(pid: int = 0, replica: int = -1) -> Injection:
+            return Injection(fault, time.monotonic() - job.began, pid, replica)
+
+        if fault.target:
+            if not (found := targets(job, fault.target)):
+                return None
+            pid = found[int(fault.which * len(found))]
+            who, replica = processes.identity(pid), _replica(pid)
+            if who is None or not processes.send(who, _SIGNALS[fault.action]):
+                return None
+            if fault.action == "stop":
+                timer = threading.Timer(fault.pause, processes.send, (who, signal.SIGCONT))
+                self._continuing.append(timer)
+                timer.start()
+            return now(pid, replica)
+        if not job.app_id:
+            return None
+        if fault.action == "cancel":
+            job.scheduler.cancel(job.app_id)
+        elif fault.action == "folder":
+            shutil.rmtree(job.paths.root, ignore_errors=True)
+            shutil.rmtree(job.paths.root, ignore_errors=True)  # what was written meanwhile
+        elif logs := sorted(Path(job.paths.logs).rglob("attempt_*/*/std*.log")):
+            logs[int(fault.which * len(logs))].unlink(missing_ok=True)
+        else:
+            return None
+        return now()

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What each job of a soak is and what is done to it, all of it from the seed and the job's number."""
+"""What each job of a soak is and which faults are injected into it, all of it from the seed and the job's number."""
 
 from __future__ import annotations
 
@@ -10,100 +10,116 @@ from pathlib import Path
 
 from torchx.specs import AppDef, RetryPolicy, Role
 
+from tests.soak import program
+
 ROLE = "r"
 
-#: Works for some time, with children of two kinds, and leaves a proof of each step: FOLDER SECONDS CHILDREN TORCH.
-PROGRAM = """
-import json, os, signal, subprocess, sys, time
-folder, seconds, children, torch = sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
-rank, attempt, port = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["MASTER_PORT"]
-def prove(kind):
-    path = f"{folder}/{kind}-{rank}-{os.getpid()}"
-    with open(path + ".tmp", "w") as file:
-        json.dump({"kind": kind, "rank": int(rank), "attempt": f"{attempt}/{port}", "pid": os.getpid()}, file)
-    os.rename(path + ".tmp", path)
-prove("begin")
-print("begin", rank, flush=True)
-if children:
-    subprocess.Popen(["sleep", "1000"])
-    subprocess.Popen(["sleep", "1001"], start_new_session=True,
-                     preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN))
-if torch:
-    import torch, torch.distributed as dist
-    dist.init_process_group("gloo")
-for _ in range(round(10 * seconds)):
-    print("working", rank, flush=True)
-    time.sleep(0.1)
-    if torch:
-        dist.all_reduce(torch.ones(1))
-if torch:
-    time.sleep(0.5)  # a peer may still be reading what we have sent
-print("end", rank, flush=True)
-prove("end")
-if torch:
-    os._exit(0)  # torch aborts an interpreter at its end now and then
-"""
-
-#: Deadly or harmless, and how often each is drawn.
+#: Actions and targets, and how often each pair is drawn.
 _FAULTS = {
     ("none", ""): 1,
     ("cancel", ""): 3,
     ("log", ""): 1,
     ("folder", ""): 2,
-    ("kill", "keeper"): 1,
+    ("kill", "keeper"): 2,
     ("kill", "supervisor"): 2,
     ("kill", "host"): 5,
     ("kill", "agent"): 4,
     ("kill", "rank"): 4,
     ("kill", "child"): 1,
+    ("kill", "submitter"): 2,
     ("term", "keeper"): 1,
     ("term", "supervisor"): 2,
     ("term", "host"): 4,
     ("term", "agent"): 2,
     ("term", "rank"): 2,
+    ("term", "submitter"): 2,
     ("stop", "keeper"): 1,
     ("stop", "supervisor"): 2,
     ("stop", "host"): 3,
     ("stop", "agent"): 3,
     ("stop", "rank"): 2,
+    ("stop", "submitter"): 1,
+    ("freeze", "keeper"): 1,
+    ("freeze", "supervisor"): 1,
+    ("freeze", "host"): 3,
+    ("freeze", "agent"): 2,
+    ("freeze", "rank"): 1,
+    ("freeze", "submitter"): 1,
 }
 
-#: Seconds from the submission of a small job to its ranks on an idle machine, about.
-_START = 0.7
+#: What is always the only fault of its job: nothing is seen of a job whose folder is gone.
+_ALONE = ("none", "folder")
+
+#: The parts of a job's life, and the kinds of events that begin each. A moment waits for one group of kinds, of which
+#: any one will do. ``rank_ended`` is the proof that a rank leaves at its end.
+PHASES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "start": ((), ("submitted",), ("supervised",), ("replica_started",), ("hosts",), ("mesh",)),
+    "run": (("ranks",), ("output",)),
+    "restart": (("restart", "rank_restart", "replacement", "resize"),),
+    "end": (("rank_ended",), ("verdict",), ("replica_exited",)),
+}
+
+#: Seconds after the event, at most: a phase's own length, about.
+_DELAYS = {"start": 0.3, "run": 1.0, "restart": 0.8, "end": 0.1}
+
+#: Seconds that a ``torchx run`` takes to submit, about: when its own life is the phase.
+_SUBMISSION = 2.0
 
 
 @dataclass(frozen=True)
-class Blow:
+class Moment:
+    """When a fault is injected.
+
+    Attributes:
+        phase: a key of PHASES, or ``with`` for that of the fault before it.
+        events: kinds of events of which one must have happened; empty for none.
+        delay: seconds from then on.
+    """
+
+    phase: str
+    events: tuple[str, ...]
+    delay: float
+
+
+@dataclass(frozen=True)
+class Fault:
     """One fault.
 
     Attributes:
-        fault: none, cancel, log (delete a rank's log), folder (delete the app's folder), kill, term, stop (SIGSTOP, and
-            SIGCONT after ``pause`` seconds).
-        target: the kind of process that is signalled: keeper, supervisor, host, agent, rank, child.
-        moment: seconds from the submission to the fault; a process that is not there yet is waited for.
+        action: none, cancel, log (delete a rank's log), folder (delete the app's folder), kill (SIGKILL), term
+            (SIGTERM), stop (SIGSTOP, and SIGCONT after ``pause`` seconds), freeze (SIGSTOP alone).
+        target: the kind of process that is signalled: submitter, keeper, supervisor, host, agent, rank, child; empty
+            for actions that are no signal.
         which: picks one of several targets, 0 to 1.
+        pause: seconds.
     """
 
-    fault: str
+    action: str
     target: str
-    moment: float
+    moment: Moment
     which: float
     pause: float
 
     @property
     def what(self) -> str:
         """In two words."""
-        return f"{self.fault} {self.target}".strip()
+        return f"{self.action} {self.target}".strip()
 
     @property
     def tells(self) -> bool:
         """Whether it tells the app to end."""
-        return self.what in ("cancel", "term supervisor")
+        return self.what in ("cancel", "term supervisor", "term submitter")
+
+    @property
+    def hangs(self) -> bool:
+        """Whether a job may hang from then on without an end: nobody can tell a frozen rank from a busy one."""
+        return self.action == "freeze" and self.target in ("supervisor", "host", "agent", "rank")
 
     @property
     def harmless(self) -> bool:
-        """Whether a job succeeds all the same."""
-        return self.fault in ("none", "log", "stop") or self.target in ("keeper", "child")
+        """Whether a job succeeds all the same, unless it hangs."""
+        harmless_target = self.target in ("keeper", "child", "submitter")
+        return self.action in ("none", "log", "stop") or (harmless_target and not self.tells)
 
 
 @dataclass(frozen=True)
@@ -111,14 +127,17 @@ class Plan:
     """One job and its faults, one or two.
 
     Attributes:
+        fewest: torchrun's MIN of ``--nnodes MIN:MAX``; ``hosts`` for a job of fixed size.
         restarts: torchrun's --max-restarts.
         seconds: that the ranks work.
         children: whether each rank has a child and a grandchild that has left its session and ignores SIGTERM.
+        fails: whether rank 0 fails once by itself.
         follow: whether somebody follows the log.
     """
 
     number: int
     hosts: int
+    fewest: int
     ranks: int
     restarts: int
     policy: str
@@ -126,44 +145,55 @@ class Plan:
     seconds: float
     children: bool
     torch: bool
+    fails: bool
     follow: bool
-    blows: tuple[Blow, ...]
+    faults: tuple[Fault, ...]
 
     @property
-    def world(self) -> int:
-        return self.hosts * self.ranks
+    def elastic(self) -> bool:
+        """Whether it runs on fewer hosts than it has."""
+        return self.fewest < self.hosts
 
     @property
     def what(self) -> str:
         """The faults, in two words each."""
-        return " + ".join(blow.what for blow in self.blows)
+        return " + ".join(fault.what for fault in self.faults)
 
     @property
     def is_removed(self) -> bool:
         """Whether its folder is removed."""
-        return self.blows[0].fault == "folder"
+        return self.faults[0].action == "folder"
+
+    @property
+    def by_command(self) -> bool:
+        """Whether a process of its own submits it: a ``torchx run --wait``."""
+        return any(fault.target == "submitter" for fault in self.faults)
 
     @property
     def shape(self) -> str:
-        """The job in a few."""
-        more = f" restarts={self.restarts}" if self.restarts else ""
-        more += f" {self.policy.lower()}={self.retries}" if self.retries else ""
-        return (
-            f"{self.hosts}x{self.ranks} {self.seconds:.1f}s{more}{' children' * self.children}{' torch' * self.torch}"
-        )
+        """The job in a few words."""
+        words = [f"{self.fewest}:{self.hosts}x{self.ranks}" if self.elastic else f"{self.hosts}x{self.ranks}"]
+        words.append(f"{self.seconds:.1f}s")
+        words += [f"restarts={self.restarts}"] * bool(self.restarts)
+        words += [f"{self.policy.lower()}={self.retries}"] * bool(self.retries)
+        words += [name for name in ("fails", "children", "torch", "follow") if getattr(self, name)]
+        return " ".join(words)
 
     def app(self, folder: Path) -> AppDef:
         """What to submit; the program leaves its proofs in ``folder``."""
-        program = folder / "prog.py"
-        program.write_text(PROGRAM)
-        options = ["--nnodes", str(self.hosts), "--nproc-per-node", str(self.ranks), "--tee", "3"]
-        args = [str(folder), str(self.seconds), str(int(self.children)), str(int(self.torch))]
+        nnodes = f"{self.fewest}:{self.hosts}" if self.elastic else str(self.hosts)
+        options = ["--nnodes", nnodes, "--nproc-per-node", str(self.ranks), "--tee", "3"]
+        if self.elastic:
+            options += ["--rdzv-conf", "last_call_timeout=2"]
+        switches = [str(int(switch)) for switch in (self.children, self.torch, self.fails)]
+        args = [program.__file__, str(folder), str(self.seconds), *switches]
         role = Role(
             ROLE,
             image="",
             entrypoint="torchrun",
-            args=[*options, "--max-restarts", str(self.restarts), str(program), *args],
+            args=[*options, "--max-restarts", str(self.restarts), *args],
             num_replicas=self.hosts,
+            min_replicas=self.fewest if self.elastic else None,
             max_retries=self.retries,
             retry_policy=RetryPolicy(self.policy),
         )
@@ -180,29 +210,41 @@ class Plan:
 def draw(seed: int, number: int) -> Plan:
     """The plan of one job."""
     dice = random.Random(f"{seed}/{number}")
-    torch = dice.random() < 0.1
-    seconds = round(dice.uniform(0.2, 1.5), 2)
-    first = _blow(dice, dice.uniform(0.0, _START + seconds + (4 if torch else 0.2)))
-    blows: tuple[Blow, ...] = (first,)
-    if first.fault not in ("none", "folder") and dice.random() < 0.3:
-        blows = (first, _blow(dice, first.moment + dice.uniform(0.0, 2.5), but=("none", "folder")))
+    first = _fault(dice, dice.choice(tuple(PHASES)))
+    faults: tuple[Fault, ...] = (first,)
+    if first.action not in _ALONE and dice.random() < 0.35:
+        faults = (first, _fault(dice, dice.choice(("with", "with", *PHASES)), _ALONE))
+    hosts = dice.choice((1, 2, 2, 2, 3))
+    restarts, retries = dice.choice((0, 0, 1, 2)), dice.choice((0, 0, 1, 2))
+    fails = False
+    # There must be something to restart after: a fault, or the program's own failure.
+    if any(fault.moment.phase == "restart" for fault in faults):
+        fails = not (faults[0].moment.phase != "restart" and faults[0].target in ("host", "agent", "rank"))
+        restarts, retries = max(1, restarts), retries if fails else max(1, retries)
     return Plan(
         number=number,
-        hosts=dice.choice((1, 2, 2, 3)),
+        hosts=hosts,
+        fewest=dice.randrange(1, hosts) if hosts > 1 and dice.random() < 0.3 else hosts,
         ranks=dice.choice((1, 2)),
-        restarts=dice.choice((0, 0, 1, 2)),
-        policy=dice.choice(("APPLICATION", "REPLICA", "ROLE")),
-        retries=dice.choice((0, 0, 1, 2)),
+        restarts=restarts,
+        policy=dice.choice(("APPLICATION", "REPLICA", "REPLICA", "ROLE")),
+        retries=retries,
         # One whose folder is removed has to be stopped: nobody could see it end.
-        seconds=1000.0 if first.fault == "folder" else seconds,
-        children=any(blow.target == "child" for blow in blows) or dice.random() < 0.3,
-        torch=torch,
-        follow=dice.random() < 0.3,
-        blows=blows,
+        seconds=1000.0 if first.action == "folder" else round(dice.uniform(0.2, 1.5), 2),
+        children=any(fault.target == "child" for fault in faults) or dice.random() < 0.3,
+        torch=dice.random() < 0.08,
+        fails=fails and first.action != "folder",
+        follow=dice.random() < 0.4,
+        faults=faults,
     )
 
 
-def _blow(dice: random.Random, moment: float, but: tuple[str, ...] = ()) -> Blow:
-    faults = {what: often for what, often in _FAULTS.items() if what[0] not in but}
-    [(fault, target)] = dice.choices(list(faults), list(faults.values()))
-    return Blow(fault, target, round(moment, 3), dice.random(), round(dice.uniform(0.2, 2.5), 2))
+def _fault(dice: random.Random, phase: str, but: tuple[str, ...] = ()) -> Fault:
+    weights = {what: often for what, often in _FAULTS.items() if what[0] not in but}
+    [(action, target)] = dice.choices(list(weights), list(weights.values()))
+    if action == "folder" and phase in ("restart", "end"):
+        phase = "run"
+    events = dice.choice(PHASES[phase]) if phase != "with" else ()
+    longest = _SUBMISSION if target == "submitter" and phase == "start" and not events else _DELAYS.get(phase, 0.05)
+    moment = Moment(phase, events, round(dice.uniform(0.0, longest), 3))
+    return Fault(action, target, moment, dice.random(), round(dice.uniform(0.2, 2.5), 2))

@@ -15,19 +15,17 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from torchx.runner import Runner
 from torchx.specs import AppState
-from torchx.specs.api import UnknownAppException
 
 from tests.soak import faults, truth
+from tests.soak.jobs import Job
 from tests.soak.plans import ROLE, Plan
-from torchx_monarch.backends.local import store
-from torchx_monarch.schedulers import monarch_local
 
-#: Seconds from the fault to the end of the job, at the very most.
-BOUND = 60.0
-#: Seconds from SIGTERM to SIGKILL.
-GRACE = 3
+#: Seconds from the faults to the end of the job, at the very most. An app whose submitter was killed before it had
+#: started a supervisor is given up after 60 s.
+BOUND = 90.0
+#: Seconds that a job which may hang has to end by itself, beyond those that its ranks work; it is cancelled then.
+HANGS_FOR = 4.0
 #: Seconds that the keeper has to leave after the final status, and everything else before.
 LEFT_WITHIN = 20.0
 #: Seconds in which a job whose folder was removed must be gone.
@@ -41,54 +39,54 @@ class Outcome:
     Attributes:
         state: its final one; None when it has none.
         seconds: from its submission to its end.
+        rescued: whether it hung and was cancelled.
         wrong: what is not as it should be.
         kept: where everything about it lies, when something is wrong.
     """
 
     plan: Plan
     app_id: str = ""
-    hits: list[faults.Hit] = field(default_factory=list)
+    injections: list[faults.Injection] = field(default_factory=list)
     state: AppState | None = None
     message: str = ""
     seconds: float = 0.0
+    rescued: bool = False
     wrong: list[str] = field(default_factory=list)
     ports: set[int] = field(default_factory=set)
     kept: str = ""
 
     def __str__(self) -> str:
-        when = ", ".join(f"{hit.at:.2f}" for hit in self.hits) or "missed"
+        when = ", ".join(f"{one.fault.moment.phase} {one.at:.2f}" for one in self.injections) or "missed"
         state = self.state.name if self.state else "gone"
-        words = (
-            f"{self.plan.number:4d} {self.plan.what:29} {when:10} {self.plan.shape:38} {state:9} {self.seconds:5.1f} s"
-        )
+        words = f"{self.plan.number:4d} {self.plan.what:33} {when:24} {self.plan.shape:44} {state:9}"
+        words += f" {self.seconds:5.1f} s{' (hung)' * self.rescued}"
         return f"{words}  {self.message}" if not self.wrong else f"{words}  WRONG: {'; '.join(self.wrong)}"
 
 
 class _Followers:
-    """Read the logs of all replicas of an app while it runs.
+    """Read the logs of all replicas of an app while it runs."""
 
-    Attributes:
-        wrong: what has kept them from it.
-    """
-
-    def __init__(self, plan: Plan, runner: Runner, handle: str) -> None:
-        self.wrong: list[str] = []
-        self._is_removed = plan.is_removed
-        self._texts: list[str | None] = [None] * plan.hosts
+    def __init__(self, job: Job) -> None:
+        self._texts: list[str | None] = [None] * job.plan.hosts
         self._threads = [
-            threading.Thread(target=self._follow, args=(runner, handle, k), daemon=True)
-            for k in range(plan.hosts if plan.follow else 0)
+            threading.Thread(target=self._follow, args=(job, k), daemon=True)
+            for k in range(job.plan.hosts if job.plan.follow else 0)
         ]
         for thread in self._threads:
             thread.start()
 
-    def _follow(self, runner: Runner, handle: str, k: int) -> None:
+    def _follow(self, job: Job, k: int) -> None:
+        while not job.app_id:
+            if job.wait(0.0):  # it was never submitted
+                return
+            time.sleep(0.02)
+        lines = []
         try:
-            self._texts[k] = "".join(runner.log_lines(handle, ROLE, k, should_tail=True))
-        except (ValueError, UnknownAppException) as error:
-            # An app whose folder is removed before this thread looks for it is unknown: of that the soak is the cause.
-            if not self._is_removed:
-                self.wrong.append(f"the log of replica {k} cannot be followed: {error}")
+            for line in job.runner.log_lines(job.handle, ROLE, k, should_tail=True):
+                lines.append(line)
+        except Exception as error:
+            lines.append(f"cannot be followed: {error!r}")  # as it should be when its folder is removed
+        self._texts[k] = "".join(lines)
 
     def texts(self) -> list[str | None]:
         """What they have read, None for those who have not come to the end."""
@@ -97,83 +95,89 @@ class _Followers:
         return self._texts[: len(self._threads)]
 
 
-def run(plan: Plan) -> Outcome:
-    """Submit one job, do what is to be done to it, and look at its end."""
+def run(plan: Plan, seed: int) -> Outcome:
+    """Submit one job, inject its faults, and look at its end."""
     outcome = Outcome(plan)
+    folder = Path(tempfile.mkdtemp(prefix="soak"))
     try:
-        _run(outcome)
+        with Job(plan, folder, seed) as job:
+            _run(job, outcome)
     except Exception:
         outcome.wrong.append(traceback.format_exc())
+    if outcome.wrong and outcome.kept:
+        shutil.copytree(folder, os.path.join(outcome.kept, "proofs"), dirs_exist_ok=True)
+    shutil.rmtree(folder)
     return outcome
 
 
-def _run(outcome: Outcome) -> None:
+def _run(job: Job, outcome: Outcome) -> None:
     plan = outcome.plan
-    folder = Path(tempfile.mkdtemp(prefix="soak"))
-    with Runner("torchx", {"monarch_local": monarch_local}) as runner:
-        scheduler = runner._scheduler("monarch_local").inner
-        began = time.monotonic()
-        cfg = {"grace": GRACE, "preload": "torch" if plan.torch else "none"}
-        handle = runner.run(plan.app(folder), "monarch_local", cfg=cfg)
-        outcome.app_id = app_id = handle.rpartition("/")[2]
-        paths = store.app_paths(app_id)
-        request = store.read_json(paths.request)
-        assert request is not None
-        followers = _Followers(plan, runner, handle)
-        for blow in plan.blows:
-            if hit := faults.strike(blow, scheduler, app_id, began):
-                outcome.hits.append(hit)
-        ended = scheduler.wait_terminal(app_id, BOUND)
-        outcome.seconds = time.monotonic() - began
-        if not ended:
-            outcome.wrong.append(f"it has not ended {BOUND:g} s after the fault: {scheduler.describe(app_id)}")
-            scheduler.stop(app_id, 0)
-            scheduler.wait_terminal(app_id, 10)
-        status = runner.status(handle)
-        if status is None:
-            if not plan.is_removed:
-                outcome.wrong.append("it is unknown")
-        else:
-            outcome.state, outcome.message = status.state, "" if status.msg == "<NONE>" else status.msg
-            if ended:
-                outcome.wrong += truth.of_the_end(plan, outcome.hits, status.state, outcome.message, folder)
-            outcome.wrong += truth.of_the_record(plan, scheduler, app_id, status.state)
-            outcome.wrong += truth.of_followers(plan, scheduler, app_id, followers.texts())
-        within = REMOVED_WITHIN if plan.is_removed and outcome.hits else LEFT_WITHIN
-        outcome.wrong += truth.of_leftovers(request["job"], request["run_dir"], within)
-        if status is None and os.path.exists(paths.root):
-            outcome.wrong.append(f"it is unknown, and its folder is still there: {sorted(os.listdir(paths.root))}")
-        outcome.ports = truth.ports(folder)
-        outcome.wrong += followers.wrong
-        if outcome.wrong:
-            outcome.kept = paths.root
-        elif status is not None:
-            scheduler.delete(app_id)
-            if scheduler.exists(app_id) or os.path.exists(paths.root):
-                outcome.wrong.append(f"it was deleted, and is still there: {paths.root}")
-    if outcome.kept:
-        shutil.copytree(folder, os.path.join(outcome.kept, "proofs"), dirs_exist_ok=True)
-    shutil.rmtree(folder)
+    followers = _Followers(job)
+    outcome.injections = faults.Injector(job).inject(plan.faults)
+    ended = _await_end(job, outcome)
+    outcome.seconds, outcome.app_id = time.monotonic() - job.began, job.app_id
+    if not ended:
+        outcome.wrong.append(f"it has not ended {BOUND:g} s after the fault: {job.scheduler.describe(job.app_id)}")
+        job.scheduler.stop(job.app_id, 0)
+        job.wait(10)
+    request = job.request()
+    status = job.runner.status(job.handle) if job.app_id else None
+    if status is not None:
+        outcome.state, outcome.message = status.state, "" if status.msg == "<NONE>" else status.msg
+        if ended:
+            outcome.wrong += truth.of_the_end(job, outcome.injections, status.state, outcome.message, outcome.rescued)
+        outcome.wrong += truth.of_the_record(job, status.state)
+        outcome.wrong += truth.of_the_logs(job, followers.texts())
+    elif job.app_id and not plan.is_removed:
+        outcome.wrong.append("it is unknown")
+    if job.submitter is not None:
+        outcome.wrong += truth.of_the_submitter(job, outcome.injections, outcome.state)
+    if request:
+        within = REMOVED_WITHIN if plan.is_removed and outcome.injections else LEFT_WITHIN
+        outcome.wrong += truth.of_leftovers(str(request["job"]), str(request["run_dir"]), within)
+    if status is None and job.app_id and os.path.exists(job.paths.root):
+        outcome.wrong.append(f"it is unknown, and its folder is still there: {sorted(os.listdir(job.paths.root))}")
+    outcome.ports = truth.ports(job.folder)
+    if outcome.wrong:
+        outcome.kept = job.paths.root
+    elif status is not None:
+        job.scheduler.delete(job.app_id)
+        if job.scheduler.exists(job.app_id) or os.path.exists(job.paths.root):
+            outcome.wrong.append(f"it was deleted, and is still there: {job.paths.root}")
 
 
-def run_all(plans: Sequence[Plan], parallel: int, tell: Callable[[Outcome], None]) -> list[str]:
+def _await_end(job: Job, outcome: Outcome) -> bool:
+    """Wait for the end; a job that hangs is cancelled. Whether it has ended."""
+    if any(one.fault.hangs for one in outcome.injections) and not job.wait(job.plan.seconds + HANGS_FOR):
+        outcome.rescued = True
+        job.scheduler.cancel(job.app_id)
+    return job.wait(BOUND)
+
+
+def run_all(plans: Sequence[Plan], parallel: int, tell: Callable[[Outcome], None], seed: int) -> list[str]:
     """Run all, ``parallel`` at a time.
 
     Args:
         tell: called with each outcome.
+        seed: from which the plans were drawn.
 
     Returns:
-        What is wrong with none of them in particular: ports that are listened on, descriptors that are still open.
+        What is wrong with none of them in particular: ports that are listened on, descriptors that are still open,
+        folders in the state directory.
     """
     ports: set[int] = set()
     before = len(os.listdir("/proc/self/fd"))
+    good = True
     with ThreadPoolExecutor(parallel) as pool:
-        for done in as_completed([pool.submit(run, plan) for plan in plans]):
+        for done in as_completed([pool.submit(run, plan, seed) for plan in plans]):
             outcome = done.result()
             ports |= outcome.ports
+            good = good and not outcome.wrong
             tell(outcome)
     wrong = [f"port {port} of a job that has ended is listened on" for port in sorted(truth.listening(ports))]
     # TorchX and Python keep a few open from the first job on.
     if (grown := len(os.listdir("/proc/self/fd")) - before) > 5 + parallel:
         wrong.append(f"{grown} more descriptors are open than before")
+    if good:
+        wrong += truth.of_the_state_dir(any(plan.by_command for plan in plans))
     return wrong

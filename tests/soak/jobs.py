@@ -1,0 +1,132 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""One job of a soak: submitting it, in this process or by a ``torchx run`` of its own, and watching it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+from torchx.runner import Runner
+from torchx.specs import AppState
+
+from tests.soak.plans import Plan
+from torchx_monarch import events
+from torchx_monarch.backends.local import store
+from torchx_monarch.backends.local.scheduler import DetachedScheduler
+from torchx_monarch.schedulers import monarch_local
+
+#: Seconds from SIGTERM to SIGKILL.
+GRACE = 3
+#: Seconds that a ``torchx run`` has to end after its job.
+_SUBMITTER_ENDS_WITHIN = 30.0
+
+
+class Job:
+    """A submitted job.
+
+    Attributes:
+        plan: what was submitted.
+        folder: of the proofs.
+        runner, scheduler: what answers questions about it.
+        submitter: the ``torchx run`` that submits it; None where this process has.
+        began: when it was submitted, by ``time.monotonic``.
+    """
+
+    def __init__(self, plan: Plan, folder: Path, seed: int) -> None:
+        self.plan = plan
+        self.folder = folder
+        self.runner = Runner("torchx", {"monarch_local": monarch_local})
+        self.scheduler: DetachedScheduler = self.runner._scheduler("monarch_local").inner
+        self.submitter: subprocess.Popen[bytes] | None = None
+        self.began = time.monotonic()
+        self._app_id = ""
+        cfg = {"grace": GRACE, "preload": "torch" if plan.torch else "none"}
+        if plan.by_command:
+            self.submitter = self._run_command(cfg, seed)
+        else:
+            self._app_id = self.runner.run(plan.app(folder), "monarch_local", cfg=cfg).rpartition("/")[2]
+
+    def _run_command(self, cfg: Mapping[str, object], seed: int) -> subprocess.Popen[bytes]:
+        from tests.soak import component
+
+        root = str(Path(component.__file__).parents[2])
+        options = ["-s", "monarch_local", "-cfg", ",".join(f"{name}={value}" for name, value in cfg.items())]
+        arguments = ["--seed", str(seed), "--number", str(self.plan.number), "--folder", str(self.folder)]
+        with open(self.folder / "submitter.log", "wb") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "torchx.cli.main", "run", "--wait", *options]
+                + [f"{component.__file__}:job", *arguments],
+                cwd=self.folder,
+                env={**os.environ, "PYTHONPATH": root},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.submitter is not None and self.submitter.poll() is None:
+            self.submitter.kill()
+            self.submitter.wait()
+        self.runner.close()
+
+    @property
+    def app_id(self) -> str:
+        """Its id; empty while, or when, it is not submitted."""
+        if not self._app_id:
+            prefix = f"soak{self.plan.number}-"
+            self._app_id = next((name for name in store.app_ids() if name.startswith(prefix)), "")
+        return self._app_id
+
+    @property
+    def handle(self) -> str:
+        return f"monarch_local://torchx/{self.app_id}"
+
+    @property
+    def paths(self) -> store.AppPaths:
+        return store.app_paths(self.app_id)
+
+    def request(self) -> dict[str, object]:
+        """The content of its request file; empty while, or when, it is not submitted."""
+        return (self.app_id and store.read_json(self.paths.request)) or {}
+
+    def seen(self) -> set[str]:
+        """The kinds of the events so far (``plans.PHASES``)."""
+        kinds = {event.get("kind", "") for event in events.read(self.paths.events)[0]} if self.app_id else set()
+        return kinds | ({"rank_ended"} if any(self.folder.glob("end-*[0-9]")) else set())
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until it has ended, or it is clear that it was never submitted; whether that is so."""
+        until = time.monotonic() + timeout
+        while not self.app_id:
+            if self.submitter is None or self.submitter.poll() is not None:
+                # What it has submitted is there now, or never.
+                if not self.app_id:
+                    return True
+            elif time.monotonic() >= until:
+                return False
+            else:
+                time.sleep(0.02)
+        return self.scheduler.wait_terminal(self.app_id, max(0.0, until - time.monotonic()))
+
+    def state(self) -> AppState | None:
+        """Its state; None for a job that does not exist."""
+        status = self.runner.status(self.handle) if self.app_id else None
+        return status.state if status is not None else None
+
+    def submitter_code(self) -> int | None:
+        """The exit code of the ``torchx run`` once its job has ended; None for one that does not end."""
+        assert self.submitter is not None
+        try:
+            return self.submitter.wait(_SUBMITTER_ENDS_WITHIN)
+        except subprocess.TimeoutExpired:
+            return None

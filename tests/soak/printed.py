@@ -1,0 +1,121 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Whether the logs of a job hold what its ranks have printed: each line once, whole, and in the order of its rank."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.soak.program import line
+from torchx_monarch import events
+
+_LINE = re.compile(r"\b(out|err) (\d+) (\d+) (\d+)\b")
+
+
+class Stream(NamedTuple):
+    """What one rank prints to stdout (``out``) or stderr (``err``)."""
+
+    name: str
+    rank: int
+    pid: int
+
+
+@dataclass(frozen=True)
+class Log:
+    """The text of one log.
+
+    Attributes:
+        name: for messages.
+        replica: whose ranks' lines stand there.
+        streams: names of the streams whose lines stand there.
+    """
+
+    name: str
+    replica: int
+    streams: tuple[str, ...]
+    text: str
+
+
+class Starts:
+    """The starts of hosts that an app's events tell of."""
+
+    def __init__(self, path: Path) -> None:
+        self._replicas: dict[int, int] = {}
+        self._ended: set[int] = set()
+        running: dict[int, int] = {}
+        for event in events.read(path)[0]:
+            if event["kind"] == "replica_started":
+                running[event["replica"]] = event["pid"]
+                self._replicas[event["pid"]] = event["replica"]
+            elif event["kind"] == "replica_exited" and event["exit_code"] >= 0:
+                self._ended.add(running[event["replica"]])
+
+    def replica(self, pid: int) -> int:
+        """The replica of a host process; -1 when no event names it."""
+        return self._replicas.get(pid, -1)
+
+    def was_killed(self, pid: int) -> bool:
+        """Whether a host was killed: what its ranks have printed and it has not yet read is gone with it."""
+        return pid not in self._ended
+
+
+def check(folder: Path, events_path: Path, logs: Iterable[Log]) -> list[str]:
+    """What is wrong with the logs of an ended app.
+
+    Args:
+        folder: of the proofs.
+        events_path: of the app's events.
+        logs: all that are to be looked at.
+    """
+    starts = Starts(events_path)
+    host_of = {proof["pid"]: proof["host"] for proof in _proofs(folder, "begin")}
+    proven = {stream: count for stream, count in _proven(folder).items() if not starts.was_killed(host_of[stream.pid])}
+    wrong = []
+    for log in logs:
+        numbers, broken = _found(log.text)
+        place = f"{log.name} of replica {log.replica}"
+        for stream, found in numbers.items():
+            if found != list(range(len(found))):
+                wrong.append(f"{place}: lines of {stream} are not in order, once each: {found}")
+            if log.replica != starts.replica(host_of[stream.pid]) or stream.name not in log.streams:
+                wrong.append(f"{place}: lines of {stream} do not belong there")
+        for stream, count in proven.items():
+            if starts.replica(host_of[stream.pid]) != log.replica or stream.name not in log.streams:
+                continue
+            if (have := len(numbers.get(stream, ()))) < count:
+                wrong.append(f"{place}: {have} of {count} lines of {stream}")
+            wrong += [f"{place}: broken: {text}" for number, text in broken.get(stream, ()) if number < count]
+    return wrong
+
+
+def _proofs(folder: Path, kind: str) -> list[dict[str, int]]:
+    return [json.loads(path.read_text()) for path in folder.glob(f"{kind}-*[0-9]")]
+
+
+def _proven(folder: Path) -> dict[Stream, int]:
+    """How many lines each rank has proved to have printed."""
+    found = {}
+    for path in (*folder.glob("out-*"), *folder.glob("err-*")):
+        name, rank, pid = path.name.split("-")
+        found[Stream(name, int(rank), int(pid))] = path.read_bytes().count(b"\n")
+    return found
+
+
+def _found(text: str) -> tuple[dict[Stream, list[int]], dict[Stream, list[tuple[int, str]]]]:
+    """The numbers of the whole lines in a log, and the broken ones with their beginnings."""
+    numbers: dict[Stream, list[int]] = defaultdict(list)
+    broken: dict[Stream, list[tuple[int, str]]] = defaultdict(list)
+    for one in text.splitlines():
+        if match := _LINE.search(one):
+            stream, number = Stream(match[1], int(match[2]), int(match[3])), int(match[4])
+            if one[match.start() :] == line(*stream, number):
+                numbers[stream].append(number)
+            else:
+                broken[stream].append((number, f"{one[:60]} ({len(one)} characters)"))
+    return numbers, broken
