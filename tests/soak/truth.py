@@ -128,7 +128,7 @@ def of_the_logs(job: Job, followed: Sequence[str | None]) -> list[str]:
         if not any(fault.action == "log" for fault in job.plan.faults):
             for file, name in (("stdout.log", "out"), ("stderr.log", "err")):
                 paths = Path(job.paths.replica_logs(ROLE, k)).glob(f"attempt_*/*/{file}")
-                text = "".join(path.read_text() for path in sorted(paths))
+                text = "\n".join(path.read_text() for path in sorted(paths))  # a killed rank may leave half a line
                 logs.append(printed.Log(f"the ranks' {file}", k, (name,), text))
     return wrong + printed.check(job.folder, job.scheduler.events_path(job.app_id), logs)
 
