@@ -121,10 +121,12 @@ def of_the_logs(job: Job, followed: Sequence[str | None]) -> list[str]:
         for stream, names in streams.items():
             text = "".join(job.scheduler.log_iter(job.app_id, ROLE, k, streams=stream))
             logs.append(printed.Log(f"the log ({stream.value})", k, names, text))
-            if stream is Stream.COMBINED and followed and followed[k] is None:
+            if stream is not Stream.COMBINED or not followed:
+                continue
+            if (read := followed[k]) is None:
                 wrong.append(f"one who follows the log of replica {k} does not come to an end")
-            elif stream is Stream.COMBINED and followed and followed[k] != text:
-                wrong.append(f"one who followed the log of replica {k} read something else")
+            elif read != text:
+                wrong.append(f"one who followed the log of replica {k} read something else, at its end {read[-100:]!r}")
         if not any(fault.action == "log" for fault in job.plan.faults):
             for file, name in (("stdout.log", "out"), ("stderr.log", "err")):
                 paths = Path(job.paths.replica_logs(ROLE, k)).glob(f"attempt_*/*/{file}")
