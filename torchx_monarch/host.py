@@ -15,6 +15,9 @@ if __name__ == "__main__" and sys.path[0] == os.getcwd() and not getattr(sys.fla
 import argparse  # noqa: E402
 from typing import NoReturn  # noqa: E402
 
+_LOWEST = {"grace": 0, "host_timeout": 0.001, "rejoin_timeout": 0, "peer_timeout": 1, "lease": 1}
+"""The least that options in seconds may be."""
+
 
 def main(argv: list[str]) -> NoReturn:
     """Run one replica of a role to its end.
@@ -56,6 +59,9 @@ def main(argv: list[str]) -> NoReturn:
         "--peer-timeout", type=float, default=5.0, help="seconds of a machine's silence until it counts as lost"
     )
     parser.add_argument(
+        "--lease", type=float, default=30.0, help="seconds of a host's or agent's silence until it counts as lost"
+    )
+    parser.add_argument(
         "--rejoin-timeout", type=float, default=60.0, help="seconds that a host looks for another replica 0"
     )
     parser.add_argument(
@@ -79,7 +85,7 @@ def main(argv: list[str]) -> NoReturn:
     args = parser.parse_args(argv)
     if not 0 <= args.replica < args.replicas:
         parser.error(f"--replica {args.replica} is not one of {args.replicas} replicas, which count from 0")
-    for name, lowest in (("grace", 0), ("host_timeout", 0.001), ("rejoin_timeout", 0), ("peer_timeout", 1)):
+    for name, lowest in _LOWEST.items():
         value = getattr(args, name)
         if not lowest <= value < float("inf"):
             parser.error(f"--{name.replace('_', '-')} {value:g}: give seconds, {lowest:g} or more")
@@ -105,6 +111,7 @@ def main(argv: list[str]) -> NoReturn:
         network=NetworkOptions(args.bind, args.advertise, ports, args.peer_timeout),
         retry_on=retry_on,
         command=tuple(args.command),
+        lease=args.lease,
         peers=args.peers,
         directory=args.directory,
         application=args.application,

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 _TUNING = {
     # Env only, no configure() key; the default of 10 s is how long a dead process stays unnoticed.
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",
-    # A lost host is otherwise noticed after 69 s. The values are those of facts measured on 0.7.0: 6 s in all.
-    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "5s",
-    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "5s",
     "HYPERACTOR_MESH_PROC_STOP_MAX_IDLE": "5s",
     # Its log would go to /tmp/USER/monarch_log.log, a name that anybody can foresee, for all jobs of the user together.
     # There is no option for another file; but when the file cannot be made, and no file can have so long a name, the
@@ -32,6 +29,10 @@ _TUNING = {
     "MONARCH_LOG_SUFFIX": "to-stderr" * 32,
     "MONARCH_FILE_LOG": "error",
 }
+
+_BEYOND_LEASE = 15.0
+"""Seconds beyond the lease after which Monarch itself gives up a process that is silent. Hosts find it by their own
+leases, and say which one it is; what Monarch says of it is a mesh, a rank and a time-out of its own."""
 
 _TLS_VARIABLES = ("HYPERACTOR_TLS_CERT", "HYPERACTOR_TLS_KEY", "HYPERACTOR_TLS_CA")
 
@@ -48,6 +49,7 @@ def start_worker(
     tls: tuple[str, str, str] | None,
     on_fault: Callable[[str], None],
     warn: Callable[[str], None],
+    lease: float,
     on_shutdown: Callable[[], None] | None = None,
 ) -> str:
     """Import Monarch and start its worker loop in this process.
@@ -60,13 +62,14 @@ def start_worker(
         on_fault: called, from a thread of Monarch's, with the text of each fault that no one handles; several times
             for one failure. (Monarch's default interrupts the main thread.)
         warn: called with a line for the job's log when other users of this machine can connect to Monarch.
+        lease: seconds for which a host or an agent may be silent until it counts as lost.
         on_shutdown: called, from a thread, when a client has shut the host mesh down. Without it that is the end of
             this process, at once and with exit code 0.
 
     Returns:
         the address by which a controller attaches to it.
     """
-    for name, value in _TUNING.items():
+    for name, value in {**_TUNING, **_patience(lease)}.items():
         os.environ.setdefault(name, value)
     if tls is not None:
         os.environ.update(zip(_TLS_VARIABLES, tls, strict=True))
@@ -84,6 +87,19 @@ def start_worker(
     else:
         _serve_until_shutdown(f"{service}@{serve_url}", on_fault, on_shutdown)
     return f"{service}@{dial_url}"
+
+
+def _patience(lease: float) -> dict[str, str]:
+    """Monarch's time-outs for processes that do not answer, longer than the lease."""
+    silent = lease + _BEYOND_LEASE
+    return {
+        "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": f"{silent:.0f}s",
+        "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": f"{silent:.0f}s",
+        # 30 s by default, counted from the last message that was not acknowledged.
+        "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": f"{silent:.0f}s",
+        # Monarch wants it to be longer than the sum of its polls.
+        "HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT": f"{4 * silent:.0f}s",
+    }
 
 
 def _guard(warn: Callable[[str], None]) -> None:

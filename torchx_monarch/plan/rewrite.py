@@ -39,6 +39,7 @@ class HostOptions:
         application: where all roles find replica 0 of the first one, on backends that let each role end by itself;
             empty for others.
         always_together: whether there the end of one role is to end all, whatever the policy.
+        lease: seconds for which a host or its agent may be silent until it counts as lost; None for the hosts' default.
     """
 
     python: str = "python"
@@ -50,6 +51,7 @@ class HostOptions:
     network: Sequence[str] = ()
     application: str = ""
     always_together: bool = False
+    lease: float | None = None
 
 
 def rewrite(app: AppDef, options: HostOptions) -> AppDef:
@@ -231,6 +233,7 @@ def _host_arguments(role: Role, options: HostOptions, directory: Mapping[str, st
         *("--grace", _seconds(options.grace)),
         *("--host-timeout", _seconds(options.host_timeout)),
         *("--preload", escape(options.preload)),
+        *(("--lease", _seconds(options.lease)) if options.lease is not None else ()),
         *(("--retry-on", ",".join(map(str, options.retry_on))) if options.retry_on else ()),
         *(("--replacements", str(role.max_retries)) if _are_replaced(role) else ()),
         *(("--rendezvous", options.rendezvous[role.name]) if role.name in options.rendezvous else ()),

@@ -23,7 +23,7 @@ from torchx_monarch.plan.options import DEFAULTS
 from torchx_monarch.runtime import network, protocol, transport
 from torchx_monarch.runtime.attendance import Attendance
 from torchx_monarch.runtime.directory import is_told
-from torchx_monarch.runtime.environment import World
+from torchx_monarch.runtime.environment import World, env_number
 from torchx_monarch.runtime.host import _HOST_EXIT_TIMEOUT, HostProcess
 from torchx_monarch.runtime.output import RankOutput
 from torchx_monarch.runtime.ranks import LaunchError
@@ -93,7 +93,7 @@ class ActorHost(HostProcess):
         if command is None or command.kind != "actors":
             raise CommandError(f"not a command of hosts for actors: {' '.join(options.command)}")
         self._actors = parse_actors(command, self._environ)
-        self._grace = self._number("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", options.grace)
+        self._grace = env_number(self._environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", options.grace)
         script = self._actors.script
         if script is not None and options.replica == 0:
             if script.program.mode == "script" and not os.path.exists(script.program.target):
@@ -124,14 +124,19 @@ class ActorHost(HostProcess):
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self._shut_down.set)
 
-        return await wires.start_monarch(self._reporter.line, self._warn, shut_down)
+        return await wires.start_monarch(self._reporter.line, self._warn, self._options.lease, shut_down)
 
     # -- the job -------------------------------------------------------------------------------------------------------
 
     async def _control(self, host: Registration, wires: Wires) -> Verdict:
         options = self._options
         self._rendezvous = rendezvous = Rendezvous(
-            wires.rendezvous, options.replicas, wires.identity, wires.bind, options.network.peer_timeout
+            wires.rendezvous,
+            options.replicas,
+            wires.identity,
+            wires.bind,
+            options.network.peer_timeout,
+            options.lease,
         )
         credentials = self._environ.get("MONARCH_CREDENTIALS", "")
         attendance = Attendance(

@@ -37,6 +37,10 @@ _SAID_ANYWAY = 1.0
 """Seconds that it has where the failure names the host, and no other is to take its place."""
 
 
+_LINK_ERROR = "LinkError: "
+"""Before what a host itself has answered, in the text of Monarch's error."""
+
+
 class TroubleCame(Exception):
     """Ends what the controller waits for."""
 
@@ -72,6 +76,7 @@ class JobOptions:
         master_addr: what ranks dial to meet rank 0.
         store_bind: the local address that its store listens on; empty for all.
         said_within: seconds that the rendezvous has to say which host is lost when Monarch has found a call to fail.
+        lease: seconds that it has where a host or an agent may be silent, and not gone.
         monarch_log: where Monarch says more.
     """
 
@@ -86,6 +91,7 @@ class JobOptions:
     master_addr: str
     store_bind: str
     said_within: float
+    lease: float
     monarch_log: str
 
 
@@ -225,7 +231,7 @@ class Controller:
             why = _first_line(error) if place is None else f"the agent of {hosts[place].name} did not start"
             reason = f"the mesh could not be formed: {why}; see {self._options.monarch_log}"
             trouble = Trouble(0, Verdict(1, reason, replica=-1 if place is None else place))
-            raise TroubleCame(await self._trouble_behind(trouble)) from error
+            raise TroubleCame(await self._trouble_behind(trouble, self._options.said_within)) from error
         self._hosts = hosts
         self._members = {host.replica for host in hosts}
         self._reporter.phase("mesh", "mesh")
@@ -340,7 +346,8 @@ class Controller:
             answer = await self._unless_trouble(answers.get())
             if isinstance(answer, Exception):
                 trouble = self._agent_lost(answer) or Trouble(0, Verdict(1, _first_line(answer)))
-                raise TroubleCame(await self._trouble_behind(trouble))
+                within = self._options.said_within if _LINK_ERROR in str(answer) else self._options.lease
+                raise TroubleCame(await self._trouble_behind(trouble, within))
             yield _granted(answer)
 
     def _agent_lost(self, error: Exception) -> Trouble | None:
@@ -350,10 +357,9 @@ class Controller:
         place = host_without_agent(error)
         return agent_lost(self._hosts[place]) if place is not None else None
 
-    async def _trouble_behind(self, trouble: Trouble, within: float | None = None) -> Trouble:
+    async def _trouble_behind(self, trouble: Trouble, within: float) -> Trouble:
         """What a host says of itself, which is better than what Monarch says of it, if some seconds later."""
         try:
-            within = self._options.said_within if within is None else within
             return await asyncio.wait_for(self._rendezvous.troubles.get(), within)
         except asyncio.TimeoutError:
             return trouble
@@ -464,7 +470,6 @@ def _granted(answer: Any) -> Any:
 def _first_line(error: BaseException) -> str:
     """The text of an error from the other side of Monarch, without its layers."""
     text = str(error).strip()
-    marker = "LinkError: "
-    if marker in text:
-        text = text.rpartition(marker)[2]
+    if _LINK_ERROR in text:
+        text = text.rpartition(_LINK_ERROR)[2]
     return text.splitlines()[0] if text else type(error).__name__

@@ -12,8 +12,26 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchx_monarch.plan.command import TorchrunOptions
+from torchx_monarch.plan.command import CommandError, TorchrunOptions
 from torchx_monarch.variables import is_for_hosts
+
+
+def env_number(environ: Mapping[str, str], variable: str, default: float) -> float:
+    """The number, 0 or more, that an environment variable holds.
+
+    Raises:
+        CommandError: it holds something else.
+    """
+    text = environ.get(variable)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise CommandError(f"{variable}={text!r} is not a number of 0 or more")
+    return value
 
 
 @dataclasses.dataclass(frozen=True)

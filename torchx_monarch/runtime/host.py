@@ -26,7 +26,7 @@ from torchx_monarch.runtime.application import Application
 from torchx_monarch.runtime.controller import Controller, JobOptions
 from torchx_monarch.runtime.directory import Guide
 from torchx_monarch.runtime.elastic import Sizes
-from torchx_monarch.runtime.environment import World
+from torchx_monarch.runtime.environment import World, env_number
 from torchx_monarch.runtime.link import SOCKET_VARIABLE, LinkServer
 from torchx_monarch.runtime.membership import Membership
 from torchx_monarch.runtime.options import HostOptions
@@ -194,8 +194,8 @@ class HostProcess:
         check(command, replicas=options.replicas, role=options.role)
         self._handle_signals(command.options.signals_to_handle)
         self._command = command
-        self._backend_restarts = int(self._number("MONARCH_RESTART", 0))
-        self._grace = self._number("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", options.grace)
+        self._backend_restarts = int(env_number(self._environ, "MONARCH_RESTART", 0))
+        self._grace = env_number(self._environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", options.grace)
         if command.options.shutdown_timeout is not None:
             self._grace = float(command.options.shutdown_timeout)
         program = command.program_of(0)
@@ -259,12 +259,15 @@ class HostProcess:
     async def _start_worker(self, wires: Wires) -> str:
         """Monarch's worker loop, and the socket by which its agent will reach us."""
         link = os.path.join(self._sockets, "link")
-        await LinkServer(link, self._handle, self._agent_lost).start()
+        await LinkServer(link, self._handle, self._agent_lost, self._options.lease).start()
         os.environ[SOCKET_VARIABLE] = link
         os.environ["PYTHONSAFEPATH"] = "1"  # a monarch.py of the user's in this folder is not what the agent imports
         os.environ["TMPDIR"] = self._sockets  # Monarch makes more of them; ranks get the environment as it was
 
-        return await wires.start_monarch(lambda text: print(text, file=sys.stderr, flush=True), self._warn)
+        def log(text: str) -> None:
+            print(text, file=sys.stderr, flush=True)
+
+        return await wires.start_monarch(log, self._warn, self._options.lease)
 
     def _warn(self, text: str) -> None:
         self._reporter.line(f"INSECURE: host {self._options.replica}: {text}")
@@ -302,23 +305,6 @@ class HostProcess:
             return at_most
         return max(at_most, self._pool.last_logged() + 1)
 
-    def _number(self, variable: str, default: float) -> float:
-        """The number, 0 or more, that an environment variable holds.
-
-        Raises:
-            CommandError: it holds something else.
-        """
-        text = self._environ.get(variable)
-        if text is None:
-            return default
-        try:
-            value = float(text)
-        except ValueError:
-            value = -1.0
-        if not 0 <= value < float("inf"):
-            raise CommandError(f"{variable}={text!r} is not a number of 0 or more")
-        return value
-
     async def _control(self, host: Registration, wires: Wires) -> Verdict:
         """Replica 0: gather the hosts, run, announce."""
         options = self._options
@@ -329,7 +315,8 @@ class HostProcess:
             wires.identity,
             wires.bind,
             options.network.peer_timeout,
-            fewest=sizes.fewest,
+            options.lease,
+            sizes.fewest,
         )
         self._meet_other_roles(rendezvous, wires)
         try:
@@ -353,6 +340,7 @@ class HostProcess:
             store_bind=wires.bind,
             # A machine that is gone is noticed by its silence.
             said_within=options.network.peer_timeout + 3.0 if wires.rendezvous.networked else 1.0,
+            lease=options.lease,
             monarch_log=self._monarch_log,
         )
         await together.begin(self._reporter, options.host_timeout)
@@ -401,12 +389,13 @@ class HostProcess:
             self._reporter.line(f"host {options.replica}: {reason}")
             return Verdict(host.code if host.error else 1, reason)
         while True:
-            verdict = await self._membership.verdict()
+            membership = self._membership
+            verdict = await membership.verdict()
             if verdict is not None:
                 return verdict
             self._membership = None
-            reason = f"host {options.replica} ({self._hostname}) lost replica 0"
-            verdict = Verdict(1, reason, consequence=True)
+            reason = membership.lost or f"host {options.replica} ({self._hostname}) lost replica 0"
+            verdict = Verdict(1, reason, consequence=True, replica=0)
             if self._agent_gone:
                 verdict = Verdict(1, f"host {options.replica} ({self._hostname}) lost its agent")
             self._reporter.line(verdict.reason)
@@ -432,7 +421,8 @@ class HostProcess:
             if self._guide is not None and not self._guide.is_main:
                 where = await self._guide.find(self._options.role, wires, timeout, failed)
             left = max(1.0, until - time.monotonic())
-            return await Membership.join(where, host, left, wires.identity, wires.options.peer_timeout, failed)
+            peer_timeout, lease = wires.options.peer_timeout, self._options.lease
+            return await Membership.join(where, host, left, wires.identity, peer_timeout, failed, lease)
 
         return await self._reporter.while_waiting(joining(), lambda: whom + failure)
 
@@ -457,16 +447,16 @@ class HostProcess:
             raise ValueError(f"unknown request {op!r}")
         return {"replica": self._options.replica, "exits": [one.to_json() for one in self._pool.exits()]}
 
-    def _agent_lost(self) -> None:
+    def _agent_lost(self, silent: float) -> None:
         host = self._registration
         if host is None:
             return
         self._agent_gone = True
         self._stop_soon(signal.SIGKILL)
         if self._membership is not None:
-            self._spawn(self._membership.tell("agent_lost"))
+            self._spawn(self._membership.tell("agent_lost", silent=silent))
         elif self._rendezvous is not None:
-            self._rendezvous.troubles.put_nowait(agent_lost(host))
+            self._rendezvous.troubles.put_nowait(agent_lost(host, silent))
 
     def _signalled(self, number: int) -> None:
         self._reporter.line(f"host {self._options.replica}: received {signal.Signals(number).name}")

@@ -5,7 +5,9 @@
 A new mesh brings a new agent; the one before it is then ended, whose controller may be gone.
 
 Requests are ``{"id": n, "op": name, "args": {...}}``, answers ``{"id": n, "result": ...}`` or ``{"id": n, "error":
-text}``, in any order: a request to stop overtakes the one that waits for the ranks.
+text}``, in any order: a request to stop overtakes the one that waits for the ranks. From the first request on the host
+sends heartbeats, ``{"alive": true}``, which the agent returns: an agent that does not, for as long as its lease, is
+killed and counts as lost.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from torchx_monarch.runtime import protocol
+from torchx_monarch.runtime.lease import LEASE, Leases
 
 SOCKET_VARIABLE = "MONARCH_AGENT_SOCKET"
 """Names the socket file. Set by the host process, inherited by the Monarch process that the agent lives in."""
@@ -38,18 +41,23 @@ class LinkServer:
     Args:
         path: socket file to make; its folder is the job's own, mode 0700.
         handler: does what a request asks; its exceptions are sent back as text.
-        on_lost: called when the agent has gone away and no newer one has come.
+        on_lost: called when the agent has gone away and no newer one has come; with the
+            seconds for which it has not answered, or 0 where it has died.
+        lease: seconds for which the agent may be silent.
     """
 
-    def __init__(self, path: str, handler: Handler, on_lost: Callable[[], None]) -> None:
+    def __init__(self, path: str, handler: Handler, on_lost: Callable[[float], None], lease: float = LEASE) -> None:
         self._path = path
         self._handler = handler
         self._on_lost = on_lost
         self._tasks: set[asyncio.Task[None]] = set()
         self._agent = 0
+        self._silent: set[int] = set()
+        self._leases: Leases[int] = Leases(lease, self._lease_expired)
 
     async def start(self) -> None:
         """Begin to listen."""
+        self._leases.start()
         await asyncio.start_unix_server(self._serve, self._path, limit=protocol.MAX_LINE)
         os.chmod(self._path, 0o600)
 
@@ -60,13 +68,30 @@ class LinkServer:
         if before:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(before, signal.SIGKILL)
+        heartbeats: asyncio.Task[None] | None = None
         while request := await protocol.receive(reader):
-            task = asyncio.ensure_future(self._answer(request, writer))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._leases.renew(agent)
+            heartbeats = heartbeats or asyncio.ensure_future(self._send_heartbeats(writer))
+            if "alive" not in request:
+                task = asyncio.ensure_future(self._answer(request, writer))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+        if heartbeats is not None:
+            heartbeats.cancel()
+        self._leases.drop(agent)
         writer.close()
         if self._agent == agent:
-            self._on_lost()
+            self._on_lost(self._leases.seconds if agent in self._silent else 0.0)
+
+    async def _send_heartbeats(self, writer: asyncio.StreamWriter) -> None:
+        while True:
+            await asyncio.sleep(self._leases.heartbeat)
+            await protocol.send(writer, {"alive": True})
+
+    def _lease_expired(self, agent: int) -> None:
+        self._silent.add(agent)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(agent, signal.SIGKILL)  # by which its connection ends
 
     async def _answer(self, request: protocol.Message, writer: asyncio.StreamWriter) -> None:
         try:
@@ -104,6 +129,9 @@ class LinkClient:
 
     async def _listen(self) -> None:
         while answer := await protocol.receive(self._reader):
+            if "alive" in answer:
+                await protocol.send(self._writer, answer)
+                continue
             waiting = self._waiting.pop(answer["id"])
             if "error" in answer:
                 waiting.set_exception(LinkError(answer["error"]))

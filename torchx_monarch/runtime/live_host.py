@@ -19,6 +19,7 @@ from torchx_monarch.plan.hold import Hold, run_command, with_program
 from torchx_monarch.plan.options import DEFAULTS
 from torchx_monarch.runtime.code import OPS, HostCode, hand_on
 from torchx_monarch.runtime.controller import Controller, JobOptions
+from torchx_monarch.runtime.environment import env_number
 from torchx_monarch.runtime.host import HostProcess
 from torchx_monarch.runtime.journal import Journal
 from torchx_monarch.runtime.live import Allocation
@@ -83,7 +84,7 @@ class LiveHost(HostProcess):
         if command is None or command.kind != "hosts":
             raise CommandError(f"not the command of an allocation: {shlex.join(self._options.command)}")
         self._hold = Hold.of(command, self._environ, self._options.replicas, self._options.role)
-        self._grace = self._number("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", self._options.grace)
+        self._grace = env_number(self._environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", self._options.grace)
         return command
 
     async def _start_interpreters(self, command: Command) -> int:

@@ -13,11 +13,12 @@ from typing import Any
 
 from torchx_monarch.errors import Verdict
 from torchx_monarch.runtime import protocol, transport
-from torchx_monarch.runtime.rendezvous import LEASE, Registration, RendezvousError
+from torchx_monarch.runtime.lease import LEASE, Leases
+from torchx_monarch.runtime.rendezvous import Registration, RendezvousError
 from torchx_monarch.runtime.transport import PEER_TIMEOUT, Address, ConnectError, Identity
 
-_ALIVE_EVERY = 15.0
-"""Seconds. Of four thousand hosts, one every 5 s would cost replica 0 a tenth of a core."""
+_ANSWER_TIMEOUT = 60.0
+"""Seconds that replica 0 has for its answer to a greeting: it may be busy with thousands of them."""
 
 _RETRY_EVERY = 0.01
 """Seconds between two tries to reach replica 0 at first; each wait is a little longer than the one before."""
@@ -66,7 +67,7 @@ async def greet(
             reader, writer = await transport.connect(address, identity, peer_timeout, patience)
             await protocol.send(writer, {**greeting, "version": protocol.VERSION})
             try:
-                answer = await protocol.receive(reader, LEASE)
+                answer = await protocol.receive(reader, _ANSWER_TIMEOUT)
             except protocol.ProtocolError as error:
                 raise ConnectError(f"{address}: what listens there is another program: {error}") from None
             except TimeoutError as error:
@@ -99,11 +100,26 @@ async def greet(
 
 
 class Membership:
-    """The end of every other host."""
+    """The end of every other host.
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    Attributes:
+        lost: why replica 0 is lost, where more is known than that the connection broke.
+
+    Args:
+        reader: of the connection to replica 0.
+        writer: of the same.
+        name: of replica 0's host, for messages.
+        lease: seconds for which replica 0 may be silent.
+    """
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str = "replica 0", lease: float = LEASE
+    ) -> None:
+        self.lost = ""
         self._reader = reader
         self._writer = writer
+        self._name = name
+        self._leases: Leases[str] = Leases(lease, self._lease_expired)
 
     @classmethod
     async def join(
@@ -114,6 +130,7 @@ class Membership:
         identity: Identity | None = None,
         peer_timeout: float = PEER_TIMEOUT,
         on_failure: Callable[[str], None] = lambda reason: None,
+        lease: float = LEASE,
     ) -> Membership:
         """Connect to replica 0 and register; tries again until it listens.
 
@@ -124,33 +141,46 @@ class Membership:
             identity: ours, where the address is one of TLS.
             peer_timeout: seconds of its machine's silence until the connection breaks.
             on_failure: called with the reason why a try has failed.
+            lease: seconds for which replica 0 may be silent once this host has registered.
 
         Raises:
             RendezvousError: refused, or nobody listened within ``timeout`` seconds.
         """
         said = dataclasses.replace(host, error=host.error[: protocol.MAX_ERROR])
         greeting = {"type": "register", "host": dataclasses.asdict(said)}
-        _, reader, writer = await greet(address, greeting, "registered", timeout, identity, peer_timeout, on_failure)
-        return cls(reader, writer)
+        answer, reader, writer = await greet(
+            address, greeting, "registered", timeout, identity, peer_timeout, on_failure
+        )
+        return cls(reader, writer, str(answer.get("name"))[:200], lease)
 
     async def tell(self, kind: str, **fields: Any) -> None:
         """Send a message to replica 0."""
         await protocol.send(self._writer, {"type": kind, **fields})
 
     async def verdict(self) -> Verdict | None:
-        """Wait for the verdict, sending signs of life; None when replica 0 is lost."""
-        alive = asyncio.ensure_future(self._stay_alive())
+        """Wait for the verdict, sending heartbeats; None when replica 0 is lost."""
+        heartbeats = asyncio.ensure_future(self._send_heartbeats())
+        self._leases.start()
+        self._leases.renew(self._name)
         try:
-            while message := await protocol.receive(self._reader, LEASE):
+            while message := await protocol.receive(self._reader):
+                self._leases.renew(self._name)
                 if message.get("type") == "verdict":
                     return Verdict.from_json(message)
-            return None
-        except (protocol.ProtocolError, TimeoutError):
-            return None
+            if not self.lost and (pause := self._leases.own_pause):
+                self.lost = f"this host did not run for {pause:.0f} s, and {self._name} has given it up"
+        except protocol.ProtocolError as error:
+            self.lost = str(error)
         finally:
-            alive.cancel()
+            heartbeats.cancel()
+            self._leases.stop()
+        return None
 
-    async def _stay_alive(self) -> None:
+    async def _send_heartbeats(self) -> None:
         while True:
-            await asyncio.sleep(_ALIVE_EVERY)
+            await asyncio.sleep(self._leases.heartbeat)
             await self.tell("alive")
+
+    def _lease_expired(self, name: str) -> None:
+        self.lost = f"{name} does not answer: nothing was heard from it for {self._leases.seconds:g} s (lease)"
+        self._writer.transport.abort()

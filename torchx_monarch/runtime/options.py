@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from torchx_monarch.runtime.lease import LEASE
 from torchx_monarch.runtime.network import NetworkOptions
 
 
@@ -27,6 +28,7 @@ class HostOptions:
         network: of the hosts, where they are on one.
         retry_on: exit codes after which ranks are started again, as a shell has them; empty for any.
         command: what the role runs.
+        lease: seconds for which another host or the agent may be silent until it counts as lost.
         peers: where replica 0 of each role listens, ``NAME=ADDRESS`` with commas; empty for MONARCH_PEERS.
         directory: where replica 0 of the first role listens, which knows where those of the others do; empty for none.
         application: where replica 0 of the first role listens, for roles that begin again together; empty for others.
@@ -46,6 +48,7 @@ class HostOptions:
     network: NetworkOptions
     retry_on: tuple[int, ...]
     command: tuple[str, ...]
+    lease: float = LEASE
     peers: str = ""
     directory: str = ""
     application: str = ""

@@ -2,15 +2,16 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """How the hosts of a role find replica 0, stay in touch with it and learn the verdict.
 
-Replica 0 listens; every other host connects, registers, sends a sign of life every few seconds (its lease) and waits
-for the verdict. Replica 0 counts a host as lost when its connection breaks or stays silent for longer than the lease; a
-host counts replica 0 as lost when the connection breaks.
+Replica 0 listens; every other host connects, registers, sends heartbeats, which replica 0 answers, and waits for the
+verdict. Each end counts the other as lost when the connection breaks or stays silent for longer than the lease
+(``runtime.lease``).
 
 =========================  =======================================================================================
-host to replica 0          ``register`` (greeting, with the protocol's version), ``alive``, ``agent_lost``, ``signal``,
-                           and what ``reports`` names
+host to replica 0          ``register`` (greeting, with the protocol's version), ``alive``, ``agent_lost`` (with
+                           ``silent``), ``signal``, and what ``reports`` names
 client to replica 0        ``look``, ``stop`` (greetings; the answer is ``state``), and what ``clients`` names
-replica 0 to either        ``registered``, ``alive``, ``refused`` (with the reason), ``state``, ``verdict``
+replica 0 to either        ``registered`` (with its name), ``alive``, ``refused`` (with the reason), ``state``,
+                           ``verdict``
 =========================  =======================================================================================
 
 Who is a host and who a client shows in the certificate (``transport.is_client``). Where there is none, on a socket
@@ -29,11 +30,8 @@ from collections.abc import Awaitable, Callable
 from torchx_monarch.errors import Verdict, describe_code
 from torchx_monarch.runtime import protocol, transport
 from torchx_monarch.runtime.door import Door
+from torchx_monarch.runtime.lease import LEASE, Leases
 from torchx_monarch.runtime.transport import PEER_TIMEOUT, Address, ConnectError, Identity
-
-LEASE = 60.0
-"""Seconds of silence after which the other end counts as lost. A broken connection is noticed at once, and one to a
-machine that is gone within the transport's ``peer_timeout``; what the lease finds is a process that hangs."""
 
 _GREETING_TIMEOUT = 10.0
 
@@ -129,7 +127,7 @@ class Rendezvous:
         identity: ours, where the address is one of TLS.
         bind: local address to listen on; empty for all.
         peer_timeout: seconds of a machine's silence until its connection breaks.
-        lease: seconds of a process's silence allowed.
+        lease: seconds for which a host may be silent.
         fewest: how many of the hosts the job needs at least; None for all.
     """
 
@@ -152,7 +150,8 @@ class Rendezvous:
         self._peer_timeout = peer_timeout
         self._replicas = replicas
         self._elastic = fewest is not None and fewest < replicas
-        self._lease = lease
+        self._leases: Leases[int] = Leases(lease, self._lease_expired)
+        self._silent: set[int] = set()
         self._hosts: dict[int, Registration] = {}
         self._members: dict[int, Registration] = {}
         self._seen: set[int] = set()
@@ -176,6 +175,7 @@ class Rendezvous:
             )
         except ConnectError as error:
             raise RendezvousError(str(error)) from None
+        self._leases.start()
 
     def register(self, host: Registration) -> None:
         """Count a host as present. A host that cannot take part is trouble."""
@@ -293,18 +293,21 @@ class Rendezvous:
             return
         # Before anything is awaited: another may ask for the same place.
         self._writers[host.replica] = writer
+        self._leases.renew(host.replica)
         self.register(host)
         if self._door is not None:
             self._door.settle()
-        await protocol.send(writer, {"type": "registered"})
+        ours = self._hosts.get(0)
+        await protocol.send(writer, {"type": "registered", "name": ours.name if ours else "replica 0"})
         if self._verdict is not None:
             await protocol.send(writer, {"type": "verdict", **self._verdict.to_json()})
         try:
             lost = await self._follow(host, reader)
-        except (protocol.ProtocolError, TimeoutError) as error:
-            lost = _lost(host, str(error))
+        except protocol.ProtocolError as error:
+            lost = _lost(host, f"was lost: {error}")
         if self._writers.get(host.replica) is writer:
             del self._writers[host.replica]
+            self._leases.drop(host.replica)
         if not host.error and self._hosts.get(host.replica) is host:
             # From now on its replacement may register.
             del self._hosts[host.replica]
@@ -352,10 +355,13 @@ class Rendezvous:
 
     async def _follow(self, host: Registration, reader: asyncio.StreamReader) -> Trouble:
         """Read what a host sends; returns why it counts as lost."""
-        while message := await protocol.receive(reader, self._lease):
+        while message := await protocol.receive(reader):
+            if host.replica in self._writers:
+                self._leases.renew(host.replica)
             kind = message.get("type")
             if kind == "agent_lost":
-                return agent_lost(host)
+                silent = message.get("silent")
+                return agent_lost(host, float(silent) if isinstance(silent, (int, float)) else 0.0)
             if kind == "signal":
                 number = message.get("number")
                 if not isinstance(number, int) or not 0 < number < signal.NSIG:
@@ -368,17 +374,33 @@ class Rendezvous:
                 self.reports[kind](host, message)
             if kind == "alive" and host.replica in self._writers:
                 await protocol.send(self._writers[host.replica], {"type": "alive"})
-        return _lost(host, "its connection broke")
+        if host.replica in self._silent:
+            self._silent.discard(host.replica)
+            return _lost(host, f"does not answer: nothing was heard from it for {self._leases.seconds:g} s (lease)")
+        if (pause := self._leases.own_pause) and 0 in self._hosts:
+            # The hosts' own leases of replica 0 expired meanwhile: they have left, and nothing is wrong with them.
+            return _lost(self._hosts[0], f"did not run for {pause:.0f} s, and {host.name} has left it")
+        return _lost(host, "was lost: its connection broke")
+
+    def _lease_expired(self, replica: int) -> None:
+        self._silent.add(replica)
+        self._writers[replica].transport.abort()  # which ends its ``_follow``
 
 
-def _lost(host: Registration, why: str) -> Trouble:
-    verdict = Verdict(1, f"{host.name} was lost: {why}", consequence=True, replica=host.replica)
+def _lost(host: Registration, how: str) -> Trouble:
+    verdict = Verdict(1, f"{host.name} {how}", consequence=True, replica=host.replica)
     return Trouble(host.replica, verdict)
 
 
-def agent_lost(host: Registration) -> Trouble:
-    """The trouble of a host whose agent has died."""
-    return Trouble(host.replica, Verdict(1, f"the agent of {host.name} died", replica=host.replica))
+def agent_lost(host: Registration, silent: float = 0.0) -> Trouble:
+    """The trouble of a host whose agent has died.
+
+    Args:
+        host: which.
+        silent: seconds for which the agent, which is still there, has not answered its host; 0 where it has died.
+    """
+    how = f"does not answer: nothing was heard from it for {silent:g} s (lease)" if silent else "died"
+    return Trouble(host.replica, Verdict(1, f"the agent of {host.name} {how}", replica=host.replica))
 
 
 def signalled(host: Registration, number: int, announced: bool | None) -> Trouble:

@@ -107,6 +107,7 @@ class Wires:
         self,
         on_fault: Callable[[str], None],
         warn: Callable[[str], None],
+        lease: float,
         on_shutdown: Callable[[], None] | None = None,
     ) -> str:
         """Start Monarch's worker loop in this process; its address. (See ``monarch_api.start_worker``.)"""
@@ -116,7 +117,7 @@ class Wires:
 
             tls = self.identity.files if self.identity else None
             return monarch_api.start_worker(
-                self.client_url, self.serve_url, self.dial_url, tls, on_fault, warn, on_shutdown
+                self.client_url, self.serve_url, self.dial_url, tls, on_fault, warn, lease, on_shutdown
             )
 
         return await asyncio.get_running_loop().run_in_executor(None, start)

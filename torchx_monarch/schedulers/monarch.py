@@ -55,6 +55,9 @@ class MonarchOpts(StructuredOpts):  # type: ignore[misc]
     host_timeout: int = 300
     """Seconds that the hosts of a role have to arrive before the job fails."""
 
+    lease: int = 30
+    """Seconds for which a host or its agent may be silent, stopped or hung, until it counts as lost."""
+
     preload: str = "torch"
     """Modules, separated by `+`, that interpreters of a torchrun command import while the mesh forms; `none` for
     programs that must set environment variables before torch is first imported."""
@@ -153,7 +156,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
 
     def _submit_dryrun(self, app: AppDef, cfg: Cfg) -> AppDryRunInfo[Any, Cfg]:
         options = MonarchOpts.from_cfg({name: cfg[name] for name in cfg if name in MonarchOpts()})
-        for name, lowest in (("grace", 0), ("host_timeout", 1)):
+        for name, lowest in (("grace", 0), ("host_timeout", 1), ("lease", 1)):
             if options[name] < lowest:
                 reason = f"Run option `{name}` is {options[name]}; it is a number of seconds, {lowest} or more"
                 raise InvalidRunConfigException(reason, name, cfg)
@@ -169,6 +172,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             host_timeout=float(options.host_timeout),
             preload=preload,
             retry_on=retry_on,
+            lease=float(options.lease) if options.lease != MonarchOpts().lease else None,
             **self._network(app, cfg),
         )
         try:

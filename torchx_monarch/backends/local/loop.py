@@ -41,9 +41,10 @@ from torchx_monarch.backends.local.status import (
     SUCCEEDED,
     AppRecord,
 )
+from torchx_monarch.backends.local.stopped import StoppedHosts
 from torchx_monarch.backends.local.winddown import SETTLE, WindDown
 
-#: Seconds between two looks whether the app's folder is still there.
+#: Seconds between two looks whether the app's folder is still there, and whether a host is stopped.
 _LOOK_EVERY = 3.0
 
 
@@ -67,6 +68,7 @@ class Loop:
         self._role_retries = [0] * len(self._roles)
         self._replica_retries: dict[Replica, int] = {}
         self._given_up: set[Replica] = set()
+        self._stopped = StoppedHosts(request.lease, _LOOK_EVERY)
         self._dirty = False
         self._done = False
 
@@ -132,6 +134,7 @@ class Loop:
         self._write_status()
         on_ready()
         self._look_for_folder()
+        self._look_for_stopped()
         while not self._done:
             self._write_status()
             for key, _ in self._selector.select(self._timeout()):
@@ -193,6 +196,15 @@ class Loop:
                 self._end(CANCELLED, f"its folder {self._paths.root} was removed")
             else:
                 self.at(time.monotonic() + _LOOK_EVERY, self._look_for_folder)
+
+    def _look_for_stopped(self) -> None:
+        """Kill hosts that have been stopped for too long; that is a failure of theirs."""
+        if self._verdict is None:
+            ending = {replica for wind_down in self._wind_downs for replica in wind_down.scope}
+            living = {r.record.pid: r for r in self._all if r.alive and r.record.pid is not None and r not in ending}
+            for pid, why in self._stopped.look(living).items():
+                living[pid].kill(why)
+            self.at(time.monotonic() + _LOOK_EVERY, self._look_for_stopped)
 
     def _is_removed(self) -> bool:
         try:

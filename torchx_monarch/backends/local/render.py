@@ -37,13 +37,16 @@ def new_app_id(name: str) -> str:
     return app_id
 
 
-def render(app: AppDef, *, grace: float, assign_gpus: bool, environ: Mapping[str, str]) -> DetachedRequest:
+def render(
+    app: AppDef, *, grace: float, assign_gpus: bool, environ: Mapping[str, str], lease: float = 30.0
+) -> DetachedRequest:
     """What is to be run for this app.
 
     Args:
         grace: seconds from SIGTERM to SIGKILL when the app is stopped.
         assign_gpus: deal out this machine's GPUs by CUDA_VISIBLE_DEVICES.
         environ: the submitter's environment.
+        lease: seconds for which a host may be stopped until it counts as lost.
 
     Raises:
         ValueError: the app cannot be run as it is.
@@ -54,7 +57,7 @@ def render(app: AppDef, *, grace: float, assign_gpus: bool, environ: Mapping[str
     app_id = new_app_id(app.name)
     roles = [_role(role, app_id) for role in app.roles]
     _give_gpus(app, roles, assign_gpus, environ)
-    return DetachedRequest(app_id=app_id, name=app.name, roles=roles, grace=float(grace))
+    return DetachedRequest(app_id=app_id, name=app.name, roles=roles, grace=float(grace), lease=float(lease))
 
 
 def _role(role: Role, app_id: str) -> RoleRequest:

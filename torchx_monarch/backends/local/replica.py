@@ -51,6 +51,7 @@ class Replica:
         self.stopping = False
         self.final = False
         self.failure = ""
+        self._killed_for = ""
         self.log_dir = log_dir
         self.logs = pump.ReplicaLogs(log_dir)
         self._request = request
@@ -95,7 +96,7 @@ class Replica:
     def start(self) -> bool:
         """Start its process; when that fails, the replica has ended with EXIT_NOT_STARTED and False is returned."""
         self.stopping = self.final = False
-        self.failure = ""
+        self.failure = self._killed_for = ""
         self.record.pid = self.record.exit_code = self.record.error = self.record.ended = None
         self.record.started = time.time()
         self._keep_old_error()
@@ -161,6 +162,8 @@ class Replica:
         for fd in list(self._pipes):
             self._drain(fd, _PIPE_BYTES)
         text = f"replica {self.name} (pid {self.record.pid}) {errors.describe_code(code)}"
+        if self._killed_for:
+            text += f": {self._killed_for}"
         if self.stopping and code:
             text += " after it was told to stop"
         elif code and (why := errors.why_final(code, self.read_error())):
@@ -223,16 +226,22 @@ class Replica:
         self.stopping = True
         with contextlib.suppress(OSError):  # a full disk: its log will speak of a preemption
             os.close(os.open(self._stop_file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
-        for host in hosts:
-            with contextlib.suppress(OSError):
-                os.kill(host, signal.SIGTERM)
-        if not hosts:
-            with contextlib.suppress(OSError):
-                os.killpg(pid, signal.SIGTERM)
+        # A stopped process would not see the first before the second: systemd and Slurm send both as well.
+        for number in (signal.SIGTERM, signal.SIGCONT):
+            for host in hosts:
+                with contextlib.suppress(OSError):
+                    os.kill(host, number)
+            if not hosts:
+                with contextlib.suppress(OSError):
+                    os.killpg(pid, number)
 
-    def kill(self) -> None:
-        """End it and everything it has started, now."""
-        self.stopping = True
+    def kill(self, failure: str = "") -> None:
+        """End it and everything it has started, now.
+
+        Args:
+            failure: what it has done wrong; empty where its end is no failure of its own.
+        """
+        self.stopping, self._killed_for = not failure, failure
         pid = self.record.pid
         if pid is not None and self.alive:
             job = self._env[processes.MARKER]

@@ -56,6 +56,7 @@ class DetachedRequest:
         run_dir: where sockets are made; "" until the app is submitted.
         job: ``<app id>:<random>``: every process of the app has it in its environment as MONARCH_JOB; "" until the app
             is submitted.
+        lease: seconds for which a host may be stopped (SIGSTOP) until it counts as lost.
     """
 
     app_id: str
@@ -64,6 +65,7 @@ class DetachedRequest:
     grace: float = 30.0
     run_dir: str = ""
     job: str = ""
+    lease: float = 30.0
 
     def renamed(self, app_id: str) -> DetachedRequest:
         """The same request under another id.

@@ -48,6 +48,9 @@ class DetachedOpts(StructuredOpts):  # type: ignore[misc]
     grace: int = 30
     """Seconds that a replica has between SIGTERM and SIGKILL when the app is cancelled, retried or has failed."""
 
+    lease: int = 30
+    """Seconds for which a host or its agent may be silent, stopped or hung, until it counts as lost."""
+
     auto_set_cuda_visible_devices: bool = False
     """Divide this machine's GPUs between the replicas by setting CUDA_VISIBLE_DEVICES."""
 
@@ -72,7 +75,13 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
     # --- submitting
 
     def _submit_dryrun(self, app: AppDef, cfg: DetachedOpts) -> AppDryRunInfo[DetachedRequest, DetachedOpts]:
-        request = render.render(app, grace=cfg.grace, assign_gpus=cfg.auto_set_cuda_visible_devices, environ=os.environ)
+        request = render.render(
+            app,
+            grace=cfg.grace,
+            assign_gpus=cfg.auto_set_cuda_visible_devices,
+            environ=os.environ,
+            lease=cfg.lease,
+        )
         return AppDryRunInfo(request, _show)
 
     def schedule(self, dryrun_info: AppDryRunInfo[DetachedRequest, DetachedOpts]) -> str:

@@ -1,0 +1,110 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Leases: who counts as lost, and who does not."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from torchx_monarch.errors import Verdict
+from torchx_monarch.runtime import protocol
+from torchx_monarch.runtime.lease import Leases
+from torchx_monarch.runtime.membership import Membership
+from torchx_monarch.runtime.rendezvous import Registration, Rendezvous, Trouble
+from torchx_monarch.runtime.transport import Address
+
+
+def test_a_silent_peer_expires_once_and_one_that_is_heard_does_not() -> None:
+    async def main() -> list[str]:
+        expired: list[str] = []
+        leases: Leases[str] = Leases(0.5, expired.append)
+        leases.start()
+        leases.renew("silent")
+        leases.renew("gone")
+        leases.drop("gone")
+        while not expired:
+            leases.renew("heard")
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        leases.stop()
+        return expired
+
+    assert asyncio.run(main()) == ["silent"]
+
+
+def test_time_in_which_this_process_has_not_run_does_not_count() -> None:
+    async def main() -> None:
+        expired: list[str] = []
+        leases: Leases[str] = Leases(1.0, expired.append)
+        leases.start()
+        leases.renew("peer")
+        assert leases.own_pause == 0
+        time.sleep(2.5)  # as SIGSTOP does it
+        for _ in range(5):  # the look that was due
+            await asyncio.sleep(0)
+        assert not expired
+        assert leases.own_pause > 2.0
+        leases.stop()
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def address(leaves_nothing: None) -> Address:
+    import tempfile
+
+    return Address("unix", path=str(Path(tempfile.gettempdir(), "r.sock")))
+
+
+def test_both_ends_of_a_rendezvous_name_the_other_when_it_is_silent(address: Address) -> None:
+    async def main() -> tuple[Trouble, str]:
+        first = Rendezvous(address, replicas=2, lease=0.6)
+        first.register(Registration(0, "ipc:///nowhere", "node0", 4710, 1))
+        await first.start()
+        host = Registration(1, "ipc:///nowhere", "node1", 4711, 1)
+        # It sends no heartbeats: nobody waits for its verdict.
+        silent = await Membership.join(address, host, 5)
+        trouble = await asyncio.wait_for(first.troubles.get(), 20)
+        silent._writer.close()
+
+        async def register_and_be_silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await protocol.receive(reader)
+            await protocol.send(writer, {"type": "registered", "name": "host 0 (node0, pid 4710)"})
+            await reader.read()
+            writer.close()
+
+        other = Address("unix", path=address.path + "2")
+        server = await asyncio.start_unix_server(register_and_be_silent, other.path)
+        member = await Membership.join(other, host, 5, lease=0.6)
+        assert await asyncio.wait_for(member.verdict(), 20) is None
+        server.close()
+        await first.announce(Verdict(1, "over"), 5)
+        Path(other.path).unlink(missing_ok=True)
+        return trouble, member.lost
+
+    trouble, lost = asyncio.run(main())
+    said = "does not answer: nothing was heard from it for 0.6 s (lease)"
+    assert (trouble.replica, trouble.lost) == (1, True)
+    assert trouble.verdict.reason == f"host 1 (node1, pid 4711) {said}"
+    assert lost == f"host 0 (node0, pid 4710) {said}"
+
+
+def test_heartbeats_keep_both_ends(address: Address) -> None:
+    async def main() -> Verdict | None:
+        first = Rendezvous(address, replicas=2, lease=1.0)
+        await first.start()
+        member = await Membership.join(address, Registration(1, "ipc:///nowhere", "node1", 1, 1), 5, lease=1.0)
+        verdict = asyncio.ensure_future(member.verdict())
+        done, _ = await asyncio.wait([verdict], timeout=3.0)  # three leases
+        assert not done and first.troubles.empty()
+        announcing = asyncio.ensure_future(first.announce(Verdict(7, "over"), 5))
+        told = await asyncio.wait_for(verdict, 20)
+        member._writer.close()
+        await announcing
+        return told
+
+    assert asyncio.run(main()) == Verdict(7, "over")
