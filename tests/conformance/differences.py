@@ -207,6 +207,13 @@ class Difference(Enum):
         "not started again",
         "it would fail the same way; an import that fails within the program is another matter",
     )
+    RESTART_DELAY = (
+        "`--max-restarts` with a program that fails again and again at once",
+        "started again at once each time",
+        "the first restart is immediate; further ones wait 1, 2, 4 … 60 s, with jitter, until an attempt has lived for "
+        "a minute",
+        "a thousand restarts would be spent, and logged, within minutes",
+    )
     SEVERAL_HOSTS = (
         "`--max-restarts` on several hosts",
         "each launcher counts the failures of its own ranks, and they see that in `TORCHELASTIC_RESTART_COUNT`",

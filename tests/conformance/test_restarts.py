@@ -101,6 +101,8 @@ def test_files_of_each_attempt(both: Launchers) -> None:
     assert logs(ours) == logs(theirs)
     assert logs(ours)["attempt_1/0/stderr.log"] == b"err 0 1\n"
     assert len(logs(ours)) == 3 * 2 * 2
+    assert Difference.RESTART_DELAY
+    assert [b"the restart waits" in outcome.err for outcome in (theirs, ours)] == [False, True]
 
 
 def test_signal_to_the_launcher_in_a_later_attempt(both: Launchers) -> None:

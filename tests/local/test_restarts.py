@@ -42,6 +42,8 @@ def test_restarts_until_it_succeeds_and_keeps_every_attempts_logs(folder: Path, 
     restarts = [event for event in hosts.events() if event["kind"] == "rank_restart"]
     assert [(event["attempt"], event["rank"]) for event in restarts] == [(1, 3), (2, 3)]
     assert "restart 2 of 3 after: rank 3" in hosts.err()
+    waits = [line for line in hosts.err().splitlines() if "the restart waits" in line]
+    assert len(waits) == 1 and "s: the last attempt failed after " in waits[0]  # the first restart is immediate
     assert "failure 1" in hosts.err()
 
 

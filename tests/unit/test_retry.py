@@ -8,7 +8,7 @@ import pytest
 
 from torchx_monarch.errors import RankExit
 from torchx_monarch.plan.exit_codes import parse_exit_codes
-from torchx_monarch.runtime.retry import never_joined, why_not
+from torchx_monarch.runtime.retry import Backoff, never_joined, why_not
 
 
 def failed(rank: int = 0, code: int = 1, **extra: object) -> RankExit:
@@ -71,3 +71,14 @@ def test_what_is_no_exit_code_is_named(text: str) -> None:
 def test_the_exit_code_that_is_never_retried_is_refused() -> None:
     with pytest.raises(ValueError, match="78 is the exit code with which a program asks not to be started again"):
         parse_exit_codes("1+78")
+
+
+def test_restarts_wait_longer_and_longer_unless_the_last_attempt_has_lived() -> None:
+    longest = Backoff(lambda: 1.0)
+    assert [longest.delay(0.3) for _ in range(10)] == [0, 1, 2, 4, 8, 16, 32, 60, 60, 60]
+    assert [longest.delay(lived) for lived in (3600.0, 0.3, 0.3, 59.0, 60.0)] == [0, 1, 2, 4, 0]
+    shortest = Backoff(lambda: 0.0)
+    assert [shortest.delay(0.3) for _ in range(9)] == [0, 0.5, 1, 2, 4, 8, 16, 30, 30]
+    assert Backoff().delay(0.0) == 0
+    forever = Backoff()
+    assert max(forever.delay(0.0) for _ in range(2000)) <= 60

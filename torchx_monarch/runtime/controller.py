@@ -242,7 +242,10 @@ class Controller:
 
     async def _attempts(self, hosts: list[Registration]) -> Verdict:
         budget, never_joined = self._options.max_restarts, frozenset[int]()
+        backoff, clock = retry.Backoff(), asyncio.get_running_loop().time
+        began = clock()
         while cause := await self._attempt(hosts, self._attempt_number):
+            lived = clock() - began
             for line in others_in_words(self._exits.values(), cause):
                 self._reporter.line(f"also: {line}")
             before, never_joined = never_joined, retry.never_joined(self._exits.values())
@@ -255,6 +258,10 @@ class Controller:
             self._attempt_number += 1
             text = f"restart {budget - self._restarts_left} of {budget} after: {cause.describe()}"
             self._reporter.restarted(text, attempt=self._attempt_number, rank=cause.rank, code=cause.code)
+            if delay := backoff.delay(lived):
+                self._reporter.line(f"the restart waits {delay:.1f} s: the last attempt failed after {lived:.1f} s")
+                await self._unless_trouble(asyncio.sleep(delay))
+            began = clock()
         return Verdict(0, f"all {sum(host.nproc for host in hosts)} ranks ended with code 0")
 
     async def _attempt(self, hosts: list[Registration], attempt: int) -> RankExit | None:

@@ -1,12 +1,50 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Whether another attempt may help. torchrun makes one after every failure, as long as ``--max-restarts`` lasts."""
+"""Whether another attempt may help, and when. torchrun makes one at once, as long as ``--max-restarts`` lasts."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import random
+from collections.abc import Callable, Collection, Iterable
 
 from torchx_monarch.errors import RankExit, Verdict, shell_code, why_final
+
+_FIRST_DELAY = 1.0
+"""Seconds before the second restart in a row, at most. Each further one may take twice as long."""
+
+_LONGEST_DELAY = 60.0
+
+_LIVED = 60.0
+"""Seconds after which an attempt has done something: its failure is not the continuation of the one before."""
+
+
+class Backoff:
+    """How long to wait before the ranks are started again, so that a program that fails at once does not spin.
+
+    The first restart, and the first after an attempt that lived, is immediate. The delays of further ones double, up to
+    a minute. Each is drawn from its upper half: jobs that a common cause has ended do not all come back at one moment.
+
+    Args:
+        draw: a number from 0 up to 1.
+    """
+
+    def __init__(self, draw: Callable[[], float] = random.random) -> None:
+        self._draw = draw
+        self._in_a_row = 0
+
+    def delay(self, lived: float) -> float:
+        """Seconds to wait before the next attempt.
+
+        Args:
+            lived: seconds for which the last attempt ran.
+        """
+        if lived >= _LIVED:
+            self._in_a_row = 0
+        self._in_a_row += 1
+        if self._in_a_row == 1:
+            return 0.0
+        longest = min(_LONGEST_DELAY, _FIRST_DELAY * 2.0 ** min(self._in_a_row - 2, 32))
+        return longest * (0.5 + self._draw() / 2)
 
 
 def never_joined(exits: Iterable[RankExit]) -> frozenset[int]:
