@@ -72,6 +72,17 @@ def test_each_run_gets_what_it_is_given_and_nothing_of_another(
     assert "[monarch] SUCCEEDED: released by its client" in hosts.err()
 
 
+def test_a_run_gets_as_many_arguments_as_a_command_may_have(
+    live: Callable[..., Live], script: Callable[[str], str]
+) -> None:
+    path = script("print(len(sys.argv), sum(map(len, sys.argv[1:])), len(os.environ['LONG']))")
+    hosts = live("torchrun", "--nnodes", "2", "--nproc-per-node", "1", path, replicas=2)
+    result = hosts.run(path, *[f"{number:0300}" for number in range(5000)], env={"LONG": "é" * 60_000})
+    assert texts(result) == dict.fromkeys((0, 1), "5001 1500000 60000\n"), result
+    assert len(hosts.job.runs()[0]["command"]) < 600
+    assert hosts.end() == [0, 0]
+
+
 def test_a_failure_says_who_began_it_and_leaves_the_hosts_to_the_next_run(
     live: Callable[..., Live], script: Callable[[str], str]
 ) -> None:

@@ -172,6 +172,7 @@ def monsters() -> list[list[bytes]]:
         [b'{"type": "' + b"r" * (limit + 1) + b'"}\n'],
         *([one] for one in (*brackets, *nested, keys, digits)),
         [bytes(range(256)) * 100 + b"\n"],
+        *([b'{"frame":' + size + b"}\n", b"x" * 1000] for size in (b"-1", b"8000000", b"99999999999999", b'"x"')),
         [b"\xff\xfe\x00\n"],
         [b"\n"] * 10,
         [],

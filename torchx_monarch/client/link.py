@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import ssl
@@ -47,12 +46,13 @@ class Link:
         Raises:
             LinkError: there is no connection; the message says why.
         """
-        line = protocol.encode({"version": protocol.VERSION, "role": target.role, **greeting})
-        if len(line) > protocol.MAX_GREETING:
-            raise LinkError(f"a request of {len(line)} bytes is over the limit of {protocol.MAX_GREETING}", final=True)
+        try:
+            data = protocol.encode({"version": protocol.VERSION, "role": target.role, **greeting})
+        except protocol.ProtocolError as error:
+            raise LinkError(f"the request is too long: {error}", final=True) from None
         link = cls(_connected(target, timeout), target.address)
         try:
-            link.send_bytes(line)
+            link.send_bytes(data)
         except BaseException:
             link.close()
             raise
@@ -95,13 +95,12 @@ class Link:
                 return None
             *lines, self._buffer = (self._buffer + data).split(b"\n")
             self._lines = lines
-        line = self._lines.pop(0)
         try:
-            message = json.loads(line)
-        except ValueError:
+            message = protocol.decode(self._lines.pop(0))
+        except protocol.ProtocolError:
             raise LinkError(f"{self._where}: what listens there is another program") from None
-        if not isinstance(message, dict):
-            raise LinkError(f"{self._where}: what listens there is another program")
+        if "frame" in message:  # a longer line, which is read as any other
+            return self.receive(timeout)
         if message.get("type") == "refused":
             raise RefusedError(str(message.get("reason")))
         return message

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torchx_monarch.runtime.live_host import LiveHost
 
 FRAME = 1 << 19
-"""Bytes. As text in a message between agent and host, which has at most ``protocol.MAX_LINE``, it is 0.7 MB."""
+"""Bytes. As text in a message between agent and host, which has at most ``protocol.MAX_MESSAGE``, it is 0.7 MB."""
 
 _SILENCE = 60.0
 """Seconds that a client may say nothing in the middle of it; it may be reading a large file on a slow disk."""

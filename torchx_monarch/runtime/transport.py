@@ -131,7 +131,7 @@ async def listen(address: Address, serve: Serve, identity: Identity | None, bind
     """
     try:
         if not address.networked:
-            return Door(_socket_file(address.path), serve, None, protocol.MAX_GREETING)
+            return Door(_socket_file(address.path), serve, None, protocol.MAX_LINE)
         context = identity.context(server=True) if identity else None
         listening = _port(bind, address.port)
     except OSError as error:
@@ -142,7 +142,7 @@ async def listen(address: Address, serve: Serve, identity: Identity | None, bind
         watch_peer(writer, peer_timeout)
         await serve(reader, writer)
 
-    return Door(listening, accepted, context, protocol.MAX_GREETING)
+    return Door(listening, accepted, context, protocol.MAX_LINE)
 
 
 def _socket_file(path: str) -> socket.socket:

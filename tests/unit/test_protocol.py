@@ -1,0 +1,111 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Messages: short ones, long ones, and what is neither."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchx_monarch.client.link import Link
+from torchx_monarch.client.target import Target
+from torchx_monarch.errors import LinkError
+from torchx_monarch.runtime import protocol
+from torchx_monarch.runtime.address import Address
+from torchx_monarch.runtime.rendezvous import Rendezvous
+
+LONG = {"type": "run", "program": ["x" * 100_000 for _ in range(20)]}
+"""As long as Linux lets a command be."""
+
+
+def received(data: bytes) -> list[Any]:
+    """What another end receives that reads lines of at most ``MAX_LINE``."""
+
+    async def main() -> list[Any]:
+        reader = asyncio.StreamReader(limit=protocol.MAX_LINE)
+        reader.feed_data(data)
+        reader.feed_eof()
+        found = []
+        while (message := await protocol.receive(reader, 5.0)) is not None:
+            found.append(message)
+        return found
+
+    return asyncio.run(main())
+
+
+def test_messages_of_any_length_arrive() -> None:
+    short: dict[str, Any] = {"type": "look"}
+    assert received(b"".join(map(protocol.encode, (short, LONG, short)))) == [short, LONG, short]
+    assert received(protocol.encode(LONG)[:-1]) == []  # the connection ended before it was complete
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"x" * (protocol.MAX_LINE + 1) + b"\n", "a line is over the limit of 65536 bytes"),
+        (b'{"frame":8388609}\n', "a message of 8388609 bytes is over the limit of 8388608 bytes"),
+        (b'{"frame":-1}\n', "a message of -1 bytes is over"),
+        (b'{"frame":"all"}\n', "a message of all bytes is over"),
+        (b'{"frame":3}\n[]\n', "not a JSON object"),
+    ],
+)
+def test_says_what_is_no_message(data: bytes, why: str) -> None:
+    with pytest.raises(protocol.ProtocolError, match=why):
+        received(data)
+
+
+def test_a_message_over_the_limit_is_not_sent() -> None:
+    with pytest.raises(protocol.ProtocolError, match="bytes is over the limit of 8388608 bytes"):
+        protocol.encode({"type": "x" * protocol.MAX_MESSAGE})
+
+
+@pytest.fixture
+def address(leaves_nothing: None) -> Address:
+    import tempfile
+
+    return Address("unix", path=str(Path(tempfile.gettempdir(), "r.sock")))
+
+
+def test_replica_0_names_the_limit_that_a_greeting_is_over(address: Address) -> None:
+    async def main() -> Any:
+        rendezvous = Rendezvous(address, 1)
+        await rendezvous.start()
+        reader, writer = await asyncio.open_unix_connection(address.path)
+        writer.write(b'{"type":"' + b"x" * 70_000 + b'"}\n')
+        answer = await protocol.receive(reader, 20.0)
+        writer.close()
+        assert rendezvous._door is not None
+        rendezvous._door.close()
+        return answer
+
+    assert asyncio.run(main())["reason"] == "a line is over the limit of 65536 bytes"
+    Path(address.path).unlink()
+
+
+def test_a_client_sends_and_receives_long_messages(address: Address) -> None:
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(address.path)
+        listening.listen()
+
+        def echo() -> None:
+            connection, _ = listening.accept()
+            with connection, connection.makefile("rb") as file:
+                header = protocol.decode(file.readline())
+                body = file.read(protocol.frame_size(header))
+                connection.sendall(protocol.encode(protocol.decode(body)) + protocol.encode({"type": "end"}))
+
+        thread = threading.Thread(target=echo)
+        thread.start()
+        with Link.open(Target(address), LONG) as link:
+            answer = link.receive()
+            assert answer is not None and answer["program"] == LONG["program"]
+            assert link.receive() == {"type": "end"}
+        thread.join()
+        with pytest.raises(LinkError, match="the request is too long: a message of .* the limit of 8388608 bytes"):
+            Link.open(Target(address), {"type": "run", "program": ["x" * protocol.MAX_MESSAGE]})
+    Path(address.path).unlink()
