@@ -16,6 +16,7 @@ import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cryptography import x509
@@ -28,7 +29,7 @@ from torchx_monarch.credentials import HostCredentials
 
 _OPTIONS = ("--grace", "5", "--preload", "", "--peer-timeout", "1")
 
-_PROGRAM = ["torchrun", "--nnodes", "2", "--nproc-per-node", "1", "--tee", "3", "--no-python", "sh", "-c"]
+_PROGRAM = ["--nproc-per-node", "1", "--tee", "3", "--no-python", "sh", "-c"]
 
 _SAYS_WITHIN = 20.0
 """Seconds for what takes 5 or less on a machine that does nothing else."""
@@ -45,9 +46,17 @@ def start(folder: Path, port: int) -> Iterator[Callable[..., Hosts]]:
     """Start one replica, of two, with options and an environment of its own. They end with the test."""
     started: list[Hosts] = []
 
-    def one(replica: int, *options: str, rendezvous: str = "", does: str = "true", **environ: str) -> Hosts:
+    def one(
+        replica: int,
+        *options: str,
+        rendezvous: str = "",
+        does: str = "true",
+        nnodes: tuple[str, ...] = ("2",),
+        **environ: str,
+    ) -> Hosts:
         given = {"MONARCH_RENDEZVOUS": rendezvous or f"tls:127.0.0.1:{port}", **environ}
-        started.append(Hosts(folder, [*_PROGRAM, does], 2, (*_OPTIONS, *options), given))
+        command = ["torchrun", "--nnodes", *nnodes, *_PROGRAM, does]
+        started.append(Hosts(folder, command, 2, (*_OPTIONS, *options), given))
         return started[-1].start(replica)
 
     yield one
@@ -172,6 +181,26 @@ def test_replica_0_names_a_host_whose_monarch_port_leads_nowhere(
     second = start(1, *options, MONARCH_CREDENTIALS=secret)
     assert first.processes[0].wait(60) == 1 and second.processes[1].wait(60) == 1
     assert re.search(rf"FAILED: host 1 \(\S+, pid \d+\) cannot be reached by replica 0: .*{why}", first.err(0))
+
+
+@pytest.mark.parametrize("scheme", ["tls", "insecure-tcp"])
+def test_an_elastic_job_refuses_a_newcomer_that_cannot_be_reached_and_goes_on(
+    start: Callable[..., Hosts], port: int, tmp_path: Path, eventually: Callable[..., object], scheme: str
+) -> None:
+    secret = credentials.create()[0].to_text()
+    common: dict[str, Any] = {"MONARCH_CREDENTIALS": secret, "rendezvous": f"{scheme}:127.0.0.1:{port}"}
+    elastic = ("1:2", "--rdzv-conf", "join_timeout=60,last_call_timeout=1")
+    does = f"echo begins; until [ -e {tmp_path}/go ]; do sleep 0.1; done"
+    first = start(0, does=does, nnodes=elastic, **common)
+    eventually(lambda: "first output" in first.err(0), "the ranks", seconds=60)
+    second = start(1, "--advertise", "127.0.0.9", "--bind", "127.0.0.1", does=does, nnodes=elastic, **common)
+    assert second.processes[1].wait(60) == 1
+    why = r"host 1 \(\S+, pid \d+\) cannot be reached by replica 0: 127.0.0.9:\d+: connection refused"
+    assert re.search(f"host 1 was refused: {why}", second.err(1)), second.err(1)
+    assert re.search(why, first.err(0))
+    (tmp_path / "go").touch()
+    assert first.wait(60) == [0], first.err(0)
+    assert first.out(0).count("begins") == 1  # its ranks were not disturbed
 
 
 def listening(pid: int) -> dict[int, str]:

@@ -55,7 +55,7 @@ class Attendance:
         self._rendezvous = rendezvous
         self._wires = wires
         self._reporter = reporter
-        self._gathering = Gathering(sizes, rendezvous, reporter)
+        self._gathering = Gathering(sizes, rendezvous, reporter, wires.unreachable)
         self._idle_timeout = idle_timeout
         self._credentials = credentials
         self._shut_down = shut_down
@@ -74,7 +74,8 @@ class Attendance:
             while not hosts:
                 await self._gathering.enough(0.0)
                 hosts = self._gathering.form()
-            await self._wires.check(hosts)
+            for wrong in (await self._gathering.unreachable(hosts)).values():
+                raise NetworkError(wrong)
             return hosts
 
         gathering, trouble = asyncio.ensure_future(gathered()), asyncio.ensure_future(self._trouble())

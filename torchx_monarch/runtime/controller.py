@@ -18,7 +18,6 @@ from torchx_monarch.errors import RankExit, Verdict, others_in_words, root_cause
 from torchx_monarch.runtime import link, retry
 from torchx_monarch.runtime.elastic import Gathering, Sizes, TooFewHosts
 from torchx_monarch.runtime.environment import World
-from torchx_monarch.runtime.network import NetworkError
 from torchx_monarch.runtime.rendezvous import JOINED, PREEMPTED, Registration, Rendezvous, Trouble, agent_lost, joined
 from torchx_monarch.runtime.report import Reporter
 
@@ -103,7 +102,7 @@ class Controller:
         rendezvous: where the hosts register.
         reporter: what a person sees.
         first_output: set when a rank of this host has printed something.
-        check: makes sure that hosts can be reached; raises what says why not.
+        unreachable: finds the hosts that cannot be reached, and why, by replica.
         own_host: does what is asked of replica 0's host, which is this process: its agent would be a detour.
     """
 
@@ -113,15 +112,14 @@ class Controller:
         rendezvous: Rendezvous,
         reporter: Reporter,
         first_output: asyncio.Event,
-        check: Callable[[Iterable[Registration]], Awaitable[None]],
+        unreachable: Callable[[Iterable[Registration]], Awaitable[dict[int, str]]],
         own_host: link.Handler,
     ) -> None:
         self._options = options
         self._rendezvous = rendezvous
-        self._gathering = Gathering(options.sizes, rendezvous, reporter)
+        self._gathering = Gathering(options.sizes, rendezvous, reporter, unreachable)
         self._reporter = reporter
         self._first_output = first_output
-        self._check = check
         self._own_host = own_host
         self._asked: set[asyncio.Task[None]] = set()  # held, or the loop might drop them
         # Monarch's calls block; one thread each, because a pending one must not hold up the next.
@@ -214,27 +212,37 @@ class Controller:
         from torchx_monarch.monarch_api import AgentMesh, host_without_agent
         from torchx_monarch.runtime.agent import Agent
 
+        if wrong := await self._unless_trouble(self._gathering.unreachable(hosts)):
+            if refused := await self._gathering.refuse(wrong):
+                raise TroubleCame(refused)
+            within = self._options.said_within if self._replacements_left else _SAID_ANYWAY
+            first = Trouble(0, Verdict(1, next(iter(wrong.values()))))
+            raise TroubleCame(await self._trouble_behind(first, within))
         try:
             addresses, number = [host.address for host in hosts], self._meshes
             self._meshes += 1
-            await self._unless_trouble(self._check(hosts))
             mesh = self._in_thread(AgentMesh, addresses, Agent, number, _MESH_TIMEOUT)
             self._mesh = await self._unless_trouble(self._reporter.while_waiting(mesh, lambda: "the mesh"))
         except TroubleCame:
             raise
-        except NetworkError as error:
-            within = self._options.said_within if self._replacements_left else _SAID_ANYWAY
-            raise TroubleCame(await self._trouble_behind(Trouble(0, Verdict(1, str(error))), within)) from None
         except Exception as error:
             print(f"the mesh could not be formed: {error}", file=sys.stderr, flush=True)  # this is Monarch's log
             place = host_without_agent(error)
             why = _first_line(error) if place is None else f"the agent of {hosts[place].name} did not start"
             reason = f"the mesh could not be formed: {why}; see {self._options.monarch_log}"
             trouble = Trouble(0, Verdict(1, reason, replica=-1 if place is None else place))
-            raise TroubleCame(await self._trouble_behind(trouble, self._options.said_within)) from error
+            behind = await self._trouble_behind(trouble, self._options.said_within)
+            if behind is trouble:  # the hosts say nothing of it: a connection between them, which Monarch needs
+                suspects = self._newcomers(hosts) if place is None else [hosts[place]]
+                behind = await self._gathering.refuse({host.replica: reason for host in suspects}) or trouble
+            raise TroubleCame(behind) from error
         self._hosts = hosts
         self._members = {host.replica for host in hosts}
         self._reporter.phase("mesh", "mesh")
+
+    def _newcomers(self, hosts: list[Registration]) -> list[Registration]:
+        """Those of the hosts that were not in the mesh before this one; none where there was none before."""
+        return [host for host in hosts if host not in self._hosts] if self._hosts else []
 
     async def _work(self, hosts: list[Registration]) -> Verdict:
         """What is done on a mesh that stands."""
@@ -268,7 +276,7 @@ class Controller:
         """Run the ranks once; None when all ended well, else the one that began the failure."""
         options = self._options
         self._exits = {}
-        if options.sizes.elastic and (newcomers := self._rendezvous.newcomers):
+        if options.sizes.elastic and (newcomers := await self._unless_trouble(self._gathering.reachable_newcomers())):
             raise TroubleCame(joined(newcomers[0]))
         store = self._call_own("store", {"address": options.store_bind}, options.host_timeout)
         port, agent_store = await self._reporter.while_waiting(store, lambda: "the interpreter of rank 0")

@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 
+from torchx_monarch.errors import Verdict
 from torchx_monarch.plan.command import Command
-from torchx_monarch.runtime.rendezvous import Registration, Rendezvous
+from torchx_monarch.runtime.rendezvous import Registration, Rendezvous, Trouble
 from torchx_monarch.runtime.report import Reporter
 
 
@@ -72,9 +73,17 @@ class Gathering:
         sizes: of the job.
         rendezvous: where the hosts register.
         reporter: what a person sees.
+        unreachable: finds the hosts that cannot be reached, and why, by replica (``Wires.unreachable``).
     """
 
-    def __init__(self, sizes: Sizes, rendezvous: Rendezvous, reporter: Reporter) -> None:
+    def __init__(
+        self,
+        sizes: Sizes,
+        rendezvous: Rendezvous,
+        reporter: Reporter,
+        unreachable: Callable[[Iterable[Registration]], Awaitable[dict[int, str]]],
+    ) -> None:
+        self.unreachable = unreachable
         self._sizes = sizes
         self._rendezvous = rendezvous
         self._reporter = reporter
@@ -116,11 +125,38 @@ class Gathering:
     async def newcomer(self) -> Registration:
         """Wait for a host that takes no part yet, and for more: until all are there, or the last call is over."""
         rendezvous = self._rendezvous
-        while not rendezvous.newcomers:
+        while not (newcomers := await self.reachable_newcomers()):
             await rendezvous.until(lambda: bool(rendezvous.newcomers))
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(rendezvous.until(lambda: not rendezvous.missing), self._sizes.last_call)
-        return rendezvous.newcomers[0]
+        return newcomers[0]
+
+    async def reachable_newcomers(self) -> list[Registration]:
+        """The hosts that have come; those that cannot be reached are refused before ranks are stopped for them."""
+        if refused := await self.refuse(await self.unreachable(self._rendezvous.newcomers)):
+            self._reporter.note(refused.kind, refused.verdict.reason, replica=refused.replica)
+        return self._rendezvous.newcomers
+
+    async def refuse(self, reasons: Mapping[int, str]) -> Trouble | None:
+        """Let hosts go that cannot take part in an elastic job, which goes on without them.
+
+        Args:
+            reasons: why not, by replica.
+
+        Returns:
+            The loss of the first of them. None where the job cannot do without: it is not elastic, none is to be
+            refused, or it is replica 0.
+        """
+        if not reasons or 0 in reasons or not self._sizes.elastic:
+            return None
+        losses = []
+        for replica, reason in reasons.items():
+            verdict = Verdict(1, reason, replica=replica)
+            losses.append(Trouble(replica, verdict))
+            await self._rendezvous.dismiss(replica, verdict)
+        for loss in losses[1:]:
+            self._reporter.note(loss.kind, loss.verdict.reason, replica=loss.replica)
+        return losses[0]
 
     def shortage(self, replaced: bool) -> str:
         """Why the job cannot go on with the hosts that are left; empty when it can.

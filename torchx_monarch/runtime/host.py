@@ -363,7 +363,7 @@ class HostProcess:
             self._spawn(self._guide.tell(rendezvous, wires, self._reporter, self._options.host_timeout))
 
     def _controller(self, job: JobOptions, rendezvous: Rendezvous, wires: Wires) -> Controller:
-        return Controller(job, rendezvous, self._reporter, self._first_output, wires.check, self._handle)
+        return Controller(job, rendezvous, self._reporter, self._first_output, wires.unreachable, self._handle)
 
     def _conclude(self, verdict: Verdict) -> Verdict:
         if verdict.cause and verdict.cause.traceback:
@@ -392,6 +392,8 @@ class HostProcess:
             membership = self._membership
             verdict = await membership.verdict()
             if verdict is not None:
+                if membership.dismissed and not verdict.stopped:
+                    self._reporter.line(f"host {options.replica} was refused: {verdict.reason}")
                 return verdict
             self._membership = None
             reason = membership.lost or f"host {options.replica} ({self._hostname}) lost replica 0"

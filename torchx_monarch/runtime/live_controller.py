@@ -39,7 +39,7 @@ class LiveController(Controller):
         rendezvous: where the hosts register, and clients come.
         reporter: what a person sees.
         first_output: as for ``Controller``.
-        check: likewise.
+        unreachable: likewise.
         own_host: likewise.
         allocation: the runs.
     """
@@ -50,11 +50,11 @@ class LiveController(Controller):
         rendezvous: Rendezvous,
         reporter: Reporter,
         first_output: asyncio.Event,
-        check: Callable[[Iterable[Registration]], Awaitable[None]],
+        unreachable: Callable[[Iterable[Registration]], Awaitable[dict[int, str]]],
         own_host: link.Handler,
         allocation: Allocation,
     ) -> None:
-        super().__init__(options, rendezvous, reporter, first_output, check, own_host)
+        super().__init__(options, rendezvous, reporter, first_output, unreachable, own_host)
         self._allocation = allocation
         self._held = options
         self._received: dict[int, int] = {}

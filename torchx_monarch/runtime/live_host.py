@@ -123,7 +123,7 @@ class LiveHost(HostProcess):
         allocation.hand_on = lambda code: hand_on(allocation, self.code, code)
         job = dataclasses.replace(job, first_log_attempt=0)
         return LiveController(
-            job, rendezvous, self._reporter, self._first_output, wires.check, self._handle, self._allocation
+            job, rendezvous, self._reporter, self._first_output, wires.unreachable, self._handle, self._allocation
         )
 
     # -- requests ------------------------------------------------------------------------------------------------------

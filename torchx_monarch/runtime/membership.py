@@ -104,6 +104,7 @@ class Membership:
 
     Attributes:
         lost: why replica 0 is lost, where more is known than that the connection broke.
+        dismissed: whether the verdict is this host's alone, and the job goes on without it.
 
     Args:
         reader: of the connection to replica 0.
@@ -116,6 +117,7 @@ class Membership:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str = "replica 0", lease: float = LEASE
     ) -> None:
         self.lost = ""
+        self.dismissed = False
         self._reader = reader
         self._writer = writer
         self._name = name
@@ -166,6 +168,7 @@ class Membership:
             while message := await protocol.receive(self._reader):
                 self._leases.renew(self._name)
                 if message.get("type") == "verdict":
+                    self.dismissed = message.get("dismissed") is True
                     return Verdict.from_json(message)
             if not self.lost and (pause := self._leases.own_pause):
                 self.lost = f"this host did not run for {pause:.0f} s, and {self._name} has given it up"

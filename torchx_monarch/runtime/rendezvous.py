@@ -215,7 +215,7 @@ class Rendezvous:
         """Let one host go, which is to end as the verdict says while the job goes on."""
         if self._hosts.pop(replica, None) is not None:
             self._note_change()
-            await protocol.send(self._writers[replica], {"type": "verdict", **verdict.to_json()})
+            await protocol.send(self._writers[replica], {"type": "verdict", "dismissed": True, **verdict.to_json()})
 
     def end(self) -> None:
         """Have hosts wait that the backend starts again, until this one is started again as well.

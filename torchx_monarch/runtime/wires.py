@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 
 from torchx_monarch.runtime import network, transport
 from torchx_monarch.runtime.address import REPLICA0_NAME
-from torchx_monarch.runtime.network import NetworkError, NetworkOptions
+from torchx_monarch.runtime.network import NetworkOptions
 from torchx_monarch.runtime.rendezvous import Registration
 from torchx_monarch.runtime.transport import Address, ConnectError, Identity
 
@@ -122,31 +122,33 @@ class Wires:
 
         return await asyncio.get_running_loop().run_in_executor(None, start)
 
-    async def check(self, hosts: Iterable[Registration]) -> None:
-        """Make sure that Monarch's port of every host can be reached and proves who it is.
+    async def unreachable(self, hosts: Iterable[Registration]) -> dict[int, str]:
+        """Find the hosts whose Monarch port cannot be reached, or under TLS does not prove who it is.
 
         Monarch itself says nothing of a handshake that fails: it would time out after a minute, without a reason.
 
-        Raises:
-            NetworkError: it cannot; the message names the host.
+        Returns:
+            By replica, what is wrong, in words that name the host; empty where all can be reached.
         """
-        if self.identity is None:
-            return
-        at_a_time = asyncio.Semaphore(_CHECKS_AT_A_TIME)
+        if not self.rendezvous.networked:
+            return {}
+        scheme, at_a_time = _MONARCH_SCHEMES[self.rendezvous.scheme], asyncio.Semaphore(_CHECKS_AT_A_TIME)
+        wrong: dict[int, str] = {}
 
         async def check(host: Registration) -> None:
-            found = re.search(r"@tls://(.+):(\d+)$", host.address)
+            found = re.search(rf"@{scheme}://(.+):(\d+)$", host.address)
             if found is None:
-                raise NetworkError(f"{host.name} has registered with {host.address!r}, which is no address of TLS")
+                wrong[host.replica] = f"{host.name} has registered with {host.address!r}, which is no {scheme} address"
+                return
+            address = Address(self.rendezvous.scheme, found[1], int(found[2]))
             async with at_a_time:
                 try:
-                    address = Address("tls", found[1], int(found[2]))
                     _, writer = await transport.connect(
                         address, self.identity, self.options.peer_timeout, _CHECK_PATIENCE
                     )
+                    writer.close()
                 except ConnectError as error:
-                    raise NetworkError(f"{host.name} cannot be reached by replica 0: {error}") from None
-            writer.close()
+                    wrong[host.replica] = f"{host.name} cannot be reached by replica 0: {error}"
 
         checks = [asyncio.ensure_future(check(host)) for host in hosts]
         try:
@@ -154,3 +156,4 @@ class Wires:
         finally:
             for one in checks:
                 one.cancel()
+        return wrong
