@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from torchx_monarch.backends.outcome import RolePolicy
+
 
 @dataclass
 class ReplicaRequest:
@@ -33,6 +35,7 @@ class RoleRequest:
     Attributes:
         retry_policy: APPLICATION, ROLE or REPLICA.
         min_replicas: how many replicas it can do with, replica 0 among them; None for all.
+        sidecar: whether it ends with the other roles.
     """
 
     name: str
@@ -40,11 +43,12 @@ class RoleRequest:
     max_retries: int = 0
     retry_policy: str = "APPLICATION"
     min_replicas: int | None = None
+    sidecar: bool = False
 
     @property
-    def elastic(self) -> bool:
-        """Whether it can do with fewer replicas than it has."""
-        return self.min_replicas is not None and self.min_replicas < len(self.replicas)
+    def policy(self) -> RolePolicy:
+        """What decides how it and the app end."""
+        return RolePolicy(len(self.replicas), self.min_replicas, self.sidecar)
 
 
 @dataclass

@@ -27,6 +27,7 @@ from torchx.schedulers.api import (
 from torchx.specs import NONE, AppDef, AppDryRunInfo, AppState, CfgVal, ReplicaStatus, RoleStatus, runopts
 
 from torchx_monarch import events
+from torchx_monarch.backends.errors import UserError
 from torchx_monarch.backends.local import appdef, folder, logs, render, state, store, submit, watchers
 from torchx_monarch.backends.local.request import DetachedRequest
 from torchx_monarch.backends.local.status import AppRecord
@@ -179,7 +180,7 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
         """
         found = self._find(app_id)
         if found is None:
-            raise ValueError(f"there is no app {app_id!r} in {store.apps_dir()}")
+            raise UserError(f"there is no app {app_id!r} in {store.apps_dir()}")
         paths, record = found
         sizes = {role.name: len(role.replicas) for role in record.roles}
         check_replica(app_id, sizes, role_name, k)
@@ -237,7 +238,20 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
         state.ask_to_end(paths, grace)
 
     def _cancel_existing(self, app_id: str) -> None:
-        self.stop(app_id, None)
+        """End the app; returns when it has ended, as ``LocalScheduler`` does, or when it should have and has not.
+
+        Raises:
+            RuntimeError: the app runs on another machine.
+        """
+        found = self._find(app_id)
+        if found is not None and not found[1].terminal:
+            self._end(found[0])
+
+    def _end(self, paths: store.AppPaths) -> bool:
+        """Ask for the end of an app and wait for it, for its grace and some seconds; whether it has ended."""
+        request = store.read_json(paths.request) or {}
+        self.stop(paths.app_id, None)
+        return self.wait_terminal(paths.app_id, request.get("grace", 0.0) + _END_EXTRA)
 
     def _delete_existing(self, app_id: str) -> None:
         """Remove everything about an app, after ending it if it runs.
@@ -249,11 +263,8 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
         if found is None:
             return
         paths, record = found
-        if not record.terminal:
-            request = store.read_json(paths.request) or {}
-            self.stop(app_id, None)
-            if not self.wait_terminal(app_id, request.get("grace", 0.0) + _END_EXTRA):
-                raise RuntimeError(f"app {app_id} has been told to end but still runs; its folder {paths.root} is kept")
+        if not record.terminal and not self._end(paths):
+            raise RuntimeError(f"app {app_id} has been told to end but still runs; its folder {paths.root} is kept")
         folder.remove_app(paths)
 
 
