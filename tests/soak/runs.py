@@ -148,6 +148,8 @@ def _run(job: Job, outcome: Outcome) -> None:
 
 def _await_end(job: Job, outcome: Outcome) -> bool:
     """Wait for the end; a job that hangs is cancelled. Whether it has ended."""
+    if any(one.fault.what == "freeze submitter" for one in outcome.injections):
+        job.kill_submitter()  # of one that is frozen there is nothing more to wait for
     if any(one.fault.hangs for one in outcome.injections) and not job.wait(job.plan.seconds + HANGS_FOR):
         outcome.rescued = True
         job.scheduler.cancel(job.app_id)
