@@ -153,7 +153,7 @@ class Injector:
             who, replica = processes.identity(pid), _replica(pid)
             if who is None or not processes.send(who, _SIGNALS[fault.action]):
                 return None
-            if fault.hangs:
+            if fault.hangs or (fault.what == "freeze submitter" and not job.app_id):
                 self._hangs_until = time.monotonic() + job.plan.seconds + _HANGS_FOR
             if fault.action == "stop":
                 timer = threading.Timer(fault.pause, processes.send, (who, signal.SIGCONT))
