@@ -22,8 +22,8 @@ class Difference(Enum):
     )
 
     MASTER_PORT = (
-        "`MASTER_PORT`",
-        "a free port, taken again later",
+        "`MASTER_PORT`, unless `--master-port` or a static `--rdzv-endpoint` names it",
+        "a free port, taken again later; 29500 for a static rendezvous of several hosts",
         "a free port, held from the first moment",
         "no other job can take it in between",
     )
@@ -123,7 +123,7 @@ class Difference(Enum):
     NEW_STORE = (
         "The job's TCPStore after a restart",
         "the one of the attempt before, with what that has written, on the same port",
-        "a new one, empty, on another port",
+        "a new one, empty, on another port unless the user names it",
         "ranks that find the addresses of dead ones in it fail or hang",
     )
     EXIT_CODE = (

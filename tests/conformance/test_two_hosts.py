@@ -22,6 +22,7 @@ def test_environment(rdzv: str, both: Launchers) -> None:
     # With the c10d backend, torchrun numbers its agents as they happen to come; the variables of a rank do not show it.
     theirs, ours = both.script("report(dict(os.environ))", "--role", "r", nodes=2, rdzv=rdzv)
     assert theirs.codes == ours.codes == [0, 0]
+    # MASTER_PORT of the static rendezvous is the user's, a new one for each launch here.
     expected = {"MASTER_PORT": Difference.MASTER_PORT, "TORCHELASTIC_ERROR_FILE": Difference.ERROR_FILE}
     if rdzv == "c10d":
         expected["MASTER_ADDR"] = Difference.MASTER_ADDR
