@@ -109,6 +109,20 @@ def test_job_survives_its_shell(work: Path, eventually: Eventually) -> None:
     assert "the end" in torchx("log", handle).stdout
 
 
+@pytest.mark.parametrize(("body", "cause"), [("raise OSError('no disk')", "OSError: no disk"), ("sys.exit(0)", "")])
+def test_the_caller_gets_the_root_cause_in_its_error_file(
+    work: Path, body: str, cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error_file = work / "caller.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
+    run("--wait", "-cfg", "preload=none", "monarch.spmd", write(work, body), cwd=work, check=False)
+    assert error_file.exists() is bool(cause)
+    if cause:
+        message = json.loads(error_file.read_text())["message"]
+        assert cause in message["message"] and cause in message["extraInfo"]["py_callstack"]
+        assert message["errorCode"] == 1
+
+
 @pytest.mark.parametrize(
     ("body", "code"), [("sys.exit(0)", 0), ("sys.exit(3)", 1), ("os.kill(os.getpid(), 11)", 1), ("raise OSError(5)", 1)]
 )
