@@ -52,6 +52,19 @@ class Difference(Enum):
         "the ranks import while the mesh forms, which is most of the time that a start takes",
     )
 
+    STARTUP_FILES = (
+        "`sitecustomize`, `usercustomize` and `.pth` files of a rank",
+        "see its whole environment",
+        "see the host's, without `RANK` and the like, where torch is preloaded; with `-cfg preload=none` the rank's",
+        "the interpreter that imports ahead starts before its rank is known",
+    )
+    EARLY_VARIABLES = (
+        "A variable that torch reads when it is imported (`OMP_NUM_THREADS`, `TORCH_LOGS`, ...), set by the script",
+        "has effect until the script imports torch",
+        "has none where torch is preloaded, and rank 0 says so once; with `-cfg preload=none` it has",
+        "torch has been imported ahead; set it where the job is submitted (`--env`)",
+    )
+
     NO_TEXT = (
         "A script that cannot be decoded (NUL, not UTF-8, unknown coding)",
         "SyntaxError in the words of `python script.py`",

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -122,8 +123,14 @@ class LivePool(RankPool):
         """What an interpreter must have in common with those of this pool to run its program as a fresh one would."""
         env = interpreter_environment(self._base_environ(), self._count)
         read = {name: value for name, value in env.items() if name.startswith(_READ_EARLY)}
-        python = self._bare_python() if self._command.program_of(local_rank).mode == "exec" else self._python()
-        return python, self._preload, read
+        python = self._starter(self._command.program_of(local_rank))
+        return python, self._preload, read, self._start_folder()
+
+    def _start_folder(self) -> str | None:
+        """The run's folder, if Python resolves relative paths as it starts; the host's fits any run otherwise."""
+        python, path = self._python()[0], self._environ.get("PYTHONPATH")
+        relative = [] if not path else [entry for entry in path.split(os.pathsep) if not os.path.isabs(entry)]
+        return self._cwd if relative or (os.sep in python and not os.path.isabs(python)) else None
 
     def _base_environ(self) -> Mapping[str, str]:
         """What an interpreter starts with: what this run adds and need not be there from the start comes later."""

@@ -11,6 +11,8 @@ alone. ``FD`` is one end of a socket pair on which the host sends JSON lines and
 ``{"op": "store", "address": A}``       fork a process that serves a TCPStore on ``A`` until a pipe is closed; answer
                                         its pid. With the order come the pipe and a socket bound to the store's port
 ``{"op": "bind", "mode": M, "gpu": N}`` run on the CPUs that ``--numa-binding M`` means for GPU N, and on no others
+``{"op": "become", ...}``               answer, and start anew as another interpreter with this file, in folder ``cwd``,
+                                        with ``env`` added to its environment; further orders are for that one
 ``{"op": "ready"}``                     answer, once the orders before it are done
 ``{"op": "run", ...}``                  take the environment and run the program; no answer, the socket is closed. With
                                         ``cwd``, the interpreter was not prepared for it, and first goes to that folder
@@ -283,6 +285,10 @@ def _serve_orders(channel: socket.socket) -> dict[str, Any]:
         for descriptor in passed:
             os.close(descriptor)
         channel.sendall(json.dumps(answer).encode() + b"\n")
+        if op == "become":
+            os.chdir(order["cwd"])
+            os.environ.update(order["env"])
+            _exec(order["python"][0], [*order["python"][1:], __file__, *sys.argv[1:]])
 
 
 def _exec(target: str, args: list[str]) -> NoReturn:
@@ -439,6 +445,14 @@ def _without_own_frames_for(hook: Callable[..., object] | None) -> Callable[...,
     return show
 
 
+def _run_beside(name: str) -> dict[str, Any]:
+    """Run a file of this folder, from which the program cannot import; its names."""
+    path = os.path.join(os.path.dirname(__file__), name)
+    names: dict[str, Any] = {"__name__": name}
+    exec(_script_code(path, path), names)
+    return names
+
+
 def main() -> None:
     """Take orders from the host named on the command line, then run the program."""
     _die_with(int(sys.argv[2]))
@@ -453,6 +467,8 @@ def main() -> None:
     if mode == "exec":
         _exec(target, args)
     sys.orig_argv = [sys.executable, *order["orig_argv"]]
+    if "torch" in sys.modules and os.environ.get("RANK") == "0":
+        _run_beside("early_variables.py")["watch"]()
     try:
         _run(mode, target, args)
     except SystemExit as error:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -193,12 +195,29 @@ class RankPool:
             self._watchdog = None
         self._store.release()
 
-    def _bare_python(self) -> list[str]:
-        """What starts an interpreter that becomes another program."""
+    def _starter(self, program: Program) -> list[str]:
+        """What starts the process of a rank: the program's interpreter, or an empty one that becomes another."""
         options = self._command.options
         # How many ranks and which CPUs is for torch to say, whatever then runs in the interpreter's place.
         asks_torch = options.numa_binding is not None or not options.nproc_per_node.isdigit()
-        return self._python() if asks_torch else [sys.executable, "-I", "-S"]
+        ahead = program.mode != "exec" and self._preload
+        return self._python() if ahead or asks_torch else [sys.executable, "-I", "-S"]
+
+    def _becomes(self, program: Program) -> list[str]:
+        """The interpreter that the process of a rank becomes when it has its rank; empty where it stays what it is.
+
+        One that imports nothing ahead starts with its whole environment, as under torchrun: what runs before the
+        program (sitecustomize, .pth files) sees it.
+        """
+        return [] if program.mode == "exec" or self._preload else self._python()
+
+    def _is_found(self, python: str) -> bool:
+        relative = os.sep in python and not os.path.isabs(python)  # to the program's folder, which may be another
+        return relative or shutil.which(python, path=self._environ.get("PATH")) is not None
+
+    def _start_folder(self) -> str | None:
+        """Where interpreters start; None for the host's own folder."""
+        return None
 
     def _python(self) -> list[str]:
         typed = list(self._command.interpreter) or ["python"]
@@ -213,10 +232,13 @@ class RankPool:
 
     def _start(self, local_rank: int) -> None:
         program = self._command.program_of(local_rank)
-        python = self._bare_python() if program.mode == "exec" else self._python()
+        python = self._starter(program)
         env = interpreter_environment(self._base_environ(), self._count)
+        if (later := self._becomes(program)) and not self._is_found(later[0]):
+            raise LaunchError(f"cannot start the Python interpreter {later[0]!r}: {os.strerror(errno.ENOENT)}")
+        folder = self._start_folder()
         try:
-            interpreter = Interpreter(python, self._label(program), env, *self.limits, self._printed)
+            interpreter = Interpreter(python, self._label(program), env, *self.limits, folder, self._printed)
         except OSError as error:
             raise LaunchError(f"cannot start the Python interpreter {python[0]!r}: {error.strerror}") from None
         self._prepare(interpreter, program, local_rank)
@@ -287,7 +309,9 @@ class RankPool:
             raise LaunchError(str(error)) from None
         self._waiting = self._waiting[self._count :]
         self.attempt = world.attempt
-        await asyncio.gather(*(rank.interpreter.run(order) for rank, order in zip(self._ranks, orders, strict=True)))
+        pythons = [self._becomes(self._command.program_of(rank.local_rank)) for rank in self._ranks]
+        each = zip(self._ranks, orders, pythons, strict=True)
+        await asyncio.gather(*(rank.interpreter.run(order, python) for rank, order, python in each))
         if spares:
             self._spares = asyncio.ensure_future(self._start_spares(world.attempt))
         return [rank.interpreter.process.pid for rank in self._ranks]
@@ -411,6 +435,7 @@ class RankPool:
         if self._watchdog is not None:
             env[FILE] = self._watchdog.path
         return {
+            **({"cwd": os.getcwd()} if self._becomes(program) else {}),
             "op": "run",
             "mode": program.mode,
             "target": program.target,
