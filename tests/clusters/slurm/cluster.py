@@ -21,16 +21,14 @@ import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from tests.clusters import packages
 from tests.network.namespaces import ip
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "slurmdbd", "sbatch", "mariadbd", "mariadb-install-db", "ip")
 PACKAGES = ("slurm-wlm", "slurmdbd", "munge", "mariadb-server", "iproute2")
 
-_POLICY = Path("/usr/sbin/policy-rc.d")
-"""Debian asks it whether a package that is being installed may start its services."""
-
-_UP_WITHIN = 60.0
-_DOWN_WITHIN = 20.0
+_UP_WITHIN = 300.0
+_DOWN_WITHIN = 60.0
 
 
 def missing() -> str:
@@ -40,33 +38,8 @@ def missing() -> str:
     probe = subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, text=True)
     if probe.returncode:
         return probe.stderr.strip()
-    absent = _absent()
-    if absent and shutil.which("apt-get"):
-        _install()
-        absent = _absent()
+    absent = packages.missing(PROGRAMS, PACKAGES)
     return f"not installed, and cannot be: {', '.join(absent)}" if absent else ""
-
-
-def _absent() -> list[str]:
-    path = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
-    return [name for name in PROGRAMS if shutil.which(name, path=path) is None]
-
-
-def _install() -> None:
-    """Debian's packages, none of whose services is started."""
-    forbids = not _POLICY.exists()
-    if forbids:
-        _POLICY.write_text("#!/bin/sh\nexit 101\n")
-        _POLICY.chmod(0o755)
-    apt = ["apt-get", "-q", "-y", "-o", "DPkg::Lock::Timeout=120"]
-    env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    try:
-        for words in (["update"], ["install", "--no-install-recommends", *PACKAGES]):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                subprocess.run([*apt, *words], env=env, capture_output=True, timeout=300, check=False)
-    finally:
-        if forbids:
-            _POLICY.unlink()
 
 
 class SlurmCluster:
@@ -88,7 +61,7 @@ class SlurmCluster:
         self._ports = {name: _free_port() for name in ("ctld", "dbd")}
         # Daemons must not carry what marks the processes of a test.
         self._env = {name: value for name, value in os.environ.items() if not name.startswith("TORCHX_MONARCH_")}
-        self._env["PATH"] = f"{self._env.get('PATH', os.defpath)}:/usr/sbin:/sbin"
+        self._env["PATH"] = packages.PATH
         self._env["SLURM_CONF"] = str(self.conf)
 
     @property

@@ -21,8 +21,6 @@ from tests.clusters.slurm.apps import NAME, Apps, sh, spmd
 from tests.clusters.slurm.cluster import SlurmCluster
 
 # The first test brings the cluster up, and may have to install it.
-pytestmark = [pytest.mark.xdist_group("slurm")]
-
 WEIRD = "a,b=c 'q' \"d\" $HOME `x` \\ %j\nline2\t."
 
 WAITS = """

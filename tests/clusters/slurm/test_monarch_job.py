@@ -17,9 +17,6 @@ from tests.clusters.slurm.apps import NAME, Apps
 from tests.clusters.slurm.cluster import SlurmCluster
 from tests.local.monarch_programs import CONTROLLER, DOCUMENTED, EXPECTED
 
-pytestmark = [pytest.mark.xdist_group("slurm")]
-
-
 SERVICES = """
 import json
 import psutil
