@@ -389,7 +389,7 @@ def test_fifty_jobs_at_once_have_ports_of_their_own(work: Path, eventually: Even
         "import sys; from torchx.runner import get_runner; from torchx.specs import AppDef, Role\n"
         "runner = get_runner()\n"
         "app = AppDef('many', roles=[Role('one', image='', entrypoint='python', args=sys.argv[1:])])\n"
-        "handles = [runner.run(app, 'monarch_local') for _ in range(50)]\n"
+        "handles = [runner.run(app, 'monarch_local', cfg={'preload': 'none'}) for _ in range(50)]\n"
         "states = [str(runner.wait(handle, wait_interval=0.2).state) for handle in handles]\n"
         "print(states.count('SUCCEEDED'), len(set(handles)))\n"
     )
