@@ -61,7 +61,7 @@ def test_forked_torchrun_is_torchrun(form: str, both: Launchers, tmp_path: Path)
         stdin=subprocess.DEVNULL,
         capture_output=True,
         start_new_session=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     observed = Path(os.environ["OBSERVED"])

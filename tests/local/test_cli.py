@@ -81,7 +81,7 @@ def test_a_job_from_other_processes(work: Path, eventually: Eventually) -> None:
     follower = subprocess.Popen([*TORCHX, "log", "-t", handle], stdout=subprocess.PIPE, text=True)
     torchx("cancel", handle)
     eventually(lambda: state(handle) == "CANCELLED", "the cancellation")
-    assert follower.communicate(timeout=60)[0].count("]:pid ") == 4
+    assert follower.communicate(timeout=240)[0].count("]:pid ") == 4
     assert len(re.findall(r"\[prog\d\]:pid \d+", torchx("log", handle).stdout)) == 4
     torchx("delete", handle)
     assert not app.exists()
@@ -102,7 +102,7 @@ def test_job_survives_its_shell(work: Path, eventually: Eventually) -> None:
     assert shell.stdout is not None
     handle = shell.stdout.readline().strip()
     os.killpg(shell.pid, signal.SIGHUP)
-    shell.communicate(timeout=60)
+    shell.communicate(timeout=240)
     assert state(handle) in ("PENDING", "RUNNING")
     (work / "go on").touch()
     eventually(lambda: state(handle) == "SUCCEEDED", "the end of the job")

@@ -168,7 +168,7 @@ class Daemon:
             pid = client.containers.get(container).attrs["State"]["Pid"]
         assert pid > 0, f"{container} does not run"
         within = ["nsenter", f"--target={self.first}", "--pid", "--mount", "--", "sh", "-c", f"kill -{signal} {pid}"]
-        subprocess.run(within, check=True, timeout=60)
+        subprocess.run(within, check=True, timeout=240)
 
     def left(self) -> list[str]:
         """What is with the daemon: containers, volumes, networks of anybody's."""

@@ -237,7 +237,7 @@ class SlurmCluster:
 
     def run(self, *command: str) -> str:
         """Run a command of Slurm's; what it prints."""
-        done = subprocess.run(command, env=self._env, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=self._env, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
         return done.stdout
 
@@ -287,7 +287,7 @@ class SlurmCluster:
             daemon.wait(_DOWN_WITHIN)
 
     def _kill_in(self, namespace: str) -> None:
-        listed = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, timeout=60)
+        listed = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, timeout=240)
         for pid in listed.stdout.split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
@@ -300,8 +300,8 @@ class SlurmCluster:
             self._stop(name)
         for name in self._namespaces:
             self._kill_in(name)
-            subprocess.run(["ip", "netns", "delete", name], check=False, timeout=60)
-        subprocess.run(["ip", "link", "delete", f"{self._name}r"], check=False, timeout=60, capture_output=True)
+            subprocess.run(["ip", "netns", "delete", name], check=False, timeout=240)
+        subprocess.run(["ip", "link", "delete", f"{self._name}r"], check=False, timeout=240, capture_output=True)
         shutil.rmtree(self._lab, ignore_errors=True)
 
     def left(self) -> list[str]:
@@ -313,7 +313,7 @@ class SlurmCluster:
                     if os.fsencode(self._lab) in (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes():
                         found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
         for command in (["ip", "netns", "list"], ["ip", "-o", "link"]):
-            listed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+            listed = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
             found += [line for line in listed.splitlines() if self._name in line]
         return [*found, *(str(path) for path in (self._lab,) if path.exists())]
 
