@@ -283,6 +283,10 @@ class AllocationError(RuntimeError):
     """A live allocation has ended, or did not get ready in time."""
 
 
+class ClientError(RuntimeError):
+    """This process cannot be a Monarch client of these hosts; the message says why."""
+
+
 class CodeError(RuntimeError):
     """A workspace was not brought to the hosts of a live allocation; the message says why."""
 

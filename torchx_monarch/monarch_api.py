@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torchx_monarch.errors import ClientError
 from torchx_monarch.runtime import same_user
 
 if TYPE_CHECKING:
@@ -172,10 +173,6 @@ class AgentMesh:
 
 
 # -- a user's process, which is a client of hosts that wait for actors -------------------------------------------------
-
-
-class ClientError(RuntimeError):
-    """This process cannot be a Monarch client of these hosts; the message says why."""
 
 
 def become_client(url: str, tls: Sequence[str], warn: Callable[[str], None], gateway: str = "") -> None:

@@ -19,8 +19,9 @@ TOPOLOGY = """
 import os
 import torch.numa.binding as binding
 
-binding._get_gpu_count = lambda: 2
+binding._get_gpu_count = binding._get_device_count = lambda: 2  # the latter, and below, since torch 2.14
 binding._get_numa_node_index_for_gpu_index = lambda *, gpu_index: 0
+binding._get_numa_node_index_for_device_index = lambda *, device_index: 0
 binding._get_cpu_indices_for_numa_node_MAYBE_NOT_ALLOWED = lambda *, numa_node_index: set(range(4096))
 binding._get_logical_cpu_indices_sharing_same_physical_core_as = lambda *, logical_cpu_index: {logical_cpu_index}
 """
@@ -56,6 +57,18 @@ def test_ranks_are_bound_before_the_program_begins(run: Callable[[str, str], Hos
     first, second = ([int(cpu) for cpu in path.read_text().split()] for path in ranks)
     assert first + second == sorted(os.sched_getaffinity(0))
     assert 0 <= len(first) - len(second) <= 1
+
+
+@pytest.mark.parametrize("name", ["gpu_index", "device_index"])
+def test_the_index_of_a_device_goes_by_the_name_that_torch_has_for_it(
+    run: Callable[[str, str], Hosts], name: str
+) -> None:
+    """Torch 2.14 has renamed ``gpu_index``, and older releases do not know ``device_index``."""
+    cpu = min(os.sched_getaffinity(0))
+    stub = f"binding._get_logical_cpus_to_bind_to = lambda *, {name}, numa_options: {{{cpu}}}\n"
+    hosts = run("node", TOPOLOGY + stub)
+    assert hosts.wait() == [0], hosts.err()
+    assert (hosts.logs(0) / "attempt_0" / "1" / "stdout.log").read_text() == f"{cpu}\n"
 
 
 def test_a_torch_that_knows_of_no_binding_is_named(run: Callable[[str, str], Hosts]) -> None:

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -81,13 +82,60 @@ def test_what_starts_hosts_needs_the_standard_library_alone(module: str) -> None
 
 
 def modules_imported(path: Path) -> set[str]:
+    return imported_in(path.read_text(), ".".join(path.relative_to(_PACKAGE.parent).with_suffix("").parts))
+
+
+def imported_in(source: str, module: str) -> set[str]:
+    """All that a module imports by name, wherever in it: of ``from A import B`` both A and A.B, which may be a module.
+
+    Args:
+        source: its text.
+        module: its own name, of which relative imports are; that of a package ends in ``.__init__``.
+    """
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found.add(node.module)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                around = module.split(".")[: -node.level]
+                base = ".".join([*around, *([base] if base else [])])
+            found.add(base)
+            found.update(f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in (
+            "importlib.import_module",
+            "import_module",
+            "__import__",
+        ):
+            words = [word.value for word in node.args[:1] if isinstance(word, ast.Constant)]
+            found.update(str(word) for word in words)
     return found
+
+
+@pytest.mark.parametrize(
+    ("statement", "names"),
+    [
+        ("import a.b", {"a.b"}),
+        ("import a.b as c, d", {"a.b", "d"}),
+        ("from a import b", {"a", "a.b"}),
+        ("from a.b import c as d, e", {"a.b", "a.b.c", "a.b.e"}),
+        ("from . import b", {"top.room", "top.room.b"}),
+        ("from .b import c", {"top.room.b", "top.room.b.c"}),
+        ("from ..other import c", {"top.other", "top.other.c"}),
+        ("from .. import other", {"top", "top.other"}),
+        ("def f():\n    import a", {"a"}),
+        ("import importlib\nimportlib.import_module('a.b')", {"importlib", "a.b"}),
+        ("from importlib import import_module\nimport_module('a')", {"importlib", "importlib.import_module", "a"}),
+        ("__import__('a')", {"a"}),
+    ],
+)
+def test_every_form_of_import_is_seen(statement: str, names: set[str]) -> None:
+    assert imported_in(statement, "top.room.module") == names
+
+
+def test_relative_imports_of_a_package_are_its_own() -> None:
+    assert imported_in("from .b import c", "top.room.__init__") == {"top.room.b", "top.room.b.c"}
 
 
 @pytest.mark.parametrize(
@@ -126,11 +174,12 @@ def test_dependencies_point_one_way(room: str, forbidden: tuple[str, ...]) -> No
 
 
 def test_private_names_of_monarch_are_used_in_one_module() -> None:
+    public = r"monarch\.(actor|job)(\.[A-Z]\w*|\.concurrent_endpoint)?"  # these modules, and what they offer
     users = {
         str(path.relative_to(_PACKAGE))
         for path in _PACKAGE.rglob("*.py")
         for name in modules_imported(path)
-        if name.startswith("monarch.") and name not in ("monarch.actor", "monarch.job")
+        if name.startswith("monarch.") and not re.fullmatch(public, name)
     }
     assert users <= {"monarch_api.py"}
 

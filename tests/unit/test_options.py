@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from itertools import product
 
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.elastic.multiprocessing import Std
@@ -51,9 +52,18 @@ def _no_torchrun_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def torch_actions() -> dict[str, argparse.Action]:
-    """torchrun's own options by destination."""
+    """torchrun's own options by destination, but for those that print something instead of launching."""
     actions = get_args_parser()._actions
-    return {action.dest: action for action in actions if action.option_strings and action.dest != "help"}
+    prints = ("help", "print_completion")
+    return {action.dest: action for action in actions if action.option_strings and action.dest not in prints}
+
+
+def version_of(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split("+")[0].split(".")[:2])
+
+
+THERE = [option for option in OPTIONS if not option.since or version_of(option.since) <= version_of(torch.__version__)]
+"""What of the table the torchrun that is installed has."""
 
 
 def described(action: argparse.Action) -> dict[str, object]:
@@ -83,7 +93,7 @@ def tabled(option: Option) -> dict[str, object]:
 
 
 def test_the_table_is_torchruns_parser() -> None:
-    ours = {option.dest: tabled(option) for option in OPTIONS}
+    ours = {option.dest: tabled(option) for option in THERE}
     assert ours == {dest: described(action) for dest, action in torch_actions().items()}
 
 
@@ -138,7 +148,7 @@ TEXT = ["", "x", "a b", "-", "a,b,,c", "α"]
 
 def spellings() -> Iterator[list[str]]:
     """Every option, in every spelling, with every value of interest, good or bad."""
-    for option in OPTIONS:
+    for option in THERE:
         for flag in option.flags:
             if option.type is bool:
                 yield [flag]
@@ -204,18 +214,26 @@ def our_value(option: Option, arguments: list[str], env: Mapping[str, str] | Non
 
 def test_every_value_is_read_or_refused_as_by_torchrun() -> None:
     for arguments in spellings():
-        meant = next(option for option in OPTIONS if any(arguments[0].startswith(flag) for flag in option.flags))
+        meant = next(option for option in THERE if any(arguments[0].startswith(flag) for flag in option.flags))
         theirs, ours = torch_value(meant, arguments), our_value(meant, arguments)
         assert theirs == ours, arguments
 
 
-@pytest.mark.parametrize("option", [option for option in OPTIONS if option.env], ids=lambda option: str(option.dest))
+@pytest.mark.parametrize("option", [option for option in THERE if option.env], ids=lambda option: str(option.dest))
 def test_the_environment_supplies_an_option_as_in_torchrun(option: Option, monkeypatch: pytest.MonkeyPatch) -> None:
     for value in ["0", "1", "2"] if option.type is bool else VALUES.get(option.dest, TEXT):
         if option.choices and value not in option.choices:
             continue  # argparse does not look at the choices of a default; torchrun fails later
         monkeypatch.setenv(option.variable, value)
         assert our_value(option, [], os.environ) == torch_value(option, []), value
+
+
+def test_options_of_a_newer_torch_are_known() -> None:
+    """Which torch the hosts have is not known where a job is submitted, and may not be."""
+    assert options("--log-line-prefix-template", "${rank}> ").log_line_prefix_template == "${rank}> "
+    assert options(env={"PET_LOG_LINE_PREFIX_TEMPLATE": "x"}).log_line_prefix_template == "x"
+    with pytest.raises(HelpRequested):
+        options("--print-completion", "zsh")
 
 
 def test_the_command_line_wins_over_the_environment() -> None:
@@ -236,7 +254,7 @@ def test_logs_specs_and_numa_binding_do_not_come_from_the_environment() -> None:
 
 
 words = st.sampled_from(
-    [flag for option in OPTIONS for flag in option.flags]
+    [flag for option in THERE for flag in option.flags]
     + ["--rdzv-b", "--tee=3", "--no-p", "--mas", "-mt3", "-t3", "--", "-", "2", "train.py", "--lr", "-x", "a b", "0:1"]
 )
 

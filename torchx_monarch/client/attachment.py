@@ -12,15 +12,14 @@ import re
 import shutil
 import socket
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchx.runner import Runner, get_runner
 
-from torchx_monarch import monarch_api
 from torchx_monarch.client.link import Link
 from torchx_monarch.client.target import Target
-from torchx_monarch.errors import LinkError
+from torchx_monarch.errors import ClientError, LinkError
 from torchx_monarch.runtime import network
 from torchx_monarch.runtime.address import Address
 from torchx_monarch.runtime.network import NetworkOptions
@@ -97,9 +96,14 @@ class Attachment:
 
 
 class Live:
-    """What a job has open in this process."""
+    """What a job has open in this process.
 
-    def __init__(self) -> None:
+    Args:
+        stop_mesh: has Monarch stop a mesh within a number of seconds.
+    """
+
+    def __init__(self, stop_mesh: Callable[[Any, float], None]) -> None:
+        self._stop_mesh = stop_mesh
         self._runner: Runner | None = None
         self._attachments: dict[str, Attachment] = {}
         self.meshes: list[Any] = []
@@ -132,7 +136,7 @@ class Live:
         """Stop what this process has started on the hosts, if they are there, and hang up."""
         for mesh in self.meshes if self.is_open else ():
             with contextlib.suppress(Exception):
-                monarch_api.stop_mesh(mesh, _STOP_TIMEOUT)
+                self._stop_mesh(mesh, _STOP_TIMEOUT)
         self.meshes.clear()
         for attachment in self._attachments.values():
             attachment.link.close()
@@ -163,7 +167,7 @@ class _Client:
             return "", []
         self._lives = {each: app for each, app in self._lives.items() if each.is_open}
         for other in set(self._lives.values()) - {handle}:
-            raise monarch_api.ClientError(
+            raise ClientError(
                 f"this process is a client of {other}, and Monarch has one certificate for each process: kill() that "
                 "job first, or use another process"
             )

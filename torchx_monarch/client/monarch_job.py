@@ -90,7 +90,7 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
         self._out_of_cluster = out_of_cluster
         self._workspace = workspace
         self._handle: str | None = None
-        self._live = Live()
+        self._live = Live(monarch_api.stop_mesh)
 
     @property
     def handle(self) -> str | None:
@@ -102,7 +102,7 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
         return {**self.__dict__, "_live": None}  # connections are this process's
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _live=Live())
+        self.__dict__.update(state, _live=Live(monarch_api.stop_mesh))
 
     # -- what JobTrait asks for ----------------------------------------------------------------------------------------
 

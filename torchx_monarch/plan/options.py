@@ -28,7 +28,7 @@ class CommandError(ValueError):
 
 
 class HelpRequested(Exception):
-    """The command asks torchrun for its help text: there is nothing to launch."""
+    """The command asks torchrun for its help text or a shell's completions: there is nothing to launch."""
 
 
 class Use(Enum):
@@ -177,6 +177,7 @@ class Option:
         parse: what the value means beyond ``type``; raises ValueError with what is allowed.
         choices: the values allowed; empty for any.
         env: whether ``PET_<DEST>`` supplies the value when the option is not given.
+        since: the first release of torch whose torchrun has it; empty where all supported ones do.
     """
 
     flags: tuple[str, ...]
@@ -187,6 +188,7 @@ class Option:
     parse: Callable[[str], Any] | None = None
     choices: tuple[str, ...] = ()
     env: bool = True
+    since: str = ""
 
     @property
     def name(self) -> str:
@@ -275,6 +277,12 @@ OPTIONS: tuple[Option, ...] = (
     Option(("--log-dir", "--log_dir"), Use.HONOURED),
     Option(("-r", "--redirects"), Use.HONOURED, default="0", parse=Streams.parse),
     Option(("-t", "--tee"), Use.HONOURED, default="0", parse=Streams.parse),
+    Option(
+        ("--log-line-prefix-template", "--log_line_prefix_template"),
+        Use.HONOURED,
+        default="",
+        since="2.14",
+    ),
     Option(("--local-ranks-filter", "--local_ranks_filter"), Use.HONOURED, default="", parse=_local_ranks),
     Option(
         ("--duplicate-stdout-filters", "--duplicate_stdout_filters"),
@@ -357,6 +365,7 @@ class TorchrunOptions:
     log_dir: str | None
     redirects: Streams
     tee: Streams
+    log_line_prefix_template: str
     local_ranks_filter: frozenset[int] | None
     duplicate_stdout_filters: tuple[str, ...]
     duplicate_stderr_filters: tuple[str, ...]
@@ -395,7 +404,7 @@ class _Parser(argparse.ArgumentParser):
         raise CommandError(f"torchrun: {message}. See `torchrun --help`.")
 
 
-class _Help(argparse.Action):
+class _Prints(argparse.Action):
     def __call__(self, *_: object) -> NoReturn:
         raise HelpRequested
 
@@ -403,7 +412,8 @@ class _Help(argparse.Action):
 def _build_parser() -> _Parser:
     # Values stay text here: what a shell has yet to expand has no type.
     parser = _Parser(prog="torchrun", add_help=False, argument_default=argparse.SUPPRESS)
-    parser.add_argument("-h", "--help", action=_Help, nargs=0)
+    parser.add_argument("-h", "--help", action=_Prints, nargs=0)
+    parser.add_argument("--print-completion", "--print_completion", action=_Prints)  # since torch 2.14
     for option in OPTIONS:
         parser.add_argument(*option.flags, action="store_true" if option.type is bool else "store")
     parser.add_argument("training_script")
@@ -418,7 +428,7 @@ def parse_options(arguments: Sequence[str], env: Mapping[str, str]) -> tuple[Tor
 
     Raises:
         CommandError: an option that torchrun does not have, a value that it does not take, or no script.
-        HelpRequested: ``--help`` is among the options.
+        HelpRequested: ``--help`` or ``--print-completion`` is among the options.
     """
     given, unknown, end = _up_to_script(arguments)
     if unknown:

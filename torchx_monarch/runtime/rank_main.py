@@ -188,7 +188,10 @@ def _cpus_near(gpu: int, mode: str) -> list[int]:
         import torch
 
         raise RuntimeError(f"torch {torch.__version__} cannot tell (torch.numa.binding)") from None
-    cpus = sorted(_get_logical_cpus_to_bind_to(gpu_index=gpu, numa_options=options))
+    # Torch 2.14 has renamed an argument of this function, which is its own.
+    names = _get_logical_cpus_to_bind_to.__code__.co_varnames
+    index = {"device_index" if "device_index" in names else "gpu_index": gpu}
+    cpus = sorted(_get_logical_cpus_to_bind_to(**index, numa_options=options))
     if not cpus:
         raise RuntimeError(f"none of the CPUs near GPU {gpu} is among those that this process may use")
     return cpus

@@ -400,8 +400,9 @@ class RankPool:
             directory = Path(place.log_dir, f"attempt_{world.log_attempt}", str(rank))
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         shown = options.local_ranks_filter is None or local_rank in options.local_ranks_filter
-        template = self._environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${role_name}${rank}]:")
-        prefix = Template(template).safe_substitute(role_name=options.role, rank=rank, local_rank=local_rank)
+        told = self._environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${role_name}${rank}]:")
+        names = {"role_name": options.role, "rank": rank, "local_rank": local_rank, "hostname": socket.gethostname()}
+        prefix = Template(options.log_line_prefix_template or told).safe_substitute(names)
         out = (interpreter.stdout, options.tee.stdout, options.redirects.stdout, options.duplicate_stdout_filters)
         err = (interpreter.stderr, options.tee.stderr, options.redirects.stderr, options.duplicate_stderr_filters)
         for name, console, (output, tee, redirect, texts) in (
