@@ -5,6 +5,7 @@
 #   make test-nightly     the same beside the real torchrun, with examples drawn by chance
 #   make record-torchrun  record what torchrun does, which `make test` compares with, and show what is new
 #   make check   the quick part of it (under 3 minutes), for while you work
+#   make test-newest      the part that depends on torch, with the newest torch, TorchX and Monarch that pip finds
 #   make soak    500 small jobs with faults in each, and 100 runs on one allocation; half an hour
 #   make bench   launch times beside torchrun, TorchX and Monarch (make bench-slurm: beside a bare sbatch)
 #   make clean   remove what the above made
@@ -36,9 +37,13 @@ SOAKFLAGS ?=
 # Debian's packages that tests need beyond Python's; see `system` below.
 SYSTEM_PACKAGES := iproute2 openssl fuse3
 
+# The option table against torchrun's parser, programs beside torchrun, and what uses torch's own functions.
+NEWEST ?= tests/unit/test_options.py tests/unit/test_command.py tests/local/test_numa.py tests/local/test_digits.py \
+	tests/local/test_watchdog.py tests/local/test_monarch_job.py tests/conformance
+
 CLUSTERS := $(patsubst tests/clusters/%/by_hand.py,%,$(wildcard tests/clusters/*/by_hand.py))
 
-.PHONY: $(CLUSTERS:%=%-up) $(CLUSTERS:%=%-down) help venv system demo test test-nightly record-torchrun check soak bench bench-slurm lint types format clean
+.PHONY: $(CLUSTERS:%=%-up) $(CLUSTERS:%=%-down) help venv system demo test test-newest test-nightly record-torchrun check soak bench bench-slurm lint types format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -63,6 +68,15 @@ system:
 	@command -v ip >/dev/null && command -v openssl >/dev/null && command -v fusermount3 >/dev/null || { test "$$(id -u)" = 0 && \
 		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends \
 		$(SYSTEM_PACKAGES) >/dev/null; } || echo "not installed: $(SYSTEM_PACKAGES); the tests over networks and of mounts will skip"
+
+# Without constraints, in an environment of its own; pip's own configuration decides which build of torch that is. Its
+# outcome is written down in docs/newest.md.
+test-newest: system
+	"$(PYTHON)" -m venv --clear .venv-newest
+	.venv-newest/bin/python -m pip install -q --upgrade pip
+	.venv-newest/bin/python -m pip install -q --upgrade -e '.[examples,test]' torch torchmonarch torchx-nightly
+	.venv-newest/bin/python -m pip list | grep -i '^torch'
+	PATH="$(CURDIR)/.venv-newest/bin:$$PATH" python -m pytest --torchrun live $(NEWEST) $(PYTESTFLAGS)
 
 demo: $(STAMP)
 	torchx run -s monarch_local --wait --log monarch.spmd --nproc 4 --name digits examples/digits.py --fresh
@@ -112,5 +126,5 @@ $(CLUSTERS:%=%-down): %-down: $(STAMP)
 	@python -m tests.clusters down $*
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info digits-checkpoints .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-newest build dist *.egg-info digits-checkpoints .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

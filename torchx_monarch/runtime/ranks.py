@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
