@@ -146,6 +146,21 @@ def marked(job: str) -> list[int]:
     return [pid for pid in _pids() if pid != os.getpid() and _carries(pid, wanted) and identity(pid)]
 
 
+def running_for(app_id: str, script: str) -> list[Identity]:
+    """The living processes that were started with the marker of an app and with a certain Python script.
+
+    Args:
+        app_id: the first part of the marker's value, up to the colon.
+        script: how the path of the script ends.
+    """
+    wanted, path = mark(MARKER, f"{app_id}:"), os.fsencode(script)
+    found = []
+    for pid in _pids():
+        if any(word.endswith(path) for word in _command(pid)) and any(v.startswith(wanted) for v in _variables(pid)):
+            found.append(identity(pid))
+    return [each for each in found if each is not None]
+
+
 def _families() -> Callable[[int], list[int]]:
     """What tells the living children of a process."""
     if os.path.exists(f"/proc/self/task/{os.getpid()}/children"):

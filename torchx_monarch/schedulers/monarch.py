@@ -28,6 +28,7 @@ from torchx_monarch.plan.command import CommandError
 from torchx_monarch.plan.exit_codes import parse_exit_codes
 from torchx_monarch.plan.rewrite import HostOptions, restore, rewrite
 from torchx_monarch.schedulers.foreground import Foreground
+from torchx_monarch.schedulers.presentable import presentable, presentable_list
 
 Cfg = Mapping[str, CfgVal]
 
@@ -250,7 +251,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             response.roles = [restore(role) for role in response.roles]
             for role in response.roles:
                 role.env.pop(CREDENTIALS, None)
-        return response
+        return response and presentable(response)
 
     def describe_native(self, app_id: str) -> AppDryRunInfo[Any, Any] | None:
         """The wrapped scheduler's request."""
@@ -258,8 +259,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
 
     def list(self, cfg: Cfg | None = None) -> list[ListAppResponse]:
         """The wrapped scheduler's apps."""
-        apps: list[ListAppResponse] = self.inner.list(self._inner_cfg(cfg) if cfg else None)
-        return apps
+        return presentable_list(self.inner.list(self._inner_cfg(cfg) if cfg else None))
 
     def log_iter(
         self,

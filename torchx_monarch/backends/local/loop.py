@@ -28,6 +28,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 from torchx_monarch import errors, events, processes
 from torchx_monarch.backends.local import folder, status, store
@@ -46,6 +47,21 @@ from torchx_monarch.backends.local.winddown import SETTLE, WindDown
 
 #: Seconds between two looks whether the app's folder is still there, and whether a host is stopped.
 _LOOK_EVERY = 3.0
+
+
+@dataclass
+class _CancelWish:
+    """The content of cancel.json: seconds from SIGTERM to SIGKILL, None for the app's own."""
+
+    grace: float | None = None
+
+
+def _cancel_wish(paths: store.AppPaths) -> _CancelWish | None:
+    """The wish to end the app; None where none was written."""
+    try:
+        return store.load(_CancelWish, paths.cancel, paths.trusted)
+    except store.DamagedFileError:
+        return _CancelWish() if os.path.lexists(paths.cancel) else None
 
 
 class Loop:
@@ -363,10 +379,8 @@ class Loop:
     # --- ending
 
     def _on_cancel(self) -> None:
-        wish = store.read_json(self._paths.cancel)
-        grace = self._request.grace
-        if wish is not None and isinstance(wish.get("grace"), (int, float)):
-            grace = wish["grace"]
+        wish = _cancel_wish(self._paths)
+        grace = self._request.grace if wish is None or wish.grace is None else max(0.0, wish.grace)
         if self._verdict is not None:
             for wind_down in self._wind_downs:
                 wind_down.hurry(grace)

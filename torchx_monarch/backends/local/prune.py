@@ -14,8 +14,7 @@ import os
 import shutil
 import time
 
-from torchx_monarch.backends.local import folder, store
-from torchx_monarch.backends.local.status import is_terminal
+from torchx_monarch.backends.local import folder, status, store
 
 KEEP_DAYS = 14.0
 KEEP_APPS = 1000
@@ -46,9 +45,11 @@ def prune(apps: str, *, days: float | None = None, newest: int = KEEP_APPS) -> l
                     if entry.stat().st_mtime < time.time() - _WORK_TIME:
                         shutil.rmtree(entry.path, ignore_errors=True)
                 continue
-            status = store.read_json(store.AppPaths(entry.path).status)
-            if status and is_terminal(status.get("state", "")) and isinstance(status.get("ended"), (int, float)):
-                ended.append((status["ended"], entry.name))
+            paths = store.AppPaths(entry.path)
+            with contextlib.suppress(store.DamagedFileError, OSError):
+                record = status.load(paths)
+                if record is not None and record.terminal and record.ended is not None:
+                    ended.append((record.ended, entry.name))
     ended.sort(reverse=True)
     removed = [name for rank, (end, name) in enumerate(ended) if rank >= newest or end < oldest_end]
     for name in removed:
