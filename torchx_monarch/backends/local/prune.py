@@ -3,8 +3,8 @@
 """Which old apps are removed.
 
 The rule: an app that has ended is removed when its end is more than 14 days ago (``MONARCH_KEEP_DAYS`` sets another
-number of days), or when 1000 apps ended after it. An app that has not ended is never removed. The keeper of each app
-applies the rule when its app has ended, so nobody waits for it.
+number of days), or when 1000 apps ended after it (``MONARCH_KEEP_APPS`` sets another number of apps). An app that has
+not ended is never removed. The keeper of each app applies the rule when its app has ended, so nobody waits for it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,20 @@ def keep_days() -> float:
     return KEEP_DAYS
 
 
-def prune(apps: str, *, days: float | None = None, newest: int = KEEP_APPS) -> list[str]:
+def keep_apps() -> int:
+    """How many ended apps are kept."""
+    with contextlib.suppress(ValueError):
+        return max(0, int(os.environ["MONARCH_KEEP_APPS"])) if "MONARCH_KEEP_APPS" in os.environ else KEEP_APPS
+    return KEEP_APPS
+
+
+def prune(apps: str, *, days: float | None = None, newest: int | None = None) -> list[str]:
     """Apply the rule to the folder of all apps.
+
+    Args:
+        apps: that folder.
+        days: for how many days an ended app is kept; None for ``keep_days``.
+        newest: how many ended apps are kept; None for ``keep_apps``.
 
     Returns:
         The ids of the apps that were removed.
@@ -50,6 +62,7 @@ def prune(apps: str, *, days: float | None = None, newest: int = KEEP_APPS) -> l
                 record = status.load(paths)
                 if record is not None and record.terminal and record.ended is not None:
                     ended.append((record.ended, entry.name))
+    newest = keep_apps() if newest is None else newest
     ended.sort(reverse=True)
     removed = [name for rank, (end, name) in enumerate(ended) if rank >= newest or end < oldest_end]
     for name in removed:

@@ -171,9 +171,10 @@ def write_json(path: str, value: object, *, durable: bool = False) -> None:
     """
     data = json.dumps(value, default=str, separators=(",", ":")).encode()
     aside = f"{path}.{os.getpid()}.tmp"
-    fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    fd = safe_files.open_file(aside, os.O_WRONLY | os.O_CREAT)
     try:
         try:
+            os.ftruncate(fd, 0)  # of a process that was killed and had this pid
             write_all(fd, data)
             os.rename(aside, path)
         except OSError:
@@ -200,7 +201,7 @@ def write_last_json(path: str, value: object, reserve: str) -> None:
         write_json(path, value, durable=True)
     except OSError:
         data = json.dumps(value, default=str, separators=(",", ":")).encode()
-        fd = os.open(reserve, os.O_WRONLY | os.O_CLOEXEC)
+        fd = safe_files.open_file(reserve, os.O_WRONLY)
         try:
             write_all(fd, data)
             os.ftruncate(fd, len(data))

@@ -16,7 +16,7 @@ from dataclasses import replace
 from torchx.specs import AppDef, CfgVal
 from torchx.specs.finder import ComponentValidationException
 
-from torchx_monarch import events, processes
+from torchx_monarch import events, processes, safe_files
 from torchx_monarch.backends.local import appdef, folder, render, state, status, store, supervise
 from torchx_monarch.backends.local.request import DetachedRequest
 
@@ -190,7 +190,7 @@ def _start_supervisor(paths: store.AppPaths, request: DetachedRequest) -> None:
 
 
 def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+    return safe_files.open_file(path, flags)
 
 
 def _read(fd: int, size: int) -> bytes:
