@@ -17,8 +17,7 @@ import pytest
 from torchx.specs import AppState
 
 from tests.local.detached import Detached, lives, pid_in, py, sh, start_fresh
-from torchx_monarch.backends.local import store, submit
-from torchx_monarch.backends.local.request import DetachedRequest
+from torchx_monarch.backends.local import request, store, submit
 
 Eventually = Callable[..., object]
 
@@ -147,10 +146,10 @@ def test_an_app_that_was_given_up_is_not_started(apps: Detached) -> None:
     """As when a submitter was stopped for so long that others took it for dead."""
     app_id = apps.run(sh("true"))
     apps.wait(app_id)
-    data = store.read_json(apps.paths(app_id).request)
-    assert data is not None
+    submitted = request.load(apps.paths(app_id))
+    assert submitted is not None
     with pytest.raises(submit.SubmitError, match="has ended before it was started"):
-        submit._start_supervisor(apps.paths(app_id), DetachedRequest.from_json(data))
+        submit._start_supervisor(apps.paths(app_id), submitted)
     assert apps.status(app_id).state is AppState.SUCCEEDED
     assert [e["kind"] for e in apps.events(app_id)].count("supervised") == 1
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchx_monarch import safe_files
 from torchx_monarch.backends.local import logs, pump
 
 
@@ -131,9 +132,9 @@ def test_logs_that_cannot_be_opened(tmp_path: Path) -> None:
 
 
 def test_a_log_on_a_full_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = pump.safe_files.open_file
+    opened = safe_files.open_file
     monkeypatch.setattr(
-        pump.safe_files,
+        safe_files,
         "open_file",
         lambda path, flags: os.open("/dev/full", flags) if path.endswith("stdout.log") else opened(path, flags),
     )

@@ -16,44 +16,31 @@ from torchx.schedulers.api import DescribeAppResponse, ListAppResponse
 from torchx.specs import NONE, ReplicaStatus, RoleStatus
 
 from torchx_monarch.safe_files import parse_json
-
-_LAYOUT = frozenset("\n\t")
-
-
-def printable(text: str, keep: frozenset[str] = frozenset()) -> str:
-    r"""The text with each character that is not printable, ANSI codes among them, as an escape such as ``\x1b``.
-
-    Args:
-        text: from an untrusted source.
-        keep: characters to leave as they are.
-    """
-    if text.isprintable():
-        return text
-    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+from torchx_monarch.untrusted_text import one_line, printable
 
 
 def presentable(app: DescribeAppResponse) -> DescribeAppResponse:
     """A copy of what a scheduler says of an app, with printable messages and names; its roles are as submitted."""
     return dataclasses.replace(
         app,
-        msg=printable(app.msg, _LAYOUT),
+        msg=printable(app.msg),
         structured_error_msg=_error(app.structured_error_msg),
         roles_statuses=[
-            RoleStatus(printable(role.role), [_replica(each) for each in role.replicas]) for role in app.roles_statuses
+            RoleStatus(one_line(role.role), [_replica(each) for each in role.replicas]) for role in app.roles_statuses
         ],
     )
 
 
 def presentable_list(apps: list[ListAppResponse]) -> list[ListAppResponse]:
     """The same of a scheduler's list of apps."""
-    return [dataclasses.replace(app, name=printable(app.name)) for app in apps]
+    return [dataclasses.replace(app, name=one_line(app.name)) for app in apps]
 
 
 def _replica(replica: ReplicaStatus) -> ReplicaStatus:
     return dataclasses.replace(
         replica,
-        role=printable(replica.role),
-        hostname=printable(replica.hostname),
+        role=one_line(replica.role),
+        hostname=one_line(replica.hostname),
         structured_error_msg=_error(replica.structured_error_msg),
     )
 
@@ -70,9 +57,9 @@ def _error(text: str) -> str:
 
 def _texts(value: Any) -> Any:
     if isinstance(value, str):
-        return printable(value, _LAYOUT)
+        return printable(value)
     if isinstance(value, list):
         return [_texts(each) for each in value]
     if isinstance(value, dict):
-        return {printable(name): _texts(each) for name, each in value.items()}
+        return {one_line(name): _texts(each) for name, each in value.items()}
     return value
