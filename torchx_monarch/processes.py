@@ -146,19 +146,21 @@ def marked(job: str) -> list[int]:
     return [pid for pid in _pids() if pid != os.getpid() and _carries(pid, wanted) and identity(pid)]
 
 
-def running_for(app_id: str, script: str) -> list[Identity]:
-    """The living processes that were started with the marker of an app and with a certain Python script.
+def running_script(script: str) -> list[tuple[Identity, str]]:
+    """The living processes of this user that run a certain Python script, each with the script's first argument.
 
     Args:
-        app_id: the first part of the marker's value, up to the colon.
         script: how the path of the script ends.
     """
-    wanted, path = mark(MARKER, f"{app_id}:"), os.fsencode(script)
+    path = os.fsencode(script)
     found = []
     for pid in _pids():
-        if any(word.endswith(path) for word in _command(pid)) and any(v.startswith(wanted) for v in _variables(pid)):
-            found.append(identity(pid))
-    return [each for each in found if each is not None]
+        words = _command(pid)
+        at = next((index for index, word in enumerate(words[:-1]) if word.endswith(path)), None)
+        with contextlib.suppress(OSError):
+            if at is not None and os.stat(f"/proc/{pid}").st_uid == os.geteuid() and (one := identity(pid)):
+                found.append((one, os.fsdecode(words[at + 1])))
+    return found
 
 
 def _families() -> Callable[[int], list[int]]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -331,3 +332,17 @@ print(json.dumps(runner.run(app, "detached").rpartition("/")[2]))
     assert int(masks["SigBlk:"], 16) == 0
     # Bits 32 and 33 are the C library's own.
     assert int(masks["SigIgn:"], 16) & 0x7FFFFFFF == 0, json.dumps(masks)
+
+
+def test_the_folder_is_removed_while_the_supervisor_is_stopped(
+    apps: Detached, family: Family, eventually: Eventually
+) -> None:
+    watchers = apps.watchers(family.app_id)
+    os.kill(watchers.supervisor.pid, signal.SIGSTOP)
+    shutil.rmtree(apps.paths(family.app_id).root)
+    assert [each.app_id for each in apps.scheduler.list()] == [family.app_id]
+    status = apps.status(family.app_id)
+    assert status.state is AppState.RUNNING and "was removed" in status.msg
+    apps.runner.cancel(apps.handle(family.app_id))
+    eventually(lambda: apps.runner.status(apps.handle(family.app_id)) is None, "the end of the app", seconds=60.0)
+    assert family.alive == [] and apps.scheduler.list() == []

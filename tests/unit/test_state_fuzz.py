@@ -63,8 +63,7 @@ class RunningApp:
         script = folder / "backends" / "local" / "supervise.py"
         script.parent.mkdir(parents=True)
         script.write_text(_SUPERVISOR)
-        env = {**os.environ, processes.MARKER: f"{self.app_id}:1234"}
-        self._process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, env=env)
+        self._process = subprocess.Popen([sys.executable, str(script), self.paths.root, "3"], stdout=subprocess.PIPE)
         assert self._process.stdout is not None
         self._told = self._process.stdout.fileno()
         assert os.read(self._told, 5) == b"ready"

@@ -422,6 +422,8 @@ class Loop:
         if lost := sum(replica.logs.lost for replica in self._all):
             reason = next(replica.logs.reason for replica in self._all if replica.logs.lost)
             notes.append(f"{lost} bytes of output could not be written to the logs: {reason}")
+        if state == FAILED and (full := self._note_on_disk()):
+            notes.append(full)
         self._record.state, self._record.msg, self._record.ended = state, "; ".join(notes), time.time()
         self._record.error = next((error for r in failed if (error := r.read_error()) is not None), None)
         folder.remove_run_dir(self._paths, self._request.run_dir)
@@ -438,6 +440,16 @@ class Loop:
         self._done = True
 
     def _failed(self) -> list[Replica]:
-        """The replicas that failed: in the order of their ends, but first those that know the cause at first hand."""
+        """The replicas that failed: first those that know the cause at first hand, then those without an error file."""
         failed = [replica for replica in self._all if replica.record.state == FAILED and replica not in self._given_up]
-        return sorted(failed, key=lambda one: (*one.hearsay, one.record.ended or 0.0))
+        return sorted(failed, key=lambda one: (*one.hearsay, one.read_error() is None, one.record.ended or 0.0))
+
+    def _note_on_disk(self) -> str:
+        """What is to be said of a state directory that is full: files that would name the cause may be missing."""
+        with contextlib.suppress(OSError):
+            found = os.statvfs(self._paths.root)
+            if found.f_blocks and not found.f_bavail:
+                return f"the disk of {self._paths.root} is full, so details may be missing"
+            if found.f_files and not found.f_favail:
+                return f"the file system of {self._paths.root} has no inodes left, so details may be missing"
+        return ""

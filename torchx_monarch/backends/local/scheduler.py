@@ -168,7 +168,7 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
             StateAccessError: the state directory is somebody else's.
         """
         try:
-            app_ids = store.app_ids()
+            app_ids = [*store.app_ids(), *state.removed_but_running(store.apps_dir())]
         except OSError as error:
             raise StateAccessError.of(error, store.apps_dir()) from None
         records = []
@@ -231,7 +231,9 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
         paths = store.app_paths(app_id)
         looks = 0
         while True:
-            now = state.truth(paths) if looks % _LOOKS_PER_TRUTH == 0 else state.recorded(paths)
+            now = _look(paths) if looks % _LOOKS_PER_TRUTH == 0 else state.recorded(paths)
+            if now is None and looks % _LOOKS_PER_TRUTH:
+                now = _look(paths)  # a removed app may still run
             if now is None or now.terminal:
                 return True
             if time.monotonic() >= deadline:
@@ -293,7 +295,9 @@ def _look(paths: store.AppPaths) -> AppRecord | None:
     """
     try:
         paths.check_owner()
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
+        return state.without_folder(paths)
+    except NotADirectoryError:
         return None
     except OSError as error:
         raise StateAccessError.of(error, paths.root) from None

@@ -54,14 +54,37 @@ def ask_to_end(paths: store.AppPaths, grace: float | None) -> None:
 
 
 def supervisors(paths: store.AppPaths) -> list[processes.Identity]:
-    """The app's supervisor, if it lives on this machine: as recorded, or where that leads nowhere, by its marker.
+    """The app's supervisor, if it lives on this machine: as recorded, or where that leads nowhere, by its command line.
 
-    A process that is found by its marker may also be the keeper, which ignores the signals that a supervisor minds.
+    A process that is found by its command line may also be the keeper, which ignores the signals that a supervisor
+    minds.
     """
     who = watched_by(paths)
     if who is not None and who.life(who.supervisor) is watchers.Life.ALIVE:
         return [who.supervisor]
-    return processes.running_for(paths.app_id, SUPERVISE_FILE)
+    real = os.path.realpath(paths.root)
+    return [one for one, root in processes.running_script(SUPERVISE_FILE) if os.path.realpath(root) == real]
+
+
+def removed_but_running(apps: str) -> list[str]:
+    """The ids of apps that a supervisor of this machine still runs though their folder has gone.
+
+    A supervisor ends such an app within seconds, unless it has been stopped.
+
+    Args:
+        apps: the folder of all apps.
+    """
+    roots = {root for _, root in processes.running_script(SUPERVISE_FILE) if not os.path.lexists(root)}
+    real = os.path.realpath(apps)
+    return sorted(os.path.basename(root) for root in roots if os.path.realpath(os.path.dirname(root)) == real)
+
+
+def without_folder(paths: store.AppPaths) -> status.AppRecord | None:
+    """What is known of an app whose folder is not there: that it runs, or nothing."""
+    if not supervisors(paths):
+        return None
+    said = f"its folder {paths.root} was removed, so it ends within seconds; torchx cancel ends it now"
+    return status.AppRecord(paths.app_id, paths.app_id.rpartition("-")[0], time.time(), status.RUNNING, said)
 
 
 def recorded(paths: store.AppPaths) -> status.AppRecord | None:
