@@ -267,8 +267,13 @@ def test_damaged_files(apps: Detached) -> None:
         root = Path(apps.paths(name).root)
         root.mkdir()
         (root / "status.json").write_text(content)
-        assert apps.scheduler.describe(name) is None
-    assert [a.app_id for a in apps.scheduler.list()] == [good]
+        assert f"{root}/status.json is damaged" in apps.status(name).msg
+    assert {a.app_id: a.state for a in apps.scheduler.list()} == {
+        good: AppState.SUCCEEDED,
+        **dict.fromkeys(("empty-x", "list-x", "odd-x"), AppState.FAILED),
+    }
+    apps.runner.delete(apps.handle("list-x"))
+    assert not Path(apps.paths("list-x").root).exists()
 
 
 def test_an_app_that_is_submitted_by_an_app(apps: Detached, tmp_path: Path) -> None:
