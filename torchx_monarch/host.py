@@ -81,6 +81,12 @@ def main(argv: list[str]) -> NoReturn:
         help="where replica 0 of the first role listens: when one role has failed all of them end, to begin again",
     )
     parser.add_argument("--beside", type=int, default=0, help="how many roles those are beside the first")
+    parser.add_argument(
+        "--await-role",
+        action="append",
+        default=[],
+        help="name of a role whose success the first role waits for before it ends; may be given several times",
+    )
     parser.add_argument("command", nargs="+", metavar="COMMAND", help="after `--`: what the role runs")
     args = parser.parse_args(argv)
     if not 0 <= args.replica < args.replicas:
@@ -116,6 +122,7 @@ def main(argv: list[str]) -> NoReturn:
         directory=args.directory,
         application=args.application,
         beside=args.beside,
+        await_roles=tuple(args.await_role),
     )
     kind: type[HostProcess] = LiveHost if is_live(options, os.environ) else HostProcess
     if is_actors(args.command):

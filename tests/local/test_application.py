@@ -46,14 +46,16 @@ PROGRAM = """
 def roles(folder: Path, tmp_path: Path) -> Callable[..., tuple[Hosts, Hosts]]:
     """Two roles of two hosts each; what their ranks do when all four have begun, and which role is slow to end."""
 
-    def make(then: str, slow: str = "", wrapper: tuple[str, ...] = AGAIN, grace: int = 5) -> tuple[Hosts, Hosts]:
+    def make(
+        then: str, slow: str = "", wrapper: tuple[str, ...] = AGAIN, grace: int = 5, more: tuple[str, ...] = ()
+    ) -> tuple[Hosts, Hosts]:
         path = tmp_path / "prog.py"
         path.write_text(textwrap.dedent(PROGRAM).replace("SLOW", slow) + textwrap.dedent(then))
         made = []
         for name in ("trainer", "reader"):
             (folder / name).mkdir()
             together = ("--application", f"unix:{folder}/trainer.sock", "--beside", "1")
-            options = ("--grace", str(grace), "--preload", "", "--role", name, "--host-timeout", "30", *together)
+            options = ("--grace", str(grace), "--preload", "", "--role", name, "--host-timeout", "30", *together, *more)
             environ = {"MONARCH_RENDEZVOUS": f"unix:{folder}/{name}.sock"}
             command = ["torchrun", "--nnodes", "2", "--nproc-per-node", "1", "--tee", "3", str(path)]
             command += [str(folder), name]
@@ -155,6 +157,42 @@ def test_a_first_role_that_has_succeeded_disturbs_nobody(
     (folder / "go").touch()
     assert reader.wait() == [0, 0], reader.err()
     assert len(starts(folder)) == 1
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_a_first_role_waits_for_those_that_it_is_to_await(
+    folder: Path, roles: Callable[..., tuple[Hosts, Hosts]], eventually: Eventually, code: int
+) -> None:
+    """As on AWS Batch, where the end of its replica 0 is the end of all."""
+    then = f"""
+        if role == "trainer":
+            open("{folder}/over" + os.environ["RANK"], "w").close()
+            sys.exit()
+        while not os.path.exists("{folder}/go"):
+            time.sleep(0.05)
+        sys.exit({code})
+    """
+    trainer, reader = roles(then, wrapper=(), more=("--await-role", "reader"))
+    trainer.start()
+    reader.start()
+    eventually(lambda: all((folder / f"over{rank}").exists() for rank in (0, 1)), "the first role's ranks", seconds=40)
+    # The program's end is a moment before the host's, were it to end now.
+    eventually(lambda: "waiting for the end of role reader" in trainer.err(), "the wait", seconds=40)
+    assert all(process.poll() is None for process in trainer.processes.values())
+    (folder / "go").touch()
+    assert (reader.wait(), trainer.wait()) == ([code] * 2, [code] * 2), trainer.err() + reader.err()
+    if code:
+        assert "FAILED: reader/" in trainer.err(), trainer.err()
+
+
+def test_a_role_that_never_comes_is_not_awaited_for_ever(
+    folder: Path, roles: Callable[..., tuple[Hosts, Hosts]]
+) -> None:
+    (folder / "said").write_text("begin reader0\nbegin reader1\n")
+    trainer, _ = roles("", wrapper=(), more=("--await-role", "reader", "--host-timeout", "5"))
+    trainer.start()
+    assert trainer.wait() == [1, 1]
+    assert "replica 0 of role reader has not arrived in 5 s (--host-timeout)" in trainer.err()
 
 
 def test_all_that_are_told_to_stop_stop_at_once(

@@ -278,6 +278,42 @@ def test_second_ctrl_c_kills(work: Path, eventually: Eventually) -> None:
     assert "killing monarch_local" in terminal.text
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("more", [(), ("--log",)])
+def test_a_signal_to_a_command_that_waits_ends_its_job(
+    work: Path, eventually: Eventually, number: signal.Signals, more: tuple[str, ...]
+) -> None:
+    """The ranks have their grace, and the command lives as long as they do."""
+    name = write(
+        work,
+        """
+def stop(*_):
+    open('told', 'w').close()
+    time.sleep(1)
+    open('stopped', 'w').close()
+    sys.exit(3)
+signal.signal(signal.SIGTERM, stop)
+open('ready', 'w').close()
+time.sleep(1000)
+""",
+    )
+    words = ["--wait", *more, "-cfg", "preload=none", "monarch.spmd", "--nproc", "1", name]
+    # What nohup ignores would be ignored here, too.
+    begin = "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_DFL); os.execvp(sys.argv[1], sys.argv[1:])"
+    whole = [sys.executable, "-c", begin, *RUN, *words]
+    with subprocess.Popen(whole, cwd=work, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as command:
+        eventually((work / "ready").exists, "the rank", seconds=40)
+        command.send_signal(number)
+        eventually((work / "told").exists, "the signal", seconds=40)
+        command.send_signal(signal.SIGHUP)  # a closed terminal says it twice
+        out, err = command.communicate(timeout=40)
+    assert command.returncode == 128 + number, err.decode()
+    assert (work / "stopped").exists()
+    handle = re.findall(r"monarch_local://torchx/[\w-]+", out.decode())[0]
+    assert f"cancelling {handle} ({number.name})" in err.decode() and b"Traceback" not in err
+    assert state(handle) == "CANCELLED"
+
+
 @pytest.mark.parametrize("victim", ["rank", "agent", "host", "supervisor"])
 def test_kill_9_of_any_process(work: Path, eventually: Eventually, victim: str) -> None:
     handle, app = submit_sleepers(work, eventually, "--nproc", "2")

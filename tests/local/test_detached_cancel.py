@@ -57,7 +57,7 @@ def test_a_program_that_ends_when_told(apps: Detached, tmp_path: Path, eventuall
     app_id = apps.run(role, grace=NEVER)
     eventually(lambda: (tmp_path / "up0").exists() and (tmp_path / "up1").exists(), "the start")
     apps.runner.cancel(apps.handle(app_id))
-    status = apps.wait(app_id)
+    status = apps.status(app_id)  # a cancel returns when the app has ended
     assert (status.state, status.msg) == (AppState.CANCELLED, "cancelled")
     assert "bye\n" in apps.log(app_id)
 
@@ -98,7 +98,7 @@ def test_a_second_cancel_is_harmless_and_a_kill_comes_through(
     app_id = apps.run(py(STUBBORN, str(tmp_path)), grace=NEVER)
     eventually(lambda: pid_in(tmp_path / "main"), "the start")
     for _ in range(3):
-        apps.scheduler.cancel(app_id)
+        apps.scheduler.stop(app_id, None)
     eventually(lambda: got(tmp_path, "main"), "the signal")
     assert not apps.scheduler.wait_terminal(app_id, 0.3)
     assert got(tmp_path, "main") == ["15"]
@@ -109,7 +109,7 @@ def test_a_second_cancel_is_harmless_and_a_kill_comes_through(
 def test_a_shorter_grace_counts(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
     app_id = apps.run(py(STUBBORN, str(tmp_path)), grace=NEVER)
     eventually(lambda: pid_in(tmp_path / "main"), "the start")
-    apps.scheduler.cancel(app_id)
+    apps.scheduler.stop(app_id, None)
     eventually(lambda: got(tmp_path, "main"), "the signal")
     apps.scheduler.stop(app_id, 0.5)
     assert apps.wait(app_id).state is AppState.CANCELLED
@@ -129,7 +129,7 @@ def test_a_cancel_before_the_supervisor_has_started(apps: Detached) -> None:
     started = submit._start_supervisor
 
     def late(paths: store.AppPaths, request: object) -> None:
-        apps.scheduler.cancel(paths.app_id)
+        apps.scheduler.stop(paths.app_id, None)
         started(paths, request)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -157,7 +157,7 @@ def test_only_the_host_is_told(apps: Detached, tmp_path: Path, eventually: Event
     app_id = apps.run(shell, grace=NEVER)
     eventually(lambda: pid_in(tmp_path / "main") and pid_in(tmp_path / "child"), "the start")
     assert pid_in(tmp_path / "main") != apps.record(app_id)["roles"][0]["replicas"][0]["pid"]
-    apps.scheduler.cancel(app_id)
+    apps.scheduler.stop(app_id, None)
     eventually(lambda: got(tmp_path, "main"), "the signal")
     assert not apps.scheduler.wait_terminal(app_id, 0.3)
     assert got(tmp_path, "child") == []

@@ -95,7 +95,7 @@ def scene(apps: Detached, folder: Path, policy: RetryPolicy) -> str:
     side = note.format(folder=folder, role="side") + " sleep 1000"
     roles = [
         sh(main, name="main", replicas=3, max_retries=1, retry_policy=policy),
-        sh(side, name="side"),
+        sh(side, name="side", metadata={"monarch": {"sidecar": True}}),
     ]
     for role in roles:
         role.args.append("${replica_id}")
@@ -147,10 +147,31 @@ def test_an_old_error_file_is_not_taken_for_a_new_one(apps: Detached) -> None:
     assert Path(apps.paths(app_id).replica_logs("r", 0), "error.json.0").exists()
 
 
-def test_the_end_of_the_main_role_is_the_end(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
+@pytest.mark.parametrize("first", ["one", "two"])
+def test_an_app_waits_for_all_of_its_roles(apps: Detached, tmp_path: Path, eventually: Eventually, first: str) -> None:
+    app_id = apps.run(*(sh(UNTIL.format(folder=tmp_path, name=name), name=name) for name in ("one", "two")))
+    (tmp_path / first).touch()
+    eventually(lambda: apps.states(app_id)[f"{first}/0"] is S, "the end of the first role")
+    (second,) = {"one", "two"} - {first}
+    assert (apps.status(app_id).state, apps.states(app_id)[f"{second}/0"]) == (AppState.RUNNING, AppState.RUNNING)
+    (tmp_path / second).touch()
+    assert apps.wait(app_id).state is S
+    assert apps.states(app_id) == {"one/0": S, "two/0": S}
+
+
+def test_a_role_that_fails_last_fails_the_app(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
+    app_id = apps.run(sh("true", name="one"), sh(UNTIL.format(folder=tmp_path, name="go") + "exit 3", name="two"))
+    eventually(lambda: apps.states(app_id)["one/0"] is S, "the end of the first role")
+    (tmp_path / "go").touch()
+    status = apps.wait(app_id)
+    assert (status.state, apps.states(app_id)) == (F, {"one/0": S, "two/0": F}) and "replica two/0" in status.msg
+
+
+def test_sidecars_end_with_the_others(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
     side = f"trap 'touch {tmp_path}/told; exit 9' TERM; touch {tmp_path}/up; while true; do sleep 0.05; done"
     main = UNTIL.format(folder=tmp_path, name="up")
-    app_id = apps.run(sh(main, name="main", replicas=2), sh(side, name="side"))
+    sidecar = sh(side, name="side", metadata={"monarch": {"sidecar": True}})
+    app_id = apps.run(sh(main, name="main", replicas=2), sidecar)
     status = apps.wait(app_id)
     assert status.state is S
     assert apps.states(app_id) == {"main/0": S, "main/1": S, "side/0": C}

@@ -224,10 +224,15 @@ def test_roles_beside_the_main_one_meet_by_its_directory() -> None:
 
 def test_the_end_of_one_role_is_made_that_of_all() -> None:
     """Whatever the policy: Batch ends and retries jobs as a whole, by their main node."""
-    ends = " --application tls:@AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS:20100 --beside 1 -- torchrun "
+    ends = (
+        " --application tls:@AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS:20100 --beside 1 --await-role b -- torchrun "
+    )
     for one in containers(job(role("a", 1), role("b", 1), rendezvous_port=20100)):
         assert ends in " ".join(one["command"])
     assert "--application" not in str(job(role("a", 2)))
+    sidecar = role("b", 1)
+    sidecar.metadata["monarch"] = {"sidecar": True}
+    assert "--await-role" not in str(job(role("a", 1), sidecar).definition)
 
 
 def test_apps_whose_roles_need_none_have_no_directory() -> None:

@@ -136,7 +136,9 @@ def test_a_log_on_a_full_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(
         safe_files,
         "open_file",
-        lambda path, flags: os.open("/dev/full", flags) if path.endswith("stdout.log") else opened(path, flags),
+        lambda path, *flags, **more: (
+            os.open("/dev/full", *flags) if path.endswith("stdout.log") and flags else opened(path, *flags, **more)
+        ),
     )
     out = pump.ReplicaLogs(str(tmp_path))
     out.feed("stdout", b"x" * 100 + b"\n")

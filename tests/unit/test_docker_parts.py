@@ -19,8 +19,9 @@ from torchx.specs import AppDef, AppState, BindMount, InvalidRunConfigException,
 
 from torchx_monarch.backends import blob
 from torchx_monarch.backends.docker import facts, request
-from torchx_monarch.backends.docker.facts import Replica, standing
+from torchx_monarch.backends.docker.facts import Replica, RoleFacts, standing
 from torchx_monarch.backends.network import PLACEHOLDER
+from torchx_monarch.backends.outcome import RolePolicy
 from torchx_monarch.schedulers import monarch_docker
 
 
@@ -137,6 +138,13 @@ def one(role: str, status: str = "exited", code: int = 0, ended: float = NOW - 1
     return Replica(role, id, f"{role}-{id}", status, code, NOW - 200, ended, 0, False, "", 0, {})
 
 
+def facts_of(*replicas: Replica, size: int = 1, fewest: int | None = None, removed: bool = False) -> RoleFacts:
+    size = max(size, len(replicas))
+    policy = RolePolicy(size, fewest, sidecar=any(each.role == "sidecar" for each in replicas))
+    gone = frozenset(range(size)) - {each.id for each in replicas} if removed else frozenset()
+    return RoleFacts(policy, replicas, gone)
+
+
 RUNS = one("main", "running")
 
 
@@ -146,10 +154,13 @@ RUNS = one("main", "running")
         (one("main", "created"), one("o", "created"), 0, AppState.PENDING, False),
         (one("main", "restarting"), one("o", "created"), 0, AppState.PENDING, False),
         (RUNS, one("o", "created"), 0, AppState.RUNNING, False),
-        (RUNS, one("o"), 0, AppState.RUNNING, False),  # another role may end well before
+        (RUNS, one("o"), 0, AppState.RUNNING, False),
         (one("main"), one("o"), 0, AppState.SUCCEEDED, False),
-        (one("main"), one("o", "running"), 0, AppState.RUNNING, True),
-        (one("main"), one("o", code=143, ended=NOW - 90), 0, AppState.SUCCEEDED, False),
+        (one("main"), one("o", "running"), 0, AppState.RUNNING, False),
+        (one("main"), one("o", code=143, ended=NOW - 90), 0, AppState.FAILED, False),
+        (one("main"), one("sidecar", "running"), 0, AppState.RUNNING, True),
+        (one("main"), one("sidecar", code=143, ended=NOW - 90), 0, AppState.SUCCEEDED, False),
+        (one("main"), one("sidecar", code=1, ended=NOW - 110), 0, AppState.FAILED, False),
         (one("main"), one("o", code=1, ended=NOW - 110), 0, AppState.FAILED, False),
         (RUNS, one("o", code=1, ended=NOW - 1), 0, AppState.RUNNING, False),  # main may be about to end
         (RUNS, one("o", code=1, ended=NOW - 10), 0, AppState.RUNNING, True),
@@ -161,30 +172,53 @@ RUNS = one("main", "running")
     ],
 )
 def test_standing(main: Replica, other: Replica, cancelled: float, state: AppState, unended: bool) -> None:
-    found = standing([[main], [other]], cancelled, NOW, grace=30)
+    found = standing([facts_of(main), facts_of(other)], cancelled, NOW, grace=30)
     assert (found.state, found.unended) == (state, unended)
 
 
 @pytest.mark.parametrize(
-    ("roles", "lost", "state", "unended"),
+    ("main", "other", "size", "lost", "state", "unended"),
     [
-        (([RUNS], []), True, AppState.RUNNING, True),  # hosts wait in vain for the one that is gone
-        (([], [one("o", "running")]), False, AppState.RUNNING, False),  # perhaps it had ended, and was cleared away
-        (([], [one("o")]), False, AppState.FAILED, False),
-        (([one("main", code=143)], []), True, AppState.FAILED, False),
-        (([one("main")], []), True, AppState.SUCCEEDED, False),  # it was removed later
+        ([RUNS], [], 1, True, AppState.RUNNING, True),  # hosts wait in vain for the one that is gone
+        ([], [one("o", "running")], 1, False, AppState.RUNNING, False),  # perhaps it had ended, and was cleared away
+        ([], [one("o")], 1, False, AppState.FAILED, False),
+        ([one("main", code=143)], [], 1, True, AppState.FAILED, False),
+        ([one("main")], [one("o")], 2, False, AppState.SUCCEEDED, False),  # others of theirs were removed later
     ],
 )
 def test_standing_without_some_containers(
-    roles: tuple[list[Replica], ...], lost: bool, state: AppState, unended: bool
+    main: list[Replica], other: list[Replica], size: int, lost: bool, state: AppState, unended: bool
 ) -> None:
-    found = standing(roles, 0, NOW, grace=30, lost=lost)
+    roles = [facts_of(*each, size=size, removed=lost) for each in (main, other)]
+    found = standing(roles, 0, NOW, grace=30)
     assert (found.state, found.unended, found.cause) == (state, unended, None)
+
+
+@pytest.mark.parametrize(
+    ("codes", "removed", "state", "unended"),
+    [
+        ((0, 1, 0), False, AppState.SUCCEEDED, False),
+        ((None, 1, None), False, AppState.RUNNING, False),
+        ((None, 1, 1), False, AppState.RUNNING, True),
+        ((1, 0, 0), False, AppState.FAILED, False),
+        ((None, None), True, AppState.RUNNING, False),
+        ((None, 1), True, AppState.RUNNING, True),
+    ],
+)
+def test_an_elastic_role_does_without_some(
+    codes: tuple[int | None, ...], removed: bool, state: AppState, unended: bool
+) -> None:
+    """Three replicas of which two are enough, replica 0 among them; None for one that runs."""
+    replicas = [
+        one("main", "running", id=k) if code is None else one("main", code=code, id=k) for k, code in enumerate(codes)
+    ]
+    found = standing([facts_of(*replicas, size=3, fewest=2, removed=removed)], 0, NOW, grace=30)
+    assert (found.state, found.unended) == (state, unended)
 
 
 def test_the_first_to_fail_is_the_cause() -> None:
     first, second = one("main", code=137, ended=NOW - 50, id=1), one("main", code=1, ended=NOW - 49)
-    found = standing([[second, first]], 0, NOW, grace=30)
+    found = standing([facts_of(second, first)], 0, NOW, grace=30)
     assert found.cause == first
     assert first.failure == "replica main/1 was killed by signal 9 (SIGKILL)"
     assert second.failure == "replica main/0 exited with code 1"

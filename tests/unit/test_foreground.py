@@ -1,8 +1,11 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Ctrl-C with a backend that offers no more than TorchX's interface."""
+"""Signals to a command that waits, with a backend that offers no more than TorchX's interface."""
 
 from __future__ import annotations
+
+import signal
+from typing import Any
 
 import pytest
 from torchx.schedulers.api import DescribeAppResponse
@@ -47,6 +50,53 @@ def test_ctrl_c_cancels_what_is_waited_for(
     assert ("goes on; to end it: torchx cancel plain://torchx/a-1" in said) is (polls == 1)
     assert ("cancelling plain://torchx/a-1; Ctrl-C again waits no longer for it" in said) is (polls == 2)
     assert "killing" not in said
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(("words", "polls", "heeded"), [("--wait", 0, True), ("", 1, False), ("", 2, True)])
+def test_signals_are_heeded_by_a_command_that_waits_alone(
+    number: signal.Signals, words: str, polls: int, heeded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TORCHX_CONTEXT_NAME, "cli_run")
+    monkeypatch.setattr("sys.argv", ["torchx", "run", *words.split(), "utils.echo"])
+    before = signal.signal(number, signal.SIG_DFL)
+    backend = Plain(slow=False)
+    foreground = Foreground(backend, "plain")
+    try:
+        foreground.submitting()
+        foreground.submitted("a-1")
+        for _ in range(polls):
+            foreground.polled("a-1")
+        assert (signal.getsignal(number) != signal.SIG_DFL) is heeded
+        if heeded:
+            with pytest.raises(SystemExit, match=str(128 + number)):
+                try:
+                    signal.raise_signal(number)
+                except KeyboardInterrupt:
+                    foreground.closing()
+        else:
+            foreground.closing()
+            assert signal.getsignal(number) == signal.SIG_DFL
+        assert backend.cancelled == heeded
+    finally:
+        for each in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(each, signal.SIG_DFL)
+        signal.signal(number, before)
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda *_: None])
+def test_a_disposition_of_the_users_stays(handler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TORCHX_CONTEXT_NAME, "cli_run")
+    monkeypatch.setattr("sys.argv", ["torchx", "run", "--wait", "utils.echo"])
+    before = signal.signal(signal.SIGHUP, handler)
+    foreground = Foreground(Plain(slow=False), "plain")
+    try:
+        foreground.submitting()
+        assert signal.getsignal(signal.SIGHUP) is handler
+        foreground.closing()
+        assert signal.getsignal(signal.SIGHUP) is handler
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 from torchx.specs import AppDef, RetryPolicy, Role
@@ -43,7 +44,7 @@ def test_holds_a_copy_that_is_wrapped_and_described_like_any_command(given: list
     result = hold(app, 60.0)
     assert app == before
     assert [result.roles[0].entrypoint, *result.roles[0].args] == held
-    assert result.roles[1] == app.roles[1]
+    assert result.roles[1] == dataclasses.replace(app.roles[1], metadata={"monarch": {"sidecar": True}})
     wrapped = rewrite(result, HostOptions())
     assert "torchx_monarch.host" in " ".join(wrapped.roles[0].args)
     assert restore(wrapped.roles[0]) == result.roles[0]

@@ -31,6 +31,7 @@ from torchx_monarch.backends import blob
 from torchx_monarch.backends.kubernetes import facts, names
 from torchx_monarch.backends.kubernetes.facts import Attempt, Ended, RoleFacts, Rules, Work, standing
 from torchx_monarch.backends.network import PLACEHOLDER
+from torchx_monarch.backends.outcome import RolePolicy
 from torchx_monarch.errors import RankExit, Verdict
 from torchx_monarch.schedulers import monarch_kubernetes
 
@@ -104,7 +105,7 @@ def test_manifests_are_valid(runner: Runner, version: str) -> None:
         annotations={"note": "b"},
         ttl_seconds_after_finished=60,
     )
-    assert [one["kind"] for one in made] == ["Secret", "Service", "Job", "Job"]
+    assert [one["kind"] for one in made] == ["Service", "Secret", "Job", "Job"]
     for one in made:
         kubernetes_validate.validate(one, version, strict=True)
         assert one["metadata"]["labels"]["team"] == "a"
@@ -136,7 +137,7 @@ def test_one_job_for_each_role_and_all_names_known_before_the_start(runner: Runn
         (500, 500),
         (3, 3),
     ]
-    service = objects(runner, trainer())[1]
+    service = objects(runner, trainer())[0]
     assert (service["spec"]["clusterIP"], service["spec"]["publishNotReadyAddresses"]) == ("None", True)
     for index, job in enumerate((first, second)):
         name = job["metadata"]["name"]
@@ -177,8 +178,13 @@ def test_no_description_holds_the_credentials(runner: Runner, cfg: dict[str, Any
     from torchx_monarch.backends.network import with_credentials
 
     info = runner.dryrun(AppDef("app", [trainer(), sh()]), "monarch_kubernetes", cfg=cfg)
-    assert info.request.objects[0]["stringData"] == {"credentials": PLACEHOLDER} and PLACEHOLDER in str(info)
-    secret, *others = with_credentials(info.request, "the-key").objects
+    assert [one["stringData"] for one in info.request.objects if one["kind"] == "Secret"] == [
+        {"credentials": PLACEHOLDER}
+    ]
+    assert PLACEHOLDER in str(info)
+    objects = with_credentials(info.request, "the-key").objects
+    others = [one for one in objects if one["kind"] != "Secret"]
+    (secret,) = (one for one in objects if one["kind"] == "Secret")
     assert secret["stringData"] == {"credentials": "the-key"}
     assert "the-key" not in json.dumps(others)
     pods = [others[-2]["spec"]["template"]] if cfg is OFFLINE else [others[-1]["spec"]["tasks"][0]["template"]]
@@ -335,20 +341,31 @@ NOW = Rules(now=1000.0, grace=5.0, pull_timeout=60.0)
 OPEN, GONE = Work(True), Work(False)
 
 
-def role(name: str, *attempts: list[Attempt], work: Work = OPEN, retries: int = 0) -> RoleFacts:
+def role(
+    name: str,
+    *attempts: list[Attempt],
+    work: Work = OPEN,
+    retries: int = 0,
+    fewest: int | None = None,
+    sidecar: bool = False,
+) -> RoleFacts:
     replicas = [facts.replica(name, number, each, work, retries) for number, each in enumerate(attempts)]
-    return RoleFacts(name, replicas, work)
+    return RoleFacts(name, replicas, work, RolePolicy(len(attempts), fewest, sidecar))
 
 
 def run(phase: str = "Running", at: float = 0.0, **more: Any) -> Attempt:
     return Attempt(f"p{at}", phase=phase, ended=at, failure="exited with code 1", **more)
 
 
-def test_succeeds_when_the_main_role_has_and_ends_the_others() -> None:
+def test_succeeds_when_all_roles_have_and_ends_sidecars() -> None:
     done = role("main", [run("Succeeded", 900.0)], work=Work(True, AppState.SUCCEEDED))
     found = standing([done, role("other", [run()])], NOW)
+    assert (found.state, found.unended) == (AppState.RUNNING, None)
+    failed = standing([done, role("other", [run("Failed", 950.0)], work=Work(True, AppState.FAILED))], NOW)
+    assert failed.state is AppState.FAILED and failed.cause is not None and failed.cause.role == "other"
+    found = standing([done, role("other", [run()], sidecar=True)], NOW)
     assert (found.state, found.unended) == (AppState.RUNNING, Ended(AppState.SUCCEEDED))
-    over = standing([done, role("other", [run("Failed", 950.0, stopping=True)], work=GONE)], NOW)
+    over = standing([done, role("other", [run("Failed", 950.0, stopping=True)], work=GONE, sidecar=True)], NOW)
     assert (over.state, over.cause) == (AppState.SUCCEEDED, None)
 
 
@@ -381,12 +398,15 @@ def test_waits_for_a_replacement() -> None:
 
 def test_an_elastic_role_does_without_some() -> None:
     lost, well = run("Failed", 900.0), run("Succeeded", 950.0)
-    some = RoleFacts("main", role("main", [lost], [run()], [run()]).replicas, OPEN, spare=1)
+    over = Work(True, AppState.FAILED)
+    some = role("main", [run()], [lost], [run()], fewest=2)
     assert (standing([some], NOW).state, standing([some], NOW).unended) == (AppState.RUNNING, None)
-    done = RoleFacts("main", role("main", [lost], [well], [well]).replicas, Work(True, AppState.FAILED), spare=1)
+    done = role("main", [well], [lost], [well], work=over, fewest=2)
     assert standing([done], NOW).state is AppState.SUCCEEDED
-    too_few = RoleFacts("main", role("main", [lost], [lost], [well]).replicas, Work(True, AppState.FAILED), spare=1)
+    too_few = role("main", [well], [lost], [lost], work=over, fewest=2)
     assert standing([too_few], NOW).state is AppState.FAILED
+    first = role("main", [lost], [well], [well], work=over, fewest=2)
+    assert standing([first], NOW).state is AppState.FAILED
 
 
 def test_cancelled_is_cancelled_unless_all_was_over() -> None:

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from torchx.schedulers.api import filter_regex
 from torchx.specs import AppDef, RetryPolicy
 
+from torchx_monarch.backends.errors import UserError
+
 _TOGETHER = re.compile(r"-m torchx_monarch\.host (?:(?! -- ).)*--application ", re.DOTALL)
 """In the command of a role whose hosts end with those of the other roles, to begin again (``runtime.application``)."""
 
@@ -18,12 +20,12 @@ def check_names(app: AppDef) -> None:
     """Each role needs a name of its own: status and logs know it by that. (TorchX takes two of one name for one role.)
 
     Raises:
-        ValueError: two have one name.
+        UserError: two have one name.
     """
     names = [role.name for role in app.roles]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"two roles of app {app.name!r} are called {name!r}; each role needs a name of its own")
+            raise UserError(f"two roles of app {app.name!r} are called {name!r}; each role needs a name of its own")
 
 
 def check_replica(app_id: str, sizes: Mapping[str, int], role: str, replica: int) -> None:
@@ -36,26 +38,26 @@ def check_replica(app_id: str, sizes: Mapping[str, int], role: str, replica: int
         replica: the replica asked for.
 
     Raises:
-        ValueError: there is no such role or replica.
+        UserError: there is no such role or replica.
     """
     if role not in sizes:
-        raise ValueError(f"app {app_id} has no role {role!r}; its roles are {', '.join(sizes)}")
+        raise UserError(f"app {app_id} has no role {role!r}; its roles are {', '.join(sizes)}")
     if not 0 <= replica < sizes[role]:
-        raise ValueError(f"role {role} of app {app_id} has no replica {replica}; it has 0 to {sizes[role] - 1}")
+        raise UserError(f"role {role} of app {app_id} has no replica {replica}; it has 0 to {sizes[role] - 1}")
 
 
 def matching(lines: Iterable[str], regex: str | None) -> Iterable[str]:
     """The lines in which a regular expression is found; all of them without one.
 
     Raises:
-        ValueError: it is no regular expression.
+        UserError: it is no regular expression.
     """
     if not regex:
         return lines
     try:
         found: Iterable[str] = filter_regex(regex, lines)
     except re.error as error:
-        raise ValueError(f"{regex!r} is no regular expression: {error}") from error
+        raise UserError(f"{regex!r} is no regular expression: {error}") from error
     return found
 
 

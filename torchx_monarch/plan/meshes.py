@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from torchx.specs import AppDef, Resource, Role
 
+from torchx_monarch import sidecars
 from torchx_monarch.plan.actors import actors_command
 
 _TAKEN = ("query_engine", "query_engine_client", "telemetry_url", "dashboard_url", "admin_url")
@@ -18,6 +19,8 @@ _TAKEN = ("query_engine", "query_engine_client", "telemetry_url", "dashboard_url
 
 def waiting(app: AppDef, idle_timeout: float, script: Sequence[str] = (), python: str = "python") -> AppDef:
     """A copy of an app whose hosts wait for actors instead of running their commands.
+
+    The app ends with its first role: the hosts of the others are sidecars, for they would wait for ever.
 
     Args:
         app: stays as it is.
@@ -35,6 +38,8 @@ def waiting(app: AppDef, idle_timeout: float, script: Sequence[str] = (), python
         check_mesh_name(role.name)
         words = actors_command(idle_timeout, () if index else script, python)
         role.entrypoint, role.args = words[0], words[1:]
+        if index:
+            sidecars.mark(role)
     return ours
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from torchx.specs import AppDef, RetryPolicy, Role, macros
 
+from torchx_monarch import sidecars
 from torchx_monarch.plan.actors import is_actors
 from torchx_monarch.plan.command import ACTORS_MODULE, HOST_MODULE, HOSTS_MODULE, Command, CommandError, check, parse
 from torchx_monarch.plan.hold import IDLE_TIMEOUT, Hold
@@ -38,7 +39,8 @@ class HostOptions:
         network: further words of the host's command line, each option with its value.
         application: where all roles find replica 0 of the first one, on backends that let each role end by itself;
             empty for others.
-        always_together: whether there the end of one role is to end all, whatever the policy.
+        always_together: whether there the failure of one role is to end all, whatever the policy, and the end of the
+            first one ends all: it waits for the others that are no sidecars.
         lease: seconds for which a host or its agent may be silent until it counts as lost; None for the hosts' default.
     """
 
@@ -67,8 +69,9 @@ def rewrite(app: AppDef, options: HostOptions) -> AppDef:
     has_main = bool(ranks) and ranks[0] is app.roles[0]
     directory = _directory(ranks, options) if has_main else {}
     beside = _end_together(ranks, options.always_together) if has_main and options.application else 0
+    awaited = _awaited(ranks[1:]) if beside and options.always_together else []
     for role in rewritten.roles:
-        wrap_role(role, options.python, _host_arguments(role, options, directory, beside))
+        wrap_role(role, options.python, _host_arguments(role, options, directory, beside, awaited))
     return rewritten
 
 
@@ -80,6 +83,11 @@ def _end_together(ranks: Sequence[Role], always: bool) -> int:
     waiting = any(module in word for role in ranks for word in role.args for module in (HOSTS_MODULE, ACTORS_MODULE))
     every = all(role.retry_policy is RetryPolicy.APPLICATION and role.max_retries > 0 for role in ranks)
     return len(ranks) - 1 if (always or every) and not waiting else 0
+
+
+def _awaited(others: Sequence[Role]) -> list[str]:
+    """The names of the roles beside the first that an app waits for."""
+    return [role.name for role in others if not sidecars.is_sidecar(role)]
 
 
 def _directory(ranks: Sequence[Role], options: HostOptions) -> Mapping[str, str]:
@@ -104,7 +112,7 @@ def _runs_ranks(role: Role) -> bool:
 def hold(app: AppDef, idle_timeout: float = IDLE_TIMEOUT, python: str = "python") -> AppDef:
     """A copy of ``app`` whose hosts wait for runs; what its roles run now is what a run runs that names nothing else.
 
-    Roles without a rank program stay as they are.
+    Roles without a rank program stay as they are. The app ends with its first role, and the others are sidecars.
 
     Args:
         app: as a component makes it.
@@ -120,6 +128,8 @@ def hold(app: AppDef, idle_timeout: float = IDLE_TIMEOUT, python: str = "python"
     if not any(found):
         roles = ", ".join(repr(role.name) for role in held.roles) or "none"
         raise CommandError(f"no role of app {app.name!r} runs a torchrun or Python command; its roles: {roles}")
+    for role in held.roles[1:]:
+        sidecars.mark(role)
     return held
 
 
@@ -222,7 +232,9 @@ def _command(words: Sequence[str], role: Role) -> Command | None:
     return command
 
 
-def _host_arguments(role: Role, options: HostOptions, directory: Mapping[str, str], beside: int) -> list[str]:
+def _host_arguments(
+    role: Role, options: HostOptions, directory: Mapping[str, str], beside: int, awaited: Sequence[str]
+) -> list[str]:
     """The arguments of the host process, which follow the interpreter and precede the command."""
     return [
         *("-m", HOST_MODULE),
@@ -240,6 +252,7 @@ def _host_arguments(role: Role, options: HostOptions, directory: Mapping[str, st
         *(("--peers", _peers(options)) if options.rendezvous and is_actors([role.entrypoint, *role.args]) else ()),
         *(("--directory", directory[role.name]) if role.name in directory else ()),
         *(("--application", options.application, "--beside", str(beside)) if beside else ()),
+        *(word for name in awaited for word in ("--await-role", escape(name))),
         *(escape(word) for word in options.network),
         "--",
     ]

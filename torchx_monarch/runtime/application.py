@@ -5,7 +5,8 @@
 Replica 0 of every other role is linked to replica 0 of the first one. When a role has failed, or its replica 0 is lost,
 the first one has all others end as well, and the backend starts them again. Replica 0 of the first role goes last, and
 puts off the hosts that are started before that: so no role begins while another one's earlier ranks are there.
-So it is with ``RetryPolicy.APPLICATION`` and retries, and always where the backend heeds the first role alone.
+So it is with ``RetryPolicy.APPLICATION`` and retries, and always where the end of the first role is the end of all
+(AWS Batch). There replica 0 of the first role also waits for the success of the others, but for that of sidecars.
 
 =========================  =======================================================================================
 other role to the first    ``link`` (greeting, with role and start), ``held`` (it counts from now on), ``ended`` (with
@@ -17,13 +18,13 @@ first role to another      ``linked``, ``refused``, ``again`` (with the same), `
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from torchx_monarch.errors import Verdict
 from torchx_monarch.runtime import network, protocol, transport
 from torchx_monarch.runtime.directory import role_of, start_of_app
 from torchx_monarch.runtime.options import HostOptions
-from torchx_monarch.runtime.rendezvous import LaterError, Rendezvous, Trouble
+from torchx_monarch.runtime.rendezvous import JOINED, LaterError, Rendezvous, Trouble
 from torchx_monarch.runtime.report import Reporter
 from torchx_monarch.runtime.transport import Address, ConnectError
 from torchx_monarch.runtime.wires import Wires
@@ -74,8 +75,9 @@ class Application:
         is_first = options.application.rpartition(":")[2] == str(wires.rendezvous).rpartition(":")[2]
         first = Address.parse(network.expanded(options.application, environ, is_first), "--application")
         if is_first:
-            return _First(role, rendezvous, start, options.beside)
-        return _Other(role, rendezvous, start, first, wires)
+            return _First(role, rendezvous, start, options.beside, options.await_roles)
+        told_within = options.host_timeout if role in options.await_roles else 0.0
+        return _Other(role, rendezvous, start, first, wires, told_within)
 
     async def begin(self, reporter: Reporter, timeout: float) -> None:
         """Wait until nothing of an earlier start of the app is there; for at most ``timeout`` seconds, or trouble."""
@@ -92,6 +94,19 @@ class Application:
             trouble.cancel()
         if trouble.done() and not trouble.cancelled():
             troubles.put_nowait(trouble.result())
+
+    async def await_others(self, verdict: Verdict, reporter: Reporter, timeout: float) -> Verdict:
+        """Wait, on the first role when it has succeeded, for the success of the roles that the app waits for.
+
+        Args:
+            verdict: how this role has ended.
+            reporter: says what is waited for.
+            timeout: seconds that such a role has to arrive.
+
+        Returns:
+            The same verdict, or the failure of another role, or that this host was told to end meanwhile.
+        """
+        return verdict
 
     async def end(self, verdict: Verdict, timeout: float) -> None:
         """Tell the other roles how this one has ended; the first one waits for their ends, for ``timeout`` seconds."""
@@ -120,11 +135,15 @@ class _First(Application):
 
     Args:
         beside: how many other roles there are.
+        awaited: the names of those whose success this one waits for before it ends.
     """
 
-    def __init__(self, role: str, rendezvous: Rendezvous, start: str, beside: int) -> None:
+    def __init__(self, role: str, rendezvous: Rendezvous, start: str, beside: int, awaited: Sequence[str] = ()) -> None:
         super().__init__(role, rendezvous, start)
         self._beside = beside
+        self._awaited = set(awaited)
+        self._arrived: set[str] = set()
+        self._succeeded: set[str] = set()
         self._complete = asyncio.Event()
         self._links: dict[str, asyncio.StreamWriter] = {}
         self._changed = asyncio.Event()
@@ -134,6 +153,35 @@ class _First(Application):
     async def begin(self, reporter: Reporter, timeout: float) -> None:
         if self._beside:
             await self._until(self._complete, reporter, min(timeout, _LINKED_WITHIN), lambda: "the other roles")
+
+    async def await_others(self, verdict: Verdict, reporter: Reporter, timeout: float) -> Verdict:
+        def left() -> str:
+            return f"the end of role {', '.join(sorted(self._awaited - self._succeeded))}"
+
+        if verdict.code:
+            return verdict
+        return await reporter.while_waiting(self._others_succeeded(verdict, timeout), left)
+
+    async def _others_succeeded(self, verdict: Verdict, timeout: float) -> Verdict:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + timeout
+        while left := self._awaited - self._succeeded:
+            missing = sorted(left - self._arrived)
+            if missing and loop.time() >= until:
+                names = ", ".join(missing)
+                return Verdict(1, f"replica 0 of role {names} has not arrived in {timeout:g} s (--host-timeout)")
+            changed = asyncio.ensure_future(self._changed.wait())
+            came = asyncio.ensure_future(self._rendezvous.troubles.get())
+            try:
+                within = until - loop.time() if missing else None
+                await asyncio.wait([changed, came], timeout=within, return_when=asyncio.FIRST_COMPLETED)
+                # This role has succeeded already: hosts of its own that leave, or come too late, change nothing.
+                if came.done() and not (came.result().lost or came.result().kind == JOINED):
+                    return came.result().verdict
+            finally:
+                changed.cancel()
+                came.cancel()
+        return verdict
 
     async def end(self, verdict: Verdict, timeout: float) -> None:
         self._ending = True
@@ -159,12 +207,15 @@ class _First(Application):
             await protocol.send(writer, {"type": "linked"})
             if await protocol.receive(reader, _ANSWER_TIMEOUT) is None:
                 return  # it had ended before it could say how
+            self._arrived.add(role)
             if len(self._links) >= self._beside:
                 self._complete.set()
             word = await protocol.receive(reader) or {"reason": f"replica 0 of role {role!r} was lost; {_AGAIN}"}
             if word.get("code") != 0:
                 self._lose(word)
             await reader.read(1)  # it goes last of its role
+            if word.get("code") == 0:
+                self._succeeded.add(role)
         except (protocol.ProtocolError, TimeoutError) as error:
             self._lose({"reason": f"replica 0 of role {role!r} does not speak as it should: {error}; {_AGAIN}"})
         finally:
@@ -183,11 +234,15 @@ class _Other(Application):
 
     Args:
         first: where that of the first role listens.
+        told_within: seconds that it takes, when it has succeeded, to be linked and say so; 0 where nobody waits for it.
     """
 
-    def __init__(self, role: str, rendezvous: Rendezvous, start: str, first: Address, wires: Wires) -> None:
+    def __init__(
+        self, role: str, rendezvous: Rendezvous, start: str, first: Address, wires: Wires, told_within: float = 0.0
+    ) -> None:
         super().__init__(role, rendezvous, start)
         self._first = first
+        self._told_within = told_within
         self._wires = wires
         self._why = "no answer yet"
         self._clear = asyncio.Event()
@@ -201,8 +256,9 @@ class _Other(Application):
 
     async def end(self, verdict: Verdict, timeout: float) -> None:
         self._ended = True
-        if verdict.code and not self._linked.is_set():
-            await asyncio.wait([asyncio.ensure_future(self._linked.wait())], timeout=_TOLD_WITHIN)
+        within = _TOLD_WITHIN if verdict.code else self._told_within
+        if within and not self._linked.is_set():
+            await asyncio.wait([asyncio.ensure_future(self._linked.wait())], timeout=within)
         if self._writer is not None:
             await protocol.send(self._writer, self._word("ended", verdict))
 

@@ -345,6 +345,7 @@ class HostProcess:
         )
         await together.begin(self._reporter, options.host_timeout)
         verdict = await self._controller(job, rendezvous, wires).run()
+        verdict = await together.await_others(verdict, self._reporter, options.host_timeout)
         self._conclude(verdict)
         await together.end(verdict, _HOST_EXIT_TIMEOUT + (0.0 if verdict.stopped else self._grace))
         await rendezvous.announce(verdict, _HOST_EXIT_TIMEOUT + self._grace)

@@ -33,6 +33,7 @@ class HostOptions:
         directory: where replica 0 of the first role listens, which knows where those of the others do; empty for none.
         application: where replica 0 of the first role listens, for roles that begin again together; empty for others.
         beside: how many roles those are beside the first.
+        await_roles: those of them whose success the first role waits for before it ends.
     """
 
     app: str
@@ -53,3 +54,4 @@ class HostOptions:
     directory: str = ""
     application: str = ""
     beside: int = 0
+    await_roles: tuple[str, ...] = ()

@@ -1,6 +1,11 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What ``torchx run --wait`` or ``--log`` adds while a person looks on: progress, a prompt end, Ctrl-C as cancel.
+"""What ``torchx run --wait`` or ``--log`` adds: progress, a prompt end, and that a signal to it ends the job.
+
+Ctrl-C cancels the app. So do SIGTERM and SIGHUP, which would otherwise leave an app that nobody watches on its GPUs:
+torchrun passes them on to its workers (``torch.distributed.elastic.agent.server.api.SimpleElasticAgent.run``), and
+``LocalScheduler`` ends its apps (``torchx.schedulers.local_scheduler._register_termination_signals``). The command ends
+when the app has, which has its grace, with 128 and the number of the signal.
 
 TorchX's command line polls once a second and knows nothing of the job between two polls. Apps submitted elsewhere, or
 from Python, are not touched: only in the process of a ``torchx run``, only for what it submitted, and only in its main
@@ -9,13 +14,16 @@ thread, does ``describe`` wait a while for the end before it answers.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from types import FrameType
+from typing import Any, NoReturn, Protocol
 
 from torchx.specs import TORCHX_CONTEXT_NAME, is_terminal
 
@@ -32,6 +40,44 @@ _KILL_TIMEOUT = 15.0
 
 _ASK_EVERY = 1.0
 """Seconds between two questions to a backend that is no ``Waitable``, as TorchX has it."""
+
+
+_PASSED_ON = (signal.SIGTERM, signal.SIGHUP)
+
+
+class _Signalled(KeyboardInterrupt):
+    """A signal has asked this process to end. As Ctrl-C, no ``except Exception`` stops it.
+
+    Args:
+        number: of the signal.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+def _on_signal(number: int, frame: FrameType | None) -> NoReturn:
+    for each in _PASSED_ON:  # a closed terminal says SIGHUP twice, and systemd SIGTERM and SIGHUP
+        if signal.getsignal(each) is _on_signal:
+            # Not SIG_IGN: Python complains of one that has come already and is ignored now.
+            signal.signal(each, lambda *_: None)
+    raise _Signalled(number)
+
+
+def _heed_signals() -> None:
+    """Have SIGTERM and SIGHUP raise, where nobody else has a handler and they are not ignored (nohup)."""
+    if threading.current_thread() is threading.main_thread():
+        for number in _PASSED_ON:
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, _on_signal)
+
+
+def _heed_signals_no_more() -> None:
+    if threading.current_thread() is threading.main_thread():
+        for number in _PASSED_ON:
+            if signal.getsignal(number) is _on_signal:
+                signal.signal(number, signal.SIG_DFL)
 
 
 class Waitable(Protocol):
@@ -87,6 +133,11 @@ class Foreground:
         self._polls: dict[str, int] = {}
         self._offsets: dict[str, int] = {}
 
+    def submitting(self) -> None:
+        """Note that this process is about to submit an app: where it is to wait for it, signals are heeded."""
+        if os.environ.get(TORCHX_CONTEXT_NAME) == "cli_run" and _is_to_wait(sys.argv):
+            _heed_signals()
+
     def submitted(self, app_id: str) -> None:
         """Remember an app that this process has submitted."""
         if os.environ.get(TORCHX_CONTEXT_NAME) == "cli_run":
@@ -100,7 +151,10 @@ class Foreground:
         if app_id not in self._polls or threading.current_thread() is not threading.main_thread():
             return
         self._polls[app_id] += 1
-        if self._polls[app_id] < 2 or self._waitable is None:
+        if self._polls[app_id] < 2:
+            return
+        _heed_signals()
+        if self._waitable is None:
             return
         # With --log another thread prints the job's log, where the same lines stand.
         shows = sys.stderr is not None and sys.stderr.isatty() and threading.active_count() == 1
@@ -115,20 +169,24 @@ class Foreground:
         """Called when the command line leaves its runner. After Ctrl-C: cancel what it waits for, twice: kill.
 
         Raises:
-            SystemExit: after Ctrl-C, with 130, in place of KeyboardInterrupt's traceback.
+            SystemExit: after Ctrl-C with 130, after SIGTERM with 143, after SIGHUP with 129; without a traceback.
         """
-        if not isinstance(sys.exc_info()[1], KeyboardInterrupt):
+        error = sys.exc_info()[1]
+        if not isinstance(error, KeyboardInterrupt):
+            _heed_signals_no_more()
             return
+        number = error.number if isinstance(error, _Signalled) else signal.SIGINT
         for app_id, polls in self._polls.items():
             if self._inner.wait_terminal(app_id, 0.0):
                 continue
             handle = f"{self._backend}://torchx/{app_id}"
             # Before the second poll the options of the command line alone tell.
             if polls < 2 and not _is_to_wait(sys.argv):
-                print(f"\n{handle} goes on; to end it: torchx cancel {handle}", file=sys.stderr)
+                _say(f"\n{handle} goes on; to end it: torchx cancel {handle}")
                 continue
             second = "waits no longer for it" if self._waitable is None else "kills it"
-            print(f"\ncancelling {handle}; Ctrl-C again {second}", file=sys.stderr, flush=True)
+            why = "" if number == signal.SIGINT else f" ({signal.Signals(number).name})"
+            _say(f"\ncancelling {handle}{why}; Ctrl-C {'again ' if not why else ''}{second}")
             try:
                 self._inner.stop(app_id, None)
                 while not self._inner.wait_terminal(app_id, 3600.0):
@@ -136,10 +194,10 @@ class Foreground:
             except KeyboardInterrupt:
                 if self._waitable is None:
                     continue
-                print(f"\nkilling {handle}", file=sys.stderr, flush=True)
+                _say(f"\nkilling {handle}")
                 self._inner.stop(app_id, 0.0)
                 self._inner.wait_terminal(app_id, _KILL_TIMEOUT)
-        raise SystemExit(130) from None
+        raise SystemExit(128 + number) from None
 
     def _show(self, app_id: str, waitable: Waitable) -> None:
         found, offset = events.read(waitable.events_path(app_id), self._offsets.get(app_id, 0))
@@ -147,6 +205,11 @@ class Foreground:
         for event in found:
             seconds = f" ({event['seconds']:.2f} s)" if event.get("seconds") is not None else ""
             print(f"{one_line(event['message'])}{seconds}", file=sys.stderr, flush=True)
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # the terminal is closed
+        print(text, file=sys.stderr, flush=True)
 
 
 _WITH_VALUE = ("-s", "--scheduler", "-cfg", "--scheduler_args", "--workspace", "--buck-target", "--parent_run_id")

@@ -22,13 +22,16 @@ from torchx.specs.finder import ComponentValidationException
 from torchx.workspace import WorkspaceMixin
 
 from torchx_monarch.backends import clients
+from torchx_monarch.backends.errors import UserError
 from torchx_monarch.backends.network import CREDENTIALS, PLACEHOLDER, NetworkBackend, RolesApart, with_credentials
 from torchx_monarch.backends.options import run_options
 from torchx_monarch.plan.command import CommandError
 from torchx_monarch.plan.exit_codes import parse_exit_codes
 from torchx_monarch.plan.rewrite import HostOptions, restore, rewrite
+from torchx_monarch.schedulers.command import RunOptions, end_plainly, keep_threads_quiet, subcommand
 from torchx_monarch.schedulers.foreground import Foreground
 from torchx_monarch.schedulers.presentable import presentable, presentable_list
+from torchx_monarch.sidecars import SidecarError, is_sidecar
 
 Cfg = Mapping[str, CfgVal]
 
@@ -127,7 +130,8 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
 
     def run_opts(self) -> runopts:
         """Ours and the wrapped scheduler's, the latter with the defaults of its own section in ``.torchxconfig``."""
-        options = run_options(MonarchOpts)
+        options = RunOptions()
+        options.update(run_options(MonarchOpts))
         if isinstance(self.inner, NetworkBackend):
             options.update(run_options(NetworkOpts))
         theirs = self.inner.run_opts()
@@ -177,8 +181,10 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             **self._network(app, cfg),
         )
         try:
+            for role in app.roles:
+                is_sidecar(role)
             rewritten = rewrite(app, hosts)
-        except CommandError as error:
+        except (CommandError, SidecarError) as error:
             raise InvalidCommandError(str(error)) from None
         for role, ours in zip(app.roles, rewritten.roles, strict=True):
             if role.name in hosts.rendezvous and ours.args != role.args:
@@ -220,6 +226,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         assert isinstance(dryrun_info, _SubmitInfo), "the request of another scheduler"
         inner = copy.copy(dryrun_info.inner)
         inner.request = dryrun_info.request
+        self._foreground.submitting()
         if isinstance(self.inner, NetworkBackend):
             from torchx_monarch import credentials
 
@@ -246,7 +253,11 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
     def describe(self, app_id: str) -> DescribeAppResponse | None:
         """What the wrapped scheduler knows, with the roles as the user wrote them."""
         self._foreground.polled(app_id)
+        keep_threads_quiet()
         response = self.inner.describe(app_id)
+        if response is None and subcommand() in ("cancel", "delete", "log"):
+            # TorchX's command does nothing then, or waits, and ends with 0.
+            raise UserError(f"there is no app {app_id!r} of {self.backend}; `torchx list -s {self.backend}` shows all")
         if response is not None:
             response.roles = [restore(role) for role in response.roles]
             for role in response.roles:
@@ -284,9 +295,14 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         clients.forget(self.backend, app_id)
 
     def close(self) -> None:
-        """Release what the wrapped scheduler holds; a Ctrl-C that ended a waiting ``torchx run`` cancels its apps."""
+        """Release what the wrapped scheduler holds; a signal that ended a waiting ``torchx run`` cancels its apps.
+
+        Raises:
+            SystemExit: the torchx command is ending because of that, or of a user's mistake.
+        """
         try:
             self._foreground.closing()
+            end_plainly()
         finally:
             self.inner.close()
 
@@ -298,13 +314,18 @@ class MonarchWorkspaceScheduler(WorkspaceMixin[Any], MonarchScheduler):  # type:
         """Have the wrapped scheduler build; its options for that are among ours.
 
         Raises:
-            WorkspaceError: TorchX cannot pack a file of it.
+            WorkspaceError: TorchX cannot pack a file of it, or cannot build its image for want of Docker.
         """
         assert isinstance(self.inner, WorkspaceMixin)
         try:
             self.inner.build_workspaces(roles, self._inner_cfg(cfg))
-        except OSError as error:
-            if error.filename is None:
+        except Exception as error:
+            if type(error).__module__.partition(".")[0] == "docker":
+                raise WorkspaceError(
+                    f"the workspace cannot be made part of the image: Docker, which builds it, says: {error}. Start "
+                    "Docker here (DOCKER_HOST), or take no workspace along: --workspace ''"
+                ) from None
+            if not isinstance(error, OSError) or error.filename is None:
                 raise
             raise WorkspaceError(
                 f"the workspace cannot be taken along: {error.filename}: {error.strerror}. TorchX packs files, and no "

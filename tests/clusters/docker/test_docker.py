@@ -362,25 +362,24 @@ def test_a_failing_rank_is_the_cause(apps: Apps) -> None:
     assert set(apps.states(handle).values()) == {AppState.FAILED}
 
 
-def test_roles_are_worlds_and_the_first_decides(apps: Apps) -> None:
-    # The main role goes on until both ranks of the other have printed: its end is theirs.
+def test_roles_are_worlds_and_all_but_sidecars_are_awaited(apps: Apps, eventually: Eventually) -> None:
+    go = apps.folder / "go"
     path = apps.program(
         SAYS
         + f"""
-    import glob, time
-    said = {str(apps.folder / "said")!r}
-    if sys.argv[1:] == ["says"]:
-        open(said + os.environ["RANK"], "w").close()
-        time.sleep(1000)
-    while len(glob.glob(said + "?")) < 2:
+    import time
+    while sys.argv[1:] == ["waits"] and not os.path.exists({str(go)!r}):
         time.sleep(0.1)
-    time.sleep(0.5)
     """
     )
     main = apps.torchrun(path, name="main", nproc=1)
-    other = apps.torchrun(path, "says", name="other_one", nproc=1)
-    reader = apps.role("sh", "-c", "echo up; sleep 1000", name="reader")
+    other = apps.torchrun(path, "waits", name="other_one", nproc=1)
+    reader = apps.role("sh", "-c", "echo up; sleep 1000", name="reader", metadata={"monarch": {"sidecar": True}})
     handle = apps.run(main, other, reader)
+    over = {"main/0": AppState.SUCCEEDED, "main/1": AppState.SUCCEEDED}
+    eventually(lambda: over.items() <= apps.states(handle).items(), "the end of the first role", seconds=60)
+    assert apps.status(handle).state is AppState.RUNNING
+    go.touch()
     assert apps.wait(handle).state is AppState.SUCCEEDED
     assert f"rank 1 of 2 at {apps.hostname(handle, 0, role=1)}" in apps.log(handle, "other_one")
     assert f"rank 1 of 2 at {apps.hostname(handle, 0)}" in apps.log(handle, "main")

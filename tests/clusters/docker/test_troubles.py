@@ -50,6 +50,24 @@ def test_a_container_that_is_removed_fails_its_job(
         apps.lines(handle, removed)
 
 
+def test_an_elastic_job_succeeds_without_a_container(apps: Apps, daemon: Daemon, eventually: Eventually) -> None:
+    go = apps.folder / "go"
+    path = apps.program(f"""
+        import os, time
+        print("rank", os.environ["RANK"], flush=True)
+        while not os.path.exists({str(go)!r}):
+            time.sleep(0.1)
+    """)
+    role = apps.torchrun(path, nproc=1, min_replicas=1)
+    role.args[role.args.index("--nnodes") + 1] = "1:2"
+    handle = apps.run(role)
+    eventually(lambda: apps.log(handle).count("]:rank") == 2, "the ranks", seconds=60)
+    daemon.kill(apps.hostname(handle, 1))
+    go.touch()
+    assert apps.wait(handle, 60).state is AppState.SUCCEEDED, apps.log(handle)
+    assert apps.states(handle) == {"trainer/0": AppState.SUCCEEDED, "trainer/1": AppState.FAILED}
+
+
 @pytest.mark.parametrize(
     ("path", "code", "words"),
     [

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import copy
 import http.server
 import json
 import os
@@ -244,8 +245,27 @@ def test_a_submission_that_is_interrupted_leaves_nothing(wire: Wire, runner: Run
     assert wire.objects == {}
 
 
+def test_a_submission_that_was_killed_is_listed_and_deleted(wire: Wire, runner: Runner) -> None:
+    """Whatever of its objects has been made by then."""
+    plain, left = wire.cluster, list[dict[str, Any]]()
+
+    def cluster(method: str, path: str, body: dict[str, Any]) -> Answer:
+        answer = plain(method, path, body)
+        if method == "POST":
+            left.append(copy.deepcopy(wire.objects))
+        return answer
+
+    wire.cluster = cluster  # type: ignore[method-assign]
+    submitted(runner, validate_spec=False)
+    assert len(left) == 3
+    for wire.objects in left:
+        (app,) = runner.list("monarch_kubernetes")
+        runner.delete(app.app_handle)
+        assert wire.objects == {}
+
+
 def test_what_could_not_be_removed_is_said(wire: Wire, runner: Runner, caplog: pytest.LogCaptureFixture) -> None:
-    wire.script = [None, None, (403, {"message": "no"}), None, (403, {"message": "secrets is forbidden"})]
+    wire.script = [None, None, (403, {"message": "no"}), (403, {"message": "secrets is forbidden"})]
     with pytest.raises(ComponentValidationException, match="no: the user"):
         submitted(runner, validate_spec=False)
     (left,) = [name.rpartition("/")[2] for name in wire.objects]

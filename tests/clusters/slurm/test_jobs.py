@@ -180,17 +180,20 @@ def test_pending_job_is_shown_and_cancelled(apps: Apps) -> None:
 
 
 @pytest.mark.scenario("list once each")
-def test_roles_are_components_and_end_with_the_main_one(apps: Apps) -> None:
+def test_roles_are_components_and_a_sidecar_ends_with_the_others(apps: Apps) -> None:
     reader = sh(
         "echo ${replica_id} of ${app_id}, $$TORCHX_RANK0_HOST; trap 'echo bye; exit 0' TERM; sleep 1000 & wait",
         name="reader",
         replicas=2,
+        metadata={"monarch": {"sidecar": True}},
     )
-    handle = apps.run(sh("sleep 2; echo done", name="main"), reader)
+    awaited = "while ! test -e $$MONARCH_LOG_DIR/../../reader/0/stdout.log; do sleep 0.1; done; sleep 1; echo done"
+    handle = apps.run(sh("true", name="main"), sh(awaited, name="last"), reader)
     status = apps.wait(handle, AppState.SUCCEEDED)
     app_id = handle.rpartition("/")[2]
     hosts = {f"{r.role}/{r.id}": r.hostname for role in status.roles for r in role.replicas}
-    assert len(set(hosts.values())) == 3
+    assert len(set(hosts.values())) == 4
+    assert apps.log(handle, role="last") == "done\n"
     for replica in (0, 1):
         assert apps.log(handle, replica, "reader").startswith(f"{replica} of {app_id}, {hosts['main/0']}\nbye\n")
     assert apps.listed() == [("app", AppState.SUCCEEDED)]

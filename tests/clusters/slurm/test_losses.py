@@ -52,6 +52,25 @@ def test_goes_on_after_a_host_was_killed(apps: Apps, checkpoint: Path, policy: R
     assert attempts == (2 if policy is RetryPolicy.REPLICA else 0)
 
 
+def test_an_elastic_job_succeeds_without_a_host(apps: Apps, checkpoint: Path) -> None:
+    role = spmd(apps.script(CHECKPOINTS), env={"CHECKPOINT": str(checkpoint)}, min_replicas=1)
+    role.args[1] = "1:2"
+    handle = apps.run(role)
+    for replica in (0, 1):
+        apps.wait_for_output(handle, "attempt 0", replica, times=2)
+    checkpoint.touch()
+    apps.kill_host(handle, 1)
+    status = apps.wait(handle, AppState.SUCCEEDED)
+    assert [one.state for one in status.roles[0].replicas] == [AppState.SUCCEEDED, AppState.FAILED]
+
+
+@pytest.mark.parametrize(("fails", "state"), [("1", AppState.SUCCEEDED), ("[12]", AppState.FAILED)])
+def test_commands_fail_with_fewer_than_min_replicas(apps: Apps, fails: str, state: AppState) -> None:
+    command = f"case ${{replica_id}} in {fails}) exit 3;; esac; sleep {1 if state is AppState.SUCCEEDED else 1000}"
+    handle = apps.run(sh(command, replicas=3, min_replicas=2))
+    apps.wait(handle, state)
+
+
 def test_fails_after_a_host_was_killed_without_retries(apps: Apps, checkpoint: Path) -> None:
     handle = apps.run(spmd(apps.script(CHECKPOINTS), env={"CHECKPOINT": str(checkpoint)}))
     for replica in (0, 1):

@@ -3,7 +3,7 @@
 """What AWS Batch says of a job and its nodes, and what that means for the app. Pure.
 
 The state of a multi-node job is Batch's: its main node's, which is replica 0 of the first role. When that one has
-ended, Batch stops the other nodes.
+ended, Batch stops the other nodes; so its host waits for the other roles before (``runtime.application``).
 """
 
 from __future__ import annotations

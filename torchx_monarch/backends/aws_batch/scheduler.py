@@ -16,16 +16,17 @@ from datetime import datetime
 from typing import Any
 
 from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream
-from torchx.specs import NONE, AppDef, AppDryRunInfo, AppState, CfgVal, RetryPolicy, Role, runopts
+from torchx.specs import NONE, AppDef, AppDryRunInfo, AppState, CfgVal, Role, runopts
 from torchx.specs.finder import ComponentValidationException
 from torchx.workspace.docker_workspace import DockerWorkspaceMixin
 
 from torchx_monarch.backends import blob, roles
-from torchx_monarch.backends.aws_batch import facts, logs, request
+from torchx_monarch.backends.aws_batch import check, facts, logs, request
 from torchx_monarch.backends.aws_batch.client import Aws, AwsError
 from torchx_monarch.backends.aws_batch.command import RANK0
 from torchx_monarch.backends.aws_batch.options import AWSBatchOpts, MonarchAWSBatchOpts
 from torchx_monarch.backends.aws_batch.request import BatchJob
+from torchx_monarch.backends.errors import UserError
 from torchx_monarch.backends.network import CREDENTIALS, PLACEHOLDER
 from torchx_monarch.backends.options import run_options
 from torchx_monarch.errors import Verdict
@@ -302,10 +303,10 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
             AwsError: AWS cannot be asked.
         """
         if streams not in (None, Stream.COMBINED):
-            raise ValueError(f"AWS Batch writes both streams into one log; {streams.value} alone is not to be had")
+            raise UserError(f"AWS Batch writes both streams into one log; {streams.value} alone is not to be had")
         found = self._find(app_id)
         if found is None or not found.job:
-            raise ValueError(f"there is no app {app_id!r} in AWS Batch{f': {_FORGOTTEN}' if found else ''}")
+            raise UserError(f"there is no app {app_id!r} in AWS Batch{f': {_FORGOTTEN}' if found else ''}")
         roles.check_replica(app_id, {role.name: role.num_replicas for role in found.app.roles}, role_name, k)
         index = facts.first_node(role_name, found.app.roles) + k
         job_id, group = str(found.job["jobId"]), facts.log_group(found.job)
@@ -392,7 +393,8 @@ class MonarchAWSBatchScheduler(AWSBatchScheduler, Scheduler[MonarchAWSBatchOpts]
 
     def _render(self, app: AppDef, cfg: MonarchAWSBatchOpts) -> BatchJob:
         for role in app.roles:
-            _check_hosts(role, app.roles[0])
+            check.check_hosts(role, app.roles[0])
+        check.warn_of_unawaited(app)
         if cfg.secret and not cfg.execution_role_arn:
             raise ValueError(
                 "run option secret needs execution_role_arn, a role that may read secrets (GetSecretValue)"
@@ -417,28 +419,6 @@ class MonarchAWSBatchScheduler(AWSBatchScheduler, Scheduler[MonarchAWSBatchOpts]
                 if CREDENTIALS in role.env:
                     container["secrets"] = [{"name": CREDENTIALS, "valueFrom": request.SECRET_ARN}]
         return job
-
-
-def _check_hosts(role: Role, main: Role) -> None:
-    """Refuse what hosts of this role would wait for in vain.
-
-    Raises:
-        ValueError: its hosts cannot find each other, or are promised replacements.
-    """
-    if CREDENTIALS not in role.env or role.num_replicas == 1:
-        return
-    if CREDENTIALS not in main.env:
-        raise ValueError(
-            f"role {role.name!r} has {role.num_replicas} replicas that are to meet, and AWS Batch tells its nodes the "
-            f"address of the first role's replica 0 alone, where no host of ours would run that knows of theirs: role "
-            f"{main.name!r} has no torchrun or Python command. Make {role.name!r} the first role, or submit it as an "
-            "app of its own"
-        )
-    if role.max_retries and role.retry_policy is RetryPolicy.REPLICA:
-        raise ValueError(
-            f"role {role.name!r} has RetryPolicy.REPLICA, and AWS Batch replaces no single node: it starts a job again "
-            "as a whole (RetryPolicy.APPLICATION)"
-        )
 
 
 def _app(app_id: str, job: Mapping[str, Any]) -> AppDef:

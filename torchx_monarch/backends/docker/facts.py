@@ -2,8 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What dockerd says of a container, what that means for a replica, and what follows for the app.
 
-The rules are those of ``monarch_local``: the app has succeeded when all replicas of its main role have, and has failed
-when a replica has failed for good before that. It has ended when nothing of it lives any more.
+Who decides the end is said in ``backends.outcome``. The app has ended when nothing of it lives any more.
 """
 
 from __future__ import annotations
@@ -18,6 +17,8 @@ from typing import Any
 from torchx.schedulers.docker_scheduler import LABEL_REPLICA_ID, LABEL_ROLE_NAME
 from torchx.specs import AppState, is_terminal
 
+from torchx_monarch.backends import outcome
+from torchx_monarch.backends.outcome import RolePolicy
 from torchx_monarch.errors import describe_code
 
 SETTLE = 5.0
@@ -115,11 +116,50 @@ class Replica:
 
 
 @dataclass(frozen=True)
+class RoleFacts:
+    """One role.
+
+    Attributes:
+        policy: what decides how it ends.
+        replicas: those that have a container.
+        removed: the numbers of those that have none any more and cannot have ended without.
+    """
+
+    policy: RolePolicy
+    replicas: Sequence[Replica]
+    removed: frozenset[int] = frozenset()
+
+    @property
+    def _failed(self) -> set[int]:
+        return {one.id for one in self.replicas if one.state is AppState.FAILED}
+
+    @property
+    def failed(self) -> list[Replica]:
+        """Its replicas that have failed for good; none while the role tolerates that."""
+        if self.policy.tolerates(self._failed | self.removed):
+            return []
+        return [one for one in self.replicas if one.state is AppState.FAILED]
+
+    @property
+    def lost(self) -> bool:
+        """Whether the role cannot go on for want of a replica that was removed."""
+        return bool(self.removed) and not self.policy.tolerates(self._failed | self.removed)
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the role has. One of which some replicas are removed has if the others say so."""
+        living = {one.id for one in self.replicas if one.lives}
+        ended = set(range(self.policy.replicas)) - living - self._failed
+        return bool(self.replicas) and self.policy.succeeded(ended, self._failed)
+
+
+@dataclass(frozen=True)
 class Standing:
     """How an app stands.
 
     Attributes:
         state: its state; terminal only when nothing of it lives.
+        decided: when it had succeeded, in seconds since the epoch; 0 where it has not.
         cause: the replica that failed first; None where none has, or where that is not why it ended.
         unended: whether it is decided and there is still a part that lives, or that dockerd starts in vain, and nobody
             else is to end that part.
@@ -128,27 +168,27 @@ class Standing:
     state: AppState
     cause: Replica | None = None
     unended: bool = False
+    decided: float = 0.0
 
 
-def standing(
-    roles: Sequence[Sequence[Replica]], cancelled: float, now: float, grace: float, lost: bool = False
-) -> Standing:
-    """How an app stands whose replicas these are, the main role's first.
+def standing(roles: Sequence[RoleFacts], cancelled: float, now: float, grace: float) -> Standing:
+    """How an app stands whose roles these are.
 
     Args:
         cancelled: when it was cancelled, in seconds since the epoch; 0 for not.
         now: seconds since the epoch.
         grace: seconds in which who has cancelled it ends it.
-        lost: whether a replica was removed without which it cannot go on.
     """
-    everyone = [replica for role in roles for replica in role]
+    everyone = [replica for role in roles for replica in role.replicas]
     # What was cancelled before it was started will never be.
     living = [replica for replica in everyone if replica.lives and not (cancelled and replica.status == "created")]
-    failed = sorted((r for r in everyone if r.state is AppState.FAILED), key=lambda replica: replica.ended)
+    failed = sorted((one for role in roles for one in role.failed), key=lambda replica: replica.ended)
+    lost = any(role.lost for role in roles)
     if lost:  # what was ended for that is not the cause
         failed = [replica for replica in failed if replica.code != 128 + signal.SIGTERM]
-    succeeded = bool(roles[0]) and all(replica.state is AppState.SUCCEEDED for replica in roles[0])
-    done = max(replica.ended for replica in roles[0]) if succeeded else 0.0
+    awaited = outcome.awaited(roles)
+    succeeded = all(role.succeeded for role in awaited)
+    done = max(replica.ended for role in awaited for replica in role.replicas) if succeeded else 0.0
     decision, rest_until = None, now
     if succeeded and not (failed and failed[0].ended < done):
         decision, failed = AppState.SUCCEEDED, []
@@ -160,10 +200,13 @@ def standing(
         decision = AppState.FAILED
     cause = failed[0] if failed else None
     if decision is not None and not living:
-        return Standing(decision, cause, unended=any(replica.is_restless for replica in everyone))
+        return Standing(decision, cause, unended=any(replica.is_restless for replica in everyone), decided=done)
     running = decision is not None or any(replica.state is AppState.RUNNING for replica in living)
     return Standing(
-        AppState.RUNNING if running else AppState.PENDING, cause, unended=decision is not None and now >= rest_until
+        AppState.RUNNING if running else AppState.PENDING,
+        cause,
+        unended=decision is not None and now >= rest_until,
+        decided=done,
     )
 
 

@@ -14,8 +14,9 @@ from torchx.specs import AppDef, AppState, ReplicaStatus, Role, RoleStatus
 from torchx_monarch.backends import blob
 from torchx_monarch.backends.docker import facts, request
 from torchx_monarch.backends.docker.ends import Ends
-from torchx_monarch.backends.docker.facts import Replica, Standing
+from torchx_monarch.backends.docker.facts import Replica, RoleFacts, Standing
 from torchx_monarch.backends.network import CREDENTIALS
+from torchx_monarch.backends.outcome import RolePolicy
 
 if TYPE_CHECKING:
     from docker.models.containers import Container
@@ -89,6 +90,8 @@ class Found:
 
     def _shown(self, replica: Replica) -> AppState:
         """A replica's state beside the app's: one that was ended because all was over has not failed."""
+        if self.standing.state is AppState.SUCCEEDED and replica.ended <= self.standing.decided:
+            return replica.state  # perhaps a failure that the role tolerates
         over = self.standing.state in (AppState.CANCELLED, AppState.SUCCEEDED)
         return AppState.CANCELLED if over and replica.state is not AppState.SUCCEEDED else replica.state
 
@@ -116,9 +119,14 @@ def understood(app_id: str, containers: Sequence[Container], cancelled: float, e
     removed = _removed(app.roles, roles)
     # Hosts wait in vain for one that is not started again. Of others each may have ended, and been cleared away.
     hosts = {role.name for role in app.roles if CREDENTIALS in role.env}
-    lost = any(name.rpartition("/")[0] in hosts for name in removed)
+    policies = {role.name: RolePolicy.of(role) for role in app.roles}
+    found = []
+    for name, replicas in roles.items():
+        lost = frozenset(int(index) for role, _, index in (one.rpartition("/") for one in removed) if role == name)
+        policy = policies.get(name) or RolePolicy(len(replicas))
+        found.append(RoleFacts(policy, replicas, lost if name in hosts else frozenset()))
     grace = float(labels.get(request.LABEL_GRACE, 0))
-    standing = facts.standing(list(roles.values()), cancelled, time.time(), grace + HOST_EXTRA, lost)
+    standing = facts.standing(found, cancelled, time.time(), grace + HOST_EXTRA)
     created = min(container.attrs["Created"] for container in containers)
     return Found(
         app_id, app, [container for _, container in pairs], list(roles.values()), removed, standing, grace, created

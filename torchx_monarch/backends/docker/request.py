@@ -11,6 +11,7 @@ from docker.types import DeviceRequest
 from torchx.schedulers.docker_scheduler import LABEL_REPLICA_ID, LABEL_ROLE_NAME, DockerContainer, DockerJob
 from torchx.specs import AppDef
 
+from torchx_monarch.backends.errors import UserError
 from torchx_monarch.backends.local import gpus
 from torchx_monarch.backends.roles import check_names
 from torchx_monarch.variables import OF_A_JOB, replica0_variable
@@ -41,7 +42,7 @@ def check(app: AppDef, grace: int) -> None:
     """
     check_names(app)
     if grace < 0:
-        raise ValueError(f"the run option grace is {grace}; it is a number of seconds, 0 or more")
+        raise UserError(f"the run option grace is {grace}; it is a number of seconds, 0 or more")
 
 
 def mend(job: DockerJob, app: AppDef, init: bool, environ: Mapping[str, str]) -> None:

@@ -46,6 +46,7 @@ from torchx_monarch.backends.docker.daemon import answering, connect, lines_whil
 from torchx_monarch.backends.docker.ends import Ends
 from torchx_monarch.backends.docker.found import HOST_EXTRA, Found, gone, understood
 from torchx_monarch.backends.docker.together import together
+from torchx_monarch.backends.errors import UserError
 from torchx_monarch.backends.local.render import safe_name
 from torchx_monarch.backends.options import run_options
 from torchx_monarch.backends.roles import check_replica, matching, restarts
@@ -211,8 +212,8 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
     def describe(self, app_id: str) -> DescribeAppResponse | None:
         """The app, from its containers alone.
 
-        One that is decided and that nobody has ended in full (its other roles, after the main one has succeeded or one
-        has failed) is ended by whoever looks: nothing of ours stays behind to do it.
+        One that is decided and that nobody has ended in full (its sidecars, after the other roles have succeeded; the
+        other roles, after one has failed) is ended by whoever looks: nothing of ours stays behind to do it.
         """
         found = self._find(app_id)
         if found is None:
@@ -281,10 +282,10 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         """
         found = self._find(app_id)
         if found is None:
-            raise ValueError(f"there is no app {app_id!r} with this Docker daemon")
+            raise UserError(f"there is no app {app_id!r} with this Docker daemon")
         check_replica(app_id, found.sizes, role_name, k)
         if f"{role_name}/{k}" in found.removed:
-            raise ValueError(gone(f"{role_name}/{k}"))
+            raise UserError(gone(f"{role_name}/{k}"))
         everyone = [(replica.role, replica.id) for replica in found.replicas]
 
         def ended() -> bool:

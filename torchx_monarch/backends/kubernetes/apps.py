@@ -19,6 +19,7 @@ from torchx_monarch.backends.kubernetes import facts, names
 from torchx_monarch.backends.kubernetes.api import Api, KubernetesError
 from torchx_monarch.backends.kubernetes.facts import Attempt, Ended, RoleFacts, Rules, Standing, Work
 from torchx_monarch.backends.kubernetes.request import VOLCANO, Object, collection
+from torchx_monarch.backends.outcome import RolePolicy
 
 _INDEX = "batch.kubernetes.io/job-completion-index"
 
@@ -158,8 +159,7 @@ def _understood(
         replicas = [
             facts.replica(role.name, number, each, work, role.max_retries) for number, each in enumerate(attempts)
         ]
-        spare = role.num_replicas - role.min_replicas if role.min_replicas is not None else 0
-        roles.append(RoleFacts(role.name, replicas, work, spare))
+        roles.append(RoleFacts(role.name, replicas, work, RolePolicy.of(role)))
     options = _json(annotations.get(names.ANNOTATION_OPTIONS))
     grace, patience = float(options.get("grace", 0)), float(options.get("pull_timeout", 300))
     rules = Rules(time.time(), grace, patience, noted(record))

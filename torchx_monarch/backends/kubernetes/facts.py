@@ -2,20 +2,21 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What the API server says of pods and jobs, what that means for a replica, and what follows for the app. Pure.
 
-The rules are those of ``monarch_local``: the app has succeeded when its main role has, and has failed when a replica
-has failed for good before that. It has ended when nothing of it lives any more.
+Who decides the end is said in ``backends.outcome``. The app has ended when nothing of it lives any more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from torchx.specs import AppState
 
+from torchx_monarch.backends import outcome
 from torchx_monarch.backends.kubernetes.request import Object
+from torchx_monarch.backends.outcome import RolePolicy
 from torchx_monarch.errors import RANK_RESTARTS, describe_code, is_consequence, read_error_file
 
 SETTLE = 10.0
@@ -288,12 +289,14 @@ class Standing:
         msg: for people: what it waits for, why it ended; empty when there is nothing to say.
         cause: the replica that failed first; None where none has, or where that is not why it ended.
         unended: how it is decided, where it still lives in part and nobody else is to end that part.
+        decided: when it had succeeded, in seconds since the epoch; 0 where it has not.
     """
 
     state: AppState
     msg: str = ""
     cause: Replica | None = None
     unended: Ended | None = None
+    decided: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -321,13 +324,16 @@ class RoleFacts:
         name: its own.
         replicas: all of them.
         work: what its controller says.
-        spare: how many of its replicas it can do without.
+        policy: what decides how it ends.
     """
 
     name: str
     replicas: Sequence[Replica]
-    work: Work = field(default_factory=lambda: Work(False))
-    spare: int = 0
+    work: Work
+    policy: RolePolicy
+
+    def _ids(self, state: AppState) -> set[int]:
+        return {one.id for one in self.replicas if one.state is state}
 
     @property
     def over(self) -> bool:
@@ -341,24 +347,27 @@ class RoleFacts:
 
     @property
     def failed(self) -> Sequence[Replica]:
-        """Those of its replicas that have failed for good; none while it can do without them."""
-        failed = [one for one in self.replicas if one.state is AppState.FAILED]
-        return failed if len(failed) > self.spare else ()
+        """Those of its replicas that have failed for good; none while the role tolerates that."""
+        if self.policy.tolerates(self._ids(AppState.FAILED)):
+            return ()
+        return [one for one in self.replicas if one.state is AppState.FAILED]
 
     @property
     def succeeded(self) -> bool:
-        """Whether it has, perhaps without some that it can do without."""
-        return self.work.finished is AppState.SUCCEEDED or (bool(self.replicas) and self.over and not self.failed)
+        """Whether it has, perhaps without some whose failure it tolerates."""
+        return self.work.finished is AppState.SUCCEEDED or self.policy.succeeded(
+            self._ids(AppState.SUCCEEDED), self._ids(AppState.FAILED)
+        )
 
 
 def standing(roles: Sequence[RoleFacts], rules: Rules) -> Standing:
-    """How an app stands whose roles these are, the main one first."""
+    """How an app stands whose roles these are."""
     everyone = [one for role in roles for one in role.replicas]
     pods = [one for each in everyone for one in each.attempts if one.lives]
     failed = sorted((one for role in roles for one in role.failed), key=Replica.place)
-    main = roles[0]
-    succeeded = main.succeeded
-    done = max((one.failed_at for one in main.replicas), default=0.0)
+    awaited = outcome.awaited(roles)
+    succeeded = all(role.succeeded for role in awaited)
+    done = max((one.failed_at for role in awaited for one in role.replicas), default=0.0)
     before = [one for one in failed if one.failed_at < done]
     gone = next((role for role in roles if role.work.finished is AppState.FAILED and not role.succeeded), None)
     stuck = next(((each, one) for each in everyone for one in each.attempts if _is_stuck(one, rules)), None)
@@ -380,7 +389,7 @@ def standing(roles: Sequence[RoleFacts], rules: Rules) -> Standing:
     if decision is not None:
         idle = [one for one in pods if not one.stopping and not one.deleting]
         if not pods and not any(role.work.exists and role.work.finished is None for role in roles):
-            return Standing(decision.state, decision.msg, cause)
+            return Standing(decision.state, decision.msg, cause, decided=done if succeeded else 0.0)
         unended = decision if at_once and (idle or any(role.open for role in roles)) else None
         return Standing(AppState.RUNNING, decision.msg, cause, unended)
     running = any(one.state is AppState.RUNNING for one in everyone)

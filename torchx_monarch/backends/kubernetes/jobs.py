@@ -38,7 +38,8 @@ def render(app: AppDef, cfg: KubernetesOpts, namespace: str, record: dict[str, s
         names.check_host_name(f"{job}-{role.num_replicas - 1}", last)
     # The Service's name is that of the pods' domain: this is enough within the namespace.
     hosts = [f"{job}-0.{app_id}" for job in jobs]
-    objects = [secret(app_id, cfg), _service(app_id, cfg, record)]
+    # The record first: a submission that is killed leaves what `torchx list` shows and `torchx delete` removes.
+    objects = [_service(app_id, cfg, record), secret(app_id, cfg)]
     objects += [_job(app, index, app_id, namespace, job, cfg, hosts) for index, job in enumerate(jobs)]
     return KubernetesRequest("job", namespace, app_id, objects)
 

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 from torchx.schedulers.ids import random_id
 
+from torchx_monarch.backends.errors import UserError
+
 LABEL_APP = "torchx-monarch/app"
 """On every object of ours: the app's id without its namespace. Its presence tells ours from others'."""
 
@@ -63,7 +65,7 @@ def check_host_name(name: str, what: str) -> None:
         ValueError: it has.
     """
     if len(name) > _LONGEST:
-        raise ValueError(
+        raise UserError(
             f"{what} would be the host {name!r}, which has {len(name)} characters, and host names have {_LONGEST} at "
             "most; give the app or the role a shorter name"
         )

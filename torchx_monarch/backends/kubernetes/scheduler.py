@@ -20,6 +20,7 @@ from torchx.schedulers.kubernetes_scheduler import KubernetesScheduler
 from torchx.specs import NONE, AppDef, AppDryRunInfo, AppState, CfgVal, ReplicaStatus, Role, RoleStatus, runopts
 
 from torchx_monarch.backends import blob, roles
+from torchx_monarch.backends.errors import UserError
 from torchx_monarch.backends.kubernetes import apps, ending, facts, jobs, logs, names, options, volcano
 from torchx_monarch.backends.kubernetes.api import Api, KubernetesError, told_plainly
 from torchx_monarch.backends.kubernetes.apps import Found
@@ -80,6 +81,16 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
         replicas = [each for one in (found.roles if found else ()) if one.name == role for each in one.replicas]
         return next((each.last.address for each in replicas if each.id == 0 and each.last), "")
 
+    def _pre_build_validate(self, app: AppDef, scheduler: str, cfg: KubernetesOpts) -> None:
+        """Ask for a cluster before an image is built for it, which takes long and needs more.
+
+        Raises:
+            KubernetesError: none is configured, and one is needed.
+        """
+        super()._pre_build_validate(app, scheduler, cfg)
+        if cfg.mode == "auto" or cfg.validate_spec:
+            _ = self._api
+
     def _submit_dryrun(self, app: AppDef, cfg: KubernetesOpts) -> AppDryRunInfo[KubernetesRequest, KubernetesOpts]:
         """The request. The cluster is asked whether it has Volcano (``mode=auto``) and takes it (``validate_spec``).
 
@@ -98,7 +109,7 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
             }
             size = sum(len(key) + len(value) for key, value in record.items())
             if size > names.LARGEST_ANNOTATIONS:
-                raise ValueError(
+                raise UserError(
                     f"the app takes {size} bytes when it is packed, and Kubernetes keeps {names.LARGEST_ANNOTATIONS} "
                     "with an object; put what is large among its arguments and environment into files"
                 )
@@ -188,8 +199,9 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
     def describe(self, app_id: str) -> DescribeAppResponse | None:
         """The app, from its objects alone.
 
-        One that is decided and that nobody has ended in full (its other roles, after the main one has succeeded or one
-        has failed; pods that can never start) is ended by whoever looks: nothing of ours stays behind to do it.
+        One that is decided and that nobody has ended in full (its sidecars, after the other roles have succeeded; the
+        other roles, after one has failed; pods that can never start) is ended by whoever looks: nothing of ours stays
+        behind to do it.
         """
         found = self._find(app_id)
         if found is None:
@@ -215,7 +227,7 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
                     [
                         ReplicaStatus(
                             id=each.id,
-                            state=_shown(each, standing.state),
+                            state=_shown(each, standing),
                             role=each.role,
                             hostname=names.host(each.last.host, found.name, found.namespace) if each.last else "",
                             structured_error_msg=_error(each),
@@ -262,10 +274,10 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
             KubernetesError: the cluster cannot be asked, or refuses.
         """
         if streams not in (None, Stream.COMBINED):
-            raise ValueError(f"Kubernetes keeps both streams of a container as one; {streams.value} alone is not there")
+            raise UserError(f"Kubernetes keeps both streams of a container as one; {streams.value} alone is not there")
         found = self._glance(app_id)
         if found is None:
-            raise ValueError(f"there is no app {app_id!r} of this scheduler in the cluster")
+            raise UserError(f"there is no app {app_id!r} of this scheduler in the cluster")
         sizes = {role.name: len(role.replicas) for role in found.roles}
         roles.check_replica(app_id, sizes, role_name, k)
         role, latest = list(sizes).index(role_name), [found]
@@ -338,8 +350,11 @@ def _check_kept(sent: Object, kept: Object) -> None:
         )
 
 
-def _shown(each: facts.Replica, state: AppState) -> AppState:
+def _shown(each: facts.Replica, standing: facts.Standing) -> AppState:
     """A replica's state beside the app's: one that was ended because all was over has not failed."""
+    state = standing.state
+    if state is AppState.SUCCEEDED and each.state is AppState.FAILED and each.failed_at <= standing.decided:
+        return each.state  # a failure that the role tolerates
     if state in (AppState.CANCELLED, AppState.SUCCEEDED) and each.state is not AppState.SUCCEEDED:
         return AppState.CANCELLED
     return each.state

@@ -7,12 +7,11 @@ a deadline has come. Nothing is polled but whether the app's folder is still the
 
 The rules:
 
-- roles[0] is the main role: when all its replicas have ended with 0, the others are stopped and the app has SUCCEEDED.
-- A role other than the main one may end with 0 before.
+- How the app and its roles have ended is decided by ``backends.outcome``; sidecars that still run then are stopped.
 - A replica that fails is started again while its role has retries left: alone (REPLICA), with its role (ROLE), or with
   the whole app (APPLICATION). The count is per replica, per role, per app.
-- A role with min_replicas goes on without a replica that fails, other than replica 0, while so many of the others run
-  or have ended with 0; only REPLICA starts it again first. The replica stays FAILED, and the app may still succeed.
+- A role with min_replicas goes on without a replica whose failure it tolerates; only REPLICA starts it again first.
+  The replica stays FAILED, and the app may still succeed.
 - Otherwise the app has FAILED: the failed replica's siblings get a few seconds to end by themselves, then everything is
   stopped.
 """
@@ -31,6 +30,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from torchx_monarch import errors, events, processes
+from torchx_monarch.backends import outcome
 from torchx_monarch.backends.local import folder, status, store
 from torchx_monarch.backends.local.replica import Replica
 from torchx_monarch.backends.local.request import DetachedRequest
@@ -85,6 +85,9 @@ class Loop:
         self._replica_retries: dict[Replica, int] = {}
         self._given_up: set[Replica] = set()
         self._stopped = StoppedHosts(request.lease, _LOOK_EVERY)
+        self._latecomers: set[Replica] = set()
+        awaited = {role.name for role in outcome.awaited(request.roles)}
+        self._awaited = [index for index, role in enumerate(request.roles) if role.name in awaited]
         self._dirty = False
         self._done = False
 
@@ -293,24 +296,36 @@ class Loop:
             self._on_success(replica)
 
     def _on_success(self, replica: Replica) -> None:
-        main = self._roles[0]
-        if all(r.succeeded or r in self._given_up for r in main):
-            self._end(SUCCEEDED, "")
-        elif replica is main[0] and replica.role.elastic:
-            self.at(time.monotonic() + SETTLE, self._end_without_latecomers)
+        self._end_if_succeeded()
+        if self._verdict is None and replica.record.id == 0 and replica.role.policy.elastic:
+            self.at(time.monotonic() + SETTLE, lambda: self._end_latecomers(replica))
 
-    def _end_without_latecomers(self) -> None:
-        """End an elastic job that is over, though a host lives that was started too late to hear of it."""
-        main = self._roles[0]
-        living = [r.record.pid for r in main if r.alive and r.record.pid is not None]
-        if self._verdict is None and main[0].succeeded and any(processes.hosts(living).values()):
+    def _end_if_succeeded(self) -> None:
+        """End the app when every role that it waits for has succeeded."""
+        if self._verdict is None and all(self._has_succeeded(index) for index in self._awaited):
             self._end(SUCCEEDED, "")
 
-    def _can_do_without(self, replica: Replica) -> bool:
-        """Whether enough other replicas of an elastic role, and its replica 0, run or have succeeded."""
-        siblings = [r for r in self._roles[replica.role_index] if r.alive or r.succeeded]
-        fewest = replica.role.min_replicas or 0
-        return replica.role.elastic and any(r.record.id == 0 for r in siblings) and len(siblings) >= fewest
+    def _has_succeeded(self, role_index: int) -> bool:
+        replicas = self._roles[role_index]
+        succeeded = [r.record.id for r in replicas if r.succeeded or r in self._latecomers]
+        return self._request.roles[role_index].policy.succeeded(succeeded, self._failed_for_good(role_index))
+
+    def _failed_for_good(self, role_index: int) -> set[int]:
+        return {r.record.id for r in self._roles[role_index] if r in self._given_up}
+
+    def _end_latecomers(self, first: Replica) -> None:
+        """End hosts of an elastic role that were started too late to hear that its job is over.
+
+        Args:
+            first: replica 0 of the role, which has succeeded some seconds ago.
+        """
+        living = {r.record.pid: r for r in self._roles[first.role_index] if r.alive and r.record.pid is not None}
+        if self._verdict is not None or not first.succeeded:
+            return
+        late = [living[pid] for pid, hosts in processes.hosts(living).items() if hosts]
+        if late:
+            self._latecomers.update(late)
+            self._wind_down(late, self._end_if_succeeded)
 
     def _give_up(self, replica: Replica) -> None:
         self._given_up.add(replica)
@@ -318,13 +333,13 @@ class Loop:
         left = sum(r.alive or r.succeeded for r in self._roles[replica.role_index])
         text = f"{replica.failure}; {left} of {len(role.replicas)} are left, and {role.min_replicas} are enough"
         self._event("replica_spared", text, role=role.name, replica=replica.record.id)
-        if all(r.succeeded or r in self._given_up for r in self._roles[0]):
-            self._end(SUCCEEDED, "")
+        self._end_if_succeeded()
 
     def _on_failure(self, replica: Replica) -> None:
         index, role = replica.role_index, replica.role
         siblings = self._roles[index]
-        spare = not replica.final and self._can_do_without(replica)
+        failed = self._failed_for_good(index) | {replica.record.id}
+        spare = not replica.final and role.policy.tolerates(failed)
         if replica.final:
             pass
         elif spare and (siblings[0].succeeded or role.retry_policy != "REPLICA"):
@@ -354,6 +369,7 @@ class Loop:
         self._record.restarts += 1
         self._event("restart", f"{what} is started again (restart {self._record.restarts})")
         self._given_up.difference_update(replicas)
+        self._latecomers.difference_update(replicas)
         for replica in replicas:
             replica.prepare_restart()
             self._note_unfinished(replica)

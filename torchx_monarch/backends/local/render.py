@@ -11,9 +11,11 @@ from collections.abc import Mapping
 from torchx.schedulers.ids import make_unique
 from torchx.specs import AppDef, Role, macros
 
+from torchx_monarch.backends.errors import UserError
 from torchx_monarch.backends.local import gpus
 from torchx_monarch.backends.local.request import DetachedRequest, ReplicaRequest, RoleRequest
 from torchx_monarch.backends.roles import check_names
+from torchx_monarch.sidecars import is_sidecar
 from torchx_monarch.variables import OF_A_JOB
 
 #: The variable in which a replica finds the host of the main role's first replica (TorchX's macro rank0_env).
@@ -53,7 +55,7 @@ def render(
     """
     check_names(app)
     if grace < 0:
-        raise ValueError(f"the run option grace is {grace:g}; it is a number of seconds, 0 or more")
+        raise UserError(f"the run option grace is {grace:g}; it is a number of seconds, 0 or more")
     app_id = new_app_id(app.name)
     roles = [_role(role, app_id) for role in app.roles]
     _give_gpus(app, roles, assign_gpus, environ)
@@ -73,6 +75,7 @@ def _role(role: Role, app_id: str) -> RoleRequest:
         max_retries=role.max_retries,
         retry_policy=str(role.retry_policy.value),
         min_replicas=role.min_replicas,
+        sidecar=is_sidecar(role),
     )
 
 

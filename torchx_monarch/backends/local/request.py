@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torchx_monarch.backends.local import store
+from torchx_monarch.backends.outcome import RolePolicy
 
 
 @dataclass
@@ -35,6 +36,7 @@ class RoleRequest:
     Attributes:
         retry_policy: APPLICATION, ROLE or REPLICA.
         min_replicas: how many replicas it can do with, replica 0 among them; None for all.
+        sidecar: whether it ends with the other roles.
     """
 
     name: str
@@ -42,11 +44,12 @@ class RoleRequest:
     max_retries: int = 0
     retry_policy: str = "APPLICATION"
     min_replicas: int | None = None
+    sidecar: bool = False
 
     @property
-    def elastic(self) -> bool:
-        """Whether it can do with fewer replicas than it has."""
-        return self.min_replicas is not None and self.min_replicas < len(self.replicas)
+    def policy(self) -> RolePolicy:
+        """What decides how it and the app end."""
+        return RolePolicy(len(self.replicas), self.min_replicas, self.sidecar)
 
 
 @dataclass

@@ -29,6 +29,7 @@ from torchx.schedulers.api import (
 from torchx.specs import NONE, AppDef, AppDryRunInfo, AppState, CfgVal, ReplicaStatus, RoleStatus, runopts
 
 from torchx_monarch import events
+from torchx_monarch.backends.errors import UserError
 from torchx_monarch.backends.local import appdef, folder, logs, render, request, state, store, submit, watchers
 from torchx_monarch.backends.local.request import DetachedRequest
 from torchx_monarch.backends.local.status import AppRecord
@@ -201,7 +202,7 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
         """
         found = self._find(app_id)
         if found is None:
-            raise ValueError(f"there is no app {app_id!r} in {store.apps_dir()}")
+            raise UserError(f"there is no app {app_id!r} in {store.apps_dir()}")
         paths, record = found
         sizes = {role.name: len(role.replicas) for role in record.roles}
         check_replica(app_id, sizes, role_name, k)
@@ -266,7 +267,21 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
         state.ask_to_end(paths, grace)
 
     def _cancel_existing(self, app_id: str) -> None:
-        self.stop(app_id, None)
+        """End the app; returns when it has ended, as ``LocalScheduler`` does, or when it should have and has not.
+
+        Raises:
+            RuntimeError: the app runs on another machine.
+        """
+        found = self._find(app_id)
+        if found is not None and not found[1].terminal:
+            self._end(found[0])
+
+    def _end(self, paths: store.AppPaths) -> bool:
+        """Ask for the end of an app and wait for it, for its grace and some seconds; whether it has ended."""
+        rendered = _request(paths)
+        self.stop(paths.app_id, None)
+        grace = rendered.grace if rendered else float(DetachedOpts.grace)
+        return self.wait_terminal(paths.app_id, grace + _END_EXTRA)
 
     def _delete_existing(self, app_id: str) -> None:
         """Remove everything about an app, after ending it if it runs.
@@ -278,12 +293,8 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
         if found is None:
             return
         paths, record = found
-        if not record.terminal:
-            rendered = _request(paths)
-            self.stop(app_id, None)
-            grace = rendered.grace if rendered else float(DetachedOpts.grace)
-            if not self.wait_terminal(app_id, grace + _END_EXTRA):
-                raise RuntimeError(f"app {app_id} has been told to end but still runs; its folder {paths.root} is kept")
+        if not record.terminal and not self._end(paths):
+            raise RuntimeError(f"app {app_id} has been told to end but still runs; its folder {paths.root} is kept")
         folder.remove_app(paths)
 
 

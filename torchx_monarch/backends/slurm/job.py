@@ -21,14 +21,18 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from torchx_monarch import errors, events
+from torchx_monarch.backends import outcome
 from torchx_monarch.backends.local import store
 from torchx_monarch.backends.slurm import array, macros
 from torchx_monarch.backends.slurm.folder import JobFolder, of_this_run, read_request
-from torchx_monarch.backends.slurm.request import SlurmRequest
+from torchx_monarch.backends.slurm.request import RoleRequest, SlurmRequest
 
 _COMMAND_TIMEOUT = 60.0
 _STOP_EXTRA = 15.0
 """Seconds beyond the grace until steps that have been told to stop are killed."""
+
+_LOOK_EVERY = 3.0
+"""Seconds between two looks at the records of an elastic role whose replicas do not end each other."""
 
 _TELL_AGAIN = 1.0
 """Seconds until tasks are told to stop for the second time; later twice as long each time, up to _STOP_EXTRA."""
@@ -63,6 +67,8 @@ class Batch:
         self._role_restarts: dict[str, int] = dict.fromkeys(self._role_retries, self._restarts)
         self._steps: dict[str, int] = dict(zip(self._role_retries, begun, strict=False))
         self._codes: dict[str, int] = {}
+        self._succeeded: set[str] = set()
+        self._look_at = 0.0
         self._nodes = [os.environ[macros.nodes_variable(index)] for index in range(len(request.roles))]
         self._forget_stopping()
         self._state: dict[str, Any] = {
@@ -110,6 +116,7 @@ class Batch:
                 continue
             words = [*self._request.step(index), self._job_id, str(self._restarts)]
             self._codes.pop(role.name, None)
+            self._succeeded.discard(role.name)
             self._role_restarts[role.name] = self._restarts
             # Python ignores these two itself.
             defaults = (signal.SIGPIPE, signal.SIGXFSZ)
@@ -132,6 +139,7 @@ class Batch:
                 self._judge(name)
             if not self._steps and (code := self._conclude()) is not None:
                 return code
+            self._end_intolerable()
             if time.monotonic() > self._tell_at:
                 self._tell()
             if time.monotonic() > self._kill_at:
@@ -153,10 +161,11 @@ class Batch:
         role = next(role for role in self._request.roles if role.name == name)
         if self._stopping:
             return
-        if code == 0:
-            if name == self._request.roles[0].name:
+        if code == 0 or self._tolerates(role, self._left_unfinished(role)):
+            self._succeeded.add(name)
+            if all(one.name in self._succeeded for one in outcome.awaited(self._request.roles)):
                 self._state.update(verdict="SUCCEEDED")
-                self._stop("the main role has ended well")
+                self._stop("every role that the job waits for has succeeded")
             return
         cause = self._cause(name)
         may_again = cause is not None and not cause[1]
@@ -167,6 +176,34 @@ class Batch:
         verdict, why = ("STOPPED", "") if cause is None else ("FAILED", cause[1])
         self._state.update(verdict=verdict, role=name, code=cause[0] if cause else code, final=why)
         self._stop(f"role {name} failed" if cause is not None else f"role {name} was told to stop")
+
+    def _tolerates(self, role: RoleRequest, failed: set[int]) -> bool:
+        """Whether an elastic role has got by without these replicas."""
+        return role.policy.elastic and role.policy.tolerates(failed)
+
+    def _in_state(self, role: RoleRequest, state: str) -> set[int]:
+        """The replicas of which the latest start has this state, by their records."""
+        now = self._role_restarts[role.name]
+        every = ((replica, store.read_json(self._paths.record(role.name, replica))) for replica in range(role.replicas))
+        return {replica for replica, one in every if one and one.get("job_restart") == now and one["state"] == state}
+
+    def _left_unfinished(self, role: RoleRequest) -> set[int]:
+        return set(range(role.replicas)) - self._in_state(role, "SUCCEEDED")
+
+    def _end_intolerable(self) -> None:
+        """End the step of an elastic role in which more has failed than it tolerates.
+
+        srun does so with other roles (--kill-on-bad-exit), and Monarch's hosts do so themselves.
+        """
+        if self._stopping or time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + _LOOK_EVERY
+        for role in self._request.roles:
+            step = self._steps.get(role.name)
+            if step is None or role.ends_together or not role.policy.elastic:
+                continue
+            if not role.policy.tolerates(self._in_state(role, "FAILED")):
+                os.kill(step, signal.SIGTERM)
 
     def _conclude(self) -> int | None:
         """No step runs any more: the exit code of the job, or None when all has been started again."""

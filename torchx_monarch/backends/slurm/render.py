@@ -12,10 +12,12 @@ from collections.abc import Mapping
 from torchx.specs import NULL_RESOURCE, AppDef, InvalidRunConfigException, Role
 
 from torchx_monarch.backends.network import CREDENTIALS
+from torchx_monarch.backends.outcome import RolePolicy
 from torchx_monarch.backends.roles import check_names
 from torchx_monarch.backends.slurm import array, commands, folder
 from torchx_monarch.backends.slurm.options import SlurmOpts
 from torchx_monarch.backends.slurm.request import RoleRequest, SlurmRequest
+from torchx_monarch.sidecars import is_sidecar
 
 _SMALL_PARTITION = 1000
 """MB of memory: nodes that claim no more have not been told how much they have (aws-parallelcluster#2198)."""
@@ -130,7 +132,8 @@ def _role(role: Role, cfg: SlurmOpts, nomem: bool, gres: str | None) -> RoleRequ
         "ntasks": nodes,
         "ntasks-per-node": "1",
         # Hosts of one job see to each other, and have a last word to say when they do.
-        "kill-on-bad-exit": "0" if ends_together else "1",
+        # A role that tolerates failures is watched by the batch step (Batch._end_intolerable).
+        "kill-on-bad-exit": "0" if ends_together or RolePolicy.of(role).elastic else "1",
         # TorchX ends a step 60 s after its first task has ended, however well.
         "wait": "0",
         "export": "ALL",
@@ -157,4 +160,6 @@ def _role(role: Role, cfg: SlurmOpts, nomem: bool, gres: str | None) -> RoleRequ
         max_retries=role.max_retries,
         retry_policy=str(role.retry_policy.value),
         ends_together=ends_together,
+        min_replicas=role.min_replicas,
+        sidecar=is_sidecar(role),
     )

@@ -13,6 +13,7 @@ import shlex
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from torchx_monarch.backends.outcome import RolePolicy
 from torchx_monarch.backends.slurm import macros
 from torchx_monarch.backends.slurm.folder import JobFolder
 
@@ -43,6 +44,8 @@ class RoleRequest:
         max_retries: how often the scope that ``retry_policy`` names is started again.
         retry_policy: APPLICATION, ROLE or REPLICA.
         ends_together: its replicas see to it themselves that all end when one fails, as Monarch's hosts do.
+        min_replicas: how many replicas it can do with; None for all.
+        sidecar: whether it ends with the other roles.
     """
 
     name: str
@@ -56,6 +59,13 @@ class RoleRequest:
     max_retries: int = 0
     retry_policy: str = "APPLICATION"
     ends_together: bool = False
+    min_replicas: int | None = None
+    sidecar: bool = False
+
+    @property
+    def policy(self) -> RolePolicy:
+        """What decides how it and the app end."""
+        return RolePolicy(self.replicas, self.min_replicas, self.sidecar)
 
     def filled(self, app_id: str, replica: int) -> tuple[list[str], dict[str, str]]:
         """Command and environment of one replica."""
@@ -70,7 +80,7 @@ class SlurmRequest:
         name: of the app.
         folder: of the job; all nodes must see it.
         python: the interpreter of the batch step and the tasks.
-        roles: the first is the main role.
+        roles: each a component of the job, in this order.
         sbatch: options of the job as a whole.
         grace: seconds from SIGTERM to SIGKILL when replicas are stopped.
         requeue: whether Slurm may start the job again after a lost node or a preemption.

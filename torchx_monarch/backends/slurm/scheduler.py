@@ -24,6 +24,7 @@ from torchx.specs import NONE, AppDef, AppDryRunInfo, AppState, CfgVal, Role, ru
 from torchx.workspace.dir_workspace import DirWorkspaceMixin
 
 from torchx_monarch import events
+from torchx_monarch.backends.errors import UserError
 from torchx_monarch.backends.local import appdef, logs, store
 from torchx_monarch.backends.options import run_options
 from torchx_monarch.backends.roles import check_replica, matching
@@ -195,7 +196,7 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
         submitted = folder.read(app.folder.app) if app else {}
         if app is None or not submitted:
             where = f" (its folder {app.folder.root} is not here)" if app else ""
-            raise ValueError(f"there is no app {app_id!r} of this scheduler{where}")
+            raise UserError(f"there is no app {app_id!r} of this scheduler{where}")
         sizes = {role.name: role.num_replicas for role in appdef.from_json(submitted["app"]).roles}
         check_replica(app_id, {name: size * max(len(app.tasks), 1) for name, size in sizes.items()}, role_name, k)
         run_id, run, replica = apps.placed(app_id, app, k, sizes[role_name])

@@ -1,0 +1,130 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A user's mistakes: the torchx command says what is wrong, without a traceback of ours, and ends with 1."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from torchx.cli.main import main
+from torchx.runner import get_runner
+from torchx.specs import AppDef, InvalidRunConfigException, Role
+
+from torchx_monarch.backends.roles import check_replica, matching
+from torchx_monarch.schedulers import monarch_local
+from torchx_monarch.schedulers.command import RunOptions
+
+Command = Callable[..., str]
+
+
+@pytest.fixture
+def torchx(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+) -> Iterator[Command]:
+    """Run the torchx command in this process; what it says as it ends with 1."""
+    monkeypatch.setenv("MONARCH_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    hook = threading.excepthook
+
+    def run(*words: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["torchx", *words])
+        caplog.clear()
+        with pytest.raises(SystemExit) as ended, caplog.at_level(logging.ERROR):
+            main(list(words))
+        message = ended.value.code
+        assert message and message != 0, "the command succeeds"
+        said = capsys.readouterr()
+        whole = "\n".join([str(message), said.out, said.err, *(each.getMessage() for each in caplog.records)])
+        assert "Traceback" not in whole, whole
+        return whole
+
+    yield run
+    threading.excepthook = hook
+
+
+@pytest.mark.parametrize(
+    ("cfg", "words"),
+    [
+        ("grace=abc", "Run option `grace` is 'abc', which is no int"),
+        ("no_such=1", "Unknown run option `no_such`. Valid options are: "),
+        ("grace", "-cfg 'grace' is not of the form OPTION=VALUE,OPTION=VALUE"),
+        ("grace=-1", "grace"),
+    ],
+)
+def test_options_of_the_scheduler(torchx: Command, cfg: str, words: str) -> None:
+    assert words in torchx("run", "-s", "monarch_local", "-cfg", cfg, "--dryrun", "utils.echo")
+
+
+def test_options_are_read_as_by_torchx() -> None:
+    options = RunOptions()
+    options.add("grace", type_=int, default=1, help="seconds")
+    assert options.cfg_from_str("grace=5") == {"grace": 5}
+    with pytest.raises(InvalidRunConfigException, match="`grace` is 'x'"):
+        options.cfg_from_str("grace=x")
+
+
+@pytest.mark.parametrize(
+    "words", ["cancel H", "delete H", "log H", "log H/r", "log H/r/0", "--log_level INFO cancel H"]
+)
+def test_an_unknown_app(torchx: Command, words: str) -> None:
+    said = torchx(*words.replace("H", "monarch_local://torchx/nothing-1").split())
+    assert "there is no app 'nothing-1' of monarch_local; `torchx list -s monarch_local` shows all" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("log H/other", "no role `other` found"),
+        ("log H/other/0", "has no role 'other'; its roles are r"),
+        ("log H/r/7", "role r of app {app_id} has no replica 7; it has 0 to 0"),
+        ("log --regex ( H/r/0", "'(' is no regular expression: missing ), unterminated subpattern"),
+    ],
+)
+def test_a_log_that_is_not_there(torchx: Command, words: str, said: str) -> None:
+    with get_runner() as runner:
+        role = Role("r", image="", entrypoint="true", args=[])
+        handle = runner.run(AppDef("app", [role]), "monarch_local", cfg={})
+        runner.wait(handle, wait_interval=0.05)
+    assert said.replace("{app_id}", handle.rpartition("/")[2]) in torchx(*words.replace("H", handle).split())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "run -s monarch_kubernetes monarch.spmd --image i x.py",
+        "list -s monarch_kubernetes",
+        "status monarch_kubernetes://torchx/a:b",
+        "cancel monarch_kubernetes://torchx/a:b",
+        "log monarch_kubernetes://torchx/a:b/r/0",
+    ],
+)
+def test_kubernetes_without_a_cluster(torchx: Command, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+    monkeypatch.setenv("KUBECONFIG", "/nonexistent")
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent")
+    assert "no Kubernetes cluster is configured: /nonexistent" in torchx(*words.split())
+
+
+@pytest.mark.filterwarnings("ignore:.*socket:ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_workspace_without_a_docker_daemon(torchx: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent")
+    offline = "-cfg mode=job,validate_spec=False,namespace=n"
+    said = torchx(*f"run -s monarch_kubernetes {offline} --dryrun monarch.spmd --image i x.py".split())
+    assert "Docker" in said and "--workspace ''" in said
+    gc.collect()  # Docker's client leaves its socket open
+
+
+def test_a_python_program_gets_exceptions() -> None:
+    with pytest.raises(ValueError, match="no role 'x'; its roles are r"):
+        check_replica("a", {"r": 1}, "x", 0)
+    with pytest.raises(ValueError, match="no regular expression"):
+        matching([], "(")
+    assert monarch_local("torchx").describe("nothing-1") is None
