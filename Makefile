@@ -2,6 +2,8 @@
 #
 #   make demo    a real training on a Monarch mesh, live on the screen
 #   make test    everything: lint, types, all tests
+#   make test-nightly     the same beside the real torchrun, with examples drawn by chance
+#   make record-torchrun  record what torchrun does, which `make test` compares with, and show what is new
 #   make check   the quick part of it (under 3 minutes), for while you work
 #   make soak    500 small jobs with faults in each, and 100 runs on one allocation; half an hour
 #   make bench   launch times beside torchrun, TorchX and Monarch (make bench-slurm: beside a bare sbatch)
@@ -27,6 +29,7 @@ export PATH := $(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 PYTESTFLAGS ?=
+RECORDFLAGS ?=
 BENCHFLAGS ?=
 SOAKFLAGS ?=
 
@@ -35,7 +38,7 @@ SYSTEM_PACKAGES := iproute2 openssl fuse3
 
 CLUSTERS := $(patsubst tests/clusters/%/by_hand.py,%,$(wildcard tests/clusters/*/by_hand.py))
 
-.PHONY: $(CLUSTERS:%=%-up) $(CLUSTERS:%=%-down) help venv system demo test check soak bench bench-slurm lint types format clean
+.PHONY: $(CLUSTERS:%=%-up) $(CLUSTERS:%=%-down) help venv system demo test test-nightly record-torchrun check soak bench bench-slurm lint types format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -75,9 +78,17 @@ format: $(STAMP)
 	ruff check --fix .
 	ruff format .
 
+# Every cluster of the tests has a worker of its own, which mostly waits, and gives what is left of the others a hand in the end.
 test: lint types system
-	python -m pytest -n 2 --ignore tests/clusters $(PYTESTFLAGS)
-	python -m pytest tests/clusters $(PYTESTFLAGS)
+	python -m pytest -n 5 --dist loadgroup $(PYTESTFLAGS)
+
+# What costs more than it is worth for every change: the real torchrun instead of what was recorded, examples by chance.
+test-nightly: lint types system
+	python -m pytest -n 5 --dist loadgroup --torchrun live --hypothesis-profile nightly $(PYTESTFLAGS)
+
+# After a change of the conformance tests, or of torch.
+record-torchrun: $(STAMP)
+	python -m tests.conformance.record $(RECORDFLAGS)
 
 check: lint types
 	python -m pytest tests/unit $(PYTESTFLAGS)

@@ -36,6 +36,37 @@ for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--torchrun", choices=("recorded", "live"), default="recorded", help="what is compared with: what was recorded"
+    )
+    parser.addoption("--record-torchrun", metavar="FOLDER", help="for python -m tests.conformance.record")
+
+
+def _group(path: Path) -> str:
+    """The tests that share what is made once in a process; empty for those of no group."""
+    parts = path.relative_to(Path(__file__).parent).parts
+    return parts[1] if parts[0] == "clusters" else "packaging" if parts[0] == "packaging" else ""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Give each cluster a worker of its own (``--dist loadgroup``), and begin with what takes long.
+
+    And leave out what says nothing of us: how the real torchrun behaves, in a run that is not about it.
+    """
+    for item in items:
+        if group := _group(item.path):
+            item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: (not _group(item.path), item.get_closest_marker("slow") is None))
+    if config.getoption("--torchrun") == "live" or config.getoption("--record-torchrun"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("torchrun")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("torchrun")]
+
+
 def marked_processes(mark: str) -> dict[int, str]:
     """Live processes that were started with the mark, and their command lines."""
     found: dict[int, str] = {}

@@ -81,7 +81,7 @@ class BaseApps(abc.ABC):
         elsewhere.mkdir(exist_ok=True)
         # This channel of registration needs no installation of ours newer than this working tree.
         env = {**os.environ, "TORCHX_PLUGINS_SOURCE": "1", **environ}
-        timeout = 60 * self.patience
+        timeout = 240 * self.patience
         done = subprocess.run(
             [*TORCHX, *words], cwd=elsewhere, env=env, capture_output=True, text=True, timeout=timeout, check=False
         )

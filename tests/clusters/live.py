@@ -80,7 +80,7 @@ job = MonarchJob(app, scheduler, cfg, start_timeout=120)
 state = job.state(cached_path=None)
 places = {}
 for role in app.roles:
-    answers = getattr(state, role.name).spawn_procs().spawn("where", Where).am_i.call().get(timeout=60)
+    answers = getattr(state, role.name).spawn_procs().spawn("where", Where).am_i.call().get(timeout=240)
     places[role.name] = len({place for _, place in answers} - {os.uname().nodename})
 handle = job.handle
 job.kill()

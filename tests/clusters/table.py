@@ -3,8 +3,9 @@
 """The table of docs/backends.md, scenario by backend, from a test run: a pytest plugin, loaded by tests/conftest.py.
 
 A run in which everything of a backend's folder was collected and has passed gives the column of that backend. With
-``--backends-table PATH`` it is written there, and other columns stay as they are; otherwise the run fails when the page
-has another column. A run of a part (``-k``, single files) or with skipped tests neither writes nor compares it.
+``--backends-table PATH`` it is written there, and other columns stay as they are; otherwise the run says so when the
+page has another column, and fails only when a cell has neither tests nor a reason. A run of a part (``-k``, single
+files) or with skipped tests neither writes nor compares it.
 """
 
 from __future__ import annotations
@@ -147,15 +148,13 @@ class Table:
             # The page is of the clusters that the tests bring up; on another one a run may well come out better.
             stale = [one for one in columns if theirs.get(one) != columns[one] and one not in scenarios.elsewhere()]
         except ValueError as error:
-            self._message, stale = str(error), ["?"]
-        else:
+            self._message = str(error)
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+            return
+        if stale:
             self._message = (
                 f"{page} is not what this run says of {', '.join(stale)}; write it with --backends-table {page}"
             )
-        if stale:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        else:
-            self._message = ""
 
     @pytest.hookimpl(wrapper=True)
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> Generator[None, None, None]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conformance.launchers import Launchers, TorchrunServer
+from tests.conformance.recording import Recording
 
 
 @pytest.fixture(scope="session")
@@ -19,8 +20,26 @@ def torchrun_server() -> Iterator[TorchrunServer]:
     server.close()
 
 
+@pytest.fixture(scope="session")
+def recorded(request: pytest.FixtureRequest) -> Recording:
+    folder = request.config.getoption("--record-torchrun")
+    return Recording(request.config.getoption("--torchrun") == "live", Path(folder) if folder else None)
+
+
 @pytest.fixture
 def both(
-    torchrun_server: TorchrunServer, leaves_nothing: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Launchers:
-    return Launchers(torchrun_server, tmp_path, monkeypatch)
+    torchrun_server: TorchrunServer,
+    recorded: Recording,
+    leaves_nothing: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> Iterator[Launchers]:
+    group = request.node.get_closest_marker("xdist_group")
+    # With --dist=loadgroup its name is at the end of the test's.
+    test = request.node.nodeid.removesuffix(f"@{group.args[0]}" if group else "").rpartition("conformance/")[2]
+    launchers = Launchers(torchrun_server, recorded, test, tmp_path, monkeypatch)
+    failed = request.session.testsfailed
+    yield launchers
+    if request.session.testsfailed == failed:
+        launchers.keep()

@@ -22,8 +22,8 @@ class Difference(Enum):
     )
 
     MASTER_PORT = (
-        "`MASTER_PORT`",
-        "a free port, taken again later",
+        "`MASTER_PORT`, unless `--master-port` or a static `--rdzv-endpoint` names it",
+        "a free port, taken again later; 29500 for a static rendezvous of several hosts",
         "a free port, held from the first moment",
         "no other job can take it in between",
     )
@@ -50,6 +50,19 @@ class Difference(Enum):
         "none",
         "torch, with `-cfg preload=torch`, the default",
         "the ranks import while the mesh forms, which is most of the time that a start takes",
+    )
+
+    STARTUP_FILES = (
+        "`sitecustomize`, `usercustomize` and `.pth` files of a rank",
+        "see its whole environment",
+        "see the host's, without `RANK` and the like, where torch is preloaded; with `-cfg preload=none` the rank's",
+        "the interpreter that imports ahead starts before its rank is known",
+    )
+    EARLY_VARIABLES = (
+        "A variable that torch reads when it is imported (`OMP_NUM_THREADS`, `TORCH_LOGS`, ...), set by the script",
+        "has effect until the script imports torch",
+        "has none where torch is preloaded, and rank 0 says so once; with `-cfg preload=none` it has",
+        "torch has been imported ahead; set it where the job is submitted (`--env`)",
     )
 
     NO_TEXT = (
@@ -123,7 +136,7 @@ class Difference(Enum):
     NEW_STORE = (
         "The job's TCPStore after a restart",
         "the one of the attempt before, with what that has written, on the same port",
-        "a new one, empty, on another port",
+        "a new one, empty, on another port unless the user names it",
         "ranks that find the addresses of dead ones in it fail or hang",
     )
     EXIT_CODE = (

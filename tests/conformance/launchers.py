@@ -1,10 +1,14 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Runs one command under torchrun and under a host process, in the same folder, and keeps all that can be compared."""
+"""Runs one command under torchrun and under a host process, in the same folder, and keeps all that can be compared.
+
+What torchrun does is taken from a recording, unless a test or the run wants the real one (see ``recording``).
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -23,6 +27,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.conformance import recording
+from tests.conformance.recording import Places, Recording, Stored
 from tests.local.hosts import Hosts
 
 REPORT = textwrap.dedent("""
@@ -60,11 +66,13 @@ class Job(NamedTuple):
         pids: of the launchers, one a host.
         work: where they run.
         under: ``torchrun`` or ``host``.
+        notes: what is found meanwhile and is to be in the outcome; JSON.
     """
 
     pids: list[int]
     work: Path
     under: str
+    notes: dict[str, Any]
 
     def await_marks(self, *marks: str) -> None:
         """Wait until ranks have made these marks."""
@@ -90,6 +98,7 @@ class Outcome:
         files: what is in the working folder, by relative path; compiled files without their content.
         reports: what the ranks reported, by rank.
         error: the job's torchelastic error file.
+        notes: what was found while it was under way.
     """
 
     under: str
@@ -99,6 +108,7 @@ class Outcome:
     files: dict[str, bytes]
     reports: dict[int, Any]
     error: Any
+    notes: dict[str, Any]
 
     @property
     def code(self) -> int:
@@ -129,11 +139,14 @@ class Pair(NamedTuple):
 
 
 class TorchrunServer:
-    """Starts torchrun in forks of a process that has imported it (see ``torchrun_server``)."""
+    """Starts torchrun in forks of a process that has imported it (see ``torchrun_server``), once there is a launch."""
 
-    def __init__(self) -> None:
+    @functools.cached_property
+    def _process(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, str(Path(__file__).with_name("torchrun_server.py"))]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        # It outlives the test that is the first to need it, and is not to be taken for one of its processes.
+        env = {name: value for name, value in os.environ.items() if not name.startswith("TORCHX_MONARCH_")}
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, env=env, cwd="/")
 
     def start(self, launch: Mapping[str, Any]) -> int:
         """Start a launch; returns its process."""
@@ -154,6 +167,8 @@ class TorchrunServer:
 
     def close(self) -> None:
         """End the server."""
+        if "_process" not in vars(self):
+            return
         self._process.kill()
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
@@ -175,12 +190,26 @@ class Launchers:
 
     Args:
         server: starts torchrun.
+        recorded: knows what torchrun does.
+        test: by which the recording knows the test's cases.
         folder: for the working folder and what is observed.
         monkeypatch: sets environment and working folder of both.
     """
 
-    def __init__(self, server: TorchrunServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self,
+        server: TorchrunServer,
+        recorded: Recording,
+        test: str,
+        folder: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
         self._server = server
+        self._recorded = recorded
+        self._test = test
+        self._cases = 0
+        self._made: list[tuple[str, str, Stored]] = []
+        self._places = Places(folder)
         self._work, self._observed, self._console = (folder / name for name in ("work", "observed", "console"))
         self._error_file = folder / "error.json"
         self._patch = monkeypatch
@@ -207,6 +236,8 @@ class Launchers:
         stdin: str = os.devnull,
         nodes: int = 1,
         rdzv: str = "c10d",
+        live: bool = False,
+        name: str = "",
     ) -> Pair:
         """Run ``torchrun WORDS`` under both, one after the other, in a folder that holds ``files`` and nothing else.
 
@@ -221,9 +252,11 @@ class Launchers:
             stdin: what torchrun has as stdin; a host process has none, as under every backend.
             nodes: how many hosts, with a launcher each; the options with which several meet are added to the words.
             rdzv: torchrun's rendezvous backend of more hosts than one.
+            live: run torchrun in any case, for what is to be seen depends on the machine.
+            name: by which the recording knows a case that several tests share; empty for one of this test's own.
         """
-        for name, value in (environ or {}).items():
-            self._patch.delenv(name, raising=False) if value is None else self._patch.setenv(name, value)
+        for variable, value in (environ or {}).items():
+            self._patch.delenv(variable, raising=False) if value is None else self._patch.setenv(variable, value)
 
         def run(under: str) -> Outcome:
             for folder in (self._work, self._observed, self._console):
@@ -240,13 +273,32 @@ class Launchers:
             launch = self._under_torchrun if under == "torchrun" else self._under_host
             port = free_port()
             each = [[*_meeting(nodes, node, rdzv, port), *words] for node in range(nodes)]
-            codes, out, err = launch(each, during, preload)
-            return Outcome(under, codes, out, err, _tree(self._work), self._reports(), self._error())
+            notes: dict[str, Any] = {}
+            codes, out, err = launch(each, during, preload, notes)
+            out, err = recording.without_lines(out), recording.without_lines(err)
+            return Outcome(under, codes, out, err, _tree(self._work), self._reports(), self._error(), notes)
 
-        return Pair(run("torchrun"), run("host"))
+        if live:
+            return Pair(run("torchrun"), run("host"))
+        self._cases += 1
+        name = name or (self._test if self._cases == 1 else f"{self._test} {self._cases}")
+        rest = [cwd, stdin, nodes, rdzv]
+        given = {path: text.encode() if isinstance(text, str) else text for path, text in files.items()}
+        case = recording.fingerprint(words, files, environ or {}, [prepare, during], rest, self._places)
+        if self._recorded.live:
+            theirs = run("torchrun")
+            self._made.append((name, case, recording.pack(vars(theirs), given, self._places)))
+        else:
+            theirs = Outcome("torchrun", **recording.unpack(self._recorded.find(name, case), given, self._places))
+        return Pair(theirs, run("host"))
+
+    def keep(self) -> None:
+        """Hand the cases of a test that has passed to the recording."""
+        for made in self._made:
+            self._recorded.keep(*made)
 
     def _under_torchrun(
-        self, words: list[list[str]], during: Callable[[Job], None] | None, preload: str
+        self, words: list[list[str]], during: Callable[[Job], None] | None, preload: str, notes: dict[str, Any]
     ) -> tuple[list[int], bytes, bytes]:
         consoles = [(self._console / f"out{node}", self._console / f"err{node}") for node in range(len(words))]
         pids, codes = [], []
@@ -257,14 +309,14 @@ class Launchers:
             pids.append(self._server.start({"args": args, "env": dict(os.environ), "cwd": os.getcwd(), **files}))
         try:
             if during:
-                during(Job(pids, self._work, "torchrun"))
+                during(Job(pids, self._work, "torchrun", notes))
         finally:
             codes = [self._server.wait(pid) for pid in pids]
         texts = [b"".join(path.read_bytes() for path in paths) for paths in zip(*consoles, strict=True)]
         return codes, texts[0], texts[1]
 
     def _under_host(
-        self, words: list[list[str]], during: Callable[[Job], None] | None, preload: str
+        self, words: list[list[str]], during: Callable[[Job], None] | None, preload: str, notes: dict[str, Any]
     ) -> tuple[list[int], bytes, bytes]:
         folder = Path(tempfile.mkdtemp(prefix="h"))
         environ = {"TORCHELASTIC_ERROR_FILE": str(self._error_file)}
@@ -273,7 +325,7 @@ class Launchers:
         processes = [hosts.processes[node] for node in range(len(words))]
         try:
             if during:
-                during(Job([process.pid for process in processes], self._work, "host"))
+                during(Job([process.pid for process in processes], self._work, "host", notes))
             for process in processes:
                 process.wait(TIMEOUT)
         finally:
@@ -310,4 +362,7 @@ def _meeting(nodes: int, node: int, rdzv: str, port: int) -> list[str]:
 
 def _tree(folder: Path) -> dict[str, bytes]:
     paths = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): b"" if path.suffix == ".pyc" else path.read_bytes() for path in paths}
+    return {
+        str(path.relative_to(folder)): b"" if path.suffix == ".pyc" else recording.without_lines(path.read_bytes())
+        for path in paths
+    }

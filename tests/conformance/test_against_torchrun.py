@@ -47,11 +47,12 @@ def _lasting(reports: dict[int, Any]) -> dict[int, Any]:
     return reports
 
 
+@pytest.mark.torchrun
 @pytest.mark.parametrize("form", ["script", "module"])
 def test_forked_torchrun_is_torchrun(form: str, both: Launchers, tmp_path: Path) -> None:
     program = ["pkg/observe.py"] if form == "script" else ["-m", "pkg.observe"]
     words = ["--nproc-per-node", "2", *program, '--x=a b"c,$d', "", "é\n"]
-    theirs, ours = both(words, {"pkg/observe.py": OBSERVE}, preload="")
+    theirs, ours = both(words, {"pkg/observe.py": OBSERVE}, preload="", live=True)
     assert ours.code == 3
     real = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *words],
@@ -60,7 +61,7 @@ def test_forked_torchrun_is_torchrun(form: str, both: Launchers, tmp_path: Path)
         stdin=subprocess.DEVNULL,
         capture_output=True,
         start_new_session=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     observed = Path(os.environ["OBSERVED"])

@@ -105,7 +105,9 @@ class HostNodes:
 Start = Callable[..., Nodes]
 
 
-@pytest.fixture(params=[TorchrunNodes, HostNodes], ids=["torchrun", "here"])
+@pytest.fixture(
+    params=[pytest.param(TorchrunNodes, id="torchrun", marks=pytest.mark.torchrun), pytest.param(HostNodes, id="here")]
+)
 def start(
     request: pytest.FixtureRequest, leaves_nothing: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Start]:

@@ -13,6 +13,8 @@ import pytest
 from tests.conformance.differences import Difference
 from tests.conformance.launchers import Launchers
 
+pytestmark = pytest.mark.xdist_group("interpreter")  # they share two launches
+
 EXPRESSIONS = {
     "argv": "sys.argv",
     "original argv": "sys.orig_argv",
@@ -156,6 +158,7 @@ def seen(both: Launchers) -> Callable[[str], tuple[Seen, Seen]]:
                 {"sub dir/prog.py": SCRIPT},
                 environ={"EXPRESSIONS": json.dumps(EXPRESSIONS)},
                 preload=preload,
+                live=True,
             )
             assert theirs.code == ours.code == 0, theirs.err + ours.err
             _seen[preload] = list(theirs.reports.values()), list(ours.reports.values())

@@ -13,6 +13,8 @@ import pytest
 from tests.conformance.differences import Difference
 from tests.conformance.launchers import Launchers
 
+pytestmark = pytest.mark.xdist_group("process group")  # most of them share a launch
+
 EXPRESSIONS = {
     "is launched by torchelastic": "dist.is_torchelastic_launched()",
     "threads": "torch.get_num_threads()",
@@ -107,17 +109,17 @@ Reports = dict[int, Any]
 _seen: list[tuple[Reports, Reports]] = []
 
 
-def observe(both: Launchers, names: Iterable[str], preload: str = "torch") -> tuple[Reports, Reports]:
+def observe(both: Launchers, names: Iterable[str], preload: str = "torch", name: str = "") -> tuple[Reports, Reports]:
     environ = {"EXPRESSIONS": json.dumps({name: EXPRESSIONS[name] for name in names}), "OMP_NUM_THREADS": None}
     words = ["--nproc-per-node", "2", "prog.py"]
-    theirs, ours = both(words, {"prog.py": SCRIPT}, environ=environ, preload=preload)
+    theirs, ours = both(words, {"prog.py": SCRIPT}, environ=environ, preload=preload, name=name)
     return theirs.reports, ours.reports
 
 
 @pytest.mark.parametrize("name", EXPRESSIONS)
 def test_process_group(name: str, both: Launchers) -> None:
     if not _seen:
-        _seen.append(observe(both, EXPRESSIONS))
+        _seen.append(observe(both, EXPRESSIONS, name="test_process_group.py"))
     theirs, ours = _seen[0]
     assert ours.keys() == theirs.keys() == {0, 1}
     for rank in range(2):

@@ -229,7 +229,7 @@ def test_script_that_is_missing(script: str, both: Launchers) -> None:
 
 def test_as_many_executables_as_cpus(both: Launchers) -> None:
     words = ["--nproc-per-node", "cpu", "--no-python", "sh", "-c", "touch $RANK.of.$WORLD_SIZE"]
-    theirs, ours = both(words, {}, preload="")
+    theirs, ours = both(words, {}, preload="", live=True)
     assert theirs.code == ours.code == 0
     assert ours.files == theirs.files != {}
 

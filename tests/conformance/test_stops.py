@@ -136,18 +136,17 @@ def test_rank_that_ignores_sigterm_is_killed_after_the_time_out(both: Launchers)
 
 def test_time_out_after_a_failure(both: Launchers) -> None:
     assert Difference.SHUTDOWN_TIMEOUT
-    alive: dict[str, bool] = {}
 
     def during(job: Job) -> None:
         is_ready(job)
         os.kill(pid_in(job.work, "pid1"), signal.SIGKILL)
         if job.under == "torchrun":
             time.sleep(2.5)
-            alive[job.under] = psutil.pid_exists(pid_in(job.work, "pid0"))
+            job.notes["alive"] = psutil.pid_exists(pid_in(job.work, "pid0"))
             os.kill(pid_in(job.work, "pid0"), signal.SIGKILL)
 
     theirs, ours = both.script(IGNORES, "--shutdown-timeout", "1", preload="", during=during)
-    assert alive == {"torchrun": True}
+    assert theirs.notes == {"alive": True}
     assert (theirs.code, ours.code) == (1, 137)
 
 
@@ -225,7 +224,7 @@ LEAVES_A_PROCESS = """
 @pytest.mark.parametrize("session", [False, True])
 def test_process_that_a_rank_leaves_behind(session: bool, both: Launchers) -> None:
     assert Difference.LEFTOVERS
-    theirs, ours = both.script(LEAVES_A_PROCESS.format(session=session), nproc=1, preload="")
+    theirs, ours = both.script(LEAVES_A_PROCESS.format(session=session), nproc=1, preload="", live=True)
     assert theirs.code == ours.code == 0
     leftover = psutil.Process(int(theirs.files["pid"]))
     assert leftover.name() == "sleep"
@@ -235,7 +234,6 @@ def test_process_that_a_rank_leaves_behind(session: bool, both: Launchers) -> No
 
 def test_launcher_killed(both: Launchers, eventually: Callable[..., object]) -> None:
     assert Difference.DEATH_WITH_HOST
-    left: dict[str, list[int]] = {}
 
     def during(job: Job) -> None:
         is_ready(job)
@@ -243,14 +241,15 @@ def test_launcher_killed(both: Launchers, eventually: Callable[..., object]) -> 
         job.signal(signal.SIGKILL)
         if job.under == "host":
             eventually(lambda: not any(psutil.pid_exists(pid) for pid in pids), "the ranks' death")
-        left[job.under] = [pid for pid in pids if psutil.pid_exists(pid)]
-        for pid in left[job.under]:
+        left = [pid for pid in pids if psutil.pid_exists(pid)]
+        job.notes["left"] = len(left)
+        for pid in left:
             os.kill(pid, signal.SIGKILL)
 
     body = f"import time; open('pid' + os.environ['RANK'], 'w').write(str(os.getpid()))\n{SLEEP}"
     theirs, ours = both.script(body, preload="", during=during)
     assert (theirs.code, ours.code) == (-9, -9)
-    assert (len(left["torchrun"]), left["host"]) == (2, [])
+    assert (theirs.notes["left"], ours.notes["left"]) == (2, 0)
 
 
 def test_ranks_that_end_well_after_a_signal(both: Launchers) -> None:

@@ -37,7 +37,7 @@ def torchx_run(scheduler: str, folder: Path, *words: str) -> tuple[int, dict[int
     work.mkdir()
     (work / "prog.py").write_text(PROGRAM)
     command = [sys.executable, "-m", "torchx.cli.main", "run", "-s", scheduler, "--wait", "dist.torchrun", *words]
-    done = subprocess.run(command, cwd=work, capture_output=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=work, capture_output=True, timeout=240, check=False)
     seen = {int(path.suffix[1:]): json.loads(path.read_text()) for path in work.glob("seen.*")}
     work.rename(folder / scheduler)
     return done.returncode, seen

@@ -22,6 +22,7 @@ def test_environment(rdzv: str, both: Launchers) -> None:
     # With the c10d backend, torchrun numbers its agents as they happen to come; the variables of a rank do not show it.
     theirs, ours = both.script("report(dict(os.environ))", "--role", "r", nodes=2, rdzv=rdzv)
     assert theirs.codes == ours.codes == [0, 0]
+    # MASTER_PORT of the static rendezvous is the user's, a new one for each launch here.
     expected = {"MASTER_PORT": Difference.MASTER_PORT, "TORCHELASTIC_ERROR_FILE": Difference.ERROR_FILE}
     if rdzv == "c10d":
         expected["MASTER_ADDR"] = Difference.MASTER_ADDR
@@ -63,7 +64,6 @@ FAILS = """
 
 def test_rank_that_fails_on_the_second_host(both: Launchers, eventually: Callable[..., object]) -> None:
     """torchrun's second agent stops its own ranks and ends; the first is told by nobody, and by a signal here."""
-    alive: dict[str, list[bool]] = {}
 
     def during(job: Job) -> None:
         job.await_marks(*(f"{rank} ready" for rank in range(4)))
@@ -72,12 +72,12 @@ def test_rank_that_fails_on_the_second_host(both: Launchers, eventually: Callabl
         if job.under == "torchrun":
             time.sleep(2)
             pids = [int((job.work / f"pid{rank}").read_text()) for rank in range(2)]
-            alive[job.under] = [psutil.pid_exists(pid) for pid in pids]
+            job.notes["alive"] = [psutil.pid_exists(pid) for pid in pids]
             os.kill(job.pids[0], signal.SIGTERM)
 
     theirs, ours = both.script(FAILS, nodes=2, rdzv="static", preload="", during=during)
     assert Difference.OTHER_HOSTS
-    assert alive == {"torchrun": [True, True]}
+    assert theirs.notes == {"alive": [True, True]}
     assert Difference.EXIT_CODE
     assert (theirs.codes, ours.codes) == ([1, 1], [5, 5])
     assert sorted(ours.marks()) == sorted(theirs.marks())

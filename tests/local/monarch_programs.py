@@ -26,7 +26,7 @@ def values(mesh):
 job = {JOB}
 first = job.state()
 trainers = first.trainers.spawn_procs(per_host={"gpus": 2})
-answers = values(trainers.spawn("hello", HelloActor, "t").hello.call().get(timeout=60))
+answers = values(trainers.spawn("hello", HelloActor, "t").hello.call().get(timeout=240))
 try:
     first.nothing
 except AttributeError as error:
@@ -35,8 +35,8 @@ except AttributeError as error:
 again = job_load(".monarch/job_state.pkl")
 copied = job_loads(job.dumps())
 loaders = again.state().dataloaders
-dataloaders = loaders.spawn_procs().spawn("hello", HelloActor, "d").hello.call().get(timeout=60)
-code = exec_command(first.trainers, ["bash", "-c", "exit $((4 + MONARCH_RANK_hosts))"]).get(timeout=60)
+dataloaders = loaders.spawn_procs().spawn("hello", HelloActor, "d").hello.call().get(timeout=240)
+code = exec_command(first.trainers, ["bash", "-c", "exit $((4 + MONARCH_RANK_hosts))"]).get(timeout=240)
 same = job.apply_id == again.apply_id == copied.apply_id
 alive = [job.active, again.can_run(job), again.can_run({OTHER})]
 job.kill()
@@ -77,7 +77,7 @@ if __name__ == "__main__":
     state = this_job().state()
     for name in ("trainers", "loaders"):
         procs = getattr(state, name).spawn_procs(per_host={"gpus": 1})
-        places = procs.spawn("host", Host).place.call().get(timeout=60)
+        places = procs.spawn("host", Host).place.call().get(timeout=240)
         print(name, sorted(place for _, place in places), flush=True)
     sys.exit(int(sys.argv[1]))
 """

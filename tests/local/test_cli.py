@@ -81,7 +81,7 @@ def test_a_job_from_other_processes(work: Path, eventually: Eventually) -> None:
     follower = subprocess.Popen([*TORCHX, "log", "-t", handle], stdout=subprocess.PIPE, text=True)
     torchx("cancel", handle)
     eventually(lambda: state(handle) == "CANCELLED", "the cancellation")
-    assert follower.communicate(timeout=60)[0].count("]:pid ") == 4
+    assert follower.communicate(timeout=240)[0].count("]:pid ") == 4
     assert len(re.findall(r"\[prog\d\]:pid \d+", torchx("log", handle).stdout)) == 4
     torchx("delete", handle)
     assert not app.exists()
@@ -102,11 +102,25 @@ def test_job_survives_its_shell(work: Path, eventually: Eventually) -> None:
     assert shell.stdout is not None
     handle = shell.stdout.readline().strip()
     os.killpg(shell.pid, signal.SIGHUP)
-    shell.communicate(timeout=60)
+    shell.communicate(timeout=240)
     assert state(handle) in ("PENDING", "RUNNING")
     (work / "go on").touch()
     eventually(lambda: state(handle) == "SUCCEEDED", "the end of the job")
     assert "the end" in torchx("log", handle).stdout
+
+
+@pytest.mark.parametrize(("body", "cause"), [("raise OSError('no disk')", "OSError: no disk"), ("sys.exit(0)", "")])
+def test_the_caller_gets_the_root_cause_in_its_error_file(
+    work: Path, body: str, cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error_file = work / "caller.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
+    run("--wait", "-cfg", "preload=none", "monarch.spmd", write(work, body), cwd=work, check=False)
+    assert error_file.exists() is bool(cause)
+    if cause:
+        message = json.loads(error_file.read_text())["message"]
+        assert cause in message["message"] and cause in message["extraInfo"]["py_callstack"]
+        assert message["errorCode"] == 1
 
 
 @pytest.mark.parametrize(
@@ -375,7 +389,7 @@ def test_fifty_jobs_at_once_have_ports_of_their_own(work: Path, eventually: Even
         "import sys; from torchx.runner import get_runner; from torchx.specs import AppDef, Role\n"
         "runner = get_runner()\n"
         "app = AppDef('many', roles=[Role('one', image='', entrypoint='python', args=sys.argv[1:])])\n"
-        "handles = [runner.run(app, 'monarch_local') for _ in range(50)]\n"
+        "handles = [runner.run(app, 'monarch_local', cfg={'preload': 'none'}) for _ in range(50)]\n"
         "states = [str(runner.wait(handle, wait_interval=0.2).state) for handle in handles]\n"
         "print(states.count('SUCCEEDED'), len(set(handles)))\n"
     )

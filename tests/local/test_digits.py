@@ -22,26 +22,28 @@ def train(folder: Path, *args: str, nproc: int = 1) -> subprocess.CompletedProce
     command = [sys.executable, *launcher, str(SCRIPT), "--checkpoint-dir", str(folder), *args]
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     env |= {"OMP_NUM_THREADS": "1", "TMPDIR": str(folder.parent)}  # torchrun leaves a folder in TMPDIR
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, cwd=folder.parent)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env, cwd=folder.parent)
 
 
 def epoch_lines(output: str) -> list[str]:
     return [line.split("loss")[0].strip() for line in output.splitlines() if line.startswith("epoch")]
 
 
-def test_two_ranks_train_and_resume(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_two_ranks_train_and_four_go_on_to_95_percent(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     first = train(folder, "--epochs", "2", nproc=2)
     assert first.returncode == 0, first.stderr
     assert epoch_lines(first.stdout) == ["epoch 1/2", "epoch 2/2"]
     assert [f.name for f in folder.iterdir()] == ["latest.pt"]
 
-    second = train(folder, "--epochs", "4", "--min-accuracy", "0.85", nproc=2)
-    assert second.returncode == 0, second.stderr
+    # By other ranks, and to the end.
+    second = train(folder, "--min-accuracy", "0.95", nproc=4)
+    assert second.returncode == 0, second.stdout + second.stderr
     lines = second.stdout.splitlines()
-    assert "2 ranks on cpu (gloo)" in lines[0] or "nccl" in lines[0]
+    assert "4 ranks on cpu (gloo)" in lines[0] or "nccl" in lines[0]
     assert lines[1] == f"resumed after epoch 2 from {folder / 'latest.pt'}"
-    assert epoch_lines(second.stdout) == ["epoch 3/4", "epoch 4/4"]
+    assert epoch_lines(second.stdout)[0].split()[1].startswith("3/")
     assert lines[-1].startswith("done: test accuracy ")
     assert lines[-1].endswith(f"checkpoint in {folder / 'latest.pt'}")
 
@@ -52,14 +54,7 @@ def test_uneven_and_empty_shares(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_a_missed_target_is_a_failure_but_keeps_the_checkpoint(tmp_path: Path) -> None:
-    result = train(tmp_path / "c", "--epochs", "1", "--min-accuracy", "0.999")
-    assert result.returncode == 1, (result.returncode, result.stderr)
-    assert "is below --min-accuracy 99.90%" in result.stderr
-    assert (tmp_path / "c" / "latest.pt").exists()
-
-
-def test_a_damaged_checkpoint_is_named_and_fresh_ignores_it(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_named_and_fresh_ignores_it_and_a_missed_target_keeps_it(tmp_path: Path) -> None:
     path = tmp_path / "latest.pt"
     path.write_bytes(b"not a checkpoint")
     result = train(tmp_path, "--epochs", "1")
@@ -68,9 +63,11 @@ def test_a_damaged_checkpoint_is_named_and_fresh_ignores_it(tmp_path: Path) -> N
     assert "--fresh" in result.stderr
     assert path.read_bytes() == b"not a checkpoint"
 
-    result = train(tmp_path, "--epochs", "1", "--fresh")
-    assert result.returncode == 0, result.stderr
+    result = train(tmp_path, "--epochs", "1", "--fresh", "--min-accuracy", "0.999")
+    assert result.returncode == 1, (result.returncode, result.stderr)
+    assert "is below --min-accuracy 99.90%" in result.stderr
     assert epoch_lines(result.stdout) == ["epoch 1/1"]
+    assert path.stat().st_size > 1000
 
 
 @pytest.mark.parametrize(
@@ -91,12 +88,6 @@ def test_every_image_is_used_once_in_an_epoch_by_any_number_of_ranks(world_size:
     for step in zip(*ranks, strict=True):
         assert {size for _, size in step} == {sum(len(indices) for indices, _ in step)}
     assert sorted(int(i) for steps in ranks for indices, _ in steps for i in indices) == list(range(1437))
-
-
-@pytest.mark.slow
-def test_four_ranks_reach_95_percent(tmp_path: Path) -> None:
-    result = train(tmp_path / "c", "--min-accuracy", "0.95", nproc=4)
-    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def load() -> ModuleType:

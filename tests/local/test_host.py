@@ -37,7 +37,7 @@ def torchrun(*words: str, nproc: int = 2) -> list[str]:
 )
 def test_senseless_options_are_refused(options: tuple[str, ...], said: str) -> None:
     command = [sys.executable, "-m", "torchx_monarch.host", "--app", "a", "--role", "r", *options, "--", "python", "x"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 2
     assert said in done.stderr
 
@@ -46,7 +46,7 @@ def test_modules_in_the_working_folder_do_not_reach_the_host(tmp_path: Path) -> 
     for name in ("argparse", "asyncio", "monarch", "typing"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')")
     command = [sys.executable, "-m", "torchx_monarch.host", "--help"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 

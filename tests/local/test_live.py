@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,22 @@ def live(folder: Path) -> Iterator[Callable[..., Live]]:
 
 def texts(result: Any) -> dict[int, str]:
     return {rank: output.stdout for rank, output in result.output.items()}
+
+
+@pytest.mark.parametrize("preload", ["", "json"])
+def test_relative_paths_for_python_are_relative_to_the_runs_folder(
+    preload: str, live: Callable[..., Live], tmp_path: Path
+) -> None:
+    there = tmp_path / "there"
+    (there / "lib").mkdir(parents=True)
+    (there / "lib" / "own.py").touch()
+    (there / "prog.py").write_text("import os, sys, own; print(own.__file__, os.environ['PYTHONPATH'], sys.executable)")
+    (there / "py").symlink_to(sys.executable)
+    hosts = live("torchrun", "--nproc-per-node", "1", "prog.py", options=("--grace", "5", "--preload", preload))
+    env = {"PYTHONPATH": "lib", "PYTHON_EXEC": "./py"}
+    said = texts(hosts.run("prog.py", env=env, cwd=str(there)))[0].split()
+    assert said[:2] == [str(there / "lib" / "own.py"), "lib"]
+    assert os.path.samefile(there / said[2], there / "py")
 
 
 def test_each_run_gets_what_it_is_given_and_nothing_of_another(
@@ -339,7 +356,7 @@ def test_many_runs_leave_no_trace(
     live: Callable[..., Live], script: Callable[[str], str], tmp_path: Path, eventually: Eventually
 ) -> None:
     # The whole hundred: MONARCH_TEST_RUNS=100, as in `make soak`.
-    count = int(os.environ.get("MONARCH_TEST_RUNS", "40"))
+    count = int(os.environ.get("MONARCH_TEST_RUNS", "30"))
     good = script("print(rank, sys.argv[1])")
     hosts = live("torchrun", "--nproc-per-node", "2", good, "0", idle_timeout=120)
     head = Path(good).read_text().partition("\n")[0] + "\n" + Path(good).read_text().splitlines()[1] + "\n"

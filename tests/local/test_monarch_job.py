@@ -66,7 +66,7 @@ from torchx_monarch import MonarchJob
 job = MonarchJob({"trainers": int(sys.argv[1])}, idle_timeout=float(sys.argv[2]))
 mesh = job.state().trainers
 procs = mesh.spawn_procs()
-procs.initialized.get(timeout=60)
+procs.initialized.get(timeout=240)
 {END}
 print(json.dumps([job.handle, job.apply_id, mesh.sizes["hosts"]]), flush=True)
 """
@@ -84,7 +84,7 @@ def test_the_cached_job_is_used_while_it_lives_and_is_what_is_asked_for(tmp_path
     assert third[0] != second[0] and third[2] == 2
     assert runner.wait(second[0], wait_interval=0.1).state is AppState.CANCELLED  # and nobody needs the one before
 
-    fourth = program(tmp_path, LATER.replace("{END}", "mesh.shutdown().get(timeout=60)"), "2", "0")
+    fourth = program(tmp_path, LATER.replace("{END}", "mesh.shutdown().get(timeout=240)"), "2", "0")
     assert fourth == third
     status = runner.wait(third[0], wait_interval=0.1)
     assert status.state is AppState.SUCCEEDED, status
@@ -154,7 +154,7 @@ job.remote_mount(source, mounted, python_exe=None)
 job.gather_mount(made + "/$SUBDIR", gathered)
 files = job.state(cached_path=None).trainers.spawn_procs().spawn("files", Files)
 for host in range(2):
-    files.slice(hosts=host).copy.call(mounted + "/a.txt", f"{made}/hosts_{host}").get(timeout=60)
+    files.slice(hosts=host).copy.call(mounted + "/a.txt", f"{made}/hosts_{host}").get(timeout=240)
 said = {host: open(f"{gathered}/{host}/copy.txt").read() for host in sorted(os.listdir(gathered))}
 job.kill()
 print(json.dumps(said))

@@ -65,7 +65,7 @@ def play(what: str, name: str, *more: str, stranger: bool = True) -> subprocess.
 
 
 def said(process: subprocess.Popen[str]) -> str:
-    return process.communicate(timeout=60)[0].strip()
+    return process.communicate(timeout=240)[0].strip()
 
 
 @pytest.mark.parametrize("scheme", ["unix", "tls"])

@@ -32,7 +32,7 @@ CFG = {"preload": "none", "grace": 3}
 
 
 def torchx(*words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*TORCHX, *words], capture_output=True, text=True, timeout=60, check=check)
+    return subprocess.run([*TORCHX, *words], capture_output=True, text=True, timeout=240, check=check)
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_exec_from_another_shell_when_who_took_the_hosts_is_gone(
     """)
     serving = f"serve(['torchrun', {path!r}], scheduler_cfg={CFG!r}, idle_timeout=1000)"
     code = f"from torchx_monarch import serve; print({serving}.handle)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
     handle = done.stdout.split()[-1]
     jobs.append(SPMDJob(handle))
     done = torchx("monarch", "exec", handle, "--", "torchrun", "--nproc-per-node", "2", path, check=False)
@@ -138,7 +138,7 @@ def test_ctrl_c_stops_the_run_and_not_the_allocation(
     shell.send_signal(signal.SIGINT)
     eventually(lambda: list(job.logs()) == ["begun", "told to stop"], "SIGTERM")
     shell.send_signal(signal.SIGINT)
-    out, err = shell.communicate(timeout=60)  # less than the grace
+    out, err = shell.communicate(timeout=240)  # less than the grace
     assert shell.returncode == 130 and out.decode() == "begun\ntold to stop\n"
     assert "stopping run 1; Ctrl-C again kills it" in err.decode() and "killing run 1" in err.decode()
     assert job.run_spmd([path, "again"]).exit_code == 0

@@ -17,11 +17,11 @@ _LEFT_OUT = ("freeze agent", "freeze rank", "freeze supervisor", "freeze submitt
 
 def test_what_jobs_say_of_their_end_is_true_and_they_leave_nothing() -> None:
     outcomes: list[Outcome] = []
-    # The first job of each kind of fault.
+    # The first small job of each kind of fault.
     plans = {
         plan.what: dataclasses.replace(plan, seconds=min(plan.seconds, 0.5) if not plan.is_removed else plan.seconds)
         for plan in (draw(SEED, number) for number in range(299, -1, -1))
-        if not plan.torch and len(plan.faults) == 1 and plan.what not in _LEFT_OUT
+        if len(plan.faults) == 1 and plan.what not in _LEFT_OUT and plan.hosts < 3 and not plan.torch
     }
     wrong = run_all(list(plans.values()), 3, outcomes.append, SEED)
     print(*outcomes, sep="\n")

@@ -28,7 +28,7 @@ def missing() -> str:
 
 def ip(*words: str) -> None:
     """Run ``ip``; fails the test with what it says."""
-    done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["ip", *words], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, f"ip {' '.join(words)}: {done.stderr}"
 
 
@@ -107,13 +107,13 @@ class Network:
     def listening(self, machine: int) -> list[int]:
         """TCP ports on which something on it listens."""
         command = [*self.within(machine), "ss", "-tlnH"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
         return sorted(int(line.split()[3].rpartition(":")[2]) for line in done.stdout.splitlines())
 
     def listeners(self, machine: int) -> list[tuple[int, int]]:
         """The port and the process of each of them."""
         command = [*self.within(machine), "ss", "-tlnpH"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
         found = []
         for line in done.stdout.splitlines():
             pid = re.search(r"pid=(\d+)", line)
@@ -129,7 +129,7 @@ class Network:
         """Remove all of it; the kernel takes the links along. Fails the test when something cannot be removed."""
         for name in self._made:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                subprocess.run(["ip", "netns", "delete", name], check=False, timeout=60)
+                subprocess.run(["ip", "netns", "delete", name], check=False, timeout=240)
         assert not (left := [name for name in self._made if os.path.exists(f"/run/netns/{name}")]), left
 
 

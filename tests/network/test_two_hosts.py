@@ -45,6 +45,21 @@ def test_trains_over_mutual_tls_without_an_option(
         assert hosts.out(replica).count(f"sum 6.0 {machines.address(0)}") == 2
 
 
+def test_the_port_is_the_users_and_the_address_the_meshs(
+    network: Callable[[int], Network], networked: Callable[..., Hosts], script: Callable[[str], str]
+) -> None:
+    path = script("import os; print(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'], flush=True)")
+    machines = network(2)
+    words = ["--nnodes", "2", "--master-addr", "node9", "--master-port", "29517", "--node-rank", "1", "--tee", "3"]
+    hosts = networked(machines, ["torchrun", *words, path], options=("--grace", "5", "--preload", "")).start()
+    assert hosts.wait(90) == [0, 0], hosts.err() + hosts.err(1)
+    for replica in (0, 1):
+        assert f"{machines.address(0)} 29517" in hosts.out(replica)
+    assert f"--master-addr=node9 is not used: the ranks meet at {machines.address(0)}, replica 0's" in hosts.err()
+    assert "--node-rank=1 is not used: this is the host of replica 0" in hosts.err()
+    assert "is not used" not in hosts.err(1)
+
+
 WAITS_IN_THE_FIRST_ATTEMPT = """
     import os, sys, time
     attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]

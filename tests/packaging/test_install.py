@@ -50,7 +50,7 @@ class Environment:
     def run(self, *command: str, **env: str) -> subprocess.CompletedProcess[str]:
         """The command's result; fails the test when it exits with anything but 0."""
         result = subprocess.run(
-            command, capture_output=True, text=True, timeout=60, env=self.env(**env), cwd=self.cwd, check=False
+            command, capture_output=True, text=True, timeout=240, env=self.env(**env), cwd=self.cwd, check=False
         )
         assert result.returncode == 0, f"{command}: exit code {result.returncode}\n{result.stdout}\n{result.stderr}"
         return result

@@ -22,6 +22,8 @@ _SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGST
 
 #: Seconds between two looks at the events of a job, and at its processes.
 _LOOK_EVERY = 0.005
+#: Seconds that a further fault's moment is waited for in a job that may hang: it may never come.
+_HANGS_FOR = 4.0
 
 
 @dataclass(frozen=True)
@@ -91,9 +93,10 @@ class Injector:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._continuing: list[threading.Timer] = []
+        self._hangs_until = float("inf")
 
     def inject(self, faults: Sequence[Fault]) -> list[Injection]:
-        """Inject them; returns when all that can be were. A fault whose job ends before is left out.
+        """Inject them; returns when all that can be were. A fault whose job ends or hangs before is left out.
 
         A fault whose moment is ``with`` the one before it waits for that, and no other does.
         """
@@ -115,10 +118,9 @@ class Injector:
         return [result for result in results if result is not None]
 
     def _inject(self, fault: Fault) -> Injection | None:
-        job = self._job
         if fault.action == "none" or not self._await_moment(fault):
             return None
-        while not job.wait(0.0):
+        while not self._is_over():
             if (injection := self._try(fault)) is not None:
                 return injection
             time.sleep(_LOOK_EVERY)
@@ -128,10 +130,14 @@ class Injector:
         """Wait for the moment of a fault; whether it has come before the end of the job."""
         events = set(fault.moment.events)
         while events and not events & self._job.seen():
-            if self._job.wait(0.0):
+            if self._is_over():
                 return False
             time.sleep(_LOOK_EVERY)
         return not self._job.wait(fault.moment.delay)
+
+    def _is_over(self) -> bool:
+        """Whether the job has ended, or hangs."""
+        return self._job.wait(0.0) or time.monotonic() > self._hangs_until
 
     def _try(self, fault: Fault) -> Injection | None:
         """Do what a fault says; None when there is nothing yet that it could be done to."""
@@ -147,6 +153,8 @@ class Injector:
             who, replica = processes.identity(pid), _replica(pid)
             if who is None or not processes.send(who, _SIGNALS[fault.action]):
                 return None
+            if fault.hangs or (fault.what == "freeze submitter" and not job.app_id):
+                self._hangs_until = time.monotonic() + job.plan.seconds + _HANGS_FOR
             if fault.action == "stop":
                 timer = threading.Timer(fault.pause, processes.send, (who, signal.SIGCONT))
                 self._continuing.append(timer)

@@ -23,6 +23,8 @@ from torchx_monarch.schedulers import monarch_local
 
 #: Seconds from SIGTERM to SIGKILL.
 GRACE = 3
+#: Seconds for which a host or an agent may be silent: longer than one that is stopped is left so, on a busy machine.
+LEASE = 10
 #: Seconds that a ``torchx run`` has to end after its job.
 _SUBMITTER_ENDS_WITHIN = 30.0
 
@@ -46,7 +48,7 @@ class Job:
         self.submitter: subprocess.Popen[bytes] | None = None
         self.began = time.monotonic()
         self._app_id = ""
-        cfg = {"grace": GRACE, "preload": "torch" if plan.torch else "none"}
+        cfg = {"grace": GRACE, "lease": LEASE, "preload": "torch" if plan.torch else "none"}
         if plan.by_command:
             self.submitter = self._run_command(cfg, seed)
         else:
@@ -74,10 +76,14 @@ class Job:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.kill_submitter()
+        self.runner.close()
+
+    def kill_submitter(self) -> None:
+        """End the ``torchx run`` that submits it, if it still runs."""
         if self.submitter is not None and self.submitter.poll() is None:
             self.submitter.kill()
             self.submitter.wait()
-        self.runner.close()
 
     @property
     def app_id(self) -> str:

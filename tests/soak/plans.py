@@ -113,7 +113,7 @@ class Fault:
     @property
     def hangs(self) -> bool:
         """Whether a job may hang from then on without an end: nobody can tell a frozen rank from a busy one."""
-        return self.action == "freeze" and self.target in ("supervisor", "host", "agent", "rank")
+        return self.action == "freeze" and self.target in ("supervisor", "rank")
 
     @property
     def harmless(self) -> bool:

@@ -20,6 +20,7 @@ from torchx.specs import AppState
 from tests.soak import faults, truth
 from tests.soak.jobs import Job
 from tests.soak.plans import ROLE, Plan
+from torchx_monarch.backends.local import store
 
 #: Seconds from the faults to the end of the job, at the very most. An app whose submitter was killed before it had
 #: started a supervisor is given up after 60 s.
@@ -139,7 +140,7 @@ def _run(job: Job, outcome: Outcome) -> None:
         outcome.wrong.append(f"it is unknown, and its folder is still there: {sorted(os.listdir(job.paths.root))}")
     outcome.ports = truth.ports(job.folder)
     if outcome.wrong:
-        outcome.kept = job.paths.root
+        outcome.kept = job.paths.root if job.app_id else os.path.join(store.state_dir(), f"soak{plan.number}")
     elif status is not None:
         job.scheduler.delete(job.app_id)
         if job.scheduler.exists(job.app_id) or os.path.exists(job.paths.root):
@@ -148,6 +149,8 @@ def _run(job: Job, outcome: Outcome) -> None:
 
 def _await_end(job: Job, outcome: Outcome) -> bool:
     """Wait for the end; a job that hangs is cancelled. Whether it has ended."""
+    if any(one.fault.what == "freeze submitter" for one in outcome.injections):
+        job.kill_submitter()  # of one that is frozen there is nothing more to wait for
     if any(one.fault.hangs for one in outcome.injections) and not job.wait(job.plan.seconds + HANGS_FOR):
         outcome.rescued = True
         job.scheduler.cancel(job.app_id)

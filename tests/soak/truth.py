@@ -23,6 +23,9 @@ from torchx_monarch import events, processes
 from torchx_monarch.backends.local import folder as app_folder
 from torchx_monarch.backends.local import store
 
+#: What is said of an app whose submitter was killed or frozen before it had started a supervisor.
+_NEVER_STARTED = "it was never started: its submission was interrupted"
+
 
 def finished(folder: Path) -> bool:
     """Whether every rank of one attempt has proved that it reached its end."""
@@ -37,8 +40,10 @@ def _blame(injection: Injection) -> str:
     """What a message must say of a job that ended because of this fault."""
     pid, replica, action = injection.pid, injection.replica, injection.fault.action
     if action == "freeze":
-        # Monarch notices a host or an agent that does not answer, and cannot always say which it was.
-        return rf"host {replica} \(|replica {ROLE}/{replica} |the mesh could not be formed|lost replica 0|did not "
+        # The supervisor says so of a host that no other host waits for.
+        by_supervisor = rf"^replica {ROLE}/{replica} \(.*its host \(pid {pid}\)"
+        host = rf"host {replica} \(\S+, pid {pid if injection.fault.target == 'host' else '[0-9]+'}\)"
+        return rf"({by_supervisor}|{host}) does not answer"
     how = {"kill": r"killed by signal 9 \(SIGKILL\)", "term": r"killed by signal 15 \(SIGTERM\)"}[action]
     if injection.fault.target == "supervisor":
         return rf"^the supervisor \(pid {pid}\) (was {how}|and the keeper \(pid \d+\) were killed)"
@@ -81,6 +86,8 @@ def of_the_end(job: Job, injections: Sequence[Injection], state: AppState, messa
         deadly = [one for one in injections if not (one.fault.tells or one.fault.harmless)]
         blames = [_blame(one) for one in deadly]
         blames += [rf"exited with code {program.CODE}"] * (plan.fails and bool(deadly))
+        if message == _NEVER_STARTED and any(one.fault.target == "submitter" for one in injections):
+            return wrong
         if goes_on(plan, injections):
             wrong.append(f"FAILED, and it could have gone on: {message}")
         elif told and not deadly:

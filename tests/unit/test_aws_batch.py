@@ -255,7 +255,7 @@ def test_a_nodes_shell_gives_words_and_variables_as_they_are(texts: list[str], f
     words, env = command.render(one, "q:app", first)
     assert words[:2] == ["sh", "-c"]
     environ = {**os.environ, **env, "AWS_BATCH_JOB_NODE_INDEX": str(first + replica)}
-    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=240, check=True)
     assert json.loads(done.stdout) == [[*texts, f"={replica}'"], f"'{replica}' {replica}\n$x", "p"]
 
 
@@ -330,7 +330,7 @@ def test_a_section_of_aws_batch_counts_for_monarch_aws_batch(tmp_path: Path, mon
     )
     environ = {**os.environ, "TORCHX_PLUGINS_SOURCE": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=240, check=True
     )
     assert done.stdout.strip() == "mine False"
 
@@ -355,12 +355,12 @@ def test_registration_by_others_is_used(tmp_path: Path) -> None:
     for source, expected in (("2", "LocalScheduler"), ("3", "LocalScheduler"), ("0", "AWSBatchScheduler")):
         environ = {**os.environ, "PYTHONPATH": path, "TORCHX_PLUGINS_SOURCE": source}
         done = subprocess.run(
-            [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60, check=True
+            [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=240, check=True
         )
         assert done.stdout.strip() == expected, source
     (record / "entry_points.txt").unlink()
     environ = {**os.environ, "PYTHONPATH": path, "TORCHX_PLUGINS_SOURCE": "3"}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=240, check=True
     )
     assert done.stdout.strip() == "LocalScheduler"

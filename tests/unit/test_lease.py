@@ -108,3 +108,22 @@ def test_heartbeats_keep_both_ends(address: Address) -> None:
         return told
 
     assert asyncio.run(main()) == Verdict(7, "over")
+
+
+def test_a_replica_0_that_did_not_run_blames_itself_for_the_hosts_that_have_left(address: Address) -> None:
+    async def main() -> Trouble:
+        first = Rendezvous(address, replicas=2, lease=1.0)
+        first.register(Registration(0, "ipc:///nowhere", "node0", 4710, 1))
+        await first.start()
+        member = await Membership.join(address, Registration(1, "ipc:///nowhere", "node1", 4711, 1), 5)
+        member._writer.close()
+        time.sleep(2.5)  # as SIGSTOP does it
+        trouble = await asyncio.wait_for(first.troubles.get(), 20)
+        await first.announce(Verdict(1, "over"), 5)
+        return trouble
+
+    trouble = asyncio.run(main())
+    assert (trouble.replica, trouble.verdict.replica) == (1, 0)  # the job can go on when host 1 comes back
+    assert trouble.verdict.reason.startswith(
+        "host 0 (node0, pid 4710) did not run for 2 s, and host 1 (node1, pid 4711)"
+    )

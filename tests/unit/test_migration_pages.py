@@ -44,6 +44,15 @@ def test_constructors_are_taken() -> None:
     compile(block, "from_monarch_job.md", "exec")
 
 
+def test_every_option_of_local_cwd_has_a_place() -> None:
+    with get_runner() as runner:
+        theirs, ours = (
+            {name for name, _ in runner.scheduler_run_opts(scheduler)} for scheduler in ("local_cwd", "monarch_local")
+        )
+    text = " ".join(CODE["from_torchx.md"])
+    assert not [name for name in theirs - ours if f"-cfg {name}=" not in text]
+
+
 def test_links_lead_somewhere() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):

@@ -16,9 +16,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.elastic.multiprocessing import Std
 from torch.distributed.elastic.multiprocessing.api import to_map
-from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+from torch.distributed.elastic.rendezvous.api import RendezvousParameters, rendezvous_handler_registry
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout, _get_timeout
-from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
+from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config, parse_rendezvous_endpoint
 from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 
 from torchx_monarch.plan.options import (
@@ -37,10 +37,7 @@ from torchx_monarch.plan.rendezvous_conf import RendezvousConf
 
 IMPLIED = {
     "rdzv_backend",
-    "rdzv_endpoint",
     "node_rank",
-    "master_addr",
-    "master_port",
     "start_method",
     "run_path",
 }
@@ -123,13 +120,14 @@ VALUES: dict[str, list[str]] = {
         "join_timeout=600,close_timeout=600,timeout=600",
     ],
     "max_restarts": ["0", "3", "x", ""],
-    "monitor_interval": ["5", "0.01", "1e-3", "x"],
+    "monitor_interval": ["5", "0.01", "1e-3", "x", "0", "-1", "nan"],
+    "rdzv_backend": ["static", "c10d", "etcd", "etcd-v2", "unknown", "C10D", ""],
     "start_method": ["spawn", "fork", "thread"],
     "numa_binding": ["node", "nowhere"],
     "redirects": ["0", "3", "0:1,1:2", "4", "", "0:1,", "10:1"],
     "tee": ["0", "3", "0:3", "x"],
     "node_rank": ["1", "-1", "x"],
-    "master_port": ["29500", "x"],
+    "master_port": ["29500", "x", "0", "65535", "65536", "-1"],
     "shutdown_timeout": ["10", "1.5"],
     # torchrun warns of a name that it does not know, in its agent, and goes on; here that is an error.
     "signals_to_handle": ["SIGTERM", "SIGUSR1,SIGTERM", "SIGUSR1, SIGUSR2"],
@@ -166,6 +164,12 @@ def torch_value(option: Option, arguments: list[str]) -> object:
             return to_map(Std.from_str(value), 12)
         if option.dest == "rdzv_conf":
             return torch_rendezvous_conf(value)
+        if option.dest == "rdzv_backend" and value not in rendezvous_handler_registry._registry:
+            return None  # `create_handler` refuses it
+        if option.dest == "monitor_interval" and not value > 0:
+            return None  # `WorkerSpec` refuses it
+        if option.dest == "master_port":
+            parse_rendezvous_endpoint(f"127.0.0.1:{value}", -1)
         if option.dest == "local_ranks_filter":
             return (frozenset(map(int, value.split(","))) if value else frozenset(),)
     except (RuntimeError, ValueError):
@@ -281,6 +285,12 @@ def test_a_command_line_is_split_where_torchrun_splits_it(arguments: list[str]) 
             ["--signals-to-handle", "SIGKILL", "a.py"],
             "torchrun: --signals-to-handle=SIGKILL: use names of",
         ),
+        (
+            ["--rdzv-backend=unknown", "a.py"],
+            "torchrun: --rdzv-backend=unknown: use one of static, c10d, etcd, etcd-v2, or leave it out: the hosts of",
+        ),
+        (["--monitor-interval=0", "a.py"], "torchrun: --monitor-interval=0: use a number of seconds above 0."),
+        (["--master-port", "70000", "a.py"], "torchrun: --master-port=70000: use a port from 0 to 65535"),
         (["--tee", "5", "a.py"], "torchrun: --tee=5: use 0 (none), 1 (stdout), 2 (stderr) or 3 (both)"),
         (["--nnodes", "4:2", "a.py"], "torchrun: --nnodes=4:2: use a number of nodes above 0, or MIN:MAX"),
         (

@@ -333,7 +333,7 @@ def test_the_shell_gives_the_command_the_same_words(stubs: Path, frame: str, tex
     def run(role: Role) -> bytes:
         env = {"PATH": f"{stubs}:/usr/bin:/bin", "V": "v w"}
         command = ["bash", *values.apply(role).args]
-        return subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=60).stdout
+        return subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, timeout=240).stdout
 
     role = rewritten(given)
     assert role != given.roles[0]
@@ -347,7 +347,7 @@ def test_the_host_gets_the_values_of_macros_that_a_shell_expands(stubs: Path) ->
     code = "import json, sys; print(json.dumps(sys.argv))"
     string = values.apply(role).args[1].replace("-m torchx_monarch.host", f"-c {shlex.quote(code)}", 1)
     env = {"PATH": str(Path(sys.executable).parent), "JOB": "7", "NODE": "1"}
-    ran = subprocess.run(["/bin/bash", "-c", string], env=env, capture_output=True, text=True, check=True, timeout=60)
+    ran = subprocess.run(["/bin/bash", "-c", string], env=env, capture_output=True, text=True, check=True, timeout=240)
     assert json.loads(ran.stdout)[1:7] == ["--app", "7", "--role", "trainer", "--replica", "1"]
 
 

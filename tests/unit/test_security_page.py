@@ -57,7 +57,7 @@ def test_every_reason_why_there_is_no_connection_is_explained(error: BaseExcepti
 
 def test_every_option_of_the_network_is_explained() -> None:
     command = [sys.executable, "-m", "torchx_monarch.host", "--help"]
-    text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout
     for option in ("--bind", "--advertise", "--ports", "--peer-timeout", "--rejoin-timeout"):
         assert option in text
         assert f"`{option} " in PAGE

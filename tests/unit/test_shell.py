@@ -198,7 +198,7 @@ def test_bash_reads_the_words_that_we_read(stubs: Path, text: str) -> None:
             env={"PATH": f"{stubs}:/usr/bin:/bin", "V": "v w"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=60,
+            timeout=240,
         )
     assume(ran.returncode == 0 and ran.stdout.startswith(b"torchrun\0"))
     ours = words(escape(text))[0]

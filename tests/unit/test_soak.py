@@ -7,10 +7,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.soak import plans, printed
+from tests.soak import plans, printed, truth
+from tests.soak.faults import Injection
 from tests.soak.program import line
 from torchx_monarch import events
 
@@ -64,6 +66,32 @@ def test_what_a_killed_host_has_not_read_is_not_in_its_log(folder: Path) -> None
     events.append(folder / "events", "replica_exited", "", replica=1, exit_code=-9)
     assert check(folder, LINES[:5]) == []
     assert check(folder, [*LINES[:5], *LINES[6:]])
+
+
+@pytest.mark.parametrize(
+    ("faults", "plan", "expected"),
+    [
+        ([("kill", "host", 0)], {}, False),
+        ([("kill", "host", 0)], {"retries": 1}, True),
+        ([("kill", "host", 0)], {"hosts": 2, "restarts": 1}, False),
+        ([("kill", "host", 1)], {"hosts": 2, "fewest": 1}, True),
+        ([("freeze", "agent", 1), ("term", "host", 1)], {"hosts": 2, "fewest": 1}, True),
+        ([("kill", "host", 1), ("kill", "host", 2)], {"hosts": 3, "fewest": 2}, False),
+        ([("kill", "rank", 0)], {"restarts": 1}, True),
+        ([("kill", "rank", 0)], {"restarts": 1, "fails": True}, False),
+        ([("kill", "rank", 0), ("kill", "host", 0)], {"restarts": 1, "retries": 1}, False),
+        ([("kill", "supervisor", -1)], {"retries": 2}, False),
+        ([("kill", "keeper", -1), ("stop", "host", 0), ("kill", "submitter", -1)], {}, True),
+    ],
+)
+def test_which_jobs_go_on(faults: list[tuple[str, str, int]], plan: dict[str, Any], expected: bool) -> None:
+    moment = plans.Moment("run", (), 0.0)
+    injections = [
+        Injection(plans.Fault(action, target, moment, 0.0, 0.0), 0.0, PID, replica)
+        for action, target, replica in faults
+    ]
+    fixed: dict[str, Any] = {"hosts": 1, "fewest": plan.get("hosts", 1), "restarts": 0, "retries": 0, "fails": False}
+    assert truth.goes_on(dataclasses.replace(plans.draw(1, 0), **{**fixed, **plan}), injections) is expected
 
 
 def test_plans_cover_every_fault_at_every_moment() -> None:

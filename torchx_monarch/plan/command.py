@@ -219,6 +219,11 @@ def _contradiction(options: TorchrunOptions, replicas: int) -> str | None:
             f"torchrun option --nnodes={_nnodes(options)} does not agree with the role's {replicas} replicas. "
             f"Use --nnodes={replicas}, or change the replicas of the role."
         )
+    if "rdzv_endpoint" not in options.unexpanded:
+        try:
+            _ = options.static_endpoint
+        except ValueError as error:
+            return f"torchrun option --rdzv-endpoint={options.rdzv_endpoint} of the static rendezvous: {error}."
     filters = options.duplicate_stdout_filters or options.duplicate_stderr_filters
     if filters and options.log_dir == os.devnull:
         return (

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NoReturn
 
-from torchx_monarch.plan.rendezvous_conf import RendezvousConf
+from torchx_monarch.plan.rendezvous_conf import RendezvousConf, parse_static_endpoint
 
 UNEXPANDED = "\0"
 """Stands, in a word of a shell string, for text that the shell has yet to expand. No real argument can hold a NUL."""
@@ -121,6 +121,25 @@ def _switch(text: str) -> bool:
         raise ValueError("use 1 (on) or 0 (off)") from None
 
 
+def _port(text: str) -> int:
+    if not 0 <= _whole_number(text) <= 65535:
+        raise ValueError("use a port from 0 to 65535; 0 means any free one")
+    return int(text)
+
+
+def _interval(text: str) -> float:
+    if not _number(text) > 0:
+        raise ValueError("use a number of seconds above 0")
+    return float(text)
+
+
+def _rendezvous_backend(text: str) -> str:
+    # Torch's own (``_register_default_handlers``). One that a package adds is a part of torchelastic's agent.
+    if text not in (known := ("static", "c10d", "etcd", "etcd-v2")):
+        raise ValueError(f"use one of {', '.join(known)}, or leave it out: {_MESH}")
+    return text
+
+
 def _restarts(text: str) -> int:
     if _whole_number(text) < 0:
         raise ValueError("use 0 or more")
@@ -204,8 +223,13 @@ _MESH = "the hosts of the job find each other by themselves"
 OPTIONS: tuple[Option, ...] = (
     Option(("--nnodes",), Use.HONOURED, default="1:1", parse=node_range),
     Option(("--nproc-per-node", "--nproc_per_node"), Use.HONOURED, default="1"),
-    Option(("--rdzv-backend", "--rdzv_backend"), Use.IMPLIED, _MESH, default="static"),
-    Option(("--rdzv-endpoint", "--rdzv_endpoint"), Use.IMPLIED, _MESH, default=""),
+    Option(("--rdzv-backend", "--rdzv_backend"), Use.IMPLIED, _MESH, default="static", parse=_rendezvous_backend),
+    Option(
+        ("--rdzv-endpoint", "--rdzv_endpoint"),
+        Use.HONOURED,
+        f"of the static rendezvous it is where the ranks meet, as with --master-port; otherwise {_MESH}",
+        default="",
+    ),
     Option(("--rdzv-id", "--rdzv_id"), Use.HONOURED, default="none"),
     Option(("--rdzv-conf", "--rdzv_conf"), Use.HONOURED, default="", parse=RendezvousConf.parse),
     Option(("--standalone",), Use.HONOURED, default=False, type=bool),
@@ -222,6 +246,7 @@ OPTIONS: tuple[Option, ...] = (
         "exit codes arrive at once, which is within any interval",
         default=0.1,
         type=float,
+        parse=_interval,
     ),
     Option(
         ("--start-method", "--start_method"),
@@ -264,8 +289,13 @@ OPTIONS: tuple[Option, ...] = (
         type=_comma_separated_list,
     ),
     Option(("--node-rank", "--node_rank"), Use.IMPLIED, "hosts are ranked by their replica id", default=0, type=int),
-    Option(("--master-addr", "--master_addr"), Use.IMPLIED, _MESH, default="127.0.0.1"),
-    Option(("--master-port", "--master_port"), Use.IMPLIED, "a free port is chosen for every job", type=int),
+    Option(
+        ("--master-addr", "--master_addr"),
+        Use.HONOURED,
+        "of hosts on several machines it is the address of replica 0, which the mesh knows",
+        default="127.0.0.1",
+    ),
+    Option(("--master-port", "--master_port"), Use.HONOURED, type=int, parse=_port),
     Option(
         ("--local-addr", "--local_addr"),
         Use.HONOURED,
@@ -340,6 +370,24 @@ class TorchrunOptions:
     shutdown_timeout: int | None
     virtual_local_rank: bool
     unexpanded: frozenset[str] = frozenset()
+
+    @property
+    def static_endpoint(self) -> tuple[str, int] | None:
+        """MASTER_ADDR and MASTER_PORT of torchrun's static rendezvous; port 0 where the user leaves it open.
+
+        None for any other rendezvous, whose ports torchrun chooses (``run`` and ``get_rdzv_endpoint`` in
+        ``torch.distributed.run``).
+
+        Raises:
+            ValueError: ``--rdzv-endpoint`` is not HOST:PORT.
+        """
+        if self.standalone or self.rdzv_backend != "static":
+            return None
+        if self.rdzv_endpoint:
+            return parse_static_endpoint(self.rdzv_endpoint)
+        if self.master_port is None and self.max_nodes == 1:
+            return None
+        return self.master_addr, self.master_port or 0
 
 
 class _Parser(argparse.ArgumentParser):

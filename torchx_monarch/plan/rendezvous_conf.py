@@ -1,9 +1,10 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What torchrun's ``--rdzv-conf`` says of how long the hosts of a job wait for each other."""
+"""What torchrun's rendezvous options say: how long hosts wait for each other, and where the ranks meet."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 _FORM = "use KEY=VALUE,..., such as join_timeout=600,last_call_timeout=30"
@@ -47,3 +48,17 @@ def _seconds(key: str, text: str) -> int:
     if seconds <= 0:
         raise ValueError(f"{key}={text} is not a whole number of seconds above 0")
     return seconds
+
+
+def parse_static_endpoint(text: str) -> tuple[str, int]:
+    """Read HOST:PORT as torch's ``parse_rendezvous_endpoint`` does for its static rendezvous, which needs the port.
+
+    Raises:
+        ValueError: another form; the message says what is allowed.
+    """
+    host, separator, port = text.strip().rpartition(":")
+    if len(host) > 1 and host[0] == "[" and host[-1] == "]":
+        host = host[1:-1]
+    if not separator or not re.fullmatch(r"[\w.:-]+", host) or not port.isdigit() or int(port) > 65535:
+        raise ValueError("use HOST:PORT with a port from 0 to 65535, such as node0:29500")
+    return host, int(port)

@@ -178,14 +178,14 @@ class ActorHost(HostProcess):
             tls = wires.identity.files if wires.identity else ()
             with open(self._job_file, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
                 json.dump({"meshes": meshes, "transport": where, "tls": tls}, file)
-            port, served = await self._pool.serve_store(wires.bind)
+            address, port, served = await self._pool.serve_store(wires.bind, wires.advertised, 1)
             world = World(
                 attempt=0,
                 log_attempt=self._first_log_attempt(0, self._sizes()),
                 restart_count=0,
                 replicas=(0,),
                 local_world_sizes=(1,),
-                master_addr=wires.advertised,
+                master_addr=address,
                 master_port=port,
                 agent_store=served,
                 run_id=self._run_id(),

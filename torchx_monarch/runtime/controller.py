@@ -72,8 +72,8 @@ class JobOptions:
         sizes: how many hosts it runs on, and how long it waits for them.
         host_timeout: seconds that rank 0's interpreter has to find a port.
         grace: seconds from SIGTERM to SIGKILL for ranks.
-        master_addr: what ranks dial to meet rank 0.
-        store_bind: the local address that its store listens on; empty for all.
+        master_addr: what ranks dial to meet rank 0, unless the user names it.
+        store_bind: the local address that its store listens on, unless the user names another; empty for all.
         said_within: seconds that the rendezvous has to say which host is lost when Monarch has found a call to fail.
         lease: seconds that it has where a host or an agent may be silent, and not gone.
         monarch_log: where Monarch says more.
@@ -278,15 +278,16 @@ class Controller:
         self._exits = {}
         if options.sizes.elastic and (newcomers := await self._unless_trouble(self._gathering.reachable_newcomers())):
             raise TroubleCame(joined(newcomers[0]))
-        store = self._call_own("store", {"address": options.store_bind}, options.host_timeout)
-        port, agent_store = await self._reporter.while_waiting(store, lambda: "the interpreter of rank 0")
+        wanted = {"bind": options.store_bind, "advertised": options.master_addr, "hosts": len(hosts)}
+        store = self._call_own("store", wanted, options.host_timeout)
+        address, port, agent_store = await self._reporter.while_waiting(store, lambda: "the interpreter of rank 0")
         world = World(
             attempt=attempt,
             log_attempt=options.first_log_attempt + attempt,
             restart_count=attempt - self._uncounted,
             replicas=tuple(host.replica for host in hosts),
             local_world_sizes=tuple(host.nproc for host in hosts),
-            master_addr=options.master_addr,
+            master_addr=address,
             master_port=port,
             agent_store=agent_store,
             run_id=options.run_id,

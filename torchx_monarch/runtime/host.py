@@ -439,7 +439,7 @@ class HostProcess:
         """
         assert self._pool is not None
         if op == "store":
-            return await self._pool.serve_store(args["address"])
+            return await self._pool.serve_store(args["bind"], args["advertised"], args["hosts"])
         if op == "launch":
             return await self._pool.launch(World.from_json(args["world"]), args["spares"])
         if op == "watch":

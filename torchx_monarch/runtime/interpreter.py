@@ -43,6 +43,7 @@ class Interpreter:
         env: the environment.
         files: its limit of open files; None for ours.
         umask: its file mode creation mask.
+        cwd: the folder that it starts in; None for ours.
         on_first_output: called when its program first prints.
 
     Raises:
@@ -56,6 +57,7 @@ class Interpreter:
         env: Mapping[str, str],
         files: tuple[int, int] | None,
         umask: int,
+        cwd: str | None,
         on_first_output: Callable[[], None],
     ) -> None:
         self._channel, theirs = socket.socketpair()
@@ -72,6 +74,7 @@ class Interpreter:
                     start_new_session=True,
                     env=env,
                     umask=umask,
+                    cwd=cwd,
                 )
             except OSError:
                 self._channel.close()
@@ -137,8 +140,17 @@ class Interpreter:
         answer: dict[str, Any] = json.loads(buffer)
         return answer
 
-    async def run(self, order: Mapping[str, Any]) -> None:
-        """Send the last order, once the earlier ones are answered. One that has ended shows it by its end."""
+    async def run(self, order: Mapping[str, Any], python: Sequence[str] = ()) -> None:
+        """Send the last order, once the earlier ones are answered. One that has ended shows it by its end.
+
+        Args:
+            order: what to run, and with which environment.
+            python: the interpreter with its flags that it is to become first, in the folder and with the environment of
+                the order; empty where it is the right one.
+        """
+        if python:
+            await self.ask({"op": "become", "python": list(python), "cwd": order["cwd"], "env": order["env"]})
+            order = {**order, "env": {}}
         async with self._asking:
             with contextlib.suppress(OSError):
                 await asyncio.get_running_loop().sock_sendall(self._channel, json.dumps(order).encode() + b"\n")

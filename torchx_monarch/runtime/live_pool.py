@@ -4,8 +4,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,7 +14,6 @@ from torchx_monarch.plan.command import Command, Program
 from torchx_monarch.runtime.environment import World, interpreter_environment
 from torchx_monarch.runtime.interpreter import Interpreter
 from torchx_monarch.runtime.ranks import LaunchError, Place, Rank, RankPool
-from torchx_monarch.runtime.store import StoreProcess
 
 _READ_EARLY = (
     *("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "TORCH", "PYTORCH"),
@@ -71,11 +70,11 @@ class LivePool(RankPool):
             self._bind(interpreter, local_rank)
         return await super().launch(world, True)
 
-    async def serve_store(self, address: str) -> tuple[int, bool]:
+    async def serve_store(self, bind: str, advertised: str, hosts: int) -> tuple[str, int, bool]:
         """As above; when the run has ended meanwhile, nobody needs it."""
-        found = await super().serve_store(address)
+        found = await super().serve_store(bind, advertised, hosts)
         if self._retired:
-            self._end_store()
+            self._store.end()
         return found
 
     async def stop(self, number: int, grace: float) -> None:
@@ -89,9 +88,8 @@ class LivePool(RankPool):
         Returns:
             the pool whose interpreters wait now: of an earlier run, where those of this one have nothing to import.
         """
-        address = self._store.address if self._store is not None else None
         self.close()
-        self._end_store()
+        self._store.end()
         self._retired = True
         self._ranks = []  # they hold the pool that started them, and it its own
         with contextlib.suppress(LaunchError):  # it will be said when a run needs one
@@ -100,9 +98,8 @@ class LivePool(RankPool):
             kept = self._shelf or self
             kept._waiting = [one for one in kept._waiting if not one.ended.is_set()]
             kept._start_missing()
-            if address is not None and kept is self and self._store_ahead is None and self._waiting:
-                ahead = StoreProcess.start(self._waiting[0], address, self._say)  # when that has imported torch
-                self._store_ahead = asyncio.ensure_future(ahead)
+            if kept is self and self._waiting:
+                self._store.start_ahead(self._waiting[0])
         return self._shelf or self
 
     def _inherit(self) -> None:
@@ -120,17 +117,20 @@ class LivePool(RankPool):
             else:
                 one.kill(signal.SIGKILL)
         before._waiting = []
-        if before._store_ahead is not None and self._waiting:
-            self._store_ahead = before._store_ahead
-        elif before._store_ahead is not None:
-            before._store_ahead.add_done_callback(_close)
+        self._store.take_over(before._store, keep=bool(self._waiting))
 
     def _signature(self, local_rank: int) -> object:
         """What an interpreter must have in common with those of this pool to run its program as a fresh one would."""
         env = interpreter_environment(self._base_environ(), self._count)
         read = {name: value for name, value in env.items() if name.startswith(_READ_EARLY)}
-        python = self._bare_python() if self._command.program_of(local_rank).mode == "exec" else self._python()
-        return python, self._preload, read
+        python = self._starter(self._command.program_of(local_rank))
+        return python, self._preload, read, self._start_folder()
+
+    def _start_folder(self) -> str | None:
+        """The run's folder, if Python resolves relative paths as it starts; the host's fits any run otherwise."""
+        python, path = self._python()[0], self._environ.get("PYTHONPATH")
+        relative = [] if not path else [entry for entry in path.split(os.pathsep) if not os.path.isabs(entry)]
+        return self._cwd if relative or (os.sep in python and not os.path.isabs(python)) else None
 
     def _base_environ(self) -> Mapping[str, str]:
         """What an interpreter starts with: what this run adds and need not be there from the start comes later."""
@@ -139,9 +139,7 @@ class LivePool(RankPool):
 
     def _kept(self) -> list[int]:
         shelf = self._shelf
-        ahead = shelf._store_ahead if shelf is not None else None
-        store = ahead.result() if ahead is not None and ahead.done() else None
-        return [*super()._kept(), *(shelf._kept() if shelf is not None else ()), *([store.pid] if store else ())]
+        return [*super()._kept(), *((*shelf._kept(), *shelf._store.pids) if shelf is not None else ())]
 
     def _label(self, program: Program) -> list[str]:
         return ["(waits for runs)"]
@@ -154,9 +152,3 @@ class LivePool(RankPool):
     def _order(self, world: World, rank: Rank) -> dict[str, Any]:
         order = super()._order(world, rank)
         return {**order, "cwd": self._cwd, "env": {**self._added, **order["env"]}}
-
-
-def _close(store: asyncio.Task[StoreProcess | None]) -> None:
-    """End a store that nobody wants."""
-    if not store.cancelled() and store.exception() is None and (process := store.result()) is not None:
-        process.close()

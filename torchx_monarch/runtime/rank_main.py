@@ -8,9 +8,11 @@ alone. ``FD`` is one end of a socket pair on which the host sends JSON lines and
 ======================================  =======================================================================
 ``{"op": "prepare", ...}``              set ``sys.path[0]`` as the program will have it and import the modules named
 ``{"op": "count", "device": D}``        answer how many ranks torchrun would start for ``--nproc-per-node D``
-``{"op": "store", "address": A}``       fork a process that serves a TCPStore on a free port of ``A`` until the pipe
-                                        that comes with the order is closed; answer its port and pid
+``{"op": "store", "address": A}``       fork a process that serves a TCPStore on ``A`` until a pipe is closed; answer
+                                        its pid. With the order come the pipe and a socket bound to the store's port
 ``{"op": "bind", "mode": M, "gpu": N}`` run on the CPUs that ``--numa-binding M`` means for GPU N, and on no others
+``{"op": "become", ...}``               answer, and start anew as another interpreter with this file, in folder ``cwd``,
+                                        with ``env`` added to its environment; further orders are for that one
 ``{"op": "ready"}``                     answer, once the orders before it are done
 ``{"op": "run", ...}``                  take the environment and run the program; no answer, the socket is closed. With
                                         ``cwd``, the interpreter was not prepared for it, and first goes to that folder
@@ -125,20 +127,20 @@ def _fork() -> int:
         return os.fork()
 
 
-def _fork_store(address: str, lifeline: int) -> dict[str, Any]:
-    """Fork the process that serves a TCPStore for as long as the other end of ``lifeline`` is open.
+def _fork_store(address: str, lifeline: int, bound: int) -> dict[str, Any]:
+    """Fork the process that serves a TCPStore on a bound socket for as long as the other end of ``lifeline`` is open.
 
     It outlives this rank, as torchrun's store does, which the agent serves. It is forked twice: so it becomes a child
     of the host, and the program has no child that it did not start.
 
     Returns:
-        its port, bound before anybody hears of it, and its pid; or the error.
+        its pid, once it listens; or the error.
     """
     answer, theirs = os.pipe()
     child = _fork()
     if child == 0:
         try:
-            _become_store(address, lifeline, theirs)
+            _become_store(address, lifeline, bound, theirs)
         finally:
             os._exit(1)
     os.close(theirs)
@@ -148,7 +150,7 @@ def _fork_store(address: str, lifeline: int) -> dict[str, Any]:
     return said
 
 
-def _become_store(address: str, lifeline: int, answer: int) -> NoReturn:
+def _become_store(address: str, lifeline: int, bound: int, answer: int) -> NoReturn:
     os.setsid()  # what is sent to the rank's process group or its session is not for this process
     if os.fork():
         os._exit(0)
@@ -160,17 +162,17 @@ def _become_store(address: str, lifeline: int, answer: int) -> NoReturn:
         os.dup2(null, standard)
     for name in os.listdir("/proc/self/fd"):
         # Among them the rank's channel and pipes: the host sees their end only when nobody has them open.
-        if int(name) > 2 and int(name) not in (lifeline, answer):
+        if int(name) > 2 and int(name) not in (lifeline, bound, answer):
             with contextlib.suppress(OSError):
                 os.close(int(name))
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
         file.write("tcpstore")  # in a process listing, where the command line is the rank's
     try:
-        port, _store = _serve_store(address)
+        _store = _serve_store(address, bound)
     except Exception as error:
         os.write(answer, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
         os._exit(1)
-    os.write(answer, json.dumps({"port": port, "pid": os.getpid()}).encode())
+    os.write(answer, json.dumps({"pid": os.getpid()}).encode())
     os.close(answer)
     os.read(lifeline, 1)  # returns at its end: nobody ever writes
     os._exit(0)
@@ -234,25 +236,22 @@ def _in_fork(function: Callable[..., Any], *args: Any) -> Any:
     return answer["value"]
 
 
-def _serve_store(address: str) -> tuple[int, Any]:
-    """Serve a TCPStore on a free port, by threads of torch's own; returns the port and the store to keep."""
+def _serve_store(address: str, bound: int) -> Any:
+    """Serve a TCPStore on a bound socket, by threads of torch's own; returns the store, which must be kept."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.bind((address, 0))
+    listener = socket.socket(fileno=bound)
     listener.listen(4096)
-    port: int = listener.getsockname()[1]
-    host, descriptor = address or "127.0.0.1", listener.detach()
-    store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor, use_libuv=True)
-    return port, store
+    host, port = address or "127.0.0.1", listener.getsockname()[1]
+    descriptor = listener.detach()
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor, use_libuv=True)
 
 
 def _next_order(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """The next order and the descriptors that came with it. Orders come one at a time: the host awaits each answer."""
     line, passed = b"", []
     while not line.endswith(b"\n"):
-        data, descriptors, _, _ = socket.recv_fds(channel, 65536, 1, socket.MSG_CMSG_CLOEXEC)
+        data, descriptors, _, _ = socket.recv_fds(channel, 65536, 2, socket.MSG_CMSG_CLOEXEC)
         if not data:
             # The host is gone or has no use for this interpreter: no clean-up is owed, and torch's takes a while.
             os._exit(0)
@@ -278,7 +277,7 @@ def _serve_orders(channel: socket.socket) -> dict[str, Any]:
             elif op == "bind":
                 _bind(_in_fork(_cpus_near, order["gpu"], order["mode"]))
             elif op == "store":
-                answer.update(_fork_store(order["address"], passed[0]))
+                answer.update(_fork_store(order["address"], *passed))
         except _ForkError as error:
             answer["error"] = str(error)
         except Exception as error:
@@ -286,6 +285,10 @@ def _serve_orders(channel: socket.socket) -> dict[str, Any]:
         for descriptor in passed:
             os.close(descriptor)
         channel.sendall(json.dumps(answer).encode() + b"\n")
+        if op == "become":
+            os.chdir(order["cwd"])
+            os.environ.update(order["env"])
+            _exec(order["python"][0], [*order["python"][1:], __file__, *sys.argv[1:]])
 
 
 def _exec(target: str, args: list[str]) -> NoReturn:
@@ -442,6 +445,14 @@ def _without_own_frames_for(hook: Callable[..., object] | None) -> Callable[...,
     return show
 
 
+def _run_beside(name: str) -> dict[str, Any]:
+    """Run a file of this folder, from which the program cannot import; its names."""
+    path = os.path.join(os.path.dirname(__file__), name)
+    names: dict[str, Any] = {"__name__": name}
+    exec(_script_code(path, path), names)
+    return names
+
+
 def main() -> None:
     """Take orders from the host named on the command line, then run the program."""
     _die_with(int(sys.argv[2]))
@@ -456,6 +467,8 @@ def main() -> None:
     if mode == "exec":
         _exec(target, args)
     sys.orig_argv = [sys.executable, *order["orig_argv"]]
+    if "torch" in sys.modules and os.environ.get("RANK") == "0":
+        _run_beside("early_variables.py")["watch"]()
     try:
         _run(mode, target, args)
     except SystemExit as error:

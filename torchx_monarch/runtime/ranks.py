@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import json
 import os
+import shutil
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,8 +30,9 @@ from torchx_monarch.runtime.environment import World, interpreter_environment, r
 from torchx_monarch.runtime.filtered import FilteredFile, filtered_name
 from torchx_monarch.runtime.interpreter import Interpreter
 from torchx_monarch.runtime.journal import Journal, JournalSink, Sinks
+from torchx_monarch.runtime.master_endpoint import EndpointError, MasterEndpoint
+from torchx_monarch.runtime.master_store import MasterStore
 from torchx_monarch.runtime.output import LineSink
-from torchx_monarch.runtime.store import StoreProcess
 from torchx_monarch.runtime.strays import end_strays
 from torchx_monarch.runtime.watchdog import FILE, Watchdog, WatchdogError
 
@@ -115,9 +117,7 @@ class RankPool:
         self._waiting: list[Interpreter] = []
         self._ranks: list[Rank] = []
         self._spares: asyncio.Task[None] | None = None
-        self._store: StoreProcess | None = None
-        self._store_ahead: asyncio.Task[StoreProcess | None] | None = None
-        self._reserved: socket.socket | None = None
+        self._store = MasterStore(say)
         # Whatever this process and Monarch's make is for nobody else's eyes; what ranks make is as the user has it.
         self.limits = limits or (processes.raise_file_limit(), os.umask(0o077))
 
@@ -135,6 +135,8 @@ class RankPool:
         Raises:
             LaunchError: the interpreter cannot be started, or torch refuses the name.
         """
+        if (node_rank := self._command.options.node_rank) not in (0, self._place.replica):
+            self._say(f"--node-rank={node_rank} is not used: this is the host of replica {self._place.replica}")
         if nproc.isdigit():
             self._count = int(nproc)
             self._inherit()
@@ -153,40 +155,29 @@ class RankPool:
         self._start_missing()
         return self._count
 
-    async def serve_store(self, address: str) -> tuple[int, bool]:
-        """Find the port where the ranks meet, on rank 0's host.
+    async def serve_store(self, bind: str, advertised: str, hosts: int) -> tuple[str, int, bool]:
+        """Open the port where the ranks meet, on rank 0's host.
 
-        With torch preloaded, a fork of local rank 0's interpreter serves a TCPStore there, bound before anybody is
-        told: no other process can take the port. Without, the port is held by a socket that never listens; SO_REUSEADDR
-        lets the program's own store, which sets it as well, bind it all the same.
+        Args:
+            bind: the local address that it is opened on, unless the user names another; empty for all.
+            advertised: the address by which the ranks of all hosts reach it.
+            hosts: how many hosts take part.
 
         Returns:
-            the port, and whether a store is served there already.
+            MASTER_ADDR, MASTER_PORT, and whether a store is served there already.
 
         Raises:
-            LaunchError: the interpreter cannot be started.
+            LaunchError: the interpreter cannot be started, or the endpoint that the user has named not be opened.
         """
         self._start_missing()
-        self._end_store()
-        if self._preload:
-            self._store = await self._take_store(address)
-            if self._store is not None:
-                return self._store.port, True
-        if self._reserved is not None:
-            self._reserved.close()
-        self._reserved = socket.socket()
-        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._reserved.bind(("", 0))
-        return int(self._reserved.getsockname()[1]), False
-
-    async def _take_store(self, address: str) -> StoreProcess | None:
-        ahead = await self._store_ahead if self._store_ahead is not None else None
-        self._store_ahead = None
-        if ahead is not None and ahead.address == address and not ahead.ended:
-            return ahead
-        if ahead is not None:
-            ahead.close()
-        return await StoreProcess.start(self._waiting[0], address, self._say)
+        try:
+            endpoint = await MasterEndpoint.of(self._command.options, bind, advertised, hosts)
+            if endpoint.unused and self.attempt < 0:
+                self._say(f"--master-addr={endpoint.unused} is not used: the ranks meet at {advertised}, replica 0's")
+            port, served = await self._store.open(endpoint, self._waiting[0] if self._preload else None)
+        except EndpointError as error:
+            raise LaunchError(str(error)) from None
+        return endpoint.address, port, served
 
     def start_watchdog(self, path: str, run_id: str, tell: Callable[[str], None]) -> None:
         """Have ranks set timers on a named pipe at ``path``; see ``Watchdog``.
@@ -202,16 +193,31 @@ class RankPool:
         if self._watchdog is not None:
             self._watchdog.close()
             self._watchdog = None
-        if self._reserved is not None:
-            self._reserved.close()
-            self._reserved = None
+        self._store.release()
 
-    def _bare_python(self) -> list[str]:
-        """What starts an interpreter that becomes another program."""
+    def _starter(self, program: Program) -> list[str]:
+        """What starts the process of a rank: the program's interpreter, or an empty one that becomes another."""
         options = self._command.options
         # How many ranks and which CPUs is for torch to say, whatever then runs in the interpreter's place.
         asks_torch = options.numa_binding is not None or not options.nproc_per_node.isdigit()
-        return self._python() if asks_torch else [sys.executable, "-I", "-S"]
+        ahead = program.mode != "exec" and self._preload
+        return self._python() if ahead or asks_torch else [sys.executable, "-I", "-S"]
+
+    def _becomes(self, program: Program) -> list[str]:
+        """The interpreter that the process of a rank becomes when it has its rank; empty where it stays what it is.
+
+        One that imports nothing ahead starts with its whole environment, as under torchrun: what runs before the
+        program (sitecustomize, .pth files) sees it.
+        """
+        return [] if program.mode == "exec" or self._preload else self._python()
+
+    def _is_found(self, python: str) -> bool:
+        relative = os.sep in python and not os.path.isabs(python)  # to the program's folder, which may be another
+        return relative or shutil.which(python, path=self._environ.get("PATH")) is not None
+
+    def _start_folder(self) -> str | None:
+        """Where interpreters start; None for the host's own folder."""
+        return None
 
     def _python(self) -> list[str]:
         typed = list(self._command.interpreter) or ["python"]
@@ -226,10 +232,13 @@ class RankPool:
 
     def _start(self, local_rank: int) -> None:
         program = self._command.program_of(local_rank)
-        python = self._bare_python() if program.mode == "exec" else self._python()
+        python = self._starter(program)
         env = interpreter_environment(self._base_environ(), self._count)
+        if (later := self._becomes(program)) and not self._is_found(later[0]):
+            raise LaunchError(f"cannot start the Python interpreter {later[0]!r}: {os.strerror(errno.ENOENT)}")
+        folder = self._start_folder()
         try:
-            interpreter = Interpreter(python, self._label(program), env, *self.limits, self._printed)
+            interpreter = Interpreter(python, self._label(program), env, *self.limits, folder, self._printed)
         except OSError as error:
             raise LaunchError(f"cannot start the Python interpreter {python[0]!r}: {error.strerror}") from None
         self._prepare(interpreter, program, local_rank)
@@ -278,8 +287,8 @@ class RankPool:
                 be made.
         """
         self._start_missing()
-        if self._store is not None and self._store.port != world.master_port:
-            self._end_store()  # the ranks of this attempt meet elsewhere
+        if self._store.port != world.master_port:
+            self._store.move_away()
         try:
             if self._watchdog is not None:
                 await self._watchdog.ready()
@@ -300,7 +309,9 @@ class RankPool:
             raise LaunchError(str(error)) from None
         self._waiting = self._waiting[self._count :]
         self.attempt = world.attempt
-        await asyncio.gather(*(rank.interpreter.run(order) for rank, order in zip(self._ranks, orders, strict=True)))
+        pythons = [self._becomes(self._command.program_of(rank.local_rank)) for rank in self._ranks]
+        each = zip(self._ranks, orders, pythons, strict=True)
+        await asyncio.gather(*(rank.interpreter.run(order, python) for rank, order, python in each))
         if spares:
             self._spares = asyncio.ensure_future(self._start_spares(world.attempt))
         return [rank.interpreter.process.pid for rank in self._ranks]
@@ -336,11 +347,11 @@ class RankPool:
             if not rank.interpreter.ended.is_set():
                 rank.interpreter.kill(signal.SIGKILL)
         await self._drained(ranks)
-        ahead = await self._store_ahead if self._store_ahead is not None else None
+        await self._store.settled()
         if ranks is self._ranks:  # else another attempt has begun
             # The ranks of other hosts may be on their way out still, and need the store.
-            ours = [one.pid for one in (self._store, ahead, self._watchdog) if one is not None]
-            end_strays(self._environ.get(processes.MARKER, ""), [*ours, *self._kept()])
+            watchdog = [self._watchdog.pid] if self._watchdog is not None else []
+            end_strays(self._environ.get(processes.MARKER, ""), [*self._store.pids, *watchdog, *self._kept()])
 
     def _tell(self, number: int) -> list[Rank]:
         """Signal the ranks that have not ended, and return them."""
@@ -378,9 +389,8 @@ class RankPool:
             while self.attempt == attempt and not self._retired and len(self._waiting) < self._count:
                 self._start(len(self._waiting))
                 await self._waiting[-1].ask({"op": "ready"})
-        if self.attempt == attempt and self._store is not None and self._waiting and self._store_ahead is None:
-            ahead = StoreProcess.start(self._waiting[0], self._store.address, self._say)
-            self._store_ahead = asyncio.ensure_future(ahead)
+        if self.attempt == attempt and self._waiting:
+            self._store.start_ahead(self._waiting[0])
 
     def _assign(self, world: World, local_rank: int, interpreter: Interpreter) -> Rank:
         options, place = self._command.options, self._place
@@ -425,6 +435,7 @@ class RankPool:
         if self._watchdog is not None:
             env[FILE] = self._watchdog.path
         return {
+            **({"cwd": os.getcwd()} if self._becomes(program) else {}),
             "op": "run",
             "mode": program.mode,
             "target": program.target,
@@ -432,11 +443,6 @@ class RankPool:
             "orig_argv": ["-u", *_typed(program)],
             "env": env,
         }
-
-    def _end_store(self) -> None:
-        if self._store is not None:
-            self._store.close()
-            self._store = None
 
     async def _drained(self, ranks: Sequence[Rank]) -> None:
         for rank in ranks:

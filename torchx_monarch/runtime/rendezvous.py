@@ -361,7 +361,7 @@ class Rendezvous:
             kind = message.get("type")
             if kind == "agent_lost":
                 silent = message.get("silent")
-                return agent_lost(host, float(silent) if isinstance(silent, (int, float)) else 0.0)
+                return agent_lost(host, silent if isinstance(silent, (int, float)) and 0 < silent < 1e9 else 0.0)
             if kind == "signal":
                 number = message.get("number")
                 if not isinstance(number, int) or not 0 < number < signal.NSIG:
@@ -378,8 +378,9 @@ class Rendezvous:
             self._silent.discard(host.replica)
             return _lost(host, f"does not answer: nothing was heard from it for {self._leases.seconds:g} s (lease)")
         if (pause := self._leases.own_pause) and 0 in self._hosts:
-            # The hosts' own leases of replica 0 expired meanwhile: they have left, and nothing is wrong with them.
-            return _lost(self._hosts[0], f"did not run for {pause:.0f} s, and {host.name} has left it")
+            # Its own lease of replica 0 expired meanwhile: nothing is wrong with it, and it may come back.
+            blamed = _lost(self._hosts[0], f"did not run for {pause:.0f} s, and {host.name} has left it")
+            return dataclasses.replace(blamed, replica=host.replica)
         return _lost(host, "was lost: its connection broke")
 
     def _lease_expired(self, replica: int) -> None:

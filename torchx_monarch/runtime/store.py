@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -45,23 +46,32 @@ class StoreProcess:
             asyncio.get_running_loop().add_reader(self._pidfd, self._has_ended)
 
     @classmethod
-    async def start(cls, interpreter: Interpreter, address: str, say: Callable[[str], None]) -> StoreProcess | None:
-        """Have an interpreter fork it; None when that cannot: torch is not there, the address is not ours.
+    async def start(
+        cls, interpreter: Interpreter, address: str, say: Callable[[str], None], port: int = 0
+    ) -> StoreProcess | None:
+        """Have an interpreter fork it; None when that cannot: torch is not there.
 
         Args:
             interpreter: of a rank, before its program.
             address: where the store listens.
             say: called with a line for a person when the process ends before it is closed.
+            port: of the store; 0 for any free one.
+
+        Raises:
+            OSError: the port cannot be bound there.
         """
         theirs, lifeline = os.pipe()
         answer: dict[str, Any] | None = None
         try:
-            answer = await interpreter.ask({"op": "store", "address": address}, [theirs])
+            with bound(address, port, reuse=port != 0) as listener:
+                passed = [theirs, listener.fileno()]
+                answer = await interpreter.ask({"op": "store", "address": address}, passed)
+                port = listener.getsockname()[1]
         finally:
             os.close(theirs)
-            if answer is None or "port" not in answer:
+            if answer is None or "pid" not in answer:
                 os.close(lifeline)  # it leaves, if it has been forked
-        return cls(address, answer["port"], answer["pid"], lifeline, say) if answer and "port" in answer else None
+        return cls(address, port, answer["pid"], lifeline, say) if answer and "pid" in answer else None
 
     def close(self) -> None:
         """Have it leave."""
@@ -79,3 +89,24 @@ class StoreProcess:
         if not self._closed:
             how = "ended" if code is None else describe_code(code)
             self._say(f"the process of the ranks' TCPStore (pid {self.pid}) {how}; ranks that need it will fail")
+
+
+def bound(address: str, port: int, reuse: bool) -> socket.socket:
+    """A socket that holds a port before anybody hears of it.
+
+    Args:
+        address: the local address; empty for all.
+        port: 0 for any free one.
+        reuse: whether the port may have connections of an earlier listener, or another socket that does not listen.
+
+    Raises:
+        OSError: it cannot be bound.
+    """
+    held = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    try:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
+        held.bind((address, port))
+    except OSError:
+        held.close()
+        raise
+    return held

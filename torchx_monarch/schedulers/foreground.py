@@ -165,6 +165,10 @@ class Foreground:
             if shows:
                 self._show(app_id, self._waitable)
 
+    def has_submitted(self, app_id: str) -> bool:
+        """Whether an app is one that a ``torchx run`` in this process has submitted."""
+        return app_id in self._polls
+
     def closing(self) -> None:
         """Called when the command line leaves its runner. After Ctrl-C: cancel what it waits for, twice: kill.
 

@@ -28,6 +28,7 @@ from torchx_monarch.backends.options import run_options
 from torchx_monarch.plan.command import CommandError
 from torchx_monarch.plan.exit_codes import parse_exit_codes
 from torchx_monarch.plan.rewrite import HostOptions, restore, rewrite
+from torchx_monarch.schedulers.caller_error_file import write_root_cause
 from torchx_monarch.schedulers.command import RunOptions, end_plainly, keep_threads_quiet, subcommand
 from torchx_monarch.schedulers.foreground import Foreground
 from torchx_monarch.schedulers.presentable import presentable, presentable_list
@@ -262,6 +263,8 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             response.roles = [restore(role) for role in response.roles]
             for role in response.roles:
                 role.env.pop(CREDENTIALS, None)
+            if self._foreground.has_submitted(app_id):
+                write_root_cause(response)
         return response and presentable(response)
 
     def describe_native(self, app_id: str) -> AppDryRunInfo[Any, Any] | None:

@@ -83,7 +83,7 @@ class Aws:
 
     def wrong(self) -> list[str]:
         """What AWS would not have said so far, or would not have been asked."""
-        with contextlib.closing(urllib.request.urlopen(f"{self.url}{WRONG}", timeout=60)) as answer:
+        with contextlib.closing(urllib.request.urlopen(f"{self.url}{WRONG}", timeout=240)) as answer:
             wrong: list[str] = json.loads(answer.read())
         return wrong
 

@@ -35,7 +35,7 @@ def main(mode: str) -> None:
     server.start()
     url = "http://{}:{}".format(*server.get_host_and_port())
     config = json.dumps({"batch": {"use_docker": mode == "docker"}}).encode()
-    urllib.request.urlopen(urllib.request.Request(f"{url}/moto-api/config", config), timeout=60).close()
+    urllib.request.urlopen(urllib.request.Request(f"{url}/moto-api/config", config), timeout=240).close()
     _make_queues(url)
     if mode == "docker":
         _add_nodes()

@@ -164,7 +164,7 @@ def slow_queue(aws_with_docker: Aws) -> Iterator[None]:
 def _transition(aws: Aws, how: dict[str, object]) -> None:
     data = json.dumps({"model_name": "batch::job", "transition": how}).encode()
     url = f"{aws.url}/moto-api/state-manager/set-transition"
-    with contextlib.closing(urllib.request.urlopen(urllib.request.Request(url, data), timeout=60)) as answer:
+    with contextlib.closing(urllib.request.urlopen(urllib.request.Request(url, data), timeout=240)) as answer:
         assert answer.status == 201
 
 

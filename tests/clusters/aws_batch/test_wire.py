@@ -155,7 +155,7 @@ def test_the_command_shows_one_line(wire: Wire, wired: Apps) -> None:
     environ = {**os.environ, "TORCHX_PLUGINS_SOURCE": "1"}
     command = [sys.executable, str(torchx), "status", HANDLE]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, env=environ, cwd=wired.folder, check=False
+        command, capture_output=True, text=True, timeout=240, env=environ, cwd=wired.folder, check=False
     )
     assert done.returncode == 1
     said = [line for line in done.stderr.splitlines() if " INFO " not in line]

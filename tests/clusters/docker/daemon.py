@@ -27,6 +27,8 @@ import psutil
 import pytest
 from torchx.specs import BindMount
 
+from tests.clusters import packages
+
 ROOT = Path(__file__).parents[3]
 
 _PACKAGES = ("docker.io", "iptables")
@@ -34,57 +36,18 @@ _PACKAGES = ("docker.io", "iptables")
 
 _PROGRAMS = ("dockerd", "containerd", "runc", "docker-init", "iptables")
 
-_POLICY = Path("/usr/sbin/policy-rc.d")
-
-_UP_WITHIN = 60.0
+_UP_WITHIN = 300.0
 
 
 def missing() -> str:
     """Why there can be no daemon here; empty when there can. Installs it where that is possible."""
     if os.geteuid() != 0:
         return "a Docker daemon of our own needs root"
-    lacking = _lacking()
-    if lacking and shutil.which("apt-get"):
-        _install()
-        lacking = _lacking()
+    lacking = packages.missing(_PROGRAMS, _PACKAGES)
     if lacking:
         return f"not installed, and could not be: {', '.join(lacking)} (Debian: {' '.join(_PACKAGES)})"
     probe = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, text=True)
     return probe.stderr.strip()
-
-
-def _path() -> str:
-    """PATH, and where Debian has what only root uses, which not every PATH names."""
-    return f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
-
-
-def _lacking() -> list[str]:
-    return [program for program in _PROGRAMS if shutil.which(program, path=_path()) is None]
-
-
-def _install() -> None:
-    # What is installed must not be started: a daemon of the system's would be there to stay.
-    policy = not _POLICY.exists()
-    if policy:
-        _POLICY.write_text("#!/bin/sh\nexit 101\n")
-        _POLICY.chmod(0o755)
-    environ = {**os.environ, "PATH": _path(), "DEBIAN_FRONTEND": "noninteractive"}
-    install = [
-        "apt-get",
-        "install",
-        "-qq",
-        "-y",
-        "--no-install-recommends",
-        "-o",
-        "DPkg::Lock::Timeout=120",
-        *_PACKAGES,
-    ]
-    try:
-        for command in (["apt-get", "update", "-qq"], install):
-            subprocess.run(command, env=environ, check=False, timeout=300, capture_output=True)
-    finally:
-        if policy:
-            _POLICY.unlink()
 
 
 class Daemon:
@@ -118,7 +81,7 @@ class Daemon:
         with open(self.folder / "log", "wb") as log:
             self._process = subprocess.Popen(
                 [*namespaces, *dockerd],
-                env={**os.environ, "PATH": _path()},
+                env={**os.environ, "PATH": packages.PATH},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -205,7 +168,7 @@ class Daemon:
             pid = client.containers.get(container).attrs["State"]["Pid"]
         assert pid > 0, f"{container} does not run"
         within = ["nsenter", f"--target={self.first}", "--pid", "--mount", "--", "sh", "-c", f"kill -{signal} {pid}"]
-        subprocess.run(within, check=True, timeout=60)
+        subprocess.run(within, check=True, timeout=240)
 
     def left(self) -> list[str]:
         """What is with the daemon: containers, volumes, networks of anybody's."""

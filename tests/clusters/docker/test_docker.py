@@ -313,10 +313,10 @@ def test_bad_options_are_named(apps: Apps) -> None:
 @pytest.mark.scenario("missing tool says what to install")
 def test_a_machine_without_docker(apps: Apps) -> None:
     code = "import sys; sys.modules['docker'] = None; from torchx_monarch.schedulers import *; monarch_docker('torchx')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert "pip install 'docker>=7'" in done.stderr.splitlines()[-1]
     env = {**os.environ, "TORCHX_PLUGINS_SOURCE": "1", "DOCKER_HOST": "unix:///nonexistent"}
-    done = subprocess.run([*TORCHX, "list", "-s", NAME], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*TORCHX, "list", "-s", NAME], env=env, capture_output=True, text=True, timeout=240)
     assert "there is no Docker daemon at unix:///nonexistent" in done.stderr
     assert "Debian's package is docker.io" in done.stderr
 

@@ -46,4 +46,4 @@ class Network:
 
     def remove(self, name: str = "") -> None:
         """Remove one namespace, or all that is left."""
-        subprocess.run(["ip", "netns", "delete", name or self.switch], check=False, timeout=60, capture_output=True)
+        subprocess.run(["ip", "netns", "delete", name or self.switch], check=False, timeout=240, capture_output=True)

@@ -30,8 +30,8 @@ _PROGRAMS = ("kube-apiserver", "kube-controller-manager", "etcd")
 _BUILD_WITHIN = 1200.0
 """Seconds; two idle processors take a tenth of them."""
 
-_UP_WITHIN = 60.0
-_DOWN_WITHIN = 10.0
+_UP_WITHIN = 300.0
+_DOWN_WITHIN = 60.0
 
 
 def cache() -> Path:

@@ -21,7 +21,7 @@ from torchx_monarch.backends import clients
 from torchx_monarch.credentials import ClientCredentials
 
 # The first test brings the cluster up, and may have to build it.
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500), pytest.mark.xdist_group("kubernetes")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 WEIRD = "a,b=c 'q' \"d\" $HOME $(HOME) `x` \\ %j\nline2\t."
 

@@ -20,7 +20,7 @@ from torchx_monarch import SPMDJob, serve
 from torchx_monarch.client.target import Target
 from torchx_monarch.errors import AllocationError
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("kubernetes")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 def test_takes_two_pods_and_runs_in_them(apps: Apps, tmp_path: Path) -> None:

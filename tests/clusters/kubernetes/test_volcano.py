@@ -14,7 +14,7 @@ from torchx.specs import AppState
 from tests.clusters.kubernetes.apps import Apps
 from tests.clusters.kubernetes.test_apps import SAYS, WAITS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500), pytest.mark.xdist_group("kubernetes")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 GROUP = "batch.volcano.sh"
 CRDS = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"

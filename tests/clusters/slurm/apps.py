@@ -80,7 +80,7 @@ class Apps:
         """End what still runs."""
         left = [handle.rpartition("/")[2] for handle in self._handles]
         for app_id in left:
-            subprocess.run(["scancel", app_id], check=False, capture_output=True, timeout=60)
+            subprocess.run(["scancel", app_id], check=False, capture_output=True, timeout=240)
         until = time.monotonic() + 60
         running = ("RUNNING", "COMPLETING")
         while any(job.state in running for app_id in left for job in commands.live_job(app_id)):

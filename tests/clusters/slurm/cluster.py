@@ -21,16 +21,14 @@ import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from tests.clusters import packages
 from tests.network.namespaces import ip
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "slurmdbd", "sbatch", "mariadbd", "mariadb-install-db", "ip")
 PACKAGES = ("slurm-wlm", "slurmdbd", "munge", "mariadb-server", "iproute2")
 
-_POLICY = Path("/usr/sbin/policy-rc.d")
-"""Debian asks it whether a package that is being installed may start its services."""
-
-_UP_WITHIN = 60.0
-_DOWN_WITHIN = 20.0
+_UP_WITHIN = 300.0
+_DOWN_WITHIN = 60.0
 
 
 def missing() -> str:
@@ -40,33 +38,8 @@ def missing() -> str:
     probe = subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], capture_output=True, text=True)
     if probe.returncode:
         return probe.stderr.strip()
-    absent = _absent()
-    if absent and shutil.which("apt-get"):
-        _install()
-        absent = _absent()
+    absent = packages.missing(PROGRAMS, PACKAGES)
     return f"not installed, and cannot be: {', '.join(absent)}" if absent else ""
-
-
-def _absent() -> list[str]:
-    path = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
-    return [name for name in PROGRAMS if shutil.which(name, path=path) is None]
-
-
-def _install() -> None:
-    """Debian's packages, none of whose services is started."""
-    forbids = not _POLICY.exists()
-    if forbids:
-        _POLICY.write_text("#!/bin/sh\nexit 101\n")
-        _POLICY.chmod(0o755)
-    apt = ["apt-get", "-q", "-y", "-o", "DPkg::Lock::Timeout=120"]
-    env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    try:
-        for words in (["update"], ["install", "--no-install-recommends", *PACKAGES]):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                subprocess.run([*apt, *words], env=env, capture_output=True, timeout=300, check=False)
-    finally:
-        if forbids:
-            _POLICY.unlink()
 
 
 class SlurmCluster:
@@ -88,7 +61,7 @@ class SlurmCluster:
         self._ports = {name: _free_port() for name in ("ctld", "dbd")}
         # Daemons must not carry what marks the processes of a test.
         self._env = {name: value for name, value in os.environ.items() if not name.startswith("TORCHX_MONARCH_")}
-        self._env["PATH"] = f"{self._env.get('PATH', os.defpath)}:/usr/sbin:/sbin"
+        self._env["PATH"] = packages.PATH
         self._env["SLURM_CONF"] = str(self.conf)
 
     @property
@@ -264,7 +237,7 @@ class SlurmCluster:
 
     def run(self, *command: str) -> str:
         """Run a command of Slurm's; what it prints."""
-        done = subprocess.run(command, env=self._env, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=self._env, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
         return done.stdout
 
@@ -314,7 +287,7 @@ class SlurmCluster:
             daemon.wait(_DOWN_WITHIN)
 
     def _kill_in(self, namespace: str) -> None:
-        listed = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, timeout=60)
+        listed = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, timeout=240)
         for pid in listed.stdout.split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
@@ -327,8 +300,8 @@ class SlurmCluster:
             self._stop(name)
         for name in self._namespaces:
             self._kill_in(name)
-            subprocess.run(["ip", "netns", "delete", name], check=False, timeout=60)
-        subprocess.run(["ip", "link", "delete", f"{self._name}r"], check=False, timeout=60, capture_output=True)
+            subprocess.run(["ip", "netns", "delete", name], check=False, timeout=240)
+        subprocess.run(["ip", "link", "delete", f"{self._name}r"], check=False, timeout=240, capture_output=True)
         shutil.rmtree(self._lab, ignore_errors=True)
 
     def left(self) -> list[str]:
@@ -340,7 +313,7 @@ class SlurmCluster:
                     if os.fsencode(self._lab) in (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes():
                         found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
         for command in (["ip", "netns", "list"], ["ip", "-o", "link"]):
-            listed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+            listed = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout
             found += [line for line in listed.splitlines() if self._name in line]
         return [*found, *(str(path) for path in (self._lab,) if path.exists())]
 

@@ -14,8 +14,6 @@ from torchx.specs.finder import ComponentValidationException
 
 from tests.clusters.slurm.apps import Apps, sh, spmd
 
-pytestmark = [pytest.mark.xdist_group("slurm")]
-
 R, P, S, F, C = AppState.RUNNING, AppState.PENDING, AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED
 
 

@@ -21,8 +21,6 @@ from tests.clusters.slurm.apps import NAME, Apps, sh, spmd
 from tests.clusters.slurm.cluster import SlurmCluster
 
 # The first test brings the cluster up, and may have to install it.
-pytestmark = [pytest.mark.xdist_group("slurm")]
-
 WEIRD = "a,b=c 'q' \"d\" $HOME `x` \\ %j\nline2\t."
 
 WAITS = """
@@ -255,7 +253,7 @@ def test_command_line_waits_shows_and_cancels(apps: Apps) -> None:
     command += ["--wait", "--log", "-cfg", "grace=5", "utils.sh", "--cpu", "1", "--memMB", "512"]
     # Whatever is installed here, these are the schedulers of this source tree.
     env = {**os.environ, "TORCHX_PLUGINS_SOURCE": "1"}
-    done = subprocess.run([*command, "echo", "seen"], env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*command, "echo", "seen"], env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "seen" in done.stdout + done.stderr
     waiting = [*command, "sh", "-c", "echo seen; trap 'echo bye; exit 0' TERM; sleep 1000 & wait"]

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import pytest
 from torchx.specs import AppDef, AppState
 
 from tests.clusters.live import SAYS, runs_twice_and_after_a_failure
@@ -13,8 +12,6 @@ from tests.clusters.slurm.cluster import SlurmCluster
 from torchx_monarch import SPMDJob, serve
 from torchx_monarch.backends import clients
 from torchx_monarch.client.target import Target
-
-pytestmark = [pytest.mark.xdist_group("slurm")]
 
 
 def test_takes_two_nodes_and_runs_on_them(apps: Apps, cluster: SlurmCluster) -> None:

@@ -15,8 +15,6 @@ from torchx.specs import AppState, RetryPolicy
 from tests.clusters.slurm.apps import Apps, sh, spmd
 from tests.clusters.slurm.cluster import SlurmCluster
 
-pytestmark = [pytest.mark.xdist_group("slurm")]
-
 CHECKPOINTS = """
     import os, signal, sys, time
     path = os.environ["CHECKPOINT"]

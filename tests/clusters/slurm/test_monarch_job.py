@@ -17,9 +17,6 @@ from tests.clusters.slurm.apps import NAME, Apps
 from tests.clusters.slurm.cluster import SlurmCluster
 from tests.local.monarch_programs import CONTROLLER, DOCUMENTED, EXPECTED
 
-pytestmark = [pytest.mark.xdist_group("slurm")]
-
-
 SERVICES = """
 import json
 import psutil
@@ -30,7 +27,7 @@ job = MonarchJob({"trainers": 2, "loaders": 1}, "monarch_slurm", out_of_cluster=
 job.enable_telemetry(include_dashboard=False, mesh_admin_config=MeshAdminConfig("127.0.0.1:0"))
 state = job.state(cached_path=None)
 for mesh in (state.trainers, state.loaders):
-    mesh.spawn_procs().initialized.get(timeout=60)
+    mesh.spawn_procs().initialized.get(timeout=240)
 doors = [one.laddr.ip for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN]
 tables = state.query_engine_client.query("show tables")
 job.kill()

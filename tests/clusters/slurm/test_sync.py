@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from torchx.specs import AppDef
 
 from tests.clusters.slurm.apps import NAME, Apps, spmd
@@ -18,7 +17,6 @@ from torchx_monarch.client.result import RunResult
 from torchx_monarch.client.serve import serve
 
 # The first test brings the cluster up, and may have to install it.
-pytestmark = [pytest.mark.xdist_group("slurm")]
 
 
 def said(result: RunResult) -> tuple[list[str], list[str]]:

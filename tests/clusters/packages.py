@@ -1,0 +1,54 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Debian's packages that clusters of the tests consist of, installed where they are missing and may be."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
+"""PATH, and where Debian has what only root uses, which not every PATH names."""
+
+_POLICY = Path("/usr/sbin/policy-rc.d")
+"""Debian asks it whether a package that is being installed may start its services."""
+
+
+def missing(programs: Sequence[str], packages: Sequence[str]) -> list[str]:
+    """The programs that are not there, after an attempt to install the packages; none of whose services is started."""
+    if not _absent(programs) or shutil.which("apt-get") is None:
+        return _absent(programs)
+    # Clusters come up side by side, and apt does not wait for another apt's lists.
+    lock = os.open(_POLICY.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if _absent(programs):
+            _install(packages)
+    finally:
+        os.close(lock)
+    return _absent(programs)
+
+
+def _absent(programs: Sequence[str]) -> list[str]:
+    return [name for name in programs if shutil.which(name, path=PATH) is None]
+
+
+def _install(packages: Sequence[str]) -> None:
+    forbids = not _POLICY.exists()
+    if forbids:
+        _POLICY.write_text("#!/bin/sh\nexit 101\n")
+        _POLICY.chmod(0o755)
+    apt = ["apt-get", "-q", "-y", "-o", "DPkg::Lock::Timeout=120"]
+    env = {**os.environ, "PATH": PATH, "DEBIAN_FRONTEND": "noninteractive"}
+    try:
+        for words in (["update"], ["install", "--no-install-recommends", *packages]):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                subprocess.run([*apt, *words], env=env, capture_output=True, timeout=300, check=False)
+    finally:
+        if forbids:
+            _POLICY.unlink()

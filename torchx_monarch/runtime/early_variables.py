@@ -1,0 +1,62 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Environment variables that torch reads when it is imported, and a warning for a program that sets one afterwards.
+
+``rank_main`` runs this file where torch has been imported ahead: standard library alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+
+_PREFIXES = (
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "MKLDNN_", "ONEDNN_", "DNNL_", "OPENBLAS_"),
+    *("PYTORCH_JIT", "TORCHDYNAMO_EXTENDED_DEBUG_", "TORCHDYNAMO_TRANSLATION_", "TORCH_COMPILE_", "TORCH_LOGS"),
+    *("TORCH_BLAS_PREFER_", "TORCH_LINALG_PREFER_"),
+)
+
+# What `import torch` of 2.13 reads by os.environ and by getenv, both traced. Others are read when they are needed, and
+# the program sets them in time: TORCH_HOME, TORCH_NCCL_*, and CUDA_VISIBLE_DEVICES until a device is used.
+_NAMES = (
+    *("KINETO_USE_DAEMON", "PYTORCH_API_USAGE_STDERR", "PYTORCH_MATCHER_LOGLEVEL"),
+    *("TORCHDYNAMO_NO_DATA_DEPENDENT_GRAPH_BREAK", "TORCHEXPORT_EXTENDED_DEBUG_CURRENT_LOC"),
+    *("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_CPP_LOG_LEVEL"),
+    *("TORCH_CUDAGRAPH_GC", "TORCH_CUDA_SANITIZER", "TORCH_CUSTOM_TERMINATE", "TORCH_DEVICE_BACKEND_AUTOLOAD"),
+    *("TORCH_DISTRIBUTED_COMPILE_ON_ONE_RANK", "TORCH_DISTRIBUTED_DEBUG", "TORCH_DISTRIBUTED_USE_TORCHCOMMS"),
+    *("TORCH_DTRACE", "TORCH_ENRICH_RPOFILER_STACK_TRACE", "TORCH_FAKE_TENSOR_DEBUG"),
+    *("TORCH_PYTHON_NATIVE_USER_GRAPH_ORDER_FN", "TORCH_ROCM_FA_PREFER_CK", "TORCH_SHOW_CPP_STACKTRACES"),
+    *("TORCH_TRACE", "TORCH_USE_RTLD_GLOBAL"),
+)
+
+
+def is_read_at_import(name: object) -> bool:
+    """Whether torch reads a variable while it is imported, and no more after that."""
+    return isinstance(name, str) and (name in _NAMES or name.startswith(_PREFIXES))
+
+
+def watch() -> None:
+    """Warn on stderr, once for each such variable, when this process gives it another value."""
+    ours, named = os.getpid(), set[str]()
+
+    class _Environ(type(os.environ)):  # type: ignore[misc]
+        def __setitem__(self, name: str, value: str) -> None:
+            before = self.get(name) if is_read_at_import(name) else value
+            super().__setitem__(name, value)
+            if value != before and name not in named and os.getpid() == ours:
+                named.add(name)
+                _warn(name)
+
+    os.environ.__class__ = _Environ
+
+
+def _warn(name: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # stderr is closed, full or gone
+        if sys.stderr is not None:
+            print(
+                f"warning: {name} is set by the program and has no effect on torch, which was imported before. Set it "
+                f"where the job is submitted (--env {name}=...), or have the program import torch (-cfg preload=none)",
+                file=sys.stderr,
+                flush=True,
+            )
