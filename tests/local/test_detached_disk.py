@@ -97,6 +97,59 @@ sys.exit(5)
     assert apps.record(app_id)["roles"][0]["replicas"][0]["exit_code"] == 5
 
 
+def test_the_replica_that_says_why_is_the_cause_on_a_full_disk(
+    apps: Detached, small: Path, tmp_path: Path, eventually: Eventually
+) -> None:
+    # Replica 0 ends first, and there was no room for its error file.
+    code = """
+import json, os, sys, time
+folder, replica = sys.argv[1:]
+def wait(name):
+    while not os.path.exists(f"{folder}/{name}"):
+        time.sleep(0.02)
+if replica == "1":
+    with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+        json.dump({"message": {"message": "ValueError: boom", "extraInfo": {}}}, file)
+with open(f"{folder}/pid{replica}.new", "w") as file:
+    file.write(str(os.getpid()))
+os.rename(f"{folder}/pid{replica}.new", f"{folder}/pid{replica}")
+wait("full")
+if replica == "1":
+    wait("pid0")
+    while os.path.exists("/proc/" + open(f"{folder}/pid0").read()):
+        time.sleep(0.02)
+sys.exit(5 if replica == "1" else 7)
+"""
+    app_id = apps.run(py(code, str(tmp_path), "${replica_id}", replicas=2))
+    eventually(lambda: (tmp_path / "pid0").exists() and (tmp_path / "pid1").exists(), "the start", seconds=60.0)
+    fill(small)
+    (tmp_path / "full").touch()
+    status = apps.wait(app_id, 60.0)
+    assert status.state is AppState.FAILED
+    assert "replica r/1" in status.msg and "exited with code 5: ValueError: boom" in status.msg
+    assert f"the disk of {apps.paths(app_id).root} is full" in status.msg
+    assert "boom" in status.structured_error_msg
+
+
+def test_no_inodes_are_left(apps: Detached, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "few"
+    mount(folder, "size=6m,nr_inodes=60,mode=700")
+    monkeypatch.setenv("MONARCH_STATE_DIR", str(folder))
+    try:
+        app_id = apps.run(sh(f"while ! test -e {tmp_path}/go; do sleep 0.02; done; exit 5"))
+        with pytest.raises(OSError, match="No space left"):
+            for number in range(100):
+                (folder / f"ballast{number}").touch()
+        (tmp_path / "go").touch()
+        status = apps.wait(app_id, 60.0)
+        assert status.state is AppState.FAILED
+        assert "exited with code 5" in status.msg and "has no inodes left" in status.msg
+    finally:
+        # The keeper leaves a moment after the app has ended.
+        while subprocess.run(["umount", str(folder)], capture_output=True, check=False).returncode:
+            time.sleep(0.1)
+
+
 def test_the_disk_has_room_again(apps: Detached, small: Path, tmp_path: Path, eventually: Eventually) -> None:
     command = (
         f"while ! test -e {tmp_path}/full; do sleep 0.02; done;"

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,8 +18,7 @@ import pytest
 from torchx.specs import AppState
 
 from tests.local.detached import Detached, lives, pid_in, py, sh, start_fresh
-from torchx_monarch.backends.local import store, submit
-from torchx_monarch.backends.local.request import DetachedRequest
+from torchx_monarch.backends.local import request, store, submit
 
 Eventually = Callable[..., object]
 
@@ -147,10 +147,10 @@ def test_an_app_that_was_given_up_is_not_started(apps: Detached) -> None:
     """As when a submitter was stopped for so long that others took it for dead."""
     app_id = apps.run(sh("true"))
     apps.wait(app_id)
-    data = store.read_json(apps.paths(app_id).request)
-    assert data is not None
+    submitted = request.load(apps.paths(app_id))
+    assert submitted is not None
     with pytest.raises(submit.SubmitError, match="has ended before it was started"):
-        submit._start_supervisor(apps.paths(app_id), DetachedRequest.from_json(data))
+        submit._start_supervisor(apps.paths(app_id), submitted)
     assert apps.status(app_id).state is AppState.SUCCEEDED
     assert [e["kind"] for e in apps.events(app_id)].count("supervised") == 1
 
@@ -267,8 +267,13 @@ def test_damaged_files(apps: Detached) -> None:
         root = Path(apps.paths(name).root)
         root.mkdir()
         (root / "status.json").write_text(content)
-        assert apps.scheduler.describe(name) is None
-    assert [a.app_id for a in apps.scheduler.list()] == [good]
+        assert f"{root}/status.json is damaged" in apps.status(name).msg
+    assert {a.app_id: a.state for a in apps.scheduler.list()} == {
+        good: AppState.SUCCEEDED,
+        **dict.fromkeys(("empty-x", "list-x", "odd-x"), AppState.FAILED),
+    }
+    apps.runner.delete(apps.handle("list-x"))
+    assert not Path(apps.paths("list-x").root).exists()
 
 
 def test_an_app_that_is_submitted_by_an_app(apps: Detached, tmp_path: Path) -> None:
@@ -332,3 +337,17 @@ print(json.dumps(runner.run(app, "detached").rpartition("/")[2]))
     assert int(masks["SigBlk:"], 16) == 0
     # Bits 32 and 33 are the C library's own.
     assert int(masks["SigIgn:"], 16) & 0x7FFFFFFF == 0, json.dumps(masks)
+
+
+def test_the_folder_is_removed_while_the_supervisor_is_stopped(
+    apps: Detached, family: Family, eventually: Eventually
+) -> None:
+    watchers = apps.watchers(family.app_id)
+    os.kill(watchers.supervisor.pid, signal.SIGSTOP)
+    shutil.rmtree(apps.paths(family.app_id).root)
+    assert [each.app_id for each in apps.scheduler.list()] == [family.app_id]
+    status = apps.status(family.app_id)
+    assert status.state is AppState.RUNNING and "was removed" in status.msg
+    apps.runner.cancel(apps.handle(family.app_id))
+    eventually(lambda: apps.runner.status(apps.handle(family.app_id)) is None, "the end of the app", seconds=60.0)
+    assert family.alive == [] and apps.scheduler.list() == []

@@ -25,7 +25,7 @@ from torchx.specs import (
     Workspace,
 )
 
-from torchx_monarch import errors, events, processes
+from torchx_monarch import codec, errors, events, processes
 from torchx_monarch.backends.local import appdef, folder, gpus, render, store, watchers
 from torchx_monarch.backends.local.replica import error_message
 from torchx_monarch.backends.local.request import DetachedRequest, ReplicaRequest, RoleRequest
@@ -177,7 +177,7 @@ def test_names_of_paths(two: list[str]) -> None:
 def test_request_survives_json_and_a_new_id() -> None:
     replica = ReplicaRequest(["x", "--id=a-old1", "a-old"], {"ID": "s://t/a-old1", "N": "1"}, "/")
     request = DetachedRequest("a-old1", "a", [RoleRequest("r", [replica], 2, "ROLE")], 1.5, "/run", "a-old1:x")
-    assert DetachedRequest.from_json(json.loads(json.dumps(request.to_json()))) == request
+    assert codec.decode(DetachedRequest, json.loads(json.dumps(request.to_json()))) == request
     renamed = request.renamed("a-new2")
     assert renamed.app_id == "a-new2"
     assert renamed.roles[0].replicas[0] == ReplicaRequest(
@@ -190,7 +190,7 @@ def test_record_survives_json_and_newer_versions() -> None:
     record = AppRecord("a-1", "a", 1.0, roles=[RoleRecord("r", [ReplicaRecord(0, pid=3, exit_code=-9)])])
     data = json.loads(json.dumps(record.to_json()))
     data["new"] = data["roles"][0]["new"] = data["roles"][0]["replicas"][0]["new"] = 1
-    assert AppRecord.from_json(data) == record
+    assert codec.decode(AppRecord, data) == record
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_watchers_are_read_as_they_were_written() -> None:
     written = watchers.Watchers(watchers.this_machine(), me, processes.Identity(9, 10))
     data = json.loads(json.dumps(written.to_json()))
     assert data["keeper"] == {"pid": 7, "start": 8}  # the form of files that are on disks
-    assert watchers.Watchers.from_json(data) == written
+    assert codec.decode(watchers.Watchers, data) == written
 
 
 def test_a_life_is_told_by_machine_boot_and_start() -> None:
@@ -303,12 +303,12 @@ def test_events(tmp_path: Path) -> None:
     found, offset = events.read(path)
     assert found == [{**found[0], "kind": "one", "message": "first\nline", "seconds": 1.5, "rank": 3, "odd": "/x"}]
     with path.open("a") as file:
-        file.write('not json\n{"kind": "half')
+        file.write('not json\n{"time": 1.5, "message": "m", "kind": "half')
     assert events.read(path, offset)[0] == []
     offset = events.read(path, offset)[1]
     with path.open("a") as file:
         file.write('"}\n')
-    assert events.read(path, offset) == ([{"kind": "half"}], path.stat().st_size)
+    assert events.read(path, offset) == ([{"time": 1.5, "message": "m", "kind": "half"}], path.stat().st_size)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert not events.append(tmp_path / "no" / "events", "x", "y")
 

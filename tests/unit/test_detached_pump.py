@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchx_monarch import safe_files
 from torchx_monarch.backends.local import logs, pump
 
 
@@ -130,8 +131,15 @@ def test_logs_that_cannot_be_opened(tmp_path: Path) -> None:
     assert out.lost == 2 + len("[monarch] y\n") and out.reason == "No such file or directory"
 
 
-def test_a_log_on_a_full_device(tmp_path: Path) -> None:
-    os.symlink("/dev/full", tmp_path / "stdout.log")
+def test_a_log_on_a_full_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = safe_files.open_file
+    monkeypatch.setattr(
+        safe_files,
+        "open_file",
+        lambda path, *flags, **more: (
+            os.open("/dev/full", *flags) if path.endswith("stdout.log") and flags else opened(path, *flags, **more)
+        ),
+    )
     out = pump.ReplicaLogs(str(tmp_path))
     out.feed("stdout", b"x" * 100 + b"\n")
     out.feed("stderr", b"fine\n")

@@ -5,12 +5,12 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import zlib
 
 from torchx.specs import AppDef
 
+from torchx_monarch import safe_files
 from torchx_monarch.backends.local import appdef
 
 
@@ -23,6 +23,6 @@ def pack(app: AppDef) -> str:
 def unpack(blob: str) -> AppDef | None:
     """The inverse of ``pack``; None for what is no app, as when somebody has cut or changed it."""
     try:
-        return appdef.from_json(json.loads(zlib.decompress(base64.b64decode(blob, validate=True))))
-    except (binascii.Error, zlib.error, ValueError, KeyError, TypeError, AttributeError):
+        return appdef.from_json(safe_files.parse_json(zlib.decompress(base64.b64decode(blob, validate=True))))
+    except (zlib.error, ValueError):  # binascii's error is a ValueError, too
         return None

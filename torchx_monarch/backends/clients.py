@@ -9,11 +9,24 @@ is there until the app is deleted.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import urllib.parse
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from torchx_monarch import safe_files
 from torchx_monarch.backends.local import store
+
+_log = logging.getLogger("torchx_monarch")
+
+
+@dataclass
+class _Kept:
+    """The content of the file."""
+
+    credentials: str = ""
+    rendezvous: dict[str, str] = field(default_factory=dict)
 
 
 def path(scheduler: str, app_id: str) -> str:
@@ -37,13 +50,18 @@ def keep(scheduler: str, app_id: str, credentials: str, rendezvous: Mapping[str,
     where = path(scheduler, app_id)
     for folder in (store.state_dir(), os.path.dirname(os.path.dirname(where)), os.path.dirname(where)):
         os.makedirs(folder, mode=0o700, exist_ok=True)
+    os.close(safe_files.open_folder(os.path.dirname(where), below=store.state_dir()))
     store.write_json(where, {"credentials": credentials, "rendezvous": dict(rendezvous)})
 
 
 def kept(scheduler: str, app_id: str) -> tuple[str, dict[str, str]]:
     """What ``keep`` was given: the credentials and the addresses; empty where there is nothing."""
-    found = store.read_json(path(scheduler, app_id)) or {}
-    return found.get("credentials", ""), found.get("rendezvous", {})
+    try:
+        found = store.load(_Kept, path(scheduler, app_id), store.state_dir())
+    except store.DamagedFileError as error:
+        _log.warning("the certificate of %s is not used: %s", app_id, error)
+        found = None
+    return (found.credentials, found.rendezvous) if found else ("", {})
 
 
 def known() -> list[tuple[str, str]]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torchx_monarch.backends import clients
 from torchx_monarch.backends.local import store
+from torchx_monarch.backends.local.request import load as load_request
 from torchx_monarch.client.link import ask
 from torchx_monarch.client.target import Target
 from torchx_monarch.errors import LinkError, RefusedError
@@ -48,11 +49,17 @@ def waiting_hosts() -> Iterator[Found]:
 
 def _of_this_machine() -> list[tuple[str, list[str]]]:
     found = []
-    for app_id in sorted(store.app_ids()):
-        request = store.read_json(store.app_paths(app_id).request)
-        if request is None or not os.path.isdir(request["run_dir"]):
+    try:
+        app_ids = sorted(store.app_ids())
+    except OSError as error:
+        raise LinkError(f"the apps of this machine cannot be listed: {error}") from None
+    for app_id in app_ids:
+        request = None
+        with contextlib.suppress(store.DamagedFileError):
+            request = load_request(store.app_paths(app_id))
+        if request is None or not os.path.isdir(request.run_dir):
             continue
-        roles = [role["name"] for role in request["roles"] if HOSTS_MODULE in " ".join(role["replicas"][0]["args"])]
+        roles = [one.name for one in request.roles if one.replicas and HOSTS_MODULE in " ".join(one.replicas[0].args)]
         if roles:
             found.append((f"monarch_local://torchx/{app_id}", roles))
     return found

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from torchx_monarch.backends import clients
 from torchx_monarch.backends.local import store
+from torchx_monarch.backends.local.request import DetachedRequest
+from torchx_monarch.backends.local.request import load as load_request
 from torchx_monarch.backends.network import Reachable
 from torchx_monarch.errors import LinkError
 from torchx_monarch.runtime.address import Address, AddressError
@@ -75,18 +77,30 @@ def _given(address: str, kept: dict[str, str], role: str) -> Address:
 
 
 def _on_this_machine(handle: str, app_id: str, role: str) -> Address:
-    request = store.read_json(store.app_paths(app_id).request) if store.is_app_id(app_id) else None
+    request = _request(app_id)
     if request is None:
         raise LinkError(
             f"{handle} is not known in {store.state_dir()}: no app of this machine, and no certificate to reach one "
             "elsewhere. It is kept there by whoever submits a job",
             final=True,
         )
-    names = [one["name"] for one in request["roles"]]
+    names = [one.name for one in request.roles]
     if role and role not in names:
         raise LinkError(f"{handle} has no role {role!r}; it has {', '.join(names)}", final=True)
     index = names.index(role) if role else 0
-    return Address("unix", path=os.path.join(request["run_dir"], f"{index}.sock"))
+    return Address("unix", path=os.path.join(request.run_dir, f"{index}.sock"))
+
+
+def _request(app_id: str) -> DetachedRequest | None:
+    """The request of an app of this machine; None when there is none.
+
+    Raises:
+        LinkError: it is damaged, or somebody else's.
+    """
+    try:
+        return load_request(store.app_paths(app_id)) if store.is_app_id(app_id) else None
+    except store.DamagedFileError as error:
+        raise LinkError(f"it is not known where the hosts of {app_id} listen: {error}") from None
 
 
 def _host(handle: str, app_id: str, role: str, known: str, runner: Runner | None) -> str:

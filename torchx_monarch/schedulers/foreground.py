@@ -28,6 +28,7 @@ from typing import Any, NoReturn, Protocol
 from torchx.specs import TORCHX_CONTEXT_NAME, is_terminal
 
 from torchx_monarch import events
+from torchx_monarch.untrusted_text import one_line
 
 _LONGEST_WAIT = 30.0
 """Seconds that one poll may last; the command line then polls again."""
@@ -207,7 +208,7 @@ class Foreground:
         self._offsets[app_id] = offset
         for event in found:
             seconds = f" ({event['seconds']:.2f} s)" if event.get("seconds") is not None else ""
-            print(f"{event['message']}{seconds}", file=sys.stderr, flush=True)
+            print(f"{one_line(event['message'])}{seconds}", file=sys.stderr, flush=True)
 
 
 def _say(text: str) -> None:

@@ -31,6 +31,7 @@ from torchx_monarch.plan.rewrite import HostOptions, restore, rewrite
 from torchx_monarch.schedulers.caller_error_file import write_root_cause
 from torchx_monarch.schedulers.command import RunOptions, end_plainly, keep_threads_quiet, subcommand
 from torchx_monarch.schedulers.foreground import Foreground
+from torchx_monarch.schedulers.presentable import presentable, presentable_list
 from torchx_monarch.sidecars import SidecarError, is_sidecar
 
 Cfg = Mapping[str, CfgVal]
@@ -264,7 +265,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
                 role.env.pop(CREDENTIALS, None)
             if self._foreground.has_submitted(app_id):
                 write_root_cause(response)
-        return response
+        return response and presentable(response)
 
     def describe_native(self, app_id: str) -> AppDryRunInfo[Any, Any] | None:
         """The wrapped scheduler's request."""
@@ -272,8 +273,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
 
     def list(self, cfg: Cfg | None = None) -> list[ListAppResponse]:
         """The wrapped scheduler's apps."""
-        apps: list[ListAppResponse] = self.inner.list(self._inner_cfg(cfg) if cfg else None)
-        return apps
+        return presentable_list(self.inner.list(self._inner_cfg(cfg) if cfg else None))
 
     def log_iter(
         self,

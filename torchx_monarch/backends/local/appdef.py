@@ -4,10 +4,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeVar
 
 from torchx.specs import AppDef, BindMount, DeviceMount, Resource, RetryPolicy, Role, VolumeMount, Workspace
+
+from torchx_monarch import codec
+from torchx_monarch.backends.local import store
 
 _MOUNTS: dict[str, Any] = {"bind": BindMount, "volume": VolumeMount, "device": DeviceMount}
 
@@ -23,11 +26,62 @@ def to_json(app: AppDef) -> dict[str, Any]:
     return {"name": app.name, "metadata": dict(app.metadata), "roles": [_role_to_json(role) for role in app.roles]}
 
 
-def from_json(data: dict[str, Any]) -> AppDef:
-    """The app that ``to_json`` was given. Fields this version of TorchX does not know are left out."""
-    return AppDef(
-        name=data["name"], metadata=dict(data.get("metadata", {})), roles=[_role_from_json(r) for r in data["roles"]]
-    )
+@dataclass
+class _Essential:
+    """The fields of a role that programs of ours read, with the types on which they rely."""
+
+    name: str
+    image: str
+    entrypoint: str = ""
+    args: list[str] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
+    num_replicas: int = 1
+    max_retries: int = 0
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Submitted:
+    """What app.json keeps.
+
+    Attributes:
+        app: the app as it was submitted.
+        cfg: the run options.
+    """
+
+    app: AppDef
+    cfg: dict[str, Any]
+
+
+def load(path: str, below: str | None = None) -> Submitted | None:
+    """Read what was submitted; None when the file is not there, or damaged.
+
+    Args:
+        path: of app.json.
+        below: as for ``store.read_json``.
+    """
+    data = store.read_json(path, below)
+    cfg = data.get("cfg") if data else None
+    try:
+        return Submitted(from_json(data["app"]), cfg if isinstance(cfg, dict) else {}) if data else None
+    except (KeyError, ValueError):
+        return None
+
+
+def from_json(data: Any) -> AppDef:
+    """The app that ``to_json`` was given. Fields this version of TorchX does not know are left out.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        for role in data["roles"]:
+            codec.decode(_Essential, role)
+        metadata = codec.decode(dict[str, Any], data.get("metadata", {}))
+        roles = [_role_from_json(role) for role in data["roles"]]
+        return AppDef(codec.decode(str, data["name"]), roles, metadata)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"this is no app: {error!r}") from None
 
 
 def _role_to_json(role: Role) -> dict[str, Any]:

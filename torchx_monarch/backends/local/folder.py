@@ -8,7 +8,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from torchx_monarch import folders
+from torchx_monarch import folders, safe_files
 from torchx_monarch.backends.local.store import AppPaths, write_all
 
 STAGING_PREFIX = ".new-"
@@ -44,10 +44,13 @@ def staged(apps: str) -> Iterator[str]:
     """A new folder to fill; it is gone afterwards unless it was published.
 
     Raises:
+        safe_files.UnsafeFileError: the state directory, or the folder of all apps, is somebody else's.
         OSError: it cannot be made.
     """
-    os.makedirs(os.path.dirname(apps), mode=0o700, exist_ok=True)
+    root = os.path.dirname(apps)
+    os.makedirs(root, mode=0o700, exist_ok=True)
     os.makedirs(apps, mode=0o700, exist_ok=True)
+    os.close(safe_files.open_folder(apps, below=root))
     folder = folders.new_dir(os.path.join(apps, STAGING_PREFIX))
     try:
         yield folder

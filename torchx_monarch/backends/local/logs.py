@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
 
+from torchx_monarch import safe_files
 from torchx_monarch.backends.local import pump
 
 #: Seconds between two looks at a log that is followed.
@@ -17,19 +18,22 @@ _POLL = 0.05
 #: Looks at the log for one look at the app's state, which costs more.
 _LOOKS_PER_STATE = 4
 
+_MAX_INDEX = 256 * 1024 * 1024
+"""The most bytes that are read of an index: the times of weeks."""
+
 
 class _Index:
     """The index of times beside a log."""
 
-    def __init__(self, log_dir: str, stream: str) -> None:
+    def __init__(self, log_dir: str, stream: str, below: str | None) -> None:
         self._path = os.path.join(log_dir, pump.index_name(stream))
+        self._below = below
 
     def offset(self, when: float) -> int | None:
         """Where the first line written at or after ``when`` starts; None when there is none yet."""
         try:
-            with open(self._path, "rb") as file:
-                data = file.read()
-        except FileNotFoundError:
+            data = safe_files.read_file(self._path, limit=_MAX_INDEX, below=self._below)
+        except OSError:
             return None
         whole = len(data) - len(data) % pump.RECORD.size
         records = list(pump.RECORD.iter_unpack(data[:whole]))
@@ -45,6 +49,7 @@ def lines(
     until: datetime | None = None,
     ended: Callable[[], bool],
     follow: bool = False,
+    below: str | None = None,
 ) -> Iterator[str]:
     """The lines of one log, each with its line end. Bytes that are no UTF-8 are replaced.
 
@@ -54,8 +59,10 @@ def lines(
         until: leave out lines written at this time or later.
         ended: whether the app has ended; it may be slow.
         follow: wait for more until the app has ended (or ``until`` has passed).
+        below: a folder of the caller's from which on no link is followed (``safe_files.open_file``). A log that is
+            refused is one line that says why.
     """
-    index = _Index(log_dir, stream)
+    index = _Index(log_dir, stream, below)
     path = os.path.join(log_dir, pump.log_name(stream))
     start = 0 if since is None else None
     rest = b""
@@ -69,7 +76,7 @@ def lines(
             start = index.offset(since.timestamp())
         limit = index.offset(until.timestamp()) if until is not None else None
         if start is not None:
-            for data in _chunks(path, start, limit):
+            for data in _chunks(path, start, limit, below):
                 start += len(data)
                 *whole, rest = (rest + data).split(b"\n")
                 for line in whole:
@@ -81,15 +88,20 @@ def lines(
         time.sleep(_POLL)
 
 
-def _chunks(path: str, start: int, limit: int | None) -> Iterator[bytes]:
+def _chunks(path: str, start: int, limit: int | None, below: str | None) -> Iterator[bytes]:
     try:
-        with open(path, "rb") as file:
-            file.seek(start)
-            while True:
-                size = pump.CHUNK if limit is None else min(pump.CHUNK, limit - file.tell())
-                data = file.read(size) if size > 0 else b""
-                if not data:
-                    return
-                yield data
-    except FileNotFoundError:
+        fd = safe_files.open_file(path, below=below)
+    except (FileNotFoundError, NotADirectoryError):
         return
+    except OSError as error:
+        if start == 0:
+            yield f"[monarch] this log cannot be read: {error}\n".encode(errors="backslashreplace")
+        return
+    with open(fd, "rb") as file:
+        file.seek(min(start, os.fstat(fd).st_size))  # an index may be damaged
+        while True:
+            size = pump.CHUNK if limit is None else min(pump.CHUNK, limit - file.tell())
+            data = file.read(size) if size > 0 else b""
+            if not data:
+                return
+            yield data

@@ -27,6 +27,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 from torchx_monarch import errors, events, processes
 from torchx_monarch.backends import outcome
@@ -46,6 +47,21 @@ from torchx_monarch.backends.local.winddown import SETTLE, WindDown
 
 #: Seconds between two looks whether the app's folder is still there, and whether a host is stopped.
 _LOOK_EVERY = 3.0
+
+
+@dataclass
+class _CancelWish:
+    """The content of cancel.json: seconds from SIGTERM to SIGKILL, None for the app's own."""
+
+    grace: float | None = None
+
+
+def _cancel_wish(paths: store.AppPaths) -> _CancelWish | None:
+    """The wish to end the app; None where none was written."""
+    try:
+        return store.load(_CancelWish, paths.cancel, paths.trusted)
+    except store.DamagedFileError:
+        return _CancelWish() if os.path.lexists(paths.cancel) else None
 
 
 class Loop:
@@ -379,10 +395,8 @@ class Loop:
     # --- ending
 
     def _on_cancel(self) -> None:
-        wish = store.read_json(self._paths.cancel)
-        grace = self._request.grace
-        if wish is not None and isinstance(wish.get("grace"), (int, float)):
-            grace = wish["grace"]
+        wish = _cancel_wish(self._paths)
+        grace = self._request.grace if wish is None or wish.grace is None else max(0.0, wish.grace)
         if self._verdict is not None:
             for wind_down in self._wind_downs:
                 wind_down.hurry(grace)
@@ -424,6 +438,8 @@ class Loop:
         if lost := sum(replica.logs.lost for replica in self._all):
             reason = next(replica.logs.reason for replica in self._all if replica.logs.lost)
             notes.append(f"{lost} bytes of output could not be written to the logs: {reason}")
+        if state == FAILED and (full := self._note_on_disk()):
+            notes.append(full)
         self._record.state, self._record.msg, self._record.ended = state, "; ".join(notes), time.time()
         self._record.error = next((error for r in failed if (error := r.read_error()) is not None), None)
         folder.remove_run_dir(self._paths, self._request.run_dir)
@@ -440,6 +456,16 @@ class Loop:
         self._done = True
 
     def _failed(self) -> list[Replica]:
-        """The replicas that failed: in the order of their ends, but first those that know the cause at first hand."""
+        """The replicas that failed: first those that know the cause at first hand, then those without an error file."""
         failed = [replica for replica in self._all if replica.record.state == FAILED and replica not in self._given_up]
-        return sorted(failed, key=lambda one: (*one.hearsay, one.record.ended or 0.0))
+        return sorted(failed, key=lambda one: (*one.hearsay, one.read_error() is None, one.record.ended or 0.0))
+
+    def _note_on_disk(self) -> str:
+        """What is to be said of a state directory that is full: files that would name the cause may be missing."""
+        with contextlib.suppress(OSError):
+            found = os.statvfs(self._paths.root)
+            if found.f_blocks and not found.f_bavail:
+                return f"the disk of {self._paths.root} is full, so details may be missing"
+            if found.f_files and not found.f_favail:
+                return f"the file system of {self._paths.root} has no inodes left, so details may be missing"
+        return ""

@@ -3,8 +3,8 @@
 """Which old apps are removed.
 
 The rule: an app that has ended is removed when its end is more than 14 days ago (``MONARCH_KEEP_DAYS`` sets another
-number of days), or when 1000 apps ended after it. An app that has not ended is never removed. The keeper of each app
-applies the rule when its app has ended, so nobody waits for it.
+number of days), or when 1000 apps ended after it (``MONARCH_KEEP_APPS`` sets another number of apps). An app that has
+not ended is never removed. The keeper of each app applies the rule when its app has ended, so nobody waits for it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import os
 import shutil
 import time
 
-from torchx_monarch.backends.local import folder, store
-from torchx_monarch.backends.local.status import is_terminal
+from torchx_monarch.backends.local import folder, status, store
 
 KEEP_DAYS = 14.0
 KEEP_APPS = 1000
@@ -31,8 +30,20 @@ def keep_days() -> float:
     return KEEP_DAYS
 
 
-def prune(apps: str, *, days: float | None = None, newest: int = KEEP_APPS) -> list[str]:
+def keep_apps() -> int:
+    """How many ended apps are kept."""
+    with contextlib.suppress(ValueError):
+        return max(0, int(os.environ["MONARCH_KEEP_APPS"])) if "MONARCH_KEEP_APPS" in os.environ else KEEP_APPS
+    return KEEP_APPS
+
+
+def prune(apps: str, *, days: float | None = None, newest: int | None = None) -> list[str]:
     """Apply the rule to the folder of all apps.
+
+    Args:
+        apps: that folder.
+        days: for how many days an ended app is kept; None for ``keep_days``.
+        newest: how many ended apps are kept; None for ``keep_apps``.
 
     Returns:
         The ids of the apps that were removed.
@@ -46,9 +57,12 @@ def prune(apps: str, *, days: float | None = None, newest: int = KEEP_APPS) -> l
                     if entry.stat().st_mtime < time.time() - _WORK_TIME:
                         shutil.rmtree(entry.path, ignore_errors=True)
                 continue
-            status = store.read_json(store.AppPaths(entry.path).status)
-            if status and is_terminal(status.get("state", "")) and isinstance(status.get("ended"), (int, float)):
-                ended.append((status["ended"], entry.name))
+            paths = store.AppPaths(entry.path)
+            with contextlib.suppress(store.DamagedFileError, OSError):
+                record = status.load(paths)
+                if record is not None and record.terminal and record.ended is not None:
+                    ended.append((record.ended, entry.name))
+    newest = keep_apps() if newest is None else newest
     ended.sort(reverse=True)
     removed = [name for rank, (end, name) in enumerate(ended) if rank >= newest or end < oldest_end]
     for name in removed:

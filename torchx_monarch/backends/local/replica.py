@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchx_monarch import errors, processes
+from torchx_monarch import errors, processes, safe_files
 from torchx_monarch.backends.local import pump, spawn
 from torchx_monarch.backends.local.request import ReplicaRequest, RoleRequest
 from torchx_monarch.backends.local.status import CANCELLED, FAILED, PENDING, RUNNING, SUCCEEDED, ReplicaRecord
@@ -225,7 +225,7 @@ class Replica:
             return
         self.stopping = True
         with contextlib.suppress(OSError):  # a full disk: its log will speak of a preemption
-            os.close(os.open(self._stop_file, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            os.close(safe_files.open_file(self._stop_file, os.O_WRONLY | os.O_CREAT))
         # A stopped process would not see the first before the second: systemd and Slurm send both as well.
         for number in (signal.SIGTERM, signal.SIGCONT):
             for host in hosts:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from torchx_monarch.backends.local import store
 from torchx_monarch.backends.outcome import RolePolicy
 
 
@@ -90,10 +91,11 @@ class DetachedRequest:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> DetachedRequest:
-        roles = [
-            RoleRequest(**{**role, "replicas": [ReplicaRequest(**replica) for replica in role["replicas"]]})
-            for role in data["roles"]
-        ]
-        return cls(**{**data, "roles": roles})
+
+def load(paths: store.AppPaths) -> DetachedRequest | None:
+    """The request of an app as it was submitted; None when there is no such app.
+
+    Raises:
+        store.DamagedFileError: there is a file, and no request in it.
+    """
+    return store.load(DetachedRequest, paths.request, paths.trusted)

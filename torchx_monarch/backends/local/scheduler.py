@@ -8,6 +8,8 @@ app, another shell, or one after a reboot.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import pprint
 import time
@@ -28,11 +30,14 @@ from torchx.specs import NONE, AppDef, AppDryRunInfo, AppState, CfgVal, ReplicaS
 
 from torchx_monarch import events
 from torchx_monarch.backends.errors import UserError
-from torchx_monarch.backends.local import appdef, folder, logs, render, state, store, submit, watchers
+from torchx_monarch.backends.local import appdef, folder, logs, render, request, state, store, submit, watchers
 from torchx_monarch.backends.local.request import DetachedRequest
 from torchx_monarch.backends.local.status import AppRecord
+from torchx_monarch.backends.local.submit import StateAccessError
 from torchx_monarch.backends.options import run_options
 from torchx_monarch.backends.roles import check_replica, matching
+
+_log = logging.getLogger("torchx_monarch")
 
 #: Seconds between two looks at the status of an app that is waited for.
 _POLL = 0.02
@@ -76,14 +81,14 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
     # --- submitting
 
     def _submit_dryrun(self, app: AppDef, cfg: DetachedOpts) -> AppDryRunInfo[DetachedRequest, DetachedOpts]:
-        request = render.render(
+        made = render.render(
             app,
             grace=cfg.grace,
             assign_gpus=cfg.auto_set_cuda_visible_devices,
             environ=os.environ,
             lease=cfg.lease,
         )
-        return AppDryRunInfo(request, _show)
+        return AppDryRunInfo(made, _show)
 
     def schedule(self, dryrun_info: AppDryRunInfo[DetachedRequest, DetachedOpts]) -> str:
         """Start the app and return its id, which is the request's unless an app of that id exists.
@@ -102,7 +107,7 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
         if not store.is_app_id(app_id):
             return None
         paths = store.app_paths(app_id)
-        record = state.truth(paths)
+        record = _look(paths)
         return (paths, record) if record is not None else None
 
     def describe(self, app_id: str) -> DescribeAppResponse | None:
@@ -110,8 +115,8 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
         if found is None:
             return None
         paths, record = found
-        submitted = store.read_json(paths.app)
-        app = appdef.from_json(submitted["app"]) if submitted else AppDef(record.name)
+        submitted = appdef.load(paths.app, paths.trusted)
+        app = submitted.app if submitted else AppDef(record.name)
         watching = state.watched_by(paths)
         happened, _ = events.read(paths.events)
         hostname = watching.machine.hostname if watching else os.uname().nodename
@@ -144,21 +149,38 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
         )
 
     def describe_native(self, app_id: str) -> AppDryRunInfo[DetachedRequest, DetachedOpts] | None:
-        """The request as it was submitted; None when there is no such app."""
+        """The request as it was submitted; None when there is no such app, or what is kept of it is damaged."""
         if not store.is_app_id(app_id):
             return None
         paths = store.app_paths(app_id)
-        data, submitted = store.read_json(paths.request), store.read_json(paths.app)
-        if data is None or submitted is None:
+        submitted, rendered = appdef.load(paths.app, paths.trusted), _request(paths)
+        if rendered is None or submitted is None:
             return None
-        info: AppDryRunInfo[DetachedRequest, DetachedOpts] = AppDryRunInfo(DetachedRequest.from_json(data), _show)
-        info.app = appdef.from_json(submitted["app"])
-        info.cfg = DetachedOpts.from_cfg(submitted["cfg"])
+        info: AppDryRunInfo[DetachedRequest, DetachedOpts] = AppDryRunInfo(rendered, _show)
+        info.app = submitted.app
+        known = DetachedOpts()
+        info.cfg = DetachedOpts.from_cfg({name: value for name, value in submitted.cfg.items() if name in known})
         return info
 
     def list(self, cfg: Mapping[str, CfgVal] | None = None) -> list[ListAppResponse]:
-        """All apps in the state directory, the newest first."""
-        records = [record for app_id in store.app_ids() if (record := state.truth(store.app_paths(app_id)))]
+        """All apps in the state directory, the newest first; a warning names what is not the caller's.
+
+        Raises:
+            StateAccessError: the state directory is somebody else's.
+        """
+        try:
+            app_ids = [*store.app_ids(), *state.removed_but_running(store.apps_dir())]
+        except OSError as error:
+            raise StateAccessError.of(error, store.apps_dir()) from None
+        records = []
+        for app_id in app_ids:
+            try:
+                record = _look(store.app_paths(app_id))
+            except StateAccessError as error:
+                _log.warning("%s", error)
+                continue
+            if record is not None:
+                records.append(record)
         records.sort(key=lambda record: record.created, reverse=True)
         return [ListAppResponse(r.app_id, AppState[r.state], name=r.name) for r in records]
 
@@ -196,6 +218,7 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
             until=until,
             ended=ended,
             follow=should_tail and not record.terminal,
+            below=paths.trusted,
         )
         return matching(lines, regex)
 
@@ -209,7 +232,9 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
         paths = store.app_paths(app_id)
         looks = 0
         while True:
-            now = state.truth(paths) if looks % _LOOKS_PER_TRUTH == 0 else state.recorded(paths)
+            now = _look(paths) if looks % _LOOKS_PER_TRUTH == 0 else state.recorded(paths)
+            if now is None and looks % _LOOKS_PER_TRUTH:
+                now = _look(paths)  # a removed app may still run
             if now is None or now.terminal:
                 return True
             if time.monotonic() >= deadline:
@@ -229,12 +254,16 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
             RuntimeError: the app runs on another machine.
         """
         found = self._find(app_id)
-        if found is None or found[1].terminal:
+        if found is None:
             return
-        paths, _ = found
-        watching = state.watched_by(paths)
-        if watching is not None and watching.life(watching.supervisor) is watchers.Life.ELSEWHERE:
-            raise RuntimeError(f"app {app_id} runs on {watching.machine.hostname}; it can only be cancelled there")
+        paths, record = found
+        # Whatever the files say, a supervisor that runs is told.
+        if not state.supervisors(paths):
+            if record.terminal:
+                return
+            watching = state.watched_by(paths)
+            if watching is not None and watching.life(watching.supervisor) is watchers.Life.ELSEWHERE:
+                raise RuntimeError(f"app {app_id} runs on {watching.machine.hostname}; it can only be cancelled there")
         state.ask_to_end(paths, grace)
 
     def _cancel_existing(self, app_id: str) -> None:
@@ -249,9 +278,10 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
 
     def _end(self, paths: store.AppPaths) -> bool:
         """Ask for the end of an app and wait for it, for its grace and some seconds; whether it has ended."""
-        request = store.read_json(paths.request) or {}
+        rendered = _request(paths)
         self.stop(paths.app_id, None)
-        return self.wait_terminal(paths.app_id, request.get("grace", 0.0) + _END_EXTRA)
+        grace = rendered.grace if rendered else float(DetachedOpts.grace)
+        return self.wait_terminal(paths.app_id, grace + _END_EXTRA)
 
     def _delete_existing(self, app_id: str) -> None:
         """Remove everything about an app, after ending it if it runs.
@@ -268,8 +298,32 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
         folder.remove_app(paths)
 
 
-def _show(request: DetachedRequest) -> str:
-    return pprint.pformat(asdict(request), indent=2, width=80, sort_dicts=False)
+def _look(paths: store.AppPaths) -> AppRecord | None:
+    """The state of an app as it is now; None when there is no such app.
+
+    Raises:
+        StateAccessError: there is something by that name that is not a folder of the caller's.
+    """
+    try:
+        paths.check_owner()
+    except FileNotFoundError:
+        return state.without_folder(paths)
+    except NotADirectoryError:
+        return None
+    except OSError as error:
+        raise StateAccessError.of(error, paths.root) from None
+    return state.truth(paths)
+
+
+def _request(paths: store.AppPaths) -> DetachedRequest | None:
+    """The request of an app; None when there is none, or it is damaged."""
+    with contextlib.suppress(store.DamagedFileError):
+        return request.load(paths)
+    return None
+
+
+def _show(rendered: DetachedRequest) -> str:
+    return pprint.pformat(asdict(rendered), indent=2, width=80, sort_dicts=False)
 
 
 def create_scheduler(session_name: str, **kwargs: Any) -> DetachedScheduler:

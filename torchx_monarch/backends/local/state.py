@@ -13,15 +13,21 @@ import time
 from torchx_monarch import events, processes
 from torchx_monarch.backends.local import folder, pump, status, store, watchers
 from torchx_monarch.backends.local.request import DetachedRequest
+from torchx_monarch.backends.local.request import load as load_request
 
 #: Seconds from the making of an app's folder to its supervisor's first word, at the very most.
 _START_TIME = 60.0
 
+SUPERVISE_FILE = os.path.join("backends", "local", "supervise.py")
+"""Ends the path of the file that keeper and supervisor are started with."""
+
 
 def watched_by(paths: store.AppPaths) -> watchers.Watchers | None:
-    """Who watches over the app; None until the supervisor has started."""
-    data = store.read_json(paths.supervisor)
-    return watchers.Watchers.from_json(data) if data else None
+    """Who watches over the app; None until the supervisor has started, or where the file that says so is damaged."""
+    try:
+        return store.load(watchers.Watchers, paths.supervisor, paths.trusted)
+    except store.DamagedFileError:
+        return None
 
 
 def ask_to_end(paths: store.AppPaths, grace: float | None) -> None:
@@ -31,47 +37,104 @@ def ask_to_end(paths: store.AppPaths, grace: float | None) -> None:
         grace: seconds from SIGTERM to SIGKILL; None is the app's own run option.
 
     Raises:
-        OSError: the wish could not be written, or the supervisor belongs to another user.
+        OSError: no supervisor runs that could be told, and the wish could not be written; or the supervisor belongs to
+            another user.
     """
-    store.write_json(paths.cancel, {"grace": grace})
+    unwritten: OSError | None = None
+    try:
+        store.write_json(paths.cancel, {"grace": grace})
+    except OSError as error:  # a full disk, or a folder of that name: a supervisor that runs ends the app all the same
+        unwritten = error
+    found = supervisors(paths)
+    for each in found:
+        processes.send(each, signal.SIGTERM)
+        processes.send(each, signal.SIGCONT)  # one that was stopped would not hear it
+    if unwritten is not None and not found:
+        raise unwritten
+
+
+def supervisors(paths: store.AppPaths) -> list[processes.Identity]:
+    """The app's supervisor, if it lives on this machine: as recorded, or where that leads nowhere, by its command line.
+
+    A process that is found by its command line may also be the keeper, which ignores the signals that a supervisor
+    minds.
+    """
     who = watched_by(paths)
-    if who is not None:
-        processes.send(who.supervisor, signal.SIGTERM)
-        processes.send(who.supervisor, signal.SIGCONT)  # one that was stopped would not hear it
+    if who is not None and who.life(who.supervisor) is watchers.Life.ALIVE:
+        return [who.supervisor]
+    real = os.path.realpath(paths.root)
+    return [one for one, root in processes.running_script(SUPERVISE_FILE) if os.path.realpath(root) == real]
+
+
+def removed_but_running(apps: str) -> list[str]:
+    """The ids of apps that a supervisor of this machine still runs though their folder has gone.
+
+    A supervisor ends such an app within seconds, unless it has been stopped.
+
+    Args:
+        apps: the folder of all apps.
+    """
+    roots = {root for _, root in processes.running_script(SUPERVISE_FILE) if not os.path.lexists(root)}
+    real = os.path.realpath(apps)
+    return sorted(os.path.basename(root) for root in roots if os.path.realpath(os.path.dirname(root)) == real)
+
+
+def without_folder(paths: store.AppPaths) -> status.AppRecord | None:
+    """What is known of an app whose folder is not there: that it runs, or nothing."""
+    if not supervisors(paths):
+        return None
+    said = f"its folder {paths.root} was removed, so it ends within seconds; torchx cancel ends it now"
+    return status.AppRecord(paths.app_id, paths.app_id.rpartition("-")[0], time.time(), status.RUNNING, said)
 
 
 def recorded(paths: store.AppPaths) -> status.AppRecord | None:
     """The state of an app as last written: cheaper than ``truth``, and right while the supervisor lives."""
-    return status.load(paths)
+    try:
+        return status.load(paths)
+    except store.DamagedFileError:
+        return truth(paths)
 
 
 def truth(paths: store.AppPaths) -> status.AppRecord | None:
     """The state of an app as it is now; None when there is no such app.
 
     An app whose keeper and supervisor are dead has ended, whatever its status file says. Whoever finds that out ends
-    what is left of it and writes the end down.
+    what is left of it and writes the end down. An app whose status file is damaged is one whose processes tell its
+    state; nothing is written then.
     """
-    record = status.load(paths)
+    try:
+        record = status.load(paths)
+    except store.DamagedFileError as error:
+        return _without_status(paths, str(error))
     if record is None or record.terminal:
         return record
     who = watched_by(paths)
     if who is None:
-        if time.time() - record.created < _START_TIME:
+        if time.time() - record.created < _START_TIME or supervisors(paths):
+            return record
+        if os.path.lexists(paths.supervisor):
+            record.state = status.FAILED
+            record.msg = f"{paths.supervisor} is damaged, and no supervisor of the app runs here"
             return record
         reason = "it was never started: its submission was interrupted"
     else:
         life = who.life(who.supervisor)
-        if life is watchers.Life.ELSEWHERE:
-            record.msg = f"as last written by {who.machine.hostname}, which cannot be checked from here"
-            return record
         if life is watchers.Life.ALIVE:
             return record
         if who.life(who.keeper) is watchers.Life.ALIVE:
             # It is writing the end; one that was stopped writes it when it is continued.
             processes.send(who.keeper, signal.SIGCONT)
             return record
+        if supervisors(paths):  # the file names others
+            return record
+        if life is watchers.Life.ELSEWHERE:
+            record.msg = f"as last written by {who.machine.hostname}, which cannot be checked from here"
+            return record
         # The supervisor may have written the end and left between the two looks.
-        record = status.load(paths)
+        try:
+            record = status.load(paths)
+        except store.DamagedFileError as error:
+            return _without_status(paths, str(error))
         if record is None or record.terminal:
             return record
         if life is watchers.Life.REBOOTED:
@@ -79,6 +142,27 @@ def truth(paths: store.AppPaths) -> status.AppRecord | None:
         else:
             reason = f"the supervisor (pid {who.supervisor.pid}) and the keeper (pid {who.keeper.pid}) were killed"
     return _bury_once(paths, reason)
+
+
+def _without_status(paths: store.AppPaths, damage: str) -> status.AppRecord | None:
+    """What can be said about an app whose status file is damaged: what was asked for, and whether it runs."""
+    try:
+        created = os.stat(paths.root, follow_symlinks=False).st_mtime
+    except OSError:
+        return None
+    record = status.AppRecord(paths.app_id, paths.app_id.rpartition("-")[0], created)
+    with contextlib.suppress(store.DamagedFileError):
+        if request := load_request(paths):
+            record.name = request.name
+            record.roles = status.new_roles(request)
+    if supervisors(paths):
+        record.state, record.msg = status.RUNNING, f"{damage}. The app runs: its supervisor is there"
+    else:
+        record.state, record.msg = status.FAILED, f"how it ended is lost: {damage}"
+    for role in record.roles:
+        for replica in role.replicas:
+            replica.state = record.state
+    return record
 
 
 def _bury_once(paths: store.AppPaths, reason: str) -> status.AppRecord | None:
@@ -90,11 +174,15 @@ def _bury_once(paths: store.AppPaths, reason: str) -> status.AppRecord | None:
     try:
         with contextlib.suppress(OSError):  # a file system without locks: it is then said twice
             fcntl.flock(fd, fcntl.LOCK_EX)
-        record = status.load(paths)
+        try:
+            record = status.load(paths)
+        except store.DamagedFileError as error:
+            return _without_status(paths, str(error))
         if record is None or record.terminal:
             return record
-        data = store.read_json(paths.request)
-        request = DetachedRequest.from_json(data) if data else None
+        request = None
+        with contextlib.suppress(store.DamagedFileError):
+            request = load_request(paths)
         if request is not None and request.job:
             processes.kill_until_gone(lambda: processes.marked(request.job))
         bury(paths, record, request, reason)

@@ -8,10 +8,11 @@ The supervisor writes it while it lives; whoever finds the supervisor dead write
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torchx_monarch.backends.local import store
+from torchx_monarch.backends.local.request import DetachedRequest
 
 PENDING = "PENDING"
 RUNNING = "RUNNING"
@@ -19,6 +20,7 @@ SUCCEEDED = "SUCCEEDED"
 FAILED = "FAILED"
 CANCELLED = "CANCELLED"
 TERMINAL = frozenset({SUCCEEDED, FAILED, CANCELLED})
+STATES = TERMINAL | {PENDING, RUNNING}
 
 #: Characters of a message in the brief form, of six bytes each at most.
 _BRIEF_TEXT = 4000
@@ -97,25 +99,25 @@ class AppRecord:
                 replica["error"] = None
         return data
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> AppRecord:
-        """The record in a status file; what a newer version added to it is left out."""
-        known = {f.name for f in fields(cls)}
-        record = cls(**{k: v for k, v in data.items() if k in known and k != "roles"})
-        known = {f.name for f in fields(ReplicaRecord)}
-        for role in data.get("roles", ()):
-            replicas = [ReplicaRecord(**{k: v for k, v in r.items() if k in known}) for r in role["replicas"]]
-            record.roles.append(RoleRecord(role["name"], replicas))
-        return record
+
+def new_roles(request: DetachedRequest) -> list[RoleRecord]:
+    """The records of an app's roles before anything was started."""
+    return [RoleRecord(r.name, [ReplicaRecord(id=k) for k in range(len(r.replicas))]) for r in request.roles]
 
 
 def load(paths: store.AppPaths) -> AppRecord | None:
-    """The record on file; None when there is none."""
-    data = store.read_json(paths.status)
-    try:
-        return AppRecord.from_json(data) if data else None
-    except (AttributeError, KeyError, TypeError):  # not written by us
-        return None
+    """The record on file; None when there is none.
+
+    Raises:
+        store.DamagedFileError: there is a file, and no record in it.
+    """
+    record = store.load(AppRecord, paths.status, paths.trusted)
+    if record is not None:
+        found = {record.state, *(replica.state for role in record.roles for replica in role.replicas)}
+        if unknown := found - STATES:
+            raise store.DamagedFileError(f"{paths.status} is damaged: {min(unknown)[:40]!r} is no state")
+        record.app_id = paths.app_id
+    return record
 
 
 def close_for_dead(paths: store.AppPaths, record: AppRecord, reason: str) -> None:

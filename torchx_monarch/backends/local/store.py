@@ -15,7 +15,18 @@ import contextlib
 import json
 import os
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+from torchx_monarch import codec, safe_files
+
+T = TypeVar("T")
+
+MAX_FILE_BYTES = 256 * 1024 * 1024
+"""The most that is read of a file: the status of hundreds of replicas holds the error file of each."""
+
+
+class DamagedFileError(ValueError):
+    """A file of the state directory does not hold what was written to it; the message says which, and what is wrong."""
 
 
 def state_dir(environ: Mapping[str, str] = os.environ) -> str:
@@ -59,6 +70,20 @@ class AppPaths(NamedTuple):
     @property
     def app_id(self) -> str:
         return os.path.basename(self.root)
+
+    @property
+    def trusted(self) -> str:
+        """The state directory: everything from it on belongs to the caller and is no symbolic link (``safe_files``)."""
+        return os.path.dirname(os.path.dirname(self.root))
+
+    def check_owner(self) -> None:
+        """Check that the app's folder is one of the caller's.
+
+        Raises:
+            safe_files.UnsafeFileError: it, or a folder above it, is a link or belongs to somebody else.
+            OSError: it is not there, or may not be entered.
+        """
+        os.close(safe_files.open_folder(self.root, below=self.trusted))
 
     @property
     def app(self) -> str:
@@ -118,11 +143,21 @@ def app_paths(app_id: str, root: str | None = None) -> AppPaths:
 
 
 def app_ids(root: str | None = None) -> list[str]:
-    """The ids of all apps on disk, in no order."""
+    """The ids of all apps on disk, in no order.
+
+    Raises:
+        safe_files.UnsafeFileError: the state directory is somebody else's.
+        PermissionError: it may not be read.
+    """
+    root = root if root is not None else state_dir()
     try:
-        return [entry.name for entry in os.scandir(apps_dir(root)) if not entry.name.startswith(".")]
+        fd = safe_files.open_folder(apps_dir(root), below=root)
     except (FileNotFoundError, NotADirectoryError):
         return []
+    try:
+        return [name for name in os.listdir(fd) if not name.startswith(".")]
+    finally:
+        os.close(fd)
 
 
 def write_json(path: str, value: object, *, durable: bool = False) -> None:
@@ -136,9 +171,10 @@ def write_json(path: str, value: object, *, durable: bool = False) -> None:
     """
     data = json.dumps(value, default=str, separators=(",", ":")).encode()
     aside = f"{path}.{os.getpid()}.tmp"
-    fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    fd = safe_files.open_file(aside, os.O_WRONLY | os.O_CREAT)
     try:
         try:
+            os.ftruncate(fd, 0)  # of a process that was killed and had this pid
             write_all(fd, data)
             os.rename(aside, path)
         except OSError:
@@ -165,7 +201,7 @@ def write_last_json(path: str, value: object, reserve: str) -> None:
         write_json(path, value, durable=True)
     except OSError:
         data = json.dumps(value, default=str, separators=(",", ":")).encode()
-        fd = os.open(reserve, os.O_WRONLY | os.O_CLOEXEC)
+        fd = safe_files.open_file(reserve, os.O_WRONLY)
         try:
             write_all(fd, data)
             os.ftruncate(fd, len(data))
@@ -183,11 +219,38 @@ def write_all(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-def read_json(path: str) -> dict[str, Any] | None:
-    """The JSON object in a file; None when the file is not there or (after a power cut) damaged."""
+def read_json(path: str, below: str | None = None) -> dict[str, Any] | None:
+    """Read the JSON object in a file; None when the file is not there, damaged, or not the caller's.
+
+    Args:
+        path: the file.
+        below: a folder of the caller's from which on no link is followed (``safe_files.open_file``).
+    """
     try:
-        with open(path, "rb") as file:
-            value = json.loads(file.read())
+        value = safe_files.read_json(path, limit=MAX_FILE_BYTES, below=below)
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def load(cls: type[T], path: str, below: str | None = None) -> T | None:
+    """Read a file of the state directory into a data class; None when the file is not there.
+
+    Args:
+        cls: the class that was written with ``write_json``.
+        path: the file.
+        below: as for ``read_json``.
+
+    Raises:
+        DamagedFileError: it cannot be read, or does not hold a ``cls``.
+    """
+    try:
+        return codec.decode(cls, safe_files.read_json(path, limit=MAX_FILE_BYTES, below=below))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except safe_files.UnsafeFileError as error:
+        raise DamagedFileError(str(error)) from None
+    except OSError as error:
+        raise DamagedFileError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise DamagedFileError(f"{path} is damaged: {error}") from None

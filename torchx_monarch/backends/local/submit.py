@@ -16,7 +16,7 @@ from dataclasses import replace
 from torchx.specs import AppDef, CfgVal
 from torchx.specs.finder import ComponentValidationException
 
-from torchx_monarch import events, processes
+from torchx_monarch import events, processes, safe_files
 from torchx_monarch.backends.local import appdef, folder, render, state, status, store, supervise
 from torchx_monarch.backends.local.request import DetachedRequest
 
@@ -46,6 +46,37 @@ class StateDirError(SubmitError):
         return (
             f"cannot write the state of the app to {self.path}: {self.reason}. "
             "Set MONARCH_STATE_DIR to a folder on this machine that you can write to."
+        )
+
+
+class StateAccessError(ComponentValidationException, RuntimeError):  # type: ignore[misc]
+    """Something in the state directory is not to be used by this user. The torchx command shows no traceback of it.
+
+    Attributes:
+        path: the file or folder.
+        reason: why not.
+    """
+
+    def __init__(self, path: str, reason: str) -> None:
+        super().__init__(path, reason)
+        self.path = path
+        self.reason = reason
+
+    @classmethod
+    def of(cls, error: OSError, path: str) -> StateAccessError:
+        """The same as an error of the system.
+
+        Args:
+            error: what was raised.
+            path: what was used, if the error does not say.
+        """
+        return cls(str(error.filename or path), error.strerror or str(error))
+
+    def __str__(self) -> str:
+        reason = self.reason if self.reason.startswith(("is ", "belongs ")) else f"cannot be read: {self.reason}"
+        return (
+            f"{self.path} {reason}. The state of your own jobs is in {store.state_dir()}; MONARCH_STATE_DIR sets "
+            "another folder, which must belong to you"
         )
 
 
@@ -112,10 +143,7 @@ def _publish(
 def _fill(paths: store.AppPaths, request: DetachedRequest, app: AppDef, cfg: dict[str, CfgVal], created: float) -> None:
     store.write_json(paths.app, {"format": 1, "created": created, "cfg": cfg, "app": appdef.to_json(app)})
     store.write_json(paths.request, request.to_json())
-    record = status.AppRecord(app_id=request.app_id, name=request.name, created=created)
-    for role in request.roles:
-        replicas = [status.ReplicaRecord(id=k) for k in range(len(role.replicas))]
-        record.roles.append(status.RoleRecord(role.name, replicas))
+    record = status.AppRecord(request.app_id, request.name, created, roles=status.new_roles(request))
     store.write_json(paths.status, record.to_json())
     folder.make_reserve(paths.reserve, status.reserve_bytes(record))
 
@@ -162,7 +190,7 @@ def _start_supervisor(paths: store.AppPaths, request: DetachedRequest) -> None:
 
 
 def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC, 0o600)
+    return safe_files.open_file(path, flags)
 
 
 def _read(fd: int, size: int) -> bytes:

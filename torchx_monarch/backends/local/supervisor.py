@@ -18,12 +18,14 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 
 from torchx_monarch import errors, events, processes
 from torchx_monarch.backends.local import spawn, state, status, store, watchers
 from torchx_monarch.backends.local.loop import Loop
 from torchx_monarch.backends.local.request import DetachedRequest
+from torchx_monarch.backends.local.request import load as load_request
 
 #: What the supervisor writes to the submitter when the app is under way.
 READY = b"ok"
@@ -64,10 +66,10 @@ def _keep(paths: store.AppPaths, ready: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     alive, held = os.pipe()
     keeper = os.getpid()
-    data = store.read_json(paths.request)
-    if data is None:
+    created = time.time()
+    request = load_request(paths)
+    if request is None:
         raise FileNotFoundError(paths.request)
-    request = DetachedRequest.from_json(data)
 
     def supervise() -> None:
         os.close(held)
@@ -81,7 +83,10 @@ def _keep(paths: store.AppPaths, ready: int) -> None:
         if pid == supervisor:
             break
     processes.kill_descendants(request.job)
-    record = status.load(paths)
+    try:
+        record = status.load(paths)
+    except store.DamagedFileError:  # a job may have written to it; what the supervisor died of is to be known
+        record = status.AppRecord(request.app_id, request.name, created, roles=status.new_roles(request))
     if record is not None and not record.terminal:
         code = os.waitstatus_to_exitcode(result)
         processes.kill_until_gone(lambda: processes.marked(request.job))

@@ -62,10 +62,6 @@ class Watchers:
         watchers = {name: each._asdict() for name, each in (("keeper", self.keeper), ("supervisor", self.supervisor))}
         return {"machine": asdict(self.machine), **watchers}
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Watchers:
-        return cls(Machine(**data["machine"]), Identity(**data["keeper"]), Identity(**data["supervisor"]))
-
     def life(self, which: Identity) -> Life:
         """Whether the process ``which``, recorded with this machine, lives."""
         here = this_machine()

@@ -1,0 +1,261 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Any content of any file of the state directory: it may cost its app's details, and nothing else.
+
+One app runs, as far as a test needs it to: a process in its supervisor's place notes each wish to end it. Another has
+ended. Each case replaces one file of the first, asks everything that a user may ask, and cancels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torchx.specs import AppDef, AppState, AppStatus, Role
+
+from torchx_monarch import events, processes
+from torchx_monarch.backends import clients
+from torchx_monarch.backends.local import prune, status, store, submit, watchers
+from torchx_monarch.backends.local.render import render
+from torchx_monarch.client.allocations import waiting_hosts
+from torchx_monarch.client.target import Target
+from torchx_monarch.errors import LinkError
+from torchx_monarch.plan.command import HOSTS_MODULE
+from torchx_monarch.schedulers import monarch_local
+from torchx_monarch.schedulers.monarch import MonarchScheduler
+
+CASES = 5000
+FILES = [
+    *("app.json", "request.json", "status.json", "supervisor.json", "cancel.json", "events.jsonl", "reserve"),
+    *("combined.log", "combined.log.idx", "error.json", "certificate"),
+]
+
+_SUPERVISOR = """
+import os, signal, sys
+for number in range(1, 65):
+    try:
+        signal.signal(number, signal.SIG_IGN)
+    except (OSError, ValueError):
+        pass
+signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"."))
+os.write(1, b"ready")
+while True:
+    signal.pause()
+"""
+
+
+class RunningApp:
+    """An app whose folder is real and whose supervisor is a stand-in that notes each SIGTERM."""
+
+    def __init__(self, folder: Path) -> None:
+        self.scheduler: MonarchScheduler = monarch_local("torchx")
+        self.ended = self._publish("ended", status.SUCCEEDED)
+        self.app_id = self._publish("running", status.RUNNING)
+        self.paths = store.app_paths(self.app_id)
+        script = folder / "backends" / "local" / "supervise.py"
+        script.parent.mkdir(parents=True)
+        script.write_text(_SUPERVISOR)
+        self._process = subprocess.Popen([sys.executable, str(script), self.paths.root, "3"], stdout=subprocess.PIPE)
+        assert self._process.stdout is not None
+        self._told = self._process.stdout.fileno()
+        assert os.read(self._told, 5) == b"ready"
+        self._fill()
+        self.files = {path: path.read_bytes() for path in Path(self.paths.root).rglob("*") if path.is_file()}
+        kept = Path(clients.path("monarch_local", self.app_id))
+        self.files[kept] = b""
+        self.handle = f"monarch_local://torchx/{self.app_id}"
+
+    def _publish(self, name: str, state: str) -> str:
+        role = Role("r", image="", entrypoint="python", args=["-m", HOSTS_MODULE, "--", "torchrun", "x.py"])
+        app = AppDef(name, [role], {"team": "a"})
+        request = render(app, grace=5.0, assign_gpus=False, environ={})
+        request = submit._publish(store.apps_dir(), request, app, {"grace": 5}, time.time())
+        paths = store.app_paths(request.app_id)
+        record = status.load(paths)
+        assert record is not None
+        record.state = record.roles[0].replicas[0].state = state
+        record.error = record.roles[0].replicas[0].error = '{"message": {"message": "boom", "extraInfo": {}}}'
+        record.ended = time.time() if status.is_terminal(state) else None
+        store.write_json(paths.status, record.to_json())
+        return request.app_id
+
+    def _fill(self) -> None:
+        mine, supervisor = processes.identity(os.getpid()), processes.identity(self._process.pid)
+        assert mine is not None and supervisor is not None
+        who = watchers.Watchers(watchers.this_machine(), supervisor, supervisor)
+        store.write_json(self.paths.supervisor, who.to_json())
+        store.write_json(self.paths.cancel, {"grace": 1.5})
+        events.append(self.paths.events, "rank_restart", "rank 0 failed", seconds=1.5, rank=0)
+        logs = Path(self.paths.replica_logs("r", 0))
+        (logs / "combined.log").write_bytes(b"one\ntwo\n")
+        (logs / "combined.log.idx").write_bytes(bytes(16))
+        (logs / "error.json").write_text('{"message": {"message": "boom", "extraInfo": {"timestamp": "1"}}}')
+
+    def named(self, name: str) -> Path:
+        """One of its files."""
+        if name == "certificate":
+            return Path(clients.path("monarch_local", self.app_id))
+        return next(path for path in self.files if path.name == name)
+
+    def restore(self, path: Path) -> None:
+        """Undo what a case has done: to one file, and by cancelling."""
+        for changed in (path, Path(self.paths.cancel)):
+            if content := self.files[changed]:
+                changed.write_bytes(content)
+            else:
+                changed.unlink(missing_ok=True)
+
+    def told(self) -> bool:
+        """Whether its supervisor was told to end it since the last call."""
+        if not select.select([self._told], [], [], 60.0)[0]:
+            return False
+        return bool(os.read(self._told, 4096))
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningApp]:
+    folder = tmp_path_factory.mktemp("fuzz")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MONARCH_STATE_DIR", str(folder / "state"))
+        patch.setenv("TMPDIR", str(folder))
+        app = RunningApp(folder)
+        yield app
+        app.close()
+
+
+@pytest.fixture(autouse=True)
+def in_its_state_dir(app: RunningApp, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MONARCH_STATE_DIR", str(Path(app.paths.root).parents[1]))
+
+
+_DEEP = b"[" * 50_000
+_NASTY = [_DEEP, b'{"a":' * 50_000, b'{"created":' + b"9" * 5000 + b"}", b"\xff\xfe\x00", b"null", b"[]", b"{}", b'""']
+_TEXTS = [
+    "",
+    "\ud800",
+    "\x1b[31mred",
+    "a\x00b",
+    "a\nb",
+    "RUNNING",
+    "SUCCEEDED",
+    "1",
+    "../..",
+    "/dev/zero",
+    _DEEP.decode(),
+]
+_texts = st.sampled_from([*_TEXTS, '{"message": {"message": "\\u001b[31m"}}', '{"message": ' + "9" * 5000 + "}"])
+_numbers = st.sampled_from([0, -1, 1, 1e300, float("nan"), float("-inf"), 10**30, 2**63, 10**400]) | st.integers()
+_values = st.recursive(
+    st.none() | st.booleans() | _numbers | _texts | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def _places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The way to each part of a JSON document."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [at, *(place for key, each in inner for place in _places(each, (*at, key)))]
+
+
+def _changed(draw: st.DrawFn, document: Any) -> Any:
+    """A document with another value somewhere, of the same type or any, or without it."""
+    place = draw(st.sampled_from(_places(document)))
+    if not place:
+        return draw(_values)
+    holder = document
+    for key in place[:-1]:
+        holder = holder[key]
+    old = holder[place[-1]]
+    how = draw(st.sampled_from(["same type", "any", "removed"]))
+    if how == "removed":
+        del holder[place[-1]]
+    elif how == "same type" and isinstance(old, (str, int, float)):
+        holder[place[-1]] = draw(_texts if isinstance(old, str) else _numbers)
+    else:
+        holder[place[-1]] = draw(_values)
+    return document
+
+
+@st.composite
+def _contents(draw: st.DrawFn, original: bytes) -> bytes:
+    """What a file may hold instead: bytes, JSON of another shape, or its own document with something changed."""
+    kind = draw(st.sampled_from(["changed", "changed", "changed", "json", "bytes", "nasty"]))
+    if kind == "bytes":
+        return draw(st.binary(max_size=60))
+    if kind == "nasty":
+        return draw(st.sampled_from(_NASTY))
+    if kind == "changed":
+        with contextlib.suppress(ValueError):
+            return _text(_changed(draw, json.loads(original)))
+    return _text(draw(_values))
+
+
+def _text(value: Any) -> bytes:
+    return (json.dumps(value) + "\n").encode()
+
+
+def ask_everything(app: RunningApp) -> None:
+    """All that a user may ask about the app; nothing of it may raise anything but a message for that user."""
+    apps = app.scheduler.list()
+    listed = {each.app_id: each.state for each in apps}
+    assert listed[app.ended] is AppState.SUCCEEDED
+    assert app.app_id in listed
+    found = app.scheduler.describe(app.app_id)
+    assert found is not None
+    shown = AppStatus(
+        found.state, found.num_restarts, found.msg, found.structured_error_msg, None, found.roles_statuses
+    )
+    for text in (shown.format(), repr(shown), *(each.name for each in apps)):
+        text.encode()  # a terminal can show it
+        assert "\x1b" not in text and "\x00" not in text
+    json.dumps(shown.to_json())
+    app.scheduler.describe_native(app.app_id)
+    now = datetime.now()
+    for since in (None, now - timedelta(days=1)):
+        with contextlib.suppress(ValueError):  # the roles may have gone
+            list(app.scheduler.log_iter(app.app_id, "r", 0, since=since, until=now))
+    app.scheduler._foreground._show(app.app_id, app.scheduler.inner)
+    app.scheduler.inner.wait_terminal(app.app_id, 0.0)
+    list(waiting_hosts())
+    with contextlib.suppress(LinkError):
+        Target.of(app.handle)
+    prune.prune(os.path.dirname(app.paths.root))
+
+
+@pytest.mark.parametrize("name", FILES)
+@settings(
+    max_examples=CASES // len(FILES),
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large],
+)
+@given(data=st.data())
+def test_any_content_of_any_file_costs_details_only(app: RunningApp, name: str, data: st.DataObject) -> None:
+    path = app.named(name)
+    content = data.draw(_contents(app.files[path]))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+        ask_everything(app)
+        app.scheduler.inner.stop(app.app_id, None)
+        assert app.told()
+    finally:
+        app.restore(path)

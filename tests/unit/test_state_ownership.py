@@ -1,0 +1,155 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A state directory in which somebody else has planted folders, links and names."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+from torchx.specs import AppDef, AppState, Role
+
+from torchx_monarch import events
+from torchx_monarch.backends import clients
+from torchx_monarch.backends.local import prune, status, store, submit
+from torchx_monarch.backends.local.render import render
+from torchx_monarch.backends.local.scheduler import create_scheduler
+from torchx_monarch.backends.local.submit import StateAccessError, StateDirError
+from torchx_monarch.schedulers import monarch_local
+
+SOMEBODY_ELSE = 12345
+root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+
+
+def app(name: str, state: str = status.SUCCEEDED, ended: float | None = None) -> store.AppPaths:
+    """Write the folder of an app; no process runs."""
+    definition = AppDef(name, [Role("r", image="", entrypoint="true")])
+    request = render(definition, grace=5.0, assign_gpus=False, environ={})
+    request = submit._publish(store.apps_dir(), request, definition, {}, time.time())
+    paths = store.app_paths(request.app_id)
+    record = status.load(paths)
+    assert record is not None
+    record.state, record.ended = state, ended or time.time()
+    store.write_json(paths.status, record.to_json())
+    return paths
+
+
+def refused(app_id: str) -> str:
+    """The message with which an app is refused, whatever is asked about it."""
+    scheduler = create_scheduler("torchx")
+    messages = set()
+    for ask in (scheduler.describe, scheduler.exists, scheduler._cancel_existing, scheduler._delete_existing):
+        with pytest.raises(StateAccessError) as error:
+            ask(app_id)
+        messages.add(str(error.value))
+    with pytest.raises(StateAccessError):
+        scheduler.log_iter(app_id, "r")
+    return messages.pop()
+
+
+@root_only
+@pytest.mark.parametrize("whose", ["the folder", "a link"])
+def test_a_planted_app_is_refused_by_name(tmp_path: Path, whose: str, caplog: pytest.LogCaptureFixture) -> None:
+    mine, planted = app("mine"), app("planted", status.RUNNING)
+    precious = tmp_path / "precious"
+    precious.write_text("mine\n")
+    os.unlink(planted.events) if os.path.exists(planted.events) else None
+    os.symlink(precious, planted.events)
+    if whose == "the folder":
+        os.chown(planted.root, SOMEBODY_ELSE, -1)
+        reason = f"belongs to uid {SOMEBODY_ELSE}"
+    else:
+        elsewhere = tmp_path / "elsewhere"
+        os.rename(planted.root, elsewhere)
+        os.symlink(elsewhere, planted.root)
+        reason = "is a symbolic link"
+    assert [each.app_id for each in create_scheduler("torchx").list()] == [mine.app_id]
+    assert f"{planted.root} {reason}" in caplog.text
+    assert f"{planted.root} {reason}" in refused(planted.app_id)
+    assert precious.read_text() == "mine\n"
+
+
+def test_a_link_in_an_app_is_not_followed(tmp_path: Path) -> None:
+    # No supervisor runs: the one who lists notes the end, with an event.
+    dead = app("dead", status.RUNNING)
+    record = status.load(dead)
+    assert record is not None
+    record.created = 0.0
+    store.write_json(dead.status, record.to_json())
+    precious = tmp_path / "precious"
+    precious.write_text("mine\n")
+    logs = Path(dead.replica_logs("r", 0))
+    for link in (dead.events, logs / "stderr.log", logs / "combined.log"):
+        os.symlink(precious, link)
+    scheduler = create_scheduler("torchx")
+    assert [each.state for each in scheduler.list()] == [AppState.FAILED]
+    assert precious.read_text() == "mine\n"
+    assert events.read(dead.events) == ([], 0)
+    assert list(scheduler.log_iter(dead.app_id, "r")) == [
+        f"[monarch] this log cannot be read: {logs}/combined.log is a symbolic link\n"
+    ]
+
+
+def test_a_fifo_for_a_log_does_not_hang(tmp_path: Path) -> None:
+    paths = app("one")
+    log = Path(paths.replica_logs("r", 0), "combined.log")
+    os.mkfifo(log)
+    os.mkfifo(paths.events)
+    scheduler = create_scheduler("torchx")
+    assert list(scheduler.log_iter(paths.app_id, "r")) == [f"[monarch] this log cannot be read: {log} is a FIFO\n"]
+    found = scheduler.describe(paths.app_id)
+    assert found is not None and found.state is AppState.SUCCEEDED
+
+
+def test_another_users_state_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    app("theirs")
+    monkeypatch.setattr(os, "geteuid", lambda: SOMEBODY_ELSE)
+    scheduler = create_scheduler("torchx")
+    with pytest.raises(StateAccessError, match="belongs to .*, not to uid 12345.*MONARCH_STATE_DIR"):
+        scheduler.list()
+    definition = AppDef("mine", [Role("r", image="", entrypoint="true")])
+    request = render(definition, grace=5.0, assign_gpus=False, environ={})
+    with pytest.raises(StateDirError, match="belongs to .*MONARCH_STATE_DIR"):
+        submit.submit(request, definition, {})
+    with pytest.raises(OSError, match="belongs to"):
+        clients.keep("monarch_slurm", "1", "secret", {})
+
+
+def test_an_unreadable_state_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = app("theirs")
+
+    def closed(*_: object, **__: object) -> int:
+        raise PermissionError(13, "Permission denied", paths.trusted)
+
+    monkeypatch.setattr("torchx_monarch.safe_files.open_folder", closed)  # root may read everything
+    with pytest.raises(StateAccessError, match=f"{paths.trusted} cannot be read: Permission denied"):
+        create_scheduler("torchx").list()
+
+
+def test_names_and_messages_do_not_reach_the_terminal_as_codes() -> None:
+    paths = app("x")
+    record = status.load(paths)
+    assert record is not None
+    record.state, record.name, record.msg = status.FAILED, "\x1b]0;owned\x07", "one\ntwo \x1b[31mred\r"
+    record.roles[0].replicas[0].error = record.error = '{"message": "a\\u001b[2J", "errorCode": 1}'
+    store.write_json(paths.status, record.to_json())
+    scheduler = monarch_local("torchx")
+    assert [each.name for each in scheduler.list()] == ["\\x1b]0;owned\\x07"]
+    found = scheduler.describe(paths.app_id)
+    assert found is not None
+    assert found.msg == "one\ntwo \\x1b[31mred\\r"
+    for error in (found.structured_error_msg, found.roles_statuses[0].replicas[0].structured_error_msg):
+        assert error == '{"message": "a\\\\x1b[2J", "errorCode": 1}'
+
+
+def test_how_many_apps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.time()
+    names = [app("a", ended=now - age).app_id for age in range(4)]
+    monkeypatch.setenv("MONARCH_KEEP_APPS", "some")
+    assert prune.prune(store.apps_dir()) == []
+    monkeypatch.setenv("MONARCH_KEEP_APPS", "3")
+    assert prune.prune(store.apps_dir()) == [names[3]]
+    monkeypatch.setenv("MONARCH_KEEP_APPS", "0")
+    assert sorted(prune.prune(store.apps_dir())) == sorted(names[:3])

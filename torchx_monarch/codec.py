@@ -1,0 +1,137 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Build data classes from parsed JSON that may hold anything: each value is checked against its field's type.
+
+Files that were written by us may be damaged, edited, or written by another version. What passes ``decode`` has the
+types that its annotations state, so no reader of it meets a string where it expects a number. Standard library only.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import functools
+import math
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_Decoder = Callable[[Any, str], Any]
+
+
+class DecodeError(ValueError):
+    """A value does not have the type that its field states; the message says where and what it is."""
+
+
+def decode(cls: type[T], data: Any, where: str = "") -> T:
+    """Build a data class or named tuple from a JSON object.
+
+    Fields may be bool, int, float, str, None, unions of these, lists, mappings with string keys, ``Any``, and further
+    data classes or named tuples. An int stands for a float, too; a float that is not finite is refused. Keys that name
+    no field, as a newer version may write them, are left out.
+
+    Args:
+        cls: the class.
+        data: what a JSON parser gave.
+        where: what messages call ``data``; empty for the whole document.
+
+    Raises:
+        DecodeError: a value has another type, or a field without a default is missing.
+    """
+    built: T = _decoder(typing.cast(collections.abc.Hashable, cls))(data, where)
+    return built
+
+
+@functools.cache
+def _decoder(hint: Any) -> _Decoder:
+    """What builds a value of an annotated type."""
+    if hint is Any:
+        return lambda value, where: value
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return _union([_decoder(each) for each in arguments], hint)
+    if origin is list:
+        return _list(_decoder(arguments[0]))
+    if origin in (dict, collections.abc.Mapping):
+        return _mapping(_decoder(arguments[1]))
+    if dataclasses.is_dataclass(hint) or hasattr(hint, "_fields"):
+        return _record(hint)
+    return _scalar(type(None) if hint is None else hint)
+
+
+def _scalar(cls: type[Any]) -> _Decoder:
+    def convert(value: Any, where: str) -> Any:
+        if type(value) is cls:  # a bool is no int here
+            if cls is float and not math.isfinite(value):
+                raise _wrong(value, where, "a finite number")
+            return value
+        if cls is float and type(value) is int and abs(value) < 1 << 63:
+            return float(value)
+        raise _wrong(value, where, "null" if cls is type(None) else cls.__name__)
+
+    return convert
+
+
+def _union(options: list[_Decoder], hint: Any) -> _Decoder:
+    def convert(value: Any, where: str) -> Any:
+        for option in options:
+            try:
+                return option(value, where)
+            except DecodeError:
+                continue
+        raise _wrong(value, where, str(hint))
+
+    return convert
+
+
+def _list(item: _Decoder) -> _Decoder:
+    def convert(value: Any, where: str) -> Any:
+        if not isinstance(value, list):
+            raise _wrong(value, where, "a list")
+        return [item(each, f"{where}[{index}]") for index, each in enumerate(value)]
+
+    return convert
+
+
+def _mapping(item: _Decoder) -> _Decoder:
+    def convert(value: Any, where: str) -> Any:
+        if not isinstance(value, dict):
+            raise _wrong(value, where, "an object")
+        return {name: item(each, f"{where}.{name}") for name, each in value.items()}
+
+    return convert
+
+
+def _record(cls: Any) -> _Decoder:
+    hints = typing.get_type_hints(cls)
+    if dataclasses.is_dataclass(cls):
+        names = [field.name for field in dataclasses.fields(cls) if field.init]
+        missing = dataclasses.MISSING
+        required = {f.name for f in dataclasses.fields(cls) if f.default is missing and f.default_factory is missing}
+    else:
+        names = list(cls._fields)
+        required = set(names) - set(cls._field_defaults)
+    fields = [(name, _decoder(hints[name])) for name in names]
+
+    def convert(value: Any, where: str) -> Any:
+        if not isinstance(value, dict):
+            raise _wrong(value, where, "an object")
+        given = {}
+        for name, item in fields:
+            if name in value:
+                given[name] = item(value[name], f"{where}.{name}" if where else name)
+            elif name in required:
+                raise DecodeError(f"{where or 'the object'} lacks {name!r}")
+        return cls(**given)
+
+    return convert
+
+
+def _wrong(value: Any, where: str, wanted: str) -> DecodeError:
+    shown = repr(value)
+    if len(shown) > 40:
+        shown = f"{shown[:40]}…"
+    return DecodeError(f"{where or 'the whole'} is {shown}, not {wanted}")
