@@ -109,7 +109,7 @@ def test_unfinished_lines(tmp_path: Path, clock: Clock) -> None:
     out.say("one\ntwo")
     out.feed("stderr", b" rest\n")
     out.close()
-    assert combined.read_bytes() == b"10% 20% 30%\nhalf\n[monarch] one\n[monarch] two\n rest\n"
+    assert combined.read_bytes() == b"10% 20% 30%\nhalf\n[monarch] one\n[monarch] two\n[continued]  rest\n"
     assert (tmp_path / "stderr.log").read_bytes() == b"half\n[monarch] one\n[monarch] two\n rest\n"
 
 

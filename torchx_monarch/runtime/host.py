@@ -30,6 +30,7 @@ from torchx_monarch.runtime.environment import World, env_number
 from torchx_monarch.runtime.link import SOCKET_VARIABLE, LinkServer
 from torchx_monarch.runtime.membership import Membership
 from torchx_monarch.runtime.options import HostOptions
+from torchx_monarch.runtime.output import Console
 from torchx_monarch.runtime.ranks import LaunchError, Place, RankPool
 from torchx_monarch.runtime.rendezvous import (
     Registration,
@@ -68,7 +69,8 @@ class HostProcess:
         os.environ.pop("MONARCH_CREDENTIALS", None)  # Monarch's processes get what is left
         self._hostname = socket.gethostname()
         # Monarch and its processes print to what is left as 1 and 2, which becomes a file of its own.
-        self._stdout, self._stderr = os.dup(1), os.dup(2)
+        self._stdout = Console(os.dup(1))
+        self._stderr = Console(os.dup(2), self._stdout)
         self._log_dir = self._environ.get("MONARCH_LOG_DIR") or tempfile.mkdtemp(prefix="torchx-monarch-")
         self._run_dir = self._environ.get("MONARCH_RUN_DIR") or folders.new_run_dir()
         self._log_dir = os.path.abspath(self._log_dir)
@@ -212,13 +214,7 @@ class HostProcess:
             log_dir = os.path.abspath(os.path.join(command.options.log_dir, self._run_id()))
         self._pool = RankPool(
             command,
-            Place(
-                replica=self._options.replica,
-                hostname=self._hostname,
-                log_dir=log_dir,
-                stdout=self._stdout,
-                stderr=self._stderr,
-            ),
+            Place(self._options.replica, self._hostname, log_dir, self._stdout, self._stderr),
             self._environ,
             self._options.preload,
             self._first_output.set,

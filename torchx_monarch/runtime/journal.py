@@ -60,8 +60,13 @@ class Journal:
     def output(self, rank: int, stream: str, data: bytes) -> None:
         """Add what a rank has printed."""
         text = data.decode(errors="surrogateescape")
-        for start in range(0, len(text), _PIECE):
-            self.append({"type": "output", "rank": rank, "stream": stream, "text": text[start : start + _PIECE]})
+        start = 0
+        while start < len(text):
+            end = start + _PIECE
+            if end < len(text):  # a follower has records of several hosts, which mix where no line ends
+                end = text.rfind("\n", start, end) + 1 or end
+            self.append({"type": "output", "rank": rank, "stream": stream, "text": text[start:end]})
+            start = end
 
     def close(self) -> None:
         """There are no more records."""
@@ -105,10 +110,9 @@ class JournalSink:
         self._rank = rank
         self._stream = stream
 
-    def write(self, prefix: bytes, lines: bytes) -> None:
-        """Take whole lines, without the last line feed."""
-        text = prefix + lines.replace(b"\n", b"\n" + prefix) if prefix else lines
-        self._journal.output(self._rank, self._stream, text + b"\n")
+    def write(self, text: bytes, shown: bytes) -> None:
+        """Take what is shown (see ``LineSink``)."""
+        self._journal.output(self._rank, self._stream, shown)
 
     def close(self) -> None:
         """The journal outlives the rank."""
@@ -120,10 +124,10 @@ class Sinks:
     def __init__(self, sinks: Sequence[LineSink]) -> None:
         self._sinks = sinks
 
-    def write(self, prefix: bytes, lines: bytes) -> None:
-        """Pass lines on to each."""
+    def write(self, text: bytes, shown: bytes) -> None:
+        """Pass it on to each."""
         for sink in self._sinks:
-            sink.write(prefix, lines)
+            sink.write(text, shown)
 
     def close(self) -> None:
         """Close each."""

@@ -32,7 +32,7 @@ from torchx_monarch.runtime.interpreter import Interpreter
 from torchx_monarch.runtime.journal import Journal, JournalSink, Sinks
 from torchx_monarch.runtime.master_endpoint import EndpointError, MasterEndpoint
 from torchx_monarch.runtime.master_store import MasterStore
-from torchx_monarch.runtime.output import LineSink
+from torchx_monarch.runtime.output import Console, LineSink
 from torchx_monarch.runtime.strays import end_strays
 from torchx_monarch.runtime.watchdog import FILE, Watchdog, WatchdogError
 
@@ -52,16 +52,16 @@ class Place:
         replica: id of the host's replica.
         hostname: name of the machine.
         log_dir: gets ``attempt_N/RANK/{stdout,stderr}.log`` and ``error.json``; None for no files.
-        stdout: descriptor for prefixed stdout lines.
-        stderr: descriptor for prefixed stderr lines.
+        stdout: gets prefixed stdout lines; None for none.
+        stderr: gets prefixed stderr lines; None for none.
         journal: gets those lines as well, in a run on a live allocation.
     """
 
     replica: int
     hostname: str
     log_dir: str | None
-    stdout: int = 1
-    stderr: int = 2
+    stdout: Console | None = None
+    stderr: Console | None = None
     journal: Journal | None = None
 
 
@@ -418,7 +418,7 @@ class RankPool:
                 filtered = directory.with_name(filtered_name(name, place.replica))
                 filtered.touch(mode=0o600)  # there even if no stream is teed, as under torchrun
                 if teed and shown:
-                    sinks.append(FilteredFile(str(filtered), texts))
+                    sinks.append(FilteredFile(str(filtered), texts, prefix.encode()))
             sink = sinks[0] if len(sinks) == 1 else Sinks(sinks) if sinks else None
             output.assign(path, console if onto_console else None, prefix if teed else "", sink)
         return Rank(interpreter, rank, local_rank, directory)

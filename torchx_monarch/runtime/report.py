@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from torchx_monarch import events
 from torchx_monarch.errors import FINAL, RANK_RESTARTS, Verdict
-from torchx_monarch.runtime.output import write_all
+from torchx_monarch.runtime.output import Console
 
 T = TypeVar("T")
 
@@ -36,13 +36,15 @@ class Reporter:
         rank_restarts: how often ``restarted`` was called.
 
     Args:
-        console: descriptor of the host's stderr.
+        console: the host's stderr.
         events_path: the app's events file; None where the backend has none.
         role: name of the role, part of each event.
         termination_log: the file of the container's termination message (``leave_word``); None where there is none.
     """
 
-    def __init__(self, console: int, events_path: str | None, role: str, termination_log: str | None = None) -> None:
+    def __init__(
+        self, console: Console, events_path: str | None, role: str, termination_log: str | None = None
+    ) -> None:
         self._console = console
         self._events_path = events_path
         self._role = role
@@ -53,7 +55,7 @@ class Reporter:
 
     def line(self, text: str) -> None:
         """A line in the log alone."""
-        write_all(self._console, f"[monarch] {text}\n".encode(errors="backslashreplace"))
+        self._console.write(self, f"[monarch] {text}\n".encode(errors="backslashreplace"))
         if self.echo is not None:
             self.echo(text)
 

@@ -210,6 +210,7 @@ class Replica:
         """Make ready for another start: nothing of the last one lives on, and the logs say that a new one begins."""
         processes.kill_until_gone(lambda: processes.adopted(self.marks))
         self.close_pipes()
+        self.logs.end_lines()
         self.record.restarts += 1
         self.record.state = PENDING
         self.logs.say(f"replica {self.name} is started again (restart {self.record.restarts})")
