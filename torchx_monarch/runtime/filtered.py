@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from torchx_monarch import safe_files
 from torchx_monarch.runtime.output import write_all
 
 
@@ -35,7 +36,7 @@ class FilteredFile:
     """
 
     def __init__(self, path: str, texts: Sequence[str], prefix: bytes) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._file = safe_files.open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self._texts = [text.encode() for text in texts]
         self._prefix = prefix
         self._goes_on = False

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Coroutine, Mapping
 from typing import Any, NoReturn
 
-from torchx_monarch import folders, processes
+from torchx_monarch import folders, processes, safe_files
 from torchx_monarch.errors import Verdict
 from torchx_monarch.plan.command import Command, CommandError, check, parse
 from torchx_monarch.runtime import network, retry
@@ -168,7 +168,7 @@ class HostProcess:
     def _redirect_own_output(self) -> None:
         try:
             os.makedirs(self._log_dir, mode=0o700, exist_ok=True)
-            log = os.open(self._monarch_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            log = safe_files.open_file(self._monarch_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         except OSError:
             log = os.open(os.devnull, os.O_WRONLY)  # the ranks' logs will say what is wrong with the folder
         os.dup2(log, 1)
@@ -364,7 +364,7 @@ class HostProcess:
 
     def _conclude(self, verdict: Verdict) -> Verdict:
         if verdict.cause and verdict.cause.traceback:
-            self._reporter.line(f"traceback of rank {verdict.cause.rank}:\n{verdict.cause.traceback.rstrip()}")
+            self._reporter.block(f"traceback of rank {verdict.cause.rank}:", verdict.cause.traceback)
         if verdict.cause and verdict.cause.stderr_path:
             self._reporter.line(f"log of rank {verdict.cause.rank}: {verdict.cause.stderr_path}")
         if again := self._reporter.rank_restarts:

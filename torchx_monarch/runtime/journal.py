@@ -13,6 +13,7 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from torchx_monarch import safe_files
 from torchx_monarch.runtime.output import LineSink, write_all
 
 _PIECE = 4000
@@ -33,14 +34,15 @@ class Journal:
         path: the file to make; its folder is made as well.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be made, or is no regular file of ours: a rank of a run before can have made it.
     """
 
     def __init__(self, path: str) -> None:
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
         self.path = path
         self.count = 0
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        self._file = safe_files.open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.ftruncate(self._file, 0)
         self._closed = False
         self._changed = asyncio.Event()
 
@@ -80,8 +82,11 @@ class Journal:
 
         Args:
             wait: whether to wait for more when there are no more yet.
+
+        Raises:
+            OSError: somebody has put something else in the file's place.
         """
-        with open(self.path, "rb") as file:
+        with open(safe_files.open_file(self.path), "rb") as file:
             rest = b""
             while True:
                 closed, changed = self._closed, self._changed

@@ -11,6 +11,7 @@ import select
 from collections.abc import Callable
 from typing import IO, Protocol
 
+from torchx_monarch import safe_files
 from torchx_monarch.line_output import LONGEST, LineOutput, complete
 
 _CHUNK = 1 << 18
@@ -114,10 +115,10 @@ class RankOutput:
             sink: gets the lines as well; closed at the end.
 
         Raises:
-            OSError: the file cannot be opened.
+            OSError: the file cannot be opened, or is no regular file of ours: an earlier rank can have made it.
         """
         if path is not None:
-            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._file = safe_files.open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self._console = console
         self._prefix = prefix.encode()
         self._sink = sink

@@ -8,13 +8,15 @@ import asyncio
 import contextlib
 import json
 import os
+import stat
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
-from torchx_monarch import events
+from torchx_monarch import events, safe_files
 from torchx_monarch.errors import FINAL, RANK_RESTARTS, Verdict
 from torchx_monarch.runtime.output import Console
+from torchx_monarch.untrusted_text import lines, one_line
 
 T = TypeVar("T")
 
@@ -55,9 +57,18 @@ class Reporter:
 
     def line(self, text: str) -> None:
         """A line in the log alone."""
-        self._console.write(self, f"[monarch] {text}\n".encode(errors="backslashreplace"))
+        text = one_line(text)
+        self._console.write(self, f"[monarch] {text}\n".encode())
         if self.echo is not None:
             self.echo(text)
+
+    def block(self, title: str, text: str) -> None:
+        """A line and a text of several, which a rank may have written: each of its lines is marked as ours."""
+        self.line(title)
+        for line in lines(text):
+            self._console.write(self, f"[monarch]   {line}\n".encode())
+            if self.echo is not None:
+                self.echo(f"  {line}")
 
     def phase(self, kind: str, text: str, **fields: object) -> None:
         """The end of a phase, with the seconds since the phase before it."""
@@ -95,7 +106,7 @@ class Reporter:
 
     def _event(self, kind: str, text: str, seconds: float | None, fields: dict[str, object]) -> None:
         if self._events_path:
-            events.append(self._events_path, kind, text, seconds=seconds, role=self._role, **fields)
+            events.append(self._events_path, kind, one_line(text), seconds=seconds, role=self._role, **fields)
 
 
 def leave_word(verdict: Verdict, environ: Mapping[str, str], rank_restarts: int = 0, final: str = "") -> None:
@@ -113,14 +124,20 @@ def leave_word(verdict: Verdict, environ: Mapping[str, str], rank_restarts: int 
         return
     if path:
         with contextlib.suppress(OSError):
-            with open(path + ".tmp", "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-                file.write(verdict.error_file(0, **({FINAL: final} if final else {})))
-            os.replace(path + ".tmp", path)
+            text = verdict.error_file(0, **({FINAL: final} if final else {}))
+            safe_files.replace_file(path, text.encode())
     further = {RANK_RESTARTS: rank_restarts} if rank_restarts else {}
     _write(environ.get("MONARCH_TERMINATION_LOG"), verdict.error_file(_TERMINATION_MESSAGE, **further))
 
 
 def _write(path: str | None, text: str) -> None:
-    if path:
-        with contextlib.suppress(OSError), open(path, "w") as file:
-            file.write(text)
+    """Write a file that Kubernetes has made, perhaps for another user, and mounted: it cannot be replaced."""
+    if not path:
+        return
+    with contextlib.suppress(OSError):
+        # A rank can have put a FIFO or a link there where nothing is mounted.
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+        with open(fd, "w") as file:
+            if stat.S_ISREG(os.fstat(fd).st_mode):
+                os.ftruncate(fd, 0)
+                file.write(text)

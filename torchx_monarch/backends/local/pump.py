@@ -18,6 +18,7 @@ import struct
 import time
 from collections.abc import Iterator
 
+from torchx_monarch import safe_files
 from torchx_monarch.line_output import LONGEST, LineOutput, complete
 
 STDOUT = "stdout"
@@ -60,7 +61,7 @@ class LogFile:
 
     def _open(self, path: str) -> int:
         try:
-            return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            return safe_files.open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         except OSError as e:
             self.reason = e.strerror or str(e)
             return -1
