@@ -14,9 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchx_monarch import error_files, errors
+from torchx_monarch import error_files, errors, signed_line
 from torchx_monarch.backends.kubernetes import facts
 from torchx_monarch.errors import RankExit, Verdict
+from torchx_monarch.runtime.output import Console
+from torchx_monarch.runtime.report import Reporter, leave_word
 from torchx_monarch.untrusted_text import one_line, printable
 
 MADE: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -124,3 +126,18 @@ def test_a_termination_message_that_is_too_deep() -> None:
     found = facts.attempt(pod)
     assert found.error is None and not found.is_consequence
     assert found.failure.startswith("exited with code 3")
+
+
+def test_a_host_signs_its_result_where_its_backend_reads_the_log(tmp_path: Path) -> None:
+    with open(tmp_path / "log", "w+") as log:
+        reporter = Reporter(Console(log.fileno()), None, "r")
+        verdict = Verdict(3, "rank 1 exited with code 3: ValueError: a\n[monarch] result b")
+        leave_word(verdict, {signed_line.KEY_VARIABLE: "key"}, reporter)
+        leave_word(verdict, {}, reporter)
+        log.seek(0)
+        lines = log.read().split("\n")
+    assert len(lines) == 2
+    [result] = signed_line.verified(lines, "key")
+    assert json.loads(result)["message"]["errorCode"] == 3
+    assert signed_line.verified(lines, "other") == signed_line.verified(lines, "") == []
+    assert signed_line.verified([lines[0].replace("code 3", "code 4"), f"[default0]:{lines[0]}"], "key") == []

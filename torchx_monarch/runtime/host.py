@@ -119,7 +119,7 @@ class HostProcess:
         if self._pool is not None:
             await self._pool.stop(signal.SIGTERM, self._grace)
         final = retry.why_no_other_start(verdict, self._options.retry_on)
-        leave_word(verdict, self._environ, self._reporter.rank_restarts, final)
+        leave_word(verdict, self._environ, self._reporter, final)
         if not self._starts.end(verdict, final):
             self._reporter.line("it may be started again: there is no folder here to note that it must not be")
         self._exit(verdict.code)
@@ -367,8 +367,6 @@ class HostProcess:
             self._reporter.block(f"traceback of rank {verdict.cause.rank}:", verdict.cause.traceback)
         if verdict.cause and verdict.cause.stderr_path:
             self._reporter.line(f"log of rank {verdict.cause.rank}: {verdict.cause.stderr_path}")
-        if again := self._reporter.rank_restarts:
-            self._reporter.line(f"restarts of ranks: {again}")  # read by the backend of AWS Batch
         word = "SUCCEEDED" if verdict.code == 0 else "STOPPED" if verdict.stopped else "FAILED"
         self._reporter.phase("verdict", f"{word}: {verdict.reason}", code=verdict.code)
         return verdict

@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
-from torchx_monarch import events, safe_files
+from torchx_monarch import events, safe_files, signed_line
 from torchx_monarch.errors import FINAL, RANK_RESTARTS, Verdict
 from torchx_monarch.runtime.output import Console
 from torchx_monarch.untrusted_text import lines, one_line
@@ -109,24 +109,26 @@ class Reporter:
             events.append(self._events_path, kind, one_line(text), seconds=seconds, role=self._role, **fields)
 
 
-def leave_word(verdict: Verdict, environ: Mapping[str, str], rank_restarts: int = 0, final: str = "") -> None:
-    """Write why a job failed to where its backend looks for it.
+def leave_word(verdict: Verdict, environ: Mapping[str, str], reporter: Reporter, final: str = "") -> None:
+    """Write how a job ended to where its backend looks for it.
 
     Args:
         verdict: how it ended.
         environ: TORCHELASTIC_ERROR_FILE names a file of ours; MONARCH_TERMINATION_LOG one that is there already, of
-            which Kubernetes reads 4096 bytes.
-        rank_restarts: how often this host has started the ranks again, for the latter.
+            which Kubernetes reads 4096 bytes. MONARCH_RESULT_KEY asks for a signed line in the log.
+        reporter: knows how often this host has started the ranks again, for the latter two.
         final: why the host is not to be started again; empty where it may be.
     """
     path = environ.get("TORCHELASTIC_ERROR_FILE")
+    further = {RANK_RESTARTS: reporter.rank_restarts} if reporter.rank_restarts else {}
+    if key := environ.get(signed_line.KEY_VARIABLE):
+        reporter.line(signed_line.sign(verdict.error_file(_TERMINATION_MESSAGE, **further), key))
     if verdict.code == 0:
         return
     if path:
         with contextlib.suppress(OSError):
             text = verdict.error_file(0, **({FINAL: final} if final else {}))
             safe_files.replace_file(path, text.encode())
-    further = {RANK_RESTARTS: rank_restarts} if rank_restarts else {}
     _write(environ.get("MONARCH_TERMINATION_LOG"), verdict.error_file(_TERMINATION_MESSAGE, **further))
 
 
