@@ -4,11 +4,15 @@
 
 Checked are the lines on the launcher's stdout and those in the ranks' files: each there exactly once, whole, in the
 order of its rank. Reported are lines per second, from the launcher's start to its end; the variants alternate.
+
+``--long MB`` instead has one rank print so much as a single line without end, and the same bytes in short lines, and
+reports the CPU time and the largest memory of the host process for both.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import statistics
 import subprocess
@@ -32,6 +36,20 @@ COMMANDS = {
 }
 
 LINE = re.compile(rb"^(\d) (\d+) the quick brown fox jumps over the lazy dog$")
+
+
+BYTES = """
+import os, sys
+end = sys.argv[2].encode().decode("unicode_escape").encode()
+piece = (b"x" * (64 - len(end)) + end) * 1024
+for _ in range(int(sys.argv[1]) * 16):
+    written = 0
+    while written < len(piece):
+        written += os.write(1, piece[written:])
+"""
+
+GOAL = 1.2
+"""CPU time of the long line, in that of the short ones."""
 
 
 class WrongLine(Exception):
@@ -78,12 +96,69 @@ def once(variant: str, lines: int) -> tuple[float, str]:
         return 2 * lines / seconds, ""
 
 
+def cost(megabytes: int, end: str) -> tuple[float, int]:
+    """Seconds of CPU of the host process itself, and its largest resident memory in MB.
+
+    Args:
+        megabytes: printed by its rank.
+        end: of each 64 bytes; empty for one line.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        program, stdout = Path(folder, "program.py"), Path(folder, "stdout")
+        program.write_text(BYTES)
+        words = [
+            "--nproc-per-node",
+            "1",
+            "--tee",
+            "3",
+            "--log-dir",
+            f"{folder}/logs",
+            str(program),
+            str(megabytes),
+            end,
+        ]
+        with open(stdout, "wb") as out:
+            host = subprocess.Popen([*COMMANDS["ours"], *words], stdout=out, stderr=subprocess.DEVNULL)
+        seconds, memory = 0.0, 0
+        while host.poll() is None:
+            try:
+                fields = Path(f"/proc/{host.pid}/stat").read_text().rpartition(")")[2].split()
+                seconds = max(seconds, (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
+                status = Path(f"/proc/{host.pid}/status").read_text()
+            except OSError:
+                break
+            if found := re.search(r"VmHWM:\s+(\d+) kB", status):
+                memory = max(memory, int(found[1]) // 1024)
+            time.sleep(0.02)
+        if host.wait() or stdout.stat().st_size < megabytes << 20:
+            raise SystemExit(f"the host failed ({host.returncode}), {stdout.stat().st_size} bytes were shown")
+        return seconds, memory
+
+
+def long_line(megabytes: int, rounds: int) -> None:
+    """Measure and print; exits with 1 when the goal is missed."""
+    found: dict[str, list[tuple[float, int]]] = {"\\n": [], "": []}
+    for _ in range(rounds):
+        for end, costs in found.items():
+            costs.append(cost(megabytes, end))
+    seconds = {end: statistics.median(one for one, _ in costs) for end, costs in found.items()}
+    for end, name in (("\\n", "short lines"), ("", "one line")):
+        peak = max(memory for _, memory in found[end])
+        print(f"{name:12} {megabytes} MB: {seconds[end]:6.2f} s of CPU, at most {peak} MB of memory")
+    ratio = seconds[""] / seconds["\\n"]
+    print(f"one line x short lines: {ratio:.2f} (goal: at most {GOAL})")
+    sys.exit(1 if ratio > GOAL else 0)
+
+
 def main() -> None:
     """Measure and print; exits with 1 when a line of ours was wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lines", type=int, default=1_000_000, help="lines of each rank (default: 1000000)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each variant (default: 3)")
+    parser.add_argument("--long", type=int, metavar="MB", help="measure one long line of so many MB instead")
     args = parser.parse_args()
+    if args.long:
+        long_line(args.long, args.rounds)
     rates: dict[str, list[float]] = {variant: [] for variant in COMMANDS}
     wrong: dict[str, list[str]] = {variant: [] for variant in COMMANDS}
     for number in range(args.rounds):

@@ -17,6 +17,9 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torchx_monarch import safe_files
+from torchx_monarch.untrusted_text import one_line
+
 _PEER_IS_GONE = re.compile(
     # What gloo, NCCL, TCPStore and sockets say of a connection whose other end has died.
     r"Connection (reset|closed) by peer|Connection refused|Broken pipe|recvValue failed|failed to recv|"
@@ -52,7 +55,7 @@ RANK_RESTARTS = "rank_restarts"
 def read_error_file(error: str | None) -> Mapping[str, Any]:
     """What an error file holds, or a container's termination message; empty where it is none of ours or torch's."""
     try:
-        data = json.loads(error or "null")
+        data = safe_files.parse_json(error or "null")
     except ValueError:
         return {}
     return data if isinstance(data, dict) else {}
@@ -162,7 +165,7 @@ class RankExit:
         """One line: who, where, how."""
         where = f"local rank {self.local_rank} on {self.hostname}, pid {self.pid}"
         timer = f": its timer {self.timer!r} expired" if self.timer else ""
-        said = f": {self.message}" if self.message else ""
+        said = f": {one_line(self.message)}" if self.message else ""
         return f"rank {self.rank} ({where}) {describe_code(self.code)}{timer}{said}"
 
     def to_json(self) -> dict[str, Any]:
@@ -246,7 +249,7 @@ def others_in_words(exits: Iterable[RankExit], cause: RankExit) -> list[str]:
     groups: dict[str, tuple[str, list[int]]] = {}
     for one in sorted(exits, key=lambda each: each.rank):
         if one.failed and one.rank != cause.rank:
-            how = describe_code(one.code) + (f": {one.message}" if one.message else "")
+            how = describe_code(one.code) + (f": {one_line(one.message)}" if one.message else "")
             if one.is_collateral:
                 how += " (a consequence)"
             way = re.sub(r"\d+", "N", how) if one.is_collateral else how

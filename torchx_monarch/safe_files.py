@@ -172,6 +172,24 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
+def replace_file(path: str, data: bytes) -> None:
+    """Write a file of the caller's alone, whole or not at all, in the place of whatever has its name.
+
+    Raises:
+        OSError: it cannot be written, or its name is a folder's.
+    """
+    aside = f"{path}.{os.urandom(8).hex()}.tmp"
+    fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with open(fd, "wb") as file:
+            file.write(data)
+        os.replace(aside, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(aside)
+        raise
+
+
 def _open_file_at(folder: int | None, name: str, path: str, flags: int, mode: int) -> int:
     """Open ``name`` in a folder; ``path`` is what messages call it."""
     try:

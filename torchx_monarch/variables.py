@@ -21,11 +21,12 @@ FOR_HOSTS = (
     "MONARCH_TERMINATION_LOG",
     "MONARCH_PORT_OFFSET",
     "MONARCH_STARTS",
+    "MONARCH_RESULT_KEY",
 )
 """Where hosts meet and by what credentials; where sockets, events and logs go; how often it was started again; the file
 that announces a stop; the address of the host's own machine; the file with a pod's last word;
 where replica 0 of each role listens; what tells this start of all roles from an earlier one; how far the port of
-replica 0 is shifted; where a host may note that it is not to be started again."""
+replica 0 is shifted; where a host may note that it is not to be started again; by what key it signs its result."""
 
 _REPLICA0 = re.compile(r"MONARCH_REPLICA0_\d+")
 

@@ -170,13 +170,14 @@ class Difference(Enum):
         "lines being written",
         "a carriage return begins a line with a prefix; bytes become U+FFFD; half a line may get a prefix of its own",
         "bytes are passed on as they are, one prefix after each line feed; the last line is ended",
-        "a progress bar stays one line, and output can be compared with the file it is also in",
+        "a progress bar stays one line, shown as it is drawn, and output can be compared with the file it is also in",
     )
 
     TORN = (
         "Lines of several ranks without `--tee`",
         "mixed within a line: `print` of an unbuffered interpreter writes piece by piece",
-        "whole lines, so a line is seen when it ends",
+        "whole lines, so a line is seen when it ends; one of more than 64 kB, or a progress bar, is shown in pieces, "
+        "and a piece that another rank's line parts from the one before begins with `[continued]`",
         "one can read it; a rank's own file gets every byte at once",
     )
 

@@ -253,10 +253,28 @@ def test_error_file_is_the_reason(apps: Detached) -> None:
     assert "ValueError: bad lr" in status.format()
 
 
-@pytest.mark.parametrize("content", ["no json", "[1]", '{"message": 3}', '{"message": {"message": null}}'])
+@pytest.mark.parametrize("content", ['{"message": 3}', '{"message": {"message": null}}'])
 def test_odd_error_files(apps: Detached, content: str) -> None:
     app_id = apps.run(sh(f"echo '{content}' > $TORCHELASTIC_ERROR_FILE; exit 1"))
     assert apps.wait(app_id).msg.endswith("exited with code 1")
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        ("echo no json >", "it is not JSON"),
+        ("head -c 200000 /dev/zero | tr '\\0' '[' >", "it is not JSON"),
+        ("mkfifo", "it is a FIFO"),
+        ("ln -s /dev/zero", "it is a symbolic link"),
+    ],
+)
+def test_unreadable_error_files(apps: Detached, make: str, why: str) -> None:
+    app_id = apps.run(sh(f"{make} $TORCHELASTIC_ERROR_FILE; exit 3"))
+    status = apps.wait(app_id)
+    assert status.state is AppState.FAILED
+    assert status.msg.endswith(f"exited with code 3; its error file is unreadable: {why}")
+    assert json.loads(status.structured_error_msg if status.structured_error_msg != "<NONE>" else "{}") == {}
+    assert json.loads(status.roles[0].replicas[0].structured_error_msg)["errorCode"] == 3
 
 
 @pytest.mark.parametrize(

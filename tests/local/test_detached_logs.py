@@ -73,7 +73,7 @@ def test_an_unfinished_line_is_shown_after_a_while(apps: Detached, tmp_path: Pat
     eventually(lambda: combined.read_text() == "name? ", "the prompt")
     (tmp_path / "go").touch()
     apps.wait(app_id)
-    assert apps.log(app_id) == ["name? \n", "err\n", "me\n"]
+    assert apps.log(app_id) == ["name? \n", "err\n", "[continued] me\n"]
     assert apps.log(app_id, streams=Stream.STDOUT) == ["name? me\n"]
 
 

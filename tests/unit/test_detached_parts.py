@@ -202,7 +202,7 @@ def test_record_survives_json_and_newer_versions() -> None:
         ('{"message": {"message": 3}}', ""),
         ('{"message": ""}', ""),
         ("[]", ""),
-        ('"text"', "text"),
+        ('"text"', ""),
     ],
 )
 def test_messages_of_error_files(error: str | None, message: str) -> None:

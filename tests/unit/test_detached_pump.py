@@ -110,7 +110,7 @@ def test_unfinished_lines(tmp_path: Path, clock: Clock) -> None:
     out.say("one\ntwo")
     out.feed("stderr", b" rest\n")
     out.close()
-    assert combined.read_bytes() == b"10% 20% 30%\nhalf\n[monarch] one\n[monarch] two\n rest\n"
+    assert combined.read_bytes() == b"10% 20% 30%\nhalf\n[monarch] one\n[monarch] two\n[continued]  rest\n"
     assert (tmp_path / "stderr.log").read_bytes() == b"half\n[monarch] one\n[monarch] two\n rest\n"
 
 
@@ -145,6 +145,16 @@ def test_a_log_on_a_full_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     out.feed("stderr", b"fine\n")
     out.close()
     assert (out.lost, out.reason) == (101, "No space left on device")
+    assert len(read(tmp_path)) == 2
+
+
+def test_a_log_that_is_a_link(tmp_path: Path) -> None:
+    os.symlink("/dev/full", tmp_path / "stdout.log")
+    out = pump.ReplicaLogs(str(tmp_path))
+    out.feed("stdout", b"x" * 100 + b"\n")
+    out.feed("stderr", b"fine\n")
+    out.close()
+    assert (out.lost, out.reason) == (101, "is a symbolic link")
     assert len(read(tmp_path)) == 2
 
 

@@ -17,6 +17,7 @@ import pytest
 from torchx_monarch.runtime import directory, protocol, transport
 from torchx_monarch.runtime.directory import Guide
 from torchx_monarch.runtime.network import NetworkOptions
+from torchx_monarch.runtime.output import Console
 from torchx_monarch.runtime.rendezvous import Rendezvous, RendezvousError
 from torchx_monarch.runtime.report import Reporter
 from torchx_monarch.runtime.transport import Address
@@ -32,7 +33,7 @@ def guide(role: str = "b", start: str = "1") -> Guide:
     return Guide(role, address(), start, is_main=False)
 
 
-reporter = Reporter(2, None, "b")
+reporter = Reporter(Console(2), None, "b")
 
 
 def wires(port: int) -> Wires:

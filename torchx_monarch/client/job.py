@@ -18,6 +18,7 @@ from torchx_monarch.client.result import RunResult
 from torchx_monarch.client.run import Collector, Output, Records, RunHandle, interruptibly
 from torchx_monarch.client.target import Target
 from torchx_monarch.errors import LinkError, SPMDError
+from torchx_monarch.line_output import LineReader
 
 if TYPE_CHECKING:
     from torchx.runner import Runner
@@ -279,13 +280,16 @@ class SPMDJob:
             LinkError: they cannot be reached, and waiting does not help.
         """
         greeting = {"type": "follow", "run": run, "rank": rank, "wait": follow}
+        readers: dict[tuple[int, str], LineReader] = {}
         with self.hosts.open(greeting) as link:
-            while (record := link.receive(None)) is not None:
+            while (record := link.receive(None)) is not None and record["type"] != "result":
                 if record["type"] == "output":
-                    text = record["text"].encode(errors="surrogateescape").decode(errors="replace")
-                    yield from text.splitlines()
-                elif record["type"] == "result":
-                    return
+                    reader = readers.setdefault((record["rank"], record["stream"]), LineReader())
+                    for line in reader.feed(record["text"].encode(errors="surrogateescape")):
+                        yield line.decode(errors="replace").removesuffix("\n")
+        for reader in readers.values():
+            if rest := reader.rest():
+                yield rest.decode(errors="replace")
 
     def request(
         self,

@@ -16,6 +16,7 @@ from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.link import Link
 from torchx_monarch.client.result import RankOutput, RunResult
 from torchx_monarch.errors import AllocationError, LinkError, RankExit, RefusedError, SPMDError
+from torchx_monarch.line_output import LineOutput
 
 Output = Literal["stream", "store", "none"] | Callable[[int, str, str], None]
 """What happens to the ranks' output: it goes to ``sys.stdout`` and ``sys.stderr``, or into ``RunResult.output``, or
@@ -126,6 +127,7 @@ class Collector:
         self._exits: dict[int, RankExit] = {}
         self._attempts = 0
         self._texts: dict[int, dict[str, list[str]]] = {}
+        self._lines = {"stdout": LineOutput(), "stderr": LineOutput()}
 
     def collect(self, records: Records) -> RunResult:
         """Take all of them; the result.
@@ -158,7 +160,8 @@ class Collector:
         elif self._output == "store":
             self._texts.setdefault(rank, {"stdout": [], "stderr": []})[stream].append(text)
         elif self._output == "stream":
-            show(stream, text)
+            placed = self._lines[stream].place(rank, text.encode(errors="surrogateescape"))
+            show(stream, placed.decode(errors="surrogateescape"))
 
 
 def interruptibly(hosts: Hosts, records: Records, collector: Collector, say: Callable[[str], None]) -> RunResult:

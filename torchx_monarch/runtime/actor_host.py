@@ -35,24 +35,13 @@ from torchx_monarch.variables import is_for_hosts
 _NO_NEWS = re.compile(rb"(Monarch internal logs are being written to|unable to create log file in) .*")
 """What Monarch prints whenever a process of its own starts; ``monarch_api`` keeps its log out of ``/tmp``."""
 
+
+def _is_shown(line: bytes) -> bool:
+    return _NO_NEWS.fullmatch(line) is None
+
+
 _PEER_TIMEOUT = 10.0
 """Seconds for another role's replica 0 to answer; it is asked again until ``--host-timeout``."""
-
-
-class _ActorOutput(RankOutput):
-    """What the actors of this host print, without Monarch's own lines."""
-
-    def _show(self, lines: bytes) -> None:
-        kept = [line for line in lines.split(b"\n") if not _NO_NEWS.fullmatch(line)]
-        if kept:
-            super()._show(b"\n".join(kept))
-
-    def drain(self) -> None:
-        """Give out what is there, and end."""
-        with contextlib.suppress(BlockingIOError):
-            while data := os.read(self._pipe.fileno(), 1 << 16):
-                self._feed(data)
-        self.close()
 
 
 class ActorHost(HostProcess):
@@ -60,7 +49,7 @@ class ActorHost(HostProcess):
 
     _actors = Actors(0.0, None)
     _pipes: tuple[int, int] = (-1, -1)
-    _printed: tuple[_ActorOutput, ...] = ()
+    _printed: tuple[RankOutput, ...] = ()
 
     # -- start ---------------------------------------------------------------------------------------------------------
 
@@ -76,7 +65,7 @@ class ActorHost(HostProcess):
 
     async def _main(self) -> NoReturn:
         self._shut_down = asyncio.Event()
-        self._printed = tuple(_ActorOutput(os.fdopen(end, "rb", 0), lambda: None) for end in self._pipes)
+        self._printed = tuple(RankOutput(os.fdopen(end, "rb", 0), lambda: None, _is_shown) for end in self._pipes)
         for output, console in zip(self._printed, (self._stdout, self._stderr), strict=True):
             output.assign(None, console, "")
         await super()._main()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from torchx_monarch import safe_files
 from torchx_monarch.runtime.output import write_all
 
 
@@ -28,24 +29,26 @@ class FilteredFile:
     Args:
         path: appended to, a line at a time.
         texts: what is looked for. The empty one is in every line.
+        prefix: stands before each line that is written.
 
     Raises:
         OSError: the file cannot be opened.
     """
 
-    def __init__(self, path: str, texts: Sequence[str]) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    def __init__(self, path: str, texts: Sequence[str], prefix: bytes) -> None:
+        self._file = safe_files.open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self._texts = [text.encode() for text in texts]
+        self._prefix = prefix
+        self._goes_on = False
 
-    def write(self, prefix: bytes, lines: bytes) -> None:
-        """Take whole lines.
-
-        Args:
-            prefix: stands before each that is written.
-            lines: without the last line feed.
-        """
-        ended = (line + b"\n" for line in lines.split(b"\n"))
-        wanted = [prefix + line for line in ended if any(text in line for text in self._texts)]
+    def write(self, text: bytes, shown: bytes) -> None:
+        """Take whole lines or a piece of one, which counts as a line (see ``LineSink``)."""
+        if text == b"\n" and self._goes_on:  # the end of a line whose pieces have all been here
+            text = b""
+        self._goes_on = not text.endswith(b"\n")
+        lines = text.removesuffix(b"\n").split(b"\n") if text else []
+        ended = (line + b"\n" for line in lines)
+        wanted = [self._prefix + line for line in ended if any(each in line for each in self._texts)]
         if wanted:
             write_all(self._file, b"".join(wanted))
 

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Coroutine, Mapping
 from typing import Any, NoReturn
 
-from torchx_monarch import folders, processes
+from torchx_monarch import folders, processes, safe_files
 from torchx_monarch.errors import Verdict
 from torchx_monarch.plan.command import Command, CommandError, check, parse
 from torchx_monarch.runtime import network, retry
@@ -30,6 +30,7 @@ from torchx_monarch.runtime.environment import World, env_number
 from torchx_monarch.runtime.link import SOCKET_VARIABLE, LinkServer
 from torchx_monarch.runtime.membership import Membership
 from torchx_monarch.runtime.options import HostOptions
+from torchx_monarch.runtime.output import Console
 from torchx_monarch.runtime.ranks import LaunchError, Place, RankPool
 from torchx_monarch.runtime.rendezvous import (
     Registration,
@@ -68,7 +69,8 @@ class HostProcess:
         os.environ.pop("MONARCH_CREDENTIALS", None)  # Monarch's processes get what is left
         self._hostname = socket.gethostname()
         # Monarch and its processes print to what is left as 1 and 2, which becomes a file of its own.
-        self._stdout, self._stderr = os.dup(1), os.dup(2)
+        self._stdout = Console(os.dup(1))
+        self._stderr = Console(os.dup(2), self._stdout)
         self._log_dir = self._environ.get("MONARCH_LOG_DIR") or tempfile.mkdtemp(prefix="torchx-monarch-")
         self._run_dir = self._environ.get("MONARCH_RUN_DIR") or folders.new_run_dir()
         self._log_dir = os.path.abspath(self._log_dir)
@@ -117,7 +119,7 @@ class HostProcess:
         if self._pool is not None:
             await self._pool.stop(signal.SIGTERM, self._grace)
         final = retry.why_no_other_start(verdict, self._options.retry_on)
-        leave_word(verdict, self._environ, self._reporter.rank_restarts, final)
+        leave_word(verdict, self._environ, self._reporter, final)
         if not self._starts.end(verdict, final):
             self._reporter.line("it may be started again: there is no folder here to note that it must not be")
         self._exit(verdict.code)
@@ -166,7 +168,7 @@ class HostProcess:
     def _redirect_own_output(self) -> None:
         try:
             os.makedirs(self._log_dir, mode=0o700, exist_ok=True)
-            log = os.open(self._monarch_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            log = safe_files.open_file(self._monarch_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         except OSError:
             log = os.open(os.devnull, os.O_WRONLY)  # the ranks' logs will say what is wrong with the folder
         os.dup2(log, 1)
@@ -212,13 +214,7 @@ class HostProcess:
             log_dir = os.path.abspath(os.path.join(command.options.log_dir, self._run_id()))
         self._pool = RankPool(
             command,
-            Place(
-                replica=self._options.replica,
-                hostname=self._hostname,
-                log_dir=log_dir,
-                stdout=self._stdout,
-                stderr=self._stderr,
-            ),
+            Place(self._options.replica, self._hostname, log_dir, self._stdout, self._stderr),
             self._environ,
             self._options.preload,
             self._first_output.set,
@@ -368,11 +364,9 @@ class HostProcess:
 
     def _conclude(self, verdict: Verdict) -> Verdict:
         if verdict.cause and verdict.cause.traceback:
-            self._reporter.line(f"traceback of rank {verdict.cause.rank}:\n{verdict.cause.traceback.rstrip()}")
+            self._reporter.block(f"traceback of rank {verdict.cause.rank}:", verdict.cause.traceback)
         if verdict.cause and verdict.cause.stderr_path:
             self._reporter.line(f"log of rank {verdict.cause.rank}: {verdict.cause.stderr_path}")
-        if again := self._reporter.rank_restarts:
-            self._reporter.line(f"restarts of ranks: {again}")  # read by the backend of AWS Batch
         word = "SUCCEEDED" if verdict.code == 0 else "STOPPED" if verdict.stopped else "FAILED"
         self._reporter.phase("verdict", f"{word}: {verdict.reason}", code=verdict.code)
         return verdict

@@ -13,6 +13,7 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from torchx_monarch import safe_files
 from torchx_monarch.runtime.output import LineSink, write_all
 
 _PIECE = 4000
@@ -33,14 +34,15 @@ class Journal:
         path: the file to make; its folder is made as well.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be made, or is no regular file of ours: a rank of a run before can have made it.
     """
 
     def __init__(self, path: str) -> None:
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
         self.path = path
         self.count = 0
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        self._file = safe_files.open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.ftruncate(self._file, 0)
         self._closed = False
         self._changed = asyncio.Event()
 
@@ -60,8 +62,13 @@ class Journal:
     def output(self, rank: int, stream: str, data: bytes) -> None:
         """Add what a rank has printed."""
         text = data.decode(errors="surrogateescape")
-        for start in range(0, len(text), _PIECE):
-            self.append({"type": "output", "rank": rank, "stream": stream, "text": text[start : start + _PIECE]})
+        start = 0
+        while start < len(text):
+            end = start + _PIECE
+            if end < len(text):  # a follower has records of several hosts, which mix where no line ends
+                end = text.rfind("\n", start, end) + 1 or end
+            self.append({"type": "output", "rank": rank, "stream": stream, "text": text[start:end]})
+            start = end
 
     def close(self) -> None:
         """There are no more records."""
@@ -75,8 +82,11 @@ class Journal:
 
         Args:
             wait: whether to wait for more when there are no more yet.
+
+        Raises:
+            OSError: somebody has put something else in the file's place.
         """
-        with open(self.path, "rb") as file:
+        with open(safe_files.open_file(self.path), "rb") as file:
             rest = b""
             while True:
                 closed, changed = self._closed, self._changed
@@ -105,10 +115,9 @@ class JournalSink:
         self._rank = rank
         self._stream = stream
 
-    def write(self, prefix: bytes, lines: bytes) -> None:
-        """Take whole lines, without the last line feed."""
-        text = prefix + lines.replace(b"\n", b"\n" + prefix) if prefix else lines
-        self._journal.output(self._rank, self._stream, text + b"\n")
+    def write(self, text: bytes, shown: bytes) -> None:
+        """Take what is shown (see ``LineSink``)."""
+        self._journal.output(self._rank, self._stream, shown)
 
     def close(self) -> None:
         """The journal outlives the rank."""
@@ -120,10 +129,10 @@ class Sinks:
     def __init__(self, sinks: Sequence[LineSink]) -> None:
         self._sinks = sinks
 
-    def write(self, prefix: bytes, lines: bytes) -> None:
-        """Pass lines on to each."""
+    def write(self, text: bytes, shown: bytes) -> None:
+        """Pass it on to each."""
         for sink in self._sinks:
-            sink.write(prefix, lines)
+            sink.write(text, shown)
 
     def close(self) -> None:
         """Close each."""

@@ -6,11 +6,20 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import select
 from collections.abc import Callable
 from typing import IO, Protocol
 
+from torchx_monarch import safe_files
+from torchx_monarch.line_output import LONGEST, LineOutput, complete
+
 _CHUNK = 1 << 18
+
+_LINES = re.compile(rb"[^\n]*\n|[^\n]+")
+
+_DRAW_AFTER = 0.1
+"""Seconds after which a progress bar is shown as it stands: what tqdm lets pass between two of its pictures."""
 
 
 def write_all(fd: int, data: bytes) -> bool:
@@ -26,11 +35,39 @@ def write_all(fd: int, data: bytes) -> bool:
     return True
 
 
-class LineSink(Protocol):
-    """What else gets the lines that go onto the host's output (see ``FilteredFile``)."""
+class Console:
+    """The host's stdout or stderr, which all of its ranks and the host itself write to.
 
-    def write(self, prefix: bytes, lines: bytes) -> None:
-        """Take whole lines, without the last line feed."""
+    Args:
+        fd: the descriptor.
+        same: the other of the two; both know of each other's unfinished lines where they are one file or terminal.
+    """
+
+    def __init__(self, fd: int, same: Console | None = None) -> None:
+        self._fd = fd
+        self._lines = LineOutput()
+        if same is not None and os.path.samestat(os.fstat(fd), os.fstat(same._fd)):
+            self._lines = same._lines
+
+    def write(self, writer: object, text: bytes, prefix: bytes = b"") -> None:
+        """Write whole lines, or a line that goes on (see ``LineOutput.place``)."""
+        write_all(self._fd, self._lines.place(writer, text, prefix))
+
+    def end(self, writer: object) -> None:
+        """End the unfinished line of a writer that has ended."""
+        write_all(self._fd, self._lines.end(writer))
+
+
+class LineSink(Protocol):
+    """What else gets what goes onto the host's output (see ``FilteredFile``)."""
+
+    def write(self, text: bytes, shown: bytes) -> None:
+        """Take whole lines, or a line or a piece of one that goes on.
+
+        Args:
+            text: as the rank wrote it.
+            shown: the same with the prefix before each line that begins in it.
+        """
 
     def close(self) -> None:
         """There are no more."""
@@ -39,40 +76,49 @@ class LineSink(Protocol):
 class RankOutput:
     """Reads one pipe to its end.
 
-    What arrives before ``assign`` is held: an interpreter that is started ahead has no rank yet.
+    What arrives before ``assign`` is held: an interpreter that is started ahead has no rank yet. Memory is bounded: of
+    a line that does not end, pieces of ``LONGEST`` bytes are passed on.
 
     Args:
         pipe: the read end; owned, and closed at the end.
         on_first: called once, when the first bytes arrive after ``assign``.
+        is_shown: whether a line, without its line feed, goes onto the host's output.
     """
 
-    def __init__(self, pipe: IO[bytes], on_first: Callable[[], None]) -> None:
+    def __init__(
+        self, pipe: IO[bytes], on_first: Callable[[], None], is_shown: Callable[[bytes], bool] | None = None
+    ) -> None:
         self.ended = asyncio.Event()
         self._pipe = pipe
         self._on_first: Callable[[], None] | None = on_first
+        self._is_shown = is_shown
         self._held: list[bytes] | None = []
         self._file: int | None = None
-        self._console: int | None = None
+        self._console: Console | None = None
         self._sink: LineSink | None = None
         self._prefix = b""
-        self._partial = b""
+        self._partial: list[bytes] = []
+        self._partial_size = 0
+        self._goes_on = False
+        """Whether what is shown next belongs to a line of which pieces have been shown."""
+        self._drawing: asyncio.TimerHandle | None = None
         os.set_blocking(pipe.fileno(), False)
         asyncio.get_running_loop().add_reader(pipe, self._readable)
 
-    def assign(self, path: str | None, console: int | None, prefix: str, sink: LineSink | None = None) -> None:
+    def assign(self, path: str | None, console: Console | None, prefix: str, sink: LineSink | None = None) -> None:
         """Say where it goes.
 
         Args:
             path: the rank's own file; appended to. None for none.
-            console: descriptor for the prefixed lines; None for the file alone.
+            console: gets the prefixed lines; None for the file alone.
             prefix: stands before each line, ``[trainer3]:``; may be empty.
-            sink: gets the prefixed lines as well; closed at the end.
+            sink: gets the lines as well; closed at the end.
 
         Raises:
-            OSError: the file cannot be opened.
+            OSError: the file cannot be opened, or is no regular file of ours: an earlier rank can have made it.
         """
         if path is not None:
-            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._file = safe_files.open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self._console = console
         self._prefix = prefix.encode()
         self._sink = sink
@@ -80,14 +126,29 @@ class RankOutput:
         for data in held:
             self._feed(data)
 
+    def drain(self) -> None:
+        """Give out what is there, and end."""
+        try:
+            while data := os.read(self._pipe.fileno(), _CHUNK):
+                self._feed(data)
+        except BlockingIOError:
+            pass
+        self.close()
+
     def close(self) -> None:
         """Stop reading, whoever still holds the other end, and give out what is left."""
         if self.ended.is_set():
             return
         asyncio.get_running_loop().remove_reader(self._pipe)
         self._pipe.close()
-        if self._partial and self._console is not None:
-            self._show(self._partial)
+        if self._console is not None and self._partial:
+            self._show(b"".join([*self._partial, b"\n"]))
+        elif self._console is not None and self._goes_on:
+            self._console.end(self)
+            if self._sink is not None:
+                self._sink.write(b"\n", b"\n")
+        if self._drawing is not None:
+            self._drawing.cancel()
         if self._sink is not None:
             self._sink.close()
         if self._file is not None:
@@ -114,18 +175,47 @@ class RankOutput:
             write_all(self._file, data)  # a full disk loses log lines, never the job
         if self._console is None:
             return
-        end = data.rfind(b"\n")
-        if end < 0:
-            self._partial += data
-            return
-        whole = self._partial + data[:end]
-        self._partial = data[end + 1 :]
-        self._show(whole)
+        end = data.rfind(b"\n") + 1
+        if end:
+            self._show(b"".join([*self._partial, data[:end]]))
+            self._keep(data[end:])
+        else:
+            self._partial.append(data)
+            self._partial_size += len(data)
+        if self._partial_size > LONGEST:
+            self._show_partial()
+        elif self._drawing is None and b"\r" in data[end:]:
+            self._drawing = asyncio.get_running_loop().call_later(_DRAW_AFTER, self._draw)
 
-    def _show(self, lines: bytes) -> None:
+    def _keep(self, data: bytes) -> None:
+        self._partial = [data] if data else []
+        self._partial_size = len(data)
+
+    def _draw(self) -> None:
+        self._drawing = None
+        self._show_partial()
+
+    def _show_partial(self) -> None:
+        text = b"".join(self._partial)
+        end = complete(text)
+        self._keep(text[end:])
+        if end:
+            self._show(text[:end])
+
+    def _show(self, text: bytes) -> None:
+        """Pass on whole lines, each with its line feed, or a piece of a line."""
         assert self._console is not None
-        if self._sink is not None:
-            self._sink.write(self._prefix, lines)
+        if self._is_shown is not None:
+            text = b"".join(line for line in _LINES.findall(text) if self._is_shown(line.removesuffix(b"\n")))
+            if not text:
+                return
+        shown = text
         if self._prefix:
-            lines = self._prefix + lines.replace(b"\n", b"\n" + self._prefix)
-        write_all(self._console, lines + b"\n")
+            ended = text.endswith(b"\n")
+            shown = (text[:-1] if ended else text).replace(b"\n", b"\n" + self._prefix) + (b"\n" if ended else b"")
+            if not self._goes_on:
+                shown = self._prefix + shown
+        if self._sink is not None:
+            self._sink.write(text, shown)
+        self._console.write(self, shown, self._prefix)
+        self._goes_on = not text.endswith(b"\n")

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
-import json
 import os
 import shutil
 import signal
@@ -24,16 +23,17 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from torchx_monarch import processes
+from torchx_monarch import error_files, processes, safe_files
 from torchx_monarch.errors import RankExit
 from torchx_monarch.plan.command import Command, Program
+from torchx_monarch.runtime import protocol
 from torchx_monarch.runtime.environment import World, interpreter_environment, rank_environment
 from torchx_monarch.runtime.filtered import FilteredFile, filtered_name
 from torchx_monarch.runtime.interpreter import Interpreter
 from torchx_monarch.runtime.journal import Journal, JournalSink, Sinks
 from torchx_monarch.runtime.master_endpoint import EndpointError, MasterEndpoint
 from torchx_monarch.runtime.master_store import MasterStore
-from torchx_monarch.runtime.output import LineSink
+from torchx_monarch.runtime.output import Console, LineSink
 from torchx_monarch.runtime.strays import end_strays
 from torchx_monarch.runtime.watchdog import FILE, Watchdog, WatchdogError
 
@@ -53,16 +53,16 @@ class Place:
         replica: id of the host's replica.
         hostname: name of the machine.
         log_dir: gets ``attempt_N/RANK/{stdout,stderr}.log`` and ``error.json``; None for no files.
-        stdout: descriptor for prefixed stdout lines.
-        stderr: descriptor for prefixed stderr lines.
+        stdout: gets prefixed stdout lines; None for none.
+        stderr: gets prefixed stderr lines; None for none.
         journal: gets those lines as well, in a run on a live allocation.
     """
 
     replica: int
     hostname: str
     log_dir: str | None
-    stdout: int = 1
-    stderr: int = 2
+    stdout: Console | None = None
+    stderr: Console | None = None
     journal: Journal | None = None
 
 
@@ -418,9 +418,10 @@ class RankPool:
                 sinks.append(JournalSink(place.journal, rank, name))
             if texts and directory:
                 filtered = directory.with_name(filtered_name(name, place.replica))
-                filtered.touch(mode=0o600)  # there even if no stream is teed, as under torchrun
+                # There even if no stream is teed, as under torchrun.
+                os.close(safe_files.open_file(filtered, os.O_WRONLY | os.O_CREAT))
                 if teed and shown:
-                    sinks.append(FilteredFile(str(filtered), texts))
+                    sinks.append(FilteredFile(str(filtered), texts, prefix.encode()))
             sink = sinks[0] if len(sinks) == 1 else Sinks(sinks) if sinks else None
             output.assign(path, console if onto_console else None, prefix if teed else "", sink)
         return Rank(interpreter, rank, local_rank, directory)
@@ -451,10 +452,14 @@ class RankPool:
             await rank.interpreter.drained.wait()
 
     def _exit_of(self, rank: Rank) -> RankExit:
-        error: Any = None
+        error: dict[str, Any] | None = None
         if rank.directory is not None:
-            with contextlib.suppress(OSError, ValueError):
-                error = json.loads((rank.directory / "error.json").read_text())
+            try:
+                # All exits of a host are one message to its agent.
+                limit = min(error_files.TRACEBACK_BYTES, protocol.MAX_LINE // (4 * len(self._ranks)))
+                error = error_files.read(str(rank.directory / "error.json"), traceback_bytes=limit)
+            except error_files.UnreadableError as failure:
+                error = {"message": f"its error file is unreadable: {failure}"}
         interpreter = rank.interpreter
         exit = RankExit(
             rank=rank.rank,
@@ -466,7 +471,7 @@ class RankPool:
             time=interpreter.ended_at,
             stopped_at=rank.stopped_at,
             stderr_path=str(rank.directory / "stderr.log") if rank.directory else "",
-            error=error if isinstance(error, dict) else None,
+            error=error,
             timer=self._watchdog.timer_of(interpreter.process.pid) if self._watchdog else "",
             started=rank.started,
         )

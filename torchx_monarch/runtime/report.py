@@ -8,13 +8,15 @@ import asyncio
 import contextlib
 import json
 import os
+import stat
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
-from torchx_monarch import events
+from torchx_monarch import events, safe_files, signed_line
 from torchx_monarch.errors import FINAL, RANK_RESTARTS, Verdict
-from torchx_monarch.runtime.output import write_all
+from torchx_monarch.runtime.output import Console
+from torchx_monarch.untrusted_text import lines, one_line
 
 T = TypeVar("T")
 
@@ -36,13 +38,15 @@ class Reporter:
         rank_restarts: how often ``restarted`` was called.
 
     Args:
-        console: descriptor of the host's stderr.
+        console: the host's stderr.
         events_path: the app's events file; None where the backend has none.
         role: name of the role, part of each event.
         termination_log: the file of the container's termination message (``leave_word``); None where there is none.
     """
 
-    def __init__(self, console: int, events_path: str | None, role: str, termination_log: str | None = None) -> None:
+    def __init__(
+        self, console: Console, events_path: str | None, role: str, termination_log: str | None = None
+    ) -> None:
         self._console = console
         self._events_path = events_path
         self._role = role
@@ -53,9 +57,18 @@ class Reporter:
 
     def line(self, text: str) -> None:
         """A line in the log alone."""
-        write_all(self._console, f"[monarch] {text}\n".encode(errors="backslashreplace"))
+        text = one_line(text)
+        self._console.write(self, f"[monarch] {text}\n".encode())
         if self.echo is not None:
             self.echo(text)
+
+    def block(self, title: str, text: str) -> None:
+        """A line and a text of several, which a rank may have written: each of its lines is marked as ours."""
+        self.line(title)
+        for line in lines(text):
+            self._console.write(self, f"[monarch]   {line}\n".encode())
+            if self.echo is not None:
+                self.echo(f"  {line}")
 
     def phase(self, kind: str, text: str, **fields: object) -> None:
         """The end of a phase, with the seconds since the phase before it."""
@@ -93,32 +106,40 @@ class Reporter:
 
     def _event(self, kind: str, text: str, seconds: float | None, fields: dict[str, object]) -> None:
         if self._events_path:
-            events.append(self._events_path, kind, text, seconds=seconds, role=self._role, **fields)
+            events.append(self._events_path, kind, one_line(text), seconds=seconds, role=self._role, **fields)
 
 
-def leave_word(verdict: Verdict, environ: Mapping[str, str], rank_restarts: int = 0, final: str = "") -> None:
-    """Write why a job failed to where its backend looks for it.
+def leave_word(verdict: Verdict, environ: Mapping[str, str], reporter: Reporter, final: str = "") -> None:
+    """Write how a job ended to where its backend looks for it.
 
     Args:
         verdict: how it ended.
         environ: TORCHELASTIC_ERROR_FILE names a file of ours; MONARCH_TERMINATION_LOG one that is there already, of
-            which Kubernetes reads 4096 bytes.
-        rank_restarts: how often this host has started the ranks again, for the latter.
+            which Kubernetes reads 4096 bytes. MONARCH_RESULT_KEY asks for a signed line in the log.
+        reporter: knows how often this host has started the ranks again, for the latter two.
         final: why the host is not to be started again; empty where it may be.
     """
     path = environ.get("TORCHELASTIC_ERROR_FILE")
+    further = {RANK_RESTARTS: reporter.rank_restarts} if reporter.rank_restarts else {}
+    if key := environ.get(signed_line.KEY_VARIABLE):
+        reporter.line(signed_line.sign(verdict.error_file(_TERMINATION_MESSAGE, **further), key))
     if verdict.code == 0:
         return
     if path:
         with contextlib.suppress(OSError):
-            with open(path + ".tmp", "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-                file.write(verdict.error_file(0, **({FINAL: final} if final else {})))
-            os.replace(path + ".tmp", path)
-    further = {RANK_RESTARTS: rank_restarts} if rank_restarts else {}
+            text = verdict.error_file(0, **({FINAL: final} if final else {}))
+            safe_files.replace_file(path, text.encode())
     _write(environ.get("MONARCH_TERMINATION_LOG"), verdict.error_file(_TERMINATION_MESSAGE, **further))
 
 
 def _write(path: str | None, text: str) -> None:
-    if path:
-        with contextlib.suppress(OSError), open(path, "w") as file:
-            file.write(text)
+    """Write a file that Kubernetes has made, perhaps for another user, and mounted: it cannot be replaced."""
+    if not path:
+        return
+    with contextlib.suppress(OSError):
+        # A rank can have put a FIFO or a link there where nothing is mounted.
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+        with open(fd, "w") as file:
+            if stat.S_ISREG(os.fstat(fd).st_mode):
+                os.ftruncate(fd, 0)
+                file.write(text)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from torchx_monarch import safe_files
 from torchx_monarch.errors import Verdict
 
 VARIABLE = "MONARCH_STARTS"
@@ -59,17 +60,15 @@ class Starts:
                 continue
             with contextlib.suppress(OSError):
                 os.makedirs(os.path.dirname(path), exist_ok=True)
-                with open(path + ".tmp", "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-                    json.dump(self._note, file)
-                os.replace(path + ".tmp", path)
+                safe_files.replace_file(path, json.dumps(self._note).encode())
                 return True
         return False
 
 
 def _read(path: str) -> dict[str, Any] | None:
     """A note; None where there is none, or something else."""
-    with contextlib.suppress(OSError, ValueError), open(path) as file:
-        note = json.load(file)
+    with contextlib.suppress(OSError, ValueError):
+        note = safe_files.read_json(path)
         if isinstance(note, dict) and isinstance(note.get("restarts"), int):
             return note
     return None

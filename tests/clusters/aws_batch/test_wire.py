@@ -18,15 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torchx.specs import AppDef, AppState
+from torchx.specs import NONE, AppDef, AppState
 
 from tests.clusters.aws_batch.apps import NAME, Apps
 from tests.clusters.aws_batch.wire import Wire, refusal
+from torchx_monarch import signed_line
 from torchx_monarch.backends import blob
 from torchx_monarch.backends.aws_batch import facts, logs
 from torchx_monarch.backends.aws_batch.request import APP_PARAMETER, TAG_VERSION
 from torchx_monarch.backends.aws_batch.scheduler import create_monarch_scheduler
 from torchx_monarch.backends.network import Reachable
+from torchx_monarch.errors import Verdict
 
 JOB = "11111111-2222-3333-4444-555555555555"
 ARN = f"arn:aws:batch:eu-central-1:123456789012:job/{JOB}"
@@ -330,12 +332,22 @@ def test_asks_for_the_time_that_is_wanted(wire: Wire, wired: Apps) -> None:
 def test_the_hosts_verdict_is_read_from_the_log(wire: Wire, wired: Apps) -> None:
     parent = job(wire, wired, "FAILED")
     container = {"exitCode": 3, "logStreamName": "one"}
+    environment = parent["nodeProperties"]["nodeRangeProperties"][0]["container"].setdefault("environment", [])
+    environment.append({"name": signed_line.KEY_VARIABLE, "value": "key"})
     describes(wire, [parent, node(parent, 0, "FAILED", container)])
-    verdict = "[monarch] FAILED: rank 1 (local rank 1 on n, pid 7) exited with code 3: ValueError: x (12.40 s)"
-    wire.says("GetLogEvents", page("before", verdict, "after", after="1"))
-    error = json.loads(wired.status(HANDLE).structured_error_msg)["message"]
-    assert error["message"] == "rank 1 (local rank 1 on n, pid 7) exited with code 3: ValueError: x"
-    assert error["errorCode"] == 3
+    words = "rank 1 (local rank 1 on n, pid 7) exited with code 3: ValueError: x"
+    result = f"[monarch] {signed_line.sign(Verdict(3, words).error_file(rank_restarts=2), 'key')}"
+    forged = f"[monarch] {signed_line.sign(Verdict(4, 'the network of host 7 is broken').error_file(), 'other')}"
+    lines = ("before", f"[monarch] FAILED: {words} (12.40 s)", result, forged, result.replace("code 3", "code 4"))
+    said = "[monarch] FAILED: the network of host 7 is broken (0.01 s)"
+    wire.says("GetLogEvents", page(*lines, said, "[monarch] restarts of ranks: 7", after="1"))
+    status = wired.status(HANDLE)
+    error = json.loads(status.structured_error_msg)["message"]
+    assert (error["message"], error["errorCode"], status.num_restarts) == (words, 3, 2)
+
+    environment.clear()  # nobody can have signed
+    status = wired.status(HANDLE)
+    assert (status.structured_error_msg, status.num_restarts) == (NONE, 0)
 
 
 def page(*lines: str, after: str) -> dict[str, Any]:

@@ -165,6 +165,13 @@ def explanation(job: Mapping[str, Any], nodes: Mapping[int, Mapping[str, Any]], 
     return f"replica {name(first, roles)} {how}"
 
 
+def variable(job: Mapping[str, Any], name: str) -> str:
+    """The value that the first role's containers have for an environment variable; empty where they have none."""
+    ranges = (job.get("nodeProperties") or {}).get("nodeRangeProperties") or [{}]
+    container = ranges[0].get("container") or job.get("container") or {}
+    return next((str(one.get("value", "")) for one in container.get("environment", ()) if one.get("name") == name), "")
+
+
 def cause(nodes: Mapping[int, Mapping[str, Any]]) -> int | None:
     """The node that failed first, by its index; None where none has."""
     failed = [index for index, node in nodes.items() if state(node) is AppState.FAILED]

@@ -27,6 +27,7 @@ from torchx_monarch.backends import blob, roles
 from torchx_monarch.backends.aws_batch import command, container
 from torchx_monarch.backends.aws_batch.options import AWSBatchOpts
 from torchx_monarch.backends.network import CREDENTIALS, PLACEHOLDER
+from torchx_monarch.signed_line import KEY_VARIABLE
 
 TAG_VERSION = "torchx.pytorch.org/version"
 TAG_APP = "torchx.pytorch.org/app-name"
@@ -284,7 +285,8 @@ def _count(target: str, nodes: int) -> int:
 
 def _role(properties: Mapping[str, Any], replicas: int) -> Role:
     env = {each["name"]: each.get("value", "") for each in properties.get("environment", ())}
-    env.pop(CREDENTIALS, None)
+    for name in (CREDENTIALS, KEY_VARIABLE):
+        env.pop(name, None)
     words = properties.get("command") or [""]
     return Role(
         env.pop(ROLE_NAME, "node"),

@@ -9,6 +9,7 @@ import copy
 import logging
 import os
 import re
+import secrets
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torchx.specs import NONE, AppDef, AppDryRunInfo, AppState, CfgVal, Role, ru
 from torchx.specs.finder import ComponentValidationException
 from torchx.workspace.docker_workspace import DockerWorkspaceMixin
 
+from torchx_monarch import error_files, signed_line
 from torchx_monarch.backends import blob, roles
 from torchx_monarch.backends.aws_batch import check, facts, logs, request
 from torchx_monarch.backends.aws_batch.client import Aws, AwsError
@@ -29,7 +31,7 @@ from torchx_monarch.backends.aws_batch.request import BatchJob
 from torchx_monarch.backends.errors import UserError
 from torchx_monarch.backends.network import CREDENTIALS, PLACEHOLDER
 from torchx_monarch.backends.options import run_options
-from torchx_monarch.errors import Verdict
+from torchx_monarch.errors import RANK_RESTARTS, read_error_file
 
 _AT_A_TIME = 100
 """Jobs of one DescribeJobs, by Batch's documentation."""
@@ -41,10 +43,6 @@ _NO_OTHER_START = 78
 
 _ATTEMPT = "AWS_BATCH_JOB_ATTEMPT"
 """Batch's variable with the number of the attempt, which all nodes begin together."""
-
-_VERDICT = re.compile(r"\[monarch\] FAILED: (.*?)(?: \(\d+\.\d+ s\))?\s*$")
-
-_RANK_RESTARTS = re.compile(r"\[monarch\] restarts of ranks: (\d+)")
 
 _log = logging.getLogger("torchx_monarch")
 
@@ -232,14 +230,13 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
 
     def _root_cause(self, found: _Found, nodes: Mapping[int, Mapping[str, Any]]) -> str:
         """The verdict of the hosts, which the main node's log ends with, as a torchelastic error file has it."""
-        group = facts.log_group(found.job)
+        group, key = facts.log_group(found.job), facts.variable(found.job, signed_line.KEY_VARIABLE)
         for index in dict.fromkeys(each for each in (0, facts.cause(nodes)) if each is not None):
             node = nodes.get(index, found.job)
             with contextlib.suppress(AwsError):
                 for stream in facts.streams(node, group)[-1:]:
-                    said = [verdict for line in logs.tail(self._aws, stream) if (verdict := _VERDICT.search(line))]
-                    if said:
-                        return Verdict(facts.exit_code(node), said[-1][1]).error_file()
+                    if said := signed_line.verified(logs.tail(self._aws, stream), key):
+                        return error_files.cleaned(said[-1])
         return ""
 
     def _rank_restarts(self, found: _Found, nodes: Mapping[int, Mapping[str, Any]]) -> int:
@@ -384,11 +381,11 @@ class MonarchAWSBatchScheduler(AWSBatchScheduler, Scheduler[MonarchAWSBatchOpts]
 
     def _rank_restarts(self, found: _Found, nodes: Mapping[int, Mapping[str, Any]]) -> int:
         """By what replica 0 of the first role has said at the end of each attempt; one that was killed has not."""
-        count = 0
+        count, key = 0, facts.variable(found.job, signed_line.KEY_VARIABLE)
         with contextlib.suppress(AwsError):
             for stream in facts.streams(nodes.get(0, found.job), facts.log_group(found.job)):
-                said = [int(told[1]) for line in logs.tail(self._aws, stream) if (told := _RANK_RESTARTS.search(line))]
-                count += sum(said[-1:])
+                said = signed_line.verified(logs.tail(self._aws, stream), key)
+                count += read_error_file(said[-1]).get(RANK_RESTARTS, 0) if said else 0
         return count
 
     def _render(self, app: AppDef, cfg: MonarchAWSBatchOpts) -> BatchJob:
@@ -400,7 +397,10 @@ class MonarchAWSBatchScheduler(AWSBatchScheduler, Scheduler[MonarchAWSBatchOpts]
                 "run option secret needs execution_role_arn, a role that may read secrets (GetSecretValue)"
             )
 
+        result_key = secrets.token_hex()
+
         def finish(role: Role, env: dict[str, str]) -> None:
+            env[signed_line.KEY_VARIABLE] = result_key
             env.setdefault("PYTHONUNBUFFERED", "1")  # what goes into a pipe comes in blocks; people want lines
             if len(app.roles) > 1 and CREDENTIALS in role.env:
                 env["MONARCH_START"] = f"@{_ATTEMPT}"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from docker.errors import NotFound
 
 from torchx_monarch.backends.docker import facts
+from torchx_monarch.line_output import LineReader
 
 if TYPE_CHECKING:
     from docker.models.containers import Container
@@ -71,13 +72,12 @@ def _lines(chunks: Iterable[bytes]) -> Generator[str, None, float]:
 
     A line that is too long for dockerd comes in several chunks.
     """
-    latest, rest = 0.0, b""
+    latest, reader = 0.0, LineReader()
     for chunk in chunks:
         stamp, _, text = chunk.partition(b" ")
         latest = max(latest, facts.seconds(stamp.decode(errors="replace")))
-        *whole, rest = (rest + text).split(b"\n")
-        for line in whole:
-            yield line.decode(errors="replace") + "\n"
-    if rest:
+        for line in reader.feed(text):
+            yield line.decode(errors="replace")
+    if rest := reader.rest():
         yield rest.decode(errors="replace")
     return latest

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from docker.errors import DockerException
 from torchx.specs import AppState
 
+from torchx_monarch import error_files
 from torchx_monarch.backends.docker import request
 from torchx_monarch.backends.docker.facts import Replica
 from torchx_monarch.backends.network import CREDENTIALS
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 _TOO_LONG = 1 << 20
 
+_GO_MODE_TYPE = 0x8F280000
+"""Go's ``fs.ModeType``: of these bits dockerd sets one for what is no regular file."""
+
 _NO_SUCH_COMMAND = 127
 
 
@@ -30,7 +34,7 @@ def error(pair: tuple[Container, Replica]) -> str:
     container, replica = pair
     if replica.word or replica.state is not AppState.FAILED or not replica.started:
         return replica.word
-    return read(container, replica.env.get(request.ERROR_FILE, ""), replica.started)
+    return error_files.cleaned(read(container, replica.env.get(request.ERROR_FILE, ""), replica.started))
 
 
 def rank_restarts(pair: tuple[Container, Replica]) -> int:
@@ -60,7 +64,8 @@ def read(container: Container, path: str, since: float = 0.0) -> str:
         return ""
     try:
         chunks, about = container.get_archive(path)
-        if about["size"] > _TOO_LONG:
+        if about["size"] > _TOO_LONG or about["mode"] & _GO_MODE_TYPE:
+            chunks.close()  # a folder would come with all that is in it
             return ""
         with tarfile.open(fileobj=io.BytesIO(b"".join(chunks))) as archive:
             member = archive.next()

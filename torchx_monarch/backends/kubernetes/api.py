@@ -24,6 +24,7 @@ from kubernetes import client, config
 from torchx.specs.finder import ComponentValidationException
 
 from torchx_monarch.backends.kubernetes.request import Object
+from torchx_monarch.line_output import LineReader
 
 _CONNECT, _READ = 10.0, 60.0
 """Seconds for a connection, and for an answer."""
@@ -185,14 +186,12 @@ class Api:
             KubernetesError: the server refuses.
         """
         answer = self._send("GET", path, query, timeout=urllib3.Timeout(connect=_CONNECT, read=None))
-        rest = b""
+        reader = LineReader()
         try:
             # A follower of a quiet log hears nothing for hours.
             for chunk in answer.stream(1 << 16, decode_content=True):
-                *whole, rest = (rest + chunk).split(b"\n")
-                for line in whole:
-                    yield line + b"\n"
-            if rest:
+                yield from reader.feed(chunk)
+            if rest := reader.rest():
                 yield rest
         except urllib3.exceptions.HTTPError:
             return

@@ -14,10 +14,12 @@ from typing import Any
 
 from torchx.specs import AppState
 
+from torchx_monarch import error_files
 from torchx_monarch.backends import outcome
 from torchx_monarch.backends.kubernetes.request import Object
 from torchx_monarch.backends.outcome import RolePolicy
 from torchx_monarch.errors import RANK_RESTARTS, describe_code, is_consequence, read_error_file
+from torchx_monarch.untrusted_text import one_line
 
 SETTLE = 10.0
 """Seconds beyond the grace that the rest of a failed app gets to end by itself: its hosts carry the verdict out."""
@@ -60,7 +62,7 @@ class Attempt:
         waiting: why it does not run, where that is more than that it is about to.
         stuck_since: when it became clear that it cannot start as things are; 0 where it may.
         failure: how it failed, in words.
-        said: its termination message.
+        said: its termination message, where that is an error file (``error_files.cleaned``).
         rank_restarts: how often it has started the ranks again, as far as a container of it that has ended says so.
     """
 
@@ -130,7 +132,7 @@ def attempt(pod: Object) -> Attempt:
         waiting=waiting.strip(": "),
         stuck_since=stuck,
         failure=failure,
-        said=terminated.get("message") or "",
+        said=error_files.cleaned(terminated.get("message") or ""),
         rank_restarts=_rank_restarts(terminated) + _rank_restarts(before),
     )
 
@@ -157,7 +159,7 @@ def _failure(status: Object, conditions: Mapping[str, Object], terminated: Objec
     elif reason in ("StartError", "ContainerCannotRun", "ContainerStatusUnknown"):
         how = f"could not be started ({reason}): {terminated.get('message', '')}".rstrip(": ")
     elif terminated.get("message") and not terminated["message"].startswith("{"):
-        how += f": {terminated['message'].strip().splitlines()[-1][:_LONGEST_LINE]}"
+        how += f": {one_line(terminated['message'].strip().splitlines()[-1], _LONGEST_LINE)}"
     disruption = conditions.get("DisruptionTarget") or {}
     if status.get("reason"):
         # Evicted, NodeLost, DeadlineExceeded, UnexpectedAdmissionError ...

@@ -71,8 +71,12 @@ def _of_pod(api: Api, path: str, container: str, start: int, follow: bool) -> It
     stamp = 0
     try:
         for line in api.lines(path, **query):
-            word, _, text = line.decode(errors="replace").partition(" ")
-            stamp = _nanoseconds(word) or stamp
+            stamped = line.decode(errors="replace")
+            word, _, text = stamped.partition(" ")
+            if moment := _nanoseconds(word):
+                stamp = moment
+            else:  # a further piece of a very long line
+                text = stamped
             if stamp >= start:
                 yield stamp, text
     except KubernetesError as error:

@@ -12,6 +12,7 @@ from datetime import datetime
 
 from torchx_monarch import safe_files
 from torchx_monarch.backends.local import pump
+from torchx_monarch.line_output import LineReader
 
 #: Seconds between two looks at a log that is followed.
 _POLL = 0.05
@@ -53,6 +54,9 @@ def lines(
 ) -> Iterator[str]:
     """The lines of one log, each with its line end. Bytes that are no UTF-8 are replaced.
 
+    A line longer than ``line_output.LONGEST_READ`` comes in several. While a log is followed, what a carriage return
+    begins comes as it stands, without a line end: TorchX prints it in the place of what was there before.
+
     Args:
         stream: stdout, stderr or combined.
         since: leave out lines written before; a time without zone is local time.
@@ -65,7 +69,7 @@ def lines(
     index = _Index(log_dir, stream, below)
     path = os.path.join(log_dir, pump.log_name(stream))
     start = 0 if since is None else None
-    rest = b""
+    reader = LineReader()
     looks = 0
     while True:
         # The order matters: what was written before the end is read after it is known.
@@ -78,13 +82,14 @@ def lines(
         if start is not None:
             for data in _chunks(path, start, limit, below):
                 start += len(data)
-                *whole, rest = (rest + data).split(b"\n")
-                for line in whole:
-                    yield line.decode(errors="replace") + "\n"
+                for line in reader.feed(data):
+                    yield line.decode(errors="replace")
         if last or (limit is not None and start is not None and start >= limit):
-            if rest:
+            if rest := reader.rest():
                 yield rest.decode(errors="replace")
             return
+        if drawn := reader.drawn():
+            yield drawn.decode(errors="replace")
         time.sleep(_POLL)
 
 

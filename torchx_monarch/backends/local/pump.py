@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 
 from torchx_monarch import safe_files
+from torchx_monarch.line_output import LONGEST, LineOutput, complete
 
 STDOUT = "stdout"
 STDERR = "stderr"
@@ -29,10 +30,9 @@ RESOLUTION = 0.1
 #: One record of the index: offset in bytes, seconds since the epoch.
 RECORD = struct.Struct("<Qd")
 
-#: An unfinished line waits this long (seconds) for its end before the combined log shows it,
+#: An unfinished line waits this long (seconds) for its end before the combined log shows it, if it is no longer than
+#: ``line_output.LONGEST``.
 PATIENCE = 0.2
-#: and it waits only while it is shorter than this (bytes).
-MAX_PENDING = 64 * 1024
 
 #: Bytes read from a pipe at a time: the capacity of a pipe.
 CHUNK = 64 * 1024
@@ -130,8 +130,7 @@ class ReplicaLogs:
         self._files = {stream: LogFile(folder, stream) for stream in (STDOUT, STDERR, COMBINED)}
         self._pending = {STDOUT: b"", STDERR: b""}
         self._since = {STDOUT: 0.0, STDERR: 0.0}
-        #: The stream whose unfinished line stands at the end of the combined log.
-        self._open_line: str | None = None
+        self._lines = LineOutput()
 
     @property
     def lost(self) -> int:
@@ -151,19 +150,16 @@ class ReplicaLogs:
         if end:
             self._combine(stream, pending[:end])
             pending = pending[end:]
-        if len(pending) > MAX_PENDING:
-            self._combine(stream, pending)
-            pending = b""
+        if len(pending) > LONGEST:
+            whole = complete(pending)
+            self._combine(stream, pending[:whole])
+            pending = pending[whole:]
         if pending and (end or not self._pending[stream]):
             self._since[stream] = time.monotonic()
         self._pending[stream] = pending
 
     def _combine(self, stream: str, data: bytes) -> None:
-        combined = self._files[COMBINED]
-        if self._open_line not in (None, stream) and not combined.at_line_start:
-            combined.write(b"\n")
-        combined.write(data)
-        self._open_line = stream if not data.endswith(b"\n") else None
+        self._files[COMBINED].write(self._lines.place(stream, data))
 
     def next_flush(self) -> float | None:
         """When (``time.monotonic``) to call ``flush_old``; None while no line is unfinished."""
@@ -181,19 +177,27 @@ class ReplicaLogs:
 
     def say(self, text: str) -> None:
         """Write lines of our own to stderr and combined log, each marked as ours."""
+        self._flush_all()
+        lines = b"".join(b"[monarch] " + line.encode(errors="surrogateescape") + b"\n" for line in text.splitlines())
+        stderr = self._files[STDERR]
+        stderr.write(lines if stderr.at_line_start else b"\n" + lines)
+        if lines:
+            self._files[COMBINED].write(self._lines.place(self, lines))
+
+    def end_lines(self) -> None:
+        """Show what is left of a process that has ended, and end its unfinished lines: the next has its own."""
+        self._flush_all()
+        for stream in (STDOUT, STDERR):
+            self._files[COMBINED].write(self._lines.end(stream))
+
+    def _flush_all(self) -> None:
         for stream in (STDOUT, STDERR):
             if self._pending[stream]:
                 self._flush(stream)
-        lines = b"".join(b"[monarch] " + line.encode(errors="surrogateescape") + b"\n" for line in text.splitlines())
-        for file in (self._files[STDERR], self._files[COMBINED]):
-            file.write(lines if file.at_line_start else b"\n" + lines)
-        self._open_line = None
 
     def close(self) -> None:
         """Show what is left and close the files."""
-        for stream in (STDOUT, STDERR):
-            if self._pending[stream]:
-                self._flush(stream)
+        self._flush_all()
         for file in self._files.values():
             file.close()
 

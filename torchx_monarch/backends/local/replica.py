@@ -13,10 +13,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchx_monarch import errors, processes, safe_files
+from torchx_monarch import error_files, errors, processes, safe_files
 from torchx_monarch.backends.local import pump, spawn
 from torchx_monarch.backends.local.request import ReplicaRequest, RoleRequest
 from torchx_monarch.backends.local.status import CANCELLED, FAILED, PENDING, RUNNING, SUCCEEDED, ReplicaRecord
+from torchx_monarch.untrusted_text import one_line
 
 #: The most that a pipe can hold for an unprivileged process.
 _PIPE_BYTES = 1024 * 1024
@@ -59,6 +60,7 @@ class Replica:
         self._selector = selector
         self._pipes: dict[int, str] = {}
         self._error_file = self._env["TORCHELASTIC_ERROR_FILE"]
+        self._unreadable = ""
 
     @property
     def name(self) -> str:
@@ -177,9 +179,11 @@ class Replica:
         if code == 0:
             self.record.state = SUCCEEDED
             return
+        self.record.error = self.read_error()
+        if self._unreadable:
+            text += f"; its error file is unreadable: {self._unreadable}"
         self.logs.say(text)
         self.record.state = CANCELLED if self.stopping else FAILED
-        self.record.error = self.read_error()
         if not self.stopping:
             self.failure = text
             message = error_message(self.record.error)
@@ -191,15 +195,16 @@ class Replica:
                 self.record.error = json.dumps(flat)
 
     def read_error(self) -> str | None:
-        """The content of its error file, if it has written one that is JSON."""
+        """The content of its error file, as far as it is of use; None where there is none that can be read."""
+        # A role may name a file of its own, which can be there from another time.
+        since = (self.record.started or 0.0) - 0.1
+        self._unreadable = ""
         try:
-            with open(self._error_file, "rb") as file:
-                # A role may name a file of its own, which can be there from another time.
-                if os.fstat(file.fileno()).st_mtime < (self.record.started or 0.0) - 0.1:
-                    return None
-                return json.dumps(json.loads(file.read()))
-        except (OSError, ValueError):
+            found = error_files.read(self._error_file, since)
+        except error_files.UnreadableError as error:
+            self._unreadable = str(error)
             return None
+        return None if found is None else json.dumps(found)
 
     def _keep_old_error(self) -> None:
         if self.record.restarts and os.path.exists(self._error_file):
@@ -210,6 +215,7 @@ class Replica:
         """Make ready for another start: nothing of the last one lives on, and the logs say that a new one begins."""
         processes.kill_until_gone(lambda: processes.adopted(self.marks))
         self.close_pipes()
+        self.logs.end_lines()
         self.record.restarts += 1
         self.record.state = PENDING
         self.logs.say(f"replica {self.name} is started again (restart {self.record.restarts})")
@@ -251,8 +257,8 @@ class Replica:
 
 def error_message(error: str | None) -> str:
     """The first line of the message in an error file; "" when it has none."""
-    data: Any = json.loads(error) if error else None
+    data: Any = errors.read_error_file(error)
     for _ in range(2):
         data = data.get("message") if isinstance(data, dict) else data
     lines = data.strip().splitlines() if isinstance(data, str) else []
-    return lines[0][:500] if lines else ""
+    return one_line(lines[0], 500) if lines else ""

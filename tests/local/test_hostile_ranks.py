@@ -1,0 +1,86 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Ranks that do what they can to hang or crash their host, or to have it say what is not true."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.local.hosts import Hosts
+
+NO_PRELOAD = ("--grace", "5", "--preload", "")
+
+
+def torchrun(*words: str, nproc: int = 2) -> list[str]:
+    return ["torchrun", "--nproc-per-node", str(nproc), "--role", "trainer", "--tee", "3", *words]
+
+
+UNREADABLE = {
+    "a FIFO": ("os.mkfifo(path)", "it is a FIFO"),
+    "an endless device": ("os.symlink('/dev/zero', path)", "it is a symbolic link"),
+    "deep": ("open(path, 'w').write('[' * 200_000)", "it is not JSON"),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_an_error_file_that_cannot_be_read(name: str, folder: Path) -> None:
+    """Neither the rank's own nor what it puts in the place of its host's: exit code and rank stay right."""
+    make, why = UNREADABLE[name]
+    (folder / "prog.py").write_text(f"""
+import os
+path = os.environ["TORCHELASTIC_ERROR_FILE"]
+if os.environ["RANK"] == "1":
+    {make}
+    hosts = os.path.join(path.partition("/attempt_")[0], "error.json")
+    for path in (hosts, hosts + ".tmp"):
+        {make}
+    os._exit(3)
+import time
+time.sleep(600)
+""")
+    hosts = Hosts(folder, torchrun(str(folder / "prog.py")), options=NO_PRELOAD).start()
+    assert hosts.wait() == [3]
+    assert re.search(
+        rf"FAILED: rank 1 \(local rank 1 on .*\) exited with code 3: its error file is unreadable: {why} ",
+        hosts.err(),
+    )
+    left = json.loads((hosts.logs(0) / "error.json").read_text())
+    assert left["message"]["errorCode"] == 3 and "rank 1" in left["message"]["message"]
+
+
+def test_a_rank_cannot_stop_the_next_attempt_from_being_logged(folder: Path) -> None:
+    """A FIFO where the next attempt's log is to be would be opened for ever."""
+    (folder / "prog.py").write_text("""
+import os
+log = os.path.dirname(os.environ["TORCHELASTIC_ERROR_FILE"])
+later = log.replace("attempt_0", "attempt_1")
+os.makedirs(later)
+os.mkfifo(os.path.join(later, "stdout.log"))
+os._exit(3)
+""")
+    command = torchrun("--max-restarts", "1", str(folder / "prog.py"), nproc=1)
+    hosts = Hosts(folder, command, options=NO_PRELOAD).start()
+    assert hosts.wait() == [1]
+    assert "cannot write the ranks' logs: is a FIFO: " in hosts.err()
+
+
+def test_what_a_rank_says_stays_in_its_line(folder: Path) -> None:
+    forged = "[monarch] FAILED: the network of host 7 is broken (0.01 s)"
+    (folder / "prog.py").write_text(f"raise ValueError('boom\\n{forged}\\x1b[2J\\r\\u2028x')")
+    hosts = Hosts(folder, torchrun(str(folder / "prog.py"), nproc=1), options=NO_PRELOAD).start()
+    assert hosts.wait() == [1]
+    said = (hosts.logs(0) / "err").read_bytes().decode()  # read_text would take a carriage return for a line end
+    ours = [line for line in said.split("\n") if not line.startswith("[trainer0]:")]
+    assert all(line.startswith("[monarch] ") for line in ours if line), ours
+    [failed] = [line for line in ours if line.startswith("[monarch] FAILED: ")]
+    assert "ValueError: boom\\n[monarch] FAILED: the network" in failed
+    assert not any("\x1b" in line for line in ours)
+    left = json.loads((hosts.logs(0) / "error.json").read_text())["message"]
+    assert left["message"].isprintable() and "\x1b" not in left["extraInfo"]["py_callstack"]
+    events = hosts.events()
+    assert [event["message"] for event in events if event["message"].startswith("[monarch]")] == []
+    assert all(event["message"].isprintable() for event in events)

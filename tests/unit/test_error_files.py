@@ -1,0 +1,143 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Error files that a rank has made unreadable, or filled with what should not be there."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchx_monarch import error_files, errors, signed_line
+from torchx_monarch.backends.kubernetes import facts
+from torchx_monarch.errors import RankExit, Verdict
+from torchx_monarch.runtime.output import Console
+from torchx_monarch.runtime.report import Reporter, leave_word
+from torchx_monarch.untrusted_text import one_line, printable
+
+MADE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a FIFO": (os.mkfifo, "it is a FIFO"),
+    "a link to an endless device": (lambda path: path.symlink_to("/dev/zero"), "it is a symbolic link"),
+    "a link to a file": (lambda path: path.symlink_to("/etc/hostname"), "it is a symbolic link"),
+    "a folder": (Path.mkdir, "it is a folder"),
+    "deep": (lambda path: path.write_text("[" * 200_000), "it is not JSON"),
+    "deep objects": (lambda path: path.write_text('{"message":' * 50_000), "it is not JSON"),
+    "large": (
+        lambda path: path.write_text(json.dumps({"message": "x" * (2 << 20)})),
+        "it is larger than 1048576 bytes",
+    ),
+    "half": (lambda path: path.write_text('{"message": {"message": "Val'), "it is not JSON"),
+    "empty": (lambda path: path.write_text(""), "it is not JSON"),
+    "no text": (lambda path: path.write_bytes(b"\xff\xfe\x00"), "it is not JSON"),
+    "a number with too many digits": (lambda path: path.write_text("1" * 100_000), "it is not JSON"),
+    "a list": (lambda path: path.write_text("[1]"), "it is not a JSON object"),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_unreadable(name: str, tmp_path: Path) -> None:
+    make, why = MADE[name]
+    make(tmp_path / "error.json")
+    with pytest.raises(error_files.UnreadableError, match=why):
+        error_files.read(str(tmp_path / "error.json"))
+
+
+def test_there_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    assert error_files.read(str(path)) is None
+    path.write_text("{}")
+    os.utime(path, (1000.0, 1000.0))
+    assert error_files.read(str(path), since=1001.0) is None
+    assert error_files.read(str(path), since=1000.0) == {}
+
+
+def test_what_torch_and_hosts_write_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    extra = {"py_callstack": "Traceback\n\tx", "timestamp": "17", "raised_at": 17.25, "began": False, "joined": True}
+    theirs = {"message": {"message": "ValueError: x", "extraInfo": extra}}
+    path.write_text(json.dumps(theirs))
+    assert error_files.read(str(path)) == theirs
+    flat = {"message": "replica r/0 exited with code 3", "errorCode": 3, "timestamp": 17}
+    path.write_text(json.dumps(flat))
+    assert error_files.read(str(path)) == flat
+    ours = json.loads(Verdict(3, "why", consequence=True, replica=2).error_file(final="code 78", rank_restarts=4))
+    path.write_text(json.dumps(ours))
+    assert error_files.read(str(path)) == ours
+
+
+def test_a_long_message_and_a_long_traceback_are_cut() -> None:
+    extra = {"py_callstack": "\N{EURO SIGN}" * 200_000 + "end", "timestamp": "17"}
+    kept = error_files.known_fields({"message": {"message": "x" * 500_000, "extraInfo": extra}}, 5000)
+    assert kept["message"]["message"] == "x" * (error_files.MESSAGE_BYTES - 2)
+    assert kept["message"]["extraInfo"]["py_callstack"].endswith("end")
+    assert len(json.dumps(kept)) < error_files.MESSAGE_BYTES + 5200
+
+
+JSON: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.floats() | st.integers() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=5,
+)
+FIELDS = st.sampled_from([*error_files._SHORT, "message", "extraInfo", "py_callstack", "other"])
+OBJECTS = st.dictionaries(FIELDS, JSON | st.dictionaries(FIELDS, JSON | st.dictionaries(FIELDS, JSON)))
+
+
+@given(OBJECTS)
+def test_any_content_is_an_end_of_a_rank(data: dict[str, Any]) -> None:
+    kept = error_files.known_fields(data)
+    assert error_files.known_fields(kept) == kept
+    one = RankExit(3, 1, 0, "node", 17, 5, 10.0, error=kept)
+    assert one.failed and isinstance(one.failed_at, float)
+    assert one.describe().startswith("rank 3 (local rank 1 on node, pid 17) exited with code 5")
+    assert one.describe().isprintable()
+    assert isinstance(one.traceback, str) and isinstance(one.began, bool) and not one.is_collateral
+    text = Verdict(5, one.describe(), one).error_file()
+    assert errors.why_final(5, text) == ""
+    errors.is_consequence(json.dumps(kept))
+
+
+@given(st.text())
+def test_text_of_others_is_one_line(text: str) -> None:
+    line = one_line(text)
+    assert line.isprintable() and one_line(line) == line
+    assert printable(text).count("\n") == text.rstrip("\n").count("\n")
+
+
+def test_what_is_escaped() -> None:
+    assert one_line("a\nb\x1b[31m\r\t\x9b\u2028\u202e\udc80é日") == r"a\nb\x1b[31m\r\t\x9b\u2028\u202e\udc80é日"
+    assert one_line("abcdef", 3) == "abc..."
+    assert printable("a\tb\n\x1b[1mc\r\n") == "a\tb\n\\x1b[1mc\\r"
+
+
+def test_a_termination_message_that_is_too_deep() -> None:
+    """As the kubelet passes it on, when a container has left nothing else."""
+    state = {"terminated": {"exitCode": 3, "message": "[" * 4096, "finishedAt": "2026-11-22T01:02:03Z"}}
+    pod = {
+        "metadata": {"name": "p", "creationTimestamp": "2026-11-22T01:02:03Z"},
+        "spec": {"containers": [{"name": "c"}]},
+        "status": {"phase": "Failed", "containerStatuses": [{"name": "c", "state": state}]},
+    }
+    found = facts.attempt(pod)
+    assert found.error is None and not found.is_consequence
+    assert found.failure.startswith("exited with code 3")
+
+
+def test_a_host_signs_its_result_where_its_backend_reads_the_log(tmp_path: Path) -> None:
+    with open(tmp_path / "log", "w+") as log:
+        reporter = Reporter(Console(log.fileno()), None, "r")
+        verdict = Verdict(3, "rank 1 exited with code 3: ValueError: a\n[monarch] result b")
+        leave_word(verdict, {signed_line.KEY_VARIABLE: "key"}, reporter)
+        leave_word(verdict, {}, reporter)
+        log.seek(0)
+        lines = log.read().split("\n")
+    assert len(lines) == 2
+    [result] = signed_line.verified(lines, "key")
+    assert json.loads(result)["message"]["errorCode"] == 3
+    assert signed_line.verified(lines, "other") == signed_line.verified(lines, "") == []
+    assert signed_line.verified([lines[0].replace("code 3", "code 4"), f"[default0]:{lines[0]}"], "key") == []

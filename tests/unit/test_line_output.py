@@ -1,0 +1,212 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Lines of several writers in one output, very long lines and progress bars, on their way from a rank to a reader."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchx_monarch.backends.local import logs, pump
+from torchx_monarch.line_output import CONTINUED, LONGEST, LineOutput, LineReader, complete
+from torchx_monarch.runtime.filtered import FilteredFile
+from torchx_monarch.runtime.journal import Journal, JournalSink, Sinks
+from torchx_monarch.runtime.output import Console, RankOutput
+
+PIECES = st.lists(st.text("ab\r\n", min_size=1, max_size=4).map(str.encode), max_size=30)
+
+
+class Rank:
+    """One stream of a rank: what it writes, and its output on a console of the host."""
+
+    def __init__(self, console: Console, prefix: str = "", file: str | None = None, sink: Sinks | None = None) -> None:
+        end, self._pipe = os.pipe()
+        self.output = RankOutput(os.fdopen(end, "rb", 0), lambda: None)
+        self.output.assign(file, console, prefix, sink)
+
+    async def write(self, data: bytes) -> None:
+        """Returns when the pipe has taken it."""
+        await asyncio.get_running_loop().run_in_executor(None, self._write, data)
+
+    def _write(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._pipe, view) :]
+
+    async def end(self) -> None:
+        os.close(self._pipe)
+        await self.output.ended.wait()
+
+
+async def shown(path: Path, condition: Callable[[bytes], object]) -> bytes:
+    async def look() -> bytes:
+        while not condition(data := path.read_bytes()):
+            await asyncio.sleep(0.01)
+        return data
+
+    return await asyncio.wait_for(look(), 30)
+
+
+def on_console(path: Path, program: Callable[[Console], object]) -> bytes:
+    """What is on the console at the end."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    try:
+        asyncio.run(program(Console(fd)))  # type: ignore[arg-type]
+    finally:
+        os.close(fd)
+    return path.read_bytes()
+
+
+def test_a_line_without_end_is_shown_as_it_comes(tmp_path: Path) -> None:
+    """And byte for byte, as long as nobody else writes."""
+    console, text = tmp_path / "console", b"x" * (8 * LONGEST)
+
+    async def program(out: Console) -> None:
+        rank = Rank(out, "[default0]:", str(tmp_path / "log"))
+        await rank.write(text)
+        await shown(console, lambda data: len(data) > 6 * LONGEST)  # it has not ended
+        await rank.write(b"end\nnext\n")
+        await rank.end()
+
+    assert on_console(console, program) == b"[default0]:" + text + b"end\n[default0]:next\n"
+    assert (tmp_path / "log").read_bytes() == text + b"end\nnext\n"
+
+
+def test_lines_of_others_between_two_pieces(tmp_path: Path) -> None:
+    console, piece = tmp_path / "console", b"x" * (2 * LONGEST)
+
+    async def program(out: Console) -> None:
+        long, short = Rank(out, "[default0]:"), Rank(out, "[default1]:")
+        await long.write(piece)
+        first = await shown(console, lambda data: len(data) > LONGEST)
+        await short.write(b"short\n")
+        await shown(console, lambda data: b"short" in data)
+        await long.write(piece + b"\n")
+        await shown(console, lambda data: len(data) > 4 * LONGEST)
+        assert first.startswith(b"[default0]:x")
+        await long.end()
+        await short.end()
+
+    first, short, rest = on_console(console, program).splitlines()
+    assert short == b"[default1]:short"
+    assert rest.startswith(b"[default0]:[continued] x")
+    assert first.count(b"x") + rest.count(b"x") == 4 * LONGEST
+
+
+def test_a_progress_bar_is_shown_as_it_is_drawn(tmp_path: Path) -> None:
+    console = tmp_path / "console"
+
+    async def program(out: Console) -> None:
+        rank = Rank(out, "[default0]:")
+        await rank.write(b"\r 10%")
+        await shown(console, lambda data: data.endswith(b"10%"))
+        await rank.write(b"\r 20%")
+        await shown(console, lambda data: data.endswith(b"20%"))
+        await rank.write(b"\r100%\n")
+        await rank.end()
+
+    assert on_console(console, program) == b"[default0]:\r 10%\r 20%\r100%\n"
+
+
+def test_an_unfinished_line_is_ended_before_the_host_speaks(tmp_path: Path) -> None:
+    console = tmp_path / "console"
+
+    async def program(out: Console) -> None:
+        rank = Rank(out)
+        await rank.write(b"\r 10%")
+        await shown(console, lambda data: data.endswith(b"10%"))
+        out.write("host", b"[monarch] FAILED\n")
+        await rank.end()
+
+    assert on_console(console, program) == b"\r 10%\n[monarch] FAILED\n"
+
+
+def test_pieces_in_a_journal_and_in_a_filtered_file(tmp_path: Path) -> None:
+    text = "\N{EURO SIGN}".encode() * LONGEST
+
+    async def program(out: Console) -> None:
+        journal = Journal(str(tmp_path / "run" / "journal"))
+        filtered = FilteredFile(str(tmp_path / "filtered"), ["needle"], b"p:")
+        rank = Rank(out, "p:", sink=Sinks([JournalSink(journal, 3, "stdout"), filtered]))
+        await rank.write(text)
+        await rank.write(b"\none needle\nnone\n")
+        await rank.end()
+        journal.close()
+        records = [line async for lines in journal.follow() for line in lines]
+        texts = [json.loads(line)["text"] for line in records]
+        assert "".join(texts) == "p:" + text.decode() + "\np:one needle\np:none\n"
+
+    on_console(tmp_path / "console", program)
+    assert (tmp_path / "filtered").read_bytes() == b"p:one needle\n"
+
+
+@given(PIECES)
+def test_one_writer_is_not_changed(pieces: list[bytes]) -> None:
+    lines = LineOutput()
+    assert b"".join(lines.place("a", piece) for piece in pieces) == b"".join(pieces)
+
+
+@given(st.lists(st.tuples(st.sampled_from([b"1", b"2"]), st.text("x\n", min_size=1, max_size=3)), max_size=30))
+def test_lines_of_two_writers_are_never_mixed(pieces: list[tuple[bytes, str]]) -> None:
+    lines, said = LineOutput(), {b"1": b"", b"2": b""}
+    out = b""
+    for writer, text in pieces:
+        data = text.encode().replace(b"x", writer)
+        said[writer] += data
+        out += lines.place(writer, data)
+    for writer, other in ((b"1", b"2"), (b"2", b"1")):
+        assert not any(writer in line and other in line for line in out.split(b"\n"))
+        assert out.count(writer) == said[writer].count(writer)
+    assert not out.startswith(CONTINUED)
+
+
+@given(PIECES, st.integers(1, 20))
+def test_a_reader_loses_nothing(pieces: list[bytes], longest: int) -> None:
+    reader, pieces = LineReader(longest), [*pieces, b"\n"]
+    got = [line for piece in pieces for line in reader.feed(piece)] + [reader.rest()]
+    text = b"".join(line.removesuffix(b"\n") if after.startswith(CONTINUED) else line for line, after in follow(got))
+    assert text.replace(CONTINUED, b"") == b"".join(pieces)
+
+
+def follow(lines: list[bytes]) -> list[tuple[bytes, bytes]]:
+    return list(zip(lines, [*lines[1:], b""], strict=True))
+
+
+@given(st.text(st.characters(codec="utf-8"), max_size=5), st.integers(0, 20))
+def test_characters_are_not_torn(text: str, end: int) -> None:
+    data = text.encode()[:end]
+    assert data[: complete(data)].decode() == text[: len(data[: complete(data)].decode())]
+    assert len(data) - complete(data) < 4
+
+
+def test_a_follower_sees_a_progress_bar(tmp_path: Path) -> None:
+    out = pump.ReplicaLogs(str(tmp_path))
+    out.feed("stdout", b"begin\n\r 10%\r")
+    out.end_lines()
+    ended = False
+    lines = logs.lines(str(tmp_path), "stdout", ended=lambda: ended, follow=True)
+    assert [next(lines), next(lines)] == ["begin\n", "\r 10%"]
+    out.feed("stdout", b"\r 20%\nend\n")
+    assert [next(lines), next(lines)] == ["\r\r 20%\n", "end\n"]
+    ended = True
+    assert list(lines) == []
+    out.close()
+    assert list(logs.lines(str(tmp_path), "stdout", ended=lambda: True)) == ["begin\n", "\r 10%\r\r 20%\n", "end\n"]
+
+
+def test_a_very_long_line_is_read_in_pieces(tmp_path: Path) -> None:
+    out = pump.ReplicaLogs(str(tmp_path))
+    for _ in range(64):
+        out.feed("stdout", b"x" * 65536)
+    out.feed("stdout", b"\nend\n")
+    out.close()
+    lines = list(logs.lines(str(tmp_path), "combined", ended=lambda: True))
+    assert len(lines) > 3 and max(map(len, lines)) < 2 << 20
+    assert all(line.startswith("[continued] x") for line in lines[1:-1])
+    assert sum(line.count("x") for line in lines) == 64 * 65536 and lines[-1] == "end\n"
