@@ -91,9 +91,9 @@ def test_a_job_from_other_processes(work: Path, eventually: Eventually) -> None:
 def test_job_survives_its_shell(work: Path, eventually: Eventually) -> None:
     name = write(work, "while not os.path.exists('go on'):\n    time.sleep(0.05)\nprint('the end', flush=True)\n")
     shell = subprocess.Popen(
-        [*RUN, "--wait", "--log", "-cfg", "preload=none", "monarch.spmd", name],
+        ["sh", "-c", '"$@"; cat', "sh", *RUN, "-cfg", "preload=none", "monarch.spmd", name],
         cwd=work,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},  # or the handle comes with the command's end
+        stdin=subprocess.PIPE,  # its end would end the shell by itself
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,

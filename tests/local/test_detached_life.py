@@ -316,7 +316,7 @@ def test_dryrun_is_json(apps: Detached) -> None:
 
 def test_run_options(apps: Detached) -> None:
     options = dict(apps.scheduler.run_opts())
-    assert set(options) == {"grace", "auto_set_cuda_visible_devices"}
+    assert set(options) == {"grace", "lease", "auto_set_cuda_visible_devices"}
     assert all(option.help for option in options.values())
     with pytest.raises(ValueError, match="grace is -1"):
         apps.run(sh("true"), grace=-1)
