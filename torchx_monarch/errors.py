@@ -270,7 +270,8 @@ class LinkError(RuntimeError):
     """A live allocation cannot be reached; the message says why.
 
     Attributes:
-        final: whether waiting for its hosts does not help: there is no certificate, or another program listens there.
+        final: whether waiting for its hosts does not help: there is no certificate, or another
+            program listens at the address that the user has given.
     """
 
     def __init__(self, message: str, final: bool = False) -> None:

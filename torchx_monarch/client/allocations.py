@@ -16,7 +16,6 @@ from torchx_monarch.backends.local.request import load as load_request
 from torchx_monarch.client.link import ask
 from torchx_monarch.client.target import Target
 from torchx_monarch.errors import LinkError, RefusedError
-from torchx_monarch.plan.command import HOSTS_MODULE
 
 _PATIENCE = 3.0
 """Seconds for each."""
@@ -48,6 +47,8 @@ def waiting_hosts() -> Iterator[Found]:
 
 
 def _of_this_machine() -> list[tuple[str, list[str]]]:
+    from torchx_monarch.plan.command import HOSTS_MODULE  # not for `torchx --help`, which imports this module
+
     found = []
     try:
         app_ids = sorted(store.app_ids())

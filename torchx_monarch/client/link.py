@@ -158,7 +158,9 @@ def _connected(target: Target, timeout: float) -> socket.socket:
         if address.networked and not isinstance(error, ssl.SSLError):
             hint = ". From outside its network: forward the port, and give its near end as address (docs/live.md)"
         why = explain(error, address)
-        raise LinkError(f"{why}{hint}", why.final) from None
+        # At an address that the scheduler gives, another program may listen until the host there is ready: addresses of
+        # pods are used again.
+        raise LinkError(f"{why}{hint}", why.final and target.given) from None
 
 
 def _context(target: Target) -> ssl.SSLContext:

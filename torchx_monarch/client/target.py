@@ -29,11 +29,13 @@ class Target:
         address: where its replica 0 listens, as seen from here.
         role: its name; empty for the one that listens there.
         credentials: text of ``credentials.ClientCredentials``; empty where none are needed.
+        given: whether the user has said where it listens, and not its scheduler.
     """
 
     address: Address
     role: str = ""
     credentials: str = ""
+    given: bool = False
 
     @classmethod
     def of(cls, handle: str, role: str = "", address: str = "", runner: Runner | None = None) -> Target:
@@ -54,7 +56,7 @@ class Target:
         scheduler, _, app_id = parse_app_handle(handle)
         credentials, kept = clients.kept(scheduler, app_id)
         if address:
-            return cls(_given(address, kept, role), role, credentials)
+            return cls(_given(address, kept, role), role, credentials, given=True)
         if not kept:
             return cls(_on_this_machine(handle, app_id, role), role)
         role = role or next(iter(kept))

@@ -17,6 +17,7 @@ from torchx.specs.finder import ComponentValidationException
 
 from tests.clusters.kubernetes.apps import NAME, Apps
 from tests.clusters.kubernetes.cluster import ROOT, WIRE, Cluster
+from torchx_monarch import sidecars
 from torchx_monarch.backends import clients
 from torchx_monarch.credentials import ClientCredentials
 
@@ -304,9 +305,11 @@ def test_what_is_no_host_fails_with_its_last_words_and_ends_the_others(apps: App
     assert status.msg.endswith("exited with code 3: last words") and "replica trainer/1" in status.msg
 
 
-def test_the_first_role_decides(apps: Apps) -> None:
+def test_a_sidecar_ends_with_the_others(apps: Apps) -> None:
     main = apps.role("sh", "-c", "sleep 1", name="main")
-    handle = apps.run(main, apps.torchrun(apps.program(WAITS), name="other_one", replicas=1, nproc=1))
+    other = apps.torchrun(apps.program(WAITS), name="other_one", replicas=1, nproc=1)
+    sidecars.mark(other)
+    handle = apps.run(main, other)
     apps.wait(handle, AppState.SUCCEEDED)
     assert apps.states(handle) == {"main/0": AppState.SUCCEEDED, "other_one/0": AppState.CANCELLED}
     assert [

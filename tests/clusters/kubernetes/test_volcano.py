@@ -13,6 +13,7 @@ from torchx.specs import AppState
 
 from tests.clusters.kubernetes.apps import Apps
 from tests.clusters.kubernetes.test_apps import SAYS, WAITS
+from torchx_monarch import sidecars
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -78,7 +79,7 @@ def test_volcano_runs_two_roles_and_everything_is_known(volcano: Apps) -> None:
     assert apps.described(handle).roles[0].args == main.args
 
 
-def test_volcano_jobs_are_cancelled_and_fail_and_end_with_their_first_role(volcano: Apps) -> None:
+def test_volcano_jobs_are_cancelled_and_fail_and_end_without_their_sidecars(volcano: Apps) -> None:
     apps = volcano
     handle = apps.run(apps.torchrun(apps.program(WAITS)), mode="volcano")
     apps.until(lambda: apps.log(handle).count("attempt 0") == 4, "the ranks", handle)
@@ -90,6 +91,8 @@ def test_volcano_jobs_are_cancelled_and_fail_and_end_with_their_first_role(volca
     assert "AssertionError: boom" in json.loads(status.structured_error_msg)["message"]["message"]
     apps.runner.delete(handle)
     apps.until_true(lambda: apps.runner.status(handle) is None, "its end")
-    handle = apps.run(apps.role("true", name="main"), apps.role("sleep", "1000", name="reader"), mode="volcano")
+    reader = apps.role("sleep", "1000", name="reader")
+    sidecars.mark(reader)
+    handle = apps.run(apps.role("true", name="main"), reader, mode="volcano")
     apps.wait(handle, AppState.SUCCEEDED)
     assert apps.states(handle)["reader/0"] is AppState.CANCELLED
