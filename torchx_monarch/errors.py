@@ -102,6 +102,7 @@ class RankExit:
         error: what its torchelastic error file holds, if it wrote one.
         timer: scope of the timer that expired, where its end is the watchdog's doing.
         started: when its program was started, in seconds since the epoch.
+        out_of_memory: what says that the kernel killed it for want of memory; empty where nothing does.
     """
 
     rank: int
@@ -116,6 +117,7 @@ class RankExit:
     error: Mapping[str, Any] | None = None
     timer: str = ""
     started: float = 0.0
+    out_of_memory: str = ""
 
     @property
     def failed(self) -> bool:
@@ -165,8 +167,9 @@ class RankExit:
         """One line: who, where, how."""
         where = f"local rank {self.local_rank} on {self.hostname}, pid {self.pid}"
         timer = f": its timer {self.timer!r} expired" if self.timer else ""
+        memory = f": {self.out_of_memory}" if self.out_of_memory else ""
         said = f": {one_line(self.message)}" if self.message else ""
-        return f"rank {self.rank} ({where}) {describe_code(self.code)}{timer}{said}"
+        return f"rank {self.rank} ({where}) {describe_code(self.code)}{timer}{memory}{said}"
 
     def to_json(self) -> dict[str, Any]:
         """As the plain values that a message carries."""

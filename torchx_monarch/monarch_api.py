@@ -24,12 +24,17 @@ _TUNING = {
     # Env only, no configure() key; the default of 10 s is how long a dead process stays unnoticed.
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",
     "HYPERACTOR_MESH_PROC_STOP_MAX_IDLE": "5s",
-    # Its log would go to /tmp/USER/monarch_log.log, a name that anybody can foresee, for all jobs of the user together.
-    # There is no option for another file; but when the file cannot be made, and no file can have so long a name, the
-    # log goes to stderr, which a host process has pointed into the job's own folder.
+}
+
+LOG_TO_STDERR = {
+    # Monarch's log would go to /tmp/USER/monarch_log.log, a name that anybody can foresee, for all jobs of the user
+    # together: another user who makes that folder first can put a symbolic link or a FIFO there. There is no option for
+    # another file; but when the file cannot be made, and no file can have so long a name, the log goes to stderr.
     "MONARCH_LOG_SUFFIX": "to-stderr" * 32,
     "MONARCH_FILE_LOG": "error",
 }
+"""Variables for every process that imports Monarch, which reads them at that moment; they keep its log out of ``/tmp``.
+A host process has pointed its stderr into the job's own folder."""
 
 _BEYOND_LEASE = 15.0
 """Seconds beyond the lease after which Monarch itself gives up a process that is silent. Hosts find it by their own
@@ -41,6 +46,12 @@ _CA = "trust_all_connections"
 """The only value that 0.7 accepts. It says nothing: an ipc:// address is protected by its folder's mode, a tls:// one
 by certificates, which Monarch demands of both ends, and the abstract sockets, which it opens unasked in the process of
 the worker loop, by ``same_user``."""
+
+
+def log_to_stderr() -> None:
+    """Have Monarch write its log to this process's stderr; call it before Monarch is imported, it is too late after."""
+    for name, value in LOG_TO_STDERR.items():
+        os.environ.setdefault(name, value)
 
 
 def start_worker(
@@ -70,6 +81,7 @@ def start_worker(
     Returns:
         the address by which a controller attaches to it.
     """
+    log_to_stderr()
     for name, value in {**_TUNING, **_patience(lease)}.items():
         os.environ.setdefault(name, value)
     if tls is not None:

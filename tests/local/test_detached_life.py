@@ -37,10 +37,12 @@ def test_success_and_what_remains(apps: Detached, eventually: Eventually) -> Non
     eventually(lambda: not Path(apps.paths(app_id).reserve).exists(), "the reserve to go")
 
 
-def test_everything_is_private(apps: Detached) -> None:
+def test_everything_is_private(apps: Detached, eventually: Eventually) -> None:
     app_id = apps.run(sh("echo x > /dev/null"), name="hello")
     apps.wait(app_id)
     root = Path(apps.paths(app_id).root)
+    # It goes a moment after the final status can be read.
+    eventually(lambda: not Path(apps.paths(app_id).reserve).exists(), "the reserve to go")
     for path in [root, *root.rglob("*")]:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 

@@ -5,7 +5,11 @@
 from __future__ import annotations
 
 import os
+import pwd
+import shutil
 import stat
+import subprocess
+import sys
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +18,7 @@ import pytest
 from torchx.runner import Runner
 from torchx.specs import AppDef, Role
 
+from tests.local.hosts import Hosts
 from torchx_monarch import credentials
 from torchx_monarch.schedulers import monarch_local
 
@@ -66,3 +71,39 @@ def test_nothing_of_a_job_is_open_to_others(
     assert stat.S_IMODE(Path(f"{made}0").stat().st_mode) == 0o666
     assert not Path("/tmp", user).exists()
     assert not [path for path in Path("/tmp").glob("*") if user in path.name]
+
+
+_CLIENT = """
+from torchx_monarch import MonarchJob
+job = MonarchJob({"trainers": 1})
+job.state().trainers.spawn_procs().initialized.get(timeout=240)
+job.kill()
+"""
+
+_CONTROLLER = """
+import monarch.actor
+from torchx_monarch import this_job
+this_job().state().trainer.spawn_procs().initialized.get(timeout=240)
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("unshare"), reason="needs a mount namespace")
+@pytest.mark.parametrize("who", ["client", "controller"])
+def test_monarchs_log_is_not_written_through_another_users_link(tmp_path: Path, folder: Path, who: str) -> None:
+    planted, victim = tmp_path / "planted", tmp_path / "victim"
+    planted.mkdir()
+    victim.write_text("mine")
+    (planted / "monarch_log.log").symlink_to(victim)
+    usual = Path("/tmp", pwd.getpwuid(os.getuid()).pw_name)  # of all processes of this user: replaced for ours alone
+    usual.mkdir(exist_ok=True)
+    within = ("unshare", "--mount", "sh", "-c", f'mount --bind {planted} {usual} && exec "$@"', "sh")
+    program = tmp_path / "program.py"
+    program.write_text(_CLIENT if who == "client" else _CONTROLLER)
+    if who == "client":
+        subprocess.run([*within, sys.executable, str(program)], cwd=tmp_path, timeout=300, check=True)
+    else:
+        command = ["python", "-m", "torchx_monarch.actors", "--idle-timeout", "0", "--", "python", str(program)]
+        hosts = Hosts(folder, command, wrapper=within).start()
+        assert hosts.wait(300) == [0], hosts.err()
+    assert victim.read_text() == "mine"
+    assert sorted(planted.iterdir()) == [planted / "monarch_log.log"]

@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from monarch.job import JobState, JobTrait
 from torchx.specs import NONE, AppDef, AppState, AppStatus, CfgVal, is_terminal
 
 from torchx_monarch import monarch_api
@@ -22,6 +21,10 @@ from torchx_monarch.client.attachment import Attachment, Live, NotYetError, clie
 from torchx_monarch.plan.hold import IDLE_TIMEOUT
 from torchx_monarch.plan.meshes import app_of_meshes, check_mesh_name, waiting
 from torchx_monarch.schedulers.monarch import MonarchScheduler
+
+monarch_api.log_to_stderr()
+
+from monarch.job import JobState, JobTrait  # noqa: E402
 
 _log = logging.getLogger("torchx_monarch")
 

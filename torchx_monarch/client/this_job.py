@@ -10,9 +10,11 @@ import os
 import sys
 from typing import Any
 
-from monarch.job import JobState
-
 from torchx_monarch import monarch_api
+
+monarch_api.log_to_stderr()
+
+from monarch.job import JobState  # noqa: E402
 
 VARIABLE = "MONARCH_THIS_JOB"
 """In the environment of the script: the file that its host has written (``runtime.actor_host``)."""

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from torchx_monarch import processes
 from torchx_monarch.errors import Verdict
+from torchx_monarch.monarch_api import LOG_TO_STDERR
 from torchx_monarch.plan.actors import Actors, parse_actors
 from torchx_monarch.plan.command import Command, CommandError, parse
 from torchx_monarch.plan.options import DEFAULTS
@@ -97,6 +98,8 @@ class ActorHost(HostProcess):
             return 0
         # The script finds the hosts of all roles in this file, once they are there.
         self._environ.update({"MONARCH_THIS_JOB": self._job_file, "MONARCH_BATCH_JOB": "1"})
+        for name, value in LOG_TO_STDERR.items():  # it may import Monarch before anything of ours
+            self._environ.setdefault(name, value)
         return await super()._start_interpreters(command)
 
     @property

@@ -33,6 +33,7 @@ from torchx_monarch.runtime.interpreter import Interpreter
 from torchx_monarch.runtime.journal import Journal, JournalSink, Sinks
 from torchx_monarch.runtime.master_endpoint import EndpointError, MasterEndpoint
 from torchx_monarch.runtime.master_store import MasterStore
+from torchx_monarch.runtime.oom import OutOfMemory
 from torchx_monarch.runtime.output import Console, LineSink
 from torchx_monarch.runtime.strays import end_strays
 from torchx_monarch.runtime.watchdog import FILE, Watchdog, WatchdogError
@@ -119,6 +120,7 @@ class RankPool:
         self._ranks: list[Rank] = []
         self._spares: asyncio.Task[None] | None = None
         self._store = MasterStore(say)
+        self._memory = OutOfMemory()
         # Whatever this process and Monarch's make is for nobody else's eyes; what ranks make is as the user has it.
         self.limits = limits or (processes.raise_file_limit(), os.umask(0o077))
 
@@ -310,6 +312,7 @@ class RankPool:
             raise LaunchError(str(error)) from None
         self._waiting = self._waiting[self._count :]
         self.attempt = world.attempt
+        self._memory = OutOfMemory()
         pythons = [self._becomes(self._command.program_of(rank.local_rank)) for rank in self._ranks]
         each = zip(self._ranks, orders, pythons, strict=True)
         await asyncio.gather(*(rank.interpreter.run(order, python) for rank, order, python in each))
@@ -461,6 +464,7 @@ class RankPool:
             except error_files.UnreadableError as failure:
                 error = {"message": f"its error file is unreadable: {failure}"}
         interpreter = rank.interpreter
+        killed = interpreter.process.returncode == -signal.SIGKILL and rank.stopped_at is None
         exit = RankExit(
             rank=rank.rank,
             local_rank=rank.local_rank,
@@ -474,6 +478,7 @@ class RankPool:
             error=error,
             timer=self._watchdog.timer_of(interpreter.process.pid) if self._watchdog else "",
             started=rank.started,
+            out_of_memory=self._memory.evidence() if killed else "",
         )
         if exit.failed and rank.stopped_at is not None:
             # We ended an interpreter that was on its way out after an exception: without us its code would have been 1.

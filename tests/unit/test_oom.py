@@ -1,0 +1,72 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the kernel's counters say of processes that were killed for want of memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_errors import exit_of
+from torchx_monarch.runtime.oom import OutOfMemory
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+V1 = {
+    "proc/self/cgroup": "9:name=systemd:/\n4:cpu,memory:/job/step\n0::/\n",
+    "sys/fs/cgroup/memory/job/step/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill {kills}\n",
+    "sys/fs/cgroup/memory/job/step/memory.limit_in_bytes": "9223372036854771712\n",
+    "sys/fs/cgroup/memory/job/memory.limit_in_bytes": "536870912\n",
+}
+V2 = {
+    "proc/self/cgroup": "0::/job/step\n",
+    "sys/fs/cgroup/job/step/memory.events": "low 0\noom 7\noom_kill {kills}\noom_group_kill 0\n",
+    "sys/fs/cgroup/job/step/memory.max": "536870912\n",
+    "sys/fs/cgroup/job/memory.max": "max\n",
+}
+NO_LIMIT = {**V2, "sys/fs/cgroup/job/step/memory.max": "max\n"}
+IN_CONTAINER = {  # /proc names the machine's path, /sys/fs/cgroup is the container's own
+    "proc/self/cgroup": "4:memory:/docker/0123\n",
+    "sys/fs/cgroup/memory/memory.oom_control": "oom_kill {kills}\n",
+    "sys/fs/cgroup/memory/memory.limit_in_bytes": "536870912\n",
+}
+MACHINE = {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cgroup.procs": "1\n", "proc/vmstat": "oom_kill {kills}\n"}
+OF_512 = "the kernel killed it for want of memory (the memory limit of its cgroup is 512 MiB)"
+
+
+@pytest.mark.parametrize(
+    ("files", "says"),
+    [
+        (V1, OF_512),
+        (V2, OF_512),
+        (IN_CONTAINER, OF_512),
+        (NO_LIMIT, "the kernel killed it for want of memory (its cgroup has no memory limit)"),
+        (MACHINE, "the kernel's OOM killer was active on this machine"),
+        ({}, ""),
+    ],
+)
+def test_only_kills_since_the_start_count(tmp_path: Path, files: dict[str, str], says: str) -> None:
+    write(tmp_path, {name: text.format(kills=3) for name, text in files.items()})
+    memory = OutOfMemory(tmp_path)
+    assert memory.evidence() == ""
+    write(tmp_path, {name: text.format(kills=4) for name, text in files.items()})
+    assert memory.evidence() == says
+    assert OutOfMemory(tmp_path).evidence() == ""
+
+
+def test_kills_of_others_on_the_machine_do_not_count_where_the_cgroup_counts(tmp_path: Path) -> None:
+    write(tmp_path, {name: text.format(kills=3) for name, text in {**MACHINE, **V2}.items()})
+    memory = OutOfMemory(tmp_path)
+    write(tmp_path, {"proc/vmstat": "oom_kill 9\n"})
+    assert memory.evidence() == ""
+
+
+def test_a_rank_says_it() -> None:
+    assert exit_of(1, -9, out_of_memory=OF_512).describe().endswith(f"was killed by signal 9 (SIGKILL): {OF_512}")
