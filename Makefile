@@ -94,11 +94,11 @@ format: $(STAMP)
 
 # Every cluster of the tests has a worker of its own, which mostly waits, and gives what is left of the others a hand in the end.
 test: lint types system
-	python -m pytest -n 5 --dist loadgroup $(PYTESTFLAGS)
+	python -m pytest -n 5 $(PYTESTFLAGS)
 
 # What costs more than it is worth for every change: the real torchrun instead of what was recorded, examples by chance.
 test-nightly: lint types system
-	python -m pytest -n 5 --dist loadgroup --torchrun live --hypothesis-profile nightly $(PYTESTFLAGS)
+	python -m pytest -n 5 --torchrun live --hypothesis-profile nightly $(PYTESTFLAGS)
 
 # After a change of the conformance tests, or of torch.
 record-torchrun: $(STAMP)

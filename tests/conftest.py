@@ -5,14 +5,17 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
 pytest_plugins = ["tests.clusters.table"]
 
@@ -43,22 +46,33 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record-torchrun", metavar="FOLDER", help="for python -m tests.conformance.record")
 
 
-def _group(path: Path) -> str:
-    """The tests that share what is made once in a process; empty for those of no group."""
-    parts = path.relative_to(Path(__file__).parent).parts
-    return parts[1] if parts[0] == "clusters" else "packaging" if parts[0] == "packaging" else ""
+_SHARING = ("clusters/[^/]+/", "packaging/", "conformance/test_interpreter.py", "conformance/test_process_group.py")
+"""Tests that share a cluster, environments or launches, which are made once in each process that runs some of them."""
+
+
+class _Together(LoadScopeScheduling):  # type: ignore[misc]
+    """Gives what shares something to one worker, and every other test to whichever is free; the largest first.
+
+    Not by ``--dist loadgroup``: xdist 3.8 writes the group into a test's ``_nodeid``, which pytest 9.2 does not read.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        found = re.match(f"tests/({'|'.join(_SHARING)})", nodeid)
+        return found[0] if found else nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    return _Together(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Give each cluster a worker of its own (``--dist loadgroup``), and begin with what takes long.
+    """Begin with what takes long.
 
     And leave out what says nothing of us: how the real torchrun behaves, in a run that is not about it.
     """
-    for item in items:
-        if group := _group(item.path):
-            item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(key=lambda item: (not _group(item.path), item.get_closest_marker("slow") is None))
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if config.getoption("--torchrun") == "live" or config.getoption("--record-torchrun"):
         return
     left_out = [item for item in items if item.get_closest_marker("torchrun")]

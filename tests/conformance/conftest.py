@@ -35,9 +35,7 @@ def both(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> Iterator[Launchers]:
-    group = request.node.get_closest_marker("xdist_group")
-    # With --dist=loadgroup its name is at the end of the test's.
-    test = request.node.nodeid.removesuffix(f"@{group.args[0]}" if group else "").rpartition("conformance/")[2]
+    test = request.node.nodeid.partition("conformance/")[2]
     launchers = Launchers(torchrun_server, recorded, test, tmp_path, monkeypatch)
     failed = request.session.testsfailed
     yield launchers

@@ -26,7 +26,12 @@ _LINES_OF_A_DIFFERENCE = 20
 def _lasting(case: Stored) -> list[str]:
     """What is to be the same in two runs of a case, as lines in an order of their own."""
     text = json.dumps(case, indent=0, sort_keys=True, ensure_ascii=False).replace("\\n", "\n")
-    text = re.sub(r"0x[0-9a-f]+|torchelastic_\w+|\bnone_\w+|\bid_\w+|\bjob_\w+", "*", text)
+    # Names that are made up in each run: addresses, and folders and ids of runs.
+    text = re.sub(
+        r"0x[0-9a-f]+|torchelastic_\w+|\b(none|id|job)_\w{8}|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}(_\w+)?",
+        "*",
+        text,
+    )
     return sorted(re.sub(r"\d{2,}(\.\d+)?", "*", text).splitlines())
 
 

@@ -13,8 +13,6 @@ import pytest
 from tests.conformance.differences import Difference
 from tests.conformance.launchers import Launchers
 
-pytestmark = pytest.mark.xdist_group("interpreter")  # they share two launches
-
 EXPRESSIONS = {
     "argv": "sys.argv",
     "original argv": "sys.orig_argv",

@@ -13,8 +13,6 @@ import pytest
 from tests.conformance.differences import Difference
 from tests.conformance.launchers import Launchers
 
-pytestmark = pytest.mark.xdist_group("process group")  # most of them share a launch
-
 EXPRESSIONS = {
     "is launched by torchelastic": "dist.is_torchelastic_launched()",
     "threads": "torch.get_num_threads()",
