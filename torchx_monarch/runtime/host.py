@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Coroutine, Mapping
 from typing import Any, NoReturn
 
-from torchx_monarch import folders, processes, safe_files
+from torchx_monarch import folders, open_files, processes, safe_files
 from torchx_monarch.errors import Verdict
 from torchx_monarch.plan.command import Command, CommandError, check, parse
 from torchx_monarch.runtime import network, retry
@@ -110,7 +110,9 @@ class HostProcess:
             verdict = await self._job()
         except Exception as error:
             traceback.print_exc()
-            verdict = Verdict(1, f"internal error of the host process: {type(error).__name__}: {error}")
+            verdict = Verdict(
+                1, f"internal error of the host process: {type(error).__name__}: {error}{open_files.hint(error)}"
+            )
             self._reporter.line(f"{verdict.reason}; see {self._monarch_log}")
         await self._leave(verdict)
         raise AssertionError("unreachable")

@@ -23,7 +23,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from torchx_monarch import error_files, processes, safe_files
+from torchx_monarch import error_files, open_files, processes, safe_files
 from torchx_monarch.errors import RankExit
 from torchx_monarch.plan.command import Command, Program
 from torchx_monarch.runtime import protocol
@@ -155,6 +155,8 @@ class RankPool:
             if self._count < 1:
                 reason = f"--nproc-per-node={nproc} gives {self._count} ranks on this host; 1 or more are needed"
                 raise LaunchError(reason)
+        if too_few := open_files.shortage(self._count):
+            raise LaunchError(too_few)
         self._start_missing()
         return self._count
 
@@ -243,7 +245,9 @@ class RankPool:
         try:
             interpreter = Interpreter(python, self._label(program), env, *self.limits, folder, self._printed)
         except OSError as error:
-            raise LaunchError(f"cannot start the Python interpreter {python[0]!r}: {error.strerror}") from None
+            raise LaunchError(
+                f"cannot start the Python interpreter {python[0]!r}: {error.strerror}{open_files.hint(error)}"
+            ) from None
         self._prepare(interpreter, program, local_rank)
         self._waiting.append(interpreter)
 
@@ -307,7 +311,9 @@ class RankPool:
             self._ranks = [self._assign(world, number, each) for number, each in enumerate(interpreters)]
             orders = [self._order(world, rank) for rank in self._ranks]
         except OSError as error:
-            raise LaunchError(f"cannot write the ranks' logs: {error.strerror}: {error.filename}") from None
+            raise LaunchError(
+                f"cannot write the ranks' logs: {error.strerror}: {error.filename}{open_files.hint(error)}"
+            ) from None
         except ValueError as error:
             raise LaunchError(str(error)) from None
         self._waiting = self._waiting[self._count :]

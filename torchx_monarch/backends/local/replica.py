@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchx_monarch import error_files, errors, processes, safe_files
+from torchx_monarch import error_files, errors, open_files, processes, safe_files
 from torchx_monarch.backends.local import pump, spawn
 from torchx_monarch.backends.local.request import ReplicaRequest, RoleRequest
 from torchx_monarch.backends.local.status import CANCELLED, FAILED, PENDING, RUNNING, SUCCEEDED, ReplicaRecord
@@ -109,7 +109,7 @@ class Replica:
         except (OSError, ValueError) as e:  # ValueError: a null byte in an argument
             for end in (pipes[0][0], pipes[1][0]):
                 os.close(end)
-            reason = e.strerror if isinstance(e, spawn.SpawnError) else str(e)
+            reason = e.strerror if isinstance(e, spawn.SpawnError) else f"{e}{open_files.hint(e)}"
             self.final = True
             self._ended(EXIT_NOT_STARTED, f"replica {self.name} could not be started: {reason}")
             return False
