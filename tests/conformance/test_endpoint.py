@@ -33,7 +33,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_program_that_meets_at_the_named_port(way: str, both: Launchers) -> None:
     port = str(free_port())
-    theirs, ours = both.script(MEET, *(word.replace("{port}", port) for word in WAYS[way]), args=[port])
+    theirs, ours = both.script(MEET, *(word.replace("{port}", port) for word in WAYS[way]), args=[port], live=True)
     assert theirs.code == ours.code == 0, ours.err.decode()
     assert ours.reports == theirs.reports
     assert ours.reports[1][0] == 2.0
@@ -42,7 +42,7 @@ def test_program_that_meets_at_the_named_port(way: str, both: Launchers) -> None
 
 def test_port_from_the_environment_without_preload(both: Launchers) -> None:
     port = str(free_port())
-    theirs, ours = both.script(MEET, args=[port], environ={"PET_MASTER_PORT": port}, preload="")
+    theirs, ours = both.script(MEET, args=[port], environ={"PET_MASTER_PORT": port}, preload="", live=True)
     assert Difference.STORE
     assert theirs.code == ours.code == 0, ours.err.decode()
     assert ours.reports == theirs.reports != {}
@@ -57,7 +57,7 @@ def test_restart_at_the_named_port(both: Launchers) -> None:
         sys.exit(1 if attempt == "0" else 0)
     """
     port = str(free_port())
-    theirs, ours = both.script(body, "--master-port", port, "--max-restarts", "1", args=[port], nproc=1)
+    theirs, ours = both.script(body, "--master-port", port, "--max-restarts", "1", args=[port], nproc=1, live=True)
     assert theirs.code == ours.code == 0, ours.err.decode()
     assert ours.marks() == theirs.marks() == ["0 0", "0 1"]
 
@@ -67,7 +67,7 @@ def test_port_that_is_taken(both: Launchers) -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        theirs, ours = both.script("mark('ran')", "--master-port", str(port), nproc=1)
+        theirs, ours = both.script("mark('ran')", "--master-port", str(port), nproc=1, live=True)
     assert theirs.code == ours.code == 1
     assert theirs.marks() == ours.marks() == []
     last = ours.err.decode().splitlines()[-1]
