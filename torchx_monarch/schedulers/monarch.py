@@ -109,6 +109,20 @@ class _SubmitInfo(AppDryRunInfo[Any, Cfg]):  # type: ignore[misc]
         self.rendezvous = rendezvous
 
 
+def _own_options(cfg: Cfg) -> MonarchOpts:
+    """The options that are this module's own.
+
+    Raises:
+        InvalidRunConfigException: one of them is out of range; the message names it.
+    """
+    options = MonarchOpts.from_cfg({name: cfg[name] for name in cfg if name in MonarchOpts()})
+    for name, lowest in (("grace", 0), ("host_timeout", 1), ("lease", 1)):
+        if options[name] < lowest:
+            reason = f"Run option `{name}` is {options[name]}; it is a number of seconds, {lowest} or more"
+            raise InvalidRunConfigException(reason, name, cfg)
+    return options
+
+
 class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
     """Submits roles as Monarch hosts through any TorchX scheduler.
 
@@ -161,11 +175,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
     # -- submission ----------------------------------------------------------------------------------------------------
 
     def _submit_dryrun(self, app: AppDef, cfg: Cfg) -> AppDryRunInfo[Any, Cfg]:
-        options = MonarchOpts.from_cfg({name: cfg[name] for name in cfg if name in MonarchOpts()})
-        for name, lowest in (("grace", 0), ("host_timeout", 1), ("lease", 1)):
-            if options[name] < lowest:
-                reason = f"Run option `{name}` is {options[name]}; it is a number of seconds, {lowest} or more"
-                raise InvalidRunConfigException(reason, name, cfg)
+        options = _own_options(cfg)
         try:
             retry_on = parse_exit_codes(options.retry_on)
         except ValueError as error:
@@ -244,6 +254,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         return app_id
 
     def _pre_build_validate(self, app: AppDef, scheduler: str, cfg: Cfg) -> None:
+        _own_options(cfg)
         self.inner._pre_build_validate(app, scheduler, self._inner_cfg(cfg))
 
     def _validate(self, app: AppDef, scheduler: str, cfg: Cfg) -> None:

@@ -82,12 +82,14 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
         return next((each.last.address for each in replicas if each.id == 0 and each.last), "")
 
     def _pre_build_validate(self, app: AppDef, scheduler: str, cfg: KubernetesOpts) -> None:
-        """Ask for a cluster before an image is built for it, which takes long and needs more.
+        """Check the options, and that a cluster is configured, before an image is built, which takes long.
 
         Raises:
-            KubernetesError: none is configured, and one is needed.
+            InvalidRunConfigException: an option makes no sense.
+            KubernetesError: no cluster is configured, and one is needed.
         """
         super()._pre_build_validate(app, scheduler, cfg)
+        options.check(cfg)
         if cfg.mode == "auto" or cfg.validate_spec:
             _ = self._api
 
