@@ -115,7 +115,7 @@ def _own_options(cfg: Cfg) -> MonarchOpts:
     Raises:
         InvalidRunConfigException: one of them is out of range; the message names it.
     """
-    options = MonarchOpts.from_cfg({name: cfg[name] for name in cfg if name in MonarchOpts()})
+    options: MonarchOpts = MonarchOpts.from_cfg({name: cfg[name] for name in cfg if name in MonarchOpts()})
     for name, lowest in (("grace", 0), ("host_timeout", 1), ("lease", 1)):
         if options[name] < lowest:
             reason = f"Run option `{name}` is {options[name]}; it is a number of seconds, {lowest} or more"
