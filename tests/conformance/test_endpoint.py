@@ -21,6 +21,7 @@ MEET = """
     dist.all_reduce(ones)
     report([ones.item(), os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] == port])
     dist.barrier()
+    dist.destroy_process_group()  # or torch aborts an interpreter at its end now and then
 """
 
 WAYS = {
