@@ -456,9 +456,15 @@ class Loop:
         self._done = True
 
     def _failed(self) -> list[Replica]:
-        """The replicas that failed: first those that know the cause at first hand, then those without an error file."""
+        """The replicas that failed: in the order of their ends, but first those that know the cause at first hand.
+
+        On a full disk those without an error file come last: they may have had no room for one.
+        """
+        no_room = bool(self._note_on_disk())
         failed = [replica for replica in self._all if replica.record.state == FAILED and replica not in self._given_up]
-        return sorted(failed, key=lambda one: (*one.hearsay, one.read_error() is None, one.record.ended or 0.0))
+        return sorted(
+            failed, key=lambda one: (*one.hearsay, no_room and one.read_error() is None, one.record.ended or 0.0)
+        )
 
     def _note_on_disk(self) -> str:
         """What is to be said of a state directory that is full: files that would name the cause may be missing."""
