@@ -263,7 +263,7 @@ class Hosts:
             raise AllocationError(f"{self.handle} has ended ({state}){': ' + message if message else ''}")
 
     def _missing_since(self, started: float) -> str:
-        """What is waited for while replica 0 cannot be reached, in words; raises where that is in vain."""
+        """Describe what is waited for while replica 0 cannot be reached; raise where waiting does not help."""
         self.check_alive()
         if isinstance(self._unreached, RefusedError) or self._unreached.final:
             raise self._unreached

@@ -80,7 +80,7 @@ class SPMDJob:
         """The allocation of that handle, from any process.
 
         Args:
-            handle: as for ``SPMDJob``; likewise the others: ``runner``, ``workspace``, ``sync``, ``start_timeout``.
+            handle: as for ``SPMDJob``, and so are ``runner``, ``workspace``, ``sync`` and ``start_timeout``.
 
         Raises:
             LinkError: it is not known here how to reach it, and waiting does not help.

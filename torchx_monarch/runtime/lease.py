@@ -84,7 +84,7 @@ class Leases(Generic[Peer]):
             await asyncio.sleep(self._tick)
             now = time.monotonic()
             self._note_pause(now)
-            # What came in a pause is read before the next look.
+            # Messages that arrived in a pause are read before the next look.
             passed, self._looked = min(now - self._looked, 2 * self._tick), now
             for peer, silence in list(self._silence.items()):
                 self._silence[peer] = silence + passed

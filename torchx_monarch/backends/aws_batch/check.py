@@ -32,7 +32,7 @@ def warn_of_unawaited(app: AppDef) -> None:
 
 
 def check_hosts(role: Role, main: Role) -> None:
-    """Refuse what hosts of this role would wait for in vain.
+    """Refuse a role whose hosts could not find each other, or whose lost hosts would not be replaced.
 
     Raises:
         ValueError: its hosts cannot find each other, or are promised replacements.
