@@ -75,8 +75,8 @@ def test_a_lost_host_ends_the_job_and_its_clients_see_it(folder: Path) -> None:
 def test_a_script_is_the_only_client_and_is_stopped_with_its_host(folder: Path, tmp_path: Path) -> None:
     script = tmp_path / "main.py"
     script.write_text(
-        "import signal, sys, time\n"
-        "signal.signal(signal.SIGTERM, lambda *_: (print('saved', flush=True), sys.exit(0)))\n"
+        "import os, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (os.write(1, b'saved\\n'), sys.exit(0)))\n"
         "print('begun', flush=True)\n"
         "time.sleep(1000)\n"
     )

@@ -28,9 +28,9 @@ NO_PRELOAD = ("--grace", "5", "--preload", "")
 #: Takes its time to end when it is told.
 CLEANS_UP = """
 def stop(*_):
-    print("told", rank, flush=True)
+    os.write(1, f"told {rank}\\n".encode())  # print is not reentrant: that of the pid may not have returned
     time.sleep(1.5)
-    print("clean", rank, flush=True)
+    os.write(1, f"clean {rank}\\n".encode())
     sys.exit(0)
 signal.signal(signal.SIGTERM, stop)
 print("pid", os.getpid(), flush=True)
@@ -91,7 +91,7 @@ def test_while_interpreters_import(
 def test_while_a_failed_attempt_is_stopped(folder: Path, script: Callable[[str], str], eventually: Eventually) -> None:
     path = script("""
         if rank == 0:
-            signal.signal(signal.SIGTERM, lambda *_: print("told", flush=True) or time.sleep(1.5) or sys.exit(0))
+            signal.signal(signal.SIGTERM, lambda *_: os.write(1, b"told\\n") and time.sleep(1.5) or sys.exit(0))
             print("pid", os.getpid(), flush=True)
             time.sleep(1000)
         while not os.path.exists(f"{sys.argv[0]}.go"):
