@@ -8,9 +8,12 @@ at most of the length that they should have. Everything else is left out.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 from torchx_monarch import safe_files
@@ -21,6 +24,10 @@ MESSAGE_BYTES = 8 * 1024
 
 TRACEBACK_BYTES = 64 * 1024
 """The most that is kept of a traceback, as JSON: its end."""
+
+
+RESERVE_BYTES = 16 * 1024
+"""The size of the reserve file beside an error file: ``error.json.reserve`` beside ``error.json``."""
 
 
 class UnreadableError(ValueError):
@@ -53,6 +60,42 @@ def read(path: str, since: float = 0.0, traceback_bytes: int = TRACEBACK_BYTES) 
     if not isinstance(data, dict):
         raise UnreadableError("it is not a JSON object")
     return known_fields(data, traceback_bytes)
+
+
+def make_reserve(path: str) -> None:
+    """Make a reserve file beside an error file that may have to be written when the disk is full.
+
+    Without room for it there is none: that the job runs matters more.
+    """
+    with contextlib.suppress(OSError):
+        safe_files.make_reserve(_reserve(path), RESERVE_BYTES)
+
+
+def remove_reserve(path: str) -> None:
+    """Remove the reserve file beside an error file, if there is one."""
+    with contextlib.suppress(OSError):
+        os.unlink(_reserve(path))
+
+
+def write(path: str, text: Callable[[int], str]) -> None:
+    """Write an error file, into its reserve where the disk is full.
+
+    Args:
+        text: gives the content, of at most so many bytes; 0 is any number.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    try:
+        safe_files.replace_file(path, text(0).encode())
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        safe_files.write_into_reserve(_reserve(path), path, text(RESERVE_BYTES).encode())
+
+
+def _reserve(path: str) -> str:
+    return f"{path}.reserve"
 
 
 def cleaned(text: str) -> str:

@@ -190,6 +190,47 @@ def replace_file(path: str, data: bytes) -> None:
         raise
 
 
+def make_reserve(path: str, size: int) -> None:
+    """Make a file that holds disk space, for ``write_into_reserve`` when the disk is full.
+
+    Args:
+        size: in bytes.
+
+    Raises:
+        OSError: there is none left; then there is no such file.
+    """
+    fd = open_file(path, os.O_WRONLY | os.O_CREAT)
+    try:
+        # Zeros would do on most file systems; some (compressing ones) store them in no space at all.
+        _write_all(fd, os.urandom(size))
+    except OSError:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(fd)
+
+
+def write_into_reserve(reserve: str, path: str, data: bytes) -> None:
+    """Replace the file at ``path`` by a reserve file with other content, which needs no new space and no new inode.
+
+    Raises:
+        OSError: there is no such reserve, or it is smaller than the data and the disk is full.
+    """
+    fd = open_file(reserve, os.O_WRONLY)
+    try:
+        _write_all(fd, data)
+        os.ftruncate(fd, len(data))
+        os.rename(reserve, path)
+    finally:
+        os.close(fd)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
 def _open_file_at(folder: int | None, name: str, path: str, flags: int, mode: int) -> int:
     """Open ``name`` in a folder; ``path`` is what messages call it."""
     try:

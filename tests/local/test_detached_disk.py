@@ -7,12 +7,13 @@ from __future__ import annotations
 import os
 import pickle
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from torchx.specs import AppState
+from torchx.specs import AppState, Role
 
 from tests.local.detached import Detached, py, sh
 from torchx_monarch.backends.local.submit import StateDirError
@@ -144,6 +145,58 @@ def test_no_inodes_are_left(apps: Detached, tmp_path: Path, monkeypatch: pytest.
         status = apps.wait(app_id, 60.0)
         assert status.state is AppState.FAILED
         assert "exited with code 5" in status.msg and "has no inodes left" in status.msg
+    finally:
+        # The keeper leaves a moment after the app has ended.
+        while subprocess.run(["umount", str(folder)], capture_output=True, check=False).returncode:
+            time.sleep(0.1)
+
+
+@pytest.mark.parametrize("lacking", ["space", "inodes"])
+@pytest.mark.parametrize("recorded", [False, True], ids=["plain", "record"])
+def test_a_rank_fails_on_a_full_disk(
+    apps: Detached,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    eventually: Eventually,
+    lacking: str,
+    recorded: bool,
+) -> None:
+    folder = tmp_path / "few"
+    mount(folder, "size=6m,nr_inodes=400,mode=700")
+    monkeypatch.setenv("MONARCH_STATE_DIR", str(folder))
+    script = tmp_path / "script.py"
+    script.write_text(f"""
+import os, sys, time
+folder = {str(tmp_path)!r}
+def main():
+    open(f"{{folder}}/up{{os.environ['RANK']}}", "w").close()
+    while not os.path.exists(f"{{folder}}/full"):
+        time.sleep(0.02)
+    if os.environ["RANK"] == "1":
+        raise ValueError("boom of rank 1")
+    time.sleep(1000)
+if {recorded}:
+    from torch.distributed.elastic.multiprocessing.errors import record
+    main = record(main)
+main()
+""")
+    host = ["-m", "torchx_monarch.host", "--app", "app", "--role", "r", "--replica", "0", "--replicas", "1"]
+    words = [*host, "--", "torchrun", "--nproc-per-node", "2", str(script)]
+    try:
+        app_id = apps.run(Role("r", image="", entrypoint=sys.executable, args=words))
+        eventually(lambda: (tmp_path / "up0").exists() and (tmp_path / "up1").exists(), "the ranks", seconds=120.0)
+        if lacking == "space":
+            fill(folder)
+        else:
+            with pytest.raises(OSError, match="No space left"):
+                for number in range(400):
+                    (folder / f"ballast{number}").touch()
+        (tmp_path / "full").touch()
+        status = apps.wait(app_id, 120.0)
+        assert status.state is AppState.FAILED
+        assert "rank 1" in status.msg and "ValueError: boom of rank 1" in status.msg
+        assert "boom of rank 1" in status.structured_error_msg
+        assert not list(folder.rglob("*.reserve"))
     finally:
         # The keeper leaves a moment after the app has ended.
         while subprocess.run(["umount", str(folder)], capture_output=True, check=False).returncode:

@@ -25,8 +25,8 @@ from torchx.specs import (
     Workspace,
 )
 
-from torchx_monarch import codec, errors, events, processes
-from torchx_monarch.backends.local import appdef, folder, gpus, render, store, watchers
+from torchx_monarch import codec, errors, events, processes, safe_files
+from torchx_monarch.backends.local import appdef, gpus, render, store, watchers
 from torchx_monarch.backends.local.replica import error_message
 from torchx_monarch.backends.local.request import DetachedRequest, ReplicaRequest, RoleRequest
 from torchx_monarch.backends.local.status import AppRecord, ReplicaRecord, RoleRecord
@@ -283,7 +283,7 @@ def test_json_files_are_replaced_whole(tmp_path: Path) -> None:
 
 def test_the_last_word_uses_the_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reserve, status = str(tmp_path / "reserve"), str(tmp_path / "status.json")
-    folder.make_reserve(reserve, 64 * 1024)
+    safe_files.make_reserve(reserve, 64 * 1024)
     store.write_json(status, {"state": "RUNNING"})
 
     def full(path: str, value: object, *, durable: bool = False) -> None:

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Coroutine, Mapping
 from typing import Any, NoReturn
 
-from torchx_monarch import folders, open_files, processes, safe_files
+from torchx_monarch import error_files, folders, open_files, processes, safe_files
 from torchx_monarch.errors import Verdict
 from torchx_monarch.plan.command import Command, CommandError, check, parse
 from torchx_monarch.runtime import network, retry
@@ -77,6 +77,7 @@ class HostProcess:
         self._monarch_log = os.path.join(self._log_dir, "monarch.log")
         events_path = self._environ.get("MONARCH_EVENTS") if options.replica == 0 else None
         self._reporter = Reporter(self._stderr, events_path, options.role, self._environ.get("MONARCH_TERMINATION_LOG"))
+        self._error_file = self._environ.get("TORCHELASTIC_ERROR_FILE", "")
         self._rendezvous: Rendezvous | None = None
         self._membership: Membership | None = None
         self._guide: Guide | None = None
@@ -96,6 +97,8 @@ class HostProcess:
         """Run to the end and exit with the verdict's code."""
         processes.become_subreaper()
         self._redirect_own_output()
+        if self._error_file:
+            error_files.make_reserve(self._error_file)
         asyncio.run(self._main())
         raise AssertionError("a host process ends in os._exit")
 
@@ -122,6 +125,8 @@ class HostProcess:
             await self._pool.stop(signal.SIGTERM, self._grace)
         final = retry.why_no_other_start(verdict, self._options.retry_on)
         leave_word(verdict, self._environ, self._reporter, final)
+        if self._error_file:
+            error_files.remove_reserve(self._error_file)
         if not self._starts.end(verdict, final):
             self._reporter.line("it may be started again: there is no folder here to note that it must not be")
         self._exit(verdict.code)

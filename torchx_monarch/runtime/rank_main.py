@@ -41,7 +41,6 @@ import io  # noqa: E402
 import json  # noqa: E402
 import signal  # noqa: E402
 import socket  # noqa: E402
-import time  # noqa: E402
 import traceback  # noqa: E402
 import types  # noqa: E402
 import warnings  # noqa: E402
@@ -357,35 +356,9 @@ def _run(mode: str, target: str, args: list[str]) -> None:
 
 
 def _record(error: BaseException, began: bool) -> None:
-    """Write the torchelastic error file, unless the program (``@record``) has written it.
-
-    ``extraInfo`` says besides when it was raised, to a fraction of a second, whether the program had begun and, where
-    it failed in forming a process group, whether it had been in one.
-    """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path or os.path.exists(path):
-        return
-    callstack = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    try:
-        message = f"{type(error).__name__}: {error}"
-    except Exception:
-        message = f"{type(error).__name__}: <exception str() failed>"
-    extra = {
-        "py_callstack": callstack,
-        "timestamp": str(int(time.time())),
-        "raised_at": time.time(),
-        "began": began,
-    }
-    joined = _joined(error)
-    if joined is not None:
-        extra["joined"] = joined
-    data = {"message": {"message": message, "extraInfo": extra}}
-    try:
-        with open(path + ".tmp", "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-            json.dump(data, file)
-        os.replace(path + ".tmp", path)
-    except OSError:
-        return  # a full disk must not hide the program's own error
+    """Write the torchelastic error file (``rank_errors.record``)."""
+    with contextlib.suppress(OSError):  # must not hide the program's own error
+        _run_beside("rank_errors.py")["record"](error, began)
 
 
 def _began(trace: types.TracebackType | None) -> bool:
@@ -396,25 +369,6 @@ def _began(trace: types.TracebackType | None) -> bool:
         and frame.f_globals.get("__name__") != "runpy"  # frozen only since Python 3.11
         for frame, _ in traceback.walk_tb(trace)
     )
-
-
-def _joined(error: BaseException) -> bool | None:
-    """Whether this process has ever been in a process group, of an exception out of ``init_process_group``; else None.
-
-    Nothing of ``destroy_process_group`` takes back the last two of the signs.
-    """
-    c10d = sys.modules.get("torch.distributed.distributed_c10d")
-    seen: set[int] = set()
-    link: BaseException | None = error
-    while c10d is not None and link is not None and id(link) not in seen:
-        for frame, _ in traceback.walk_tb(link.__traceback__):
-            if frame.f_globals is vars(c10d) and frame.f_code.co_name == "init_process_group":
-                hook = getattr(getattr(sys, "excepthook", None), "__qualname__", "")
-                url = getattr(c10d, "_default_pg_init_method", None)
-                return bool(c10d.is_initialized() or url or hook.startswith("init_process_group."))
-        seen.add(id(link))
-        link = link.__cause__ or link.__context__
-    return None
 
 
 def _without_own_frames(trace: types.TracebackType | None) -> types.TracebackType | None:

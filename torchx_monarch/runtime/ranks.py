@@ -441,6 +441,7 @@ class RankPool:
         if rank.directory is not None:
             (rank.directory / "error.json").unlink(missing_ok=True)
             error_file = str(rank.directory / "error.json")
+            error_files.make_reserve(error_file)
         env = rank_environment(
             world, self._command.options, self._place.replica, rank.local_rank, self._environ, error_file
         )
@@ -469,6 +470,7 @@ class RankPool:
                 error = error_files.read(str(rank.directory / "error.json"), traceback_bytes=limit)
             except error_files.UnreadableError as failure:
                 error = {"message": f"its error file is unreadable: {failure}"}
+            error_files.remove_reserve(str(rank.directory / "error.json"))
         interpreter = rank.interpreter
         killed = interpreter.process.returncode == -signal.SIGKILL and rank.stopped_at is None
         exit = RankExit(

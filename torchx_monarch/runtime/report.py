@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
-from torchx_monarch import events, safe_files, signed_line
+from torchx_monarch import error_files, events, signed_line
 from torchx_monarch.errors import FINAL, RANK_RESTARTS, Verdict
 from torchx_monarch.runtime.output import Console
 from torchx_monarch.untrusted_text import lines, one_line
@@ -127,8 +127,7 @@ def leave_word(verdict: Verdict, environ: Mapping[str, str], reporter: Reporter,
         return
     if path:
         with contextlib.suppress(OSError):
-            text = verdict.error_file(0, **({FINAL: final} if final else {}))
-            safe_files.replace_file(path, text.encode())
+            error_files.write(path, lambda limit: verdict.error_file(limit, **({FINAL: final} if final else {})))
     _write(environ.get("MONARCH_TERMINATION_LOG"), verdict.error_file(_TERMINATION_MESSAGE, **further))
 
 

@@ -9,27 +9,10 @@ import os
 from collections.abc import Iterator
 
 from torchx_monarch import folders, safe_files
-from torchx_monarch.backends.local.store import AppPaths, write_all
+from torchx_monarch.backends.local.store import AppPaths
 
 STAGING_PREFIX = ".new-"
 TRASH_PREFIX = ".trash-"
-
-
-def make_reserve(path: str, size: int) -> None:
-    """Put disk space by, so that the final status can be written when the disk is full.
-
-    Args:
-        size: in bytes.
-
-    Raises:
-        OSError: there is none left.
-    """
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        # Zeros would do on most file systems; some (compressing ones) store them in no space at all.
-        write_all(fd, os.urandom(size))
-    finally:
-        os.close(fd)
 
 
 def remove_tree(path: str) -> None:

@@ -191,8 +191,8 @@ def write_json(path: str, value: object, *, durable: bool = False) -> None:
 def write_last_json(path: str, value: object, reserve: str) -> None:
     """``write_json`` for the last word about an app, which must reach the disk even when that is full.
 
-    The reserve file already owns its blocks: it is overwritten in place, cut to length and renamed, which needs no new
-    space.
+    Args:
+        reserve: a file made by ``safe_files.make_reserve``; it is gone afterwards.
 
     Raises:
         OSError: not even that could be done.
@@ -201,13 +201,7 @@ def write_last_json(path: str, value: object, reserve: str) -> None:
         write_json(path, value, durable=True)
     except OSError:
         data = json.dumps(value, default=str, separators=(",", ":")).encode()
-        fd = safe_files.open_file(reserve, os.O_WRONLY)
-        try:
-            write_all(fd, data)
-            os.ftruncate(fd, len(data))
-            os.rename(reserve, path)
-        finally:
-            os.close(fd)
+        safe_files.write_into_reserve(reserve, path, data)
     else:
         with contextlib.suppress(OSError):
             os.unlink(reserve)

@@ -145,7 +145,7 @@ def _fill(paths: store.AppPaths, request: DetachedRequest, app: AppDef, cfg: dic
     store.write_json(paths.request, request.to_json())
     record = status.AppRecord(request.app_id, request.name, created, roles=status.new_roles(request))
     store.write_json(paths.status, record.to_json())
-    folder.make_reserve(paths.reserve, status.reserve_bytes(record))
+    safe_files.make_reserve(paths.reserve, status.reserve_bytes(record))
 
 
 def _make_log_dirs(paths: store.AppPaths, request: DetachedRequest) -> None:

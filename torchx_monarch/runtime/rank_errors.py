@@ -1,0 +1,106 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Writes the torchelastic error file of a rank whose program failed, to a full disk as well.
+
+``rank_main`` runs this file in the process of a rank that has failed: it imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import sys
+import time
+import traceback
+from typing import Any
+
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def record(error: BaseException, began: bool) -> None:
+    """Write the torchelastic error file, unless the program (``@record``) has written it.
+
+    ``extraInfo`` says besides when it was raised, to a fraction of a second, whether the program had begun and, where
+    it failed in forming a process group, whether it had been in one.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    with contextlib.suppress(OSError):
+        if os.path.getsize(path):  # empty: the disk was full when @record wrote it
+            return
+    error = _cause_of_unwritten(error)
+    callstack = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    try:
+        message = f"{type(error).__name__}: {error}"
+    except Exception:
+        message = f"{type(error).__name__}: <exception str() failed>"
+    extra = {
+        "py_callstack": callstack,
+        "timestamp": str(int(time.time())),
+        "raised_at": time.time(),
+        "began": began,
+    }
+    joined = _joined(error)
+    if joined is not None:
+        extra["joined"] = joined
+    data = {"message": {"message": message, "extraInfo": extra}}
+    with contextlib.suppress(OSError):  # a full disk must not hide the program's own error
+        try:
+            with open(path + ".tmp", "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                json.dump(data, file)
+            os.replace(path + ".tmp", path)
+        except OSError as failure:
+            with contextlib.suppress(OSError):
+                os.unlink(path + ".tmp")
+            if failure.errno in _DISK_FULL:
+                _write_into_reserve(path, data)
+
+
+def _write_into_reserve(path: str, data: dict[str, Any]) -> None:
+    """Write the error file into the reserve file that the host has made beside it, as far as that has room."""
+    with open(path + ".reserve", "r+b") as file:
+        room = os.fstat(file.fileno()).st_size
+        message, extra = data["message"], data["message"]["extraInfo"]
+        while len(text := json.dumps(data).encode()) > room and (extra["py_callstack"] or message["message"]):
+            callstack = extra["py_callstack"]
+            extra["py_callstack"] = callstack[len(callstack) // 2 + 1 :]
+            if not callstack:
+                message["message"] = message["message"][: len(message["message"]) // 2]
+        file.write(text)
+        file.truncate()
+    os.replace(path + ".reserve", path)
+
+
+def _cause_of_unwritten(error: BaseException) -> BaseException:
+    """The program's exception, where what arrives is that torch's ``@record`` could not write it to a full disk."""
+    if isinstance(error, OSError) and error.errno in _DISK_FULL and error.__context__ is not None:
+        recorder = "torch.distributed.elastic.multiprocessing.errors.error_handler"
+        if any(frame.f_globals.get("__name__") == recorder for frame, _ in traceback.walk_tb(error.__traceback__)):
+            cause = error.__context__
+            # A text file that cannot be flushed fails twice as it is closed; the first of the two has no traceback.
+            while cause.__traceback__ is None and cause.__context__ is not None:
+                cause = cause.__context__
+            return cause
+    return error
+
+
+def _joined(error: BaseException) -> bool | None:
+    """Whether this process has ever been in a process group, of an exception out of ``init_process_group``; else None.
+
+    Nothing of ``destroy_process_group`` takes back the last two of the signs.
+    """
+    c10d = sys.modules.get("torch.distributed.distributed_c10d")
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while c10d is not None and link is not None and id(link) not in seen:
+        for frame, _ in traceback.walk_tb(link.__traceback__):
+            if frame.f_globals is vars(c10d) and frame.f_code.co_name == "init_process_group":
+                hook = getattr(getattr(sys, "excepthook", None), "__qualname__", "")
+                url = getattr(c10d, "_default_pg_init_method", None)
+                return bool(c10d.is_initialized() or url or hook.startswith("init_process_group."))
+        seen.add(id(link))
+        link = link.__cause__ or link.__context__
+    return None
