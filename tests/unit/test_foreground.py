@@ -30,6 +30,11 @@ class Plain:
         self.cancelled += 1
 
 
+def submit(foreground: Foreground) -> None:
+    with foreground.submission() as submitted:
+        submitted("a-1")
+
+
 @pytest.mark.parametrize(("polls", "slow"), [(1, False), (2, False), (2, True)])
 def test_ctrl_c_cancels_what_is_waited_for(
     polls: int, slow: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -37,7 +42,7 @@ def test_ctrl_c_cancels_what_is_waited_for(
     monkeypatch.setenv(TORCHX_CONTEXT_NAME, "cli_run")
     backend = Plain(slow)
     foreground = Foreground(backend, "plain")
-    foreground.submitted("a-1")
+    submit(foreground)
     for _ in range(polls):
         foreground.polled("a-1")
     try:
@@ -63,8 +68,7 @@ def test_signals_are_heeded_by_a_command_that_waits_alone(
     backend = Plain(slow=False)
     foreground = Foreground(backend, "plain")
     try:
-        foreground.submitting()
-        foreground.submitted("a-1")
+        submit(foreground)
         for _ in range(polls):
             foreground.polled("a-1")
         assert (signal.getsignal(number) != signal.SIG_DFL) is heeded
@@ -84,6 +88,27 @@ def test_signals_are_heeded_by_a_command_that_waits_alone(
         signal.signal(number, before)
 
 
+def test_a_signal_during_the_submission_cancels_what_is_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TORCHX_CONTEXT_NAME, "cli_run")
+    monkeypatch.setattr("sys.argv", ["torchx", "run", "--wait", "utils.echo"])
+    before = {each: signal.signal(each, signal.SIG_DFL) for each in (signal.SIGTERM, signal.SIGHUP)}
+    backend = Plain(slow=False)
+    foreground = Foreground(backend, "plain")
+    try:
+        with pytest.raises(SystemExit, match="143"):
+            try:
+                with foreground.submission() as submitted:
+                    signal.raise_signal(signal.SIGTERM)
+                    signal.raise_signal(signal.SIGHUP)  # a closed terminal sends both
+                    submitted("a-1")
+            except KeyboardInterrupt:
+                foreground.closing()
+        assert backend.cancelled == 1
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
 @pytest.mark.parametrize("handler", [signal.SIG_IGN, lambda *_: None])
 def test_a_disposition_of_the_users_stays(handler: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TORCHX_CONTEXT_NAME, "cli_run")
@@ -91,7 +116,7 @@ def test_a_disposition_of_the_users_stays(handler: Any, monkeypatch: pytest.Monk
     before = signal.signal(signal.SIGHUP, handler)
     foreground = Foreground(Plain(slow=False), "plain")
     try:
-        foreground.submitting()
+        submit(foreground)
         assert signal.getsignal(signal.SIGHUP) is handler
         foreground.closing()
         assert signal.getsignal(signal.SIGHUP) is handler
@@ -119,7 +144,7 @@ def test_the_options_tell_before_the_command_waits(
     monkeypatch.setattr("sys.argv", words.split(" "))
     backend = Plain(slow=False)
     foreground = Foreground(backend, "plain")
-    foreground.submitted("a-1")
+    submit(foreground)
     try:
         raise KeyboardInterrupt
     except KeyboardInterrupt:

@@ -20,10 +20,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 from torchx.specs import TORCHX_CONTEXT_NAME, is_terminal
 
@@ -41,7 +41,6 @@ _KILL_TIMEOUT = 15.0
 _ASK_EVERY = 1.0
 """Seconds between two questions to a backend that is no ``Waitable``, as TorchX has it."""
 
-
 _PASSED_ON = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -57,27 +56,55 @@ class _Signalled(KeyboardInterrupt):
         self.number = number
 
 
-def _on_signal(number: int, frame: FrameType | None) -> NoReturn:
-    for each in _PASSED_ON:  # a closed terminal says SIGHUP twice, and systemd SIGTERM and SIGHUP
-        if signal.getsignal(each) is _on_signal:
-            # Not SIG_IGN: Python complains of one that has come already and is ignored now.
-            signal.signal(each, lambda *_: None)
-    raise _Signalled(number)
+class _Termination:
+    """The handler of SIGTERM and SIGHUP of this process."""
+
+    def __init__(self) -> None:
+        self._is_held = False
+        self._pending = 0
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Raise ``_Signalled``, now or when signals are no longer held back."""
+        for each in _PASSED_ON:  # a closed terminal sends SIGHUP twice, and systemd SIGTERM and SIGHUP
+            if signal.getsignal(each) is self:
+                # Not SIG_IGN: Python complains of a signal that has arrived already and is ignored now.
+                signal.signal(each, lambda *_: None)
+        if not self._is_held:
+            raise _Signalled(number)
+        self._pending = number
+
+    def install(self) -> None:
+        """Handle the signals that have no other handler and are not ignored (nohup)."""
+        if threading.current_thread() is threading.main_thread():
+            for number in _PASSED_ON:
+                if signal.getsignal(number) is signal.SIG_DFL:
+                    signal.signal(number, self)
+
+    def remove(self) -> None:
+        """Leave the signals to their default action again."""
+        if threading.current_thread() is threading.main_thread():
+            for number in _PASSED_ON:
+                if signal.getsignal(number) is self:
+                    signal.signal(number, signal.SIG_DFL)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold signals back; the first of them is raised at the end, unless an exception is.
+
+        Raises:
+            _Signalled: a signal has arrived meanwhile.
+        """
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self._is_held = False
+            number, self._pending = self._pending, 0
+        if number:
+            raise _Signalled(number)
 
 
-def _heed_signals() -> None:
-    """Have SIGTERM and SIGHUP raise, where nobody else has a handler and they are not ignored (nohup)."""
-    if threading.current_thread() is threading.main_thread():
-        for number in _PASSED_ON:
-            if signal.getsignal(number) is signal.SIG_DFL:
-                signal.signal(number, _on_signal)
-
-
-def _heed_signals_no_more() -> None:
-    if threading.current_thread() is threading.main_thread():
-        for number in _PASSED_ON:
-            if signal.getsignal(number) is _on_signal:
-                signal.signal(number, signal.SIG_DFL)
+_termination = _Termination()
 
 
 class Waitable(Protocol):
@@ -133,15 +160,23 @@ class Foreground:
         self._polls: dict[str, int] = {}
         self._offsets: dict[str, int] = {}
 
-    def submitting(self) -> None:
-        """Note that this process is about to submit an app: where it is to wait for it, signals are heeded."""
-        if os.environ.get(TORCHX_CONTEXT_NAME) == "cli_run" and _is_to_wait(sys.argv):
-            _heed_signals()
+    @contextlib.contextmanager
+    def submission(self) -> Iterator[Callable[[str], None]]:
+        """Surround the submission of an app; gives the function to call with its id.
 
-    def submitted(self, app_id: str) -> None:
-        """Remember an app that this process has submitted."""
-        if os.environ.get(TORCHX_CONTEXT_NAME) == "cli_run":
-            self._polls[app_id] = 0
+        Where the command is to wait for the app, SIGTERM and SIGHUP are handled from here on. During the submission
+        they are held back: an app whose id is not known yet could not be cancelled.
+        """
+        in_command = os.environ.get(TORCHX_CONTEXT_NAME) == "cli_run"
+        if in_command and _is_to_wait(sys.argv):
+            _termination.install()
+
+        def submitted(app_id: str) -> None:
+            if in_command:
+                self._polls[app_id] = 0
+
+        with _termination.held():
+            yield submitted
 
     def polled(self, app_id: str) -> None:
         """Note a poll. From the second on the command line is waiting: wait with it for the end, and show progress.
@@ -153,7 +188,7 @@ class Foreground:
         self._polls[app_id] += 1
         if self._polls[app_id] < 2:
             return
-        _heed_signals()
+        _termination.install()
         if self._waitable is None:
             return
         # With --log another thread prints the job's log, where the same lines stand.
@@ -177,7 +212,7 @@ class Foreground:
         """
         error = sys.exc_info()[1]
         if not isinstance(error, KeyboardInterrupt):
-            _heed_signals_no_more()
+            _termination.remove()
             return
         number = error.number if isinstance(error, _Signalled) else signal.SIGINT
         for app_id, polls in self._polls.items():

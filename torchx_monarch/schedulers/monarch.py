@@ -237,21 +237,23 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         assert isinstance(dryrun_info, _SubmitInfo), "the request of another scheduler"
         inner = copy.copy(dryrun_info.inner)
         inner.request = dryrun_info.request
-        self._foreground.submitting()
-        if isinstance(self.inner, NetworkBackend):
+        with self._foreground.submission() as submitted:
+            if not isinstance(self.inner, NetworkBackend):
+                app_id: str = self.inner.schedule(inner)
+                submitted(app_id)
+                return app_id
             from torchx_monarch import credentials
 
             hosts, client = credentials.create()
             # In a copy: whoever shows the request again shows the placeholder.
             inner.request = with_credentials(inner.request, hosts.to_text())
-        app_id: str = self.inner.schedule(inner)
-        self._foreground.submitted(app_id)
-        if isinstance(self.inner, NetworkBackend):
+            app_id = self.inner.schedule(inner)
+            submitted(app_id)
             try:
                 clients.keep(self.backend, app_id, client.to_text(), dryrun_info.rendezvous)
             except OSError as error:
                 _log.warning("The job runs, but the certificate to reach it with could not be kept: %s", error)
-        return app_id
+            return app_id
 
     def _pre_build_validate(self, app: AppDef, scheduler: str, cfg: Cfg) -> None:
         _own_options(cfg)
