@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -125,6 +126,26 @@ def leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[
     short.rmdir()
     assert not alive, f"left running: {alive}"
     assert not sockets, f"sockets left: {sockets}"
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Show with a failure what the jobs of its test have said."""
+    outcome = yield
+    report = outcome.get_result()  # type: ignore[attr-defined]
+    if report.failed and report.when == "call":
+        folders = [Path(os.environ.get("MONARCH_STATE_DIR", "/dev/null"), "apps"), Path(tempfile.gettempdir())]
+        report.sections += [(str(path), text) for folder in folders for path, text in _said_by_jobs(folder)]
+
+
+def _said_by_jobs(folder: Path) -> Iterator[tuple[Path, str]]:
+    """The last events of each job below a folder, and the last of our own lines in its logs."""
+    for pattern in ("**/events.jsonl", "**/combined.log", "**/err"):
+        for path in sorted(folder.glob(pattern))[:20]:
+            lines = path.read_text(errors="replace").splitlines()[-2000:]
+            ours = [line[:300] for line in lines if line.startswith(("[monarch] ", "{"))]
+            if ours:
+                yield path, "\n".join(ours[-30:])
 
 
 @pytest.fixture

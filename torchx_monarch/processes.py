@@ -15,7 +15,7 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 #: The environment variable that marks every process of an app.
@@ -229,14 +229,14 @@ def hosts(roots: Iterable[int]) -> dict[int, list[int]]:
         queue = [root]
         while queue:
             pid = queue.pop(0)
-            if _is_host(_command(pid)):
+            if is_host(_command(pid)):
                 found[root].append(pid)
             else:
                 queue += children_of(pid)
     return found
 
 
-def _is_host(command: list[bytes]) -> bool:
+def is_host(command: Sequence[bytes]) -> bool:
     """Whether this is ``python [flags] -m HOST_MODULE ...``, and not a command that has such words as arguments."""
     words = iter(command)
     if not os.path.basename(next(words, b"")).startswith(b"python"):

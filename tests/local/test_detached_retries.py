@@ -167,6 +167,24 @@ def test_a_role_that_fails_last_fails_the_app(apps: Detached, tmp_path: Path, ev
     assert (status.state, apps.states(app_id)) == (F, {"one/0": S, "two/0": F}) and "replica two/0" in status.msg
 
 
+def test_a_host_that_is_killed_after_its_role_has_succeeded_is_not_started_again(
+    apps: Detached, tmp_path: Path, eventually: Eventually
+) -> None:
+    # It would wait for the hosts that have ended. A shell script has the command line of a host.
+    host = tmp_path / "python"
+    host.write_text(f"#!/bin/sh\ntest $4 = 1 && exit 0\n{UNTIL.format(folder=tmp_path, name='go')}\nkill -9 $$\n")
+    host.chmod(0o700)
+    words = ["-m", "torchx_monarch.host", "--replica", "${replica_id}"]
+    policy = RetryPolicy.REPLICA
+    role = Role("r", "", entrypoint=str(host), args=words, num_replicas=2, max_retries=1, retry_policy=policy)
+    app_id = apps.run(role)
+    eventually(lambda: apps.states(app_id)["r/1"] is S, "the end of the other host")
+    (tmp_path / "go").touch()
+    status = apps.wait(app_id)
+    assert (status.state, status.num_restarts) == (S, 0)
+    assert "killed by signal 9 (SIGKILL); its role had succeeded" in apps.events(app_id)[-2]["message"]
+
+
 def test_sidecars_end_with_the_others(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
     side = f"trap 'touch {tmp_path}/told; exit 9' TERM; touch {tmp_path}/up; while true; do sleep 0.05; done"
     main = UNTIL.format(folder=tmp_path, name="up")

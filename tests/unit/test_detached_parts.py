@@ -229,7 +229,7 @@ def test_exit_codes_in_words() -> None:
     ],
 )
 def test_what_a_host_is(command: str, is_host: bool) -> None:
-    assert processes._is_host([word.encode() for word in command.split()]) is is_host
+    assert processes.is_host([word.encode() for word in command.split()]) is is_host
 
 
 def test_this_process() -> None:

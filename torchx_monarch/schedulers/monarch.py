@@ -238,22 +238,22 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         inner = copy.copy(dryrun_info.inner)
         inner.request = dryrun_info.request
         with self._foreground.submission() as submitted:
-            if not isinstance(self.inner, NetworkBackend):
-                app_id: str = self.inner.schedule(inner)
-                submitted(app_id)
-                return app_id
-            from torchx_monarch import credentials
+            client = ""
+            if isinstance(self.inner, NetworkBackend):
+                from torchx_monarch import credentials
 
-            hosts, client = credentials.create()
-            # In a copy: whoever shows the request again shows the placeholder.
-            inner.request = with_credentials(inner.request, hosts.to_text())
-            app_id = self.inner.schedule(inner)
+                hosts, for_client = credentials.create()
+                client = for_client.to_text()
+                # In a copy: whoever shows the request again shows the placeholder.
+                inner.request = with_credentials(inner.request, hosts.to_text())
+            app_id: str = self.inner.schedule(inner)
             submitted(app_id)
-            try:
-                clients.keep(self.backend, app_id, client.to_text(), dryrun_info.rendezvous)
-            except OSError as error:
-                _log.warning("The job runs, but the certificate to reach it with could not be kept: %s", error)
-            return app_id
+            if client:
+                try:
+                    clients.keep(self.backend, app_id, client, dryrun_info.rendezvous)
+                except OSError as error:
+                    _log.warning("The job runs, but the certificate to reach it with could not be kept: %s", error)
+        return app_id
 
     def _pre_build_validate(self, app: AppDef, scheduler: str, cfg: Cfg) -> None:
         _own_options(cfg)

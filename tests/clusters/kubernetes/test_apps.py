@@ -186,7 +186,9 @@ def test_restarts_of_ranks_count_also_those_of_a_host_that_was_killed(apps: Apps
     apps.until(lambda: apps.log(handle).count("attempt 1") == 2, "the second attempt", handle)
     apps.go()
     assert apps.wait(handle, AppState.SUCCEEDED).num_restarts == 2  # one of each
-    assert apps.log(handle).count("attempt 0") == 4, apps.log(handle)
+    log = apps.log(handle)
+    # In the first attempt rank 0 may have been stopped before it had printed.
+    assert log.count("attempt 0 rank 1") == 2 and log.count("attempt 0 rank 0") in (1, 2), log
 
 
 @pytest.mark.scenario("retries", wire=WIRE)

@@ -85,7 +85,8 @@ class Loop:
         self._replica_retries: dict[Replica, int] = {}
         self._given_up: set[Replica] = set()
         self._stopped = StoppedHosts(request.lease, _LOOK_EVERY)
-        self._latecomers: set[Replica] = set()
+        self._unneeded: set[Replica] = set()
+        """Hosts whose role has succeeded as a job, whatever their own exit code."""
         awaited = {role.name for role in outcome.awaited(request.roles)}
         self._awaited = [index for index, role in enumerate(request.roles) if role.name in awaited]
         self._dirty = False
@@ -307,7 +308,7 @@ class Loop:
 
     def _has_succeeded(self, role_index: int) -> bool:
         replicas = self._roles[role_index]
-        succeeded = [r.record.id for r in replicas if r.succeeded or r in self._latecomers]
+        succeeded = [r.record.id for r in replicas if r.succeeded or r in self._unneeded]
         return self._request.roles[role_index].policy.succeeded(succeeded, self._failed_for_good(role_index))
 
     def _failed_for_good(self, role_index: int) -> set[int]:
@@ -324,7 +325,7 @@ class Loop:
             return
         late = [living[pid] for pid, hosts in processes.hosts(living).items() if hosts]
         if late:
-            self._latecomers.update(late)
+            self._unneeded.update(late)
             self._wind_down(late, self._end_if_succeeded)
 
     def _give_up(self, replica: Replica) -> None:
@@ -340,6 +341,17 @@ class Loop:
         siblings = self._roles[index]
         failed = self._failed_for_good(index) | {replica.record.id}
         spare = not replica.final and role.policy.tolerates(failed)
+        if replica.is_host and any(sibling.succeeded for sibling in siblings):
+            # Hosts end with 0 once all ranks of their role have: this one was killed after that.
+            self._unneeded.add(replica)
+            self._event(
+                "replica_spared",
+                f"{replica.failure}; its role had succeeded",
+                role=role.name,
+                replica=replica.record.id,
+            )
+            self._end_if_succeeded()
+            return
         if replica.final:
             pass
         elif spare and (siblings[0].succeeded or role.retry_policy != "REPLICA"):
@@ -369,7 +381,7 @@ class Loop:
         self._record.restarts += 1
         self._event("restart", f"{what} is started again (restart {self._record.restarts})")
         self._given_up.difference_update(replicas)
-        self._latecomers.difference_update(replicas)
+        self._unneeded.difference_update(replicas)
         for replica in replicas:
             replica.prepare_restart()
             self._note_unfinished(replica)

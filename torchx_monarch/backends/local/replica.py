@@ -75,6 +75,11 @@ class Replica:
         return self.record.state == SUCCEEDED
 
     @property
+    def is_host(self) -> bool:
+        """Whether it is a Monarch host, which ends as the other hosts of its role do."""
+        return processes.is_host([os.fsencode(word) for word in self._request.args])
+
+    @property
     def hearsay(self) -> tuple[bool, bool]:
         """How far what it says of its failure is from the cause: it only lost another; it happened to another."""
         error, own = self.record.error, self.record.id
