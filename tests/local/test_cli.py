@@ -377,7 +377,7 @@ def test_a_killed_host_is_replaced_under_the_policy_replica(
     assert status.num_restarts == 1
 
 
-def test_fifty_jobs_at_once_have_ports_of_their_own(work: Path, eventually: Eventually) -> None:
+def test_twenty_jobs_at_once_have_ports_of_their_own(work: Path, eventually: Eventually) -> None:
     # Each job takes its MASTER_PORT as a TCPStore does: SO_REUSEADDR, then listen, on all addresses.
     name = write(
         work,
@@ -389,9 +389,9 @@ def test_fifty_jobs_at_once_have_ports_of_their_own(work: Path, eventually: Even
         "import sys; from torchx.runner import get_runner; from torchx.specs import AppDef, Role\n"
         "runner = get_runner()\n"
         "app = AppDef('many', roles=[Role('one', image='', entrypoint='python', args=sys.argv[1:])])\n"
-        "handles = [runner.run(app, 'monarch_local', cfg={'preload': 'none'}) for _ in range(50)]\n"
+        "handles = [runner.run(app, 'monarch_local', cfg={'preload': 'none'}) for _ in range(20)]\n"
         "states = [str(runner.wait(handle, wait_interval=0.2).state) for handle in handles]\n"
         "print(states.count('SUCCEEDED'), len(set(handles)))\n"
     )
     done = subprocess.run([sys.executable, "-c", script, name], cwd=work, capture_output=True, text=True, timeout=240)
-    assert done.stdout.split() == ["50", "50"], done.stderr[-2000:]
+    assert done.stdout.split() == ["20", "20"], done.stderr[-2000:]

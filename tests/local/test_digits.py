@@ -38,7 +38,7 @@ def test_two_ranks_train_and_four_go_on_to_95_percent(tmp_path: Path) -> None:
     assert [f.name for f in folder.iterdir()] == ["latest.pt"]
 
     # By other ranks, and to the end.
-    second = train(folder, "--min-accuracy", "0.95", nproc=4)
+    second = train(folder, "--epochs", "10", "--min-accuracy", "0.95", nproc=4)
     assert second.returncode == 0, second.stdout + second.stderr
     lines = second.stdout.splitlines()
     assert "4 ranks on cpu (gloo)" in lines[0] or "nccl" in lines[0]

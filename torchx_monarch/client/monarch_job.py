@@ -43,6 +43,9 @@ _SAY_EVERY = 30.0
 _END_TIMEOUT = 15.0
 """Seconds that ``kill`` waits for the end of the hosts."""
 
+_UNMOUNT_TIMEOUT = 15.0
+"""Seconds for which ``kill`` tries to remove mounts that are busy: a closed file is released a moment later."""
+
 _CACHE = ".monarch/job_state.pkl"
 """Where Monarch keeps the state of a job, and where a script started by ``apply(client_script=...)`` looks for it."""
 
@@ -152,6 +155,22 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
             return True
         status = self._status_of_app()
         return status is not None and not is_terminal(status.state)
+
+    def kill(self) -> None:
+        """End the job and remove its mounts.
+
+        Raises:
+            RuntimeError: a mount stays busy. The job goes on, and ``kill`` may be called again.
+        """
+        until = time.monotonic() + _UNMOUNT_TIMEOUT
+        while True:
+            try:
+                super().kill()
+                return
+            except RuntimeError:
+                if time.monotonic() > until:
+                    raise
+            time.sleep(_ASK_EVERY / 4)
 
     def _kill(self) -> None:
         if self._is_this_job():
