@@ -18,13 +18,13 @@ import time
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torchx.specs import AppDef, AppState, AppStatus, Role
 
+from tests.unit.damage import contents
 from torchx_monarch import events, processes
 from torchx_monarch.backends import clients
 from torchx_monarch.backends.local import prune, status, store, submit, watchers
@@ -147,73 +147,6 @@ def in_its_state_dir(app: RunningApp, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MONARCH_STATE_DIR", str(Path(app.paths.root).parents[1]))
 
 
-_DEEP = b"[" * 50_000
-_NASTY = [_DEEP, b'{"a":' * 50_000, b'{"created":' + b"9" * 5000 + b"}", b"\xff\xfe\x00", b"null", b"[]", b"{}", b'""']
-_TEXTS = [
-    "",
-    "\ud800",
-    "\x1b[31mred",
-    "a\x00b",
-    "a\nb",
-    "RUNNING",
-    "SUCCEEDED",
-    "1",
-    "../..",
-    "/dev/zero",
-    _DEEP.decode(),
-]
-_texts = st.sampled_from([*_TEXTS, '{"message": {"message": "\\u001b[31m"}}', '{"message": ' + "9" * 5000 + "}"])
-_numbers = st.sampled_from([0, -1, 1, 1e300, float("nan"), float("-inf"), 10**30, 2**63, 10**400]) | st.integers()
-_values = st.recursive(
-    st.none() | st.booleans() | _numbers | _texts | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
-    max_leaves=5,
-)
-
-
-def _places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The way to each part of a JSON document."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [at, *(place for key, each in inner for place in _places(each, (*at, key)))]
-
-
-def _changed(draw: st.DrawFn, document: Any) -> Any:
-    """A document with another value somewhere, of the same type or any, or without it."""
-    place = draw(st.sampled_from(_places(document)))
-    if not place:
-        return draw(_values)
-    holder = document
-    for key in place[:-1]:
-        holder = holder[key]
-    old = holder[place[-1]]
-    how = draw(st.sampled_from(["same type", "any", "removed"]))
-    if how == "removed":
-        del holder[place[-1]]
-    elif how == "same type" and isinstance(old, (str, int, float)):
-        holder[place[-1]] = draw(_texts if isinstance(old, str) else _numbers)
-    else:
-        holder[place[-1]] = draw(_values)
-    return document
-
-
-@st.composite
-def _contents(draw: st.DrawFn, original: bytes) -> bytes:
-    """What a file may hold instead: bytes, JSON of another shape, or its own document with something changed."""
-    kind = draw(st.sampled_from(["changed", "changed", "changed", "json", "bytes", "nasty"]))
-    if kind == "bytes":
-        return draw(st.binary(max_size=60))
-    if kind == "nasty":
-        return draw(st.sampled_from(_NASTY))
-    if kind == "changed":
-        with contextlib.suppress(ValueError):
-            return _text(_changed(draw, json.loads(original)))
-    return _text(draw(_values))
-
-
-def _text(value: Any) -> bytes:
-    return (json.dumps(value) + "\n").encode()
-
-
 def ask_everything(app: RunningApp) -> None:
     """All that a user may ask about the app; nothing of it may raise anything but a message for that user."""
     apps = app.scheduler.list()
@@ -253,7 +186,7 @@ def ask_everything(app: RunningApp) -> None:
 @given(data=st.data())
 def test_any_content_of_any_file_costs_details_only(app: RunningApp, name: str, data: st.DataObject) -> None:
     path = app.named(name)
-    content = data.draw(_contents(app.files[path]))
+    content = data.draw(contents(app.files[path]))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
