@@ -44,6 +44,7 @@ from torchx.specs import AppDef, Resource, Role
 
 from tests.clusters.slurm.cluster import SlurmCluster, missing
 from torchx_monarch.backends.slurm import folder as folders
+from torchx_monarch.backends.slurm import records
 from torchx_monarch.schedulers import monarch_slurm
 
 NODES = 4
@@ -139,8 +140,8 @@ class Bench:
     def _hosts(self, job_id: str) -> list[float]:
         paths = folders.find(job_id)
         assert paths is not None
-        records = [folders.read(paths.record("r", replica)) for replica in range(NODES)]
-        return [record["started"] for record in records if record]
+        every = [records.read_replica(paths.record("r", replica)) for replica in range(NODES)]
+        return [one.started for one in every if one and one.started is not None]
 
     def _state(self, job_id: str) -> float:
         ask = ("squeue", "--noheader", "--format=%T", f"--jobs={job_id}")

@@ -16,12 +16,13 @@ from torchx.runner import Runner
 from torchx.specs import AppDef, AppState, InvalidRunConfigException, Resource, RetryPolicy, Role
 from torchx.specs.finder import ComponentValidationException
 
-from torchx_monarch import credentials
+from torchx_monarch import codec, credentials
 from torchx_monarch.backends.local import store
 from torchx_monarch.backends.network import PLACEHOLDER, NetworkBackend, with_credentials
 from torchx_monarch.backends.slurm import commands, folder, prune, states, truth
 from torchx_monarch.backends.slurm.commands import Job
 from torchx_monarch.backends.slurm.macros import first_node
+from torchx_monarch.backends.slurm.records import BatchRecord
 from torchx_monarch.backends.slurm.request import SlurmRequest
 from torchx_monarch.backends.slurm.scheduler import create_scheduler
 from torchx_monarch.schedulers import monarch_slurm
@@ -278,7 +279,8 @@ OVER = {"state": "FAILED", "msg": "role r ended with exit code 3"}
     ],
 )
 def test_state_of_a_job(said: Job | None, record: dict[str, Any], cancelled: bool, state: str, words: str) -> None:
-    found, message = truth.decide(said, record, cancelled)
+    written = codec.decode(BatchRecord, record) if record else None
+    found, message = truth.decide(said, written, cancelled)
     assert found is AppState[state]
     assert words in message
     assert words or not message

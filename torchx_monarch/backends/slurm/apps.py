@@ -15,13 +15,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torchx.specs import NONE, AppState, Role, RoleStatus
+from torchx.specs import NONE, AppDef, AppState, Role, RoleStatus
 
-from torchx_monarch.backends.slurm import array, commands, states, truth
+from torchx_monarch import errors
+from torchx_monarch.backends.local import appdef, store
+from torchx_monarch.backends.slurm import array, commands, records, states, truth
 from torchx_monarch.backends.slurm import folder as folders
 from torchx_monarch.backends.slurm.commands import Job, SlurmError
 from torchx_monarch.backends.slurm.folder import JobFolder
+from torchx_monarch.backends.slurm.records import BatchRecord, EndRecord, RunEnd, Submission
 from torchx_monarch.backends.slurm.truth import TERMINAL, Known
+
+_MOST_REPLICAS = 1 << 16
+"""Of one role, each on a node of its own: app.json states how many records are looked for."""
 
 
 def look(app_id: str) -> Known | None:
@@ -35,11 +41,11 @@ def look(app_id: str) -> Known | None:
         return None
     leader, index = parts
     folder = folders.find(leader)
-    end = folders.read(folder.end) if folder else {}
+    end = records.read(EndRecord, folder.end) if folder else None
     try:
         components = [job for job in commands.live_job(leader) if job.leader == leader]
     except SlurmError:
-        if not end:
+        if end is None:
             raise
         components = []  # what has ended is known without Slurm
     if components:
@@ -61,10 +67,31 @@ def folder_of(app_id: str) -> JobFolder | None:
 def says_that_it_has_ended(folder: JobFolder) -> bool:
     """Whether the batch step has said so, or that of each array task; Slurm has the last word."""
     if not os.path.isdir(folder.array):
-        return "ended" in folders.read(folder.job)
-    indices = array.tasks(folders.read(folder.request).get("sbatch", {}).get("array"))
+        return _has_said_that_it_ended(folder)
+    submission = records.read(Submission, folder.request)
+    indices = submission.tasks if submission else []
     # The last of them first: it is the last to end, mostly.
-    return bool(indices) and all("ended" in folders.read(folder.task(index).job) for index in reversed(indices))
+    return bool(indices) and all(_has_said_that_it_ended(folder.task(index)) for index in reversed(indices))
+
+
+def _has_said_that_it_ended(run: JobFolder) -> bool:
+    record = records.read(BatchRecord, run.job)
+    return record is not None and record.ended is not None
+
+
+def submitted(folder: JobFolder) -> AppDef | None:
+    """The app as it was submitted; None when the file is not there, or does not hold an app that could be."""
+    found = appdef.load(folder.app)
+    if found is None:
+        return None
+    for role in found.app.roles:
+        try:
+            store.path_name(role.name)
+        except UnicodeEncodeError:
+            return None
+        if not 0 <= role.num_replicas < _MOST_REPLICAS:
+            return None
+    return found.app
 
 
 def known(folder: JobFolder, components: list[Job], recorded: Callable[[], list[Job]]) -> Known:
@@ -75,20 +102,21 @@ def known(folder: JobFolder, components: list[Job], recorded: Callable[[], list[
         components: as Slurm has them; empty when it has forgotten the job.
         recorded: asks what accounting says; done only where that counts.
     """
-    spec = folders.read(folder.request).get("sbatch", {}).get("array")
-    indices = array.tasks(spec) or sorted({index for job in components for index in job.tasks})
+    submission = records.read(Submission, folder.request)
+    indices = submission.tasks if submission else []
+    if not indices:
+        indices = sorted({*folder.begun_tasks(), *(index for job in components for index in job.tasks)})
     if indices:
         return _of_array(folder, indices, components, recorded)
     if components:
         return truth.known(folder, components)
-    return _ended(folder, folders.read(folder.end)) or truth.known(folder, recorded()[:1])
+    return _ended(folder, records.read(EndRecord, folder.end)) or truth.known(folder, recorded()[:1])
 
 
-def _ended(folder: JobFolder, end: Mapping[str, Any]) -> Known | None:
-    if not end:
+def _ended(folder: JobFolder, end: RunEnd | None) -> Known | None:
+    if end is None:
         return None
-    record = folders.read(folder.job)
-    return Known(folder, AppState[end["state"]], end["msg"], list(end.get("nodes", ())), record=record)
+    return Known(folder, AppState[end.state], end.msg, end.nodes, record=records.read(BatchRecord, folder.job))
 
 
 # -- arrays ------------------------------------------------------------------------------------------------------------
@@ -98,13 +126,14 @@ def _of_array(
     folder: JobFolder, indices: Sequence[int], components: list[Job], recorded: Callable[[], list[Job]]
 ) -> Known:
     jobs = by_task(components)
-    noted = folders.read(folder.end).get("tasks", {})
+    end = records.read(EndRecord, folder.end)
+    noted = end.tasks if end else {}
     accounts: dict[int, Job] | None = None
     tasks: dict[int, Known] = {}
     for index in indices:
         part, job = folder.task(index), jobs.get(index)
         if job is None:
-            if ended := _ended(part, folders.read(part.end) or noted.get(str(index), {})):
+            if ended := _ended(part, records.read(EndRecord, part.end) or noted.get(str(index))):
                 tasks[index] = ended
                 continue
             if accounts is None:
@@ -114,11 +143,11 @@ def _of_array(
                 )
             job = accounts.get(index)
         tasks[index] = truth.known(part, [job] if job else [])
-        if job is None and components and not tasks[index].record:
+        if job is None and components and not tasks[index].record and not tasks[index].damage:
             tasks[index] = replace(tasks[index], msg="cancelled before it had started")
     state, msg = together(folder, tasks)
     found = Known(folder, state, msg, components=components, tasks=tasks)
-    if found.terminal and not any(task.is_completing for task in tasks.values()):
+    if found.terminal and all(task.is_settled for task in tasks.values()):
         # Those that have never run have no folder of their own.
         ends = {str(index): {"state": one.state.name, "msg": one.msg} for index, one in tasks.items() if not one.record}
         truth.note_end(folder, {"state": state.name, "msg": msg, "tasks": ends})
@@ -157,8 +186,14 @@ def together(folder: JobFolder, tasks: Mapping[int, Known]) -> tuple[AppState, s
 
 def first_failed(tasks: Mapping[int, Known]) -> int | None:
     """The array task that was the first to end in a failure; those that cannot say when are the last."""
-    failed = [(float(task.record.get("ended", "inf")), index) for index, task in tasks.items() if _has_failed(task)]
+    failed = [(_ended_at(task), index) for index, task in tasks.items() if _has_failed(task)]
     return min(failed)[1] if failed else None
+
+
+def _ended_at(task: Known) -> float:
+    """When an array task ended, in seconds since the epoch; infinity where it cannot say."""
+    ended = task.record.ended if task.record else None
+    return float("inf") if ended is None else ended
 
 
 def _has_failed(task: Known) -> bool:
@@ -172,12 +207,12 @@ def report(app: Known, roles: Sequence[Role]) -> tuple[list[RoleStatus], int, st
     """The roles with their replicas, how often something was started again, and the root cause as JSON text."""
     if app.tasks:
         return _report_array(app, roles)
-    statuses, records = [], {}
+    statuses, by_role = [], {}
     for index, role in enumerate(roles):
-        status, records[role.name] = truth.replicas(app, role.name, index, role.num_replicas)
+        status, by_role[role.name] = truth.replicas(app, role.name, index, role.num_replicas)
         statuses.append(status)
-    cause = truth.root_cause(app, records) if _has_failed(app) else NONE
-    return statuses, truth.restarts(app, records), cause
+    cause = truth.root_cause(app, by_role) if _has_failed(app) else NONE
+    return statuses, truth.restarts(app, by_role), cause
 
 
 def _report_array(app: Known, roles: Sequence[Role]) -> tuple[list[RoleStatus], int, str]:
@@ -194,10 +229,10 @@ def _report_array(app: Known, roles: Sequence[Role]) -> tuple[list[RoleStatus], 
 
 def prefixed(error: str, prefix: str) -> str:
     """An error file's content with words before its message."""
-    if error == NONE:
+    data = dict(errors.read_error_file(error))
+    if not data:
         return error
-    data = json.loads(error)
-    holder = data
+    holder: dict[str, Any] = data
     while isinstance(holder.get("message"), dict):
         holder = holder["message"]
     holder["message"] = f"{prefix}{holder.get('message', '')}"

@@ -97,7 +97,14 @@ class Begun:
 
 def begin(argv: list[str]) -> Begun:
     """Begin the task that the command line names."""
-    begun = Begun(argv)
+    try:
+        begun = Begun(argv)
+    except (AttributeError, LookupError, StopIteration, TypeError, ValueError):
+        from torchx_monarch.backends.slurm.request import decode_or_exit  # it has data classes
+
+        paths = JobFolder(argv[0])
+        decode_or_exit(paths, folder.read_request(paths, os.uname().nodename))
+        raise
     processes.become_subreaper()
     if not begun.restart:  # else there is an old error file to be put aside, and something to be said
         begun.start()

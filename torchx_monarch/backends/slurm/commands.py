@@ -109,6 +109,8 @@ def run(command: Sequence[str], timeout: float = _TIMEOUT) -> subprocess.Complet
             f"{command[0]!r} is not on the PATH: monarch_slurm needs Slurm's commands, as the login nodes of a cluster "
             "have them (Debian: slurm-client, Red Hat: slurm)."
         ) from None
+    except OSError as error:
+        raise SlurmError(f"{command[0]!r} cannot be run: {error.strerror}") from None
     except subprocess.TimeoutExpired:
         raise SlurmSilentError(
             f"`{' '.join(command[:2])}` has not answered for {timeout:g} s: does slurmctld run?"
@@ -283,9 +285,12 @@ def parse_squeue(text: str) -> list[Job]:
     return jobs
 
 
+_NODE_LIST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,\[\]-]*")
+
+
 def hostnames(nodes: str) -> list[str]:
-    """The nodes of a node list, in order; empty where Slurm cannot say."""
-    if not nodes:
+    """The nodes of a node list, in order; empty where Slurm cannot say, or where it is none."""
+    if not _NODE_LIST.fullmatch(nodes):
         return []
     if "[" not in nodes:
         return nodes.split(",")

@@ -14,16 +14,25 @@ import time
 from torchx.specs import AppState
 
 from torchx_monarch.backends.local import store
-from torchx_monarch.backends.slurm import array, commands
-from torchx_monarch.backends.slurm import folder as folders
+from torchx_monarch.backends.slurm import array, commands, records, states
+from torchx_monarch.backends.slurm.records import CancelRecord, Submission
 from torchx_monarch.backends.slurm.truth import Known
 
 _CANCEL_EXTRA = 20.0
 """Seconds beyond the grace after which a second wish to cancel is Slurm's own, which waits for nothing of ours."""
 
 
+def is_needed(app: Known) -> bool:
+    """Whether an app is to be told to end: unless it has ended, and Slurm does not state that it runs.
+
+    One whose job.json states its end, and of which Slurm states that it runs, is about to leave, or the file is wrong:
+    its batch step is told, but Slurm is not made to end it, for that would change how it has ended.
+    """
+    return not app.terminal or app.runs_in_slurm or any(is_needed(task) for task in app.tasks.values())
+
+
 def cancel(app_id: str, app: Known) -> None:
-    """Ask for the end of an app that has not ended, and return at once.
+    """Ask for the end of an app that ``is_needed``, and return at once.
 
     Args:
         app_id: of a job, an array, or one of its tasks.
@@ -32,28 +41,34 @@ def cancel(app_id: str, app: Known) -> None:
     Raises:
         SlurmError: Slurm cannot be asked, or refuses.
     """
-    before = folders.read(app.folder.cancel)
+    before = records.read(CancelRecord, app.folder.cancel)
     with contextlib.suppress(OSError):  # another machine's folder: Slurm knows all the same
-        if not before:
+        if before is None:
             if os.path.isdir(app.folder.whole.root):
                 os.makedirs(app.folder.root, mode=0o700, exist_ok=True)  # an array task's, which may not have begun
             store.write_json(app.folder.cancel, {"time": time.time()})
-    grace = float(folders.read(app.folder.request).get("grace", 0.0))
-    overdue = bool(before) and time.time() > before["time"] + grace + _CANCEL_EXTRA
-    left = [index for index, task in app.tasks.items() if not task.terminal]
+    submission = records.read(Submission, app.folder.request)
+    grace = submission.grace if submission else 0.0
+    overdue = before is not None and time.time() > before.time + grace + _CANCEL_EXTRA
+    left = [index for index, task in app.tasks.items() if is_needed(task)]
     told = [] if overdue else [index for index in left if _batch_runs(app.tasks[index])]
     if not told:
-        if app.tasks or overdue or not _batch_runs(app) or not commands.tell_batch(app_id):
+        heard = not app.tasks and not overdue and _batch_runs(app) and (commands.tell_batch(app_id) or app.terminal)
+        if not heard:
             commands.checked(["scancel", app_id])
         return
     # First those that wait: while there are any, Slurm is slow to signal the others (see commands).
     if len(told) < len(left):
         commands.checked(["scancel", array.names(app_id, [index for index in left if index not in told])])
     if not commands.tell_batch(array.names(app_id, told)):  # one of them has ended meanwhile, perhaps
-        for name in [f"{app_id}_{index}" for index in told]:
-            if not commands.tell_batch(name):
+        for index in told:
+            name = f"{app_id}_{index}"
+            if not commands.tell_batch(name) and not app.tasks[index].terminal:
                 commands.run(["scancel", name])
 
 
 def _batch_runs(app: Known) -> bool:
-    return app.state is AppState.RUNNING and bool(app.record) and "ended" not in app.record
+    """Whether a batch step hears the wish: it has begun, and Slurm has not ended it."""
+    if not app.components or states.app_state(app.components[0].state) is not AppState.RUNNING:
+        return False
+    return bool(app.damage) or (app.record is not None and not app.record.outside)

@@ -69,6 +69,14 @@ class JobFolder(store.AppPaths):
         """Where the folders of array tasks are."""
         return os.path.join(self.root, "array")
 
+    def begun_tasks(self) -> list[int]:
+        """The indices of the array tasks that have a folder, in no order; empty where the job is no array."""
+        try:
+            names = os.listdir(self.array)
+        except OSError:
+            return []
+        return [int(name) for name in names if name.isascii() and name.isdigit()]
+
     def task(self, index: int) -> JobFolder:
         """The folder of an array task."""
         return ArrayTaskFolder(os.path.join(self.array, str(index)))
@@ -168,7 +176,7 @@ def known() -> dict[str, JobFolder]:
         names = os.listdir(ids_dir())
     except FileNotFoundError:
         return {}
-    found = {name: find(name) for name in names if name.isdigit()}
+    found = {name: find(name) for name in names if name.isascii() and name.isdigit()}
     return {name: folder for name, folder in found.items() if folder is not None}
 
 
@@ -190,11 +198,6 @@ def noted(comment: str) -> JobFolder | None:
 def note(folder: str, comment: str | None) -> str:
     """A job's comment: the user's and ours."""
     return f"{comment} {MARK}{folder}" if comment else f"{MARK}{folder}"
-
-
-def read(path: str) -> dict[str, Any]:
-    """The JSON object in a file; empty when there is none."""
-    return store.read_json(path) or {}
 
 
 def read_request(paths: JobFolder, node: str) -> dict[str, Any]:

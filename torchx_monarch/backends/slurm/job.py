@@ -23,9 +23,10 @@ from typing import Any, NoReturn
 from torchx_monarch import errors, events
 from torchx_monarch.backends import outcome
 from torchx_monarch.backends.local import store
-from torchx_monarch.backends.slurm import array, macros
+from torchx_monarch.backends.slurm import array, macros, records
 from torchx_monarch.backends.slurm.folder import JobFolder, of_this_run, read_request
-from torchx_monarch.backends.slurm.request import RoleRequest, SlurmRequest
+from torchx_monarch.backends.slurm.records import BatchRecord, ReplicaRecord
+from torchx_monarch.backends.slurm.request import RoleRequest, SlurmRequest, decode_or_exit
 
 _COMMAND_TIMEOUT = 60.0
 _STOP_EXTRA = 15.0
@@ -59,11 +60,11 @@ class Batch:
         self._request = request
         self._is_array = bool(request.sbatch.get("array"))
         self._job_id = array.own_id(os.environ) if self._is_array else os.environ["SLURM_JOB_ID"]
-        before = store.read_json(paths.job) or {}
-        self._restarts = int(before.get("restarts", -1)) + 1
+        before = records.read(BatchRecord, paths.job)
+        self._restarts = before.restarts + 1 if before else 0
         self._role_retries = dict.fromkeys((role.name for role in request.roles), 0)
         # Preemptions and administrators do not use up retries (TorchX counts all of SLURM_RESTART_COUNT).
-        self._app_retries = int(before.get("retries", 0))
+        self._app_retries = before.retries if before else 0
         self._role_restarts: dict[str, int] = dict.fromkeys(self._role_retries, self._restarts)
         self._steps: dict[str, int] = dict(zip(self._role_retries, begun, strict=False))
         self._codes: dict[str, int] = {}
@@ -181,11 +182,17 @@ class Batch:
         """Whether an elastic role has got by without these replicas."""
         return role.policy.elastic and role.policy.tolerates(failed)
 
+    def _latest(self, role: RoleRequest) -> dict[int, ReplicaRecord]:
+        """Read the records of a role's latest start, by replica: of those that have one."""
+        now = self._role_restarts[role.name]
+        every = {
+            replica: records.read_replica(self._paths.record(role.name, replica)) for replica in range(role.replicas)
+        }
+        return {replica: one for replica, one in every.items() if one is not None and one.job_restart == now}
+
     def _in_state(self, role: RoleRequest, state: str) -> set[int]:
         """The replicas of which the latest start has this state, by their records."""
-        now = self._role_restarts[role.name]
-        every = ((replica, store.read_json(self._paths.record(role.name, replica))) for replica in range(role.replicas))
-        return {replica for replica, one in every if one and one.get("job_restart") == now and one["state"] == state}
+        return {replica for replica, one in self._latest(role).items() if one.state == state}
 
     def _left_unfinished(self, role: RoleRequest) -> set[int]:
         return set(range(role.replicas)) - self._in_state(role, "SUCCEEDED")
@@ -246,13 +253,12 @@ class Batch:
         srun's own is the highest of all, those of tasks that it has stopped itself included.
         """
         role = next(role for role in self._request.roles if role.name == name)
-        every = [store.read_json(self._paths.record(name, replica)) or {} for replica in range(role.replicas)]
-        ours = [one for one in every if one.get("job_restart") == self._role_restarts[name]]
-        told = any(one["state"] == "CANCELLED" for one in ours)
+        ours = self._latest(role).values()
+        told = any(one.state == "CANCELLED" for one in ours)
         failed = [
-            (one["ended"], errors.shell_code(one["exit_code"]), errors.why_final(one["exit_code"], one.get("error")))
+            (one.ended or 0.0, errors.shell_code(one.exit_code), errors.why_final(one.exit_code, one.error))
             for one in ours
-            if one["state"] == "FAILED" and one["exit_code"] is not None
+            if one.state == "FAILED" and one.exit_code is not None
         ]
         # Hosts that are told to stop tell each other, and some may end before Slurm has told them, too.
         failed = [each for each in failed if not told or each[1] != _TERMINATED]
@@ -265,7 +271,7 @@ class Batch:
         places = [(role.name, replica) for role in self._request.roles for replica in range(role.replicas)]
         until = time.monotonic() + self._request.grace + _STOP_EXTRA
         for place in places:
-            while (store.read_json(self._paths.record(*place)) or {}).get("state") == _RUNNING:
+            while (one := records.read_replica(self._paths.record(*place))) and one.state == _RUNNING:
                 if time.monotonic() > until:
                     return
                 time.sleep(0.2)
@@ -381,7 +387,9 @@ class Batch:
 def main(argv: list[str]) -> NoReturn:
     """Run the job of the folder that the command line names."""
     begun = [int(word) for word in argv[1:]]
-    data = read_request(JobFolder(argv[0]), os.environ.get("SLURMD_NODENAME") or os.uname().nodename)
-    paths = of_this_run(JobFolder(argv[0]), data, os.environ)
+    whole = JobFolder(argv[0])
+    data = read_request(whole, os.environ.get("SLURMD_NODENAME") or os.uname().nodename)
+    request = decode_or_exit(whole, data)
+    paths = of_this_run(whole, data, os.environ)
     os.makedirs(paths.root, mode=0o700, exist_ok=True)
-    sys.exit(Batch(paths, SlurmRequest.from_json(data), begun).run())
+    sys.exit(Batch(paths, request, begun).run())

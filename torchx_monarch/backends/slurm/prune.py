@@ -14,9 +14,10 @@ import os
 import time
 
 from torchx_monarch.backends.local.prune import keep_days
-from torchx_monarch.backends.slurm import apps, folder
+from torchx_monarch.backends.slurm import apps, folder, records
 from torchx_monarch.backends.slurm.commands import SlurmError
 from torchx_monarch.backends.slurm.folder import JobFolder
+from torchx_monarch.backends.slurm.records import EndRecord
 
 _ASKED = 10
 """Jobs of which Slurm is asked at a time: those that ended when nobody was there to see it."""
@@ -33,7 +34,7 @@ def prune(*, days: float | None = None) -> list[str]:
     removed, asked = [], 0
     for root in _older(folder.jobs_dir(), oldest):
         paths = JobFolder(root)
-        ended = bool(folder.read(paths.end)) or folder.TRASH in os.path.basename(root)
+        ended = records.read(EndRecord, paths.end) is not None or folder.TRASH in os.path.basename(root)
         if not ended and root in ids and asked < _ASKED:
             asked += 1
             with contextlib.suppress(SlurmError):

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from torchx_monarch import codec
 from torchx_monarch.backends.outcome import RolePolicy
 from torchx_monarch.backends.slurm import macros
 from torchx_monarch.backends.slurm.folder import JobFolder
@@ -166,9 +168,13 @@ class SlurmRequest:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> SlurmRequest:
-        """The inverse of ``to_json``."""
-        return cls(**{**data, "roles": [RoleRequest(**role) for role in data["roles"]]})
+    def from_json(cls, data: Any) -> SlurmRequest:
+        """Read what ``to_json`` has made.
+
+        Raises:
+            codec.DecodeError: it is no request; the message says what is wrong where.
+        """
+        return codec.decode(cls, data)
 
     def __str__(self) -> str:
         """What a dry run shows."""
@@ -178,6 +184,19 @@ class SlurmRequest:
             lines += [f"export {name}={shlex.quote(value)}" for name, value in role.env.items()]
             lines += [shlex.join(["srun", *option_words(role.srun), *role.command]), ""]
         return "\n".join(lines)
+
+
+def decode_or_exit(paths: JobFolder, data: Any) -> SlurmRequest:
+    """Read the request in a step of the job; ends the process, with a message, where the file is damaged.
+
+    Args:
+        paths: the job's folder.
+        data: what its request.json holds.
+    """
+    try:
+        return SlurmRequest.from_json(data)
+    except codec.DecodeError as error:
+        sys.exit(f"{paths.request} is damaged: {error}")
 
 
 def option_words(options: dict[str, str | None] | dict[str, str]) -> list[str]:

@@ -28,10 +28,11 @@ from torchx_monarch.backends.errors import UserError
 from torchx_monarch.backends.local import appdef, logs, store
 from torchx_monarch.backends.options import run_options
 from torchx_monarch.backends.roles import check_replica, matching
-from torchx_monarch.backends.slurm import apps, commands, ending, folder, prune, render
+from torchx_monarch.backends.slurm import apps, commands, ending, folder, prune, records, render
 from torchx_monarch.backends.slurm.commands import SlurmError
 from torchx_monarch.backends.slurm.folder import JobFolder
 from torchx_monarch.backends.slurm.options import SlurmOpts
+from torchx_monarch.backends.slurm.records import EndRecord, Submission
 from torchx_monarch.backends.slurm.request import SlurmRequest
 from torchx_monarch.variables import replica0_variable
 
@@ -126,10 +127,8 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
         app = apps.look(app_id)
         if app is None:
             return None
-        submitted = folder.read(app.folder.app)
-        if submitted:
-            definition = appdef.from_json(submitted["app"])
-        else:
+        definition = apps.submitted(app.folder)
+        if definition is None:
             components = app.components[:1] if app.tasks else app.components
             roles = [Role(f"{one.name}-{at}" if at else one.name, image="") for at, one in enumerate(components)]
             definition = AppDef(components[0].name if components else app_id, roles)
@@ -160,18 +159,23 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
             noted = folder.noted(jobs[0].comment)
             if noted is not None and not folder.is_deleted(app_id, noted):
                 known[app_id] = noted
-        ended = {app_id: end for app_id, one in known.items() if app_id not in live and (end := folder.read(one.end))}
+        ended = {
+            app_id: end
+            for app_id, one in known.items()
+            if app_id not in live and (end := records.read(EndRecord, one.end))
+        }
         recorded = commands.recorded_jobs([app_id for app_id in known if app_id not in live and app_id not in ended])
         found = []
         for app_id in sorted(known, key=int, reverse=True):
-            seen, records = live.get(app_id, []), recorded.get(app_id, [])
+            seen, accounts = live.get(app_id, []), recorded.get(app_id, [])
             if app_id in ended:
-                state = AppState[ended[app_id]["state"]]
+                state = AppState[ended[app_id].state]
             else:
-                ask = partial(commands.accounts_of, app_id) if seen else partial(list, records)
+                ask = partial(commands.accounts_of, app_id) if seen else partial(list, accounts)
                 state = apps.known(known[app_id], seen, ask).state
-            submitted = folder.read(known[app_id].app)
-            name = submitted["app"]["name"] if submitted else (seen or records)[0].name if seen or records else ""
+            submitted = apps.submitted(known[app_id])
+            said = seen or accounts
+            name = submitted.name if submitted else said[0].name if said else ""
             found.append(ListAppResponse(app_id, state, name=name))
         return found
 
@@ -193,11 +197,12 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
             SlurmError: Slurm cannot be asked.
         """
         app = apps.look(app_id)
-        submitted = folder.read(app.folder.app) if app else {}
-        if app is None or not submitted:
-            where = f" (its folder {app.folder.root} is not here)" if app else ""
-            raise UserError(f"there is no app {app_id!r} of this scheduler{where}")
-        sizes = {role.name: role.num_replicas for role in appdef.from_json(submitted["app"]).roles}
+        if app is None:
+            raise UserError(f"there is no app {app_id!r} of this scheduler")
+        submitted = apps.submitted(app.folder)
+        if submitted is None:
+            raise UserError(f"app {app_id!r} has no logs that can be shown: {app.folder.app} is missing or damaged")
+        sizes = {role.name: role.num_replicas for role in submitted.roles}
         check_replica(app_id, {name: size * max(len(app.tasks), 1) for name, size in sizes.items()}, role_name, k)
         run_id, run, replica = apps.placed(app_id, app, k, sizes[role_name])
         found = logs.lines(
@@ -256,7 +261,7 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
     def _cancel_existing(self, app_id: str) -> None:
         """Ask for the end of a job and return at once. Its replicas have the grace that was asked for at submission."""
         app = apps.look(app_id)
-        if app is not None and not app.terminal:
+        if app is not None and ending.is_needed(app):
             ending.cancel(app_id, app)
 
     def _delete_existing(self, app_id: str) -> None:
@@ -273,10 +278,11 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
             raise SlurmError(
                 f"{app_id} is one task of an array, which is deleted as a whole: {whole} (torchx cancel ends it alone)"
             )
-        if not app.terminal:
-            self._cancel_existing(app_id)
-            until = time.monotonic() + float(folder.read(app.folder.request).get("grace", 0.0)) + _END_EXTRA
-            while (now := apps.look(app_id)) is not None and not now.terminal:
+        if ending.is_needed(app):
+            ending.cancel(app_id, app)
+            submission = records.read(Submission, app.folder.request)
+            until = time.monotonic() + (submission.grace if submission else 0.0) + _END_EXTRA
+            while (now := apps.look(app_id)) is not None and ending.is_needed(now):
                 if time.monotonic() > until:
                     raise SlurmError(
                         f"job {app_id} was told to end but still runs; its folder {app.folder.root} is kept"

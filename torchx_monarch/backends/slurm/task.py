@@ -27,7 +27,7 @@ from torchx_monarch.backends.local.request import ReplicaRequest
 from torchx_monarch.backends.local.request import RoleRequest as LocalRole
 from torchx_monarch.backends.local.status import ReplicaRecord
 from torchx_monarch.backends.slurm.begin import STOP_SIGNALS, Begun
-from torchx_monarch.backends.slurm.request import SlurmRequest
+from torchx_monarch.backends.slurm.request import SlurmRequest, decode_or_exit
 
 _KILL_EXTRA = 5.0
 """Seconds beyond the grace: a host kills its ranks itself when the grace is over."""
@@ -144,4 +144,4 @@ class Task:
 
 def run(begun: Begun) -> NoReturn:
     """Run the task that has begun, to its end."""
-    sys.exit(Task(begun, SlurmRequest.from_json(begun.request)).run())
+    sys.exit(Task(begun, decode_or_exit(begun.paths, begun.request)).run())

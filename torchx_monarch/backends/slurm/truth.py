@@ -6,7 +6,6 @@ watchers have written."""
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,12 +13,12 @@ from typing import Any
 
 from torchx.specs import NONE, AppState, ReplicaStatus, RoleStatus
 
-from torchx_monarch import events
+from torchx_monarch import errors, events
 from torchx_monarch.backends.local import store
-from torchx_monarch.backends.slurm import commands, states
-from torchx_monarch.backends.slurm import folder as folders
+from torchx_monarch.backends.slurm import commands, records, states
 from torchx_monarch.backends.slurm.commands import Job
 from torchx_monarch.backends.slurm.folder import JobFolder
+from torchx_monarch.backends.slurm.records import BatchRecord, ReplicaRecord
 
 TERMINAL = frozenset({AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED})
 
@@ -34,7 +33,8 @@ class Known:
         msg: for a person: what it waits for, why it ended.
         nodes: node list of each component; empty while it has none.
         components: as Slurm has them; empty when it has forgotten the job.
-        record: what the batch step has written.
+        record: what the batch step has written; None when it has not, or when that is damaged.
+        damage: what is wrong with the file of that record; empty where nothing is.
         tasks: of an array what is known of each task, by index, in ascending order.
     """
 
@@ -43,7 +43,8 @@ class Known:
     msg: str
     nodes: list[str] = field(default_factory=list)
     components: list[Job] = field(default_factory=list)
-    record: Mapping[str, Any] = field(default_factory=dict)
+    record: BatchRecord | None = None
+    damage: str = ""
     tasks: Mapping[int, Known] = field(default_factory=dict)
 
     @property
@@ -51,9 +52,22 @@ class Known:
         return self.state in TERMINAL
 
     @property
-    def is_completing(self) -> bool:
-        """Whether its nodes are being cleaned up: Slurm may have another word for its end yet."""
-        return any(states.word(one.state) == "COMPLETING" for one in self.components[:1])
+    def is_settled(self) -> bool:
+        """Whether an end that is known will stay as it is.
+
+        While nodes are being cleaned up Slurm may state another one, and a damaged file may be restored.
+        """
+        if not self.components:
+            return not self.damage
+        return states.word(self.components[0].state) != "COMPLETING"
+
+    @property
+    def runs_in_slurm(self) -> bool:
+        """Whether Slurm has it waiting or running, whatever its files say."""
+        return any(
+            states.app_state(one.state) not in TERMINAL and states.word(one.state) != "COMPLETING"
+            for one in self.components
+        )
 
 
 def known(folder: JobFolder, components: list[Job]) -> Known:
@@ -63,47 +77,52 @@ def known(folder: JobFolder, components: list[Job]) -> Known:
         folder: the job's.
         components: as Slurm has them; empty when it has forgotten the job.
     """
-    record = folders.read(folder.job)
+    record, damage = records.checked(BatchRecord, folder.job)
     cancelled = folder.is_cancelled
     job = components[0] if components else None
-    state, msg = decide(job, record, cancelled)
-    if state is AppState.FAILED and not record and os.path.isdir(folder.whole.root):
+    state, msg = decide(job, record, cancelled, damage)
+    if damage and damage not in msg:
+        msg = f"{msg}; {damage}" if msg else damage
+    elif state is AppState.FAILED and record is None and not damage and os.path.isdir(folder.whole.root):
         msg += f"; it has left no word in {folder.root}: do all nodes see that folder (run option job_dir)?"
-    nodes = [one.nodes for one in components if one.nodes] or list(record.get("nodes", ()))
-    found = Known(folder, state, msg, nodes, components, record)
-    if found.terminal and not found.is_completing:
+    nodes = [one.nodes for one in components if one.nodes] or (record.nodes if record else [])
+    found = Known(folder, state, msg, nodes, components, record, damage)
+    if found.terminal and found.is_settled:
         note_end(folder, {"state": state.name, "msg": msg, "nodes": nodes})
     return found
 
 
 def note_end(folder: JobFolder, end: Mapping[str, Any]) -> None:
     """Keep how it has ended, for when Slurm has forgotten."""
-    if not os.path.isdir(folder.root) or folders.read(folder.end) == end:
+    if not os.path.isdir(folder.root) or store.read_json(folder.end) == end:
         return
     with contextlib.suppress(OSError):  # another user's job, or a full disk: Slurm is asked again the next time
         store.write_json(folder.end, end)
 
 
-def decide(job: Job | None, record: Mapping[str, Any], cancelled: bool) -> tuple[AppState, str]:
+def decide(job: Job | None, record: BatchRecord | None, cancelled: bool, damage: str = "") -> tuple[AppState, str]:
     """The state of a job, and a word on it.
 
     Args:
         job: Slurm's word; None when it has forgotten the job.
-        record: the batch step's.
+        record: the batch step's; None without one that can be read.
         cancelled: whether its end was asked for through us.
+        damage: why the batch step's cannot be read; empty where it can be, or where there is none.
     """
-    ours = AppState[record["state"]] if "state" in record else None
-    said = str(record.get("msg", ""))
+    ours = AppState[record.state] if record and record.state else None
+    said = record.msg if record else ""
     if job is None:
         if ours is not None:
             return ours, said
         if cancelled:
             return AppState.CANCELLED, "cancelled"
+        if damage:
+            return AppState.FAILED, f"how it ended is lost: {damage}"
         if record:
             return AppState.FAILED, "Slurm has forgotten the job, and it was killed before it could say how it ended"
         return AppState.CANCELLED, "Slurm has forgotten the job, which had not started: scancel, or a start that failed"
     state = states.app_state(job.state)
-    if state is AppState.RUNNING and ours is not None and not record.get("outside"):
+    if state is AppState.RUNNING and ours is not None and not (record and record.outside):
         return ours, said  # the nodes are being cleaned up, or the database lags behind
     reason = states.explanation(job.state, job.reason)
     if cancelled and (state is AppState.CANCELLED or state is AppState.FAILED and ours is not AppState.FAILED):
@@ -120,8 +139,8 @@ def commands_code(code: int) -> str:
     return f"the job's script was killed by signal {-code}" if code < 0 else f"the job's script exited with code {code}"
 
 
-def replicas(app: Known, role: str, index: int, count: int) -> tuple[RoleStatus, list[dict[str, Any]]]:
-    """The replicas of one role, and their records.
+def replicas(app: Known, role: str, index: int, count: int) -> tuple[RoleStatus, list[ReplicaRecord]]:
+    """The replicas of one role, and the records that they have.
 
     Args:
         app: its job.
@@ -129,16 +148,16 @@ def replicas(app: Known, role: str, index: int, count: int) -> tuple[RoleStatus,
         index: which component it is.
         count: how many replicas it has.
     """
-    now = app.record.get("role_restarts", {}).get(role, 0)
-    records = [folders.read(app.folder.record(role, replica)) for replica in range(count)]
-    all_say = all(record.get("job_restart") == now for record in records)
+    now = app.record.role_restarts.get(role, 0) if app.record else 0
+    every = [records.read_replica(app.folder.record(role, replica)) for replica in range(count)]
+    all_say = all(record is not None and record.job_restart == now for record in every)
     hosts = commands.hostnames(app.nodes[index]) if index < len(app.nodes) and not all_say else []
     found = []
-    for replica, record in enumerate(records):
-        stale = bool(record) and record.get("job_restart") != now
+    for replica, record in enumerate(every):
+        stale = record is not None and record.job_restart != now
         state = _replica_state(app, record, stale)
-        hostname = record.get("hostname", "") if not stale or app.terminal else ""
-        error = record.get("error") if state in TERMINAL else None
+        hostname = record.hostname if record and (not stale or app.terminal) else ""
+        error = record.error if record and state in TERMINAL else None
         found.append(
             ReplicaStatus(
                 id=replica,
@@ -148,43 +167,40 @@ def replicas(app: Known, role: str, index: int, count: int) -> tuple[RoleStatus,
                 structured_error_msg=error or NONE,
             )
         )
-    return RoleStatus(role, found), records
+    return RoleStatus(role, found), [record for record in every if record is not None]
 
 
-def _replica_state(app: Known, record: Mapping[str, Any], stale: bool) -> AppState:
+def _replica_state(app: Known, record: ReplicaRecord | None, stale: bool) -> AppState:
     if app.state is AppState.PENDING:
         return AppState.PENDING
     if app.terminal:
-        state = AppState[record["state"]] if record else app.state
+        state = AppState[record.state] if record else app.state
         return state if state in TERMINAL else app.state
-    if not record or stale:
+    if record is None or stale:
         return AppState.PENDING
-    return AppState[record["state"]]
+    return AppState[record.state]
 
 
-def root_cause(app: Known, records: Mapping[str, list[dict[str, Any]]]) -> str:
+def root_cause(app: Known, by_role: Mapping[str, list[ReplicaRecord]]) -> str:
     """The error that decided the end, as JSON text: of the first replica to fail in the role that failed."""
+    decided = app.record.role if app.record else None
     failed = [
-        one
-        for role, ones in records.items()
-        if role == app.record.get("role", role)
+        (one.error, one.ended or 0.0)
+        for role, ones in by_role.items()
+        if decided in (None, role)
         for one in ones
-        if one.get("state") == AppState.FAILED.name and one.get("error")
+        if one.state == AppState.FAILED.name and one.error
     ]
     # What an error file has said tells more than an exit code.
-    failed.sort(
-        key=lambda one: (not isinstance(json.loads(one["error"]).get("message"), dict), one.get("ended") or 0.0)
-    )
-    return str(failed[0]["error"]) if failed else NONE
+    failed.sort(key=lambda one: (not isinstance(errors.read_error_file(one[0]).get("message"), dict), one[1]))
+    return failed[0][0] if failed else NONE
 
 
-def restarts(app: Known, records: Mapping[str, list[dict[str, Any]]]) -> int:
+def restarts(app: Known, by_role: Mapping[str, list[ReplicaRecord]]) -> int:
     """How often the job, a role, a replica or the ranks were started again."""
-    now = int(app.record.get("restarts", 0))
+    now = app.record.restarts if app.record else 0
     if app.components:
         now = max(now, app.components[0].restarts)
-    replaced: int = sum(
-        max(0, one.get("restarts", 0) - one.get("job_restart", 0)) for ones in records.values() for one in ones
-    )
+    replaced: int = sum(max(0, one.restarts - one.job_restart) for ones in by_role.values() for one in ones)
     happened, _ = events.read(app.folder.events)
-    return now + replaced + len([event for event in happened if event.get("kind") == "rank_restart"])
+    return now + replaced + len([event for event in happened if event["kind"] == "rank_restart"])

@@ -1,0 +1,358 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Any content of any file in the folder of a Slurm job: it may cost its app's details, and nothing else.
+
+A stand-in answers Slurm's commands. A job of one run and an array were submitted through it; a third job has ended.
+Each case replaces one file of the first or the second, asks everything that a user may ask, and cancels or deletes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torchx.runner import Runner
+from torchx.specs import NONE, AppDef, AppState, AppStatus, Role
+
+from tests.unit.damage import contents
+from torchx_monarch import events
+from torchx_monarch.backends.errors import UserError
+from torchx_monarch.backends.local import store
+from torchx_monarch.backends.slurm import folder, job, prune, start
+from torchx_monarch.backends.slurm.commands import SlurmError
+from torchx_monarch.backends.slurm.request import decode_or_exit
+from torchx_monarch.schedulers import monarch_slurm
+
+CASES = 30
+"""For each file."""
+
+ONE, ARRAY, ENDED = "1", "2", "3"
+
+FILES = {
+    ONE: ["app.json", "request.json", "job.json", "end.json", "cancel.json", "events.jsonl", "logs/r/1/replica.json"]
+    + ["logs/r/1/combined.log.idx"],
+    ARRAY: ["app.json", "request.json", "end.json", "cancel.json", "array/4/job.json", "array/4/end.json"]
+    + ["array/4/cancel.json", "array/4/logs/r/1/replica.json"],
+}
+
+_SELDOM = ("end.json", "cancel.json")
+"""Files that are not there while a job runs and nobody has cancelled it."""
+
+_ERROR = json.dumps({"message": {"message": "boom", "extraInfo": {"py_callstack": "Traceback", "timestamp": "1"}}})
+
+_JOB = (
+    "JobId={id} {more}JobName=app UserId=me(0) JobState={state} Reason=None Requeue=1 Restarts=0 ExitCode={code} "
+    "NodeList=n[1-2] Comment={comment} Power= \n"
+)
+
+
+class SlurmCommands:
+    """Stands in for Slurm's commands of 22.05, with the controller and the database behind them.
+
+    Attributes:
+        says: the state of the jobs ONE and ARRAY; None where Slurm has forgotten them, "" where it does not answer.
+        told: each scancel since this was emptied.
+    """
+
+    def __init__(self) -> None:
+        self.says: str | None = "RUNNING"
+        self.told: list[list[str]] = []
+        self._comments: dict[str, str] = {}
+
+    def run(self, command: Sequence[str], **how: Any) -> subprocess.CompletedProcess[str]:
+        """Take the place of ``subprocess.run``, whose errors about words it raises, too."""
+        for word in command:
+            os.fsencode(word)
+            assert "\0" not in word
+        code, said = self._answer(list(command))
+        return subprocess.CompletedProcess(command, code, said, "Unable to contact slurm controller" if code else "")
+
+    def _answer(self, command: list[str]) -> tuple[int, str]:
+        if command[0] == "sbatch":
+            app_id = str(len(self._comments) + 1)
+            self._comments[app_id] = next(word for word in command if word.startswith("--comment=")).partition("=")[2]
+            return 0, f"{app_id}\n"
+        if command[0] == "scancel":
+            self.told.append(command)
+            if self.says == "RUNNING":
+                self.says = "CANCELLED"
+            return 0, ""
+        if self.says == "":
+            return 1, ""
+        if command[:3] == ["scontrol", "show", "hostnames"]:
+            return 0, "n1\nn2\n"
+        known = {} if self.says is None else self._lines(command[0])
+        if command[0] == "scontrol":
+            found = known.get(command[-1])
+            return (0, found) if found else (1, "slurm_load_jobs error: Invalid job id specified")
+        return (0, "".join(known.values())) if command[0] in ("squeue", "sacct") else (1, "")
+
+    def _lines(self, command: str) -> dict[str, str]:
+        """What a command prints of each job that Slurm remembers."""
+        code = "1:0" if self.says == "FAILED" else "0:0"
+        found: dict[str, str] = {}
+        for app_id, names in {ONE: {ONE: ""}, ARRAY: {"2": "4", "5": "7"}}.items():
+            comment = self._comments[app_id]
+            for job_id, task in names.items():
+                name = f"{app_id}_{task}" if task else app_id
+                more = f"ArrayJobId={app_id} ArrayTaskId={task} " if task else ""
+                line = {
+                    "scontrol": _JOB.format(id=job_id, more=more, state=self.says, code=code, comment=comment),
+                    "squeue": f"{job_id}|{name}|{self.says}|None|app|{comment}\n",
+                    "sacct": f"{name}|{self.says}|{code}|n[1-2]|app\n",
+                }
+                found[app_id] = found.get(app_id, "") + line[command]
+        return found
+
+
+class Apps:
+    """Two apps whose folders are as they are while they run, and one that has ended."""
+
+    def __init__(self, slurm: SlurmCommands) -> None:
+        self.slurm = slurm
+        self.state_dir = store.state_dir()
+        self.scheduler = monarch_slurm("torchx")
+        runner = Runner("torchx", {"monarch_slurm": monarch_slurm})
+        role = Role("r", image="", entrypoint="sh", args=["x.sh"], num_replicas=2, max_retries=1)
+        for name, cfg in (("one", {}), ("array", {"array": "4,7"}), ("ended", {})):
+            runner.run(AppDef(name, [role], {"team": "a"}), "monarch_slurm", cfg=cfg)
+        self.folders = folder.known()
+        assert set(self.folders) == {ONE, ARRAY, ENDED}
+        for run in (self.folders[ONE], self.folders[ARRAY].task(4), self.folders[ARRAY].task(7)):
+            self._fill(run)
+        events.append(self.folders[ONE].events, "rank_restart", "rank 0 failed", seconds=1.5, rank=0)
+        noted = {"4": {"state": "FAILED", "msg": "TIMEOUT"}}
+        for paths, more in ((self.folders[ONE], {"nodes": ["n[1-2]"]}), (self.folders[ARRAY], {"tasks": noted})):
+            store.write_json(paths.end, {"state": "FAILED", "msg": "TIMEOUT", **more})
+        store.write_json(self.folders[ARRAY].task(4).end, {"state": "FAILED", "msg": "TIMEOUT", "nodes": ["n1"]})
+        for paths in (self.folders[ONE], self.folders[ARRAY], self.folders[ARRAY].task(4)):
+            store.write_json(paths.cancel, {"time": time.time()})
+        store.write_json(self.folders[ENDED].end, {"state": "SUCCEEDED", "msg": "", "nodes": ["n1"]})
+        roots = [Path(self.folders[app_id].root) for app_id in (ONE, ARRAY)]
+        self.files = {path: path.read_bytes() for root in roots for path in root.rglob("*") if path.is_file()}
+        self.restore()
+
+    def _fill(self, run: folder.JobFolder) -> None:
+        """Write what the batch step and the tasks of a run write."""
+        begun = {"job_id": "1", "started": 1e9, "restarts": 1, "retries": 1, "role_restarts": {"r": 1}}
+        for replica, state in enumerate(("RUNNING", "FAILED")):
+            logs = Path(run.replica_logs("r", replica))
+            logs.mkdir(parents=True)
+            (logs / "combined.log").write_bytes(b"one\ntwo\n")
+            (logs / "combined.log.idx").write_bytes(bytes(16))
+            record = {"id": replica, "state": state, "pid": 7, "exit_code": None, "restarts": 2, "error": None}
+            if state == "FAILED":
+                record |= {"exit_code": 1, "error": _ERROR, "ended": 2e9}
+            store.write_json(
+                run.record("r", replica), {**record, "started": 1e9, "hostname": "n1", "job_restart": replica}
+            )
+        store.write_json(run.job, {**begun, "nodes": ["n[1-2]"]})
+
+    def restore(self) -> None:
+        """Undo what a case has done."""
+        for app_id in (ONE, ARRAY):
+            for path in Path(self.folders[app_id].root).rglob("*"):
+                if path in self.files and not path.is_file():
+                    path.rmdir() if path.is_dir() else path.unlink()
+        for path, content in self.files.items():
+            if path.name in _SELDOM:
+                path.unlink(missing_ok=True)
+            elif not path.exists() or path.read_bytes() != content:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(content)
+        self.slurm.says = "RUNNING"
+        self.slurm.told.clear()
+        self.scheduler.inner._asked.clear()
+
+
+@pytest.fixture(scope="module")
+def apps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apps]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MONARCH_STATE_DIR", str(tmp_path_factory.mktemp("fuzz")))
+        slurm = SlurmCommands()
+        patch.setattr("torchx_monarch.backends.slurm.commands.subprocess.run", slurm.run)
+        yield Apps(slurm)
+
+
+@pytest.fixture(autouse=True)
+def in_their_state_dir(apps: Apps, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MONARCH_STATE_DIR", apps.state_dir)
+
+
+def ask_everything(apps: Apps, app_id: str) -> None:
+    """All that a user may ask about an app; nothing of it may raise anything but a message for that user."""
+    silent = apps.slurm.says == ""
+    scheduler = apps.scheduler
+    with contextlib.suppress(*([SlurmError] if silent else [])):
+        listed = {each.app_id: each for each in scheduler.list()}
+        assert (listed[ENDED].state, listed[ENDED].name) == (AppState.SUCCEEDED, "ended")
+        assert {ONE, ARRAY} <= set(listed)
+        assert all("\x1b" not in each.name and "\x00" not in each.name for each in listed.values())
+    for each in (app_id, f"{app_id}_4"):
+        with contextlib.suppress(*([SlurmError] if silent else [])):
+            found = scheduler.describe(each)
+            if found is None:
+                assert each != app_id, "the app is not known any more"
+                continue
+            shown = AppStatus(
+                found.state, found.num_restarts, found.msg, found.structured_error_msg, None, found.roles_statuses
+            )
+            for text in (shown.format(), repr(shown)):
+                text.encode()  # a terminal can show it
+                assert "\x1b" not in text and "\x00" not in text
+            json.dumps(shown.to_json())
+        now = datetime.now()
+        for since in (None, now - timedelta(days=1)):
+            with contextlib.suppress(UserError, *([SlurmError] if silent else [])):
+                list(scheduler.log_iter(each, "r", 1, since=since, until=now))
+    scheduler._foreground._show(app_id, scheduler.inner)
+    scheduler.inner.wait_terminal(app_id, 0.0)
+    prune.prune()
+
+
+FEW = settings(
+    max_examples=CASES,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large],
+)
+
+
+def plant(data: st.DataObject, path: Path, original: bytes) -> None:
+    """Replace a file by one with any content, or by what is no file."""
+    path.unlink(missing_ok=True)
+    kind = data.draw(st.sampled_from([*["file"] * 12, "FIFO", "folder", "link"]), "what is planted")
+    if kind == "file":
+        path.write_bytes(data.draw(contents(original)))
+    elif kind == "FIFO":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize(("app_id", "name"), [(app_id, name) for app_id, names in FILES.items() for name in names])
+@FEW
+@given(data=st.data())
+def test_any_content_of_any_file_costs_details_only(apps: Apps, app_id: str, name: str, data: st.DataObject) -> None:
+    path = Path(apps.folders[app_id].root, name)
+    try:
+        plant(data, path, apps.files[path])
+        apps.slurm.says = data.draw(st.sampled_from(["RUNNING", "RUNNING", "FAILED", None, ""]), "what Slurm says")
+        runs = apps.slurm.says == "RUNNING"
+        ask_everything(apps, app_id)
+        what = data.draw(st.sampled_from(["cancel", "cancel", "delete", "nothing"]), "what the user then does")
+        with contextlib.suppress(*([SlurmError] if apps.slurm.says == "" else [])):
+            if what == "cancel":
+                apps.scheduler.cancel(app_id)
+            elif what == "delete":
+                apps.scheduler.delete(app_id)
+                assert not os.path.exists(apps.folders[app_id].root)
+        if runs and what != "nothing":
+            assert apps.slurm.told
+            assert {words[-1].partition("_")[0] for words in apps.slurm.told} == {app_id}
+    finally:
+        if not os.path.isdir(apps.folders[app_id].root):
+            os.makedirs(apps.folders[app_id].root, 0o700)
+        apps.restore()
+
+
+@pytest.mark.parametrize("name", ["job.json", "request.json", "logs/r/1/replica.json"])
+@FEW
+@given(data=st.data())
+def test_batch_step_survives_any_content_of_what_it_reads(apps: Apps, name: str, data: st.DataObject) -> None:
+    paths = apps.folders[ONE]
+    path = Path(paths.root, name)
+    try:
+        plant(data, path, apps.files[path])
+        try:
+            request = decode_or_exit(paths, folder.read_request(paths, "n1"))
+        except SystemExit as error:
+            assert name == "request.json" and paths.request in str(error)
+            return
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SLURM_JOB_ID", ONE)
+            patch.setenv("MONARCH_NODES_0", "n[1-2]")
+            batch = job.Batch(paths, request, ())
+        os.close(batch._wake)
+        os.close(batch._signalled)
+        if name != "request.json":
+            batch._role_restarts["r"] = batch._codes["r"] = 1
+            cause = batch._cause("r")
+            assert cause is None or isinstance(cause[0], int)
+            assert batch._left_unfinished(request.roles[0])
+    finally:
+        apps.restore()
+
+
+@pytest.mark.parametrize("words", [["job"], ["task", "r", ONE, "0"]], ids=lambda words: words[0])
+def test_step_with_a_damaged_request_ends_with_a_message(tmp_path: Path, words: list[str]) -> None:
+    paths = folder.JobFolder(str(tmp_path))
+    store.write_json(paths.request, {"roles": 5})
+    command = [sys.executable, "-I", "-S", start.__file__, words[0], paths.root, *words[1:]]
+    pid = os.posix_spawn(
+        command[0],
+        command,
+        os.environ,
+        file_actions=[(os.POSIX_SPAWN_OPEN, 2, tmp_path / "err", os.O_WRONLY | os.O_CREAT, 0o600)],
+    )
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    assert (tmp_path / "err").read_text().startswith(f"{paths.request} is damaged: the object lacks 'name'")
+
+
+def test_file_that_states_another_end_keeps_nobody_from_cancelling(apps: Apps) -> None:
+    for app_id, run in ((ONE, apps.folders[ONE]), (ARRAY, apps.folders[ARRAY].task(4))):
+        store.write_json(run.job, {"state": "SUCCEEDED", "msg": "", "ended": 1e9})
+        apps.scheduler.cancel(app_id)
+        assert apps.slurm.told
+        apps.restore()
+
+
+@pytest.mark.parametrize(
+    ("says", "state", "msg"),
+    [
+        ("RUNNING", AppState.RUNNING, "{} is damaged: state is 5, not str"),
+        ("TIMEOUT", AppState.FAILED, "TIMEOUT: it ran into its time limit; {} is damaged: state is 5, not str"),
+        (None, AppState.FAILED, "how it ended is lost: {} is damaged: state is 5, not str"),
+    ],
+)
+def test_damaged_record_of_the_batch_step_is_named(apps: Apps, says: str | None, state: AppState, msg: str) -> None:
+    paths = apps.folders[ONE]
+    try:
+        store.write_json(paths.job, {"state": 5})
+        apps.slurm.says = says
+        found = apps.scheduler.describe(ONE)
+        assert found is not None
+        assert (found.state, found.msg) == (state, msg.format(paths.job))
+        # What the file may say once it is restored is not settled.
+        assert os.path.exists(paths.end) == (says == "TIMEOUT")
+    finally:
+        apps.restore()
+
+
+def test_error_of_a_replica_is_shown_without_what_torchx_cannot_read(apps: Apps) -> None:
+    paths = apps.folders[ONE]
+    try:
+        record = store.read_json(paths.record("r", 1))
+        for error in ("[]", '{"message": ', '{"message": {"message": "boom", "extraInfo": 5}, "x": [1]}'):
+            store.write_json(paths.record("r", 1), {**(record or {}), "error": error})
+            store.write_json(paths.job, {"state": "FAILED", "msg": "", "role": "r", "ended": 1e9})
+            found = apps.scheduler.describe(ONE)
+            assert found is not None and found.state is AppState.FAILED
+            wanted = '{"message": {"message": "boom"}}' if "boom" in error else NONE
+            assert found.structured_error_msg == wanted
+    finally:
+        apps.restore()
