@@ -38,15 +38,14 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from torchx_monarch import credentials
-from torchx_monarch.errors import Verdict
-from torchx_monarch.processes import raise_file_limit
-from torchx_monarch.runtime import transport
-from torchx_monarch.runtime.membership import Membership
-from torchx_monarch.runtime.network import NetworkOptions
-from torchx_monarch.runtime.rendezvous import Registration, Rendezvous, RendezvousError
-from torchx_monarch.runtime.transport import Address, Identity
-from torchx_monarch.runtime.wires import Wires
+from torchx_monarch.controller.host_network import Wires
+from torchx_monarch.controller.rendezvous import Registration, Rendezvous, RendezvousError
+from torchx_monarch.controller.rendezvous_client import Membership
+from torchx_monarch.model.job_result import Verdict
+from torchx_monarch.system.processes import raise_file_limit
+from torchx_monarch.transport import connections, credentials
+from torchx_monarch.transport.connections import Address, Identity
+from torchx_monarch.transport.local_addresses import NetworkOptions
 
 TIMEOUT = 60.0
 NAME = "127.0.0.1"
@@ -130,7 +129,7 @@ async def hosts(address: Address, identity: Identity, replicas: int, at_once: in
         BenchError: one could not register, or lost replica 0.
     """
     port = free_port()
-    serving = await transport.listen(Address("tls", NAME, port), _hang_up, identity, NAME, 5.0)
+    serving = await connections.listen(Address("tls", NAME, port), _hang_up, identity, NAME, 5.0)
     started, cpu = time.monotonic(), time.process_time()
     registered: list[tuple[float, float]] = []
     failures: dict[str, int] = {}

@@ -21,10 +21,10 @@ from typing import Any
 
 from words import spread
 
-from torchx_monarch.backends import clients
-from torchx_monarch.client.code import bring
+from torchx_monarch.backends import client_credentials
 from torchx_monarch.client.job import SPMDJob
 from torchx_monarch.client.serve import serve
+from torchx_monarch.client.workspace_sync import bring
 
 PROGRAM = """
 import time
@@ -51,7 +51,7 @@ def change(root: Path, number: int) -> None:
 def port_of(handle: str) -> str:
     """Where replica 0 of an app listens that runs elsewhere."""
     scheduler, _, app_id = handle.partition("://")[0], *handle.rpartition("/")[1:]
-    _, kept = clients.kept(scheduler, app_id)
+    _, kept = client_credentials.kept(scheduler, app_id)
     return next(iter(kept.values())).rpartition(":")[2]
 
 
@@ -59,7 +59,7 @@ def in_new_process(job: SPMDJob, root: Path) -> float:
     """Seconds that the sync takes in a process that knows nothing of the ones before but what lies on the disk."""
     code = (
         "import sys, time\n"
-        "from torchx_monarch.client.code import bring\n"
+        "from torchx_monarch.client.workspace_sync import bring\n"
         "from torchx_monarch.client.target import Target\n"
         "target = Target.of(sys.argv[1], address=sys.argv[2]); start = time.perf_counter()\n"
         "bring(target, sys.argv[3], 'always'); print(time.perf_counter() - start)"

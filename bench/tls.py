@@ -28,7 +28,7 @@ from pathlib import Path
 
 from words import spread
 
-from torchx_monarch import credentials
+from torchx_monarch.transport import credentials
 
 PROGRAM = """
 import time

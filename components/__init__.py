@@ -3,8 +3,8 @@
 """The components of torchx-monarch: what stands after ``torchx run -s monarch_...``.
 
 A component yields a plain torchrun app, which any TorchX scheduler can run; a scheduler of ours runs it on a Monarch
-mesh. TorchX lints and lists every function defined here, so helpers live in ``torchx_monarch.plan.spmd``, and reads the
-annotations as they are, so they are not postponed and use ``Optional``, ``Dict`` and ``List``.
+mesh. TorchX lints and lists every function defined here, so helpers live in ``torchx_monarch.command.spmd``, and reads
+the annotations as they are, so they are not postponed and use ``Optional``, ``Dict`` and ``List``.
 """
 
 import inspect
@@ -16,9 +16,9 @@ import torchx
 from torchx import specs
 from torchx.components.structured_arg import StructuredNameArgument
 
-from torchx_monarch.plan import meshes as actor_meshes
-from torchx_monarch.plan import spmd as plan
-from torchx_monarch.plan.command import HOSTS_MODULE
+from torchx_monarch.command import meshes as actor_meshes
+from torchx_monarch.command import spmd as plan
+from torchx_monarch.command.command import HOSTS_MODULE
 
 _log = logging.getLogger("torchx_monarch")
 

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from torchx_monarch.client.result import RunResult as RunResult
     from torchx_monarch.client.serve import serve as serve
     from torchx_monarch.client.this_job import this_job as this_job
-    from torchx_monarch.errors import SPMDError as SPMDError
+    from torchx_monarch.exceptions import SPMDError as SPMDError
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
     "MonarchJob": "client.monarch_job",
     "RunResult": "client.result",
-    "SPMDError": "errors",
+    "SPMDError": "exceptions",
     "SPMDJob": "client.job",
     "serve": "client.serve",
     "this_job": "client.this_job",

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The command of a role whose hosts wait for actors (``plan.actors``); a scheduler of ours runs it."""
+"""The command of a role whose hosts wait for actors (``command.actors``); a scheduler of ours runs it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``python -m torchx_monarch.hosts [options] [-- COMMAND]``: stands for hosts that wait for runs (see ``plan.hold``).
+"""``python -m torchx_monarch.hosts [options] [-- COMMAND]``: an allocation (``command.allocation_spec``).
 
 The schedulers ``monarch_*`` run such a role in their own host processes. This module runs only where another scheduler
 has been given the role, and says so.

@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from torchx_monarch import processes
-from torchx_monarch.backends.local import store
+from torchx_monarch.backends.local import state_files
+from torchx_monarch.system import processes
 
 Start = Callable[[], tuple[dict[str, str], Callable[[], None]]]
 
@@ -36,7 +36,7 @@ def _record(name: str) -> Path:
 
 def _holder(name: str) -> processes.Identity | None:
     """The process that holds a cluster; None when there is none."""
-    record = store.read_json(str(_record(name))) or {}
+    record = state_files.read_json(str(_record(name))) or {}
     if not record:
         return None
     wanted = processes.Identity(record["pid"], record["start"])
@@ -72,7 +72,7 @@ def hold(name: str) -> int:
     try:
         me = processes.identity(os.getpid())
         assert me is not None
-        store.write_json(str(_record(name)), {"pid": me.pid, "start": me.start, "variables": variables})
+        state_files.write_json(str(_record(name)), {"pid": me.pid, "start": me.start, "variables": variables})
         while True:
             signal.pause()
     finally:

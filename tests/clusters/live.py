@@ -17,7 +17,7 @@ from torchx.specs import AppDef, AppStatus, Role
 
 from tests.local.monarch_programs import CONTROLLER
 from torchx_monarch import SPMDError, SPMDJob
-from torchx_monarch.plan.meshes import waiting
+from torchx_monarch.command.meshes import waiting
 
 SAYS = """
     import os, sys

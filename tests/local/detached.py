@@ -14,9 +14,9 @@ from typing import Any
 from torchx.runner import Runner
 from torchx.specs import AppDef, AppState, AppStatus, Role
 
-from torchx_monarch import processes
-from torchx_monarch.backends.local import state, store, watchers
+from torchx_monarch.backends.local import owners, state, state_files
 from torchx_monarch.backends.local.scheduler import DetachedScheduler, create_scheduler
+from torchx_monarch.system import processes
 
 NAME = "detached"
 
@@ -76,22 +76,22 @@ class Detached:
     def log(self, app_id: str, role: str = "r", k: int = 0, **more: Any) -> list[str]:
         return list(self.runner.log_lines(self.handle(app_id), role, k, **more))
 
-    def paths(self, app_id: str) -> store.AppPaths:
-        return store.app_paths(app_id)
+    def paths(self, app_id: str) -> state_files.AppPaths:
+        return state_files.app_paths(app_id)
 
-    def watchers(self, app_id: str) -> watchers.Watchers:
+    def watchers(self, app_id: str) -> owners.Watchers:
         watchers = state.watched_by(self.paths(app_id))
         assert watchers is not None
         return watchers
 
     def record(self, app_id: str) -> dict[str, Any]:
         """The status file."""
-        record = store.read_json(self.paths(app_id).status)
+        record = state_files.read_json(self.paths(app_id).status)
         assert record is not None
         return record
 
     def events(self, app_id: str) -> list[dict[str, Any]]:
-        from torchx_monarch import events
+        from torchx_monarch.insight import events
 
         return events.read(self.scheduler.events_path(app_id))[0]
 

@@ -62,7 +62,7 @@ class Live(Hosts):
 
     def end(self) -> list[int]:
         """Give them back; their exit codes."""
-        from torchx_monarch.client.link import ask
+        from torchx_monarch.client.connection import ask
 
         ask(self.job.target, {"type": "stop"})
         return self.wait()

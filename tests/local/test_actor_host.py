@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from tests.local.hosts import Hosts
-from torchx_monarch.client.link import Link
+from torchx_monarch.client.connection import Link
 from torchx_monarch.client.target import Target
-from torchx_monarch.errors import LinkError, RefusedError
-from torchx_monarch.runtime.address import Address
+from torchx_monarch.exceptions import LinkError, RefusedError
+from torchx_monarch.transport.address import Address
 
 COMMAND = ["python", "-m", "torchx_monarch.actors", "--idle-timeout"]
 Eventually = Callable[..., object]

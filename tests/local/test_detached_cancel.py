@@ -14,7 +14,7 @@ import pytest
 from torchx.specs import AppState
 
 from tests.local.detached import Detached, fresh, lives, pid_in, py, sh
-from torchx_monarch.backends.local import store
+from torchx_monarch.backends.local import state_files
 
 Eventually = Callable[..., object]
 
@@ -128,7 +128,7 @@ def test_a_cancel_before_the_supervisor_has_started(apps: Detached) -> None:
 
     started = submit._start_supervisor
 
-    def late(paths: store.AppPaths, request: object) -> None:
+    def late(paths: state_files.AppPaths, request: object) -> None:
         apps.scheduler.stop(paths.app_id, None)
         started(paths, request)  # type: ignore[arg-type]
 

@@ -280,7 +280,7 @@ def test_a_state_directory_below_a_file(apps: Detached, tmp_path: Path, monkeypa
 
 
 def test_where_the_state_directory_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchx_monarch.backends.local.store import state_dir
+    from torchx_monarch.backends.local.state_files import state_dir
 
     assert state_dir({"MONARCH_STATE_DIR": "/a/b"}) == "/a/b"
     assert state_dir({"MONARCH_STATE_DIR": "rel"}) == os.path.join(os.getcwd(), "rel")

@@ -16,8 +16,8 @@ from torchx.runner import Runner, get_runner
 from torchx.specs import AppState, RetryPolicy, Role
 
 from tests.local.detached import Detached, py, sh
-from torchx_monarch import events
 from torchx_monarch.components import spmd
+from torchx_monarch.insight import events
 
 Eventually = Callable[..., object]
 

@@ -14,7 +14,7 @@ import pytest
 from torchx.specs import AppDef, AppState
 
 from tests.local.detached import NAME, Detached, cpu_seconds, sh, start_fresh
-from torchx_monarch.backends.local import store
+from torchx_monarch.backends.local import state_files
 from torchx_monarch.backends.local.prune import prune
 from torchx_monarch.backends.local.status import AppRecord, ReplicaRecord, RoleRecord
 
@@ -27,11 +27,11 @@ def apps() -> Detached:
 
 
 def old_app(name: str, ended: float, state: str = "SUCCEEDED") -> None:
-    paths = store.app_paths(name)
+    paths = state_files.app_paths(name)
     os.makedirs(paths.root)
     record = AppRecord(name, "old", created=ended - 10, state=state, ended=ended)
     record.roles = [RoleRecord("r", [ReplicaRecord(k, state=state, exit_code=0) for k in range(4)])]
-    store.write_json(paths.status, record.to_json())
+    state_files.write_json(paths.status, record.to_json())
 
 
 def test_twenty_submissions_at_once(apps: Detached) -> None:
@@ -83,23 +83,23 @@ def test_pruning(apps: Detached, eventually: Eventually, monkeypatch: pytest.Mon
     old_app("old-kept", now - 13 * day)
     old_app("old-gone", now - 15 * day)
     old_app("old-running", now - 99 * day, state="RUNNING")
-    trash = Path(store.apps_dir(), ".trash-1-x")
+    trash = Path(state_files.apps_dir(), ".trash-1-x")
     trash.mkdir()
     os.utime(trash, (0, 0))
-    Path(store.apps_dir(), ".new-1").mkdir()
-    (Path(store.apps_dir(), "note.txt")).touch()
+    Path(state_files.apps_dir(), ".new-1").mkdir()
+    (Path(state_files.apps_dir(), "note.txt")).touch()
     app_id = apps.run(sh("true"))
     apps.wait(app_id)
-    eventually(lambda: not Path(store.app_paths("old-gone").root).exists(), "the old app to go")
+    eventually(lambda: not Path(state_files.app_paths("old-gone").root).exists(), "the old app to go")
     kept = {"old-kept", "old-running", ".new-1", "note.txt", app_id}
-    eventually(lambda: {path.name for path in Path(store.apps_dir()).iterdir()} == kept, "the rest to go")
+    eventually(lambda: {path.name for path in Path(state_files.apps_dir()).iterdir()} == kept, "the rest to go")
     monkeypatch.setenv("MONARCH_KEEP_DAYS", "1")
-    assert prune(store.apps_dir()) == ["old-kept"]
+    assert prune(state_files.apps_dir()) == ["old-kept"]
     monkeypatch.setenv("MONARCH_KEEP_DAYS", "many")
-    assert prune(store.apps_dir()) == []
+    assert prune(state_files.apps_dir()) == []
     for n in range(5):
         old_app(f"more-{n}", now + n)
-    removed = prune(store.apps_dir(), newest=3)
+    removed = prune(state_files.apps_dir(), newest=3)
     assert sorted(removed) == sorted([app_id, "more-0", "more-1"])
 
 

@@ -13,7 +13,7 @@ from torchx.schedulers.api import Stream
 from torchx.specs import AppDef, AppState, RetryPolicy, Role
 
 from tests.local.detached import Detached, lives, pid_in, sh
-from torchx_monarch.plan.rewrite import HostOptions, rewrite
+from torchx_monarch.command.rewrite import HostOptions, rewrite
 
 Eventually = Callable[..., object]
 

@@ -18,7 +18,7 @@ import pytest
 from torchx.specs import AppState
 
 from tests.local.detached import Detached, lives, pid_in, py, sh, start_fresh
-from torchx_monarch.backends.local import request, store, submit
+from torchx_monarch.backends.local import request, state_files, submit
 
 Eventually = Callable[..., object]
 
@@ -196,10 +196,10 @@ def test_strays_end_with_the_app(apps: Detached, tmp_path: Path, eventually: Eve
 
 def edit_watchers(apps: Detached, app_id: str, **machine: str) -> None:
     path = apps.paths(app_id).supervisor
-    data = store.read_json(path)
+    data = state_files.read_json(path)
     assert data is not None
     data["machine"].update(machine)
-    store.write_json(path, data)
+    state_files.write_json(path, data)
 
 
 def make_unended(apps: Detached, eventually: Eventually) -> str:
@@ -210,7 +210,7 @@ def make_unended(apps: Detached, eventually: Eventually) -> str:
     record = apps.record(app_id)
     record.update(state="RUNNING", ended=None)
     record["roles"][0]["replicas"][0].update(state="RUNNING", ended=None, exit_code=None)
-    store.write_json(apps.paths(app_id).status, record)
+    state_files.write_json(apps.paths(app_id).status, record)
     return app_id
 
 
@@ -238,11 +238,11 @@ def test_another_machine_that_shares_the_folder(apps: Detached, eventually: Even
 def test_pids_that_are_used_again(apps: Detached, eventually: Eventually) -> None:
     app_id = make_unended(apps, eventually)
     path = apps.paths(app_id).supervisor
-    data = store.read_json(path)
+    data = state_files.read_json(path)
     assert data is not None
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         data["keeper"]["pid"] = data["supervisor"]["pid"] = other.pid
-        store.write_json(path, data)
+        state_files.write_json(path, data)
         apps.scheduler.cancel(app_id)
         assert apps.status(app_id).state is AppState.FAILED
         assert other.poll() is None, "an innocent process was killed"
@@ -256,7 +256,7 @@ def test_a_submission_that_was_interrupted(apps: Detached, eventually: Eventuall
     assert apps.status(app_id).state is AppState.RUNNING, "its supervisor may still be starting"
     record = apps.record(app_id)
     record["created"] -= 3600
-    store.write_json(apps.paths(app_id).status, record)
+    state_files.write_json(apps.paths(app_id).status, record)
     assert "its submission was interrupted" in apps.status(app_id).msg
 
 

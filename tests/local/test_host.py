@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests.local.hosts import Hosts
-from torchx_monarch.folders import MAX_RUN_DIR
+from torchx_monarch.system.run_dirs import MAX_RUN_DIR
 
 Eventually = Callable[..., object]
 

@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from tests.local.live import Live
+from torchx_monarch.client.connection import Link
 from torchx_monarch.client.job import SPMDJob
-from torchx_monarch.client.link import Link
-from torchx_monarch.errors import AllocationError, LinkError, RefusedError, SPMDError
+from torchx_monarch.exceptions import AllocationError, LinkError, RefusedError, SPMDError
 
 Eventually = Callable[..., object]
 

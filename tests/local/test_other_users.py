@@ -16,9 +16,8 @@ import pytest
 
 from tests.local.hosts import Hosts
 from tests.local.strangers import AS_STRANGER, abstract_sockets, requires_strangers
-from torchx_monarch import credentials
-from torchx_monarch.runtime import network
-from torchx_monarch.runtime.network import NetworkOptions
+from torchx_monarch.transport import credentials, local_addresses
+from torchx_monarch.transport.local_addresses import NetworkOptions
 
 pytestmark = requires_strangers
 
@@ -40,7 +39,7 @@ def start(
     def run(scheme: str = "unix", wrapper: tuple[str, ...] = ()) -> Hosts:
         environ = {}
         if scheme == "tls":
-            with network.bound(NetworkOptions(bind="127.0.0.1")) as free:
+            with local_addresses.bound(NetworkOptions(bind="127.0.0.1")) as free:
                 port = free.getsockname()[1]
             hosts, _ = credentials.create()
             environ = {"MONARCH_RENDEZVOUS": f"tls:127.0.0.1:{port}", "MONARCH_CREDENTIALS": hosts.to_text()}

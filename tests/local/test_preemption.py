@@ -16,10 +16,10 @@ from torchx.runner import Runner
 from torchx.specs import AppDef, AppState, AppStatus, RetryPolicy, Role
 
 from tests.local.hosts import Hosts
-from torchx_monarch import processes
-from torchx_monarch.backends.local import store
+from torchx_monarch.backends.local import state_files
 from torchx_monarch.backends.local.scheduler import DetachedScheduler
 from torchx_monarch.schedulers import monarch_local
+from torchx_monarch.system import processes
 
 Eventually = Callable[..., object]
 
@@ -161,8 +161,8 @@ class Job:
         command = torchrun(script)
         app = AppDef("a", [Role("r", image="", entrypoint=command[0], args=command[1:], num_replicas=2, **role)])
         self.handle: str = self._runner.run(app, "monarch_local", cfg={"preload": "none", "grace": grace})
-        self.paths = store.app_paths(self.handle.rpartition("/")[2])
-        self.marker = str((store.read_json(self.paths.request) or {})["job"])
+        self.paths = state_files.app_paths(self.handle.rpartition("/")[2])
+        self.marker = str((state_files.read_json(self.paths.request) or {})["job"])
 
     @property
     def scheduler(self) -> DetachedScheduler:
@@ -176,7 +176,7 @@ class Job:
 
     def pid(self, replica: int) -> int:
         """Of a host."""
-        record = store.read_json(self.paths.status) or {}
+        record = state_files.read_json(self.paths.status) or {}
         return int(record["roles"][0]["replicas"][replica]["pid"])
 
     def cancel(self) -> None:

@@ -19,8 +19,8 @@ from torchx.runner import Runner
 from torchx.specs import AppDef, Role
 
 from tests.local.hosts import Hosts
-from torchx_monarch import credentials
 from torchx_monarch.schedulers import monarch_local
+from torchx_monarch.transport import credentials
 
 _PROGRAM = """
 import os, sys, time

@@ -17,7 +17,7 @@ import pytest
 from torchx.specs import AppDef, Role
 
 from torchx_monarch import SPMDError, SPMDJob, serve
-from torchx_monarch.errors import AllocationError, LinkError, RefusedError
+from torchx_monarch.exceptions import AllocationError, LinkError, RefusedError
 
 Eventually = Callable[..., object]
 

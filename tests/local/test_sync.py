@@ -15,11 +15,11 @@ import pytest
 
 from tests.local.live import Live
 from tests.local.test_serve import torchx
-from torchx_monarch.client.code import bring
-from torchx_monarch.client.link import Link
+from torchx_monarch.client.connection import Link
 from torchx_monarch.client.result import RunResult
-from torchx_monarch.errors import CodeError
-from torchx_monarch.sync.scan import Memory, scan
+from torchx_monarch.client.workspace_sync import bring
+from torchx_monarch.code_sync.scan import Memory, scan
+from torchx_monarch.exceptions import CodeError
 
 Eventually = Callable[..., object]
 

@@ -23,9 +23,8 @@ from typing import Any
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from torchx_monarch import credentials
-from torchx_monarch.runtime import protocol
-from torchx_monarch.runtime.transport import Identity
+from torchx_monarch.transport import credentials, messages
+from torchx_monarch.transport.connections import Identity
 
 _AT_A_TIME = 50
 _SILENT_AT_A_TIME = 300
@@ -162,7 +161,7 @@ def lines(how_many: int, replicas: int) -> list[bytes]:
 
 def monsters() -> list[list[bytes]]:
     """Messages by hand, in pieces: too long, too deep, no text, slow."""
-    limit = protocol.MAX_LINE
+    limit = messages.MAX_LINE
     brackets = [b"[" * depth + b"]" * depth + b"\n" for depth in (100, 900, 30_000)]
     nested = [b'{"version": ' + one[:-1] + b"}\n" for one in brackets]
     keys = json.dumps({"type": "register", "version": 1, "host": {"k" * 60_000: 1}}).encode() + b"\n"

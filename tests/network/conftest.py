@@ -14,7 +14,7 @@ import pytest
 
 from tests.local.hosts import Hosts
 from tests.network.namespaces import Network
-from torchx_monarch import credentials
+from torchx_monarch.transport import credentials
 
 PORT = 26599
 """Of the rendezvous, on machine 0; each network has its own."""

@@ -24,8 +24,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from tests.local.hosts import Hosts
-from torchx_monarch import credentials
-from torchx_monarch.credentials import HostCredentials
+from torchx_monarch.transport import credentials
+from torchx_monarch.transport.credentials import HostCredentials
 
 _OPTIONS = ("--grace", "5", "--preload", "", "--peer-timeout", "1")
 
@@ -105,7 +105,7 @@ def test_a_host_that_replica_0_is_not_for_says_why(
     elif kind == "foreign":
         theirs, _ = credentials.create()
     else:
-        (tmp_path / "sitecustomize.py").write_text("import torchx_monarch.runtime.protocol as p; p.VERSION = 99\n")
+        (tmp_path / "sitecustomize.py").write_text("import torchx_monarch.transport.messages as p; p.VERSION = 99\n")
         more = {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
     first = start(0, MONARCH_CREDENTIALS=ours.to_text())
     second = start(1, rendezvous=rendezvous, MONARCH_CREDENTIALS=theirs.to_text(), **more)

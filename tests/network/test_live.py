@@ -15,13 +15,13 @@ import pytest
 from tests.local.hosts import Hosts
 from tests.network.conftest import PORT
 from tests.network.namespaces import Network, requires_namespaces
-from torchx_monarch import credentials
 from torchx_monarch.client import hosts as client_hosts
+from torchx_monarch.client.connection import ask
 from torchx_monarch.client.job import SPMDJob
-from torchx_monarch.client.link import ask
 from torchx_monarch.client.target import Target
-from torchx_monarch.errors import LinkError
-from torchx_monarch.runtime.address import Address
+from torchx_monarch.exceptions import LinkError
+from torchx_monarch.transport import credentials
+from torchx_monarch.transport.address import Address
 
 pytestmark = requires_namespaces
 

@@ -25,10 +25,10 @@ from torchx.runner import Runner
 from torchx.specs import AppDef, Resource, Role
 
 from tests.network.namespaces import Network, requires_namespaces
-from torchx_monarch import credentials
-from torchx_monarch.backends.network import with_credentials
+from torchx_monarch.backends.protocols import with_credentials
 from torchx_monarch.components import controller
 from torchx_monarch.schedulers import monarch_aws_batch
+from torchx_monarch.transport import credentials
 
 pytestmark = requires_namespaces
 

@@ -24,10 +24,9 @@ import pytest
 from tests.local.hosts import Hosts
 from tests.network.conftest import PORT
 from tests.network.namespaces import Network, requires_namespaces
-from torchx_monarch import credentials
-from torchx_monarch.credentials import ClientCredentials, HostCredentials
-from torchx_monarch.runtime import protocol, transport
-from torchx_monarch.runtime.transport import Address, Identity
+from torchx_monarch.transport import connections, credentials, messages
+from torchx_monarch.transport.connections import Address, Identity
+from torchx_monarch.transport.credentials import ClientCredentials, HostCredentials
 
 pytestmark = requires_namespaces
 
@@ -69,9 +68,9 @@ class Job:
         """Send one message to the rendezvous from the third machine; the answer."""
 
         async def ask() -> dict[str, Any] | None:
-            reader, writer = await transport.connect(self.rendezvous, identity, 5.0)
-            await protocol.send(writer, {"version": protocol.VERSION, **message})
-            answer = await protocol.receive(reader, _REFUSED_WITHIN)
+            reader, writer = await connections.connect(self.rendezvous, identity, 5.0)
+            await messages.send(writer, {"version": messages.VERSION, **message})
+            answer = await messages.receive(reader, _REFUSED_WITHIN)
             writer.close()
             with contextlib.suppress(OSError, asyncio.TimeoutError):
                 await asyncio.wait_for(writer.wait_closed(), _REFUSED_WITHIN)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from tests.soak.jobs import Job
 from tests.soak.plans import Fault
-from torchx_monarch import processes
 from torchx_monarch.backends.local import state
+from torchx_monarch.system import processes
 
 _SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP, "freeze": signal.SIGSTOP}
 

@@ -16,9 +16,9 @@ from torchx.runner import Runner
 from torchx.specs import AppState
 
 from tests.soak.plans import Plan
-from torchx_monarch import events
-from torchx_monarch.backends.local import store
+from torchx_monarch.backends.local import state_files
 from torchx_monarch.backends.local.scheduler import DetachedScheduler
+from torchx_monarch.insight import events
 from torchx_monarch.schedulers import monarch_local
 
 #: Seconds from SIGTERM to SIGKILL.
@@ -90,7 +90,7 @@ class Job:
         """Its id; empty while, or when, it is not submitted."""
         if not self._app_id:
             prefix = f"soak{self.plan.number}-"
-            self._app_id = next((name for name in store.app_ids() if name.startswith(prefix)), "")
+            self._app_id = next((name for name in state_files.app_ids() if name.startswith(prefix)), "")
         return self._app_id
 
     @property
@@ -98,12 +98,12 @@ class Job:
         return f"monarch_local://torchx/{self.app_id}"
 
     @property
-    def paths(self) -> store.AppPaths:
-        return store.app_paths(self.app_id)
+    def paths(self) -> state_files.AppPaths:
+        return state_files.app_paths(self.app_id)
 
     def request(self) -> dict[str, object]:
         """The content of its request file; empty while, or when, it is not submitted."""
-        return (self.app_id and store.read_json(self.paths.request)) or {}
+        return (self.app_id and state_files.read_json(self.paths.request)) or {}
 
     def seen(self) -> set[str]:
         """The kinds of the events so far (``plans.PHASES``)."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.soak.program import line
-from torchx_monarch import events
+from torchx_monarch.insight import events
 
 _LINE = re.compile(r"\b(out|err) (\d+) (\d+) (\d+)\b")
 

@@ -20,7 +20,7 @@ from torchx.specs import AppState
 from tests.soak import faults, truth
 from tests.soak.jobs import Job
 from tests.soak.plans import ROLE, Plan
-from torchx_monarch.backends.local import store
+from torchx_monarch.backends.local import state_files
 
 #: Seconds from the faults to the end of the job, at the very most. An app whose submitter was killed before it had
 #: started a supervisor is given up after 60 s.
@@ -140,7 +140,7 @@ def _run(job: Job, outcome: Outcome) -> None:
         outcome.wrong.append(f"it is unknown, and its folder is still there: {sorted(os.listdir(job.paths.root))}")
     outcome.ports = truth.ports(job.folder)
     if outcome.wrong:
-        outcome.kept = job.paths.root if job.app_id else os.path.join(store.state_dir(), f"soak{plan.number}")
+        outcome.kept = job.paths.root if job.app_id else os.path.join(state_files.state_dir(), f"soak{plan.number}")
     elif status is not None:
         job.scheduler.delete(job.app_id)
         if job.scheduler.exists(job.app_id) or os.path.exists(job.paths.root):

@@ -19,9 +19,10 @@ from tests.soak import printed, program
 from tests.soak.faults import Injection
 from tests.soak.jobs import Job
 from tests.soak.plans import ROLE, Plan
-from torchx_monarch import events, processes
 from torchx_monarch.backends.local import folder as app_folder
-from torchx_monarch.backends.local import store
+from torchx_monarch.backends.local import state_files
+from torchx_monarch.insight import events
+from torchx_monarch.system import processes
 
 #: What is said of an app whose submitter was killed or frozen before it had started a supervisor.
 _NEVER_STARTED = "it was never started: its submission was interrupted"
@@ -179,7 +180,7 @@ def of_the_state_dir(killed_submitters: bool) -> list[str]:
     Args:
         killed_submitters: whether some were: what one was working on is removed an hour later, see ``prune``.
     """
-    left = os.listdir(store.apps_dir()) if os.path.isdir(store.apps_dir()) else []
+    left = os.listdir(state_files.apps_dir()) if os.path.isdir(state_files.apps_dir()) else []
     if killed_submitters:
         left = [name for name in left if not name.startswith(app_folder.STAGING_PREFIX)]
     return [f"left in the state directory: {left}"] if left else []

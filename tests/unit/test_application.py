@@ -11,16 +11,17 @@ from typing import Any
 
 import pytest
 
-from torchx_monarch.runtime import application, protocol, transport
-from torchx_monarch.runtime.rendezvous import Rendezvous
-from torchx_monarch.runtime.transport import Address
+from torchx_monarch.controller import role_coordinator
+from torchx_monarch.controller.rendezvous import Rendezvous
+from torchx_monarch.transport import connections, messages
+from torchx_monarch.transport.connections import Address
 
 LINK = {"type": "link", "role": "b", "start": "2"}
 ENDED = {"type": "ended", "code": 7, "reason": "b/1 failed: boom", "stopped": False}
 
 
 @pytest.mark.parametrize(
-    ("messages", "answer", "trouble"),
+    ("said", "answer", "trouble"),
     [
         ([{**LINK, "start": "1"}], "it is of another start of the app", None),
         ([{**LINK, "role": ["b"]}], "the name of a role is a text", None),
@@ -32,24 +33,24 @@ ENDED = {"type": "ended", "code": 7, "reason": "b/1 failed: boom", "stopped": Fa
     ],
 )
 def test_what_another_role_says_and_leaves_unsaid(
-    leaves_nothing: None, messages: list[dict[str, Any]], answer: str, trouble: tuple[int, str] | None
+    leaves_nothing: None, said: list[dict[str, Any]], answer: str, trouble: tuple[int, str] | None
 ) -> None:
     address = Address("unix", path=str(Path(tempfile.gettempdir(), "r.sock")))
 
-    async def talk(*said: dict[str, Any]) -> dict[str, Any]:
-        reader, writer = await transport.connect(address, None, 5.0)
-        for one in said:
-            await protocol.send(writer, {"version": protocol.VERSION, **one})
-        heard = await protocol.receive(reader, 10.0)
+    async def talk(*lines: dict[str, Any]) -> dict[str, Any]:
+        reader, writer = await connections.connect(address, None, 5.0)
+        for one in lines:
+            await messages.send(writer, {"version": messages.VERSION, **one})
+        heard = await messages.receive(reader, 10.0)
         writer.close()
         return heard or {}
 
     async def main() -> None:
         rendezvous = Rendezvous(address, replicas=1)
-        first = application._First("a", rendezvous, "2", 1)
+        first = role_coordinator._First("a", rendezvous, "2", 1)
         await rendezvous.start()
         try:
-            heard = await talk(*messages)
+            heard = await talk(*said)
             assert answer in (heard["type"], heard.get("reason")) or answer in heard["reason"]
             for _ in range(500):
                 if not first._links and (trouble is None or rendezvous.troubles.qsize()):

@@ -21,10 +21,11 @@ from hypothesis import strategies as st
 from torchx.runner import Runner
 from torchx.specs import AppDef, BindMount, DeviceMount, Resource, RetryPolicy, Role, VolumeMount, resource
 
-from torchx_monarch import credentials, schedulers
-from torchx_monarch.backends.aws_batch import command, container, facts, request
+from torchx_monarch import schedulers
+from torchx_monarch.backends.aws_batch import command, container, request, status
 from torchx_monarch.backends.aws_batch.request import BatchJob, fit, new_name
-from torchx_monarch.backends.network import PLACEHOLDER
+from torchx_monarch.backends.protocols import PLACEHOLDER
+from torchx_monarch.transport import credentials
 
 NAME = "monarch_aws_batch"
 FACTORIES = {"aws_batch": schedulers.aws_batch, NAME: schedulers.monarch_aws_batch}
@@ -316,9 +317,9 @@ def test_ulimits() -> None:
     ],
 )
 def test_console_links(arn: str, url: str) -> None:
-    assert facts.console_url(arn) == f"{url}#jobs/detail/a-1"
-    assert facts.console_url(arn, multinode=True) == f"{url}#jobs/mnp-job/a-1"
-    assert facts.console_url("nonsense") == ""
+    assert status.console_url(arn) == f"{url}#jobs/detail/a-1"
+    assert status.console_url(arn, multinode=True) == f"{url}#jobs/mnp-job/a-1"
+    assert status.console_url("nonsense") == ""
 
 
 def test_a_section_of_aws_batch_counts_for_monarch_aws_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

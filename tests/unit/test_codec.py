@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from torchx_monarch import codec
+from torchx_monarch.model import codec
 
 
 class Point(NamedTuple):

@@ -17,8 +17,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from torchx_monarch.plan.command import Command, CommandError, Program, check, parse
-from torchx_monarch.plan.options import DEFAULTS, OPTIONS, Streams
+from torchx_monarch.command.command import Command, CommandError, Program, check, parse
+from torchx_monarch.command.torchrun_options import DEFAULTS, OPTIONS, Streams
 
 
 def meaning(text: str, env: Mapping[str, str] | None = None) -> Command:

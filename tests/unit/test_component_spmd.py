@@ -19,10 +19,10 @@ from torchx.specs.file_linter import validate
 from torchx.specs.finder import ComponentValidationException, ModuleComponentsFinder
 
 import torchx_monarch.components
+from torchx_monarch.command.command import Program, parse
+from torchx_monarch.command.rewrite import HostOptions, rewrite
+from torchx_monarch.command.spmd import Launch, app_name
 from torchx_monarch.components import controller, hosts, spmd
-from torchx_monarch.plan.command import Program, parse
-from torchx_monarch.plan.rewrite import HostOptions, rewrite
-from torchx_monarch.plan.spmd import Launch, app_name
 
 
 def typed(text: str) -> AppDef:

@@ -15,8 +15,8 @@ import pytest
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from torchx_monarch import credentials
-from torchx_monarch.credentials import ClientCredentials, CredentialsError, HostCredentials
+from torchx_monarch.transport import credentials
+from torchx_monarch.transport.credentials import ClientCredentials, CredentialsError, HostCredentials
 
 
 def certificate(pem: str) -> x509.Certificate:

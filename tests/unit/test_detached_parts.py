@@ -25,11 +25,13 @@ from torchx.specs import (
     Workspace,
 )
 
-from torchx_monarch import codec, errors, events, processes, safe_files
-from torchx_monarch.backends.local import appdef, gpus, render, store, watchers
+from torchx_monarch.backends.local import appdef, gpus, owners, render, state_files
 from torchx_monarch.backends.local.replica import error_message
 from torchx_monarch.backends.local.request import DetachedRequest, ReplicaRequest, RoleRequest
 from torchx_monarch.backends.local.status import AppRecord, ReplicaRecord, RoleRecord
+from torchx_monarch.insight import events
+from torchx_monarch.model import codec, job_result
+from torchx_monarch.system import processes, safe_files
 
 words = st.text(max_size=20)
 names = st.text("abcXYZ019_-. /\u00e9", min_size=1, max_size=12)
@@ -162,13 +164,13 @@ def test_rendering_leaves_the_app_alone() -> None:
 @pytest.mark.parametrize("name", ["a", "a/b", "", "..", "-x", "\u540d\u524d", "x" * 300, "a b\n"])
 def test_app_ids(name: str) -> None:
     app_id = render.new_app_id(name)
-    assert store.is_app_id(app_id)
+    assert state_files.is_app_id(app_id)
     assert app_id[0] not in "-." and len(app_id) < 130
 
 
 @given(st.lists(words | names, min_size=2, max_size=2, unique=True))
 def test_names_of_paths(two: list[str]) -> None:
-    one, other = (store.path_name(name) for name in two)
+    one, other = (state_files.path_name(name) for name in two)
     assert one != other
     for part in (one, other):
         assert part not in ("", ".", "..") and "/" not in part and "\0" not in part and part.isascii()
@@ -210,9 +212,9 @@ def test_messages_of_error_files(error: str | None, message: str) -> None:
 
 
 def test_exit_codes_in_words() -> None:
-    assert errors.describe_code(0) == "exited with code 0"
-    assert errors.describe_code(-15) == "was killed by signal 15 (SIGTERM)"
-    assert errors.describe_code(-40) == "was killed by signal 40 (unnamed)"
+    assert job_result.describe_code(0) == "exited with code 0"
+    assert job_result.describe_code(-15) == "was killed by signal 15 (SIGTERM)"
+    assert job_result.describe_code(-40) == "was killed by signal 40 (unnamed)"
 
 
 @pytest.mark.parametrize(
@@ -242,57 +244,57 @@ def test_this_process() -> None:
 
 def test_watchers_are_read_as_they_were_written() -> None:
     me = processes.Identity(7, 8)
-    written = watchers.Watchers(watchers.this_machine(), me, processes.Identity(9, 10))
+    written = owners.Watchers(owners.this_machine(), me, processes.Identity(9, 10))
     data = json.loads(json.dumps(written.to_json()))
     assert data["keeper"] == {"pid": 7, "start": 8}  # the form of files that are on disks
-    assert codec.decode(watchers.Watchers, data) == written
+    assert codec.decode(owners.Watchers, data) == written
 
 
 def test_a_life_is_told_by_machine_boot_and_start() -> None:
-    here, me = watchers.this_machine(), processes.identity(os.getpid())
+    here, me = owners.this_machine(), processes.identity(os.getpid())
     assert me is not None
 
-    def life(which: processes.Identity = me, **changes: str) -> watchers.Life:
-        machine = watchers.Machine(**{**vars(here), **changes})
-        return watchers.Watchers(machine, me, me).life(which)
+    def life(which: processes.Identity = me, **changes: str) -> owners.Life:
+        machine = owners.Machine(**{**vars(here), **changes})
+        return owners.Watchers(machine, me, me).life(which)
 
-    assert life() is watchers.Life.ALIVE
-    assert life(processes.Identity(me.pid, me.start + 1)) is watchers.Life.DEAD
-    assert life(boot_id="x") is watchers.Life.REBOOTED
+    assert life() is owners.Life.ALIVE
+    assert life(processes.Identity(me.pid, me.start + 1)) is owners.Life.DEAD
+    assert life(boot_id="x") is owners.Life.REBOOTED
     assert life(boot_id="x", hostname="renamed", machine_id=here.machine_id or "y") in (
-        (watchers.Life.REBOOTED,) if here.machine_id else (watchers.Life.ELSEWHERE,)
+        (owners.Life.REBOOTED,) if here.machine_id else (owners.Life.ELSEWHERE,)
     )
-    assert life(boot_id="x", hostname="other", machine_id="other") is watchers.Life.ELSEWHERE
-    assert life(pid_namespace="x") is watchers.Life.ELSEWHERE
+    assert life(boot_id="x", hostname="other", machine_id="other") is owners.Life.ELSEWHERE
+    assert life(pid_namespace="x") is owners.Life.ELSEWHERE
     # A laptop that changes its name with its network.
-    assert life(hostname="other") is watchers.Life.ALIVE
+    assert life(hostname="other") is owners.Life.ALIVE
 
 
 def test_json_files_are_replaced_whole(tmp_path: Path) -> None:
     path = str(tmp_path / "f.json")
-    store.write_json(path, {"a": 1, "s": "\ud800\u00e9"})
-    assert store.read_json(path) == {"a": 1, "s": "\ud800\u00e9"}
+    state_files.write_json(path, {"a": 1, "s": "\ud800\u00e9"})
+    assert state_files.read_json(path) == {"a": 1, "s": "\ud800\u00e9"}
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
     assert os.listdir(tmp_path) == ["f.json"]
     for damaged in ("", "[1]", '{"a'):
         (tmp_path / "f.json").write_text(damaged)
-        assert store.read_json(path) is None
+        assert state_files.read_json(path) is None
     with pytest.raises(OSError):
-        store.write_json(str(tmp_path / "no" / "f.json"), {})
+        state_files.write_json(str(tmp_path / "no" / "f.json"), {})
 
 
 def test_the_last_word_uses_the_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reserve, status = str(tmp_path / "reserve"), str(tmp_path / "status.json")
     safe_files.make_reserve(reserve, 64 * 1024)
-    store.write_json(status, {"state": "RUNNING"})
+    state_files.write_json(status, {"state": "RUNNING"})
 
     def full(path: str, value: object, *, durable: bool = False) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, "write_json", full)
-        store.write_last_json(status, {"state": "FAILED"}, reserve)
-    assert store.read_json(status) == {"state": "FAILED"}
+        patch.setattr(state_files, "write_json", full)
+        state_files.write_last_json(status, {"state": "FAILED"}, reserve)
+    assert state_files.read_json(status) == {"state": "FAILED"}
     assert not os.path.exists(reserve)
 
 
@@ -320,7 +322,7 @@ def test_the_supervisor_side_imports_the_standard_library_only() -> None:
         "import sys; sys.path.append(sys.argv[1]); import torchx_monarch.backends.local.supervisor, "
         "torchx_monarch.backends.local.prune; print(*sys.modules)"
     )
-    root = Path(store.__file__).parents[3]
+    root = Path(state_files.__file__).parents[3]
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", code, str(root)], capture_output=True, text=True, check=True
     )

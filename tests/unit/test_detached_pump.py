@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchx_monarch import safe_files
-from torchx_monarch.backends.local import logs, pump
+from torchx_monarch.backends.local import log_writer, logs
+from torchx_monarch.system import safe_files
 
 
 class Clock:
@@ -31,7 +31,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(pump, "time", clock)
+    monkeypatch.setattr(log_writer, "time", clock)
     return clock
 
 
@@ -48,7 +48,7 @@ def read(folder: Path, stream: str = "combined", since: float | None = None, unt
 
 
 def test_lines_have_the_time_at_which_they_began(tmp_path: Path, clock: Clock) -> None:
-    out = pump.ReplicaLogs(str(tmp_path))
+    out = log_writer.ReplicaLogs(str(tmp_path))
     for n in range(10):
         out.feed("stdout", f"start {n}".encode())
         clock.now += 1
@@ -64,19 +64,19 @@ def test_lines_have_the_time_at_which_they_began(tmp_path: Path, clock: Clock) -
 
 
 def test_the_index_is_sparse(tmp_path: Path, clock: Clock) -> None:
-    out = pump.ReplicaLogs(str(tmp_path))
+    out = log_writer.ReplicaLogs(str(tmp_path))
     for _ in range(1000):
         out.feed("stdout", b"x\n")
         clock.now += 0.01
     out.close()
-    records = (tmp_path / "stdout.log.idx").stat().st_size / pump.RECORD.size
+    records = (tmp_path / "stdout.log.idx").stat().st_size / log_writer.RECORD.size
     assert 90 <= records <= 101
 
 
 @given(st.lists(st.tuples(st.sampled_from(["stdout", "stderr"]), st.binary(max_size=20)), max_size=30))
 def test_nothing_is_lost_or_mixed(tmp_path_factory: pytest.TempPathFactory, pieces: list[tuple[str, bytes]]) -> None:
     folder = tmp_path_factory.mktemp("logs")
-    out = pump.ReplicaLogs(str(folder))
+    out = log_writer.ReplicaLogs(str(folder))
     for stream, data in pieces:
         out.feed(stream, data)
     out.close()
@@ -92,16 +92,16 @@ def test_nothing_is_lost_or_mixed(tmp_path_factory: pytest.TempPathFactory, piec
 
 
 def test_unfinished_lines(tmp_path: Path, clock: Clock) -> None:
-    out = pump.ReplicaLogs(str(tmp_path))
+    out = log_writer.ReplicaLogs(str(tmp_path))
     combined = tmp_path / "combined.log"
     assert out.next_flush() is None
     out.feed("stdout", b"10%")
-    assert out.next_flush() == 1000.0 + pump.PATIENCE
-    clock.now += pump.PATIENCE / 2
+    assert out.next_flush() == 1000.0 + log_writer.PATIENCE
+    clock.now += log_writer.PATIENCE / 2
     out.feed("stdout", b" 20%")
     out.flush_old(clock.now)
     assert combined.read_bytes() == b""
-    clock.now += pump.PATIENCE / 2 + 0.01
+    clock.now += log_writer.PATIENCE / 2 + 0.01
     out.flush_old(clock.now)
     assert combined.read_bytes() == b"10% 20%"
     assert out.next_flush() is None
@@ -116,7 +116,7 @@ def test_unfinished_lines(tmp_path: Path, clock: Clock) -> None:
 
 def test_a_second_start_goes_on_where_the_first_ended(tmp_path: Path) -> None:
     for word in (b"one", b"two"):
-        out = pump.ReplicaLogs(str(tmp_path))
+        out = log_writer.ReplicaLogs(str(tmp_path))
         out.feed("stdout", word + b"\n")
         out.close()
     assert read(tmp_path) == ["one\n", "two\n"]
@@ -124,7 +124,7 @@ def test_a_second_start_goes_on_where_the_first_ended(tmp_path: Path) -> None:
 
 
 def test_logs_that_cannot_be_opened(tmp_path: Path) -> None:
-    out = pump.ReplicaLogs(str(tmp_path / "none"))
+    out = log_writer.ReplicaLogs(str(tmp_path / "none"))
     out.feed("stdout", b"x\n")
     out.say("y")
     out.close()
@@ -140,7 +140,7 @@ def test_a_log_on_a_full_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             os.open("/dev/full", *flags) if path.endswith("stdout.log") and flags else opened(path, *flags, **more)
         ),
     )
-    out = pump.ReplicaLogs(str(tmp_path))
+    out = log_writer.ReplicaLogs(str(tmp_path))
     out.feed("stdout", b"x" * 100 + b"\n")
     out.feed("stderr", b"fine\n")
     out.close()
@@ -150,7 +150,7 @@ def test_a_log_on_a_full_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_log_that_is_a_link(tmp_path: Path) -> None:
     os.symlink("/dev/full", tmp_path / "stdout.log")
-    out = pump.ReplicaLogs(str(tmp_path))
+    out = log_writer.ReplicaLogs(str(tmp_path))
     out.feed("stdout", b"x" * 100 + b"\n")
     out.feed("stderr", b"fine\n")
     out.close()
@@ -165,9 +165,9 @@ def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
 
     code = """
 import resource, sys
-from torchx_monarch.backends.local import pump
+from torchx_monarch.backends.local import log_writer
 resource.setrlimit(resource.RLIMIT_FSIZE, (150, resource.RLIM_INFINITY))
-out = pump.ReplicaLogs(sys.argv[1])
+out = log_writer.ReplicaLogs(sys.argv[1])
 out.feed("stdout", b"x" * 99 + b"\\n")
 out.feed("stdout", b"y" * 99 + b"\\n")
 print(out.lost, out.reason)

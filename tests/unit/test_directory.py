@@ -14,14 +14,15 @@ from typing import Any
 
 import pytest
 
-from torchx_monarch.runtime import directory, protocol, transport
-from torchx_monarch.runtime.directory import Guide
-from torchx_monarch.runtime.network import NetworkOptions
-from torchx_monarch.runtime.output import Console
-from torchx_monarch.runtime.rendezvous import Rendezvous, RendezvousError
-from torchx_monarch.runtime.report import Reporter
-from torchx_monarch.runtime.transport import Address
-from torchx_monarch.runtime.wires import Wires
+from torchx_monarch.controller import role_registry
+from torchx_monarch.controller.host_network import Wires
+from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
+from torchx_monarch.controller.role_registry import Guide
+from torchx_monarch.insight.progress import Reporter
+from torchx_monarch.system.console import Console
+from torchx_monarch.transport import connections, messages
+from torchx_monarch.transport.connections import Address
+from torchx_monarch.transport.local_addresses import NetworkOptions
 
 
 def address() -> Address:
@@ -55,9 +56,9 @@ async def kept(start: str = "1") -> AsyncIterator[Rendezvous]:
 
 
 async def asked(message: dict[str, Any]) -> dict[str, Any]:
-    reader, writer = await transport.connect(address(), None, 5.0)
-    await protocol.send(writer, {"version": protocol.VERSION, **message})
-    answer = await protocol.receive(reader, 10.0)
+    reader, writer = await connections.connect(address(), None, 5.0)
+    await messages.send(writer, {"version": messages.VERSION, **message})
+    answer = await messages.receive(reader, 10.0)
     writer.close()
     return answer or {}
 
@@ -65,7 +66,7 @@ async def asked(message: dict[str, Any]) -> dict[str, Any]:
 def test_those_who_ask_are_told_when_it_is_known_and_the_newest_word_counts(
     leaves_nothing: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(directory, "_ASKED_FOR", 0.2)
+    monkeypatch.setattr(role_registry, "_ASKED_FOR", 0.2)
 
     async def told() -> tuple[str, Any]:
         answer = await asked({"type": "where", "role": "b", "start": "1"})
@@ -98,7 +99,7 @@ def test_those_who_ask_are_told_when_it_is_known_and_the_newest_word_counts(
 
 @pytest.mark.parametrize("start", ["1", ""])
 def test_hosts_of_another_start_wait(leaves_nothing: None, monkeypatch: pytest.MonkeyPatch, start: str) -> None:
-    monkeypatch.setattr(directory, "_ASKED_FOR", 0.2)
+    monkeypatch.setattr(role_registry, "_ASKED_FOR", 0.2)
 
     async def main() -> None:
         async with kept("2") as rendezvous:

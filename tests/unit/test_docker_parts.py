@@ -17,11 +17,11 @@ import pytest
 from torchx.runner import Runner
 from torchx.specs import AppDef, AppState, BindMount, InvalidRunConfigException, Resource, RetryPolicy, Role
 
-from torchx_monarch.backends import blob
-from torchx_monarch.backends.docker import facts, request
-from torchx_monarch.backends.docker.facts import Replica, RoleFacts, standing
-from torchx_monarch.backends.network import PLACEHOLDER
+from torchx_monarch.backends import appdef_codec
+from torchx_monarch.backends.docker import request, status
+from torchx_monarch.backends.docker.status import Replica, RoleFacts, standing
 from torchx_monarch.backends.outcome import RolePolicy
+from torchx_monarch.backends.protocols import PLACEHOLDER
 from torchx_monarch.schedulers import monarch_docker
 
 
@@ -237,7 +237,7 @@ def test_the_first_to_fail_is_the_cause() -> None:
     ],
 )
 def test_times_of_dockerd(text: str, expected: float) -> None:
-    assert facts.seconds(text) == expected
+    assert status.seconds(text) == expected
 
 
 # -- an app as one word
@@ -247,11 +247,11 @@ def test_blob_gives_back_the_app() -> None:
     mount = BindMount("/a b", "/c", read_only=True)
     role = trainer(env={"A": "x,y\n'\"ü"}, max_retries=2, retry_policy=RetryPolicy.REPLICA, mounts=[mount])
     app = AppDef("näme", [role, Role("other", "")], {"team": "a b"})
-    packed = blob.pack(app)
+    packed = appdef_codec.pack(app)
     assert re.fullmatch(r"[A-Za-z0-9+/=]+", packed)
-    assert blob.unpack(packed) == app
-    assert blob.unpack(packed[:-8]) is None
-    assert blob.unpack("no") is None
+    assert appdef_codec.unpack(packed) == app
+    assert appdef_codec.unpack(packed[:-8]) is None
+    assert appdef_codec.unpack("no") is None
 
 
 # -- without a daemon

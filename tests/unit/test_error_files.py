@@ -14,12 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchx_monarch import error_files, errors, signed_line
-from torchx_monarch.backends.kubernetes import facts
-from torchx_monarch.errors import RankExit, Verdict
-from torchx_monarch.runtime.output import Console
-from torchx_monarch.runtime.report import Reporter, leave_word
-from torchx_monarch.untrusted_text import one_line, printable
+from torchx_monarch.backends.kubernetes import status
+from torchx_monarch.insight.progress import Reporter, leave_word
+from torchx_monarch.model import job_result
+from torchx_monarch.model.job_result import RankExit, Verdict
+from torchx_monarch.system import error_files, signed_line
+from torchx_monarch.system.console import Console
+from torchx_monarch.system.untrusted_text import one_line, printable
 
 MADE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a FIFO": (os.mkfifo, "it is a FIFO"),
@@ -98,8 +99,8 @@ def test_any_content_is_an_end_of_a_rank(data: dict[str, Any]) -> None:
     assert one.describe().isprintable()
     assert isinstance(one.traceback, str) and isinstance(one.began, bool) and not one.is_collateral
     text = Verdict(5, one.describe(), one).error_file()
-    assert errors.why_final(5, text) == ""
-    errors.is_consequence(json.dumps(kept))
+    assert job_result.why_final(5, text) == ""
+    job_result.is_consequence(json.dumps(kept))
 
 
 @given(st.text())
@@ -123,7 +124,7 @@ def test_a_termination_message_that_is_too_deep() -> None:
         "spec": {"containers": [{"name": "c"}]},
         "status": {"phase": "Failed", "containerStatuses": [{"name": "c", "state": state}]},
     }
-    found = facts.attempt(pod)
+    found = status.attempt(pod)
     assert found.error is None and not found.is_consequence
     assert found.failure.startswith("exited with code 3")
 

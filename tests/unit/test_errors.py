@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from torchx_monarch.errors import RankExit, Verdict, describe_code, others_in_words, root_cause, shell_code
+from torchx_monarch.model.job_result import RankExit, Verdict, describe_code, others_in_words, root_cause, shell_code
 
 
 def exit_of(rank: int, code: int, at: float = 10.0, **fields: Any) -> RankExit:

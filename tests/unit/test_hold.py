@@ -11,10 +11,10 @@ import pytest
 from torchx.specs import AppDef, RetryPolicy, Role
 from torchx.specs.finder import ComponentValidationException
 
+from torchx_monarch.command.allocation_spec import Hold, run_command, with_program
+from torchx_monarch.command.command import Command, CommandError, Program, parse
+from torchx_monarch.command.rewrite import HostOptions, hold, restore, rewrite
 from torchx_monarch.components import hosts
-from torchx_monarch.plan.command import Command, CommandError, Program, parse
-from torchx_monarch.plan.hold import Hold, run_command, with_program
-from torchx_monarch.plan.rewrite import HostOptions, hold, restore, rewrite
 
 WAITS = ["python", "-m", "torchx_monarch.hosts", "--idle-timeout", "60", "--"]
 PROLOGUE = "export A=1; "

@@ -49,8 +49,8 @@ def test_clients_of_clouds_are_imported_by_their_own_backend_alone() -> None:
 @pytest.mark.parametrize(
     "statement",
     [
-        "import torchx_monarch.host, torchx_monarch.runtime.host",
-        "import torchx_monarch.monarch_api, torchx_monarch.runtime.agent",
+        "import torchx_monarch.host, torchx_monarch.host.host_process",
+        "import torchx_monarch.monarch_adapter.monarch_api, torchx_monarch.controller.agent",
         "import torchx_monarch.backends.local.supervisor",
     ],
 )
@@ -61,7 +61,7 @@ def test_launch_path_does_not_import_torch(statement: str) -> None:
 def test_the_package_itself_is_light() -> None:
     assert not imported_by("import torchx_monarch") & {"torchx", "asyncio", "ssl", "cryptography"}
     # Whoever uses it has an event loop with TLS of his own, perhaps: the runtime changes asyncio's.
-    assert "torchx_monarch.runtime.transport" not in modules_of("from torchx_monarch import serve")
+    assert "torchx_monarch.transport.connections" not in modules_of("from torchx_monarch import serve")
 
 
 def modules_of(statement: str) -> set[str]:
@@ -71,11 +71,13 @@ def modules_of(statement: str) -> set[str]:
 
 
 def test_host_process_starts_without_torchx() -> None:
-    theirs = imported_by("import torchx_monarch.host, torchx_monarch.runtime.host, torchx_monarch.runtime.code")
+    theirs = imported_by(
+        "import torchx_monarch.host, torchx_monarch.host.host_process, torchx_monarch.host.code_distribution"
+    )
     assert not theirs & {"torchx", "pathspec"}  # who reads patterns is the client
 
 
-@pytest.mark.parametrize("module", ["local.supervisor", "slurm.job", "slurm.task"])
+@pytest.mark.parametrize("module", ["local.supervisor", "slurm.batch_step", "slurm.task"])
 def test_what_starts_hosts_needs_the_standard_library_alone(module: str) -> None:
     theirs = imported_by(f"import torchx_monarch.backends.{module}")
     assert not theirs & {"torchx", "psutil", "rich", "cryptography", "yaml"}
@@ -138,38 +140,57 @@ def test_relative_imports_of_a_package_are_its_own() -> None:
     assert imported_in("from .b import c", "top.room.__init__") == {"top.room.b", "top.room.b.c"}
 
 
-@pytest.mark.parametrize(
-    ("room", "forbidden"),
-    [
-        (
-            "plan",
-            ("torchx_monarch.runtime", "torchx_monarch.schedulers", "torchx_monarch.backends", "monarch", "torch."),
-        ),
-        (
-            "backends",
-            ("torchx_monarch.runtime", "torchx_monarch.schedulers", "torchx_monarch.plan", "monarch", "torch."),
-        ),
-        ("schedulers", ("torchx_monarch.runtime", "monarch", "torch.")),
-        ("client", ("torchx_monarch.schedulers", "torchx_monarch.monarch_api", "monarch", "torch.")),
-        ("runtime", ("torchx_monarch.schedulers", "torchx_monarch.backends", "torchx.")),
-        (
-            "sync",
-            (
-                *(f"torchx_monarch.{room}" for room in ("runtime", "schedulers", "backends", "plan", "client")),
-                *("monarch", "torch.", "torchx."),
-            ),
-        ),
-    ],
-)
-def test_dependencies_point_one_way(room: str, forbidden: tuple[str, ...]) -> None:
-    wrong = {
-        f"{path.relative_to(_PACKAGE)} imports {name}"
-        for path in (_PACKAGE / room).rglob("*.py")
-        for name in modules_imported(path)
-        if any(f"{name}.".startswith(prefix if prefix.endswith(".") else f"{prefix}.") for prefix in forbidden)
-        # A rank is the one place where torch belongs, and a Monarch client's process that for Monarch.
-        and path.name not in ("rank_main.py", "monarch_job.py", "this_job.py")
-    }
+_BELOW = {
+    "system": set(),
+    "model": {"system"},
+    "insight": {"model", "system"},
+    "transport": {"model", "system"},
+    "command": {"model"},
+    "code_sync": {"model", "system"},
+    "monarch_adapter": {"transport", "insight", "model", "system"},
+    "controller": {"monarch_adapter", "transport", "insight", "command", "model", "system"},
+    "host": {"controller", "code_sync", "monarch_adapter", "transport", "insight", "command", "model", "system"},
+    "backends": {"insight", "model", "system"},
+    "schedulers": {"backends", "transport", "insight", "command", "model", "system"},
+    "client": {
+        *("schedulers", "backends", "code_sync", "monarch_adapter", "transport", "insight"),
+        *("command", "model", "system"),
+    },
+    "components": {"command", "model"},
+}
+"""The packages that each package may import. ``exceptions`` and the package itself are for all."""
+
+_FOREIGN = {
+    "host": ("torchx",),
+    "controller": ("torchx",),
+    "transport": ("torchx",),
+    "command": ("monarch",),
+    "backends": ("monarch",),
+    "schedulers": ("monarch",),
+    "client": ("monarch",),
+    "code_sync": ("monarch", "torchx"),
+    "system": ("monarch", "torchx"),
+    "model": ("monarch", "torchx"),
+}
+"""Libraries that a package does not import. No package imports torch."""
+
+_EXEMPT = {"rank_main.py", "early_variables.py", "rank_errors.py", "timer_main.py", "monarch_job.py", "this_job.py"}
+"""The files of ranks, where torch belongs, and those of a Monarch client's process, where monarch belongs."""
+
+
+@pytest.mark.parametrize("room", _BELOW)
+def test_dependencies_point_one_way(room: str) -> None:
+    packages = {path.name for path in _PACKAGE.iterdir() if path.is_dir() and not path.name.startswith("_")}
+    assert packages == set(_BELOW)
+    wrong = set()
+    for path in (_PACKAGE / room).rglob("*.py"):
+        for name in modules_imported(path):
+            first, _, rest = name.partition(".")
+            target = rest.partition(".")[0]
+            up = first == "torchx_monarch" and target in packages - {room} - _BELOW[room]
+            foreign = first in ("torch", *_FOREIGN.get(room, ())) and path.name not in _EXEMPT
+            if up or foreign:
+                wrong.add(f"{path.relative_to(_PACKAGE)} imports {name}")
     assert not wrong
 
 
@@ -181,7 +202,7 @@ def test_private_names_of_monarch_are_used_in_one_module() -> None:
         for name in modules_imported(path)
         if name.startswith("monarch.") and not re.fullmatch(public, name)
     }
-    assert users <= {"monarch_api.py"}
+    assert users <= {"monarch_adapter/monarch_api.py"}
 
 
 def test_modules_hold_one_idea() -> None:

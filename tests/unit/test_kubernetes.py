@@ -27,12 +27,12 @@ from torchx.specs import (
 from torchx.specs.finder import ComponentValidationException
 
 from tests.clusters.kubernetes.kubelet import expanded
-from torchx_monarch.backends import blob
-from torchx_monarch.backends.kubernetes import facts, names
-from torchx_monarch.backends.kubernetes.facts import Attempt, Ended, RoleFacts, Rules, Work, standing
-from torchx_monarch.backends.network import PLACEHOLDER
+from torchx_monarch.backends import appdef_codec
+from torchx_monarch.backends.kubernetes import names, status
+from torchx_monarch.backends.kubernetes.status import Attempt, Ended, RoleFacts, Rules, Work, standing
 from torchx_monarch.backends.outcome import RolePolicy
-from torchx_monarch.errors import RankExit, Verdict
+from torchx_monarch.backends.protocols import PLACEHOLDER
+from torchx_monarch.model.job_result import RankExit, Verdict
 from torchx_monarch.schedulers import monarch_kubernetes
 
 OFFLINE: dict[str, Any] = {"mode": "job", "validate_spec": False, "namespace": "team"}
@@ -175,7 +175,7 @@ def test_words_and_values_arrive_as_they_are(runner: Runner) -> None:
 
 @pytest.mark.parametrize("cfg", [OFFLINE, VOLCANO])
 def test_no_description_holds_the_credentials(runner: Runner, cfg: dict[str, Any]) -> None:
-    from torchx_monarch.backends.network import with_credentials
+    from torchx_monarch.backends.protocols import with_credentials
 
     info = runner.dryrun(AppDef("app", [trainer(), sh()]), "monarch_kubernetes", cfg=cfg)
     assert [one["stringData"] for one in info.request.objects if one["kind"] == "Secret"] == [
@@ -226,7 +226,7 @@ def test_volcano_names_replica_0_of_each_role(runner: Runner) -> None:
         assert env.keys() >= {"MONARCH_REPLICA0_0", "MONARCH_REPLICA0_1"}
         assert env["TORCHX_RANK0_HOST"] == f"{app_id}-my-train-0-0.{app_id}"
     assert job["spec"]["queue"] == "default"
-    assert blob.unpack(job["metadata"]["annotations"][names.ANNOTATION_APP]) is not None
+    assert appdef_codec.unpack(job["metadata"]["annotations"][names.ANNOTATION_APP]) is not None
 
 
 def test_dictionaries_are_read_from_the_command_line(runner: Runner) -> None:
@@ -273,7 +273,7 @@ def ended(code: int, reason: str = "Error", message: str = "") -> dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    "status, words",
+    "reported, words",
     [
         (ended(3), "exited with code 3"),
         (ended(137), "was killed by signal 9 (SIGKILL)"),
@@ -300,39 +300,39 @@ def ended(code: int, reason: str = "Error", message: str = "") -> dict[str, Any]
         ),
     ],
 )
-def test_why_a_pod_failed(status: dict[str, Any], words: str) -> None:
-    one = facts.attempt(pod("Failed", **status))
-    assert facts.Replica("r", 0, [one], AppState.FAILED).failure == f"replica r/0 on node n1 {words}"
+def test_why_a_pod_failed(reported: dict[str, Any], words: str) -> None:
+    one = status.attempt(pod("Failed", **reported))
+    assert status.Replica("r", 0, [one], AppState.FAILED).failure == f"replica r/0 on node n1 {words}"
 
 
 def test_why_a_pod_waits() -> None:
     waiting = {"reason": "ImagePullBackOff", "message": "Back-off pulling image"}
-    stuck = facts.attempt(pod(containerStatuses=[{"name": "main", "state": {"waiting": waiting}}]))
+    stuck = status.attempt(pod(containerStatuses=[{"name": "main", "state": {"waiting": waiting}}]))
     assert (stuck.waiting, stuck.stuck_since) == ("ImagePullBackOff: Back-off pulling image", 1795168800.0)
-    creating = facts.attempt(
+    creating = status.attempt(
         pod(containerStatuses=[{"name": "main", "state": {"waiting": {"reason": "ContainerCreating"}}}])
     )
     assert (creating.waiting, creating.stuck_since) == ("", 0.0)
     condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
-    nowhere = facts.attempt(pod(conditions=[condition]))
+    nowhere = status.attempt(pod(conditions=[condition]))
     assert (nowhere.waiting, nowhere.stuck_since) == ("no node can take it (Unschedulable): 0/3 nodes", 0.0)
 
 
 def test_restarts_of_ranks_are_those_of_all_containers_that_have_ended() -> None:
     now = ended(1, message=Verdict(1, "x" * 5000).error_file(4096, rank_restarts=2))
     now["containerStatuses"][1]["lastState"] = {"terminated": {"exitCode": 137, "message": '{"rank_restarts": 3}'}}
-    one = facts.attempt(pod("Failed", **now))
+    one = status.attempt(pod("Failed", **now))
     assert one.rank_restarts == 5 and len(one.said) <= 4096
     assert one.error is not None and one.error["message"]["message"].startswith("xxx")
-    killed = facts.attempt(pod("Failed", **ended(137, message='{"rank_restarts": 1}')))
+    killed = status.attempt(pod("Failed", **ended(137, message='{"rank_restarts": 1}')))
     assert (killed.rank_restarts, killed.error, killed.failure) == (1, None, "was killed by signal 9 (SIGKILL)")
     for message in ("[1]", "7", "last words", '{"rank_restarts": "1"}'):
-        assert facts.attempt(pod("Failed", **ended(1, message=message))).rank_restarts == 0
+        assert status.attempt(pod("Failed", **ended(1, message=message))).rank_restarts == 0
 
 
 def test_numbers_of_indexes() -> None:
-    assert facts.indexes("0,2-4,9") == {0, 2, 3, 4, 9}
-    assert facts.indexes("") == facts.indexes(None) == set()
+    assert status.indexes("0,2-4,9") == {0, 2, 3, 4, 9}
+    assert status.indexes("") == status.indexes(None) == set()
 
 
 # -- what follows
@@ -349,7 +349,7 @@ def role(
     fewest: int | None = None,
     sidecar: bool = False,
 ) -> RoleFacts:
-    replicas = [facts.replica(name, number, each, work, retries) for number, each in enumerate(attempts)]
+    replicas = [status.replica(name, number, each, work, retries) for number, each in enumerate(attempts)]
     return RoleFacts(name, replicas, work, RolePolicy(len(attempts), fewest, sidecar))
 
 
@@ -438,8 +438,8 @@ def test_the_cause_is_said_by_who_does_not_blame_another() -> None:
     lost = run("Failed", 990.0, said=said("host 1 lost replica 0", True))
     cause = run("Failed", 995.0, said=said("rank 3 failed", False))
     over = Work(True, AppState.FAILED)
-    assert "rank 3 failed" in facts.root_cause([role("main", [lost], [cause], [run("Failed", 1.0)], work=over)])
-    assert facts.root_cause([role("main", [run("Failed", 1.0, said="last words")], work=over)]) == ""
+    assert "rank 3 failed" in status.root_cause([role("main", [lost], [cause], [run("Failed", 1.0)], work=over)])
+    assert status.root_cause([role("main", [run("Failed", 1.0, said="last words")], work=over)]) == ""
 
 
 def test_termination_messages_fit() -> None:

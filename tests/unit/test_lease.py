@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from torchx_monarch.errors import Verdict
-from torchx_monarch.runtime import protocol
-from torchx_monarch.runtime.lease import Leases
-from torchx_monarch.runtime.membership import Membership
-from torchx_monarch.runtime.rendezvous import Registration, Rendezvous, Trouble
-from torchx_monarch.runtime.transport import Address
+from torchx_monarch.controller.rendezvous import Registration, Rendezvous, Trouble
+from torchx_monarch.controller.rendezvous_client import Membership
+from torchx_monarch.model.job_result import Verdict
+from torchx_monarch.transport import messages
+from torchx_monarch.transport.connections import Address
+from torchx_monarch.transport.lease import Leases
 
 
 def test_a_silent_peer_expires_once_and_one_that_is_heard_does_not() -> None:
@@ -72,8 +72,8 @@ def test_both_ends_of_a_rendezvous_name_the_other_when_it_is_silent(address: Add
         silent._writer.close()
 
         async def register_and_be_silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await protocol.receive(reader)
-            await protocol.send(writer, {"type": "registered", "name": "host 0 (node0, pid 4710)"})
+            await messages.receive(reader)
+            await messages.send(writer, {"type": "registered", "name": "host 0 (node0, pid 4710)"})
             await reader.read()
             writer.close()
 

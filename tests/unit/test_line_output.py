@@ -13,11 +13,12 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchx_monarch.backends.local import logs, pump
-from torchx_monarch.line_output import CONTINUED, LONGEST, LineOutput, LineReader, complete
-from torchx_monarch.runtime.filtered import FilteredFile
-from torchx_monarch.runtime.journal import Journal, JournalSink, Sinks
-from torchx_monarch.runtime.output import Console, RankOutput
+from torchx_monarch.backends.local import log_writer, logs
+from torchx_monarch.host.filtered_output import FilteredFile
+from torchx_monarch.host.rank_output import RankOutput
+from torchx_monarch.insight.run_log import Journal, JournalSink, Sinks
+from torchx_monarch.system.console import Console
+from torchx_monarch.system.line_output import CONTINUED, LONGEST, LineOutput, LineReader, complete
 
 PIECES = st.lists(st.text("ab\r\n", min_size=1, max_size=4).map(str.encode), max_size=30)
 
@@ -186,7 +187,7 @@ def test_characters_are_not_torn(text: str, end: int) -> None:
 
 
 def test_a_follower_sees_a_progress_bar(tmp_path: Path) -> None:
-    out = pump.ReplicaLogs(str(tmp_path))
+    out = log_writer.ReplicaLogs(str(tmp_path))
     out.feed("stdout", b"begin\n\r 10%\r")
     out.end_lines()
     ended = False
@@ -201,7 +202,7 @@ def test_a_follower_sees_a_progress_bar(tmp_path: Path) -> None:
 
 
 def test_a_very_long_line_is_read_in_pieces(tmp_path: Path) -> None:
-    out = pump.ReplicaLogs(str(tmp_path))
+    out = log_writer.ReplicaLogs(str(tmp_path))
     for _ in range(64):
         out.feed("stdout", b"x" * 65536)
     out.feed("stdout", b"\nend\n")

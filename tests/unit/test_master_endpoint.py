@@ -14,10 +14,10 @@ import pytest
 import torch.distributed.run
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from torchx_monarch.plan.command import CommandError, check, parse
-from torchx_monarch.plan.options import parse_options
-from torchx_monarch.runtime.master_endpoint import EndpointError, MasterEndpoint
-from torchx_monarch.runtime.master_store import MasterStore
+from torchx_monarch.command.command import CommandError, check, parse
+from torchx_monarch.command.torchrun_options import parse_options
+from torchx_monarch.host.master_endpoint import EndpointError, MasterEndpoint
+from torchx_monarch.host.master_store import MasterStore
 
 COMMANDS = [
     [],

@@ -11,12 +11,12 @@ from torchx.specs import AppDef, Role
 from torchx.specs.builders import materialize_appdef
 from torchx.specs.finder import ComponentValidationException
 
+from torchx_monarch.command.actors import actors_command, is_actors, parse_actors
+from torchx_monarch.command.allocation_spec import IDLE_TIMEOUT
+from torchx_monarch.command.command import CommandError, parse
+from torchx_monarch.command.meshes import app_of_meshes, check_mesh_name, waiting
+from torchx_monarch.command.rewrite import HostOptions, restore, rewrite
 from torchx_monarch.components import controller
-from torchx_monarch.plan.actors import actors_command, is_actors, parse_actors
-from torchx_monarch.plan.command import CommandError, parse
-from torchx_monarch.plan.hold import IDLE_TIMEOUT
-from torchx_monarch.plan.meshes import app_of_meshes, check_mesh_name, waiting
-from torchx_monarch.plan.rewrite import HostOptions, restore, rewrite
 
 
 def typed(text: str) -> AppDef:

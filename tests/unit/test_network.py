@@ -8,29 +8,29 @@ import socket
 
 import pytest
 
-from torchx_monarch.runtime import network
-from torchx_monarch.runtime.network import NetworkError, NetworkOptions
-from torchx_monarch.runtime.transport import Address
+from torchx_monarch.transport import local_addresses
+from torchx_monarch.transport.connections import Address
+from torchx_monarch.transport.local_addresses import NetworkError, NetworkOptions
 
 
 @pytest.mark.parametrize(("text", "ports"), [("26600", (26600, 26600)), ("1-65535", (1, 65535))])
 def test_reads_ports(text: str, ports: tuple[int, int]) -> None:
-    assert network.parse_ports(text) == ports
+    assert local_addresses.parse_ports(text) == ports
 
 
 @pytest.mark.parametrize("text", ["", "0", "65536", "5-4", "1-", "-5", "1-2-3", "1,2", "ports", "1 - 2", "²"])
 def test_says_what_ports_are(text: str) -> None:
     with pytest.raises(ValueError, match="is no port and no range of ports such as 26600-26699"):
-        network.parse_ports(text)
+        local_addresses.parse_ports(text)
 
 
 def test_binds_to_addresses_and_interfaces() -> None:
-    assert network.address_of("") == ""
-    assert network.address_of("127.0.0.1") == "127.0.0.1"
-    assert network.address_of("::1") == "::1"
-    assert network.address_of("lo") == "127.0.0.1"
+    assert local_addresses.address_of("") == ""
+    assert local_addresses.address_of("127.0.0.1") == "127.0.0.1"
+    assert local_addresses.address_of("::1") == "::1"
+    assert local_addresses.address_of("lo") == "127.0.0.1"
     with pytest.raises(NetworkError, match=r"--bind nonsense: neither an address nor .* which has .*lo \(127.0.0.1\)"):
-        network.address_of("nonsense")
+        local_addresses.address_of("nonsense")
 
 
 def test_takes_the_ports_of_its_range_and_no_other() -> None:
@@ -38,24 +38,26 @@ def test_takes_the_ports_of_its_range_and_no_other() -> None:
     port = probe.getsockname()[1]
     probe.close()
     options = NetworkOptions(bind="127.0.0.1", ports=(port, port))
-    with network.bound(options) as taken:
+    with local_addresses.bound(options) as taken:
         assert taken.getsockname() == ("127.0.0.1", port)
         with pytest.raises(NetworkError, match=rf"none of the ports {port}-{port} \(--ports\) .* 127.0.0.1: Address"):
-            network.bound(options)
+            local_addresses.bound(options)
     with pytest.raises(NetworkError, match="no port can be opened on 203.0.113.1: Cannot assign"):
-        network.bound(NetworkOptions(bind="203.0.113.1"))
+        local_addresses.bound(NetworkOptions(bind="203.0.113.1"))
 
 
 def test_finds_replica_0_through_a_variable() -> None:
     address = "tls:@MAIN:26599"
-    assert network.expanded(address, {"MAIN": "10.0.0.1"}, False) == "tls:10.0.0.1:26599"
-    assert network.expanded("tls:node0:26599", {}, True) == "tls:node0:26599"
+    assert local_addresses.expanded(address, {"MAIN": "10.0.0.1"}, False) == "tls:10.0.0.1:26599"
+    assert local_addresses.expanded("tls:node0:26599", {}, True) == "tls:node0:26599"
     with pytest.raises(NetworkError, match="MAIN='' does not say where replica 0 is"):
-        network.expanded(address, {}, False)
+        local_addresses.expanded(address, {}, False)
     name = socket.gethostname()
     for environ in ({}, {"MAIN": "localhost"}):
         # On replica 0 itself; where its name is that of the loopback, others may know better what to make of the name.
-        assert network.expanded(address, environ, True) in {f"tls:{each}:26599" for each in (name, resolved(name))}
+        assert local_addresses.expanded(address, environ, True) in {
+            f"tls:{each}:26599" for each in (name, resolved(name))
+        }
 
 
 def resolved(name: str) -> str:
@@ -67,8 +69,8 @@ def resolved(name: str) -> str:
 
 def test_is_known_by_what_leads_to_replica_0() -> None:
     rendezvous = Address("tls", "127.0.0.1", 26599)
-    assert network.advertised(rendezvous, True, NetworkOptions()) == "127.0.0.1"
-    assert network.advertised(rendezvous, False, NetworkOptions()) == "127.0.0.1"
-    assert network.advertised(rendezvous, False, NetworkOptions(bind="127.0.0.2")) == "127.0.0.2"
-    assert network.advertised(rendezvous, False, NetworkOptions(bind="0.0.0.0")) == "127.0.0.1"
-    assert network.advertised(rendezvous, True, NetworkOptions(bind="lo", advertise="me")) == "me"
+    assert local_addresses.advertised(rendezvous, True, NetworkOptions()) == "127.0.0.1"
+    assert local_addresses.advertised(rendezvous, False, NetworkOptions()) == "127.0.0.1"
+    assert local_addresses.advertised(rendezvous, False, NetworkOptions(bind="127.0.0.2")) == "127.0.0.2"
+    assert local_addresses.advertised(rendezvous, False, NetworkOptions(bind="0.0.0.0")) == "127.0.0.1"
+    assert local_addresses.advertised(rendezvous, True, NetworkOptions(bind="lo", advertise="me")) == "me"

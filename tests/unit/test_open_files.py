@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from torchx_monarch import open_files
+from torchx_monarch.system import open_files
 
 
 @pytest.fixture

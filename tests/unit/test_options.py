@@ -22,7 +22,8 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTi
 from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config, parse_rendezvous_endpoint
 from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 
-from torchx_monarch.plan.options import (
+from torchx_monarch.command.rendezvous_conf import RendezvousConf
+from torchx_monarch.command.torchrun_options import (
     DEFAULTS,
     OPTIONS,
     UNEXPANDED,
@@ -34,7 +35,6 @@ from torchx_monarch.plan.options import (
     Use,
     parse_options,
 )
-from torchx_monarch.plan.rendezvous_conf import RendezvousConf
 
 IMPLIED = {
     "rdzv_backend",

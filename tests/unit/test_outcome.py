@@ -12,10 +12,10 @@ from torchx.runner import Runner
 from torchx.specs import AppDef, Role
 
 from torchx_monarch.backends.outcome import RolePolicy, awaited
+from torchx_monarch.command.rewrite import hold
 from torchx_monarch.components import controller
-from torchx_monarch.plan.rewrite import hold
+from torchx_monarch.model.sidecars import is_sidecar, mark
 from torchx_monarch.schedulers import monarch_local
-from torchx_monarch.sidecars import is_sidecar, mark
 
 MARKED = {"monarch": {"sidecar": True}}
 

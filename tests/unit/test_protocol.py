@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from torchx_monarch.client.link import Link
+from torchx_monarch.client.connection import Link
 from torchx_monarch.client.target import Target
-from torchx_monarch.errors import LinkError
-from torchx_monarch.runtime import protocol
-from torchx_monarch.runtime.address import Address
-from torchx_monarch.runtime.rendezvous import Rendezvous
+from torchx_monarch.controller.rendezvous import Rendezvous
+from torchx_monarch.exceptions import LinkError
+from torchx_monarch.transport import messages
+from torchx_monarch.transport.address import Address
 
 LONG = {"type": "run", "program": ["x" * 100_000 for _ in range(20)]}
 """As long as Linux lets a command be."""
@@ -27,11 +27,11 @@ def received(data: bytes) -> list[Any]:
     """What another end receives that reads lines of at most ``MAX_LINE``."""
 
     async def main() -> list[Any]:
-        reader = asyncio.StreamReader(limit=protocol.MAX_LINE)
+        reader = asyncio.StreamReader(limit=messages.MAX_LINE)
         reader.feed_data(data)
         reader.feed_eof()
         found = []
-        while (message := await protocol.receive(reader, 5.0)) is not None:
+        while (message := await messages.receive(reader, 5.0)) is not None:
             found.append(message)
         return found
 
@@ -40,14 +40,14 @@ def received(data: bytes) -> list[Any]:
 
 def test_messages_of_any_length_arrive() -> None:
     short: dict[str, Any] = {"type": "look"}
-    assert received(b"".join(map(protocol.encode, (short, LONG, short)))) == [short, LONG, short]
-    assert received(protocol.encode(LONG)[:-1]) == []  # the connection ended before it was complete
+    assert received(b"".join(map(messages.encode, (short, LONG, short)))) == [short, LONG, short]
+    assert received(messages.encode(LONG)[:-1]) == []  # the connection ended before it was complete
 
 
 @pytest.mark.parametrize(
     ("data", "why"),
     [
-        (b"x" * (protocol.MAX_LINE + 1) + b"\n", "a line is over the limit of 65536 bytes"),
+        (b"x" * (messages.MAX_LINE + 1) + b"\n", "a line is over the limit of 65536 bytes"),
         (b'{"frame":8388609}\n', "a message of 8388609 bytes is over the limit of 8388608 bytes"),
         (b'{"frame":-1}\n', "a message of -1 bytes is over"),
         (b'{"frame":"all"}\n', "a message of all bytes is over"),
@@ -55,13 +55,13 @@ def test_messages_of_any_length_arrive() -> None:
     ],
 )
 def test_says_what_is_no_message(data: bytes, why: str) -> None:
-    with pytest.raises(protocol.ProtocolError, match=why):
+    with pytest.raises(messages.ProtocolError, match=why):
         received(data)
 
 
 def test_a_message_over_the_limit_is_not_sent() -> None:
-    with pytest.raises(protocol.ProtocolError, match="bytes is over the limit of 8388608 bytes"):
-        protocol.encode({"type": "x" * protocol.MAX_MESSAGE})
+    with pytest.raises(messages.ProtocolError, match="bytes is over the limit of 8388608 bytes"):
+        messages.encode({"type": "x" * messages.MAX_MESSAGE})
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def test_replica_0_names_the_limit_that_a_greeting_is_over(address: Address) -> 
         await rendezvous.start()
         reader, writer = await asyncio.open_unix_connection(address.path)
         writer.write(b'{"type":"' + b"x" * 70_000 + b'"}\n')
-        answer = await protocol.receive(reader, 20.0)
+        answer = await messages.receive(reader, 20.0)
         writer.close()
         assert rendezvous._door is not None
         rendezvous._door.close()
@@ -95,9 +95,9 @@ def test_a_client_sends_and_receives_long_messages(address: Address) -> None:
         def echo() -> None:
             connection, _ = listening.accept()
             with connection, connection.makefile("rb") as file:
-                header = protocol.decode(file.readline())
-                body = file.read(protocol.frame_size(header))
-                connection.sendall(protocol.encode(protocol.decode(body)) + protocol.encode({"type": "end"}))
+                header = messages.decode(file.readline())
+                body = file.read(messages.frame_size(header))
+                connection.sendall(messages.encode(messages.decode(body)) + messages.encode({"type": "end"}))
 
         thread = threading.Thread(target=echo)
         thread.start()
@@ -107,5 +107,5 @@ def test_a_client_sends_and_receives_long_messages(address: Address) -> None:
             assert link.receive() == {"type": "end"}
         thread.join()
         with pytest.raises(LinkError, match="the request is too long: a message of .* the limit of 8388608 bytes"):
-            Link.open(Target(address), {"type": "run", "program": ["x" * protocol.MAX_MESSAGE]})
+            Link.open(Target(address), {"type": "run", "program": ["x" * messages.MAX_MESSAGE]})
     Path(address.path).unlink()

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from torchx_monarch.errors import Verdict
-from torchx_monarch.runtime import rendezvous
-from torchx_monarch.runtime.membership import Membership
-from torchx_monarch.runtime.rendezvous import Registration, Rendezvous, RendezvousError
-from torchx_monarch.runtime.transport import Address
+from torchx_monarch.controller import rendezvous
+from torchx_monarch.controller.rendezvous import Registration, Rendezvous, RendezvousError
+from torchx_monarch.controller.rendezvous_client import Membership
+from torchx_monarch.model.job_result import Verdict
+from torchx_monarch.transport.connections import Address
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import pytest
 
-from torchx_monarch.errors import RankExit
-from torchx_monarch.plan.exit_codes import parse_exit_codes
-from torchx_monarch.runtime.retry import Backoff, never_joined, why_not
+from torchx_monarch.command.exit_codes import parse_exit_codes
+from torchx_monarch.controller.retry import Backoff, never_joined, why_not
+from torchx_monarch.model.job_result import RankExit
 
 
 def failed(rank: int = 0, code: int = 1, **extra: object) -> RankExit:

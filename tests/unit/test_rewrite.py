@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from torchx.components import dist, utils
 from torchx.specs import AppDef, RetryPolicy, Role, macros
 
+from torchx_monarch.command.command import CommandError, parse
+from torchx_monarch.command.rewrite import HostOptions, restore, rewrite
 from torchx_monarch.components import spmd
-from torchx_monarch.plan.command import CommandError, parse
-from torchx_monarch.plan.rewrite import HostOptions, restore, rewrite
 
 OPTIONS = HostOptions()
 HOST = [

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from torchx_monarch import safe_files
+from torchx_monarch.system import safe_files
 
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 SOMEBODY_ELSE = 12345

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from torchx_monarch.runtime import same_user
+from torchx_monarch.monarch_adapter import socket_guard
 
 _LIBRARY = getattr(_ctypes, "__file__", "")
 
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.skipif(not _LIBRARY, reason="this Python has its module
 
 _ACCEPTS = """
 import _socket, socket, tempfile, threading
-from torchx_monarch.runtime import same_user
-same_user.guard(_socket.__file__)
+from torchx_monarch.monarch_adapter import socket_guard
+socket_guard.guard(_socket.__file__)
 for family, where in ((socket.AF_UNIX, b""), (socket.AF_INET, ("127.0.0.1", 0))):
     with socket.socket(family) as listener:
         listener.bind(where)
@@ -45,7 +45,7 @@ for family, where in ((socket.AF_UNIX, b""), (socket.AF_INET, ("127.0.0.1", 0)))
             accepted[0].sendall(b"ok")
             print(client.recv(2).decode())
             accepted[0].close()
-slots = list(same_user.slots(_socket.__file__, ("accept4", "accept")))
+slots = list(socket_guard.slots(_socket.__file__, ("accept4", "accept")))
 import ctypes
 real = {name: ctypes.cast(getattr(ctypes.CDLL(None), name), ctypes.c_void_p).value for name, _ in slots}
 print(all(ctypes.c_size_t.from_address(slot).value != real[name] for name, slot in slots) and bool(slots))
@@ -53,7 +53,7 @@ print(all(ctypes.c_size_t.from_address(slot).value != real[name] for name, slot 
 
 
 def test_finds_where_a_library_keeps_the_functions_it_calls() -> None:
-    found = list(same_user.slots(_LIBRARY, ("dlopen", "dlsym", "no_such_function")))
+    found = list(socket_guard.slots(_LIBRARY, ("dlopen", "dlsym", "no_such_function")))
     assert {name for name, _ in found} == {"dlopen", "dlsym"}
     process = ctypes.CDLL(None)
     for name, slot in found:
@@ -68,7 +68,7 @@ def test_a_guarded_library_accepts_our_own_connections() -> None:
 
 
 def test_says_why_a_library_cannot_be_guarded(tmp_path: Path) -> None:
-    with pytest.raises(same_user.NotGuarded, match="calls none of accept4, accept"):
-        same_user.guard(_LIBRARY)
-    with pytest.raises(same_user.NotGuarded, match="nosuch"):
-        same_user.guard(f"{tmp_path}/nosuch.so")
+    with pytest.raises(socket_guard.NotGuarded, match="calls none of accept4, accept"):
+        socket_guard.guard(_LIBRARY)
+    with pytest.raises(socket_guard.NotGuarded, match="nosuch"):
+        socket_guard.guard(f"{tmp_path}/nosuch.so")

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from torchx_monarch.runtime import address, transport
-from torchx_monarch.runtime.transport import Address
+from torchx_monarch.transport import address, connections
+from torchx_monarch.transport.connections import Address
 
 PAGE = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
 WHERE = Address("tls", "node0", 26599)
@@ -49,7 +49,7 @@ def alert(name: str) -> ssl.SSLError:
     ids=lambda error: f"{type(error).__name__}-{getattr(error, 'reason', None) or getattr(error, 'verify_code', '')}",
 )
 def test_every_reason_why_there_is_no_connection_is_explained(error: BaseException) -> None:
-    text = str(transport.explain(error, WHERE))
+    text = str(connections.explain(error, WHERE))
     assert text.startswith("node0:26599: ")
     said = text[len("node0:26599: ") :].replace("'node0'", "'...'").partition(":")[0].partition(" (ANY")[0]
     assert said.partition(" (why")[0] in PAGE

@@ -14,9 +14,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torchx.specs import macros
 
-from torchx_monarch.plan.options import UNEXPANDED
-from torchx_monarch.plan.shell import command_string, simple_commands
-from torchx_monarch.plan.template import escape, substitute, unescape
+from torchx_monarch.command.shell import command_string, simple_commands
+from torchx_monarch.command.template import escape, substitute, unescape
+from torchx_monarch.command.torchrun_options import UNEXPANDED
 
 X = UNEXPANDED
 

@@ -16,16 +16,17 @@ from torchx.runner import Runner
 from torchx.specs import AppDef, AppState, InvalidRunConfigException, Resource, RetryPolicy, Role
 from torchx.specs.finder import ComponentValidationException
 
-from torchx_monarch import codec, credentials
-from torchx_monarch.backends.local import store
-from torchx_monarch.backends.network import PLACEHOLDER, NetworkBackend, with_credentials
-from torchx_monarch.backends.slurm import commands, folder, prune, states, truth
+from torchx_monarch.backends.local import state_files
+from torchx_monarch.backends.protocols import PLACEHOLDER, NetworkBackend, with_credentials
+from torchx_monarch.backends.slurm import commands, folder, job_status, prune, states
 from torchx_monarch.backends.slurm.commands import Job
 from torchx_monarch.backends.slurm.macros import first_node
 from torchx_monarch.backends.slurm.records import BatchRecord
 from torchx_monarch.backends.slurm.request import SlurmRequest
 from torchx_monarch.backends.slurm.scheduler import create_scheduler
+from torchx_monarch.model import codec
 from torchx_monarch.schedulers import monarch_slurm
+from torchx_monarch.transport import credentials
 
 PENDING = (
     "JobId=17 JobName=app UserId=root(0) GroupId=root(0) MCS_label=N/A Priority=4294901743 Nice=0 Account=root "
@@ -280,7 +281,7 @@ OVER = {"state": "FAILED", "msg": "role r ended with exit code 3"}
 )
 def test_state_of_a_job(said: Job | None, record: dict[str, Any], cancelled: bool, state: str, words: str) -> None:
     written = codec.decode(BatchRecord, record) if record else None
-    found, message = truth.decide(said, written, cancelled)
+    found, message = job_status.decide(said, written, cancelled)
     assert found is AppState[state]
     assert words in message
     assert words or not message
@@ -307,7 +308,7 @@ def test_folders_of_jobs_that_ended_long_ago_are_removed(monkeypatch: pytest.Mon
         os.makedirs(paths.root)
         folder.remember(app_id, paths.root)
         if ended:
-            store.write_json(paths.end, {"state": "FAILED", "msg": ""})
+            state_files.write_json(paths.end, {"state": "FAILED", "msg": ""})
         for path in (paths.root, os.path.join(folder.ids_dir(), app_id)):
             os.utime(path, (time.time() - days * 86400,) * 2, follow_symlinks=False)
         return paths

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from torchx.runner import Runner
 from torchx.specs import NONE, AppDef, AppState, InvalidRunConfigException, Role
 
-from torchx_monarch.backends.local import store
-from torchx_monarch.backends.slurm import apps, array, commands, folder
+from torchx_monarch.backends.local import state_files
+from torchx_monarch.backends.slurm import array, commands, folder, snapshot
 from torchx_monarch.backends.slurm.commands import Job
 from torchx_monarch.backends.slurm.folder import JobFolder
+from torchx_monarch.backends.slurm.job_status import Known
 from torchx_monarch.backends.slurm.request import SlurmRequest
-from torchx_monarch.backends.slurm.truth import Known
-from torchx_monarch.runtime import network
 from torchx_monarch.schedulers import monarch_slurm
+from torchx_monarch.transport import local_addresses
 
 LINE = "JobName=p UserId=root(0) JobState={} Reason={} Requeue=1 Restarts={} ExitCode=0:0 NodeList={} Comment=t:/x \n"
 SCONTROL = (
@@ -134,7 +134,7 @@ def test_submitting_takes_no_array_from_the_environment() -> None:
 )
 def test_array_tasks_on_one_node_meet_at_ports_of_their_own(port: int, offset: str, shifted: int) -> None:
     environ = {"N": "n1", "MONARCH_PORT_OFFSET": offset}
-    assert network.expanded(f"tls:@N:{port}", environ, False) == f"tls:n1:{shifted}"
+    assert local_addresses.expanded(f"tls:@N:{port}", environ, False) == f"tls:n1:{shifted}"
 
 
 # -- what Slurm says ---------------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def test_ids_of_arrays_and_their_tasks() -> None:
 def test_records_of_an_array_are_read() -> None:
     jobs = commands.parse_scontrol(SCONTROL)
     assert {job.leader for job in jobs} == {"12"}
-    by_task = apps.by_task(jobs)
+    by_task = snapshot.by_task(jobs)
     assert {index: (job.state, job.job_id) for index, job in by_task.items()} == {
         1: ("PENDING", "14"),
         2: ("RUNNING", "15"),
@@ -165,7 +165,7 @@ def test_records_of_an_array_are_read() -> None:
     squeue = "12|12_[1,3-5%2]|PENDING|JobArrayTaskLimit|p|t:/x\n15|12_2|RUNNING|None|p|t:/x\n"
     assert [(job.leader, job.tasks) for job in commands.parse_squeue(squeue)] == [("12", (1, 3, 4, 5)), ("12", (2,))]
     sacct = "12_0|FAILED|3:0|n2|p\n12_[3-5%2]|CANCELLED by 0|0:0|None assigned|p\n12_4|COMPLETED|0:0|n1|p\n"
-    found = {index: job.state for index, job in apps.by_task(commands.parse_sacct(sacct)["12"]).items()}
+    found = {index: job.state for index, job in snapshot.by_task(commands.parse_sacct(sacct)["12"]).items()}
     assert found == {0: "FAILED", 3: "CANCELLED by 0", 4: "COMPLETED", 5: "CANCELLED by 0"}
 
 
@@ -176,7 +176,7 @@ def submitted(spec: str = "1,4,6") -> JobFolder:
     """The folder of an array, as it is after its submission."""
     paths = JobFolder(folder.new("app", None))
     os.makedirs(paths.array)
-    store.write_json(paths.request, {"sbatch": {"array": spec}})
+    state_files.write_json(paths.request, {"sbatch": {"array": spec}})
     folder.remember("12", paths.root)
     return paths
 
@@ -186,10 +186,10 @@ def has_run(paths: JobFolder, index: int, state: str, ended: float = 0.0, **more
     task = paths.task(index)
     os.makedirs(task.replica_logs("r", 0))
     over = {"state": state, "msg": f"says {index}", "ended": ended} if ended else {}
-    store.write_json(task.job, {"role": "r", **over, **more})
+    state_files.write_json(task.job, {"role": "r", **over, **more})
     error = json.dumps({"message": {"message": f"boom {index}"}}) if state == "FAILED" else None
     record = {"state": state, "error": error, "ended": ended, "hostname": "n1", "restarts": 0, "job_restart": 0}
-    store.write_json(task.record("r", 0), record)
+    state_files.write_json(task.record("r", 0), record)
 
 
 def slurm(state: str, *indices: int) -> Job:
@@ -201,7 +201,7 @@ def known(paths: JobFolder, jobs: Sequence[Job] = (), recorded: Sequence[Job] | 
         assert recorded is not None, "accounting was asked"
         return list(recorded)
 
-    return apps.known(paths, list(jobs), accounts)
+    return snapshot.known(paths, list(jobs), accounts)
 
 
 @pytest.mark.parametrize(
@@ -231,14 +231,16 @@ def test_first_failure_is_the_cause_and_replicas_count_through() -> None:
     has_run(paths, 6, "SUCCEEDED", ended=10.0)
     app = known(paths, [slurm("FAILED", 1, 4), slurm("COMPLETED", 6)])
     assert (app.state, app.msg) == (AppState.FAILED, "array task 4: says 4 (1 more of 3 failed)")
-    (status,), restarts, cause = apps.report(app, [role(replicas=1)])
+    (status,), restarts, cause = snapshot.report(app, [role(replicas=1)])
     assert [(one.id, one.state.name) for one in status.replicas] == [(0, "FAILED"), (1, "FAILED"), (2, "SUCCEEDED")]
     assert restarts == 2
     assert json.loads(cause)["message"]["message"] == "array task 4: boom 4"
-    (status,), _, cause = apps.report(app.tasks[1], [role(replicas=1)])
+    (status,), _, cause = snapshot.report(app.tasks[1], [role(replicas=1)])
     assert json.loads(cause)["message"]["message"] == "boom 1"
-    assert apps.report(app.tasks[6], [role(replicas=1)])[2] == NONE
-    assert [apps.placed("12", app, 5, 2)[::2], apps.placed("12_6", app.tasks[6], 1, 2)[::2]] == [("12_6", 1)] * 2
+    assert snapshot.report(app.tasks[6], [role(replicas=1)])[2] == NONE
+    assert [snapshot.placed("12", app, 5, 2)[::2], snapshot.placed("12_6", app.tasks[6], 1, 2)[::2]] == [
+        ("12_6", 1)
+    ] * 2
 
 
 def test_tasks_that_slurm_has_forgotten() -> None:
@@ -287,7 +289,7 @@ def test_end_that_nobody_has_seen_is_what_accounting_says_or_the_tasks_have_said
 def test_wish_to_cancel_the_array_is_one_for_each_task() -> None:
     paths = submitted()
     has_run(paths, 1, "FAILED", ended=5.0)
-    store.write_json(paths.cancel, {"time": 1.0})
+    state_files.write_json(paths.cancel, {"time": 1.0})
     assert paths.task(4).is_cancelled
     app = known(paths, [slurm("FAILED", 1), slurm("CANCELLED", 4, 6)])
     assert [(task.state.name, task.msg) for task in app.tasks.values()] == [
@@ -298,7 +300,7 @@ def test_wish_to_cancel_the_array_is_one_for_each_task() -> None:
     # One alone.
     paths = submitted()
     os.makedirs(paths.task(4).root)
-    store.write_json(paths.task(4).cancel, {"time": 1.0})
+    state_files.write_json(paths.task(4).cancel, {"time": 1.0})
     app = known(paths, [slurm("COMPLETED", 1, 6), slurm("CANCELLED", 4)])
     assert (app.state, app.msg) == (AppState.CANCELLED, "array task 4: cancelled")
 
@@ -306,12 +308,12 @@ def test_wish_to_cancel_the_array_is_one_for_each_task() -> None:
 def test_an_array_has_said_that_it_has_ended_when_all_of_its_tasks_have() -> None:
     paths = submitted()
     for index in (1, 4, 6):
-        assert not apps.says_that_it_has_ended(paths)
+        assert not snapshot.says_that_it_has_ended(paths)
         has_run(paths, index, "SUCCEEDED", ended=1.0)
-    assert apps.says_that_it_has_ended(paths)
-    only = apps.folder_of("12_4")
+    assert snapshot.says_that_it_has_ended(paths)
+    only = snapshot.folder_of("12_4")
     assert only is not None
-    assert apps.says_that_it_has_ended(only)
+    assert snapshot.says_that_it_has_ended(only)
     assert (only.app, only.request) == (paths.app, paths.request)
 
 

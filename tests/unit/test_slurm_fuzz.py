@@ -26,12 +26,12 @@ from torchx.runner import Runner
 from torchx.specs import NONE, AppDef, AppState, AppStatus, Role
 
 from tests.unit.damage import contents
-from torchx_monarch import events
 from torchx_monarch.backends.errors import UserError
-from torchx_monarch.backends.local import store
-from torchx_monarch.backends.slurm import folder, job, prune, start
+from torchx_monarch.backends.local import state_files
+from torchx_monarch.backends.slurm import batch_step, entrypoint, folder, prune
 from torchx_monarch.backends.slurm.commands import SlurmError
 from torchx_monarch.backends.slurm.request import decode_or_exit
+from torchx_monarch.insight import events
 from torchx_monarch.schedulers import monarch_slurm
 
 CASES = 30
@@ -121,7 +121,7 @@ class Apps:
 
     def __init__(self, slurm: SlurmCommands) -> None:
         self.slurm = slurm
-        self.state_dir = store.state_dir()
+        self.state_dir = state_files.state_dir()
         self.scheduler = monarch_slurm("torchx")
         runner = Runner("torchx", {"monarch_slurm": monarch_slurm})
         role = Role("r", image="", entrypoint="sh", args=["x.sh"], num_replicas=2, max_retries=1)
@@ -134,11 +134,11 @@ class Apps:
         events.append(self.folders[ONE].events, "rank_restart", "rank 0 failed", seconds=1.5, rank=0)
         noted = {"4": {"state": "FAILED", "msg": "TIMEOUT"}}
         for paths, more in ((self.folders[ONE], {"nodes": ["n[1-2]"]}), (self.folders[ARRAY], {"tasks": noted})):
-            store.write_json(paths.end, {"state": "FAILED", "msg": "TIMEOUT", **more})
-        store.write_json(self.folders[ARRAY].task(4).end, {"state": "FAILED", "msg": "TIMEOUT", "nodes": ["n1"]})
+            state_files.write_json(paths.end, {"state": "FAILED", "msg": "TIMEOUT", **more})
+        state_files.write_json(self.folders[ARRAY].task(4).end, {"state": "FAILED", "msg": "TIMEOUT", "nodes": ["n1"]})
         for paths in (self.folders[ONE], self.folders[ARRAY], self.folders[ARRAY].task(4)):
-            store.write_json(paths.cancel, {"time": time.time()})
-        store.write_json(self.folders[ENDED].end, {"state": "SUCCEEDED", "msg": "", "nodes": ["n1"]})
+            state_files.write_json(paths.cancel, {"time": time.time()})
+        state_files.write_json(self.folders[ENDED].end, {"state": "SUCCEEDED", "msg": "", "nodes": ["n1"]})
         roots = [Path(self.folders[app_id].root) for app_id in (ONE, ARRAY)]
         self.files = {path: path.read_bytes() for root in roots for path in root.rglob("*") if path.is_file()}
         self.restore()
@@ -154,10 +154,10 @@ class Apps:
             record = {"id": replica, "state": state, "pid": 7, "exit_code": None, "restarts": 2, "error": None}
             if state == "FAILED":
                 record |= {"exit_code": 1, "error": _ERROR, "ended": 2e9}
-            store.write_json(
+            state_files.write_json(
                 run.record("r", replica), {**record, "started": 1e9, "hostname": "n1", "job_restart": replica}
             )
-        store.write_json(run.job, {**begun, "nodes": ["n[1-2]"]})
+        state_files.write_json(run.job, {**begun, "nodes": ["n[1-2]"]})
 
     def restore(self) -> None:
         """Undo what a case has done."""
@@ -286,7 +286,7 @@ def test_batch_step_survives_any_content_of_what_it_reads(apps: Apps, name: str,
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SLURM_JOB_ID", ONE)
             patch.setenv("MONARCH_NODES_0", "n[1-2]")
-            batch = job.Batch(paths, request, ())
+            batch = batch_step.Batch(paths, request, ())
         os.close(batch._wake)
         os.close(batch._signalled)
         if name != "request.json":
@@ -301,8 +301,8 @@ def test_batch_step_survives_any_content_of_what_it_reads(apps: Apps, name: str,
 @pytest.mark.parametrize("words", [["job"], ["task", "r", ONE, "0"]], ids=lambda words: words[0])
 def test_step_with_a_damaged_request_ends_with_a_message(tmp_path: Path, words: list[str]) -> None:
     paths = folder.JobFolder(str(tmp_path))
-    store.write_json(paths.request, {"roles": 5})
-    command = [sys.executable, "-I", "-S", start.__file__, words[0], paths.root, *words[1:]]
+    state_files.write_json(paths.request, {"roles": 5})
+    command = [sys.executable, "-I", "-S", entrypoint.__file__, words[0], paths.root, *words[1:]]
     pid = os.posix_spawn(
         command[0],
         command,
@@ -315,7 +315,7 @@ def test_step_with_a_damaged_request_ends_with_a_message(tmp_path: Path, words: 
 
 def test_file_that_states_another_end_keeps_nobody_from_cancelling(apps: Apps) -> None:
     for app_id, run in ((ONE, apps.folders[ONE]), (ARRAY, apps.folders[ARRAY].task(4))):
-        store.write_json(run.job, {"state": "SUCCEEDED", "msg": "", "ended": 1e9})
+        state_files.write_json(run.job, {"state": "SUCCEEDED", "msg": "", "ended": 1e9})
         apps.scheduler.cancel(app_id)
         assert apps.slurm.told
         apps.restore()
@@ -332,7 +332,7 @@ def test_file_that_states_another_end_keeps_nobody_from_cancelling(apps: Apps) -
 def test_damaged_record_of_the_batch_step_is_named(apps: Apps, says: str | None, state: AppState, msg: str) -> None:
     paths = apps.folders[ONE]
     try:
-        store.write_json(paths.job, {"state": 5})
+        state_files.write_json(paths.job, {"state": 5})
         apps.slurm.says = says
         found = apps.scheduler.describe(ONE)
         assert found is not None
@@ -346,10 +346,10 @@ def test_damaged_record_of_the_batch_step_is_named(apps: Apps, says: str | None,
 def test_error_of_a_replica_is_shown_without_what_torchx_cannot_read(apps: Apps) -> None:
     paths = apps.folders[ONE]
     try:
-        record = store.read_json(paths.record("r", 1))
+        record = state_files.read_json(paths.record("r", 1))
         for error in ("[]", '{"message": ', '{"message": {"message": "boom", "extraInfo": 5}, "x": [1]}'):
-            store.write_json(paths.record("r", 1), {**(record or {}), "error": error})
-            store.write_json(paths.job, {"state": "FAILED", "msg": "", "role": "r", "ended": 1e9})
+            state_files.write_json(paths.record("r", 1), {**(record or {}), "error": error})
+            state_files.write_json(paths.job, {"state": "FAILED", "msg": "", "role": "r", "ended": 1e9})
             found = apps.scheduler.describe(ONE)
             assert found is not None and found.state is AppState.FAILED
             wanted = '{"message": {"message": "boom"}}' if "boom" in error else NONE

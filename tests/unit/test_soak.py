@@ -14,7 +14,7 @@ import pytest
 from tests.soak import plans, printed, truth
 from tests.soak.faults import Injection
 from tests.soak.program import line
-from torchx_monarch import events
+from torchx_monarch.insight import events
 
 HOST, PID = 100, 200
 LINES = [f"[default0]:{line('out', 0, PID, number)}" for number in range(10)]

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from torchx_monarch.errors import RankExit, Verdict
-from torchx_monarch.runtime import starts
-from torchx_monarch.runtime.retry import why_no_other_start
-from torchx_monarch.runtime.starts import VARIABLE, Starts
+from torchx_monarch.controller.retry import why_no_other_start
+from torchx_monarch.host import no_restart_marker
+from torchx_monarch.host.no_restart_marker import VARIABLE, Starts
+from torchx_monarch.model.job_result import RankExit, Verdict
 
 CAUSE = RankExit(rank=1, local_rank=0, replica=1, hostname="n", pid=9, code=3, time=5.0)
 FAILED = Verdict(3, "rank 1 failed", CAUSE)
@@ -20,7 +20,7 @@ FAILED = Verdict(3, "rank 1 failed", CAUSE)
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder on no mount, wherever this machine has its /tmp."""
-    monkeypatch.setattr(starts, "_mounts", lambda: {"/", str(tmp_path / "shared")})
+    monkeypatch.setattr(no_restart_marker, "_mounts", lambda: {"/", str(tmp_path / "shared")})
     return tmp_path
 
 

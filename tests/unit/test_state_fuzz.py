@@ -25,16 +25,17 @@ from hypothesis import strategies as st
 from torchx.specs import AppDef, AppState, AppStatus, Role
 
 from tests.unit.damage import contents
-from torchx_monarch import events, processes
-from torchx_monarch.backends import clients
-from torchx_monarch.backends.local import prune, status, store, submit, watchers
+from torchx_monarch.backends import client_credentials
+from torchx_monarch.backends.local import owners, prune, state_files, status, submit
 from torchx_monarch.backends.local.render import render
 from torchx_monarch.client.allocations import waiting_hosts
 from torchx_monarch.client.target import Target
-from torchx_monarch.errors import LinkError
-from torchx_monarch.plan.command import HOSTS_MODULE
+from torchx_monarch.command.command import HOSTS_MODULE
+from torchx_monarch.exceptions import LinkError
+from torchx_monarch.insight import events
 from torchx_monarch.schedulers import monarch_local
 from torchx_monarch.schedulers.monarch import MonarchScheduler
+from torchx_monarch.system import processes
 
 CASES = 5000
 FILES = [
@@ -63,7 +64,7 @@ class RunningApp:
         self.scheduler: MonarchScheduler = monarch_local("torchx")
         self.ended = self._publish("ended", status.SUCCEEDED)
         self.app_id = self._publish("running", status.RUNNING)
-        self.paths = store.app_paths(self.app_id)
+        self.paths = state_files.app_paths(self.app_id)
         script = folder / "backends" / "local" / "supervise.py"
         script.parent.mkdir(parents=True)
         script.write_text(_SUPERVISOR)
@@ -74,7 +75,7 @@ class RunningApp:
         assert os.read(self._told, 5) == b"ready"
         self._fill()
         self.files = {path: path.read_bytes() for path in Path(self.paths.root).rglob("*") if path.is_file()}
-        kept = Path(clients.path("monarch_local", self.app_id))
+        kept = Path(client_credentials.path("monarch_local", self.app_id))
         self.files[kept] = b""
         self.handle = f"monarch_local://torchx/{self.app_id}"
 
@@ -82,22 +83,22 @@ class RunningApp:
         role = Role("r", image="", entrypoint="python", args=["-m", HOSTS_MODULE, "--", "torchrun", "x.py"])
         app = AppDef(name, [role], {"team": "a"})
         request = render(app, grace=5.0, assign_gpus=False, environ={})
-        request = submit._publish(store.apps_dir(), request, app, {"grace": 5}, time.time())
-        paths = store.app_paths(request.app_id)
+        request = submit._publish(state_files.apps_dir(), request, app, {"grace": 5}, time.time())
+        paths = state_files.app_paths(request.app_id)
         record = status.load(paths)
         assert record is not None
         record.state = record.roles[0].replicas[0].state = state
         record.error = record.roles[0].replicas[0].error = '{"message": {"message": "boom", "extraInfo": {}}}'
         record.ended = time.time() if status.is_terminal(state) else None
-        store.write_json(paths.status, record.to_json())
+        state_files.write_json(paths.status, record.to_json())
         return request.app_id
 
     def _fill(self) -> None:
         mine, supervisor = processes.identity(os.getpid()), processes.identity(self._process.pid)
         assert mine is not None and supervisor is not None
-        who = watchers.Watchers(watchers.this_machine(), supervisor, supervisor)
-        store.write_json(self.paths.supervisor, who.to_json())
-        store.write_json(self.paths.cancel, {"grace": 1.5})
+        who = owners.Watchers(owners.this_machine(), supervisor, supervisor)
+        state_files.write_json(self.paths.supervisor, who.to_json())
+        state_files.write_json(self.paths.cancel, {"grace": 1.5})
         events.append(self.paths.events, "rank_restart", "rank 0 failed", seconds=1.5, rank=0)
         logs = Path(self.paths.replica_logs("r", 0))
         (logs / "combined.log").write_bytes(b"one\ntwo\n")
@@ -107,7 +108,7 @@ class RunningApp:
     def named(self, name: str) -> Path:
         """One of its files."""
         if name == "certificate":
-            return Path(clients.path("monarch_local", self.app_id))
+            return Path(client_credentials.path("monarch_local", self.app_id))
         return next(path for path in self.files if path.name == name)
 
     def restore(self, path: Path) -> None:

@@ -11,28 +11,28 @@ from pathlib import Path
 import pytest
 from torchx.specs import AppDef, AppState, Role
 
-from torchx_monarch import events
-from torchx_monarch.backends import clients
-from torchx_monarch.backends.local import prune, status, store, submit
+from torchx_monarch.backends import client_credentials
+from torchx_monarch.backends.local import prune, state_files, status, submit
 from torchx_monarch.backends.local.render import render
 from torchx_monarch.backends.local.scheduler import create_scheduler
 from torchx_monarch.backends.local.submit import StateAccessError, StateDirError
+from torchx_monarch.insight import events
 from torchx_monarch.schedulers import monarch_local
 
 SOMEBODY_ELSE = 12345
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 
 
-def app(name: str, state: str = status.SUCCEEDED, ended: float | None = None) -> store.AppPaths:
+def app(name: str, state: str = status.SUCCEEDED, ended: float | None = None) -> state_files.AppPaths:
     """Write the folder of an app; no process runs."""
     definition = AppDef(name, [Role("r", image="", entrypoint="true")])
     request = render(definition, grace=5.0, assign_gpus=False, environ={})
-    request = submit._publish(store.apps_dir(), request, definition, {}, time.time())
-    paths = store.app_paths(request.app_id)
+    request = submit._publish(state_files.apps_dir(), request, definition, {}, time.time())
+    paths = state_files.app_paths(request.app_id)
     record = status.load(paths)
     assert record is not None
     record.state, record.ended = state, ended or time.time()
-    store.write_json(paths.status, record.to_json())
+    state_files.write_json(paths.status, record.to_json())
     return paths
 
 
@@ -77,7 +77,7 @@ def test_a_link_in_an_app_is_not_followed(tmp_path: Path) -> None:
     record = status.load(dead)
     assert record is not None
     record.created = 0.0
-    store.write_json(dead.status, record.to_json())
+    state_files.write_json(dead.status, record.to_json())
     precious = tmp_path / "precious"
     precious.write_text("mine\n")
     logs = Path(dead.replica_logs("r", 0))
@@ -114,7 +114,7 @@ def test_another_users_state_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StateDirError, match="belongs to .*MONARCH_STATE_DIR"):
         submit.submit(request, definition, {})
     with pytest.raises(OSError, match="belongs to"):
-        clients.keep("monarch_slurm", "1", "secret", {})
+        client_credentials.keep("monarch_slurm", "1", "secret", {})
 
 
 def test_an_unreadable_state_directory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ def test_an_unreadable_state_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     def closed(*_: object, **__: object) -> int:
         raise PermissionError(13, "Permission denied", paths.trusted)
 
-    monkeypatch.setattr("torchx_monarch.safe_files.open_folder", closed)  # root may read everything
+    monkeypatch.setattr("torchx_monarch.system.safe_files.open_folder", closed)  # root may read everything
     with pytest.raises(StateAccessError, match=f"{paths.trusted} cannot be read: Permission denied"):
         create_scheduler("torchx").list()
 
@@ -134,7 +134,7 @@ def test_names_and_messages_do_not_reach_the_terminal_as_codes() -> None:
     assert record is not None
     record.state, record.name, record.msg = status.FAILED, "\x1b]0;owned\x07", "one\ntwo \x1b[31mred\r"
     record.roles[0].replicas[0].error = record.error = '{"message": "a\\u001b[2J", "errorCode": 1}'
-    store.write_json(paths.status, record.to_json())
+    state_files.write_json(paths.status, record.to_json())
     scheduler = monarch_local("torchx")
     assert [each.name for each in scheduler.list()] == ["\\x1b]0;owned\\x07"]
     found = scheduler.describe(paths.app_id)
@@ -148,8 +148,8 @@ def test_how_many_apps_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.time()
     names = [app("a", ended=now - age).app_id for age in range(4)]
     monkeypatch.setenv("MONARCH_KEEP_APPS", "some")
-    assert prune.prune(store.apps_dir()) == []
+    assert prune.prune(state_files.apps_dir()) == []
     monkeypatch.setenv("MONARCH_KEEP_APPS", "3")
-    assert prune.prune(store.apps_dir()) == [names[3]]
+    assert prune.prune(state_files.apps_dir()) == [names[3]]
     monkeypatch.setenv("MONARCH_KEEP_APPS", "0")
-    assert sorted(prune.prune(store.apps_dir())) == sorted(names[:3])
+    assert sorted(prune.prune(state_files.apps_dir())) == sorted(names[:3])

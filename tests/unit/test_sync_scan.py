@@ -15,10 +15,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from torchx_monarch.sync import scan as scanning
-from torchx_monarch.sync.ignores import Rules
-from torchx_monarch.sync.scan import Limits, Memory, ScanError, scan
-from torchx_monarch.sync.tree import EXECUTABLE, FILE, FOLDER, LINK
+from torchx_monarch.code_sync import scan as scanning
+from torchx_monarch.code_sync.ignores import Rules
+from torchx_monarch.code_sync.manifest import EXECUTABLE, FILE, FOLDER, LINK
+from torchx_monarch.code_sync.scan import Limits, Memory, ScanError, scan
 
 
 def write(root: Path, files: dict[str, str]) -> Path:

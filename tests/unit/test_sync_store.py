@@ -18,11 +18,11 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from torchx_monarch.sync import store as store_module
-from torchx_monarch.sync.pack import ChangedError, PackError, pack
-from torchx_monarch.sync.scan import Memory, scan
-from torchx_monarch.sync.store import CodeStore, StoreError
-from torchx_monarch.sync.tree import Entry, Tree, TreeError
+from torchx_monarch.code_sync import code_store as store_module
+from torchx_monarch.code_sync.archive import ChangedError, PackError, pack
+from torchx_monarch.code_sync.code_store import CodeStore, StoreError
+from torchx_monarch.code_sync.manifest import Entry, Tree, TreeError
+from torchx_monarch.code_sync.scan import Memory, scan
 
 
 def tree_of(root: Path) -> Tree:

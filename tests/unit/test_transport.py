@@ -20,14 +20,14 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from torchx_monarch.runtime import address as address_module
-from torchx_monarch.runtime import door, protocol, transport
-from torchx_monarch.runtime import wires as wires_module
-from torchx_monarch.runtime.membership import Membership
-from torchx_monarch.runtime.network import NetworkOptions
-from torchx_monarch.runtime.rendezvous import Registration, Rendezvous, RendezvousError
-from torchx_monarch.runtime.transport import Address, AddressError, ConnectError, Identity
-from torchx_monarch.runtime.wires import Wires
+from torchx_monarch.controller import host_network as wires_module
+from torchx_monarch.controller.host_network import Wires
+from torchx_monarch.controller.rendezvous import Registration, Rendezvous, RendezvousError
+from torchx_monarch.controller.rendezvous_client import Membership
+from torchx_monarch.transport import address as address_module
+from torchx_monarch.transport import connections, listener, messages
+from torchx_monarch.transport.connections import Address, AddressError, ConnectError, Identity
+from torchx_monarch.transport.local_addresses import NetworkOptions
 
 _NOW = datetime.datetime.now(datetime.timezone.utc)
 _HOUR = datetime.timedelta(hours=1)
@@ -196,12 +196,12 @@ def test_says_that_one_end_does_not_speak_tls(authority: Authority, address: Add
 
 
 def test_says_why_it_cannot_be_reached(authority: Authority, address: Address, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (transport, address_module):
+    for module in (connections, address_module):
         monkeypatch.setattr(module, "CONNECT_TIMEOUT", 0.5)
 
     def why(to: Address) -> str:
         with pytest.raises(ConnectError) as caught:
-            asyncio.run(transport.connect(to, authority.identity(), 5.0))
+            asyncio.run(connections.connect(to, authority.identity(), 5.0))
         return str(caught.value)
 
     assert why(address) == where(address) + "connection refused: nothing listens there (yet)"
@@ -222,12 +222,12 @@ def test_says_why_it_cannot_be_reached(authority: Authority, address: Address, m
 
 
 def test_one_release_on_all_hosts(authority: Authority, address: Address, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: Callable[..., Any] = protocol.send
+    sent: Callable[..., Any] = messages.send
 
-    async def another(writer: asyncio.StreamWriter, message: protocol.Message) -> bool:
+    async def another(writer: asyncio.StreamWriter, message: messages.Message) -> bool:
         return bool(await sent(writer, {**message, "version": 99} if message["type"] == "register" else message))
 
-    monkeypatch.setattr(protocol, "send", another)
+    monkeypatch.setattr(messages, "send", another)
     why = why_not(address, authority.identity(), authority.identity())
     assert "it speaks version 1 of the protocol, and this end version 99: install one release" in why
 
@@ -245,7 +245,7 @@ def test_replica_0_tries_the_monarch_port_of_every_host(
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             await reader.read()
 
-        listening = await transport.listen(address, serve, server, "", 5.0)
+        listening = await connections.listen(address, serve, server, "", 5.0)
         try:
             host = Registration(1, worker, "node7", 4711, 1)
             return await wires(address, authority.identity()).unreachable([host])
@@ -280,22 +280,22 @@ def test_an_address_of_ipv6_needs_a_name() -> None:
 
 def test_strangers_make_room_for_hosts(authority: Authority, address: Address, monkeypatch: pytest.MonkeyPatch) -> None:
     """More silent connections than may stand at the door do not keep a host out, and go; hosts stay."""
-    monkeypatch.setattr(door, "_HANDSHAKE_TIMEOUT", 2.0)
+    monkeypatch.setattr(listener, "_HANDSHAKE_TIMEOUT", 2.0)
 
     async def run() -> None:
         rendezvous = Rendezvous(address, 2, authority.identity())
         await rendezvous.start()
         membership = await join(address, authority.identity())
-        silent = [await asyncio.open_connection(address.host, address.port) for _ in range(3 * door._STRANGERS)]
-        reader, writer = await transport.connect(address, authority.identity(), 5.0)
-        await protocol.send(writer, {"type": "look", "version": protocol.VERSION})
-        state = await protocol.receive(reader, 10.0)
+        silent = [await asyncio.open_connection(address.host, address.port) for _ in range(3 * listener._STRANGERS)]
+        reader, writer = await connections.connect(address, authority.identity(), 5.0)
+        await messages.send(writer, {"type": "look", "version": messages.VERSION})
+        state = await messages.receive(reader, 10.0)
         assert state is not None and state["missing"] == [0]
         closed = [asyncio.ensure_future(each.read()) for each, _ in silent]
         done, _ = await asyncio.wait(closed, timeout=20.0)
         assert len(done) == len(silent)
         await membership.tell("alive")
-        assert await protocol.receive(membership._reader, 5.0) == {"type": "alive"}
+        assert await messages.receive(membership._reader, 5.0) == {"type": "alive"}
         for each in [writer, membership._writer, *(one for _, one in silent)]:
             each.close()
         assert rendezvous._door is not None

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from torchx_monarch import processes
-from torchx_monarch.backends.local import winddown
-from torchx_monarch.backends.local.winddown import HOST_EXTRA, SETTLE, WindDown
+from torchx_monarch.backends.local import graceful_stop
+from torchx_monarch.backends.local.graceful_stop import HOST_EXTRA, SETTLE, WindDown
+from torchx_monarch.system import processes
 
 GRACE = 30.0
 
@@ -58,7 +58,7 @@ class Replica:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock of the module; the replica of pid 2 has a host."""
     clock = Clock()
-    monkeypatch.setattr(winddown, "time", clock)
+    monkeypatch.setattr(graceful_stop, "time", clock)
     monkeypatch.setattr(processes, "hosts", lambda pids: {pid: [7] if pid == 2 else [] for pid in pids})
     return clock
 

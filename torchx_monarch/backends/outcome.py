@@ -6,7 +6,7 @@ The rules, the same on all backends:
 
 - An app has succeeded when every role has (``LocalScheduler.describe`` of torchx.schedulers.local_scheduler: RUNNING
   while a replica of any role lives, FAILED if one has failed, else SUCCEEDED). Roles that are marked as sidecars
-  (``torchx_monarch.sidecars``) are not waited for: they are ended when all others have succeeded.
+  (``torchx_monarch.model.sidecars``) are not waited for: they are ended when all others have succeeded.
 - A role has failed when one of its replicas has failed for good, with no retries left. A role with ``min_replicas``
   tolerates failed replicas, other than replica 0, while so many others run or have succeeded.
 - An app has failed when a role has; a sidecar's failure counts until all others have succeeded.
@@ -20,7 +20,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from torchx_monarch.sidecars import is_sidecar
+from torchx_monarch.model.sidecars import is_sidecar
 
 if TYPE_CHECKING:
     from torchx.specs import Role

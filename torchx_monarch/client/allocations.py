@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torchx_monarch.backends import clients
-from torchx_monarch.backends.local import store
+from torchx_monarch.backends import client_credentials
+from torchx_monarch.backends.local import state_files
 from torchx_monarch.backends.local.request import load as load_request
-from torchx_monarch.client.link import ask
+from torchx_monarch.client.connection import ask
 from torchx_monarch.client.target import Target
-from torchx_monarch.errors import LinkError, RefusedError
+from torchx_monarch.exceptions import LinkError, RefusedError
 
 _PATIENCE = 3.0
 """Seconds for each."""
@@ -47,17 +47,17 @@ def waiting_hosts() -> Iterator[Found]:
 
 
 def _of_this_machine() -> list[tuple[str, list[str]]]:
-    from torchx_monarch.plan.command import HOSTS_MODULE  # not for `torchx --help`, which imports this module
+    from torchx_monarch.command.command import HOSTS_MODULE  # not for `torchx --help`, which imports this module
 
     found = []
     try:
-        app_ids = sorted(store.app_ids())
+        app_ids = sorted(state_files.app_ids())
     except OSError as error:
         raise LinkError(f"the apps of this machine cannot be listed: {error}") from None
     for app_id in app_ids:
         request = None
-        with contextlib.suppress(store.DamagedFileError):
-            request = load_request(store.app_paths(app_id))
+        with contextlib.suppress(state_files.DamagedFileError):
+            request = load_request(state_files.app_paths(app_id))
         if request is None or not os.path.isdir(request.run_dir):
             continue
         roles = [one.name for one in request.roles if one.replicas and HOSTS_MODULE in " ".join(one.replicas[0].args)]
@@ -68,6 +68,6 @@ def _of_this_machine() -> list[tuple[str, list[str]]]:
 
 def _elsewhere() -> list[tuple[str, list[str]]]:
     return [
-        (f"{scheduler}://torchx/{app_id}", list(clients.kept(scheduler, app_id)[1]))
-        for scheduler, app_id in clients.known()
+        (f"{scheduler}://torchx/{app_id}", list(client_credentials.kept(scheduler, app_id)[1]))
+        for scheduler, app_id in client_credentials.known()
     ]

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What ties this process, as a Monarch client, to the hosts of a live job (``runtime.attendance`` is the other end)."""
+"""Connect this process, as a Monarch client, to the hosts of a job (see ``controller.actor_controller``)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from typing import Any
 
 from torchx.runner import Runner, get_runner
 
-from torchx_monarch.client.link import Link
+from torchx_monarch.client.connection import Link
 from torchx_monarch.client.target import Target
-from torchx_monarch.errors import ClientError, LinkError
-from torchx_monarch.runtime import network
-from torchx_monarch.runtime.address import Address
-from torchx_monarch.runtime.network import NetworkOptions
+from torchx_monarch.exceptions import ClientError, LinkError
+from torchx_monarch.transport import local_addresses
+from torchx_monarch.transport.address import Address
+from torchx_monarch.transport.local_addresses import NetworkOptions
 
 _ANSWER_EVERY = 5.0
 """Seconds of waiting for hosts after which the caller looks whether the job still lives."""
@@ -66,7 +66,7 @@ class Attachment:
         """
         try:
             target = Target.of(handle, role, runner=runner)
-            names = sorted({*network.interfaces().values(), socket.gethostname()})
+            names = sorted({*local_addresses.interfaces().values(), socket.gethostname()})
             link = Link.open(target, {"type": "attach", "names": names})
         except LinkError as error:
             raise NotYetError(str(error)) from None
@@ -173,7 +173,7 @@ class _Client:
             )
         self._lives[live] = handle
         if not self._url:
-            here = network.advertised(address, False, NetworkOptions())
+            here = local_addresses.advertised(address, False, NetworkOptions())
             self._url = f"{'tls' if attachment.leaf else 'tcp'}://{here}:0"
         return self._url, self._files(attachment.leaf) if attachment.leaf else []
 

@@ -15,12 +15,12 @@ from torchx.specs import MalformedAppHandleException
 from torchx.specs.api import UnknownSchedulerException
 
 from torchx_monarch.client.allocations import Found, waiting_hosts
-from torchx_monarch.client.code import When, current_workspace
+from torchx_monarch.client.connection import ask
 from torchx_monarch.client.hosts import say
 from torchx_monarch.client.job import SPMDJob
-from torchx_monarch.client.link import ask
 from torchx_monarch.client.run import Collector, Records, interruptibly
-from torchx_monarch.errors import AllocationError, CodeError, LinkError, RefusedError
+from torchx_monarch.client.workspace_sync import When, current_workspace
+from torchx_monarch.exceptions import AllocationError, CodeError, LinkError, RefusedError
 
 _NO_ANSWER = 69
 """EX_UNAVAILABLE: the hosts cannot be reached, or refuse."""

@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torchx_monarch.client.link import Link, ask
+from torchx_monarch.client.connection import Link, ask
 from torchx_monarch.client.target import Target
-from torchx_monarch.errors import AllocationError, LinkError, RefusedError
+from torchx_monarch.exceptions import AllocationError, LinkError, RefusedError
 
 if TYPE_CHECKING:
     from torchx.runner import Runner

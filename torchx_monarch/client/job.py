@@ -12,13 +12,13 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchx_monarch.client.code import Brought, When, bring, check_when
 from torchx_monarch.client.hosts import START_TIMEOUT, Hosts, JobStatus, say
 from torchx_monarch.client.result import RunResult
 from torchx_monarch.client.run import Collector, Output, Records, RunHandle, interruptibly
 from torchx_monarch.client.target import Target
-from torchx_monarch.errors import LinkError, SPMDError
-from torchx_monarch.line_output import LineReader
+from torchx_monarch.client.workspace_sync import Brought, When, bring, check_when
+from torchx_monarch.exceptions import LinkError, SPMDError
+from torchx_monarch.system.line_output import LineReader
 
 if TYPE_CHECKING:
     from torchx.runner import Runner
@@ -54,7 +54,7 @@ class SPMDJob:
         address: ``HOST:PORT`` where its replica 0 is reached from here, where the scheduler cannot say.
         runner: TorchX's; one is made where none is given.
         workspace: folder with the code, which the hosts are to have as it is when a run begins; None for what is there.
-        sync: when they get a copy; see ``client.code.When``.
+        sync: when they get a copy; see ``client.workspace_sync.When``.
         start_timeout: seconds that anything waits for hosts which are not there yet; None for no limit.
     """
 
@@ -172,7 +172,7 @@ class SPMDJob:
             cwd: folder on the hosts that the ranks start in, as it is there; None for the workspace, or without one
                 the hosts' own.
             workspace: folder with the code for this run; None for the job's.
-            sync: when the hosts get a copy of it for this run; None for the job's. See ``client.code.When``.
+            sync: when the hosts get a copy of it for this run; None for the job's. See ``client.workspace_sync.When``.
             queue: wait for runs that have not ended yet; else one that has not makes this call fail.
             check: whether a failure raises; else it is in the result.
             on_phase: called with each line about the run itself.

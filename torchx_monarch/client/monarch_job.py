@@ -15,11 +15,11 @@ from typing import Any
 
 from torchx.specs import NONE, AppDef, AppState, AppStatus, CfgVal, is_terminal
 
-from torchx_monarch import monarch_api
 from torchx_monarch.client import this_job
 from torchx_monarch.client.attachment import Attachment, Live, NotYetError, client
-from torchx_monarch.plan.hold import IDLE_TIMEOUT
-from torchx_monarch.plan.meshes import app_of_meshes, check_mesh_name, waiting
+from torchx_monarch.command.allocation_spec import IDLE_TIMEOUT
+from torchx_monarch.command.meshes import app_of_meshes, check_mesh_name, waiting
+from torchx_monarch.monarch_adapter import monarch_api
 from torchx_monarch.schedulers.monarch import MonarchScheduler
 
 monarch_api.log_to_stderr()

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from torchx_monarch.errors import RankExit
+from torchx_monarch.model.job_result import RankExit
 
 
 @dataclasses.dataclass(frozen=True)

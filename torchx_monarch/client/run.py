@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, Literal
 
+from torchx_monarch.client.connection import Link
 from torchx_monarch.client.hosts import Hosts
-from torchx_monarch.client.link import Link
 from torchx_monarch.client.result import RankOutput, RunResult
-from torchx_monarch.errors import AllocationError, LinkError, RankExit, RefusedError, SPMDError
-from torchx_monarch.line_output import LineOutput
+from torchx_monarch.exceptions import AllocationError, LinkError, RefusedError, SPMDError
+from torchx_monarch.model.job_result import RankExit
+from torchx_monarch.system.line_output import LineOutput
 
 Output = Literal["stream", "store", "none"] | Callable[[int, str, str], None]
 """What happens to the ranks' output: it goes to ``sys.stdout`` and ``sys.stderr``, or into ``RunResult.output``, or

@@ -7,10 +7,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchx_monarch.client.code import When, check_when, current_workspace
 from torchx_monarch.client.hosts import START_TIMEOUT
 from torchx_monarch.client.job import SPMDJob, words_of
-from torchx_monarch.plan.hold import IDLE_TIMEOUT
+from torchx_monarch.client.workspace_sync import When, check_when, current_workspace
+from torchx_monarch.command.allocation_spec import IDLE_TIMEOUT
 
 if TYPE_CHECKING:
     from torchx.runner import Runner
@@ -42,7 +42,7 @@ def serve(
         idle_timeout: seconds without a run after which the hosts end by themselves; 0 for never.
         workspace: folder with the code: the hosts begin with it as with ``torchx run --workspace``, and are brought
             what has changed in it before each run. None, with a command, for the current folder; with an app for none.
-        sync: whether the hosts get a copy of it before each run; see ``client.code.When``.
+        sync: whether the hosts get a copy of it before each run; see ``client.workspace_sync.When``.
         role: the role whose hosts runs are for; empty for the first.
         start_timeout: seconds that a run, or anything else that needs the hosts, waits for them; None for no limit.
         runner: TorchX's; one is made where none is given.
@@ -51,8 +51,8 @@ def serve(
         ValueError: the command is none, or the scheduler is not one of ours.
         Exception: what the scheduler raises when it does not take the app.
     """
-    from torchx_monarch.plan.command import CommandError
-    from torchx_monarch.plan.rewrite import hold
+    from torchx_monarch.command.command import CommandError
+    from torchx_monarch.command.rewrite import hold
 
     check_when(sync)
     is_command = isinstance(appdef, (str, list, tuple))
@@ -80,7 +80,7 @@ def serve(
 def _app(command: list[str]) -> AppDef:
     from torchx.specs import AppDef, Role
 
-    from torchx_monarch.plan.command import CommandError, parse
+    from torchx_monarch.command.command import CommandError, parse
 
     try:
         parsed = parse(command)

@@ -9,13 +9,13 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchx_monarch.backends import clients
-from torchx_monarch.backends.local import store
+from torchx_monarch.backends import client_credentials
+from torchx_monarch.backends.local import state_files
 from torchx_monarch.backends.local.request import DetachedRequest
 from torchx_monarch.backends.local.request import load as load_request
-from torchx_monarch.backends.network import Reachable
-from torchx_monarch.errors import LinkError
-from torchx_monarch.runtime.address import Address, AddressError
+from torchx_monarch.backends.protocols import Reachable
+from torchx_monarch.exceptions import LinkError
+from torchx_monarch.transport.address import Address, AddressError
 
 if TYPE_CHECKING:
     from torchx.runner import Runner
@@ -54,7 +54,7 @@ class Target:
         from torchx.specs import parse_app_handle
 
         scheduler, _, app_id = parse_app_handle(handle)
-        credentials, kept = clients.kept(scheduler, app_id)
+        credentials, kept = client_credentials.kept(scheduler, app_id)
         if address:
             return cls(_given(address, kept, role), role, credentials, given=True)
         if not kept:
@@ -82,8 +82,8 @@ def _on_this_machine(handle: str, app_id: str, role: str) -> Address:
     request = _request(app_id)
     if request is None:
         raise LinkError(
-            f"{handle} is not known in {store.state_dir()}: no app of this machine, and no certificate to reach one "
-            "elsewhere. It is kept there by whoever submits a job",
+            f"{handle} is not known in {state_files.state_dir()}: no app of this machine, and no certificate to reach "
+            "one elsewhere. It is kept there by whoever submits a job",
             final=True,
         )
     names = [one.name for one in request.roles]
@@ -100,8 +100,8 @@ def _request(app_id: str) -> DetachedRequest | None:
         LinkError: it is damaged, or somebody else's.
     """
     try:
-        return load_request(store.app_paths(app_id)) if store.is_app_id(app_id) else None
-    except store.DamagedFileError as error:
+        return load_request(state_files.app_paths(app_id)) if state_files.is_app_id(app_id) else None
+    except state_files.DamagedFileError as error:
         raise LinkError(f"it is not known where the hosts of {app_id} listen: {error}") from None
 
 

@@ -10,14 +10,14 @@ import os
 import sys
 from typing import Any
 
-from torchx_monarch import monarch_api
+from torchx_monarch.monarch_adapter import monarch_api
 
 monarch_api.log_to_stderr()
 
 from monarch.job import JobState  # noqa: E402
 
 VARIABLE = "MONARCH_THIS_JOB"
-"""In the environment of the script: the file that its host has written (``runtime.actor_host``)."""
+"""In the environment of the script: the file that its host has written (``host.actor_host``)."""
 
 _ATTACH_TIMEOUT = 60.0
 """Seconds for the hosts of a mesh, which were there when the script was started."""

@@ -27,8 +27,8 @@ from typing import Any, Protocol
 
 from torchx.specs import TORCHX_CONTEXT_NAME, is_terminal
 
-from torchx_monarch import events
-from torchx_monarch.untrusted_text import one_line
+from torchx_monarch.insight import events
+from torchx_monarch.system.untrusted_text import one_line
 
 _LONGEST_WAIT = 30.0
 """Seconds that one poll may last; the command line then polls again."""

@@ -21,18 +21,18 @@ from torchx.specs import AppDef, AppDryRunInfo, CfgVal, InvalidRunConfigExceptio
 from torchx.specs.finder import ComponentValidationException
 from torchx.workspace import WorkspaceMixin
 
-from torchx_monarch.backends import clients
+from torchx_monarch.backends import client_credentials
 from torchx_monarch.backends.errors import UserError
-from torchx_monarch.backends.network import CREDENTIALS, PLACEHOLDER, NetworkBackend, RolesApart, with_credentials
 from torchx_monarch.backends.options import run_options
-from torchx_monarch.plan.command import CommandError
-from torchx_monarch.plan.exit_codes import parse_exit_codes
-from torchx_monarch.plan.rewrite import HostOptions, restore, rewrite
+from torchx_monarch.backends.protocols import CREDENTIALS, PLACEHOLDER, NetworkBackend, RolesApart, with_credentials
+from torchx_monarch.command.command import CommandError
+from torchx_monarch.command.exit_codes import parse_exit_codes
+from torchx_monarch.command.rewrite import HostOptions, restore, rewrite
+from torchx_monarch.model.sidecars import SidecarError, is_sidecar
 from torchx_monarch.schedulers.caller_error_file import write_root_cause
 from torchx_monarch.schedulers.command import RunOptions, end_plainly, keep_threads_quiet, subcommand
 from torchx_monarch.schedulers.foreground import Foreground
 from torchx_monarch.schedulers.presentable import presentable, presentable_list
-from torchx_monarch.sidecars import SidecarError, is_sidecar
 
 Cfg = Mapping[str, CfgVal]
 
@@ -240,7 +240,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         with self._foreground.submission() as submitted:
             client = ""
             if isinstance(self.inner, NetworkBackend):
-                from torchx_monarch import credentials
+                from torchx_monarch.transport import credentials
 
                 hosts, for_client = credentials.create()
                 client = for_client.to_text()
@@ -250,7 +250,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             submitted(app_id)
             if client:
                 try:
-                    clients.keep(self.backend, app_id, client, dryrun_info.rendezvous)
+                    client_credentials.keep(self.backend, app_id, client, dryrun_info.rendezvous)
                 except OSError as error:
                     _log.warning("The job runs, but the certificate to reach it with could not be kept: %s", error)
         return app_id
@@ -308,7 +308,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
 
     def _delete_existing(self, app_id: str) -> None:
         self.inner._delete_existing(app_id)
-        clients.forget(self.backend, app_id)
+        client_credentials.forget(self.backend, app_id)
 
     def close(self) -> None:
         """Release what the wrapped scheduler holds; a signal that ended a waiting ``torchx run`` cancels its apps.

@@ -15,8 +15,8 @@ from typing import Any
 from torchx.schedulers.api import DescribeAppResponse, ListAppResponse
 from torchx.specs import NONE, ReplicaStatus, RoleStatus
 
-from torchx_monarch.safe_files import parse_json
-from torchx_monarch.untrusted_text import one_line, printable
+from torchx_monarch.system.safe_files import parse_json
+from torchx_monarch.system.untrusted_text import one_line, printable
 
 
 def presentable(app: DescribeAppResponse) -> DescribeAppResponse:

@@ -22,13 +22,13 @@ from torchx.specs import NONE, AppDef, AppState
 
 from tests.clusters.aws_batch.apps import NAME, Apps
 from tests.clusters.aws_batch.wire import Wire, refusal
-from torchx_monarch import signed_line
-from torchx_monarch.backends import blob
-from torchx_monarch.backends.aws_batch import facts, logs
+from torchx_monarch.backends import appdef_codec
+from torchx_monarch.backends.aws_batch import logs, status
 from torchx_monarch.backends.aws_batch.request import APP_PARAMETER, TAG_VERSION
 from torchx_monarch.backends.aws_batch.scheduler import create_monarch_scheduler
-from torchx_monarch.backends.network import Reachable
-from torchx_monarch.errors import Verdict
+from torchx_monarch.backends.protocols import Reachable
+from torchx_monarch.model.job_result import Verdict
+from torchx_monarch.system import signed_line
 
 JOB = "11111111-2222-3333-4444-555555555555"
 ARN = f"arn:aws:batch:eu-central-1:123456789012:job/{JOB}"
@@ -66,7 +66,7 @@ def job(wire: Wire, apps: Apps, status: str = "RUNNING", replicas: int = 2, **mo
         "status": status,
         "startedAt": 1000,
         "tags": {TAG_VERSION: "1"},
-        "parameters": {APP_PARAMETER: blob.pack(app)},
+        "parameters": {APP_PARAMETER: appdef_codec.pack(app)},
         "nodeProperties": {
             "numNodes": replicas,
             "mainNode": 0,
@@ -325,7 +325,7 @@ def test_asks_for_the_time_that_is_wanted(wire: Wire, wired: Apps) -> None:
     asked = [arguments for operation, arguments in wire.asked if operation == "GetLogEvents"]
     asked = [one for one in asked if "startTime" in one]  # the status looks at the log's end
     assert {(one["startTime"], one["endTime"]) for one in asked} == {(10000, 20501)}
-    assert asked[0]["logGroupName"] == facts.DEFAULT_LOG_GROUP
+    assert asked[0]["logGroupName"] == status.DEFAULT_LOG_GROUP
 
 
 @pytest.mark.scenario("root cause in status", wire="fake")

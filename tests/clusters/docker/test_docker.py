@@ -24,8 +24,8 @@ from torchx.specs import AppState, BindMount, InvalidRunConfigException, Resourc
 from tests.clusters.apps import TORCHX
 from tests.clusters.docker.apps import NAME, Apps
 from tests.clusters.docker.daemon import ROOT, Daemon
-from torchx_monarch.backends import clients
-from torchx_monarch.credentials import ClientCredentials
+from torchx_monarch.backends import client_credentials
+from torchx_monarch.transport.credentials import ClientCredentials
 
 Eventually = Callable[..., object]
 
@@ -95,7 +95,7 @@ def test_succeeds_and_is_known_from_anywhere(apps: Apps, daemon: Daemon) -> None
     assert (theirs.entrypoint, theirs.args, theirs.mounts) == (role.entrypoint, role.args, role.mounts)
     assert theirs.env["WORD"] == "a,b\n'c'"
     assert "MONARCH_CREDENTIALS" not in theirs.env
-    client = Path(clients.path(NAME, handle.rpartition("/")[2]))
+    client = Path(client_credentials.path(NAME, handle.rpartition("/")[2]))
     assert ClientCredentials.from_text(json.loads(client.read_text())["credentials"])
     apps.torchx("delete", handle)
     assert daemon.left() == []

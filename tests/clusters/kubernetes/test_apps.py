@@ -17,9 +17,9 @@ from torchx.specs.finder import ComponentValidationException
 
 from tests.clusters.kubernetes.apps import NAME, Apps
 from tests.clusters.kubernetes.cluster import ROOT, WIRE, Cluster
-from torchx_monarch import sidecars
-from torchx_monarch.backends import clients
-from torchx_monarch.credentials import ClientCredentials
+from torchx_monarch.backends import client_credentials
+from torchx_monarch.model import sidecars
+from torchx_monarch.transport.credentials import ClientCredentials
 
 # The first test brings the cluster up, and may have to build it.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -99,7 +99,7 @@ def test_two_hosts_meet_over_tls_and_everything_is_known_elsewhere(apps: Apps, t
     (theirs,) = apps.described(handle).roles
     assert (theirs.entrypoint, theirs.args, theirs.mounts) == (role.entrypoint, role.args, role.mounts)
     assert theirs.env["WEIRD"] == env["WEIRD"] and "MONARCH_CREDENTIALS" not in theirs.env
-    client = Path(clients.path(NAME, handle.rpartition("/")[2]))
+    client = Path(client_credentials.path(NAME, handle.rpartition("/")[2]))
     assert ClientCredentials.from_text(json.loads(client.read_text())["credentials"])
     other = apps.run(apps.role("true"))
     listed = [one for one in apps.runner.list(NAME, cfg={"namespace": apps.namespace})]

@@ -18,7 +18,7 @@ from tests.clusters.live import SAYS, actors, controller, had_all_meshes, runs_t
 from tests.network.relay import HERE, Relay
 from torchx_monarch import SPMDJob, serve
 from torchx_monarch.client.target import Target
-from torchx_monarch.errors import AllocationError
+from torchx_monarch.exceptions import AllocationError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 

@@ -13,7 +13,7 @@ from torchx.specs import AppState
 
 from tests.clusters.kubernetes.apps import Apps
 from tests.clusters.kubernetes.test_apps import SAYS, WAITS
-from torchx_monarch import sidecars
+from torchx_monarch.model import sidecars
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 

@@ -10,7 +10,7 @@ from tests.clusters.live import SAYS, runs_twice_and_after_a_failure
 from tests.clusters.slurm.apps import NAME, Apps, spmd
 from tests.clusters.slurm.cluster import SlurmCluster
 from torchx_monarch import SPMDJob, serve
-from torchx_monarch.backends import clients
+from torchx_monarch.backends import client_credentials
 from torchx_monarch.client.target import Target
 
 
@@ -22,7 +22,7 @@ def test_takes_two_nodes_and_runs_on_them(apps: Apps, cluster: SlurmCluster) -> 
     apps.until(lambda: apps.status(taken.handle).state is AppState.RUNNING, "the job", taken.handle)
     # Slurm says which node it is; this machine knows it by its address alone.
     assert Target.of(taken.handle, runner=apps.runner).address.host == "n1"
-    _, kept = clients.kept(NAME, taken.handle.rpartition("/")[2])
+    _, kept = client_credentials.kept(NAME, taken.handle.rpartition("/")[2])
     port = kept["trainer"].rpartition(":")[2]
     job = SPMDJob.attach(taken.handle, address=f"{cluster.address(1)}:{port}", runner=apps.runner)
     job.wait_ready(60)

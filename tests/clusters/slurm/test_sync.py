@@ -10,11 +10,11 @@ from torchx.specs import AppDef
 
 from tests.clusters.slurm.apps import NAME, Apps, spmd
 from tests.clusters.slurm.cluster import SlurmCluster
-from torchx_monarch.backends import clients
-from torchx_monarch.client.code import bring
+from torchx_monarch.backends import client_credentials
 from torchx_monarch.client.job import SPMDJob
 from torchx_monarch.client.result import RunResult
 from torchx_monarch.client.serve import serve
+from torchx_monarch.client.workspace_sync import bring
 
 # The first test brings the cluster up, and may have to install it.
 
@@ -37,7 +37,7 @@ def test_nodes_get_changed_code_before_a_run(apps: Apps, cluster: SlurmCluster, 
     taken = serve(app, NAME, cfg, runner=apps.runner, idle_timeout=300)
     apps.adopt(taken.handle)
     # Slurm says which node it is; this machine knows it by its address alone.
-    port = clients.kept(NAME, taken.handle.rpartition("/")[2])[1]["trainer"].rpartition(":")[2]
+    port = client_credentials.kept(NAME, taken.handle.rpartition("/")[2])[1]["trainer"].rpartition(":")[2]
     address = f"{cluster.address(1)}:{port}"
     with SPMDJob(taken.handle, address=address, runner=apps.runner, workspace=str(root)) as job:
         job.wait_ready(120)

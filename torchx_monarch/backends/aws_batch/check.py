@@ -8,8 +8,8 @@ import logging
 
 from torchx.specs import AppDef, RetryPolicy, Role
 
-from torchx_monarch.backends.network import CREDENTIALS
-from torchx_monarch.sidecars import is_sidecar
+from torchx_monarch.backends.protocols import CREDENTIALS
+from torchx_monarch.model.sidecars import is_sidecar
 
 _log = logging.getLogger("torchx_monarch")
 

@@ -23,11 +23,11 @@ from torchx import settings
 from torchx.schedulers.ids import make_unique
 from torchx.specs import AppDef, Role
 
-from torchx_monarch.backends import blob, roles
+from torchx_monarch.backends import appdef_codec, validation
 from torchx_monarch.backends.aws_batch import command, container
 from torchx_monarch.backends.aws_batch.options import AWSBatchOpts
-from torchx_monarch.backends.network import CREDENTIALS, PLACEHOLDER
-from torchx_monarch.signed_line import KEY_VARIABLE
+from torchx_monarch.backends.protocols import CREDENTIALS, PLACEHOLDER
+from torchx_monarch.system.signed_line import KEY_VARIABLE
 
 TAG_VERSION = "torchx.pytorch.org/version"
 TAG_APP = "torchx.pytorch.org/app-name"
@@ -152,7 +152,7 @@ def render(
         "jobQueue": cfg.queue,
         "jobDefinition": name,
         "tags": dict(definition["tags"]),
-        "parameters": {APP_PARAMETER: blob.pack(app)},
+        "parameters": {APP_PARAMETER: appdef_codec.pack(app)},
     }
     if cfg.share_id is not None:
         submit["shareIdentifier"] = cfg.share_id
@@ -184,7 +184,7 @@ def fit(job: BatchJob) -> str:
 
 
 def _check(app: AppDef, cfg: AWSBatchOpts) -> None:
-    roles.check_names(app)
+    validation.check_names(app)
     if len(app.roles) > _MOST_ROLES:
         raise ValueError(
             f"app {app.name!r} has {len(app.roles)} roles; a job of AWS Batch has at most {_MOST_ROLES} node ranges, "

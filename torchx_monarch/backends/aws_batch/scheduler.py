@@ -21,17 +21,17 @@ from torchx.specs import NONE, AppDef, AppDryRunInfo, AppState, CfgVal, Role, ru
 from torchx.specs.finder import ComponentValidationException
 from torchx.workspace.docker_workspace import DockerWorkspaceMixin
 
-from torchx_monarch import error_files, signed_line
-from torchx_monarch.backends import blob, roles
-from torchx_monarch.backends.aws_batch import check, facts, logs, request
+from torchx_monarch.backends import appdef_codec, validation
+from torchx_monarch.backends.aws_batch import check, logs, request, status
 from torchx_monarch.backends.aws_batch.client import Aws, AwsError
 from torchx_monarch.backends.aws_batch.command import RANK0
 from torchx_monarch.backends.aws_batch.options import AWSBatchOpts, MonarchAWSBatchOpts
 from torchx_monarch.backends.aws_batch.request import BatchJob
 from torchx_monarch.backends.errors import UserError
-from torchx_monarch.backends.network import CREDENTIALS, PLACEHOLDER
 from torchx_monarch.backends.options import run_options
-from torchx_monarch.errors import RANK_RESTARTS, read_error_file
+from torchx_monarch.backends.protocols import CREDENTIALS, PLACEHOLDER
+from torchx_monarch.model.job_result import RANK_RESTARTS, read_error_file
+from torchx_monarch.system import error_files, signed_line
 
 _AT_A_TIME = 100
 """Jobs of one DescribeJobs, by Batch's documentation."""
@@ -214,27 +214,27 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
                     roles=found.app.roles,
                 )
             nodes = self._nodes(found)
-            state, wanted = facts.state(found.job), found.app.roles
+            state, wanted = status.state(found.job), found.app.roles
             return DescribeAppResponse(
                 app_id=app_id,
                 state=state,
-                num_restarts=facts.restarts(found.job)
-                + (self._rank_restarts(found, nodes) if state in facts.ENDED else 0),
-                msg=facts.explanation(found.job, nodes, wanted) or NONE,
+                num_restarts=status.restarts(found.job)
+                + (self._rank_restarts(found, nodes) if state in status.ENDED else 0),
+                msg=status.explanation(found.job, nodes, wanted) or NONE,
                 structured_error_msg=(self._root_cause(found, nodes) if state is AppState.FAILED else "") or NONE,
-                ui_url=facts.console_url(found.job.get("jobArn", ""), found.is_multinode) or None,
+                ui_url=status.console_url(found.job.get("jobArn", ""), found.is_multinode) or None,
                 metadata=found.app.metadata,
-                roles_statuses=facts.roles_statuses(found.job, nodes, wanted),
+                roles_statuses=status.roles_statuses(found.job, nodes, wanted),
                 roles=wanted,
             )
 
     def _root_cause(self, found: _Found, nodes: Mapping[int, Mapping[str, Any]]) -> str:
         """The verdict of the hosts, which the main node's log ends with, as a torchelastic error file has it."""
-        group, key = facts.log_group(found.job), facts.variable(found.job, signed_line.KEY_VARIABLE)
-        for index in dict.fromkeys(each for each in (0, facts.cause(nodes)) if each is not None):
+        group, key = status.log_group(found.job), status.variable(found.job, signed_line.KEY_VARIABLE)
+        for index in dict.fromkeys(each for each in (0, status.cause(nodes)) if each is not None):
             node = nodes.get(index, found.job)
             with contextlib.suppress(AwsError):
-                for stream in facts.streams(node, group)[-1:]:
+                for stream in status.streams(node, group)[-1:]:
                     if said := signed_line.verified(logs.tail(self._aws, stream), key):
                         return error_files.cleaned(said[-1])
         return ""
@@ -256,7 +256,9 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
                 found += [(job.get("createdAt", 0), name, job) for job in self._ours(name)]
             found.sort(key=lambda each: each[0], reverse=True)
             return [
-                ListAppResponse(f"{name}:{job['jobName']}", facts.state(job), name=job["tags"].get(request.TAG_APP, ""))
+                ListAppResponse(
+                    f"{name}:{job['jobName']}", status.state(job), name=job["tags"].get(request.TAG_APP, "")
+                )
                 for _, name, job in found
             ]
 
@@ -304,18 +306,18 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
         found = self._find(app_id)
         if found is None or not found.job:
             raise UserError(f"there is no app {app_id!r} in AWS Batch{f': {_FORGOTTEN}' if found else ''}")
-        roles.check_replica(app_id, {role.name: role.num_replicas for role in found.app.roles}, role_name, k)
-        index = facts.first_node(role_name, found.app.roles) + k
-        job_id, group = str(found.job["jobId"]), facts.log_group(found.job)
+        validation.check_replica(app_id, {role.name: role.num_replicas for role in found.app.roles}, role_name, k)
+        index = status.first_node(role_name, found.app.roles) + k
+        job_id, group = str(found.job["jobId"]), status.log_group(found.job)
 
         def look() -> tuple[list[tuple[str, str]], bool]:
             wanted = f"{job_id}#{index}" if found.is_multinode else job_id
             described = {each["jobId"]: each for each in self._described(list(dict.fromkeys((job_id, wanted))))}
-            ended = facts.state(described.get(job_id, {})) not in (AppState.PENDING, AppState.RUNNING)
-            return facts.streams(described.get(wanted, {}), group), ended
+            ended = status.state(described.get(job_id, {})) not in (AppState.PENDING, AppState.RUNNING)
+            return status.streams(described.get(wanted, {}), group), ended
 
         lines = logs.lines(self._aws, look, since=since, until=until, follow=should_tail)
-        return roles.matching(lines, regex)
+        return validation.matching(lines, regex)
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
@@ -327,8 +329,8 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
         """
         with _for_a_person():
             job = self._job(app_id)
-            if job is not None and facts.state(job) not in facts.ENDED:
-                self._aws.call("batch", "TerminateJob", jobId=job["jobId"], reason=facts.CANCELLED)
+            if job is not None and status.state(job) not in status.ENDED:
+                self._aws.call("batch", "TerminateJob", jobId=job["jobId"], reason=status.CANCELLED)
 
     def _delete_existing(self, app_id: str) -> None:
         """End the job, deregister its definition, remove its secret, and mark it as deleted.
@@ -377,13 +379,13 @@ class MonarchAWSBatchScheduler(AWSBatchScheduler, Scheduler[MonarchAWSBatchOpts]
         found = self._find(app_id)
         if found is None or role not in [each.name for each in found.app.roles]:
             return ""
-        return facts.address(self._nodes(found).get(facts.first_node(role, found.app.roles), {}))
+        return status.address(self._nodes(found).get(status.first_node(role, found.app.roles), {}))
 
     def _rank_restarts(self, found: _Found, nodes: Mapping[int, Mapping[str, Any]]) -> int:
         """By what replica 0 of the first role has said at the end of each attempt; one that was killed has not."""
-        count, key = 0, facts.variable(found.job, signed_line.KEY_VARIABLE)
+        count, key = 0, status.variable(found.job, signed_line.KEY_VARIABLE)
         with contextlib.suppress(AwsError):
-            for stream in facts.streams(nodes.get(0, found.job), facts.log_group(found.job)):
+            for stream in status.streams(nodes.get(0, found.job), status.log_group(found.job)):
                 said = signed_line.verified(logs.tail(self._aws, stream), key)
                 count += read_error_file(said[-1]).get(RANK_RESTARTS, 0) if said else 0
         return count
@@ -423,7 +425,7 @@ class MonarchAWSBatchScheduler(AWSBatchScheduler, Scheduler[MonarchAWSBatchOpts]
 
 def _app(app_id: str, job: Mapping[str, Any]) -> AppDef:
     packed = job.get("parameters", {}).get(request.APP_PARAMETER, "")
-    app = blob.unpack(packed) if packed else None
+    app = appdef_codec.unpack(packed) if packed else None
     name = job.get("tags", {}).get(request.TAG_APP) or app_id.rpartition(":")[2]
     return app or AppDef(name, request.roles_of(job))
 

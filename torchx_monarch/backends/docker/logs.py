@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from docker.errors import NotFound
 
-from torchx_monarch.backends.docker import facts
-from torchx_monarch.line_output import LineReader
+from torchx_monarch.backends.docker import status
+from torchx_monarch.system.line_output import LineReader
 
 if TYPE_CHECKING:
     from docker.models.containers import Container
@@ -75,7 +75,7 @@ def _lines(chunks: Iterable[bytes]) -> Generator[str, None, float]:
     latest, reader = 0.0, LineReader()
     for chunk in chunks:
         stamp, _, text = chunk.partition(b" ")
-        latest = max(latest, facts.seconds(stamp.decode(errors="replace")))
+        latest = max(latest, status.seconds(stamp.decode(errors="replace")))
         for line in reader.feed(text):
             yield line.decode(errors="replace")
     if rest := reader.rest():

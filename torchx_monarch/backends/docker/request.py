@@ -13,8 +13,8 @@ from torchx.specs import AppDef
 
 from torchx_monarch.backends.errors import UserError
 from torchx_monarch.backends.local import gpus
-from torchx_monarch.backends.roles import check_names
-from torchx_monarch.variables import OF_A_JOB, replica0_variable
+from torchx_monarch.backends.validation import check_names
+from torchx_monarch.model.env_names import OF_A_JOB, replica0_variable
 
 LABEL_APP = "torchx-monarch/app"
 """On every container of ours: the app as ``blob.pack`` has it. Its presence tells ours from TorchX's."""

@@ -40,18 +40,18 @@ from torchx.specs import (
 )
 from torchx.specs.finder import ComponentValidationException
 
-from torchx_monarch.backends import blob
-from torchx_monarch.backends.docker import facts, logs, network, reports, request
+from torchx_monarch.backends import appdef_codec
+from torchx_monarch.backends.docker import bridge_network, container_files, logs, request, status
 from torchx_monarch.backends.docker.daemon import answering, connect, lines_while_answering
-from torchx_monarch.backends.docker.ends import Ends
-from torchx_monarch.backends.docker.found import HOST_EXTRA, Found, gone, understood
-from torchx_monarch.backends.docker.together import together
+from torchx_monarch.backends.docker.final_states import Ends
+from torchx_monarch.backends.docker.map_concurrently import together
+from torchx_monarch.backends.docker.snapshot import HOST_EXTRA, Found, gone, understood
 from torchx_monarch.backends.errors import UserError
 from torchx_monarch.backends.local.render import safe_name
 from torchx_monarch.backends.options import run_options
-from torchx_monarch.backends.roles import check_replica, matching, restarts
-from torchx_monarch.errors import is_consequence
-from torchx_monarch.variables import replica0_variable
+from torchx_monarch.backends.validation import check_replica, matching, restarts
+from torchx_monarch.model.env_names import replica0_variable
+from torchx_monarch.model.job_result import is_consequence
 
 if TYPE_CHECKING:
     from docker import DockerClient
@@ -152,11 +152,11 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
             raise ValueError("the dry run carries no AppDef; it must come from submit_dryrun()")
         job, client = dryrun_info.request, self._docker_client
         grace = dryrun_info.cfg.grace
-        more = {request.LABEL_APP: blob.pack(dryrun_info.app), request.LABEL_GRACE: str(grace)}
+        more = {request.LABEL_APP: appdef_codec.pack(dryrun_info.app), request.LABEL_GRACE: str(grace)}
         self._pull({container.image for container in job.containers})
         made: list[Container] = []
         try:
-            network.ensure(client)
+            bridge_network.ensure(client)
             for one in job.containers:
                 kwargs = {**one.kwargs, "labels": {**one.kwargs["labels"], **more}}
                 made.append(client.containers.create(one.image, one.command, **kwargs))
@@ -165,7 +165,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
                 self._end(made, grace)
         except BaseException as error:
             together(_remove, made)
-            network.remove_unused(client)
+            bridge_network.remove_unused(client)
             if isinstance(error, DockerException):
                 raise SubmitError(f"the app was not started: {_explained(error)}") from None
             raise
@@ -184,9 +184,9 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         try:
             container.start()
         except NotFound as error:
-            if not network.is_missing(error):
+            if not bridge_network.is_missing(error):
                 raise
-            network.ensure(self._docker_client)
+            bridge_network.ensure(self._docker_client)
             container.start()
 
     # -- looking -------------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         """When the apps were cancelled that were, by their ids."""
         label = f"{LABEL_CANCELLED}={app_id}" if app_id else LABEL_CANCELLED
         volumes = self._docker_client.volumes.list(filters={"label": label})
-        return {each.attrs["Labels"][LABEL_CANCELLED]: facts.seconds(each.attrs["CreatedAt"]) for each in volumes}
+        return {each.attrs["Labels"][LABEL_CANCELLED]: status.seconds(each.attrs["CreatedAt"]) for each in volumes}
 
     def _find(self, app_id: str) -> Found | None:
         found = self._ours(app_id)
@@ -220,7 +220,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
             return None
         if found.standing.unended:
             self._have_ended(found)
-        errors = together(reports.error, list(zip(found.containers, found.replicas, strict=True)))
+        errors = together(container_files.error, list(zip(found.containers, found.replicas, strict=True)))
         # The first to fail was perhaps killed; those that have lost it say so, and are not the cause.
         by_end = sorted(
             zip(found.replicas, errors, strict=True), key=lambda pair: (is_consequence(pair[1]), pair[0].ended)
@@ -231,7 +231,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         error = next((said for _, said in by_end if said), "") if cause else ""
         message = found.message(cause)
         if cause is not None and not error:
-            message += reports.why_no_host(found.containers[found.replicas.index(cause)], cause)
+            message += container_files.why_no_host(found.containers[found.replicas.index(cause)], cause)
         return DescribeAppResponse(
             app_id=app_id,
             state=found.standing.state,
@@ -247,7 +247,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         """Those by dockerd, and those of the ranks within one start of the hosts, which the hosts report."""
         counts = {replicas[0].role: [each.restarts for each in replicas] for replicas in found.roles if replicas}
         firsts = [pair for pair in zip(found.containers, found.replicas, strict=True) if pair[1].id == 0]
-        return restarts(found.app, counts) + sum(together(reports.rank_restarts, firsts))
+        return restarts(found.app, counts) + sum(together(container_files.rank_restarts, firsts))
 
     @answering()
     def list(self, cfg: Mapping[str, CfgVal] | None = None) -> list[ListAppResponse]:
@@ -389,7 +389,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         together(_remove, self._ours(app_id))
         with contextlib.suppress(NotFound):
             self._docker_client.volumes.get(_record(app_id)).remove()
-        network.remove_unused(self._docker_client)
+        bridge_network.remove_unused(self._docker_client)
 
 
 _ENDED = (AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED)

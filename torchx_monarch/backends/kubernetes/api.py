@@ -24,7 +24,7 @@ from kubernetes import client, config
 from torchx.specs.finder import ComponentValidationException
 
 from torchx_monarch.backends.kubernetes.request import Object
-from torchx_monarch.line_output import LineReader
+from torchx_monarch.system.line_output import LineReader
 
 _CONNECT, _READ = 10.0, 60.0
 """Seconds for a connection, and for an answer."""

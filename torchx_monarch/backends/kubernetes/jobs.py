@@ -16,7 +16,7 @@ from torchx.specs import AppDef, Role
 from torchx_monarch.backends.kubernetes import names, pods
 from torchx_monarch.backends.kubernetes.options import KubernetesOpts
 from torchx_monarch.backends.kubernetes.request import KubernetesRequest, Object
-from torchx_monarch.backends.network import PLACEHOLDER
+from torchx_monarch.backends.protocols import PLACEHOLDER
 
 
 def render(app: AppDef, cfg: KubernetesOpts, namespace: str, record: dict[str, str]) -> KubernetesRequest:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 
 from torchx_monarch.backends.kubernetes.api import Api, KubernetesError
-from torchx_monarch.backends.kubernetes.facts import Attempt
+from torchx_monarch.backends.kubernetes.status import Attempt
 
 _POLL = 0.5
 """Seconds between two looks at a replica that is followed and has no pod that runs."""

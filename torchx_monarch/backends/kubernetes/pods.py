@@ -20,8 +20,8 @@ from torchx.specs.overlays import get_overlay
 from torchx_monarch.backends.kubernetes.names import LABEL_APP, LABEL_ROLE
 from torchx_monarch.backends.kubernetes.options import KubernetesOpts
 from torchx_monarch.backends.kubernetes.request import Object
-from torchx_monarch.backends.network import CREDENTIALS
-from torchx_monarch.variables import replica0_variable
+from torchx_monarch.backends.protocols import CREDENTIALS
+from torchx_monarch.model.env_names import replica0_variable
 
 HOST_EXTRA = 10
 """Seconds that a pod gets beyond the grace: within the grace the host in it ends its ranks."""

@@ -19,15 +19,15 @@ from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Schedule
 from torchx.schedulers.kubernetes_scheduler import KubernetesScheduler
 from torchx.specs import NONE, AppDef, AppDryRunInfo, AppState, CfgVal, ReplicaStatus, Role, RoleStatus, runopts
 
-from torchx_monarch.backends import blob, roles
+from torchx_monarch.backends import appdef_codec, validation
 from torchx_monarch.backends.errors import UserError
-from torchx_monarch.backends.kubernetes import apps, ending, facts, jobs, logs, names, options, volcano
+from torchx_monarch.backends.kubernetes import cancel, jobs, logs, names, options, snapshot, status, volcano
 from torchx_monarch.backends.kubernetes.api import Api, KubernetesError, told_plainly
-from torchx_monarch.backends.kubernetes.apps import Found
-from torchx_monarch.backends.kubernetes.facts import Attempt, Ended
 from torchx_monarch.backends.kubernetes.options import KubernetesOpts
 from torchx_monarch.backends.kubernetes.request import VOLCANO, KubernetesRequest, Object, collection, home, owner
-from torchx_monarch.variables import replica0_variable
+from torchx_monarch.backends.kubernetes.snapshot import Found
+from torchx_monarch.backends.kubernetes.status import Attempt, Ended
+from torchx_monarch.model.env_names import replica0_variable
 
 _ENDED = (AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED)
 
@@ -102,11 +102,11 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
             KubernetesError: the cluster cannot be asked, or would refuse it.
         """
         options.check(cfg)
-        roles.check_names(app)
+        validation.check_names(app)
         with told_plainly():
             images = self.dryrun_push_images(app, cfg)
             record = {
-                names.ANNOTATION_APP: blob.pack(app),
+                names.ANNOTATION_APP: appdef_codec.pack(app),
                 names.ANNOTATION_OPTIONS: json.dumps({"grace": cfg.grace, "pull_timeout": cfg.pull_timeout}),
             }
             size = sum(len(key) + len(value) for key, value in record.items())
@@ -117,7 +117,7 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
                 )
             mode = cfg.mode
             if mode == "auto":
-                mode = "volcano" if apps.has_volcano(self._api) else "job"
+                mode = "volcano" if snapshot.has_volcano(self._api) else "job"
             render = volcano.render if mode == "volcano" else jobs.render
             # Without a cluster, as in a dry run with mode=job,validate_spec=False, there is no context to look at.
             offline = cfg.mode == "job" and not cfg.validate_spec
@@ -186,7 +186,7 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
         except ValueError:
             return None  # there can be none
         with told_plainly():
-            return apps.find(self._api, namespace, name)
+            return snapshot.find(self._api, namespace, name)
 
     def _glance(self, app_id: str) -> Found | None:
         """The app as it was a moment ago: `torchx log` of an app of 500 replicas asks in 500 threads."""
@@ -221,7 +221,7 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
             state=standing.state,
             num_restarts=found.restarts,
             msg=standing.msg or NONE,
-            structured_error_msg=(facts.root_cause(found.roles) if failed else "") or NONE,
+            structured_error_msg=(status.root_cause(found.roles) if failed else "") or NONE,
             metadata=found.app.metadata,
             roles_statuses=[
                 RoleStatus(
@@ -254,7 +254,7 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
         """Our apps of one namespace, each once, the newest first. (Upstream lists everybody's Volcano jobs.)"""
         with told_plainly():
             namespace = (cfg or {}).get("namespace") or self._api.namespace
-            found = apps.find_all(self._api, str(namespace))
+            found = snapshot.find_all(self._api, str(namespace))
         return [ListAppResponse(one.app_id, one.standing.state, name=one.app.name) for one in found]
 
     def log_iter(
@@ -281,7 +281,7 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
         if found is None:
             raise UserError(f"there is no app {app_id!r} of this scheduler in the cluster")
         sizes = {role.name: len(role.replicas) for role in found.roles}
-        roles.check_replica(app_id, sizes, role_name, k)
+        validation.check_replica(app_id, sizes, role_name, k)
         role, latest = list(sizes).index(role_name), [found]
 
         def attempts() -> Sequence[Attempt]:
@@ -302,7 +302,7 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
             follow=should_tail and found.standing.state not in _ENDED,
             ended=ended,
         )
-        return roles.matching(lines, regex)
+        return validation.matching(lines, regex)
 
     # -- ending --------------------------------------------------------------------------------------------------------
 
@@ -315,13 +315,13 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
 
     def _end(self, found: Found, ended: Ended) -> None:
         # What is noted already stays: two may look at a time.
-        before = apps.noted(found.record) or ended
+        before = snapshot.noted(found.record) or ended
         if found.mode == "job":
             open_roles = {str(index) for index, role in enumerate(found.roles) if role.open}
             living = [job for job in found.jobs if job["metadata"]["labels"].get(names.LABEL_ROLE) in open_roles]
-            ending.end(self._api, found.namespace, found.name, found.jobs, living, before)
+            cancel.end(self._api, found.namespace, found.name, found.jobs, living, before)
         else:
-            ending.abort(self._api, f"{collection(VOLCANO, 'Job', found.namespace)}/{found.name}", before)
+            cancel.abort(self._api, f"{collection(VOLCANO, 'Job', found.namespace)}/{found.name}", before)
 
     def _delete_existing(self, app_id: str) -> None:
         """Remove all of an app; what lives of it is ended, with its grace."""
@@ -352,7 +352,7 @@ def _check_kept(sent: Object, kept: Object) -> None:
         )
 
 
-def _shown(each: facts.Replica, standing: facts.Standing) -> AppState:
+def _shown(each: status.Replica, standing: status.Standing) -> AppState:
     """A replica's state beside the app's: one that was ended because all was over has not failed."""
     state = standing.state
     if state is AppState.SUCCEEDED and each.state is AppState.FAILED and each.failed_at <= standing.decided:
@@ -362,7 +362,7 @@ def _shown(each: facts.Replica, standing: facts.Standing) -> AppState:
     return each.state
 
 
-def _error(each: facts.Replica) -> str:
+def _error(each: status.Replica) -> str:
     if each.state is AppState.FAILED and each.last is not None and each.last.error is not None:
         return each.last.said
     return str(NONE)

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from torchx.specs import AppDef, BindMount, DeviceMount, Resource, RetryPolicy, Role, VolumeMount, Workspace
 
-from torchx_monarch import codec
-from torchx_monarch.backends.local import store
+from torchx_monarch.backends.local import state_files
+from torchx_monarch.model import codec
 
 _MOUNTS: dict[str, Any] = {"bind": BindMount, "volume": VolumeMount, "device": DeviceMount}
 
@@ -60,7 +60,7 @@ def load(path: str, below: str | None = None) -> Submitted | None:
         path: of app.json.
         below: as for ``store.read_json``.
     """
-    data = store.read_json(path, below)
+    data = state_files.read_json(path, below)
     cfg = data.get("cfg") if data else None
     try:
         return Submitted(from_json(data["app"]), cfg if isinstance(cfg, dict) else {}) if data else None

@@ -8,8 +8,8 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from torchx_monarch import folders, safe_files
-from torchx_monarch.backends.local.store import AppPaths
+from torchx_monarch.backends.local.state_files import AppPaths
+from torchx_monarch.system import run_dirs, safe_files
 
 STAGING_PREFIX = ".new-"
 TRASH_PREFIX = ".trash-"
@@ -34,7 +34,7 @@ def staged(apps: str) -> Iterator[str]:
     os.makedirs(root, mode=0o700, exist_ok=True)
     os.makedirs(apps, mode=0o700, exist_ok=True)
     os.close(safe_files.open_folder(apps, below=root))
-    folder = folders.new_dir(os.path.join(apps, STAGING_PREFIX))
+    folder = run_dirs.new_dir(os.path.join(apps, STAGING_PREFIX))
     try:
         yield folder
     finally:
@@ -68,10 +68,10 @@ def make_run_dir(paths: AppPaths) -> str:
     Raises:
         OSError: no folder could be made.
     """
-    return paths.run if len(os.fsencode(paths.run)) <= folders.MAX_RUN_DIR else folders.new_run_dir()
+    return paths.run if len(os.fsencode(paths.run)) <= run_dirs.MAX_RUN_DIR else run_dirs.new_run_dir()
 
 
 def remove_run_dir(paths: AppPaths, run_dir: str) -> None:
     """Remove what ``make_run_dir`` gave; anything else is left alone."""
-    if run_dir == paths.run or os.path.basename(run_dir).startswith(folders.RUN_PREFIX):
+    if run_dir == paths.run or os.path.basename(run_dir).startswith(run_dirs.RUN_PREFIX):
         remove_tree(run_dir)

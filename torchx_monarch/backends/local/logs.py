@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
 
-from torchx_monarch import safe_files
-from torchx_monarch.backends.local import pump
-from torchx_monarch.line_output import LineReader
+from torchx_monarch.backends.local import log_writer
+from torchx_monarch.system import safe_files
+from torchx_monarch.system.line_output import LineReader
 
 #: Seconds between two looks at a log that is followed.
 _POLL = 0.05
@@ -27,7 +27,7 @@ class _Index:
     """The index of times beside a log."""
 
     def __init__(self, log_dir: str, stream: str, below: str | None) -> None:
-        self._path = os.path.join(log_dir, pump.index_name(stream))
+        self._path = os.path.join(log_dir, log_writer.index_name(stream))
         self._below = below
 
     def offset(self, when: float) -> int | None:
@@ -36,8 +36,8 @@ class _Index:
             data = safe_files.read_file(self._path, limit=_MAX_INDEX, below=self._below)
         except OSError:
             return None
-        whole = len(data) - len(data) % pump.RECORD.size
-        records = list(pump.RECORD.iter_unpack(data[:whole]))
+        whole = len(data) - len(data) % log_writer.RECORD.size
+        records = list(log_writer.RECORD.iter_unpack(data[:whole]))
         found = bisect.bisect_left([moment for _, moment in records], when)
         return int(records[found][0]) if found < len(records) else None
 
@@ -67,14 +67,14 @@ def lines(
             refused is one line that says why.
     """
     index = _Index(log_dir, stream, below)
-    path = os.path.join(log_dir, pump.log_name(stream))
+    path = os.path.join(log_dir, log_writer.log_name(stream))
     start = 0 if since is None else None
     reader = LineReader()
     looks = 0
     while True:
         # The order matters: what was written before the end is read after it is known.
         last = not follow or (looks % _LOOKS_PER_STATE == 0 and ended())
-        last = last or (until is not None and time.time() > until.timestamp() + 2 * pump.RESOLUTION)
+        last = last or (until is not None and time.time() > until.timestamp() + 2 * log_writer.RESOLUTION)
         looks += 1
         if start is None and since is not None:
             start = index.offset(since.timestamp())
@@ -105,7 +105,7 @@ def _chunks(path: str, start: int, limit: int | None, below: str | None) -> Iter
     with open(fd, "rb") as file:
         file.seek(min(start, os.fstat(fd).st_size))  # an index may be damaged
         while True:
-            size = pump.CHUNK if limit is None else min(pump.CHUNK, limit - file.tell())
+            size = log_writer.CHUNK if limit is None else min(log_writer.CHUNK, limit - file.tell())
             data = file.read(size) if size > 0 else b""
             if not data:
                 return

@@ -14,7 +14,7 @@ import os
 import shutil
 import time
 
-from torchx_monarch.backends.local import folder, status, store
+from torchx_monarch.backends.local import folder, state_files, status
 
 KEEP_DAYS = 14.0
 KEEP_APPS = 1000
@@ -57,8 +57,8 @@ def prune(apps: str, *, days: float | None = None, newest: int | None = None) ->
                     if entry.stat().st_mtime < time.time() - _WORK_TIME:
                         shutil.rmtree(entry.path, ignore_errors=True)
                 continue
-            paths = store.AppPaths(entry.path)
-            with contextlib.suppress(store.DamagedFileError, OSError):
+            paths = state_files.AppPaths(entry.path)
+            with contextlib.suppress(state_files.DamagedFileError, OSError):
                 record = status.load(paths)
                 if record is not None and record.terminal and record.ended is not None:
                     ended.append((record.ended, entry.name))
@@ -66,5 +66,5 @@ def prune(apps: str, *, days: float | None = None, newest: int | None = None) ->
     ended.sort(reverse=True)
     removed = [name for rank, (end, name) in enumerate(ended) if rank >= newest or end < oldest_end]
     for name in removed:
-        folder.remove_app(store.AppPaths(os.path.join(apps, name)))
+        folder.remove_app(state_files.AppPaths(os.path.join(apps, name)))
     return removed

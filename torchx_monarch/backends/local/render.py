@@ -14,9 +14,9 @@ from torchx.specs import AppDef, Role, macros
 from torchx_monarch.backends.errors import UserError
 from torchx_monarch.backends.local import gpus
 from torchx_monarch.backends.local.request import DetachedRequest, ReplicaRequest, RoleRequest
-from torchx_monarch.backends.roles import check_names
-from torchx_monarch.sidecars import is_sidecar
-from torchx_monarch.variables import OF_A_JOB
+from torchx_monarch.backends.validation import check_names
+from torchx_monarch.model.env_names import OF_A_JOB
+from torchx_monarch.model.sidecars import is_sidecar
 
 #: The variable in which a replica finds the host of the main role's first replica (TorchX's macro rank0_env).
 RANK0_HOST = "TORCHX_RANK0_HOST"

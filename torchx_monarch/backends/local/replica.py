@@ -13,11 +13,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchx_monarch import error_files, errors, open_files, processes, safe_files
-from torchx_monarch.backends.local import pump, spawn
+from torchx_monarch.backends.local import log_writer, spawn
 from torchx_monarch.backends.local.request import ReplicaRequest, RoleRequest
 from torchx_monarch.backends.local.status import CANCELLED, FAILED, PENDING, RUNNING, SUCCEEDED, ReplicaRecord
-from torchx_monarch.untrusted_text import one_line
+from torchx_monarch.model import job_result
+from torchx_monarch.system import error_files, open_files, processes, safe_files
+from torchx_monarch.system.untrusted_text import one_line
 
 #: The most that a pipe can hold for an unprivileged process.
 _PIPE_BYTES = 1024 * 1024
@@ -54,7 +55,7 @@ class Replica:
         self.failure = ""
         self._killed_for = ""
         self.log_dir = log_dir
-        self.logs = pump.ReplicaLogs(log_dir)
+        self.logs = log_writer.ReplicaLogs(log_dir)
         self._request = request
         self._env = dict(env)
         self._selector = selector
@@ -83,7 +84,7 @@ class Replica:
     def hearsay(self) -> tuple[bool, bool]:
         """How far what it says of its failure is from the cause: it only lost another; it happened to another."""
         error, own = self.record.error, self.record.id
-        return errors.is_consequence(error), errors.extra_info(error).get("replica", own) != own
+        return job_result.is_consequence(error), job_result.extra_info(error).get("replica", own) != own
 
     @property
     def _stop_file(self) -> str:
@@ -108,7 +109,7 @@ class Replica:
         self.record.started = time.time()
         self._keep_old_error()
         env = {**self._env, **self._variables}
-        pipes = [os.pipe2(os.O_CLOEXEC) for _ in (pump.STDOUT, pump.STDERR)]
+        pipes = [os.pipe2(os.O_CLOEXEC) for _ in (log_writer.STDOUT, log_writer.STDERR)]
         try:
             pid = spawn.spawn(self._request.args, env, self._request.cwd, pipes[0][1], pipes[1][1])
         except (OSError, ValueError) as e:  # ValueError: a null byte in an argument
@@ -133,7 +134,7 @@ class Replica:
             pipes: from its stdout and stderr.
         """
         self.record.pid, self.record.state, self.record.started = pid, RUNNING, started
-        for stream, end in zip((pump.STDOUT, pump.STDERR), pipes, strict=True):
+        for stream, end in zip((log_writer.STDOUT, log_writer.STDERR), pipes, strict=True):
             os.set_blocking(end, False)
             self._pipes[end] = stream
             self._selector.register(end, selectors.EVENT_READ, self)
@@ -142,10 +143,10 @@ class Replica:
         """Take what one of its pipes holds."""
         # The pipes of an earlier start may still be in the batch of events that led here.
         if fd in self._pipes:
-            self._drain(fd, 4 * pump.CHUNK)
+            self._drain(fd, 4 * log_writer.CHUNK)
 
     def _drain(self, fd: int, limit: int) -> None:
-        for data in pump.read_available(fd, limit):
+        for data in log_writer.read_available(fd, limit):
             if data:
                 self.logs.feed(self._pipes[fd], data)
             else:
@@ -168,12 +169,12 @@ class Replica:
         """Its process has ended."""
         for fd in list(self._pipes):
             self._drain(fd, _PIPE_BYTES)
-        text = f"replica {self.name} (pid {self.record.pid}) {errors.describe_code(code)}"
+        text = f"replica {self.name} (pid {self.record.pid}) {job_result.describe_code(code)}"
         if self._killed_for:
             text += f": {self._killed_for}"
         if self.stopping and code:
             text += " after it was told to stop"
-        elif code and (why := errors.why_final(code, self.read_error())):
+        elif code and (why := job_result.why_final(code, self.read_error())):
             self.final = True
             if self.role.max_retries:
                 text += f"; not started again: {why}"
@@ -262,7 +263,7 @@ class Replica:
 
 def error_message(error: str | None) -> str:
     """The first line of the message in an error file; "" when it has none."""
-    data: Any = errors.read_error_file(error)
+    data: Any = job_result.read_error_file(error)
     for _ in range(2):
         data = data.get("message") if isinstance(data, dict) else data
     lines = data.strip().splitlines() if isinstance(data, str) else []

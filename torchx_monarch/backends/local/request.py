@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from torchx_monarch.backends.local import store
+from torchx_monarch.backends.local import state_files
 from torchx_monarch.backends.outcome import RolePolicy
 
 
@@ -92,10 +92,10 @@ class DetachedRequest:
         return asdict(self)
 
 
-def load(paths: store.AppPaths) -> DetachedRequest | None:
+def load(paths: state_files.AppPaths) -> DetachedRequest | None:
     """The request of an app as it was submitted; None when there is no such app.
 
     Raises:
         store.DamagedFileError: there is a file, and no request in it.
     """
-    return store.load(DetachedRequest, paths.request, paths.trusted)
+    return state_files.load(DetachedRequest, paths.request, paths.trusted)

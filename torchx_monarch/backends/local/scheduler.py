@@ -28,14 +28,14 @@ from torchx.schedulers.api import (
 )
 from torchx.specs import NONE, AppDef, AppDryRunInfo, AppState, CfgVal, ReplicaStatus, RoleStatus, runopts
 
-from torchx_monarch import events
 from torchx_monarch.backends.errors import UserError
-from torchx_monarch.backends.local import appdef, folder, logs, render, request, state, store, submit, watchers
+from torchx_monarch.backends.local import appdef, folder, logs, owners, render, request, state, state_files, submit
 from torchx_monarch.backends.local.request import DetachedRequest
 from torchx_monarch.backends.local.status import AppRecord
 from torchx_monarch.backends.local.submit import StateAccessError
 from torchx_monarch.backends.options import run_options
-from torchx_monarch.backends.roles import check_replica, matching
+from torchx_monarch.backends.validation import check_replica, matching
+from torchx_monarch.insight import events
 
 _log = logging.getLogger("torchx_monarch")
 
@@ -103,10 +103,10 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
 
     # --- looking
 
-    def _find(self, app_id: str) -> tuple[store.AppPaths, AppRecord] | None:
-        if not store.is_app_id(app_id):
+    def _find(self, app_id: str) -> tuple[state_files.AppPaths, AppRecord] | None:
+        if not state_files.is_app_id(app_id):
             return None
-        paths = store.app_paths(app_id)
+        paths = state_files.app_paths(app_id)
         record = _look(paths)
         return (paths, record) if record is not None else None
 
@@ -150,9 +150,9 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
 
     def describe_native(self, app_id: str) -> AppDryRunInfo[DetachedRequest, DetachedOpts] | None:
         """The request as it was submitted; None when there is no such app, or what is kept of it is damaged."""
-        if not store.is_app_id(app_id):
+        if not state_files.is_app_id(app_id):
             return None
-        paths = store.app_paths(app_id)
+        paths = state_files.app_paths(app_id)
         submitted, rendered = appdef.load(paths.app, paths.trusted), _request(paths)
         if rendered is None or submitted is None:
             return None
@@ -169,13 +169,13 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
             StateAccessError: the state directory is somebody else's.
         """
         try:
-            app_ids = [*store.app_ids(), *state.removed_but_running(store.apps_dir())]
+            app_ids = [*state_files.app_ids(), *state.removed_but_running(state_files.apps_dir())]
         except OSError as error:
-            raise StateAccessError.of(error, store.apps_dir()) from None
+            raise StateAccessError.of(error, state_files.apps_dir()) from None
         records = []
         for app_id in app_ids:
             try:
-                record = _look(store.app_paths(app_id))
+                record = _look(state_files.app_paths(app_id))
             except StateAccessError as error:
                 _log.warning("%s", error)
                 continue
@@ -202,7 +202,7 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
         """
         found = self._find(app_id)
         if found is None:
-            raise UserError(f"there is no app {app_id!r} in {store.apps_dir()}")
+            raise UserError(f"there is no app {app_id!r} in {state_files.apps_dir()}")
         paths, record = found
         sizes = {role.name: len(role.replicas) for role in record.roles}
         check_replica(app_id, sizes, role_name, k)
@@ -223,13 +223,13 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
         return matching(lines, regex)
 
     def events_path(self, app_id: str) -> Path:
-        """The app's events file (see ``torchx_monarch.events``)."""
-        return Path(store.app_paths(app_id).events)
+        """The app's events file (see ``torchx_monarch.insight.events``)."""
+        return Path(state_files.app_paths(app_id).events)
 
     def wait_terminal(self, app_id: str, timeout: float) -> bool:
         """Wait until the app has ended, for at most ``timeout`` seconds; whether it has (or does not exist)."""
         deadline = time.monotonic() + timeout
-        paths = store.app_paths(app_id)
+        paths = state_files.app_paths(app_id)
         looks = 0
         while True:
             now = _look(paths) if looks % _LOOKS_PER_TRUTH == 0 else state.recorded(paths)
@@ -262,7 +262,7 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
             if record.terminal:
                 return
             watching = state.watched_by(paths)
-            if watching is not None and watching.life(watching.supervisor) is watchers.Life.ELSEWHERE:
+            if watching is not None and watching.life(watching.supervisor) is owners.Life.ELSEWHERE:
                 raise RuntimeError(f"app {app_id} runs on {watching.machine.hostname}; it can only be cancelled there")
         state.ask_to_end(paths, grace)
 
@@ -276,7 +276,7 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
         if found is not None and not found[1].terminal:
             self._end(found[0])
 
-    def _end(self, paths: store.AppPaths) -> bool:
+    def _end(self, paths: state_files.AppPaths) -> bool:
         """Ask for the end of an app and wait for it, for its grace and some seconds; whether it has ended."""
         rendered = _request(paths)
         self.stop(paths.app_id, None)
@@ -298,7 +298,7 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
         folder.remove_app(paths)
 
 
-def _look(paths: store.AppPaths) -> AppRecord | None:
+def _look(paths: state_files.AppPaths) -> AppRecord | None:
     """The state of an app as it is now; None when there is no such app.
 
     Raises:
@@ -315,9 +315,9 @@ def _look(paths: store.AppPaths) -> AppRecord | None:
     return state.truth(paths)
 
 
-def _request(paths: store.AppPaths) -> DetachedRequest | None:
+def _request(paths: state_files.AppPaths) -> DetachedRequest | None:
     """The request of an app; None when there is none, or it is damaged."""
-    with contextlib.suppress(store.DamagedFileError):
+    with contextlib.suppress(state_files.DamagedFileError):
         return request.load(paths)
     return None
 

@@ -10,7 +10,7 @@ import resource
 import signal
 from collections.abc import Mapping, Sequence
 
-from torchx_monarch import processes
+from torchx_monarch.system import processes
 
 #: What the supervisor (or the shell that the submitter sat in) may have set to be ignored; that would be inherited.
 _RESET = (

@@ -10,10 +10,11 @@ import os
 import signal
 import time
 
-from torchx_monarch import events, processes
-from torchx_monarch.backends.local import folder, pump, status, store, watchers
+from torchx_monarch.backends.local import folder, log_writer, owners, state_files, status
 from torchx_monarch.backends.local.request import DetachedRequest
 from torchx_monarch.backends.local.request import load as load_request
+from torchx_monarch.insight import events
+from torchx_monarch.system import processes
 
 #: Seconds from the making of an app's folder to its supervisor's first word, at the very most.
 _START_TIME = 60.0
@@ -22,15 +23,15 @@ SUPERVISE_FILE = os.path.join("backends", "local", "supervise.py")
 """Ends the path of the file that keeper and supervisor are started with."""
 
 
-def watched_by(paths: store.AppPaths) -> watchers.Watchers | None:
+def watched_by(paths: state_files.AppPaths) -> owners.Watchers | None:
     """Who watches over the app; None until the supervisor has started, or where the file that says so is damaged."""
     try:
-        return store.load(watchers.Watchers, paths.supervisor, paths.trusted)
-    except store.DamagedFileError:
+        return state_files.load(owners.Watchers, paths.supervisor, paths.trusted)
+    except state_files.DamagedFileError:
         return None
 
 
-def ask_to_end(paths: store.AppPaths, grace: float | None) -> None:
+def ask_to_end(paths: state_files.AppPaths, grace: float | None) -> None:
     """Tell the app's supervisor to end it; a supervisor that is still starting finds the wish on disk.
 
     Args:
@@ -42,7 +43,7 @@ def ask_to_end(paths: store.AppPaths, grace: float | None) -> None:
     """
     unwritten: OSError | None = None
     try:
-        store.write_json(paths.cancel, {"grace": grace})
+        state_files.write_json(paths.cancel, {"grace": grace})
     except OSError as error:  # a full disk, or a folder of that name: a supervisor that runs ends the app all the same
         unwritten = error
     found = supervisors(paths)
@@ -53,14 +54,14 @@ def ask_to_end(paths: store.AppPaths, grace: float | None) -> None:
         raise unwritten
 
 
-def supervisors(paths: store.AppPaths) -> list[processes.Identity]:
+def supervisors(paths: state_files.AppPaths) -> list[processes.Identity]:
     """The app's supervisor, if it lives on this machine: as recorded, or where that leads nowhere, by its command line.
 
     A process that is found by its command line may also be the keeper, which ignores the signals that a supervisor
     minds.
     """
     who = watched_by(paths)
-    if who is not None and who.life(who.supervisor) is watchers.Life.ALIVE:
+    if who is not None and who.life(who.supervisor) is owners.Life.ALIVE:
         return [who.supervisor]
     real = os.path.realpath(paths.root)
     return [one for one, root in processes.running_script(SUPERVISE_FILE) if os.path.realpath(root) == real]
@@ -79,7 +80,7 @@ def removed_but_running(apps: str) -> list[str]:
     return sorted(os.path.basename(root) for root in roots if os.path.realpath(os.path.dirname(root)) == real)
 
 
-def without_folder(paths: store.AppPaths) -> status.AppRecord | None:
+def without_folder(paths: state_files.AppPaths) -> status.AppRecord | None:
     """What is known of an app whose folder is not there: that it runs, or nothing."""
     if not supervisors(paths):
         return None
@@ -87,15 +88,15 @@ def without_folder(paths: store.AppPaths) -> status.AppRecord | None:
     return status.AppRecord(paths.app_id, paths.app_id.rpartition("-")[0], time.time(), status.RUNNING, said)
 
 
-def recorded(paths: store.AppPaths) -> status.AppRecord | None:
+def recorded(paths: state_files.AppPaths) -> status.AppRecord | None:
     """The state of an app as last written: cheaper than ``truth``, and right while the supervisor lives."""
     try:
         return status.load(paths)
-    except store.DamagedFileError:
+    except state_files.DamagedFileError:
         return truth(paths)
 
 
-def truth(paths: store.AppPaths) -> status.AppRecord | None:
+def truth(paths: state_files.AppPaths) -> status.AppRecord | None:
     """The state of an app as it is now; None when there is no such app.
 
     An app whose keeper and supervisor are dead has ended, whatever its status file says. Whoever finds that out ends
@@ -104,7 +105,7 @@ def truth(paths: store.AppPaths) -> status.AppRecord | None:
     """
     try:
         record = status.load(paths)
-    except store.DamagedFileError as error:
+    except state_files.DamagedFileError as error:
         return _without_status(paths, str(error))
     if record is None or record.terminal:
         return record
@@ -119,39 +120,39 @@ def truth(paths: store.AppPaths) -> status.AppRecord | None:
         reason = "it was never started: its submission was interrupted"
     else:
         life = who.life(who.supervisor)
-        if life is watchers.Life.ALIVE:
+        if life is owners.Life.ALIVE:
             return record
-        if who.life(who.keeper) is watchers.Life.ALIVE:
+        if who.life(who.keeper) is owners.Life.ALIVE:
             # It is writing the end; one that was stopped writes it when it is continued.
             processes.send(who.keeper, signal.SIGCONT)
             return record
         if supervisors(paths):  # the file names others
             return record
-        if life is watchers.Life.ELSEWHERE:
+        if life is owners.Life.ELSEWHERE:
             record.msg = f"as last written by {who.machine.hostname}, which cannot be checked from here"
             return record
         # The supervisor may have written the end and left between the two looks.
         try:
             record = status.load(paths)
-        except store.DamagedFileError as error:
+        except state_files.DamagedFileError as error:
             return _without_status(paths, str(error))
         if record is None or record.terminal:
             return record
-        if life is watchers.Life.REBOOTED:
+        if life is owners.Life.REBOOTED:
             reason = "the machine was rebooted while the app ran"
         else:
             reason = f"the supervisor (pid {who.supervisor.pid}) and the keeper (pid {who.keeper.pid}) were killed"
     return _bury_once(paths, reason)
 
 
-def _without_status(paths: store.AppPaths, damage: str) -> status.AppRecord | None:
+def _without_status(paths: state_files.AppPaths, damage: str) -> status.AppRecord | None:
     """What can be said about an app whose status file is damaged: what was asked for, and whether it runs."""
     try:
         created = os.stat(paths.root, follow_symlinks=False).st_mtime
     except OSError:
         return None
     record = status.AppRecord(paths.app_id, paths.app_id.rpartition("-")[0], created)
-    with contextlib.suppress(store.DamagedFileError):
+    with contextlib.suppress(state_files.DamagedFileError):
         if request := load_request(paths):
             record.name = request.name
             record.roles = status.new_roles(request)
@@ -165,7 +166,7 @@ def _without_status(paths: store.AppPaths, damage: str) -> status.AppRecord | No
     return record
 
 
-def _bury_once(paths: store.AppPaths, reason: str) -> status.AppRecord | None:
+def _bury_once(paths: state_files.AppPaths, reason: str) -> status.AppRecord | None:
     """``bury`` by one of those who find the app dead at the same time; the record as it then is."""
     try:
         fd = os.open(paths.root, os.O_RDONLY | os.O_CLOEXEC)
@@ -176,12 +177,12 @@ def _bury_once(paths: store.AppPaths, reason: str) -> status.AppRecord | None:
             fcntl.flock(fd, fcntl.LOCK_EX)
         try:
             record = status.load(paths)
-        except store.DamagedFileError as error:
+        except state_files.DamagedFileError as error:
             return _without_status(paths, str(error))
         if record is None or record.terminal:
             return record
         request = None
-        with contextlib.suppress(store.DamagedFileError):
+        with contextlib.suppress(state_files.DamagedFileError):
             request = load_request(paths)
         if request is not None and request.job:
             processes.kill_until_gone(lambda: processes.marked(request.job))
@@ -191,7 +192,7 @@ def _bury_once(paths: store.AppPaths, reason: str) -> status.AppRecord | None:
         os.close(fd)
 
 
-def bury(paths: store.AppPaths, record: status.AppRecord, request: DetachedRequest | None, reason: str) -> None:
+def bury(paths: state_files.AppPaths, record: status.AppRecord, request: DetachedRequest | None, reason: str) -> None:
     """Write down that an app has ended without its supervisor, where people look: status, events, logs."""
     for role in record.roles:
         for replica in role.replicas:
@@ -207,6 +208,6 @@ def bury(paths: store.AppPaths, record: status.AppRecord, request: DetachedReque
 
 def _append_to_logs(log_dir: str, reason: str) -> None:
     if os.path.isdir(log_dir):
-        logs = pump.ReplicaLogs(log_dir)
+        logs = log_writer.ReplicaLogs(log_dir)
         logs.say(reason)
         logs.close()

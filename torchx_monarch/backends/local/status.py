@@ -11,7 +11,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torchx_monarch.backends.local import store
+from torchx_monarch.backends.local import state_files
 from torchx_monarch.backends.local.request import DetachedRequest
 
 PENDING = "PENDING"
@@ -105,22 +105,22 @@ def new_roles(request: DetachedRequest) -> list[RoleRecord]:
     return [RoleRecord(r.name, [ReplicaRecord(id=k) for k in range(len(r.replicas))]) for r in request.roles]
 
 
-def load(paths: store.AppPaths) -> AppRecord | None:
+def load(paths: state_files.AppPaths) -> AppRecord | None:
     """The record on file; None when there is none.
 
     Raises:
         store.DamagedFileError: there is a file, and no record in it.
     """
-    record = store.load(AppRecord, paths.status, paths.trusted)
+    record = state_files.load(AppRecord, paths.status, paths.trusted)
     if record is not None:
         found = {record.state, *(replica.state for role in record.roles for replica in role.replicas)}
         if unknown := found - STATES:
-            raise store.DamagedFileError(f"{paths.status} is damaged: {min(unknown)[:40]!r} is no state")
+            raise state_files.DamagedFileError(f"{paths.status} is damaged: {min(unknown)[:40]!r} is no state")
         record.app_id = paths.app_id
     return record
 
 
-def close_for_dead(paths: store.AppPaths, record: AppRecord, reason: str) -> None:
+def close_for_dead(paths: state_files.AppPaths, record: AppRecord, reason: str) -> None:
     """End the record of an app whose supervisor is gone: FAILED, for this reason.
 
     Raises:
@@ -140,13 +140,13 @@ def reserve_bytes(record: AppRecord) -> int:
     return _BRIEF_BASE + _BRIEF_REPLICA * sum(len(role.replicas) for role in record.roles)
 
 
-def save_last(paths: store.AppPaths, record: AppRecord) -> None:
+def save_last(paths: state_files.AppPaths, record: AppRecord) -> None:
     """Write the last word about an app; on a full disk without what needs much space.
 
     Raises:
         OSError: not even that could be done.
     """
     try:
-        store.write_last_json(paths.status, record.to_json(), paths.reserve)
+        state_files.write_last_json(paths.status, record.to_json(), paths.reserve)
     except OSError:
-        store.write_last_json(paths.status, record.brief(), paths.reserve)
+        state_files.write_last_json(paths.status, record.brief(), paths.reserve)

@@ -16,9 +16,10 @@ from dataclasses import replace
 from torchx.specs import AppDef, CfgVal
 from torchx.specs.finder import ComponentValidationException
 
-from torchx_monarch import events, processes, safe_files
-from torchx_monarch.backends.local import appdef, folder, render, state, status, store, supervise
+from torchx_monarch.backends.local import appdef, folder, render, state, state_files, status, supervise
 from torchx_monarch.backends.local.request import DetachedRequest
+from torchx_monarch.insight import events
+from torchx_monarch.system import processes, safe_files
 
 #: Seconds that a supervisor has to say that it runs; it takes a few hundredths of one.
 _START_TIMEOUT = 60.0
@@ -75,7 +76,7 @@ class StateAccessError(ComponentValidationException, RuntimeError):  # type: ign
     def __str__(self) -> str:
         reason = self.reason if self.reason.startswith(("is ", "belongs ")) else f"cannot be read: {self.reason}"
         return (
-            f"{self.path} {reason}. The state of your own jobs is in {store.state_dir()}; MONARCH_STATE_DIR sets "
+            f"{self.path} {reason}. The state of your own jobs is in {state_files.state_dir()}; MONARCH_STATE_DIR sets "
             "another folder, which must belong to you"
         )
 
@@ -95,12 +96,12 @@ def submit(request: DetachedRequest, app: AppDef, cfg: dict[str, CfgVal]) -> str
         SubmitError: the supervisor could not be started.
     """
     created = time.time()
-    apps = store.apps_dir()
+    apps = state_files.apps_dir()
     try:
         request = _publish(apps, request, app, cfg, created)
     except OSError as e:
         raise StateDirError(e.filename or apps, e.strerror or str(e)) from e
-    paths = store.app_paths(request.app_id)
+    paths = state_files.app_paths(request.app_id)
     events.append(paths.events, "submitted", f"submitted as {request.app_id}", seconds=time.time() - created)
     try:
         _start_supervisor(paths, request)
@@ -123,32 +124,34 @@ def _publish(
 ) -> DetachedRequest:
     """Write the app's folder; the request as it stands there."""
     with folder.staged(apps) as staging:
-        _make_log_dirs(store.AppPaths(staging), request)
+        _make_log_dirs(state_files.AppPaths(staging), request)
         # The same request may be submitted twice.
         while os.path.exists(os.path.join(apps, request.app_id)):
             request = request.renamed(render.new_app_id(request.name))
         while True:
-            paths = store.app_paths(request.app_id)
+            paths = state_files.app_paths(request.app_id)
             run_dir = folder.make_run_dir(paths)
             with contextlib.ExitStack() as undo:
                 undo.callback(folder.remove_run_dir, paths, run_dir)
                 request = replace(request, run_dir=run_dir, job=f"{request.app_id}:{secrets.token_hex(8)}")
-                _fill(store.AppPaths(staging), request, app, cfg, created)
+                _fill(state_files.AppPaths(staging), request, app, cfg, created)
                 if folder.publish(staging, paths.root):
                     undo.pop_all()
                     return request
             request = request.renamed(render.new_app_id(request.name))
 
 
-def _fill(paths: store.AppPaths, request: DetachedRequest, app: AppDef, cfg: dict[str, CfgVal], created: float) -> None:
-    store.write_json(paths.app, {"format": 1, "created": created, "cfg": cfg, "app": appdef.to_json(app)})
-    store.write_json(paths.request, request.to_json())
+def _fill(
+    paths: state_files.AppPaths, request: DetachedRequest, app: AppDef, cfg: dict[str, CfgVal], created: float
+) -> None:
+    state_files.write_json(paths.app, {"format": 1, "created": created, "cfg": cfg, "app": appdef.to_json(app)})
+    state_files.write_json(paths.request, request.to_json())
     record = status.AppRecord(request.app_id, request.name, created, roles=status.new_roles(request))
-    store.write_json(paths.status, record.to_json())
+    state_files.write_json(paths.status, record.to_json())
     safe_files.make_reserve(paths.reserve, status.reserve_bytes(record))
 
 
-def _make_log_dirs(paths: store.AppPaths, request: DetachedRequest) -> None:
+def _make_log_dirs(paths: state_files.AppPaths, request: DetachedRequest) -> None:
     os.mkdir(paths.logs, 0o700)
     for role in request.roles:
         os.mkdir(os.path.dirname(paths.replica_logs(role.name, 0)), 0o700)
@@ -156,7 +159,7 @@ def _make_log_dirs(paths: store.AppPaths, request: DetachedRequest) -> None:
             os.mkdir(paths.replica_logs(role.name, k), 0o700)
 
 
-def _start_supervisor(paths: store.AppPaths, request: DetachedRequest) -> None:
+def _start_supervisor(paths: state_files.AppPaths, request: DetachedRequest) -> None:
     if not sys.executable:
         raise SubmitError(
             "this Python does not know its own executable (sys.executable), so no supervisor can be started"

@@ -21,11 +21,13 @@ import sys
 import time
 from collections.abc import Callable
 
-from torchx_monarch import errors, events, processes
-from torchx_monarch.backends.local import spawn, state, status, store, watchers
-from torchx_monarch.backends.local.loop import Loop
+from torchx_monarch.backends.local import owners, spawn, state, state_files, status
 from torchx_monarch.backends.local.request import DetachedRequest
 from torchx_monarch.backends.local.request import load as load_request
+from torchx_monarch.backends.local.supervisor_loop import Loop
+from torchx_monarch.insight import events
+from torchx_monarch.model import job_result
+from torchx_monarch.system import processes
 
 #: What the supervisor writes to the submitter when the app is under way.
 READY = b"ok"
@@ -39,7 +41,7 @@ def main(root: str, ready: int) -> None:
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     os.set_inheritable(ready, False)
-    _fork(lambda: _keep(store.AppPaths(root), ready))
+    _fork(lambda: _keep(state_files.AppPaths(root), ready))
 
 
 def _fork(run: Callable[[], None]) -> int:
@@ -58,7 +60,7 @@ def _fork(run: Callable[[], None]) -> int:
         os._exit(code)
 
 
-def _keep(paths: store.AppPaths, ready: int) -> None:
+def _keep(paths: state_files.AppPaths, ready: int) -> None:
     os.setsid()
     processes.become_subreaper()
     for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGPIPE):
@@ -85,12 +87,12 @@ def _keep(paths: store.AppPaths, ready: int) -> None:
     processes.kill_descendants(request.job)
     try:
         record = status.load(paths)
-    except store.DamagedFileError:  # a job may have written to it; what the supervisor died of is to be known
+    except state_files.DamagedFileError:  # a job may have written to it; what the supervisor died of is to be known
         record = status.AppRecord(request.app_id, request.name, created, roles=status.new_roles(request))
     if record is not None and not record.terminal:
         code = os.waitstatus_to_exitcode(result)
         processes.kill_until_gone(lambda: processes.marked(request.job))
-        reason = f"the supervisor (pid {supervisor}) {errors.describe_code(code)}"
+        reason = f"the supervisor (pid {supervisor}) {job_result.describe_code(code)}"
         if code >= 0:
             reason += f"; see {paths.supervisor_log}"
         state.bury(paths, record, request, reason)
@@ -100,7 +102,7 @@ def _keep(paths: store.AppPaths, ready: int) -> None:
         prune(os.path.dirname(paths.root))
 
 
-def _supervise(paths: store.AppPaths, request: DetachedRequest, keeper: int, alive: int, ready: int) -> None:
+def _supervise(paths: state_files.AppPaths, request: DetachedRequest, keeper: int, alive: int, ready: int) -> None:
     os.setsid()
     processes.become_subreaper()
     spawn.raise_file_limit()
@@ -111,8 +113,8 @@ def _supervise(paths: store.AppPaths, request: DetachedRequest, keeper: int, ali
     if record.terminal:
         raise RuntimeError(f"the app has ended before it was started: {record.msg}")
     os.makedirs(request.run_dir, mode=0o700, exist_ok=True)
-    ours = watchers.Watchers(watchers.this_machine(), keeper=keepers, supervisor=mine)
-    store.write_json(paths.supervisor, ours.to_json())
+    ours = owners.Watchers(owners.this_machine(), keeper=keepers, supervisor=mine)
+    state_files.write_json(paths.supervisor, ours.to_json())
 
     def on_ready() -> None:
         # The submitter may have died meanwhile; the app goes on.

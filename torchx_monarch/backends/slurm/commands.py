@@ -17,7 +17,7 @@ from torchx.specs.finder import ComponentValidationException
 
 from torchx_monarch.backends.slurm import array
 from torchx_monarch.backends.slurm.folder import MARK
-from torchx_monarch.variables import OF_A_JOB
+from torchx_monarch.model.env_names import OF_A_JOB
 
 _TIMEOUT = 60.0
 """Seconds that a command may take: a controller under load answers late."""

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The folder of a job, and how it is found again by the job's id, from any process and directory.
 
-Below the state directory (see ``backends.local.store``)::
+Below the state directory (see ``backends.local.state_files``)::
 
     slurm/jobs/NAME-RANDOM/   the folder, unless the run option job_dir puts it elsewhere
     slurm/ids/JOBID           a link to it
@@ -23,7 +23,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from torchx_monarch.backends.local import store
+from torchx_monarch.backends.local import state_files
 from torchx_monarch.backends.local.folder import remove_tree
 
 MARK = "torchx-monarch:"
@@ -34,7 +34,7 @@ TRASH = ".trash-"
 """In the name of a folder that is being removed."""
 
 
-class JobFolder(store.AppPaths):
+class JobFolder(state_files.AppPaths):
     """Every path below a job's folder."""
 
     @property
@@ -124,12 +124,12 @@ def of_this_run(paths: JobFolder, request: Mapping[str, Any], environ: Mapping[s
 
 def jobs_dir() -> str:
     """Where folders are made by default."""
-    return os.path.join(store.state_dir(), "slurm", "jobs")
+    return os.path.join(state_files.state_dir(), "slurm", "jobs")
 
 
 def ids_dir() -> str:
     """Where the links to them are."""
-    return os.path.join(store.state_dir(), "slurm", "ids")
+    return os.path.join(state_files.state_dir(), "slurm", "ids")
 
 
 def new(name: str, job_dir: str | None) -> str:
@@ -202,7 +202,7 @@ def note(folder: str, comment: str | None) -> str:
 
 def read_request(paths: JobFolder, node: str) -> dict[str, Any]:
     """What is to be run; ends the process, with a word, on a node that does not see the folder."""
-    data = store.read_json(paths.request)
+    data = state_files.read_json(paths.request)
     if data is None:
         sys.exit(f"node {node} cannot read {paths.request}: all nodes must see that folder (run option job_dir)")
     return data

@@ -14,7 +14,7 @@ import os
 import time
 
 from torchx_monarch.backends.local.prune import keep_days
-from torchx_monarch.backends.slurm import apps, folder, records
+from torchx_monarch.backends.slurm import folder, records, snapshot
 from torchx_monarch.backends.slurm.commands import SlurmError
 from torchx_monarch.backends.slurm.folder import JobFolder
 from torchx_monarch.backends.slurm.records import EndRecord
@@ -38,7 +38,7 @@ def prune(*, days: float | None = None) -> list[str]:
         if not ended and root in ids and asked < _ASKED:
             asked += 1
             with contextlib.suppress(SlurmError):
-                app = apps.look(ids[root])
+                app = snapshot.look(ids[root])
                 ended = app is not None and app.folder.root == root and app.terminal
         if ended:
             folder.remove(root)

@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from torchx_monarch import error_files
-from torchx_monarch.backends.local import store
+from torchx_monarch.backends.local import state_files
 from torchx_monarch.backends.local.status import STATES, TERMINAL
 from torchx_monarch.backends.slurm import array
+from torchx_monarch.system import error_files
 
 T = TypeVar("T")
 
@@ -152,8 +152,8 @@ def read(cls: type[T], path: str) -> T | None:
 def checked(cls: type[T], path: str) -> tuple[T | None, str]:
     """Read a file, and say what is wrong with it; empty where it is sound or not there."""
     try:
-        return store.load(cls, path), ""
-    except store.DamagedFileError as error:
+        return state_files.load(cls, path), ""
+    except state_files.DamagedFileError as error:
         return None, str(error)
 
 

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 
 from torchx.specs import NULL_RESOURCE, AppDef, InvalidRunConfigException, Role
 
-from torchx_monarch.backends.network import CREDENTIALS
 from torchx_monarch.backends.outcome import RolePolicy
-from torchx_monarch.backends.roles import check_names
+from torchx_monarch.backends.protocols import CREDENTIALS
 from torchx_monarch.backends.slurm import array, commands, folder
 from torchx_monarch.backends.slurm.options import SlurmOpts
 from torchx_monarch.backends.slurm.request import RoleRequest, SlurmRequest
-from torchx_monarch.sidecars import is_sidecar
+from torchx_monarch.backends.validation import check_names
+from torchx_monarch.model.sidecars import is_sidecar
 
 _SMALL_PARTITION = 1000
 """MB of memory: nodes that claim no more have not been told how much they have (aws-parallelcluster#2198)."""

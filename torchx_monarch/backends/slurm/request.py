@@ -14,10 +14,10 @@ import sys
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from torchx_monarch import codec
 from torchx_monarch.backends.outcome import RolePolicy
 from torchx_monarch.backends.slurm import macros
 from torchx_monarch.backends.slurm.folder import JobFolder
+from torchx_monarch.model import codec
 
 _COMPONENTS_OWN = (
     "SLURM_CPUS_PER_TASK",
@@ -141,7 +141,7 @@ class SlurmRequest:
     @property
     def starter(self) -> list[str]:
         """The words that start the batch step or a task."""
-        return [self.python, "-I", "-S", os.path.join(os.path.dirname(os.path.abspath(__file__)), "start.py")]
+        return [self.python, "-I", "-S", os.path.join(os.path.dirname(os.path.abspath(__file__)), "entrypoint.py")]
 
     def command(self, script: str) -> list[str]:
         """The words that submit it.

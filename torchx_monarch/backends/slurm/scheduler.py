@@ -23,18 +23,18 @@ from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Schedule
 from torchx.specs import NONE, AppDef, AppDryRunInfo, AppState, CfgVal, Role, runopts
 from torchx.workspace.dir_workspace import DirWorkspaceMixin
 
-from torchx_monarch import events
 from torchx_monarch.backends.errors import UserError
-from torchx_monarch.backends.local import appdef, logs, store
+from torchx_monarch.backends.local import appdef, logs, state_files
 from torchx_monarch.backends.options import run_options
-from torchx_monarch.backends.roles import check_replica, matching
-from torchx_monarch.backends.slurm import apps, commands, ending, folder, prune, records, render
+from torchx_monarch.backends.slurm import cancel, commands, folder, prune, records, render, snapshot
 from torchx_monarch.backends.slurm.commands import SlurmError
 from torchx_monarch.backends.slurm.folder import JobFolder
 from torchx_monarch.backends.slurm.options import SlurmOpts
 from torchx_monarch.backends.slurm.records import EndRecord, Submission
 from torchx_monarch.backends.slurm.request import SlurmRequest
-from torchx_monarch.variables import replica0_variable
+from torchx_monarch.backends.validation import check_replica, matching
+from torchx_monarch.insight import events
+from torchx_monarch.model.env_names import replica0_variable
 
 _ASK_EVERY = 5.0
 """Seconds between two questions to Slurm while an end is waited for: the controller serves everybody."""
@@ -95,8 +95,8 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
             if request.sbatch.get("array"):
                 os.mkdir(paths.array)
             submitted = {"created": began, "cfg": dict(dryrun_info.cfg or {}), "app": appdef.to_json(dryrun_info.app)}
-            store.write_json(paths.app, submitted)
-            store.write_json(paths.request, request.to_json())
+            state_files.write_json(paths.app, submitted)
+            state_files.write_json(paths.request, request.to_json())
             with open(paths.script, "x") as file:
                 file.write(request.script)
         except OSError as error:
@@ -124,15 +124,15 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
         Raises:
             SlurmError: Slurm cannot be asked.
         """
-        app = apps.look(app_id)
+        app = snapshot.look(app_id)
         if app is None:
             return None
-        definition = apps.submitted(app.folder)
+        definition = snapshot.submitted(app.folder)
         if definition is None:
             components = app.components[:1] if app.tasks else app.components
             roles = [Role(f"{one.name}-{at}" if at else one.name, image="") for at, one in enumerate(components)]
             definition = AppDef(components[0].name if components else app_id, roles)
-        statuses, restarts, cause = apps.report(app, definition.roles)
+        statuses, restarts, cause = snapshot.report(app, definition.roles)
         return DescribeAppResponse(
             app_id=app_id,
             state=app.state,
@@ -172,8 +172,8 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
                 state = AppState[ended[app_id].state]
             else:
                 ask = partial(commands.accounts_of, app_id) if seen else partial(list, accounts)
-                state = apps.known(known[app_id], seen, ask).state
-            submitted = apps.submitted(known[app_id])
+                state = snapshot.known(known[app_id], seen, ask).state
+            submitted = snapshot.submitted(known[app_id])
             said = seen or accounts
             name = submitted.name if submitted else said[0].name if said else ""
             found.append(ListAppResponse(app_id, state, name=name))
@@ -196,15 +196,15 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
             ValueError: there is no such app, role or replica, or the regular expression is none.
             SlurmError: Slurm cannot be asked.
         """
-        app = apps.look(app_id)
+        app = snapshot.look(app_id)
         if app is None:
             raise UserError(f"there is no app {app_id!r} of this scheduler")
-        submitted = apps.submitted(app.folder)
+        submitted = snapshot.submitted(app.folder)
         if submitted is None:
             raise UserError(f"app {app_id!r} has no logs that can be shown: {app.folder.app} is missing or damaged")
         sizes = {role.name: role.num_replicas for role in submitted.roles}
         check_replica(app_id, {name: size * max(len(app.tasks), 1) for name, size in sizes.items()}, role_name, k)
-        run_id, run, replica = apps.placed(app_id, app, k, sizes[role_name])
+        run_id, run, replica = snapshot.placed(app_id, app, k, sizes[role_name])
         found = logs.lines(
             run.folder.replica_logs(role_name, replica),
             (streams or Stream.COMBINED).value,
@@ -216,8 +216,8 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
         return matching(found, regex)
 
     def events_path(self, app_id: str) -> Path:
-        """The app's events file (see ``torchx_monarch.events``)."""
-        known = apps.folder_of(app_id)
+        """The app's events file (see ``torchx_monarch.insight.events``)."""
+        known = snapshot.folder_of(app_id)
         return Path(known.events if known else os.devnull)
 
     def wait_terminal(self, app_id: str, timeout: float) -> bool:
@@ -232,13 +232,13 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
     def _has_ended(self, app_id: str) -> bool:
         """Whether an app has ended, for those who ask often: Slurm is asked seldom, or when the job says so."""
         now = time.monotonic()
-        known = apps.folder_of(app_id)
-        said = known is not None and apps.says_that_it_has_ended(known)
+        known = snapshot.folder_of(app_id)
+        said = known is not None and snapshot.says_that_it_has_ended(known)
         if now < self._asked.get(app_id, -_ASK_EVERY) + (_ASK_AFTER_END if said else _ASK_EVERY):
             return False
         self._asked[app_id] = now
         with contextlib.suppress(SlurmError):
-            app = apps.look(app_id)
+            app = snapshot.look(app_id)
             return app is None or app.terminal
         return False
 
@@ -260,9 +260,9 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
 
     def _cancel_existing(self, app_id: str) -> None:
         """Ask for the end of a job and return at once. Its replicas have the grace that was asked for at submission."""
-        app = apps.look(app_id)
-        if app is not None and ending.is_needed(app):
-            ending.cancel(app_id, app)
+        app = snapshot.look(app_id)
+        if app is not None and cancel.is_needed(app):
+            cancel.cancel(app_id, app)
 
     def _delete_existing(self, app_id: str) -> None:
         """End a job if it runs, and remove its folder.
@@ -270,7 +270,7 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
         Raises:
             SlurmError: it could not be ended.
         """
-        app = apps.look(app_id)
+        app = snapshot.look(app_id)
         if app is None:
             return
         if app.folder.whole != app.folder:
@@ -278,11 +278,11 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
             raise SlurmError(
                 f"{app_id} is one task of an array, which is deleted as a whole: {whole} (torchx cancel ends it alone)"
             )
-        if ending.is_needed(app):
-            ending.cancel(app_id, app)
+        if cancel.is_needed(app):
+            cancel.cancel(app_id, app)
             submission = records.read(Submission, app.folder.request)
             until = time.monotonic() + (submission.grace if submission else 0.0) + _END_EXTRA
-            while (now := apps.look(app_id)) is not None and ending.is_needed(now):
+            while (now := snapshot.look(app_id)) is not None and cancel.is_needed(now):
                 if time.monotonic() > until:
                     raise SlurmError(
                         f"job {app_id} was told to end but still runs; its folder {app.folder.root} is kept"

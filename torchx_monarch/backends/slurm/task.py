@@ -20,14 +20,15 @@ import time
 from dataclasses import asdict
 from typing import NoReturn
 
-from torchx_monarch import errors, processes
-from torchx_monarch.backends.local import folder, store
+from torchx_monarch.backends.local import folder, state_files
 from torchx_monarch.backends.local.replica import Replica
 from torchx_monarch.backends.local.request import ReplicaRequest
 from torchx_monarch.backends.local.request import RoleRequest as LocalRole
 from torchx_monarch.backends.local.status import ReplicaRecord
-from torchx_monarch.backends.slurm.begin import STOP_SIGNALS, Begun
 from torchx_monarch.backends.slurm.request import SlurmRequest, decode_or_exit
+from torchx_monarch.backends.slurm.task_start import STOP_SIGNALS, Begun
+from torchx_monarch.model import job_result
+from torchx_monarch.system import processes
 
 _KILL_EXTRA = 5.0
 """Seconds beyond the grace: a host kills its ranks itself when the grace is over."""
@@ -132,12 +133,12 @@ class Task:
         folder.remove_tree(self._begun.run_dir)
         self._write()
         assert self._replica.record.exit_code is not None
-        return errors.shell_code(self._replica.record.exit_code)
+        return job_result.shell_code(self._replica.record.exit_code)
 
     def _write(self) -> None:
         record = {**asdict(self._replica.record), "hostname": self._begun.node, "job_restart": self._begun.restart}
         try:
-            store.write_json(self._begun.paths.record(self._begun.role, self._begun.replica), record)
+            state_files.write_json(self._begun.paths.record(self._begun.role, self._begun.replica), record)
         except OSError as error:
             print(f"the record {record} could not be written: {error}", file=sys.stderr, flush=True)
 

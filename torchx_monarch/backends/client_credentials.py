@@ -1,0 +1,81 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The certificates with which the machine that submitted a job reaches it over the network (``controller.run_queue``).
+
+One file of mode 0600 for each app, below the state directory (``backends.local.state_files``):
+``clients/SCHEDULER/APP``. It is there until the app is deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import urllib.parse
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torchx_monarch.backends.local import state_files
+from torchx_monarch.system import safe_files
+
+_log = logging.getLogger("torchx_monarch")
+
+
+@dataclass
+class _Kept:
+    """The content of the file."""
+
+    credentials: str = ""
+    rendezvous: dict[str, str] = field(default_factory=dict)
+
+
+def path(scheduler: str, app_id: str) -> str:
+    """Where an app's is."""
+    return os.path.join(state_files.state_dir(), "clients", scheduler, urllib.parse.quote(app_id, safe=""))
+
+
+def keep(scheduler: str, app_id: str, credentials: str, rendezvous: Mapping[str, str]) -> None:
+    """Keep what a client needs.
+
+    Args:
+        scheduler: our registered name.
+        app_id: the app.
+        credentials: the text of its ``credentials.ClientCredentials``.
+        rendezvous: where replica 0 of each role listens, by the role's name; the host may be ``@NAME``, which only the
+            hosts know.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    where = path(scheduler, app_id)
+    for folder in (state_files.state_dir(), os.path.dirname(os.path.dirname(where)), os.path.dirname(where)):
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+    os.close(safe_files.open_folder(os.path.dirname(where), below=state_files.state_dir()))
+    state_files.write_json(where, {"credentials": credentials, "rendezvous": dict(rendezvous)})
+
+
+def kept(scheduler: str, app_id: str) -> tuple[str, dict[str, str]]:
+    """What ``keep`` was given: the credentials and the addresses; empty where there is nothing."""
+    try:
+        found = state_files.load(_Kept, path(scheduler, app_id), state_files.state_dir())
+    except state_files.DamagedFileError as error:
+        _log.warning("the certificate of %s is not used: %s", app_id, error)
+        found = None
+    return (found.credentials, found.rendezvous) if found else ("", {})
+
+
+def known() -> list[tuple[str, str]]:
+    """All that are kept, as scheduler and app."""
+    root = os.path.join(state_files.state_dir(), "clients")
+    found = []
+    with contextlib.suppress(OSError):
+        for scheduler in sorted(os.listdir(root)):
+            names = sorted(os.listdir(os.path.join(root, scheduler)))
+            found += [(scheduler, urllib.parse.unquote(name)) for name in names if not name.endswith(".tmp")]
+    return found
+
+
+def forget(scheduler: str, app_id: str) -> None:
+    """Remove an app's, if there is one."""
+    with contextlib.suppress(OSError):
+        os.unlink(path(scheduler, app_id))

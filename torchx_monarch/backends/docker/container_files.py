@@ -1,0 +1,78 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a host has left in its container: its error file, its events."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import tarfile
+from typing import TYPE_CHECKING
+
+from docker.errors import DockerException
+from torchx.specs import AppState
+
+from torchx_monarch.backends.docker import request
+from torchx_monarch.backends.docker.status import Replica
+from torchx_monarch.backends.protocols import CREDENTIALS
+from torchx_monarch.system import error_files
+
+if TYPE_CHECKING:
+    from docker.models.containers import Container
+
+_TOO_LONG = 1 << 20
+
+_GO_MODE_TYPE = 0x8F280000
+"""Go's ``fs.ModeType``: of these bits dockerd sets one for what is no regular file."""
+
+_NO_SUCH_COMMAND = 127
+
+
+def error(pair: tuple[Container, Replica]) -> str:
+    """The content of a failed replica's error file, which its host wrote before it ended; empty without one."""
+    container, replica = pair
+    if replica.word or replica.state is not AppState.FAILED or not replica.started:
+        return replica.word
+    return error_files.cleaned(read(container, replica.env.get(request.ERROR_FILE, ""), replica.started))
+
+
+def rank_restarts(pair: tuple[Container, Replica]) -> int:
+    """How often the hosts have started the ranks again, by the events of a replica 0."""
+    container, replica = pair
+    text = read(container, replica.env.get(request.EVENTS, ""), 0.0) if replica.started else ""
+    return sum('"rank_restart"' in line for line in text.splitlines())
+
+
+def why_no_host(container: Container, replica: Replica) -> str:
+    """What to add to the failure of a host without an error file: what was printed last, where it did not begin."""
+    if CREDENTIALS not in replica.env or not 0 < replica.code <= _NO_SUCH_COMMAND:
+        return ""
+    with contextlib.suppress(DockerException):
+        said: str = container.logs(tail=1).decode(errors="replace").strip()
+        if re.search(r"No module named '?torchx_monarch", said):
+            said += "; install torchx-monarch in the image"
+        elif replica.code == _NO_SUCH_COMMAND:
+            said += "; the image needs a `python` on its PATH, in which torchx-monarch is installed"
+        return f" ({said})" if said else ""
+    return ""
+
+
+def read(container: Container, path: str, since: float = 0.0) -> str:
+    """A file in a container, which need not run; empty when there is none, or none written since then."""
+    if not path:
+        return ""
+    try:
+        chunks, about = container.get_archive(path)
+        if about["size"] > _TOO_LONG or about["mode"] & _GO_MODE_TYPE:
+            chunks.close()  # a folder would come with all that is in it
+            return ""
+        with tarfile.open(fileobj=io.BytesIO(b"".join(chunks))) as archive:
+            member = archive.next()
+            # Times in an archive are whole seconds. What an earlier start of the container wrote is no news.
+            if member is None or not member.isfile() or member.mtime + 1 < since:
+                return ""
+            file = archive.extractfile(member)
+            return file.read().decode(errors="replace") if file is not None else ""
+    except (DockerException, tarfile.TarError):
+        return ""

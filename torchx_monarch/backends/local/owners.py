@@ -1,0 +1,76 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Who watches over an app, on which machine, and whether they live: the content of supervisor.json."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any
+
+from torchx_monarch.system.processes import Identity, identity
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where pids mean something: one boot of one machine, and one pid namespace on it."""
+
+    hostname: str
+    machine_id: str
+    boot_id: str
+    pid_namespace: str
+
+
+def _first_line(path: str) -> str:
+    try:
+        with open(path) as file:
+            return file.readline().strip()
+    except OSError:
+        return ""
+
+
+def this_machine() -> Machine:
+    """The machine this process runs on."""
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        namespace = ""
+    boot = _first_line("/proc/sys/kernel/random/boot_id")
+    return Machine(os.uname().nodename, _first_line("/etc/machine-id"), boot, namespace)
+
+
+class Life(Enum):
+    """What can be said about a process that was recorded earlier, perhaps elsewhere."""
+
+    ALIVE = "alive"
+    DEAD = "dead"
+    REBOOTED = "dead: the machine was rebooted since"
+    ELSEWHERE = "on another machine or in another container: cannot be seen from here"
+
+
+@dataclass(frozen=True)
+class Watchers:
+    """The processes that watch over an app: the content of supervisor.json."""
+
+    machine: Machine
+    keeper: Identity
+    supervisor: Identity
+
+    def to_json(self) -> dict[str, Any]:
+        # asdict() leaves named tuples as they are, which JSON knows as lists.
+        watchers = {name: each._asdict() for name, each in (("keeper", self.keeper), ("supervisor", self.supervisor))}
+        return {"machine": asdict(self.machine), **watchers}
+
+    def life(self, which: Identity) -> Life:
+        """Whether the process ``which``, recorded with this machine, lives."""
+        here = this_machine()
+        if self.machine.boot_id != here.boot_id:
+            # A home directory may be shared by many machines: another boot is a reboot only of the same machine.
+            same = self.machine.hostname == here.hostname or (
+                self.machine.machine_id == here.machine_id and here.machine_id != ""
+            )
+            return Life.REBOOTED if same else Life.ELSEWHERE
+        if self.machine.pid_namespace != here.pid_namespace:
+            return Life.ELSEWHERE
+        return Life.ALIVE if identity(which.pid) == which else Life.DEAD

@@ -1,0 +1,255 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What is known of an app: of a job, of a job array as a whole, or of one of its tasks (``123_7``).
+
+Of an array Slurm says only what is left: those that wait are one record, each that has begun is one, one that was
+cancelled before it had begun is none, and one that has ended is none after a while. Each array task is therefore looked
+at as a job is (``truth``), with a folder of its own, and the array is what its tasks are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torchx.specs import NONE, AppDef, AppState, Role, RoleStatus
+
+from torchx_monarch.backends.local import appdef, state_files
+from torchx_monarch.backends.slurm import array, commands, job_status, records, states
+from torchx_monarch.backends.slurm import folder as folders
+from torchx_monarch.backends.slurm.commands import Job, SlurmError
+from torchx_monarch.backends.slurm.folder import JobFolder
+from torchx_monarch.backends.slurm.job_status import TERMINAL, Known
+from torchx_monarch.backends.slurm.records import BatchRecord, EndRecord, RunEnd, Submission
+from torchx_monarch.model import job_result
+
+_MOST_REPLICAS = 1 << 16
+"""Of one role, each on a node of its own: app.json states how many records are looked for."""
+
+
+def look(app_id: str) -> Known | None:
+    """Find out about an app; None when there is none, or when it is not one of ours.
+
+    Raises:
+        SlurmError: Slurm cannot be asked.
+    """
+    parts = array.split(app_id)
+    if parts is None:
+        return None
+    leader, index = parts
+    folder = folders.find(leader)
+    end = records.read(EndRecord, folder.end) if folder else None
+    try:
+        components = [job for job in commands.live_job(leader) if job.leader == leader]
+    except SlurmError:
+        if end is None:
+            raise
+        components = []  # what has ended is known without Slurm
+    if components:
+        # Ids begin anew one day, and home directories are shared between clusters: Slurm's own note counts.
+        folder = folders.noted(components[0].comment) or folder
+    if folder is None or components and folders.is_deleted(leader, folder):
+        return None
+    found = known(folder, components, lambda: commands.accounts_of(leader))
+    return found if index is None else found.tasks.get(index)
+
+
+def folder_of(app_id: str) -> JobFolder | None:
+    """The folder of an app that was submitted with this state directory; of an array task its own."""
+    parts = array.split(app_id)
+    folder = folders.find(parts[0]) if parts else None
+    return folder.task(parts[1]) if folder and parts and parts[1] is not None else folder
+
+
+def says_that_it_has_ended(folder: JobFolder) -> bool:
+    """Whether the batch step has said so, or that of each array task; Slurm has the last word."""
+    if not os.path.isdir(folder.array):
+        return _has_said_that_it_ended(folder)
+    submission = records.read(Submission, folder.request)
+    indices = submission.tasks if submission else []
+    # The last of them first: it is the last to end, mostly.
+    return bool(indices) and all(_has_said_that_it_ended(folder.task(index)) for index in reversed(indices))
+
+
+def _has_said_that_it_ended(run: JobFolder) -> bool:
+    record = records.read(BatchRecord, run.job)
+    return record is not None and record.ended is not None
+
+
+def submitted(folder: JobFolder) -> AppDef | None:
+    """The app as it was submitted; None when the file is not there, or does not hold an app that could be."""
+    found = appdef.load(folder.app)
+    if found is None:
+        return None
+    for role in found.app.roles:
+        try:
+            state_files.path_name(role.name)
+        except UnicodeEncodeError:
+            return None
+        if not 0 <= role.num_replicas < _MOST_REPLICAS:
+            return None
+    return found.app
+
+
+def known(folder: JobFolder, components: list[Job], recorded: Callable[[], list[Job]]) -> Known:
+    """Put together what Slurm says and what the folder of a job or an array holds.
+
+    Args:
+        folder: the job's.
+        components: as Slurm has them; empty when it has forgotten the job.
+        recorded: asks what accounting says; done only where that counts.
+    """
+    submission = records.read(Submission, folder.request)
+    indices = submission.tasks if submission else []
+    if not indices:
+        indices = sorted({*folder.begun_tasks(), *(index for job in components for index in job.tasks)})
+    if indices:
+        return _of_array(folder, indices, components, recorded)
+    if components:
+        return job_status.known(folder, components)
+    return _ended(folder, records.read(EndRecord, folder.end)) or job_status.known(folder, recorded()[:1])
+
+
+def _ended(folder: JobFolder, end: RunEnd | None) -> Known | None:
+    if end is None:
+        return None
+    return Known(folder, AppState[end.state], end.msg, end.nodes, record=records.read(BatchRecord, folder.job))
+
+
+# -- arrays ------------------------------------------------------------------------------------------------------------
+
+
+def _of_array(
+    folder: JobFolder, indices: Sequence[int], components: list[Job], recorded: Callable[[], list[Job]]
+) -> Known:
+    jobs = by_task(components)
+    end = records.read(EndRecord, folder.end)
+    noted = end.tasks if end else {}
+    accounts: dict[int, Job] | None = None
+    tasks: dict[int, Known] = {}
+    for index in indices:
+        part, job = folder.task(index), jobs.get(index)
+        if job is None:
+            if ended := _ended(part, records.read(EndRecord, part.end) or noted.get(str(index))):
+                tasks[index] = ended
+                continue
+            if accounts is None:
+                # Of one that was cancelled before it had begun, the database may say for ever that it waits.
+                accounts = by_task(
+                    one for one in recorded() if not components or states.app_state(one.state) in TERMINAL
+                )
+            job = accounts.get(index)
+        tasks[index] = job_status.known(part, [job] if job else [])
+        if job is None and components and not tasks[index].record and not tasks[index].damage:
+            tasks[index] = replace(tasks[index], msg="cancelled before it had started")
+    state, msg = together(folder, tasks)
+    found = Known(folder, state, msg, components=components, tasks=tasks)
+    if found.terminal and all(task.is_settled for task in tasks.values()):
+        # Those that have never run have no folder of their own.
+        ends = {str(index): {"state": one.state.name, "msg": one.msg} for index, one in tasks.items() if not one.record}
+        job_status.note_end(folder, {"state": state.name, "msg": msg, "tasks": ends})
+    return found
+
+
+def by_task(jobs: Iterable[Job]) -> dict[int, Job]:
+    """The job that each array task is. A record of several says less than one of its own."""
+    ordered = sorted(jobs, key=lambda job: -len(job.tasks))
+    return {index: job for job in ordered for index in job.tasks}
+
+
+def together(folder: JobFolder, tasks: Mapping[int, Known]) -> tuple[AppState, str]:
+    """The state of an array, and a word on it.
+
+    It ends when all of its tasks have: FAILED when one has failed, else CANCELLED when one was cancelled. Until then it
+    is RUNNING while one of them is.
+    """
+    states_of = [task.state for task in tasks.values()]
+    if not TERMINAL.issuperset(states_of):
+        order = (AppState.RUNNING, AppState.PENDING, AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED)
+        counts = [f"{states_of.count(state)} {state.name.lower()}" for state in order if state in states_of]
+        waits = next((task.msg for task in tasks.values() if task.state is AppState.PENDING and task.msg), "")
+        state = next((state for state in order[:2] if state in states_of), AppState.UNKNOWN)
+        return state, f"array tasks: {', '.join(counts)}" + (f" ({waits})" if waits else "")
+    first = first_failed(tasks)
+    if first is not None:
+        more = states_of.count(AppState.FAILED) - 1
+        said = f"array task {first}: {tasks[first].msg}"
+        return AppState.FAILED, f"{said} ({more} more of {len(tasks)} failed)" if more else said
+    for index, task in tasks.items():
+        if task.state is AppState.CANCELLED:
+            return AppState.CANCELLED, "cancelled" if folder.is_cancelled else f"array task {index}: {task.msg}"
+    return AppState.SUCCEEDED, ""
+
+
+def first_failed(tasks: Mapping[int, Known]) -> int | None:
+    """The array task that was the first to end in a failure; those that cannot say when are the last."""
+    failed = [(_ended_at(task), index) for index, task in tasks.items() if _has_failed(task)]
+    return min(failed)[1] if failed else None
+
+
+def _ended_at(task: Known) -> float:
+    """When an array task ended, in seconds since the epoch; infinity where it cannot say."""
+    ended = task.record.ended if task.record else None
+    return float("inf") if ended is None else ended
+
+
+def _has_failed(task: Known) -> bool:
+    return task.state is AppState.FAILED
+
+
+# -- for describe and log ----------------------------------------------------------------------------------------------
+
+
+def report(app: Known, roles: Sequence[Role]) -> tuple[list[RoleStatus], int, str]:
+    """The roles with their replicas, how often something was started again, and the root cause as JSON text."""
+    if app.tasks:
+        return _report_array(app, roles)
+    statuses, by_role = [], {}
+    for index, role in enumerate(roles):
+        status, by_role[role.name] = job_status.replicas(app, role.name, index, role.num_replicas)
+        statuses.append(status)
+    cause = job_status.root_cause(app, by_role) if _has_failed(app) else NONE
+    return statuses, job_status.restarts(app, by_role), cause
+
+
+def _report_array(app: Known, roles: Sequence[Role]) -> tuple[list[RoleStatus], int, str]:
+    statuses = [RoleStatus(role.name, []) for role in roles]
+    restarts, causes = 0, {}
+    for position, (index, task) in enumerate(app.tasks.items()):
+        theirs, again, causes[index] = report(task, roles)
+        restarts += again
+        for status, of_task, role in zip(statuses, theirs, roles, strict=True):
+            status.replicas += [replace(one, id=position * role.num_replicas + one.id) for one in of_task.replicas]
+    first = first_failed(app.tasks) if _has_failed(app) else None
+    return statuses, restarts, NONE if first is None else prefixed(causes[first], f"array task {first}: ")
+
+
+def prefixed(error: str, prefix: str) -> str:
+    """An error file's content with words before its message."""
+    data = dict(job_result.read_error_file(error))
+    if not data:
+        return error
+    holder: dict[str, Any] = data
+    while isinstance(holder.get("message"), dict):
+        holder = holder["message"]
+    holder["message"] = f"{prefix}{holder.get('message', '')}"
+    return json.dumps(data)
+
+
+def placed(app_id: str, app: Known, replica: int, replicas: int) -> tuple[str, Known, int]:
+    """Whose a replica is: the id of a job or array task, what is known of it, and its number there.
+
+    Args:
+        app_id: of the app.
+        app: what is known of it.
+        replica: of the app.
+        replicas: how many its role has in one run.
+    """
+    if not app.tasks:
+        return app_id, app, replica
+    position, own = divmod(replica, replicas)
+    index = list(app.tasks)[position]
+    return f"{app_id}_{index}", app.tasks[index], own

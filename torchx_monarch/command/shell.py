@@ -1,0 +1,302 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Find the commands inside the string of a ``bash -c STRING``.
+
+The string is scanned as a shell reads it (quotes, expansions, operators, redirections, here-documents), never searched
+as text: a torchrun in a comment, in an argument or in ``$(…)`` is not a command. Nothing is expanded: what the shell
+would expand is marked in the words, and the shell itself still does it when the job runs.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torchx_monarch.command.template import substitute
+from torchx_monarch.command.torchrun_options import UNEXPANDED
+
+_SHELLS = frozenset({"bash", "sh", "zsh", "dash"})
+_SHELL_FLAGS_WITH_VALUE = frozenset({"--rcfile", "--init-file"})
+
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*(\[[^]]*\])?\+?=", re.ASCII)
+_PARAMETER = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]", re.ASCII)
+_REDIRECTION = re.compile(r"&>>?|<<<|<<-?|<>|<&|>>|>&|>\||[<>](?!\()")
+_OPERATOR = re.compile(r"&&|\|\||;;&|;;|;&|\|&|[\n;&|()]")
+_PROCESS_SUBSTITUTION = re.compile(r"[<>]\(")
+_WORD_END = " \t\n;&|()<>"
+
+# Words after which a command stands: the shell's own, and programs that run their arguments.
+_RESERVED = frozenset({"!", "{", "if", "then", "else", "elif", "while", "until", "do", "time"})
+_RUNNERS = frozenset({"exec", "command", "nohup", "env"})
+_LOOPS = frozenset({"for", "while", "until", "select"})
+
+
+@dataclass(frozen=True)
+class Word:
+    """One word of a command.
+
+    Attributes:
+        start: where it starts in the string.
+        value: the word without its quotes; UNEXPANDED stands for each expansion in it.
+        bare: it holds neither quotes nor expansions, so it can be a reserved word.
+    """
+
+    start: int
+    value: str
+    bare: bool
+
+
+@dataclass(frozen=True)
+class SimpleCommand:
+    """A command that stands where the shell runs commands.
+
+    Attributes:
+        words: its words, without redirections, and without what may stand before a command: assignments, ``exec``,
+            ``env``, ``then`` and the like. Never empty.
+        alone: the string holds no other command and no operator.
+        looped: it stands in a loop.
+    """
+
+    words: tuple[Word, ...]
+    alone: bool
+    looped: bool
+
+
+def command_string(entrypoint: str, args: Sequence[str]) -> int | None:
+    """The index in ``args`` of the string that a shell is told to run with ``-c``; None when there is none."""
+    if os.path.basename(entrypoint) not in _SHELLS:
+        return None
+    position, reads_string = 0, False
+    while position < len(args):
+        word = args[position]
+        if word in ("-", "--"):
+            position += 1
+            break
+        if word[:1] not in ("-", "+"):
+            break
+        if word.startswith("--"):
+            position += word in _SHELL_FLAGS_WITH_VALUE
+        else:
+            reads_string |= word[0] == "-" and "c" in word
+            position += word[-1] in "oO"
+        position += 1
+    return position if reads_string and position < len(args) else None
+
+
+def simple_commands(text: str) -> Iterator[SimpleCommand]:
+    """Every command in ``text`` that the shell would run, except those inside ``$(…)``.
+
+    Args:
+        text: the string as it stands in the role's arguments, TorchX's macros and ``$$`` included.
+
+    A text with an open quote or bracket has no commands: the shell will say what is wrong with it.
+    """
+    shell_text, offsets = substitute(text)
+    scanner = _Scanner(shell_text)
+    try:
+        scanner.run()
+    except _OpenEnded:
+        return
+    loops = 0
+    for words in scanner.commands:
+        prefix = _prefix(words)
+        keywords = [word.value for word in words[: prefix + 1] if word.bare]
+        loops += sum(keyword in _LOOPS for keyword in keywords) - keywords.count("done")
+        if prefix < len(words):
+            yield SimpleCommand(
+                words=tuple(replace(word, start=offsets[word.start]) for word in words[prefix:]),
+                alone=len(scanner.commands) == 1 and not scanner.compound and _RESERVED.isdisjoint(keywords),
+                looped=loops > 0,
+            )
+
+
+def _prefix(words: Sequence[Word]) -> int:
+    """How many of ``words`` stand before the command itself."""
+    for count, word in enumerate(words):
+        reserved = word.bare and word.value in _RESERVED
+        if not (reserved or word.value in _RUNNERS or _ASSIGNMENT.match(word.value)):
+            return count
+    return len(words)
+
+
+class _OpenEnded(Exception):
+    """A quote or bracket is never closed."""
+
+
+class _Scanner:
+    """Splits shell text into simple commands.
+
+    Attributes:
+        commands: the words of each, without redirections.
+        compound: an operator other than ``;`` and a line's end was met.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.commands: list[list[Word]] = []
+        self.compound = False
+        self._text = text
+        self._position = 0
+        self._words: list[Word] = []
+        self._here_documents: list[tuple[str, bool]] = []  # delimiter, whether leading tabs are ignored
+
+    def run(self) -> None:
+        """Scan the whole text.
+
+        Raises:
+            _OpenEnded: a quote or bracket is never closed.
+        """
+        while self._position < len(self._text):
+            if self._peek() in " \t":
+                self._position += 1
+            elif self._text.startswith("\\\n", self._position):
+                self._position += 2
+            elif self._peek() == "#":
+                self._skip_line(keep_end=True)
+            elif redirection := _REDIRECTION.match(self._text, self._position):
+                self._redirection(redirection[0])
+            elif operator := _OPERATOR.match(self._text, self._position):
+                self._operator(operator[0])
+            else:
+                word = self._word()
+                descriptor = word.bare and word.value.isdigit() and self._peek() in ("<", ">")  # the 2 of 2>
+                if not descriptor:
+                    self._words.append(word)
+        self._end_command()
+
+    def _peek(self, ahead: int = 0) -> str:
+        return self._text[self._position + ahead : self._position + ahead + 1]
+
+    def _end_command(self) -> None:
+        if self._words:
+            self.commands.append(self._words)
+        self._words = []
+
+    def _operator(self, operator: str) -> None:
+        self._position += len(operator)
+        self._end_command()
+        self.compound |= operator not in (";", "\n")
+        if operator == "\n":
+            self._skip_here_documents()
+
+    def _redirection(self, operator: str) -> None:
+        self._position += len(operator)
+        while self._peek() in (" ", "\t"):
+            self._position += 1
+        target = self._word()
+        if operator in ("<<", "<<-"):
+            self._here_documents.append((target.value, operator == "<<-"))
+
+    def _skip_here_documents(self) -> None:
+        for delimiter, ignore_tabs in self._here_documents:
+            while self._position < len(self._text):
+                line = self._skip_line()
+                if (line.lstrip("\t") if ignore_tabs else line) == delimiter:
+                    break
+        self._here_documents.clear()
+
+    def _skip_line(self, keep_end: bool = False) -> str:
+        start, end = self._position, self._text.find("\n", self._position)
+        end = len(self._text) if end < 0 else end
+        self._position = end if keep_end else end + 1
+        return self._text[start:end]
+
+    def _word(self) -> Word:
+        start, value, bare = self._position, "", True
+        while character := self._peek():
+            opens_array = character == "(" and _ASSIGNMENT.fullmatch(self._text, start, self._position)
+            if opens_array or _PROCESS_SUBSTITUTION.match(self._text, self._position):
+                self._position += 1 if opens_array else 2
+                self._nested(")")
+                value, bare = value + UNEXPANDED, False
+            elif character in _WORD_END:
+                break
+            elif character == "\\":
+                if self._peek(1) != "\n":
+                    value, bare = value + (self._peek(1) or "\\"), False
+                self._position += 2
+            elif character in "'\"$`":
+                value, bare = value + self._quote_or_expansion(), False
+            else:
+                value += character
+                bare &= character != UNEXPANDED
+                self._position += 1
+        return Word(start, value, bare)
+
+    def _quote_or_expansion(self) -> str:
+        if self._peek() == "'":
+            start = self._position + 1
+            self._position = self._text.find("'", start) + 1
+            if self._position == 0:
+                raise _OpenEnded
+            return self._text[start : self._position - 1]
+        if self._peek() == '"':
+            return self._double_quoted()
+        return self._expansion(quoted=False)
+
+    def _double_quoted(self) -> str:
+        self._position += 1
+        value = ""
+        while character := self._peek():
+            if character == '"':
+                self._position += 1
+                return value
+            if character == "\\":
+                following = self._peek(1)
+                value += "" if following == "\n" else following if following in '$`"\\' else "\\" + following
+                self._position += 2
+            elif character in "$`":
+                value += self._expansion(quoted=True)
+            else:
+                value += character
+                self._position += 1
+        raise _OpenEnded
+
+    def _expansion(self, *, quoted: bool) -> str:
+        """Pass one ``$…`` or backquoted command; return what stands for it in the word."""
+        following = self._peek(1)
+        if self._peek() == "`":
+            self._position += 1
+            self._until("`")
+        elif following == "(":
+            self._position += 2
+            self._nested(")")
+        elif following == "{":
+            self._position += 2
+            self._nested("}", quoted=quoted)
+        elif following == "'" and not quoted:
+            self._position += 2
+            self._until("'")
+        elif following == '"' and not quoted:
+            self._position += 1
+            return self._double_quoted()
+        elif parameter := _PARAMETER.match(self._text, self._position + 1):
+            self._position = parameter.end()
+        else:
+            self._position += 1
+            return "$"
+        return UNEXPANDED
+
+    def _until(self, closing: str) -> None:
+        while (character := self._peek()) != closing:
+            if not character:
+                raise _OpenEnded
+            self._position += 2 if character == "\\" else 1
+        self._position += 1
+
+    def _nested(self, closing: str, *, quoted: bool = False) -> None:
+        """Pass everything up to and with the bracket that closes what was just opened."""
+        while (character := self._peek()) != closing:
+            if not character:
+                raise _OpenEnded
+            if character == "\\":
+                self._position += 2
+            elif character in '"$`' or (character == "'" and not quoted):
+                self._quote_or_expansion()
+            elif character == "(" and closing == ")":
+                self._position += 1
+                self._nested(")")
+            else:
+                self._position += 1
+        self._position += 1

@@ -1,0 +1,204 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Replica 0 of hosts that wait for actors: lets Monarch clients in, and ends the job when nobody comes.
+
+A client greets with ``attach`` and its names; when all hosts are there it is told their Monarch addresses and, over
+TLS, given a certificate. Monarch's TLS is mutual, and hosts dial a client back: so this is one of the hosts' authority,
+for the client's own names. The connection stays open for as long as the client lives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Protocol
+
+from torchx_monarch.controller.elastic import Gathering, Sizes, TooFewHosts
+from torchx_monarch.controller.host_network import Wires
+from torchx_monarch.controller.rendezvous import Registration, Rendezvous, RendezvousError, Trouble
+from torchx_monarch.insight.progress import Reporter
+from torchx_monarch.model.job_result import RankExit, Verdict, root_cause, shell_code
+from torchx_monarch.transport import messages
+from torchx_monarch.transport.local_addresses import NetworkError
+
+_MOST_NAMES = 32
+"""Names that a certificate is made for: those of a client's interfaces, and its own."""
+
+
+class Script(Protocol):
+    """The process of a controller script, which replica 0 runs as a rank (``host.rank_pool.RankPool``)."""
+
+    async def watch(self) -> None:
+        """Wait until the process has ended."""
+
+    async def stop(self, number: int, grace: float) -> None:
+        """Send a signal, and SIGKILL ``grace`` seconds later; return when the process has ended."""
+
+    def exits(self) -> list[RankExit]:
+        """Return how the process ended; empty while it runs."""
+
+
+class Attendance:
+    """Runs a role whose hosts wait for actors, to its end.
+
+    Args:
+        rendezvous: where hosts and clients come.
+        wires: of this host.
+        reporter: what a person sees.
+        sizes: of the role.
+        idle_timeout: seconds without a client until the job ends; 0 for never.
+        credentials: the value of ``credentials.VARIABLE``.
+        shut_down: set when a client has shut the mesh down.
+        script: whether the client is a script on this host, and no other is let in.
+    """
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        wires: Wires,
+        reporter: Reporter,
+        sizes: Sizes,
+        idle_timeout: float,
+        credentials: str,
+        shut_down: asyncio.Event,
+        script: bool,
+    ) -> None:
+        self._rendezvous = rendezvous
+        self._wires = wires
+        self._reporter = reporter
+        self._gathering = Gathering(sizes, rendezvous, reporter, wires.unreachable)
+        self._idle_timeout = idle_timeout
+        self._credentials = credentials
+        self._shut_down = shut_down
+        self._script = script
+        self._ready = asyncio.Event()
+        self._hosts: list[Registration] = []
+        self._clients = 0
+        self._changed = asyncio.Event()
+        rendezvous.clients["attach"] = self._attach
+
+    async def gather(self) -> list[Registration] | Verdict:
+        """The hosts, when all are there and can be reached; a verdict when that comes to nothing."""
+
+        async def gathered() -> list[Registration]:
+            hosts: list[Registration] = []
+            while not hosts:
+                await self._gathering.enough(0.0)
+                hosts = self._gathering.form()
+            for wrong in (await self._gathering.unreachable(hosts)).values():
+                raise NetworkError(wrong)
+            return hosts
+
+        gathering, trouble = asyncio.ensure_future(gathered()), asyncio.ensure_future(self._trouble())
+        try:
+            await asyncio.wait([gathering, trouble], return_when=asyncio.FIRST_COMPLETED)
+            if not gathering.done():
+                return trouble.result().verdict
+            self._hosts = gathering.result()
+        except (TooFewHosts, NetworkError) as error:
+            return Verdict(1, str(error))
+        finally:
+            gathering.cancel()
+            trouble.cancel()
+        return self._hosts
+
+    async def wait(self) -> Verdict:
+        """Let clients in until the end."""
+        self._ready.set()
+        self._reporter.phase("ready", "ready for actors")
+        waits = {
+            asyncio.ensure_future(self._trouble()): "trouble",
+            asyncio.ensure_future(self._shut_down.wait()): "the mesh was shut down by its client",
+            asyncio.ensure_future(self._idle()): f"no client for {self._idle_timeout:g} s (--idle-timeout)",
+        }
+        try:
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            first = done.pop()
+            trouble = first.result()
+            return trouble.verdict if isinstance(trouble, Trouble) else Verdict(0, waits[first])
+        finally:
+            for each in waits:
+                each.cancel()
+
+    async def run(self, pool: Script, grace: float) -> Verdict:
+        """Wait for the end of the script that runs on this host, which is the job's, and stop it on trouble."""
+        watch, trouble = asyncio.ensure_future(pool.watch()), asyncio.ensure_future(self._trouble())
+        try:
+            await asyncio.wait([watch, trouble], return_when=asyncio.FIRST_COMPLETED)
+            if not watch.done():
+                await pool.stop(trouble.result().signal, grace)
+                return trouble.result().verdict
+        finally:
+            watch.cancel()
+            trouble.cancel()
+        cause = root_cause(pool.exits())
+        return Verdict(shell_code(cause.code), cause.describe(), cause) if cause else Verdict(0, "the script has ended")
+
+    async def _trouble(self) -> Trouble:
+        trouble = await self._rendezvous.troubles.get()
+        self._reporter.note(trouble.kind, trouble.verdict.reason, replica=trouble.replica)
+        return trouble
+
+    # -- clients -------------------------------------------------------------------------------------------------------
+
+    async def _attach(
+        self, greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        if self._script:
+            raise RendezvousError("the client of this job is its own script, on replica 0")
+        names = greeting.get("names")
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(names) > _MOST_NAMES:
+            raise RendezvousError(f"names of a client are a list of at most {_MOST_NAMES} texts")
+        leaf = self._leaf(names) if self._wires.identity is not None else None
+        gone = asyncio.ensure_future(reader.read())
+        ready = asyncio.ensure_future(self._ready.wait())
+        try:
+            await asyncio.wait([gone, ready], return_when=asyncio.FIRST_COMPLETED)
+            if not ready.done():
+                return
+            hosts = [{"replica": host.replica, "address": host.address, "name": host.name} for host in self._hosts]
+            self._count(1)
+            try:
+                await messages.send(writer, {"type": "attached", "hosts": hosts, "leaf": leaf})
+                await asyncio.wait([gone])
+            finally:
+                self._count(-1)
+        finally:
+            gone.cancel()
+            ready.cancel()
+
+    def _leaf(self, names: Sequence[str]) -> dict[str, str]:
+        from torchx_monarch.transport.credentials import CredentialsError, HostCredentials
+
+        try:
+            credentials = HostCredentials.load(self._credentials)
+            leaf = credentials.sign(names)
+        except CredentialsError as error:
+            raise RendezvousError(str(error)) from None
+        return {**dataclasses.asdict(leaf), "authority": credentials.authority}
+
+    def _count(self, change: int) -> None:
+        self._clients += change
+        self._changed.set()
+        self._changed = asyncio.Event()
+        if self._clients == (change > 0):
+            self._reporter.line("a client has attached" if change > 0 else "no client is attached any more")
+
+    async def _idle(self) -> None:
+        """Returns when no client has been there for too long."""
+        since = time.monotonic()
+        while True:
+            changed = asyncio.ensure_future(self._changed.wait())
+            left = since + self._idle_timeout - time.monotonic()
+            unlimited = self._clients > 0 or self._idle_timeout == 0
+            try:
+                await asyncio.wait([changed], timeout=None if unlimited else max(0.0, left))
+            finally:
+                changed.cancel()
+            if self._clients == 0:
+                if changed.done() and not changed.cancelled():
+                    since = time.monotonic()
+                elif time.monotonic() >= since + self._idle_timeout and self._idle_timeout:
+                    return

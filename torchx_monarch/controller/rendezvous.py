@@ -1,0 +1,439 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""How the hosts of a role find replica 0, stay in touch with it and learn the verdict.
+
+Replica 0 listens; every other host connects, registers, sends heartbeats, which replica 0 answers, and waits for the
+verdict. Each end counts the other as lost when the connection breaks or stays silent for longer than the lease
+(``transport.lease``).
+
+=========================  =======================================================================================
+host to replica 0          ``register`` (greeting, with the protocol's version), ``alive``, ``agent_lost`` (with
+                           ``silent``), ``signal``, and what ``reports`` names
+client to replica 0        ``look``, ``stop`` (greetings; the answer is ``state``), and what ``clients`` names
+replica 0 to either        ``registered`` (with its name), ``alive``, ``refused`` (with the reason), ``state``,
+                           ``verdict``
+=========================  =======================================================================================
+
+Who is a host and who a client shows in the certificate (``transport.is_client``). Where there is none, on a socket
+file of our own user or on an insecure port, everybody may do everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable
+
+from torchx_monarch.model.job_result import Verdict, describe_code
+from torchx_monarch.transport import connections, messages
+from torchx_monarch.transport.connections import PEER_TIMEOUT, Address, ConnectError, Identity
+from torchx_monarch.transport.lease import LEASE, Leases
+from torchx_monarch.transport.listener import Door
+
+_GREETING_TIMEOUT = 10.0
+
+_LATECOMERS = 1.0
+
+PREEMPTED = "preempted"
+"""Kind of the trouble of a host whose machine is taken away."""
+
+JOINED = "joined"
+"""Kind of the trouble of a host that has come while an attempt runs, and wants to take part."""
+
+
+class RendezvousError(Exception):
+    """A host cannot take part; the message says why."""
+
+
+class _TakenError(RendezvousError):
+    """Another host is there in its place, which may be gone without anybody having noticed yet."""
+
+
+class LaterError(RendezvousError):
+    """What the host wants cannot be had yet: it is to try again, for as long as it has time."""
+
+
+class _EndingError(LaterError):
+    """The hosts that were here are ending, and the backend has started one of them again before the others."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Registration:
+    """What a host says of itself.
+
+    Attributes:
+        replica: its id within the role.
+        address: of its Monarch worker; empty with ``error``.
+        hostname: name of the machine.
+        pid: of the host process.
+        nproc: ranks it will run.
+        error: why it cannot take part; empty when it can.
+        code: exit code that goes with ``error``.
+        attempt: the last attempt that it took part in, under another replica 0; -1 for none.
+    """
+
+    replica: int
+    address: str
+    hostname: str
+    pid: int
+    nproc: int
+    error: str = ""
+    code: int = 1
+    attempt: int = -1
+
+    @property
+    def name(self) -> str:
+        """For messages: ``host 1 (node7, pid 4711)``."""
+        return f"host {self.replica} ({self.hostname}, pid {self.pid})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Trouble:
+    """Something that ends an attempt and comes from a host, not from a rank.
+
+    Attributes:
+        replica: the host.
+        verdict: what it means for the job.
+        lost: whether the host can no longer be asked to stop its ranks.
+        signal: what the ranks of the others are stopped with.
+        kind: of the event that says it: ``failure``, ``PREEMPTED`` or ``JOINED``.
+    """
+
+    replica: int
+    verdict: Verdict
+    lost: bool = True
+    signal: int = signal.SIGTERM
+    kind: str = "failure"
+
+
+Serve = Callable[[messages.Message, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+class Rendezvous:
+    """Replica 0's end.
+
+    Attributes:
+        troubles: what ends an attempt, as it comes.
+        clients: who answers greetings of a client beyond those above, or in place of them, by kind. The connection is
+            theirs until they return; a ``RendezvousError`` refuses.
+        reports: who is told of messages of a host beyond those above, by kind.
+
+    Args:
+        address: where to listen.
+        replicas: how many hosts the role has.
+        identity: ours, where the address is one of TLS.
+        bind: local address to listen on; empty for all.
+        peer_timeout: seconds of a machine's silence until its connection breaks.
+        lease: seconds for which a host may be silent.
+        fewest: how many of the hosts the job needs at least; None for all.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        replicas: int,
+        identity: Identity | None = None,
+        bind: str = "",
+        peer_timeout: float = PEER_TIMEOUT,
+        lease: float = LEASE,
+        fewest: int | None = None,
+    ) -> None:
+        self.troubles: asyncio.Queue[Trouble] = asyncio.Queue()
+        self.clients: dict[str, Serve] = {}
+        self.reports: dict[str, Callable[[Registration, messages.Message], None]] = {}
+        self._address = address
+        self._identity = identity
+        self._bind = bind
+        self._peer_timeout = peer_timeout
+        self._replicas = replicas
+        self._elastic = fewest is not None and fewest < replicas
+        self._leases: Leases[int] = Leases(lease, self._lease_expired)
+        self._silent: set[int] = set()
+        self._hosts: dict[int, Registration] = {}
+        self._members: dict[int, Registration] = {}
+        self._seen: set[int] = set()
+        self._writers: dict[int, asyncio.StreamWriter] = {}
+        self._changed = asyncio.Event()
+        self._formed = False
+        self._ending = False
+        self._verdict: Verdict | None = None
+        self._told: set[int] = set()
+        self._door: Door | None = None
+
+    async def start(self) -> None:
+        """Begin to listen.
+
+        Raises:
+            RendezvousError: it is not possible there.
+        """
+        try:
+            self._door = await connections.listen(
+                self._address, self._serve, self._identity, self._bind, self._peer_timeout
+            )
+        except ConnectError as error:
+            raise RendezvousError(str(error)) from None
+        self._leases.start()
+
+    def register(self, host: Registration) -> None:
+        """Count a host as present. A host that cannot take part is trouble."""
+        self._hosts[host.replica] = host
+        self._seen.add(host.replica)
+        if host.error:
+            reason = f"{host.name} cannot start: {host.error}"
+            verdict = Verdict(host.code, reason, replica=host.replica)
+            self.troubles.put_nowait(Trouble(host.replica, verdict, lost=False))
+        self._note_change()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until something holds that depends on which hosts are present."""
+        while not condition():
+            await self._changed.wait()
+
+    def form(self) -> list[Registration]:
+        """Make those that are present the members of the next attempt; their registrations by replica id.
+
+        What came of hosts that are gone, or have joined, is settled by that.
+        """
+        self._formed = True
+        self._members = {each: host for each, host in sorted(self._hosts.items()) if not host.error}
+        for _ in range(self.troubles.qsize()):
+            trouble = self.troubles.get_nowait()
+            gone = trouble.lost or (trouble.verdict.stopped and trouble.replica not in self._members)
+            if trouble.replica == 0 or not (gone or trouble.kind == JOINED):
+                self.troubles.put_nowait(trouble)
+        return list(self._members.values())
+
+    @property
+    def newcomers(self) -> list[Registration]:
+        """Hosts that are present and no members yet."""
+        return [host for replica, host in sorted(self._hosts.items()) if self._members.get(replica) is not host]
+
+    async def dismiss(self, replica: int, verdict: Verdict) -> None:
+        """Let one host go, which is to end as the verdict says while the job goes on."""
+        if self._hosts.pop(replica, None) is not None:
+            self._note_change()
+            await messages.send(self._writers[replica], {"type": "verdict", "dismissed": True, **verdict.to_json()})
+
+    def end(self) -> None:
+        """Have hosts wait that the backend starts again, until this one is started again as well.
+
+        For backends that do so one by one: a host that was let in would be told this start's verdict, and so spend one
+        of its restarts for nothing.
+        """
+        self._ending = self._formed
+
+    @property
+    def missing(self) -> list[int]:
+        """Replicas that have not registered."""
+        return [replica for replica in range(self._replicas) if replica not in self._hosts]
+
+    @property
+    def present(self) -> int:
+        """How many hosts have registered and can take part."""
+        return sum(not host.error for host in self._hosts.values())
+
+    @property
+    def expected(self) -> bool:
+        """Whether there are replicas that have never registered: they may still come."""
+        return len(self._seen) < self._replicas
+
+    def _note_change(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def announce(self, verdict: Verdict, timeout: float) -> None:
+        """Tell every host how the job ended; returns when they have hung up, or after ``timeout`` seconds.
+
+        When that was before all had come, those that come within a second are told as well: they would look for a
+        replica 0 for a long time.
+        """
+        self._verdict = verdict
+        self._told = set(self._writers)
+        if verdict.code != 0:
+            self.end()
+        started = time.monotonic()
+        message = {"type": "verdict", **verdict.to_json()}
+        if telling := [asyncio.ensure_future(messages.send(writer, message)) for writer in self._writers.values()]:
+            await asyncio.wait(telling, timeout=timeout)  # one that does not read must not keep it from the others
+        open_for = 0.0 if self._formed or self._door is None else _LATECOMERS
+        while (self._writers or open_for) and time.monotonic() < started + timeout:
+            await asyncio.sleep(0.005)
+            if not self.expected or time.monotonic() > started + open_for:
+                open_for = 0.0
+        if self._door is not None:
+            self._door.close()
+            if not self._address.networked and os.path.exists(self._address.path):
+                os.unlink(self._address.path)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            greeting = await messages.receive(reader, _GREETING_TIMEOUT)
+            kind = self._kind(greeting)
+            if kind in self.clients:
+                if self._door is not None:
+                    self._door.settle()
+                await self.clients[kind](greeting or {}, reader, writer)
+                return
+            if kind in ("look", "stop"):
+                if kind == "stop":
+                    self.troubles.put_nowait(stopped_by_client())
+                await messages.send(writer, {"type": "state", **self.state()})
+                return
+            if connections.is_client(writer):
+                raise RendezvousError("a client may look at the job and stop it, and not register as a host")
+            host = self._admit(greeting or {})
+        except (messages.ProtocolError, TimeoutError, RendezvousError) as error:
+            # The reason may quote what came, at any length.
+            refusal = {"type": "refused", "reason": str(error)[:1000], "again": isinstance(error, _TakenError)}
+            refusal["later"] = isinstance(error, LaterError)
+            await messages.send(writer, refusal)
+            return
+        # Before anything is awaited: another may ask for the same place.
+        self._writers[host.replica] = writer
+        self._leases.renew(host.replica)
+        self.register(host)
+        if self._door is not None:
+            self._door.settle()
+        ours = self._hosts.get(0)
+        await messages.send(writer, {"type": "registered", "name": ours.name if ours else "replica 0"})
+        if self._verdict is not None:
+            await messages.send(writer, {"type": "verdict", **self._verdict.to_json()})
+        try:
+            lost = await self._follow(host, reader)
+        except messages.ProtocolError as error:
+            lost = _lost(host, f"was lost: {error}")
+        if self._writers.get(host.replica) is writer:
+            del self._writers[host.replica]
+            self._leases.drop(host.replica)
+        if not host.error and self._hosts.get(host.replica) is host:
+            # From now on its replacement may register.
+            del self._hosts[host.replica]
+            self._note_change()
+            self.troubles.put_nowait(lost)
+
+    def _kind(self, greeting: messages.Message | None) -> str:
+        if greeting is None:
+            raise RendezvousError("the connection ended before a greeting")
+        if greeting.get("version") != messages.VERSION:
+            version = _brief(greeting.get("version"))
+            raise RendezvousError(
+                f"it speaks version {messages.VERSION} of the protocol, and this end version {version}: install one "
+                "release of torchx-monarch on all hosts"
+            )
+        kind = greeting.get("type")
+        if not isinstance(kind, str) or kind not in ("register", "look", "stop", *self.clients):
+            raise RendezvousError(f"a greeting is register, look or stop, not {_brief(kind)}")
+        return kind
+
+    def state(self) -> messages.Message:
+        """What a client is told of the hosts."""
+        hosts = [dataclasses.asdict(host) for host in self._hosts.values()]
+        return {"hosts": hosts, "missing": self.missing, "over": self._verdict is not None}
+
+    def _admit(self, greeting: messages.Message) -> Registration:
+        try:
+            host = Registration(**greeting["host"])
+        except (KeyError, TypeError) as error:
+            raise RendezvousError(f"the registration is not complete: {error}") from None
+        for field in dataclasses.fields(Registration):
+            if type(getattr(host, field.name)).__name__ != field.type:
+                raise RendezvousError(f"{field.name} of the registration is no {field.type}")
+        if not 0 <= host.replica < self._replicas:
+            raise RendezvousError(f"replica {host.replica!r} is not one of the {self._replicas} of this role")
+        if host.replica in self._hosts:
+            raise _TakenError(f"replica {host.replica} has registered already: {self._hosts[host.replica].name}")
+        if self._ending and host.attempt < 0:  # one that has seen attempts is of this start, and wants the verdict
+            raise _EndingError("the hosts that this one was started to join are ending")
+        if host.replica in self._told:
+            raise _EndingError("its start before this one knows how the job has ended: it belongs to the next job")
+        if host.error and self._elastic and self._formed:
+            raise RendezvousError(host.error)  # the job goes on without it
+        return host
+
+    async def _follow(self, host: Registration, reader: asyncio.StreamReader) -> Trouble:
+        """Read what a host sends; returns why it counts as lost."""
+        while message := await messages.receive(reader):
+            if host.replica in self._writers:
+                self._leases.renew(host.replica)
+            kind = message.get("type")
+            if kind == "agent_lost":
+                silent = message.get("silent")
+                return agent_lost(host, silent if isinstance(silent, (int, float)) and 0 < silent < 1e9 else 0.0)
+            if kind == "signal":
+                number = message.get("number")
+                if not isinstance(number, int) or not 0 < number < signal.NSIG:
+                    raise messages.ProtocolError(f"{_brief(number)} is no number of a signal")
+                if self._hosts.get(host.replica) is host:
+                    announced = message.get("announced")
+                    announced = announced is True if announced is not None else None
+                    self.troubles.put_nowait(signalled(host, number, announced))
+            if isinstance(kind, str) and kind in self.reports:
+                self.reports[kind](host, message)
+            if kind == "alive" and host.replica in self._writers:
+                await messages.send(self._writers[host.replica], {"type": "alive"})
+        if host.replica in self._silent:
+            self._silent.discard(host.replica)
+            return _lost(host, f"does not answer: nothing was heard from it for {self._leases.seconds:g} s (lease)")
+        if (pause := self._leases.own_pause) and 0 in self._hosts:
+            # Its own lease of replica 0 expired meanwhile: nothing is wrong with it, and it may come back.
+            blamed = _lost(self._hosts[0], f"did not run for {pause:.0f} s, and {host.name} has left it")
+            return dataclasses.replace(blamed, replica=host.replica)
+        return _lost(host, "was lost: its connection broke")
+
+    def _lease_expired(self, replica: int) -> None:
+        self._silent.add(replica)
+        self._writers[replica].transport.abort()  # which ends its ``_follow``
+
+
+def _lost(host: Registration, how: str) -> Trouble:
+    verdict = Verdict(1, f"{host.name} {how}", consequence=True, replica=host.replica)
+    return Trouble(host.replica, verdict)
+
+
+def agent_lost(host: Registration, silent: float = 0.0) -> Trouble:
+    """The trouble of a host whose agent has died.
+
+    Args:
+        host: which.
+        silent: seconds for which the agent, which is still there, has not answered its host; 0 where it has died.
+    """
+    how = f"does not answer: nothing was heard from it for {silent:g} s (lease)" if silent else "died"
+    return Trouble(host.replica, Verdict(1, f"the agent of {host.name} {how}", replica=host.replica))
+
+
+def signalled(host: Registration, number: int, announced: bool | None) -> Trouble:
+    """The trouble of a host that was told to stop.
+
+    Args:
+        host: which.
+        number: the signal.
+        announced: whether the backend had said that it would (``MONARCH_STOP_FILE``). A SIGTERM that it knows nothing
+            of is that of whoever takes the machine away. None for a backend that has no way of saying it: such a
+            SIGTERM is taken for a preemption, and may be a cancel.
+    """
+    if number == signal.SIGTERM and not announced:
+        said = "preempted or cancelled" if announced is None else "preempted"
+        reason, kind = f"{said}: {host.name} received SIGTERM from outside the job", PREEMPTED
+    else:
+        what = describe_code(-number).partition("by ")[2]
+        reason, kind = f"host {host.replica} was told to stop by {what}", "failure"
+    verdict = Verdict(128 + number, reason, stopped=True, replica=host.replica)
+    return Trouble(host.replica, verdict, lost=False, signal=number, kind=kind)
+
+
+def joined(host: Registration) -> Trouble:
+    """What a host brings about that has come while an attempt runs."""
+    return Trouble(host.replica, Verdict(0, f"{host.name} has joined"), lost=False, kind=JOINED)
+
+
+def stopped_by_client() -> Trouble:
+    """The trouble of a client that has asked for the end of the job."""
+    return Trouble(0, Verdict(128 + signal.SIGTERM, "the job was told to stop by its client", stopped=True), lost=False)
+
+
+def _brief(value: object) -> str:
+    """What came in a message, for an error; a list in lists in lists is not looked into."""
+    return repr(value)[:20] if isinstance(value, (str, int, float)) else type(value).__name__

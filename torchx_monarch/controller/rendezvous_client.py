@@ -1,0 +1,189 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The end of every other host in the rendezvous, and how a replica 0 is greeted."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import ssl
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torchx_monarch.controller.rendezvous import Registration, RendezvousError
+from torchx_monarch.model.job_result import Verdict
+from torchx_monarch.transport import connections, messages
+from torchx_monarch.transport.connections import PEER_TIMEOUT, Address, ConnectError, Identity
+from torchx_monarch.transport.lease import LEASE, Leases
+
+_ANSWER_TIMEOUT = 60.0
+"""Seconds that replica 0 has for its answer to a greeting: it may be busy with thousands of them."""
+
+_RETRY_EVERY = 0.01
+"""Seconds between two tries to reach replica 0 at first; each wait is a little longer than the one before."""
+
+_RETRY_AT_MOST = 0.5
+
+_STALE_FOR = 1.6
+"""For how long even a final refusal is tried again, in units of the peer timeout: an earlier job's replica 0 may still
+have the port, or the host in whose place this one comes may not have been missed yet."""
+
+
+async def greet(
+    address: Address,
+    greeting: messages.Message,
+    expected: str,
+    timeout: float,
+    identity: Identity | None = None,
+    peer_timeout: float = PEER_TIMEOUT,
+    on_failure: Callable[[str], None] = lambda reason: None,
+    aim: str = "replica 0 was not reached",
+    refused: str = "replica 0 refused this host",
+) -> tuple[messages.Message, asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to a replica 0 and greet it; tries again until it listens and gives the answer that is expected.
+
+    Args:
+        address: where it listens.
+        greeting: the message, without the version.
+        expected: type of the answer.
+        timeout: seconds.
+        identity: ours, where the address is one of TLS.
+        peer_timeout: seconds of its machine's silence until the connection breaks.
+        on_failure: called with the reason why a try has failed.
+        aim: what has failed when the time is over, for the message.
+        refused: what has happened when it says no, for the message.
+
+    Returns:
+        The answer and the connection.
+
+    Raises:
+        RendezvousError: refused, or no such answer within ``timeout`` seconds.
+    """
+    started = time.monotonic()
+    pause, why, patience = _RETRY_EVERY, "", connections.IMPATIENCE
+    while time.monotonic() < started + timeout:
+        try:
+            reader, writer = await connections.connect(address, identity, peer_timeout, patience)
+            await messages.send(writer, {**greeting, "version": messages.VERSION})
+            try:
+                answer = await messages.receive(reader, _ANSWER_TIMEOUT)
+            except messages.ProtocolError as error:
+                raise ConnectError(f"{address}: what listens there is another program: {error}") from None
+            except TimeoutError as error:
+                raise ConnectError(f"{address}: {error}") from None
+            if answer is not None and answer.get("type") == expected:
+                return answer, reader, writer
+            writer.close()
+            if answer is not None:
+                refusal = f"{refused}: {answer.get('reason')}"
+                if answer.get("later"):
+                    raise ConnectError(refusal)
+                if answer.get("again"):
+                    raise ConnectError(refusal, final=True)
+                raise RendezvousError(refusal)
+            broken = reader.exception()
+            if isinstance(broken, ssl.SSLError):  # its word on our certificate comes after the handshake
+                raise connections.explain(broken, address)
+            # One that is about to end, and whose socket was still open: there may be another. One that had no
+            # time for this host among many strangers does the same.
+            raise ConnectError(f"{address}: it hung up")
+        except ConnectError as error:
+            why = str(error)
+            on_failure(why)
+            patience = connections.PATIENCE
+            if error.final and time.monotonic() > started + _STALE_FOR * peer_timeout:
+                raise RendezvousError(why) from None
+        await asyncio.sleep(pause)
+        pause = min(pause * 1.2, _RETRY_AT_MOST)
+    raise RendezvousError(f"{aim} in {timeout:g} s: {why}")
+
+
+class Membership:
+    """The end of every other host.
+
+    Attributes:
+        lost: why replica 0 is lost, where more is known than that the connection broke.
+        dismissed: whether the verdict is this host's alone, and the job goes on without it.
+
+    Args:
+        reader: of the connection to replica 0.
+        writer: of the same.
+        name: of replica 0's host, for messages.
+        lease: seconds for which replica 0 may be silent.
+    """
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str = "replica 0", lease: float = LEASE
+    ) -> None:
+        self.lost = ""
+        self.dismissed = False
+        self._reader = reader
+        self._writer = writer
+        self._name = name
+        self._leases: Leases[str] = Leases(lease, self._lease_expired)
+
+    @classmethod
+    async def join(
+        cls,
+        address: Address,
+        host: Registration,
+        timeout: float,
+        identity: Identity | None = None,
+        peer_timeout: float = PEER_TIMEOUT,
+        on_failure: Callable[[str], None] = lambda reason: None,
+        lease: float = LEASE,
+    ) -> Membership:
+        """Connect to replica 0 and register; tries again until it listens.
+
+        Args:
+            address: where it listens.
+            host: what it is told.
+            timeout: seconds.
+            identity: ours, where the address is one of TLS.
+            peer_timeout: seconds of its machine's silence until the connection breaks.
+            on_failure: called with the reason why a try has failed.
+            lease: seconds for which replica 0 may be silent once this host has registered.
+
+        Raises:
+            RendezvousError: refused, or nobody listened within ``timeout`` seconds.
+        """
+        said = dataclasses.replace(host, error=host.error[: messages.MAX_ERROR])
+        greeting = {"type": "register", "host": dataclasses.asdict(said)}
+        answer, reader, writer = await greet(
+            address, greeting, "registered", timeout, identity, peer_timeout, on_failure
+        )
+        return cls(reader, writer, str(answer.get("name"))[:200], lease)
+
+    async def tell(self, kind: str, **fields: Any) -> None:
+        """Send a message to replica 0."""
+        await messages.send(self._writer, {"type": kind, **fields})
+
+    async def verdict(self) -> Verdict | None:
+        """Wait for the verdict, sending heartbeats; None when replica 0 is lost."""
+        heartbeats = asyncio.ensure_future(self._send_heartbeats())
+        self._leases.start()
+        self._leases.renew(self._name)
+        try:
+            while message := await messages.receive(self._reader):
+                self._leases.renew(self._name)
+                if message.get("type") == "verdict":
+                    self.dismissed = message.get("dismissed") is True
+                    return Verdict.from_json(message)
+            if not self.lost and (pause := self._leases.own_pause):
+                self.lost = f"this host did not run for {pause:.0f} s, and {self._name} has given it up"
+        except messages.ProtocolError as error:
+            self.lost = str(error)
+        finally:
+            heartbeats.cancel()
+            self._leases.stop()
+        return None
+
+    async def _send_heartbeats(self) -> None:
+        while True:
+            await asyncio.sleep(self._leases.heartbeat)
+            await self.tell("alive")
+
+    def _lease_expired(self, name: str) -> None:
+        self.lost = f"{name} does not answer: nothing was heard from it for {self._leases.seconds:g} s (lease)"
+        self._writer.transport.abort()

@@ -1,0 +1,454 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A live allocation as clients see it: its runs, one after the other, and how long nobody has wanted one.
+
+What clients send to replica 0, one greeting for each connection, beyond ``rendezvous``'s own:
+
+=============  =====================================================================================================
+``run``        run something; the answer is ``accepted`` and then the run's records to its ``result``
+``follow``     the same for a run that was accepted before, from its first record on
+``runs``       the answer is ``runs``: those that are known, the eldest first
+``end-run``    stop a run, and keep the hosts; the answer is ``ending``
+``touch``      count as a run does for the idle timeout; the answer is ``state``
+=============  =====================================================================================================
+
+``look`` also says ``live``, and ``stop`` gives the hosts back. A run goes on when its client goes. Its records are
+``phase``, ``output`` (of one rank), ``exit`` (one for each rank of the last attempt) and at last ``result``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError, Trouble
+from torchx_monarch.controller.run_request import RunRequest
+from torchx_monarch.insight.run_log import Journal
+from torchx_monarch.model.job_result import Verdict
+from torchx_monarch.transport import messages
+
+END_RUN = "end_run"
+"""Kind of the trouble that ends a run and nothing else."""
+
+TIMED_OUT = 124
+"""Exit code of a run that was ended by its timeout, as of ``timeout(1)``."""
+
+_RUNS_KEPT = 1000
+"""Runs that replica 0 remembers; each is some kilobytes."""
+
+_FAREWELL = 5.0
+"""Seconds in which clients get the last records when the hosts end."""
+
+Handler = Callable[["Allocation", messages.Message, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@dataclasses.dataclass(eq=False)
+class Run:
+    """One run.
+
+    Attributes:
+        number: counts from 1.
+        request: what it runs.
+        journal: its records.
+        token: names it beyond the life of this replica 0.
+        submitted: when it was accepted; likewise ``started`` and ``ended``, 0 for not yet, in seconds since the epoch.
+        verdict: how it ended; None while it has not.
+        ending: how it is to end, when it is told to.
+        result: its last record.
+        ranks: how many it has; 0 before the hosts have begun it.
+    """
+
+    number: int
+    request: RunRequest
+    journal: Journal
+    token: str
+    submitted: float = dataclasses.field(default_factory=time.time)
+    started: float = 0.0
+    ended: float = 0.0
+    verdict: Verdict | None = None
+    ending: Verdict | None = None
+    result: dict[str, Any] | None = None
+    ranks: int = 0
+
+    @property
+    def state(self) -> str:
+        """``queued``, ``running``, ``succeeded``, ``failed`` or ``stopped``."""
+        if self.verdict is None:
+            return "running" if self.started else "queued"
+        return "stopped" if self.verdict.stopped else "failed" if self.verdict.code else "succeeded"
+
+    def describe(self) -> str:
+        """For messages."""
+        since = time.time() - (self.started or self.submitted)
+        by = f" by {self.request.by}" if self.request.by else ""
+        return f"run {self.number}{by} ({self.state} for {since:.0f} s: {self.request.shown})"
+
+    def why_no_rank(self, rank: int | None) -> str:
+        """Why it has no such rank, naming those that it has; empty where it has, or that is not known yet."""
+        if rank is None or 0 <= rank < self.ranks:
+            return ""
+        if not self.ranks:
+            return f"run {self.number} has started no ranks" if self.verdict else ""
+        known = f"ranks 0 to {self.ranks - 1}" if self.ranks > 1 else "rank 0 alone"
+        return f"run {self.number} has no rank {rank}; it has {known}"
+
+    def to_json(self) -> dict[str, Any]:
+        """As a client is told."""
+        return {
+            "run": self.number,
+            "state": self.state,
+            "command": self.request.shown,
+            "cwd": self.request.cwd,
+            "code": self.request.code,
+            "by": self.request.by,
+            "submitted": self.submitted,
+            "started": self.started,
+            "ended": self.ended,
+            "exit_code": self.verdict.code if self.verdict else None,
+            "reason": self.verdict.reason if self.verdict else "",
+        }
+
+
+class Allocation:
+    """The runs of an allocation, on replica 0.
+
+    Attributes:
+        KINDS: who answers which greeting; further ones may be added before an allocation is made.
+        current: the run that the controller is at.
+        ready: whether the mesh stands.
+        broadcast: ``LiveController.broadcast``.
+        codes: hashes of code that every host of this mesh has.
+        hand_on: has hosts that came after code was brought get it from replica 0's, by its hash.
+
+    Args:
+        rendezvous: where clients come.
+        app: id of the app.
+        role: name of the role.
+        log_dir: gets ``run_N/``.
+        held: the words of the command that a run runs which names none.
+        idle_timeout: seconds without a run after which it ends; 0 for never.
+        warm: says how many interpreters of this host wait with all imported.
+    """
+
+    KINDS: dict[str, Handler] = {}
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        app: str,
+        role: str,
+        log_dir: str,
+        held: tuple[str, ...],
+        idle_timeout: float,
+        warm: Callable[[], int],
+    ) -> None:
+        self.current: Run | None = None
+        self.ready = False
+        self.broadcast: Callable[[str, dict[str, Any]], Awaitable[dict[int, Any]]] | None = None
+        self.codes: set[str] = set()
+        self.hand_on: Callable[[str], Awaitable[None]] | None = None
+        self.idle_timeout = idle_timeout
+        self._rendezvous = rendezvous
+        self._app = app
+        self._role = role
+        self._log_dir = log_dir
+        self._held = held
+        self._warm = warm
+        self._queue: deque[Run] = deque()
+        self._ended: deque[Run] = deque(maxlen=_RUNS_KEPT)
+        self._number = _last_run(log_dir)
+        self._count = 0
+        self._busy_at = time.monotonic()
+        self._wake = asyncio.Event()
+        self._over: Verdict | None = None
+        self._feeding: set[asyncio.Task[Any]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        for kind, handler in self.KINDS.items():
+            rendezvous.clients[kind] = self._bound(handler)
+
+    # -- for the controller --------------------------------------------------------------------------------------------
+
+    async def run_wanted(self) -> bool:
+        """Wait until there is a run to begin; False when none has come for the idle timeout."""
+        while not self._queue:
+            left = None if not self.idle_timeout else self._busy_at + self.idle_timeout - time.monotonic()
+            if left is not None and left <= 0:
+                return False
+            self._wake.clear()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), left)
+        return True
+
+    def begin(self) -> Run:
+        """The run that is next."""
+        self.current = run = self._queue.popleft()
+        run.started = time.time()
+        if run.request.timeout is not None:
+            reason = f"run {run.number} was ended by its timeout of {run.request.timeout:g} s"
+            verdict = Verdict(TIMED_OUT, reason, stopped=True)
+            self._timer = asyncio.get_running_loop().call_later(run.request.timeout, self.end_run, run, verdict)
+        return run
+
+    def finish(self, run: Run, verdict: Verdict, records: list[dict[str, Any]]) -> None:
+        """A run has ended.
+
+        Args:
+            run: which.
+            verdict: how.
+            records: what its journal gets before the result.
+        """
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        run.verdict, run.ended = verdict, time.time()
+        run.result = {
+            "type": "result",
+            "run": run.number,
+            "exit_code": verdict.code,
+            "reason": verdict.reason,
+            "stopped": verdict.stopped,
+            "cause": verdict.cause.rank if verdict.cause else None,
+            "seconds": run.ended - (run.started or run.ended),
+            "code": run.request.code,
+        }
+        for record in (*records, run.result):
+            with contextlib.suppress(messages.ProtocolError):
+                messages.encode(record)
+                run.journal.append(record)
+        run.journal.close()
+        self._ended.append(run)
+        if run is self.current:
+            self.current = None
+            self._count += 1
+        self._busy_at = time.monotonic()
+
+    def touch(self) -> None:
+        """Somebody wants the hosts, for something that is no run."""
+        self._busy_at = time.monotonic()
+        self._wake.set()
+
+    def end_run(self, run: Run, verdict: Verdict, number: int = signal.SIGTERM) -> None:
+        """Have a run end as the verdict says."""
+        if run in self._queue:
+            self._queue.remove(run)
+            self.finish(run, verdict, [])
+        elif run is self.current:
+            run.ending = run.ending or verdict
+            trouble = Trouble(0, run.ending, lost=False, signal=number, kind=END_RUN)
+            self._rendezvous.troubles.put_nowait(trouble)
+
+    async def close(self, verdict: Verdict) -> None:
+        """The hosts end: tell every client."""
+        self._over = verdict
+        reason = f"the hosts have ended: {verdict.reason}"
+        for run in [*([self.current] if self.current else []), *self._queue]:
+            self.finish(run, Verdict(verdict.code or 1, reason, stopped=verdict.stopped), [])
+        self._queue.clear()
+        if self._feeding:
+            await asyncio.wait(self._feeding, timeout=_FAREWELL)
+
+    # -- for clients ---------------------------------------------------------------------------------------------------
+
+    def _bound(self, handler: Handler) -> Callable[..., Awaitable[None]]:
+        async def serve(greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            role = greeting.get("role")
+            if role and role != self._role:
+                raise RendezvousError(f"these are the hosts of role {self._role!r}, not of {role!r:.100}")
+            await handler(self, greeting, reader, writer)
+
+        return serve
+
+    def state(self) -> messages.Message:
+        """The answer to ``look``."""
+        idle = 0.0 if self.current or self._queue else time.monotonic() - self._busy_at
+        live = {
+            "app": self._app,
+            "role": self._role,
+            "ready": self.ready,
+            "run": self.current.number if self.current else None,
+            "queued": len(self._queue),
+            "runs": self._count,
+            "idle": idle,
+            "idle_timeout": self.idle_timeout,
+            "warm": self._warm(),
+            "command": list(self._held),
+        }
+        return {"type": "state", **self._rendezvous.state(), "over": self._over is not None, "live": live}
+
+    def submit(self, request: RunRequest) -> Run:
+        """Accept a run.
+
+        Raises:
+            RendezvousError: another has not ended yet, and this one is not to wait; the hosts are ending; there is
+                nothing to run; or the disk is full.
+        """
+        if self._over is not None:
+            raise RendezvousError(f"the hosts have ended: {self._over.reason}")
+        if not (request.command or request.program or self._held):
+            raise RendezvousError("nothing to run: this allocation has no command of its own; give one")
+        before = self._queue[-1] if self._queue else self.current
+        if before is not None and not request.queue:
+            raise RendezvousError(f"{before.describe()} has these hosts; wait for it, end it, or have this one wait")
+        number = self._number + 1
+        try:
+            journal = Journal(os.path.join(self._log_dir, f"run_{number}", "journal.jsonl"))
+        except OSError as error:
+            raise RendezvousError(f"the run's folder cannot be made: {error.strerror}: {error.filename}") from None
+        self._number = number
+        run = Run(number, request.shown_as(self._held), journal, os.urandom(8).hex())
+        self._queue.append(run)
+        self._wake.set()
+        return run
+
+    def find(self, number: object) -> Run:
+        """The run of that number, or the one that runs, or else the last; raises ``RendezvousError``."""
+        known = [*self._ended, *([self.current] if self.current else []), *self._queue]
+        if number is None and known:
+            return self.current or known[-1]
+        for run in known:
+            if run.number == number:
+                return run
+        which = f"run {number!r:.20}" if number is not None else "a run"
+        raise RendezvousError(f"{which} is not known here; the last was {self._number or 'none'}")
+
+    def runs(self) -> list[dict[str, Any]]:
+        """All that are known."""
+        known = [*self._ended, *([self.current] if self.current else []), *self._queue]
+        return [run.to_json() for run in known]
+
+    async def feed(
+        self,
+        run: Run,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        rank: int | None = None,
+        wait: bool = True,
+    ) -> None:
+        """Send a run's records to a client, to the last one, or until the client goes.
+
+        Args:
+            run: which.
+            reader: the client's connection.
+            writer: likewise.
+            rank: whose output alone; None for all.
+            wait: whether to wait for more when there are no more yet.
+
+        Raises:
+            RendezvousError: the run has no such rank.
+        """
+        if why := run.why_no_rank(rank):
+            raise RendezvousError(why)
+        if not await messages.send(writer, {"type": "accepted", "run": run.number}):
+            return
+        feeding = asyncio.ensure_future(self._feed(run, rank, wait, writer))
+        gone = asyncio.ensure_future(reader.read(1))
+        self._feeding.add(feeding)
+        try:
+            await asyncio.wait([feeding, gone], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._feeding.discard(feeding)
+            for task in (feeding, gone):
+                task.cancel()
+
+    async def _feed(self, run: Run, rank: int | None, wait: bool, writer: asyncio.StreamWriter) -> None:
+        others = b'{"type":"output","rank":'
+        wanted = others if rank is None else b'{"type":"output","rank":%d,' % rank
+        last = b""
+        with contextlib.suppress(OSError, RuntimeError):
+            async for lines in run.journal.follow(wait):
+                if why := run.why_no_rank(rank):  # of a run that had not begun when it was asked for
+                    await messages.send(writer, {"type": "refused", "reason": why})
+                    return
+                kept = [line for line in lines if line.startswith(wanted) or not line.startswith(others)]
+                last = kept[-1] if kept else last
+                writer.write(b"".join(kept))
+                await writer.drain()
+            if run.result is not None and not last.startswith(b'{"type":"result"'):  # the disk was full
+                await messages.send(writer, run.result)
+
+
+async def _look(allocation: Allocation, greeting: messages.Message, reader: Any, writer: asyncio.StreamWriter) -> None:
+    await messages.send(writer, allocation.state())
+
+
+async def _touch(allocation: Allocation, greeting: messages.Message, reader: Any, writer: asyncio.StreamWriter) -> None:
+    allocation.touch()
+    await messages.send(writer, allocation.state())
+
+
+async def _stop(allocation: Allocation, greeting: messages.Message, reader: Any, writer: asyncio.StreamWriter) -> None:
+    verdict = Verdict(0, "released by its client", stopped=True)
+    allocation._rendezvous.troubles.put_nowait(Trouble(0, verdict, lost=False))
+    await messages.send(writer, allocation.state())
+
+
+async def _run(
+    allocation: Allocation, greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    try:
+        request = RunRequest.from_message(greeting)
+    except ValueError as error:
+        raise RendezvousError(str(error)) from None
+    await allocation.feed(allocation.submit(request), reader, writer)
+
+
+async def _follow(
+    allocation: Allocation, greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
+    run, wait = allocation.find(greeting.get("run")), greeting.get("wait") is not False
+    rank = greeting.get("rank")
+    if rank is not None and type(rank) is not int:
+        raise RendezvousError(f"rank={rank!r:.20} is no number")
+    await allocation.feed(run, reader, writer, rank, wait)
+
+
+async def _runs(allocation: Allocation, greeting: messages.Message, reader: Any, writer: asyncio.StreamWriter) -> None:
+    known = allocation.runs()
+    for start in range(0, len(known), 100):  # a line has a limit
+        await messages.send(writer, {"type": "runs", "runs": known[start : start + 100], "more": True})
+    await messages.send(writer, {"type": "runs", "runs": [], "more": False})
+
+
+async def _end_run(
+    allocation: Allocation, greeting: messages.Message, reader: Any, writer: asyncio.StreamWriter
+) -> None:
+    run = allocation.find(greeting.get("run"))
+    kill = greeting.get("kill") is True
+    number = signal.SIGKILL if kill else signal.SIGTERM
+    verdict = Verdict(
+        128 + number, f"run {run.number} was {'killed' if kill else 'stopped'} by its client", stopped=True
+    )
+    allocation.end_run(run, verdict, number)
+    if kill and run is allocation.current and allocation.broadcast is not None:
+        # At once: the controller may be waiting for the grace that an earlier word has begun.
+        with contextlib.suppress(Exception):
+            await allocation.broadcast("stop", {"signal": signal.SIGKILL, "grace": 0.0})
+    await messages.send(writer, {"type": "ending", "run": run.number, "state": run.state})
+
+
+Allocation.KINDS.update(
+    {
+        "look": _look,
+        "touch": _touch,
+        "stop": _stop,
+        "run": _run,
+        "follow": _follow,
+        "runs": _runs,
+        "end-run": _end_run,
+    }
+)
+
+
+def _last_run(log_dir: str) -> int:
+    """The highest N for which there is a folder ``run_N``, of an earlier start of this host; 0 for none."""
+    with contextlib.suppress(OSError):
+        numbers = [name.partition("_")[2] for name in os.listdir(log_dir) if name.startswith("run_")]
+        return max((int(number) for number in numbers if number.isdigit()), default=0)
+    return 0

@@ -1,0 +1,209 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The controller of a live allocation: one mesh, and run after run on it."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import signal
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any, TypeVar
+
+from torchx_monarch.controller.controller import Controller, HostRefused, JobOptions, TroubleCame
+from torchx_monarch.controller.rendezvous import Registration, Rendezvous
+from torchx_monarch.controller.run_queue import END_RUN, Allocation, Run
+from torchx_monarch.insight.progress import Reporter
+from torchx_monarch.model.job_result import Verdict
+from torchx_monarch.model.world import LaunchError
+from torchx_monarch.transport import agent_rpc, messages
+
+T = TypeVar("T")
+
+_FINISH_TIMEOUT = 30.0
+"""Seconds that a host has to send the last output of a run, and to be ready for the next."""
+
+_OUTPUT_TIMEOUT = 5.0
+"""Seconds that output has to arrive which a host says it has sent."""
+
+
+class HostsError(Exception):
+    """What every host was asked to do, one of them could not; the message says which and why."""
+
+
+class LiveController(Controller):
+    """Drives the runs of an allocation over its hosts.
+
+    Args:
+        options: of the allocation.
+        rendezvous: where the hosts register, and clients come.
+        reporter: what a person sees.
+        first_output: as for ``Controller``.
+        unreachable: likewise.
+        own_host: likewise.
+        allocation: the runs.
+    """
+
+    def __init__(
+        self,
+        options: JobOptions,
+        rendezvous: Rendezvous,
+        reporter: Reporter,
+        first_output: asyncio.Event,
+        unreachable: Callable[[Iterable[Registration]], Awaitable[dict[int, str]]],
+        own_host: agent_rpc.Handler,
+        allocation: Allocation,
+    ) -> None:
+        super().__init__(options, rendezvous, reporter, first_output, unreachable, own_host)
+        self._allocation = allocation
+        self._held = options
+        self._received: dict[int, int] = {}
+        self._arrived = asyncio.Event()
+        allocation.broadcast = self.broadcast
+        rendezvous.reports["output"] = self._output
+
+    async def run(self) -> Verdict:
+        """Run what clients want until they release the hosts, nobody comes any more, or the hosts fail."""
+        verdict = await super().run()
+        self._allocation.ready = False
+        self._reporter.echo = None
+        await self._allocation.close(verdict)
+        return verdict
+
+    async def broadcast(self, op: str, args: dict[str, Any]) -> dict[int, Any]:
+        """Ask every host; their answers by replica.
+
+        Raises:
+            HostsError: there is no mesh, or a host could not; the message is its own.
+        """
+        if self._mesh is None or not self._allocation.ready:
+            raise HostsError("the hosts are not together")
+        answers: asyncio.Queue[Any] = asyncio.Queue()
+        hosts = list(self._hosts)
+        self._stream_into(answers, "each", {"op": op, "args": args})
+        found: dict[int, Any] = {}
+        for _ in hosts:
+            answer = await answers.get()
+            if isinstance(answer, Exception):
+                raise HostsError(str(answer).strip().splitlines()[-1] if str(answer) else type(answer).__name__)
+            if "refused" in answer:
+                raise HostsError(answer["refused"])
+            found[answer["replica"]] = answer["result"]
+        return found
+
+    # -- runs ----------------------------------------------------------------------------------------------------------
+
+    async def _work(self, hosts: list[Registration]) -> Verdict:
+        allocation = self._allocation
+        allocation.ready = True
+        allocation.codes.clear()
+        try:
+            while True:
+                run = allocation.current
+                if run is None:
+                    if not await self._unless_ended(allocation.run_wanted()):
+                        text = f"nobody has run anything for {allocation.idle_timeout:g} s: the hosts end"
+                        return Verdict(0, text, stopped=True)
+                    run = self._begin(allocation.begin())
+                await self._finish(run, await self._one(run, hosts))
+        finally:
+            allocation.ready = False
+
+    async def _unless_ended(self, awaitable: Awaitable[T]) -> T:
+        """As ``_unless_trouble``, where an order to end a run comes too late for it."""
+        self._drop_orders()
+        return await self._unless_trouble(awaitable)
+
+    def _drop_orders(self) -> None:
+        for _ in range(self._rendezvous.troubles.qsize()):
+            trouble = self._rendezvous.troubles.get_nowait()
+            if trouble.kind != END_RUN:
+                self._rendezvous.troubles.put_nowait(trouble)
+
+    def _begin(self, run: Run) -> Run:
+        self._attempt_number, self._uncounted, self._launched = 0, 0, -1
+        self._exits = {}
+        self._received = {}
+        self._reporter.echo = lambda text: run.journal.append({"type": "phase", "text": text})
+        self._reporter.note("run", f"run {run.number}: {run.request.shown}", run=run.number)
+        return run
+
+    async def _one(self, run: Run, hosts: list[Registration]) -> Verdict:
+        """Run it, or go on with it on new hosts; how it ended. Trouble with a host raises."""
+        try:
+            if run.request.synced:
+                await self._hand_on(run.request.code)
+            args = {"run": run.number, "token": run.token, **run.request.to_json()}
+            answers = {}
+            async for answer in self._each_host("begin", args, hosts):
+                answers[answer["replica"]] = answer
+                if answer["fresh"]:
+                    self._received[answer["replica"]] = 0
+            run.ranks = sum(answer["nproc"] for answer in answers.values())
+            first = answers[0]
+            if self._launched < 0:
+                self._restarts_left = first["max_restarts"]
+            told = {name: first[name] for name in ("run_id", "max_restarts", "grace")}
+            self._options = dataclasses.replace(self._held, **told)
+            return await self._attempts(
+                [dataclasses.replace(host, nproc=answers[host.replica]["nproc"]) for host in hosts]
+            )
+        except HostRefused as refusal:
+            self._requeue(await self._stop_ranks(signal.SIGKILL))
+            return Verdict(refusal.code, str(refusal))
+        except TroubleCame as came:
+            if came.trouble.kind != END_RUN:
+                raise
+            self._requeue(await self._stop_ranks(came.trouble.signal))
+            return run.ending or came.trouble.verdict
+
+    async def _hand_on(self, code: str) -> None:
+        """Have all hosts have the code of a run, those that came since it was brought among them."""
+        if code in self._allocation.codes:
+            return
+        assert self._allocation.hand_on is not None
+        try:
+            await self._unless_trouble(self._allocation.hand_on(code))
+        except (HostsError, LaunchError) as error:
+            raise HostRefused(str(error), 1) from None
+
+    def _requeue(self, troubles: Iterable[Any]) -> None:
+        for trouble in troubles:
+            self._rendezvous.troubles.put_nowait(trouble)
+
+    async def _finish(self, run: Run, verdict: Verdict) -> None:
+        """The ranks have ended: take the last of their output, make the hosts ready again, and tell."""
+        word = "STOPPED" if verdict.stopped else "FAILED" if verdict.code else "SUCCEEDED"
+        try:
+            finish = self.broadcast("finish", {"token": run.token})
+            sent = await self._unless_ended(asyncio.wait_for(finish, _FINISH_TIMEOUT))
+            await asyncio.wait_for(self._all_arrived(sent), _OUTPUT_TIMEOUT)
+        except TroubleCame as came:
+            self._requeue([came.trouble])
+        except (HostsError, asyncio.TimeoutError) as error:
+            # A host that is lost shows so by itself.
+            self._reporter.line(f"some output of run {run.number} may be missing: {error or 'it did not come in time'}")
+        self._reporter.echo = None
+        self._drop_orders()
+        exits = [{"type": "exit", "exit": self._exits[rank].to_json()} for rank in sorted(self._exits)]
+        self._reporter.note("run_end", f"run {run.number} {word}: {verdict.reason}", run=run.number, code=verdict.code)
+        self._allocation.finish(run, verdict, [{"type": "attempts", "count": self._attempt_number + 1}, *exits])
+
+    async def _report_output(self) -> None:
+        """The first output of a run is no event."""
+
+    # -- output of the other hosts -------------------------------------------------------------------------------------
+
+    def _output(self, host: Registration, message: messages.Message) -> None:
+        run, records = self._allocation.current, message.get("records")
+        if run is None or message.get("token") != run.token or not isinstance(records, str):
+            return
+        for line in records.splitlines():
+            run.journal.append_line(line.encode() + b"\n")
+        self._received[host.replica] = self._received.get(host.replica, 0) + len(records.splitlines())
+        self._arrived.set()
+
+    async def _all_arrived(self, sent: dict[int, Any]) -> None:
+        while any(self._received.get(replica, 0) < count for replica, count in sent.items() if replica):
+            self._arrived.clear()
+            await self._arrived.wait()

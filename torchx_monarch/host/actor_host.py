@@ -1,0 +1,234 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The host process of a role that waits for actors: a Monarch worker, and a script on replica 0 where there is one.
+
+Its Monarch processes are for the user's actors: they have the role's environment, folder and output, as if they were
+ranks, and the lines that Monarch prints when one starts are left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+from typing import Any, NoReturn
+
+from torchx_monarch.command.actors import Actors, parse_actors
+from torchx_monarch.command.command import Command, CommandError, parse
+from torchx_monarch.command.torchrun_options import DEFAULTS
+from torchx_monarch.controller.actor_controller import Attendance
+from torchx_monarch.controller.host_network import Wires
+from torchx_monarch.controller.rendezvous import Registration, Rendezvous, RendezvousError
+from torchx_monarch.controller.role_registry import is_told
+from torchx_monarch.host.host_process import _HOST_EXIT_TIMEOUT, HostProcess
+from torchx_monarch.host.rank_environment import env_number
+from torchx_monarch.host.rank_output import RankOutput
+from torchx_monarch.model.env_names import is_for_hosts
+from torchx_monarch.model.job_result import Verdict
+from torchx_monarch.model.world import LaunchError, World
+from torchx_monarch.monarch_adapter.monarch_api import LOG_TO_STDERR
+from torchx_monarch.system import processes
+from torchx_monarch.transport import connections, local_addresses, messages
+from torchx_monarch.transport.connections import Address, ConnectError
+
+_NO_NEWS = re.compile(rb"(Monarch internal logs are being written to|unable to create log file in) .*")
+"""What Monarch prints whenever a process of its own starts; ``monarch_api`` keeps its log out of ``/tmp``."""
+
+
+def _is_shown(line: bytes) -> bool:
+    return _NO_NEWS.fullmatch(line) is None
+
+
+_PEER_TIMEOUT = 10.0
+"""Seconds for another role's replica 0 to answer; it is asked again until ``--host-timeout``."""
+
+
+class ActorHost(HostProcess):
+    """Runs one replica of such a role to its end."""
+
+    _actors = Actors(0.0, None)
+    _pipes: tuple[int, int] = (-1, -1)
+    _printed: tuple[RankOutput, ...] = ()
+
+    # -- start ---------------------------------------------------------------------------------------------------------
+
+    def _redirect_own_output(self) -> None:
+        super()._redirect_own_output()
+        ends = []
+        for number in (1, 2):  # inherited by the processes of actors
+            read, write = os.pipe()
+            os.dup2(write, number)
+            os.close(write)
+            ends.append(read)
+        self._pipes = (ends[0], ends[1])
+
+    async def _main(self) -> NoReturn:
+        self._shut_down = asyncio.Event()
+        self._printed = tuple(RankOutput(os.fdopen(end, "rb", 0), lambda: None, _is_shown) for end in self._pipes)
+        for output, console in zip(self._printed, (self._stdout, self._stderr), strict=True):
+            output.assign(None, console, "")
+        await super()._main()
+
+    def _exit(self, code: int) -> NoReturn:
+        processes.kill_descendants(self._environ.get(processes.MARKER, ""))
+        for output in self._printed:
+            output.drain()
+        super()._exit(code)
+
+    def _parse(self) -> Command:
+        options = self._options
+        command = parse(options.command, self._environ)
+        if command is None or command.kind != "actors":
+            raise CommandError(f"not a command of hosts for actors: {' '.join(options.command)}")
+        self._actors = parse_actors(command, self._environ)
+        self._grace = env_number(self._environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", options.grace)
+        script = self._actors.script
+        if script is not None and options.replica == 0:
+            if script.program.mode == "script" and not os.path.exists(script.program.target):
+                path = os.path.abspath(script.program.target)
+                raise CommandError(f"can't open file {path!r}: No such file or directory")
+            self._command = script
+            return script
+        return Command("actors", DEFAULTS, command.program)
+
+    async def _start_interpreters(self, command: Command) -> int:
+        if command.kind != "python":
+            return 0
+        # The script finds the hosts of all roles in this file, once they are there.
+        self._environ.update({"MONARCH_THIS_JOB": self._job_file, "MONARCH_BATCH_JOB": "1"})
+        for name, value in LOG_TO_STDERR.items():  # it may import Monarch before anything of ours
+            self._environ.setdefault(name, value)
+        return await super()._start_interpreters(command)
+
+    @property
+    def _job_file(self) -> str:
+        return os.path.join(self._sockets, "job.json")
+
+    async def _start_worker(self, wires: Wires) -> str:
+        os.environ["TMPDIR"] = self._sockets  # Monarch's sockets; they go when we go
+        for name in [name for name in os.environ if is_for_hosts(name)]:
+            del os.environ[name]
+        loop = asyncio.get_running_loop()
+
+        def shut_down() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._shut_down.set)
+
+        return await wires.start_monarch(self._reporter.line, self._warn, self._options.lease, shut_down)
+
+    # -- the job -------------------------------------------------------------------------------------------------------
+
+    async def _control(self, host: Registration, wires: Wires) -> Verdict:
+        options = self._options
+        self._rendezvous = rendezvous = Rendezvous(
+            wires.rendezvous,
+            options.replicas,
+            wires.identity,
+            wires.bind,
+            options.network.peer_timeout,
+            options.lease,
+        )
+        credentials = self._environ.get("MONARCH_CREDENTIALS", "")
+        attendance = Attendance(
+            rendezvous,
+            wires,
+            self._reporter,
+            self._sizes(),
+            self._actors.idle_timeout,
+            credentials,
+            self._shut_down,
+            self._actors.script is not None,
+        )
+        self._meet_other_roles(rendezvous, wires)
+        try:
+            await rendezvous.start()
+        except RendezvousError as error:
+            return self._conclude(Verdict(1, str(error)))
+        rendezvous.register(host)
+        hosts = await attendance.gather()
+        if isinstance(hosts, Verdict):
+            verdict = hosts
+        elif self._actors.script is None:
+            verdict = await attendance.wait()
+        else:
+            verdict = await self._run_script(attendance, hosts, wires)
+        self._conclude(verdict)
+        await rendezvous.announce(verdict, _HOST_EXIT_TIMEOUT + self._grace)
+        return verdict
+
+    async def _run_script(self, attendance: Attendance, hosts: list[Registration], wires: Wires) -> Verdict:
+        assert self._pool is not None
+        try:
+            meshes = {self._options.role: [host.address for host in hosts], **await self._others(wires)}
+            if wires.identity is None:
+                url = wires.client_url.partition(":")[0]
+                where = f"ipc://{self._sockets}/script" if url == "ipc" else f"{url}://{wires.advertised}:0"
+            else:
+                where = f"tls://{wires.advertised}:0"
+            tls = wires.identity.files if wires.identity else ()
+            with open(self._job_file, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+                json.dump({"meshes": meshes, "transport": where, "tls": tls}, file)
+            address, port, served = await self._pool.serve_store(wires.bind, wires.advertised, 1)
+            world = World(
+                attempt=0,
+                log_attempt=self._first_log_attempt(0, self._sizes()),
+                restart_count=0,
+                replicas=(0,),
+                local_world_sizes=(1,),
+                master_addr=address,
+                master_port=port,
+                agent_store=served,
+                run_id=self._run_id(),
+            )
+            await self._pool.launch(world, spares=False)
+        except (LaunchError, local_addresses.NetworkError, ConnectError, RendezvousError) as error:
+            return Verdict(1, f"host 0: {error}")
+        self._reporter.phase("ranks", "script started")
+        return await attendance.run(self._pool, self._grace)
+
+    async def _others(self, wires: Wires) -> dict[str, list[str]]:
+        """The Monarch addresses of the hosts of the other roles, when all of them are there.
+
+        Raises:
+            ConnectError, RendezvousError: they are not in time.
+        """
+        text = self._options.peers or self._environ.get("MONARCH_PEERS", "")
+        peers = dict(peer.split("=", 1) for peer in text.split(",") if peer)
+        peers.pop(self._options.role, None)
+
+        async def ask(role: str, where: str) -> list[str]:
+            until = asyncio.get_running_loop().time() + self._options.host_timeout
+            if self._guide is not None and is_told(where):
+                address = await self._guide.find(role, wires, self._options.host_timeout)
+            else:
+                address = Address.parse(local_addresses.expanded(where, self._environ, is_first=False), f"role {role}")
+            while True:
+                try:
+                    state = await self._look(address, wires)
+                    if not state["missing"]:
+                        return [host["address"] for host in sorted(state["hosts"], key=lambda one: one["replica"])]
+                    why = f"replica {', '.join(map(str, state['missing']))} of role {role} is missing"
+                except ConnectError as error:
+                    why = f"role {role}: {error}"
+                if asyncio.get_running_loop().time() > until:
+                    raise ConnectError(f"{why} after {self._options.host_timeout:g} s (--host-timeout)")
+                await asyncio.sleep(0.1)
+
+        waiting = asyncio.gather(*(ask(role, where) for role, where in peers.items()))
+        found = await self._reporter.while_waiting(waiting, lambda: f"the hosts of {', '.join(peers)}")
+        return dict(zip(peers, found, strict=True))
+
+    async def _look(self, address: Address, wires: Wires) -> dict[str, Any]:
+        reader, writer = await connections.connect(address, wires.identity, self._options.network.peer_timeout)
+        try:
+            await messages.send(writer, {"type": "look", "version": messages.VERSION})
+            state = await messages.receive(reader, _PEER_TIMEOUT)
+        except (messages.ProtocolError, TimeoutError) as error:
+            raise ConnectError(f"{address}: {error}") from None
+        finally:
+            writer.close()
+        if state is None or state.get("type") != "state":
+            raise ConnectError(f"{address}: {(state or {}).get('reason', 'it hung up')}")
+        return state

@@ -1,0 +1,491 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The host process of one replica: its ranks, its Monarch worker and, on replica 0, the controller."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import shlex
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Coroutine, Mapping
+from typing import Any, NoReturn
+
+from torchx_monarch.command.command import Command, CommandError, check, parse
+from torchx_monarch.controller import retry
+from torchx_monarch.controller.controller import Controller, JobOptions
+from torchx_monarch.controller.elastic import Sizes
+from torchx_monarch.controller.host_network import Wires
+from torchx_monarch.controller.host_options import HostOptions
+from torchx_monarch.controller.rendezvous import Registration, Rendezvous, RendezvousError, agent_lost, signalled
+from torchx_monarch.controller.rendezvous_client import Membership
+from torchx_monarch.controller.role_coordinator import Application
+from torchx_monarch.controller.role_registry import Guide
+from torchx_monarch.host.no_restart_marker import Starts
+from torchx_monarch.host.orphan_reaper import reap_orphans
+from torchx_monarch.host.rank_environment import env_number
+from torchx_monarch.host.rank_pool import Place, RankPool
+from torchx_monarch.host.watchdog import ENABLED, FILE
+from torchx_monarch.insight.progress import Reporter, leave_word
+from torchx_monarch.model.job_result import Verdict
+from torchx_monarch.model.world import LaunchError, World
+from torchx_monarch.system import error_files, open_files, processes, run_dirs, safe_files
+from torchx_monarch.system.console import Console
+from torchx_monarch.transport import local_addresses
+from torchx_monarch.transport.agent_rpc import SOCKET_VARIABLE, LinkServer
+from torchx_monarch.transport.connections import Address
+
+_HOST_EXIT_TIMEOUT = 5.0
+"""Seconds that replica 0 waits for the other hosts to go before it goes itself."""
+
+_LAST_WORDS_TIMEOUT = 10.0
+"""Seconds in which a host that cannot take part tries to tell replica 0."""
+
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+class HostProcess:
+    """Runs one replica to its end.
+
+    Args:
+        options: the command line.
+        environ: the environment as the backend gave it.
+    """
+
+    def __init__(self, options: HostOptions, environ: Mapping[str, str]) -> None:
+        self._options = options
+        self._environ = dict(environ)
+        os.environ.pop("MONARCH_CREDENTIALS", None)  # Monarch's processes get what is left
+        self._hostname = socket.gethostname()
+        # Monarch and its processes print to what is left as 1 and 2, which becomes a file of its own.
+        self._stdout = Console(os.dup(1))
+        self._stderr = Console(os.dup(2), self._stdout)
+        self._log_dir = self._environ.get("MONARCH_LOG_DIR") or tempfile.mkdtemp(prefix="torchx-monarch-")
+        self._run_dir = self._environ.get("MONARCH_RUN_DIR") or run_dirs.new_run_dir()
+        self._log_dir = os.path.abspath(self._log_dir)
+        self._monarch_log = os.path.join(self._log_dir, "monarch.log")
+        events_path = self._environ.get("MONARCH_EVENTS") if options.replica == 0 else None
+        self._reporter = Reporter(self._stderr, events_path, options.role, self._environ.get("MONARCH_TERMINATION_LOG"))
+        self._error_file = self._environ.get("TORCHELASTIC_ERROR_FILE", "")
+        self._rendezvous: Rendezvous | None = None
+        self._membership: Membership | None = None
+        self._guide: Guide | None = None
+        self._command: Command | None = None
+        self._pool: RankPool | None = None
+        self._registration: Registration | None = None
+        self._agent_gone = False
+        # Seconds from SIGTERM to SIGKILL for ranks: torchrun's own option or variable, else the host's.
+        self._grace = options.grace
+        self._backend_restarts = 0
+        self._first_output = asyncio.Event()
+        self._sockets = ""
+        self._starts = Starts(self._environ)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def main(self) -> NoReturn:
+        """Run to the end and exit with the verdict's code."""
+        processes.become_subreaper()
+        self._redirect_own_output()
+        if self._error_file:
+            error_files.make_reserve(self._error_file)
+        asyncio.run(self._main())
+        raise AssertionError("a host process ends in os._exit")
+
+    async def _main(self) -> NoReturn:
+        self._handle_signals()
+        self._spawn(reap_orphans())
+        if told := self._starts.begin():
+            verdict, why = told
+            self._reporter.line(f"host {self._options.replica}: not started again: {why}")
+            await self._leave(verdict)
+        try:
+            verdict = await self._job()
+        except Exception as error:
+            traceback.print_exc()
+            verdict = Verdict(
+                1, f"internal error of the host process: {type(error).__name__}: {error}{open_files.hint(error)}"
+            )
+            self._reporter.line(f"{verdict.reason}; see {self._monarch_log}")
+        await self._leave(verdict)
+        raise AssertionError("unreachable")
+
+    async def _leave(self, verdict: Verdict) -> None:
+        if self._pool is not None:
+            await self._pool.stop(signal.SIGTERM, self._grace)
+        final = retry.why_no_other_start(verdict, self._options.retry_on)
+        leave_word(verdict, self._environ, self._reporter, final)
+        if self._error_file:
+            error_files.remove_reserve(self._error_file)
+        if not self._starts.end(verdict, final):
+            self._reporter.line("it may be started again: there is no folder here to note that it must not be")
+        self._exit(verdict.code)
+
+    def _exit(self, code: int) -> NoReturn:
+        if self._pool is not None:
+            self._pool.close()
+        processes.kill_descendants(self._environ.get(processes.MARKER, ""))
+        ours = self._sockets if "MONARCH_RUN_DIR" in self._environ else self._run_dir
+        if ours:
+            shutil.rmtree(ours, ignore_errors=True)
+        # Monarch's threads have nothing left to do, and waiting for them takes up to seconds.
+        os._exit(code)
+
+    async def _job(self) -> Verdict:
+        options, command = self._options, None
+        address, nproc, error, code = "", 0, "", 1
+        try:
+            command = self._parse()
+        except CommandError as failure:
+            error, code = str(failure), 2
+        try:
+            self._sockets = run_dirs.private_dir(self._run_dir)
+            rendezvous, advertised = self._settle_network(command)
+            if command is not None:
+                # First of all: what the ranks import takes longer than everything below.
+                nproc = await self._start_interpreters(command)
+                self._start_watchdog(command)
+        except LaunchError as failure:
+            error = str(failure)
+        except ValueError as failure:
+            return self._conclude(Verdict(1, f"host {options.replica}: {failure}"))
+        try:
+            credentials = self._environ.get("MONARCH_CREDENTIALS", "")
+            wires = Wires.lay(rendezvous, advertised, options.network, credentials, self._sockets, options.replica == 0)
+        except ValueError as failure:
+            return self._conclude(Verdict(1, f"host {options.replica}: {failure}"))
+        if not error:
+            address = await self._start_worker(wires)
+        host = Registration(options.replica, address, self._hostname, os.getpid(), nproc, error, code)
+        self._registration = host
+        return await (self._control(host, wires) if options.replica == 0 else self._take_part(host, wires))
+
+    # -- start ---------------------------------------------------------------------------------------------------------
+
+    def _redirect_own_output(self) -> None:
+        try:
+            os.makedirs(self._log_dir, mode=0o700, exist_ok=True)
+            log = safe_files.open_file(self._monarch_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        except OSError:
+            log = os.open(os.devnull, os.O_WRONLY)  # the ranks' logs will say what is wrong with the folder
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+
+    def _handle_signals(self, more: str = "") -> None:
+        """Have signals stop the job; SIGUSR1 and SIGUSR2, unless named here, only reach the ranks.
+
+        Args:
+            more: torchrun's ``--signals-to-handle``: names, with commas.
+        """
+        loop = asyncio.get_running_loop()
+        named = {signal.Signals[name.strip()] for name in more.split(",") if name}
+        for number in {*_STOP_SIGNALS, *named}:
+            loop.add_signal_handler(number, self._signalled, number)
+        for number in {signal.SIGUSR1, signal.SIGUSR2} - named:
+            loop.add_signal_handler(number, self._pass_on, number)
+
+    def _parse(self) -> Command:
+        options = self._options
+        command = parse(options.command, self._environ)
+        if command is None:
+            raise CommandError(f"not a torchrun or Python command: {shlex.join(options.command)}")
+        check(command, replicas=options.replicas, role=options.role)
+        self._handle_signals(command.options.signals_to_handle)
+        self._command = command
+        self._backend_restarts = int(env_number(self._environ, "MONARCH_RESTART", 0))
+        self._grace = env_number(self._environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", options.grace)
+        if command.options.shutdown_timeout is not None:
+            self._grace = float(command.options.shutdown_timeout)
+        program = command.program_of(0)
+        if program.mode == "script" and not os.path.exists(program.target):
+            # The exit code goes with it, as of `python nosuch.py`.
+            raise CommandError(f"can't open file {os.path.abspath(program.target)!r}: No such file or directory")
+        return command
+
+    async def _start_interpreters(self, command: Command) -> int:
+        log_dir: str | None = self._log_dir
+        if command.options.log_dir == os.devnull:
+            log_dir = None  # torchrun's way to have none
+        elif command.options.log_dir:
+            log_dir = os.path.abspath(os.path.join(command.options.log_dir, self._run_id()))
+        self._pool = RankPool(
+            command,
+            Place(self._options.replica, self._hostname, log_dir, self._stdout, self._stderr),
+            self._environ,
+            self._options.preload,
+            self._first_output.set,
+            self._reporter.line,
+        )
+        nproc = command.options.nproc_per_node if command.kind == "torchrun" else "1"
+        return await self._pool.start(nproc)
+
+    def _settle_network(self, command: Command | None) -> tuple[Address, str]:
+        """Where replica 0 listens, and the name by which the other hosts dial this one.
+
+        Raises:
+            ValueError: one or the other makes no sense; the message says what.
+        """
+        is_first = self._options.replica == 0
+        given = self._options.rendezvous or self._environ.get("MONARCH_RENDEZVOUS") or f"unix:{self._run_dir}/r.sock"
+        source = "--rendezvous" if self._options.rendezvous else "MONARCH_RENDEZVOUS"
+        self._guide = guide = Guide.of(self._options, given, self._environ)
+        if guide is not None and not guide.is_main:
+            given, is_first = given.replace("@", guide.address.host), False  # the way there is the one to the others
+        rendezvous = Address.parse(local_addresses.expanded(given, self._environ, is_first), source)
+        if not rendezvous.networked:
+            return rendezvous, "127.0.0.1"
+        if rendezvous.scheme == "insecure-tcp":
+            self._reporter.line(
+                f"INSECURE: host {self._options.replica} uses plain TCP: whoever can reach its ports can run code here"
+            )
+        options = self._options.network
+        if command is not None and command.options.local_addr and not options.advertise:
+            options = dataclasses.replace(options, advertise=command.options.local_addr)
+        advertised = local_addresses.advertised(
+            rendezvous, is_first, options, self._environ.get("MONARCH_HOST_ADDRESS", "")
+        )
+        if interface := local_addresses.gloo_interface(advertised):
+            self._environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        if guide is not None and not guide.is_main:
+            rendezvous = dataclasses.replace(rendezvous, host=advertised)
+        return rendezvous, advertised
+
+    async def _start_worker(self, wires: Wires) -> str:
+        """Monarch's worker loop, and the socket by which its agent will reach us."""
+        link = os.path.join(self._sockets, "link")
+        await LinkServer(link, self._handle, self._agent_lost, self._options.lease).start()
+        os.environ[SOCKET_VARIABLE] = link
+        os.environ["PYTHONSAFEPATH"] = "1"  # a monarch.py of the user's in this folder is not what the agent imports
+        os.environ["TMPDIR"] = self._sockets  # Monarch makes more of them; ranks get the environment as it was
+
+        def log(text: str) -> None:
+            print(text, file=sys.stderr, flush=True)
+
+        return await wires.start_monarch(log, self._warn, self._options.lease)
+
+    def _warn(self, text: str) -> None:
+        self._reporter.line(f"INSECURE: host {self._options.replica}: {text}")
+
+    def _start_watchdog(self, command: Command) -> None:
+        """Serve the timers of ``torch.distributed.elastic.timer`` if the role's environment wants them."""
+        if command.kind != "torchrun" or self._environ.get(ENABLED) != "1" or self._pool is None:
+            return
+        path = self._environ.get(FILE) or os.path.join(self._sockets, "timers")
+        try:
+            self._pool.start_watchdog(path, self._run_id(), self._reporter.line)
+        except OSError as error:
+            raise LaunchError(f"cannot start torch's timer server: {error.strerror}: {error.filename}") from None
+
+    # -- the job -------------------------------------------------------------------------------------------------------
+
+    def _run_id(self) -> str:
+        """TORCHELASTIC_RUN_ID: torchrun's ``--rdzv-id``, else the app's id (where torchrun draws one or says none)."""
+        given = self._command.options.rdzv_id if self._command else "none"
+        return given if given != "none" else self._options.app
+
+    def _sizes(self) -> Sizes:
+        return Sizes.of(self._command, self._options.replicas, self._options.host_timeout)
+
+    def _first_log_attempt(self, max_restarts: int, sizes: Sizes) -> int:
+        """The number of the first attempt's log folders: the backend's earlier starts may have used up all of theirs.
+
+        An elastic job has any number of them, and a container that is started again is not told its starts: replica 0,
+        which takes part in each attempt, goes on from the last it finds. (With replacements the hosts that are left
+        know the number.)
+        """
+        at_most = self._backend_restarts * (1 + max_restarts + self._options.replacements)
+        counted = "MONARCH_RESTART" in self._environ or self._options.replacements > 0
+        if self._pool is None or (counted and not (sizes.elastic and self._backend_restarts)):
+            return at_most
+        return max(at_most, self._pool.last_logged() + 1)
+
+    async def _control(self, host: Registration, wires: Wires) -> Verdict:
+        """Replica 0: gather the hosts, run, announce."""
+        options = self._options
+        sizes = self._sizes()
+        self._rendezvous = rendezvous = Rendezvous(
+            wires.rendezvous,
+            options.replicas,
+            wires.identity,
+            wires.bind,
+            options.network.peer_timeout,
+            options.lease,
+            sizes.fewest,
+        )
+        self._meet_other_roles(rendezvous, wires)
+        try:
+            self._together = together = Application.of(options, self._environ, rendezvous, wires)
+            if self._listens:
+                await rendezvous.start()
+        except (RendezvousError, ValueError) as error:
+            return self._conclude(Verdict(1, str(error)))
+        rendezvous.register(host)
+        max_restarts = self._command.options.max_restarts if self._command else 0
+        job = JobOptions(
+            run_id=self._run_id(),
+            max_restarts=max_restarts,
+            replacements=options.replacements,
+            retry_on=options.retry_on,
+            first_log_attempt=self._first_log_attempt(max_restarts, sizes),
+            sizes=sizes,
+            host_timeout=options.host_timeout,
+            grace=self._grace,
+            master_addr=wires.advertised,
+            store_bind=wires.bind,
+            # A machine that is gone is noticed by its silence.
+            said_within=options.network.peer_timeout + 3.0 if wires.rendezvous.networked else 1.0,
+            lease=options.lease,
+            monarch_log=self._monarch_log,
+        )
+        await together.begin(self._reporter, options.host_timeout)
+        verdict = await self._controller(job, rendezvous, wires).run()
+        verdict = await together.await_others(verdict, self._reporter, options.host_timeout)
+        self._conclude(verdict)
+        await together.end(verdict, _HOST_EXIT_TIMEOUT + (0.0 if verdict.stopped else self._grace))
+        await rendezvous.announce(verdict, _HOST_EXIT_TIMEOUT + self._grace)
+        return verdict
+
+    @property
+    def _listens(self) -> bool:
+        """Whether anybody is to reach replica 0."""
+        return self._options.replicas > 1 or self._guide is not None or bool(self._options.application)
+
+    def _meet_other_roles(self, rendezvous: Rendezvous, wires: Wires) -> None:
+        """Keep the directory of the roles' replicas 0, or tell it where this one listens."""
+        if self._guide is not None and self._guide.is_main:
+            self._guide.serve(rendezvous)
+        elif self._guide is not None:
+            self._spawn(self._guide.tell(rendezvous, wires, self._reporter, self._options.host_timeout))
+
+    def _controller(self, job: JobOptions, rendezvous: Rendezvous, wires: Wires) -> Controller:
+        return Controller(job, rendezvous, self._reporter, self._first_output, wires.unreachable, self._handle)
+
+    def _conclude(self, verdict: Verdict) -> Verdict:
+        if verdict.cause and verdict.cause.traceback:
+            self._reporter.block(f"traceback of rank {verdict.cause.rank}:", verdict.cause.traceback)
+        if verdict.cause and verdict.cause.stderr_path:
+            self._reporter.line(f"log of rank {verdict.cause.rank}: {verdict.cause.stderr_path}")
+        word = "SUCCEEDED" if verdict.code == 0 else "STOPPED" if verdict.stopped else "FAILED"
+        self._reporter.phase("verdict", f"{word}: {verdict.reason}", code=verdict.code)
+        return verdict
+
+    async def _take_part(self, host: Registration, wires: Wires) -> Verdict:
+        """Every other replica: register and wait for the verdict."""
+        options = self._options
+        # A host that cannot take part has only that to say; if replica 0 cannot either, it is gone already.
+        join_timeout = self._sizes().join_timeout
+        timeout = min(join_timeout, _LAST_WORDS_TIMEOUT) if host.error else join_timeout
+        try:
+            self._membership = await self._join(host, wires, timeout, "replica 0")
+        except RendezvousError as error:
+            reason = host.error or str(error)
+            self._reporter.line(f"host {options.replica}: {reason}")
+            return Verdict(host.code if host.error else 1, reason)
+        while True:
+            membership = self._membership
+            verdict = await membership.verdict()
+            if verdict is not None:
+                if membership.dismissed and not verdict.stopped:
+                    self._reporter.line(f"host {options.replica} was refused: {verdict.reason}")
+                return verdict
+            self._membership = None
+            reason = membership.lost or f"host {options.replica} ({self._hostname}) lost replica 0"
+            verdict = Verdict(1, reason, consequence=True, replica=0)
+            if self._agent_gone:
+                verdict = Verdict(1, f"host {options.replica} ({self._hostname}) lost its agent")
+            self._reporter.line(verdict.reason)
+            if self._agent_gone or not options.replacements or self._pool is None:
+                return verdict
+            await self._pool.stop(signal.SIGTERM, self._grace)
+            try:
+                again = dataclasses.replace(host, attempt=self._pool.attempt)
+                self._membership = await self._join(again, wires, options.rejoin_timeout, "another replica 0")
+            except RendezvousError as error:
+                self._reporter.line(f"host {options.replica}: {error}")
+                return verdict
+
+    async def _join(self, host: Registration, wires: Wires, timeout: float, whom: str) -> Membership:
+        failure = ""
+
+        def failed(reason: str) -> None:
+            nonlocal failure
+            failure = f" ({reason})"
+
+        async def joining() -> Membership:
+            until, where = time.monotonic() + timeout, wires.rendezvous
+            if self._guide is not None and not self._guide.is_main:
+                where = await self._guide.find(self._options.role, wires, timeout, failed)
+            left = max(1.0, until - time.monotonic())
+            peer_timeout, lease = wires.options.peer_timeout, self._options.lease
+            return await Membership.join(where, host, left, wires.identity, peer_timeout, failed, lease)
+
+        return await self._reporter.while_waiting(joining(), lambda: whom + failure)
+
+    # -- requests and events -------------------------------------------------------------------------------------------
+
+    async def _handle(self, op: str, args: dict[str, Any]) -> Any:
+        """Do what the controller asks through the agent.
+
+        ``store`` finds the port where ranks meet; ``launch`` starts the ranks of a world; ``watch`` returns when one
+        has failed or all have ended; ``stop`` ends them. The last two answer who we are and the exits so far.
+        """
+        assert self._pool is not None
+        if op == "store":
+            return await self._pool.serve_store(args["bind"], args["advertised"], args["hosts"])
+        if op == "launch":
+            return await self._pool.launch(World.from_json(args["world"]), args["spares"])
+        if op == "watch":
+            await self._pool.watch()
+        elif op == "stop":
+            await self._pool.stop(args["signal"], args["grace"])
+        else:
+            raise ValueError(f"unknown request {op!r}")
+        return {"replica": self._options.replica, "exits": [one.to_json() for one in self._pool.exits()]}
+
+    def _agent_lost(self, silent: float) -> None:
+        host = self._registration
+        if host is None:
+            return
+        self._agent_gone = True
+        self._stop_soon(signal.SIGKILL)
+        if self._membership is not None:
+            self._spawn(self._membership.tell("agent_lost", silent=silent))
+        elif self._rendezvous is not None:
+            self._rendezvous.troubles.put_nowait(agent_lost(host, silent))
+
+    def _signalled(self, number: int) -> None:
+        self._reporter.line(f"host {self._options.replica}: received {signal.Signals(number).name}")
+        self._stop_soon(number)
+        stop_file = self._environ.get("MONARCH_STOP_FILE")
+        announced = os.path.exists(stop_file) if stop_file else None
+        host = self._registration or Registration(self._options.replica, "", self._hostname, os.getpid(), 0)
+        trouble = signalled(host, number, announced)
+        if self._membership is not None:
+            self._spawn(self._membership.tell("signal", number=number, announced=announced))
+        elif self._rendezvous is not None:
+            self._rendezvous.troubles.put_nowait(trouble)
+        else:
+            # Not in touch with anybody who could decide: not yet, or replica 0 is lost.
+            self._reporter.note(trouble.kind, trouble.verdict.reason, replica=trouble.replica)
+            self._spawn(self._leave(self._conclude(trouble.verdict)))
+
+    def _pass_on(self, number: int) -> None:
+        self._reporter.line(f"host {self._options.replica}: passing {signal.Signals(number).name} on to its ranks")
+        if self._pool is not None:
+            self._pool.notify(number)
+
+    def _stop_soon(self, number: int) -> None:
+        if self._pool is not None:
+            self._spawn(self._pool.stop(number, self._grace))
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)  # held, or the loop might drop it
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,81 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The master endpoint: MASTER_ADDR and MASTER_PORT, where the ranks meet, and the local address that serves them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import errno
+import ipaddress
+import socket
+
+from torchx_monarch.command.torchrun_options import TorchrunOptions
+
+
+class EndpointError(ValueError):
+    """The endpoint that the user has named cannot be served; the message says which, and why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MasterEndpoint:
+    """Where the ranks of an attempt meet.
+
+    Attributes:
+        address: MASTER_ADDR.
+        port: MASTER_PORT; 0 for any free one.
+        bind: the local address that the store listens on; empty for all.
+        unused: the address that the user has named where the mesh knows better; empty otherwise.
+    """
+
+    address: str
+    port: int
+    bind: str
+    unused: str = ""
+
+    @classmethod
+    async def of(cls, options: TorchrunOptions, bind: str, advertised: str, hosts: int) -> MasterEndpoint:
+        """The endpoint of a job, from the options of its torchrun command.
+
+        A port that the user has named holds everywhere. An address does on one machine; ranks of several machines meet
+        on replica 0's, by the address that the other hosts have dialled.
+
+        Args:
+            options: those of the command.
+            bind: the local address of the store where the user has named none; empty for all.
+            advertised: the address by which every rank can reach this host.
+            hosts: how many hosts take part.
+
+        Raises:
+            EndpointError: the address that the user has named cannot be resolved.
+        """
+        named = options.static_endpoint
+        if named is None:
+            return cls(advertised, 0, bind)
+        address, port = named
+        if hosts > 1 and not _is_loopback(advertised):
+            unused = address if not _is_loopback(address) and address != advertised else ""
+            return cls(advertised, port, bind, unused)
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(address, None, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise EndpointError(f"--master-addr={address} cannot be resolved: {error.strerror}") from None
+        resolved = sorted(found, key=lambda one: one[0] != socket.AF_INET)
+        return cls(address, port, str(resolved[0][4][0]))
+
+    def refusal(self, error: OSError) -> EndpointError:
+        """Why the endpoint cannot be opened."""
+        if not self.port:
+            return EndpointError(f"no port can be opened on {self.bind or 'any address'}: {error.strerror}")
+        if error.errno == errno.EADDRNOTAVAIL:
+            what = f"--master-addr={self.address} is no address of this host, where the ranks are to meet"
+            return EndpointError(f"{what}. Leave it out, or name an address of the host of replica 0")
+        what = f"--master-port={self.port} cannot be opened on {self.bind or 'any address'}: {error.strerror}"
+        return EndpointError(f"{what}. Choose another port, or leave it out for a free one")
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return address == "localhost" or ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,138 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The TCPStore of an attempt, or the port that is held for it, and the store of the next attempt, started ahead."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+import time
+from collections.abc import Callable
+
+from torchx_monarch.host.master_endpoint import MasterEndpoint
+from torchx_monarch.host.rank_process import Interpreter
+from torchx_monarch.host.store_process import StoreProcess, bound
+
+_PORT_PATIENCE = 5.0
+"""Seconds that a port which the user has named may stay taken: by the store of an attempt or a run that is ending."""
+
+
+class MasterStore:
+    """Opens the master endpoint of one attempt after the other, on the host of replica 0.
+
+    Args:
+        say: called with a line for a person when a store ends before it is closed.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._current: StoreProcess | None = None
+        self._ahead: asyncio.Task[StoreProcess | None] | None = None
+        self._reserved: socket.socket | None = None
+        self._next_bind: str | None = None  # where a store may be started ahead; None for nowhere
+
+    async def open(self, endpoint: MasterEndpoint, interpreter: Interpreter | None) -> tuple[int, bool]:
+        """Open a port in place of the one of the attempt before.
+
+        A fork of the interpreter serves a TCPStore there, bound before anybody is told: no other process can take the
+        port. Without an interpreter it is held by a socket that never listens; SO_REUSEADDR lets the program's own
+        store, which sets it as well, bind it all the same.
+
+        Args:
+            endpoint: what the user has named, if anything.
+            interpreter: one that imports torch and has no program yet; None where there is no such.
+
+        Returns:
+            the port, and whether a store is served there already.
+
+        Raises:
+            EndpointError: the endpoint cannot be opened.
+        """
+        self.end()
+        until = time.monotonic() + _PORT_PATIENCE
+        while True:
+            try:
+                return await self._open(endpoint, interpreter)
+            except OSError as error:
+                if not endpoint.port or error.errno != errno.EADDRINUSE or time.monotonic() > until:
+                    raise endpoint.refusal(error) from None
+            await asyncio.sleep(0.1)
+
+    async def _open(self, endpoint: MasterEndpoint, interpreter: Interpreter | None) -> tuple[int, bool]:
+        self._current = await self._serve(endpoint, interpreter) if interpreter is not None else None
+        if self._current is not None:
+            self._next_bind = None if endpoint.port else endpoint.bind
+            return self._current.port, True
+        self.release()
+        self._reserved = bound(endpoint.bind if endpoint.port else "", endpoint.port, reuse=True)
+        return int(self._reserved.getsockname()[1]), False
+
+    async def _serve(self, endpoint: MasterEndpoint, interpreter: Interpreter) -> StoreProcess | None:
+        ahead, self._ahead = self._ahead, None
+        store = await ahead if ahead is not None else None
+        if store is not None and store.address == endpoint.bind and not endpoint.port and not store.ended:
+            return store
+        if store is not None:
+            store.close()
+        return await StoreProcess.start(interpreter, endpoint.bind, self._say, endpoint.port)
+
+    @property
+    def port(self) -> int | None:
+        """Of the store that is served now; None while none is."""
+        return self._current.port if self._current is not None else None
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes that serve a store, now or for the next attempt."""
+        ahead = self._ahead.result() if self._ahead is not None and self._ahead.done() else None
+        return [store.pid for store in (self._current, ahead) if store is not None]
+
+    async def settled(self) -> None:
+        """Wait until a store that is being started ahead has a process."""
+        if self._ahead is not None:
+            await asyncio.wait([self._ahead])
+
+    def start_ahead(self, interpreter: Interpreter) -> None:
+        """Start the next attempt's store, if this attempt or the last has one and the user has named no port.
+
+        Args:
+            interpreter: one that waits for the next attempt; asked once it has imported torch.
+        """
+        if self._next_bind is not None and self._ahead is None:
+            self._ahead = asyncio.ensure_future(StoreProcess.start(interpreter, self._next_bind, self._say))
+
+    def take_over(self, before: MasterStore, keep: bool) -> None:
+        """Take the store that another one has started ahead.
+
+        Args:
+            before: the other, which opens no port any more.
+            keep: whether it may be used; it is closed otherwise.
+        """
+        ahead, before._ahead = before._ahead, None
+        if keep:
+            self._ahead = ahead
+        elif ahead is not None:
+            ahead.add_done_callback(_close)
+
+    def end(self) -> None:
+        """Close the store that is served now."""
+        if self._current is not None:
+            self._current.close()
+            self._current = None
+
+    def move_away(self) -> None:
+        """Close the store that is served now, and start none ahead: the ranks meet on another host."""
+        self.end()
+        self._next_bind = None
+
+    def release(self) -> None:
+        """Give up the port that is held for the program's own store."""
+        if self._reserved is not None:
+            self._reserved.close()
+            self._reserved = None
+
+
+def _close(store: asyncio.Task[StoreProcess | None]) -> None:
+    if not store.cancelled() and store.exception() is None and (process := store.result()) is not None:
+        process.close()

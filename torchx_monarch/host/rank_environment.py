@@ -1,0 +1,89 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The environment of a rank: torchelastic's, from who takes part in an attempt.
+
+Names and values are those of ``LocalElasticAgent._start_workers`` of torch 2.13
+(``torch/distributed/elastic/agent/server/local_elastic_agent.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torchx_monarch.command.command import CommandError, TorchrunOptions
+from torchx_monarch.model.env_names import is_for_hosts
+from torchx_monarch.model.world import World
+
+
+def env_number(environ: Mapping[str, str], variable: str, default: float) -> float:
+    """The number, 0 or more, that an environment variable holds.
+
+    Raises:
+        CommandError: it holds something else.
+    """
+    text = environ.get(variable)
+    if text is None:
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise CommandError(f"{variable}={text!r} is not a number of 0 or more")
+    return value
+
+
+def interpreter_environment(host: Mapping[str, str], local_world_size: int) -> dict[str, str]:
+    """What a rank's interpreter starts with, before its rank is known.
+
+    OMP_NUM_THREADS must be there before torch is imported; torchrun sets it to 1 when it starts several ranks and the
+    user has not set it.
+    """
+    env = {name: value for name, value in host.items() if not is_for_hosts(name)}
+    if local_world_size > 1:
+        env.setdefault("OMP_NUM_THREADS", "1")
+    return env
+
+
+def rank_environment(
+    world: World, options: TorchrunOptions, replica: int, local_rank: int, base: Mapping[str, str], error_file: str
+) -> dict[str, str]:
+    """What is added to ``base`` for one rank.
+
+    Raises:
+        ValueError: ``--virtual-local-rank`` with fewer visible devices than ranks, as in torchrun.
+    """
+    rank = world.first_rank(replica) + local_rank
+    env = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "GROUP_RANK": str(world.group_rank(replica)),
+        "ROLE_RANK": str(rank),
+        "ROLE_NAME": options.role,
+        "WORLD_SIZE": str(world.size),
+        "LOCAL_WORLD_SIZE": str(world.local_world_sizes[world.group_rank(replica)]),
+        "GROUP_WORLD_SIZE": str(len(world.local_world_sizes)),
+        "ROLE_WORLD_SIZE": str(world.size),
+        "MASTER_ADDR": world.master_addr,
+        "MASTER_PORT": str(world.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(world.restart_count),
+        "TORCHELASTIC_MAX_RESTARTS": str(options.max_restarts),
+        "TORCHELASTIC_RUN_ID": world.run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": str(world.agent_store),
+        "TORCHELASTIC_ERROR_FILE": error_file,
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": options.signals_to_handle,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": base.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }
+    if options.virtual_local_rank:
+        env["LOCAL_RANK"] = "0"
+        env["CUDA_VISIBLE_DEVICES"] = _device_of(local_rank, base.get("CUDA_VISIBLE_DEVICES"))
+    return env
+
+
+def _device_of(local_rank: int, visible: str | None) -> str:
+    if visible is None:
+        return str(local_rank)
+    devices: Sequence[str] = visible.split(",")
+    if local_rank >= len(devices):
+        raise ValueError(f"local rank {local_rank} has no device of its own in CUDA_VISIBLE_DEVICES={visible}")
+    return devices[local_rank].strip()

@@ -1,0 +1,258 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The host process of one replica of a live allocation: it takes part in run after run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import shlex
+import shutil
+import signal
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from torchx_monarch.command.allocation_spec import Hold, run_command, with_program
+from torchx_monarch.command.command import Command, CommandError, Program, parse
+from torchx_monarch.command.torchrun_options import DEFAULTS
+from torchx_monarch.controller.controller import Controller, JobOptions
+from torchx_monarch.controller.host_network import Wires
+from torchx_monarch.controller.host_options import HostOptions
+from torchx_monarch.controller.rendezvous import Rendezvous
+from torchx_monarch.controller.run_queue import Allocation
+from torchx_monarch.controller.session_controller import LiveController
+from torchx_monarch.host.code_distribution import OPS, HostCode, hand_on
+from torchx_monarch.host.host_process import HostProcess
+from torchx_monarch.host.rank_environment import env_number
+from torchx_monarch.host.rank_pool import Place
+from torchx_monarch.host.session_pool import LivePool
+from torchx_monarch.host.watchdog import ENABLED, FILE
+from torchx_monarch.insight.run_log import Journal
+from torchx_monarch.model.world import LaunchError
+
+_MESSAGE = 30_000
+"""Bytes of records in one message to replica 0, which takes 64 kB; within it each may take twice as many."""
+
+Op = Callable[["LiveHost", dict[str, Any]], Awaitable[Any]]
+
+
+def is_live(options: HostOptions, environ: Mapping[str, str]) -> bool:
+    """Whether a host's command is that of a live allocation."""
+    try:
+        command = parse(options.command, environ)
+    except CommandError:
+        return False
+    return command is not None and command.kind == "hosts"
+
+
+class LiveHost(HostProcess):
+    """Runs one replica of a live allocation to its end.
+
+    Attributes:
+        OPS: what ``LiveController.broadcast`` can ask a host to do, beyond what every host does; by name.
+    """
+
+    OPS: dict[str, Op] = dict(OPS)
+
+    def __init__(self, options: HostOptions, environ: Mapping[str, str]) -> None:
+        super().__init__(options, environ)
+        self._hold = Hold(0.0, "0", (), None)
+        self._allocation: Allocation | None = None
+        self._live: LivePool | None = None
+        self._token = ""
+        self._begun: dict[str, Any] = {}
+        self._journal: Journal | None = None
+        self._forwarding: asyncio.Task[None] | None = None
+        self._code: HostCode | None = None
+
+    @property
+    def code(self) -> HostCode:
+        """The code that clients have brought to this host."""
+        self._code = self._code or HostCode(os.path.join(self._sockets, "code"))
+        return self._code
+
+    @property
+    def log_dir(self) -> str:
+        """The folder of this host's logs; ``run_N`` in it is a run's."""
+        return self._log_dir
+
+    # -- start ---------------------------------------------------------------------------------------------------------
+
+    def _parse(self) -> Command:
+        command = parse(self._options.command, self._environ)
+        if command is None or command.kind != "hosts":
+            raise CommandError(f"not the command of an allocation: {shlex.join(self._options.command)}")
+        self._hold = Hold.of(command, self._environ, self._options.replicas, self._options.role)
+        self._grace = env_number(self._environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", self._options.grace)
+        return command
+
+    async def _start_interpreters(self, command: Command) -> int:
+        held = self._hold.command or Command("torchrun", DEFAULTS, Program("script", "run"))
+        self._pool = self._live = self._new_pool(held, Place(self._options.replica, self._hostname, None), {}, "")
+        return await self._live.start(self._hold.nproc)
+
+    def _new_pool(self, command: Command, place: Place, env: Mapping[str, str], cwd: str) -> LivePool:
+        return LivePool(
+            command,
+            place,
+            self._environ,
+            self._options.preload,
+            lambda: None,
+            self._reporter.line,
+            cwd or os.getcwd(),
+            env,
+            self._live,
+        )
+
+    @property
+    def _listens(self) -> bool:
+        return True
+
+    def _controller(self, job: JobOptions, rendezvous: Rendezvous, wires: Wires) -> Controller:
+        options, hold = self._options, self._hold
+        self._allocation = allocation = Allocation(
+            rendezvous,
+            options.app,
+            options.role,
+            self._log_dir,
+            hold.words,
+            hold.idle_timeout,
+            lambda: self._live.warm if self._live else 0,
+        )
+        allocation.hand_on = lambda code: hand_on(allocation, self.code, code)
+        job = dataclasses.replace(job, first_log_attempt=0)
+        return LiveController(
+            job, rendezvous, self._reporter, self._first_output, wires.unreachable, self._handle, self._allocation
+        )
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+
+    async def _handle(self, op: str, args: dict[str, Any]) -> Any:
+        """Do what the controller asks through the agent, as any host, and what is asked of each alone.
+
+        ``begin`` makes the host ready for a run; ``each`` is a request of ``LiveController.broadcast``. What cannot be
+        done is an answer: it ends the run, not the hosts.
+        """
+        try:
+            if op == "begin":
+                return await self._begin(args)
+            if op == "each":
+                return {"replica": self._options.replica, "result": await self._each(args["op"], args["args"])}
+            return await super()._handle(op, args)
+        except (CommandError, LaunchError) as error:
+            refused = f"host {self._options.replica} ({self._hostname}): {error}"
+            return {"refused": refused, "code": 2 if isinstance(error, CommandError) else 1}
+        except Exception as error:
+            return {"refused": f"host {self._options.replica} ({self._hostname}): {error!r}", "code": 1}
+
+    async def _each(self, op: str, args: dict[str, Any]) -> Any:
+        if op == "finish":
+            return await self._finish(args["token"])
+        if op in self.OPS:
+            return await self.OPS[op](self, args)
+        return await super()._handle(op, args)
+
+    async def _begin(self, args: dict[str, Any]) -> dict[str, Any]:
+        """Take a run. A second request, after another host was lost, changes nothing."""
+        if args["token"] == self._token:
+            return {**self._begun, "fresh": False}
+        await self._close_journal()
+        cwd, env = await self._folder_for(args), args["env"]
+        command = self._command_of(args, cwd, {**self._environ, **env})
+        folder = os.path.join(self._log_dir, f"run_{args['run']}")
+        run_id = command.options.rdzv_id if command.options.rdzv_id != "none" else f"{self._options.app}-{args['run']}"
+        if self._allocation is not None and self._allocation.current is not None:
+            self._journal = self._allocation.current.journal
+        else:
+            try:
+                self._journal = Journal(os.path.join(folder, "journal.jsonl"))
+            except OSError as error:
+                raise LaunchError(f"cannot make {error.filename}: {error.strerror}") from None
+            self._forwarding = asyncio.ensure_future(self._forward(self._journal, args["token"]))
+        log_dir: str | None = folder
+        if command.options.log_dir == os.devnull:
+            log_dir = None
+        elif command.options.log_dir:
+            log_dir = os.path.abspath(os.path.join(cwd, command.options.log_dir, run_id))
+        place = Place(self._options.replica, self._hostname, log_dir, self._stdout, self._stderr, self._journal)
+        self._pool = self._live = pool = self._new_pool(command, place, env, cwd)
+        nproc = await pool.start(command.options.nproc_per_node if command.kind == "torchrun" else "1")
+        if command.kind == "torchrun" and {**self._environ, **env}.get(ENABLED) == "1":
+            path = env.get(FILE) or os.path.join(self._sockets, f"timers{args['run']}")
+            pool.start_watchdog(path, run_id, self._reporter.line)
+        timeout = command.options.shutdown_timeout
+        self._token = args["token"]
+        self._begun = {
+            "replica": self._options.replica,
+            "nproc": nproc,
+            "run_id": run_id,
+            "max_restarts": command.options.max_restarts,
+            "grace": self._grace if timeout is None else float(timeout),
+        }
+        return {**self._begun, "fresh": True}
+
+    async def _folder_for(self, args: dict[str, Any]) -> str:
+        """Where the ranks of a run start."""
+        await self.code.leave()
+        if args["synced"]:
+            return await self.code.enter(args["code"])
+        return args["cwd"] or os.getcwd()
+
+    def _command_of(self, args: dict[str, Any], cwd: str, env: Mapping[str, str]) -> Command:
+        """What a run runs.
+
+        Raises:
+            CommandError: it cannot be run here.
+        """
+        replicas, role, nproc = self._options.replicas, self._options.role, args["nproc"]
+        words = list(args["command"] or self._hold.words)
+        if not os.path.isdir(cwd):
+            raise CommandError(f"there is no folder {cwd} to run in")
+        if args["program"]:
+            held = run_command(self._hold.words, env, replicas, role, nproc) if self._hold.words else None
+            command = with_program(held, args["program"])
+            if held is None:
+                own = nproc or (self._hold.nproc if self._hold.nproc != "0" else "1")
+                command = dataclasses.replace(command, options=dataclasses.replace(DEFAULTS, nproc_per_node=own))
+        else:
+            command = run_command(words, env, replicas, role, nproc)
+        program = command.program_of(0)
+        if program.mode == "script" and not os.path.exists(script := os.path.join(cwd, program.target)):
+            # The exit code goes with it, as of `python nosuch.py`.
+            hint = f". For the program: torchrun --no-python {program.target} …" if shutil.which(program.target) else ""
+            raise CommandError(f"can't open file {script!r}: No such file or directory{hint}")
+        return command
+
+    async def _finish(self, token: str) -> int:
+        """A run is over: nothing is left of its ranks. How many records replica 0 is to have of this host."""
+        if token != self._token or self._live is None:
+            return 0
+        await self._live.stop(signal.SIGKILL, 0.0)
+        self._live = self._live.retire()
+        await self.code.leave()
+        journal = self._journal
+        await self._close_journal()
+        return journal.count if journal is not None else 0
+
+    async def _close_journal(self) -> None:
+        """Have the last of a run's output sent, where that is not replica 0's own."""
+        journal, self._journal = self._journal, None
+        forwarding, self._forwarding = self._forwarding, None
+        if journal is not None and forwarding is not None:
+            journal.close()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(forwarding, 10.0)
+
+    async def _forward(self, journal: Journal, token: str) -> None:
+        """Send the records to replica 0 as they come."""
+        async for lines in journal.follow():
+            while lines:
+                message = [lines.pop(0)]
+                size = len(message[0])
+                while lines and size + len(lines[0]) < _MESSAGE:
+                    size += len(lines[0])
+                    message.append(lines.pop(0))
+                if self._membership is not None:
+                    await self._membership.tell("output", token=token, records=b"".join(message).decode())

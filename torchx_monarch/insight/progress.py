@@ -1,0 +1,145 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a person sees of a job: one line a phase in its log, and the same as an event."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import stat
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeVar
+
+from torchx_monarch.insight import events
+from torchx_monarch.model.job_result import FINAL, RANK_RESTARTS, Verdict
+from torchx_monarch.system import error_files, signed_line
+from torchx_monarch.system.console import Console
+from torchx_monarch.system.untrusted_text import lines, one_line
+
+T = TypeVar("T")
+
+_WAITING_EVERY = 10.0
+"""Seconds between two lines that say what a wait waits for."""
+
+_WAITING_FIRST = 5.0
+"""Seconds until the first of them."""
+
+_TERMINATION_MESSAGE = 4096
+"""Bytes of a container's termination message."""
+
+
+class Reporter:
+    """Writes lines to the host's own stderr and events to the app's file.
+
+    Attributes:
+        echo: called with each line as well, where somebody has set it.
+        rank_restarts: how often ``restarted`` was called.
+
+    Args:
+        console: the host's stderr.
+        events_path: the app's events file; None where the backend has none.
+        role: name of the role, part of each event.
+        termination_log: the file of the container's termination message (``leave_word``); None where there is none.
+    """
+
+    def __init__(
+        self, console: Console, events_path: str | None, role: str, termination_log: str | None = None
+    ) -> None:
+        self._console = console
+        self._events_path = events_path
+        self._role = role
+        self._termination_log = termination_log
+        self.rank_restarts = 0
+        self._last = time.monotonic()
+        self.echo: Callable[[str], None] | None = None
+
+    def line(self, text: str) -> None:
+        """A line in the log alone."""
+        text = one_line(text)
+        self._console.write(self, f"[monarch] {text}\n".encode())
+        if self.echo is not None:
+            self.echo(text)
+
+    def block(self, title: str, text: str) -> None:
+        """A line and a text of several, which a rank may have written: each of its lines is marked as ours."""
+        self.line(title)
+        for line in lines(text):
+            self._console.write(self, f"[monarch]   {line}\n".encode())
+            if self.echo is not None:
+                self.echo(f"  {line}")
+
+    def phase(self, kind: str, text: str, **fields: object) -> None:
+        """The end of a phase, with the seconds since the phase before it."""
+        now = time.monotonic()
+        seconds, self._last = round(now - self._last, 3), now
+        self.line(f"{text} ({seconds:.2f} s)")
+        self._event(kind, text, seconds, fields)
+
+    def note(self, kind: str, text: str, **fields: object) -> None:
+        """Something that happened between phases; the next one's seconds count from here."""
+        self._last = time.monotonic()
+        self.line(text)
+        self._event(kind, text, None, fields)
+
+    def restarted(self, text: str, **fields: object) -> None:
+        """The ranks are started again: a note, which is counted where the backend looks for the number."""
+        self.note("rank_restart", text, **fields)
+        self.rank_restarts += 1
+        # At once: a host that is killed has no last word.
+        _write(self._termination_log, json.dumps({RANK_RESTARTS: self.rank_restarts}))
+
+    async def while_waiting(self, awaitable: Awaitable[T], what: Callable[[], str]) -> T:
+        """Await something, saying now and then what is awaited: ``waiting for host 3 of 4, 20 s``."""
+        started, patience = time.monotonic(), _WAITING_FIRST
+        task = asyncio.ensure_future(awaitable)
+        try:
+            while True:
+                done, _ = await asyncio.wait([task], timeout=patience)
+                if done:
+                    return task.result()
+                patience = _WAITING_EVERY
+                self.line(f"waiting for {what()}, {time.monotonic() - started:.0f} s")
+        finally:
+            task.cancel()
+
+    def _event(self, kind: str, text: str, seconds: float | None, fields: dict[str, object]) -> None:
+        if self._events_path:
+            events.append(self._events_path, kind, one_line(text), seconds=seconds, role=self._role, **fields)
+
+
+def leave_word(verdict: Verdict, environ: Mapping[str, str], reporter: Reporter, final: str = "") -> None:
+    """Write how a job ended to where its backend looks for it.
+
+    Args:
+        verdict: how it ended.
+        environ: TORCHELASTIC_ERROR_FILE names a file of ours; MONARCH_TERMINATION_LOG one that is there already, of
+            which Kubernetes reads 4096 bytes. MONARCH_RESULT_KEY asks for a signed line in the log.
+        reporter: knows how often this host has started the ranks again, for the latter two.
+        final: why the host is not to be started again; empty where it may be.
+    """
+    path = environ.get("TORCHELASTIC_ERROR_FILE")
+    further = {RANK_RESTARTS: reporter.rank_restarts} if reporter.rank_restarts else {}
+    if key := environ.get(signed_line.KEY_VARIABLE):
+        reporter.line(signed_line.sign(verdict.error_file(_TERMINATION_MESSAGE, **further), key))
+    if verdict.code == 0:
+        return
+    if path:
+        with contextlib.suppress(OSError):
+            error_files.write(path, lambda limit: verdict.error_file(limit, **({FINAL: final} if final else {})))
+    _write(environ.get("MONARCH_TERMINATION_LOG"), verdict.error_file(_TERMINATION_MESSAGE, **further))
+
+
+def _write(path: str | None, text: str) -> None:
+    """Write a file that Kubernetes has made, perhaps for another user, and mounted: it cannot be replaced."""
+    if not path:
+        return
+    with contextlib.suppress(OSError):
+        # A rank can have put a FIFO or a link there where nothing is mounted.
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+        with open(fd, "w") as file:
+            if stat.S_ISREG(os.fstat(fd).st_mode):
+                os.ftruncate(fd, 0)
+                file.write(text)

@@ -1,0 +1,154 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Read a torchelastic error file, which the program that failed could have made anything.
+
+Of the JSON that torch's ``ErrorHandler`` and our hosts write, the fields that somebody reads are kept, of the type and
+at most of the length that they should have. Everything else is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+from collections.abc import Callable
+from typing import Any
+
+from torchx_monarch.system import safe_files
+from torchx_monarch.system.untrusted_text import printable
+
+MESSAGE_BYTES = 8 * 1024
+"""The most that is kept of a message, as JSON."""
+
+TRACEBACK_BYTES = 64 * 1024
+"""The most that is kept of a traceback, as JSON: its end."""
+
+
+RESERVE_BYTES = 16 * 1024
+"""The size of the reserve file beside an error file: ``error.json.reserve`` beside ``error.json``."""
+
+
+class UnreadableError(ValueError):
+    """There is an error file that cannot be used; the message says why."""
+
+
+def read(path: str, since: float = 0.0, traceback_bytes: int = TRACEBACK_BYTES) -> dict[str, Any] | None:
+    """Read an error file; None when there is none.
+
+    Args:
+        path: the file.
+        since: what was written before this time, in seconds since the epoch, is another failure's: there is none.
+        traceback_bytes: the most that is kept of a traceback, as JSON.
+
+    Raises:
+        UnreadableError: it is no regular file of ours, larger than ``safe_files.MAX_JSON_BYTES``, or no JSON object.
+    """
+    try:
+        if os.lstat(path).st_mtime < since:
+            return None
+        data = safe_files.read_json(path)
+    except FileNotFoundError:
+        return None
+    except safe_files.UnsafeFileError as error:
+        raise UnreadableError(f"it {error.strerror}") from None
+    except OSError as error:
+        raise UnreadableError(error.strerror or str(error)) from None
+    except ValueError:
+        raise UnreadableError("it is not JSON") from None
+    if not isinstance(data, dict):
+        raise UnreadableError("it is not a JSON object")
+    return known_fields(data, traceback_bytes)
+
+
+def make_reserve(path: str) -> None:
+    """Make a reserve file beside an error file that may have to be written when the disk is full.
+
+    Without room for it there is none: that the job runs matters more.
+    """
+    with contextlib.suppress(OSError):
+        safe_files.make_reserve(_reserve(path), RESERVE_BYTES)
+
+
+def remove_reserve(path: str) -> None:
+    """Remove the reserve file beside an error file, if there is one."""
+    with contextlib.suppress(OSError):
+        os.unlink(_reserve(path))
+
+
+def write(path: str, text: Callable[[int], str]) -> None:
+    """Write an error file, into its reserve where the disk is full.
+
+    Args:
+        text: gives the content, of at most so many bytes; 0 is any number.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    try:
+        safe_files.replace_file(path, text(0).encode())
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        safe_files.write_into_reserve(_reserve(path), path, text(RESERVE_BYTES).encode())
+
+
+def _reserve(path: str) -> str:
+    return f"{path}.reserve"
+
+
+def cleaned(text: str) -> str:
+    """The content of an error file without what nobody reads (``known_fields``); empty where it is no JSON object."""
+    try:
+        data = safe_files.parse_json(text or "null")
+    except ValueError:
+        return ""
+    return json.dumps(known_fields(data)) if isinstance(data, dict) else ""
+
+
+def known_fields(data: dict[str, Any], traceback_bytes: int = TRACEBACK_BYTES) -> dict[str, Any]:
+    """The fields of an error file that somebody reads, or a flat one's, where they are of the right type.
+
+    Args:
+        data: the JSON object.
+        traceback_bytes: as for ``read``.
+    """
+    kept = _scalars(data)
+    message = data.get("message")
+    if not isinstance(message, dict):
+        return kept
+    kept["message"] = inner = _scalars(message)
+    extra = message.get("extraInfo")
+    if isinstance(extra, dict):
+        inner["extraInfo"] = {**_scalars(extra)}
+        callstack = extra.get("py_callstack")
+        if isinstance(callstack, str):
+            inner["extraInfo"]["py_callstack"] = _end(printable(callstack[-traceback_bytes:]), traceback_bytes)
+    return kept
+
+
+_SHORT = ("errorCode", "timestamp", "raised_at", "began", "joined", "consequence", "replica", "rank_restarts", "final")
+
+
+def _scalars(data: dict[str, Any]) -> dict[str, Any]:
+    kept: dict[str, Any] = {}
+    for name in ("message", *_SHORT):
+        value = data.get(name)
+        if isinstance(value, str):
+            kept[name] = _beginning(printable(value[:MESSAGE_BYTES]), MESSAGE_BYTES)
+        elif isinstance(value, bool) or isinstance(value, (int, float)) and abs(value) < 1e15 and math.isfinite(value):
+            kept[name] = value
+    return kept
+
+
+def _beginning(text: str, limit: int) -> str:
+    while (over := len(json.dumps(text)) - limit) > 0:
+        text = text[: -max(1, over // 6)]  # JSON writes some characters as six
+    return text
+
+
+def _end(text: str, limit: int) -> str:
+    while (over := len(json.dumps(text)) - limit) > 0:
+        text = text[max(1, over // 6) :]
+    return text

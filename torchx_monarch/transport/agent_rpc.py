@@ -1,0 +1,141 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The unix socket between a host process, which owns the ranks, and its agent, which the mesh reaches.
+
+A new mesh brings a new agent; the one before it is then ended, whose controller may be gone.
+
+Requests are ``{"id": n, "op": name, "args": {...}}``, answers ``{"id": n, "result": ...}`` or ``{"id": n, "error":
+text}``, in any order: a request to stop overtakes the one that waits for the ranks. From the first request on the host
+sends heartbeats, ``{"alive": true}``, which the agent returns: an agent that does not, for as long as its lease, is
+killed and counts as lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from torchx_monarch.transport import messages
+from torchx_monarch.transport.lease import LEASE, Leases
+
+SOCKET_VARIABLE = "MONARCH_AGENT_SOCKET"
+"""Names the socket file. Set by the host process, inherited by the Monarch process that the agent lives in."""
+
+Handler = Callable[[str, dict[str, Any]], Awaitable[Any]]
+
+
+class LinkError(Exception):
+    """The other end refused the request, or is gone."""
+
+
+class LinkServer:
+    """The host's end: answers the requests of its agent.
+
+    Args:
+        path: socket file to make; its folder is the job's own, mode 0700.
+        handler: does what a request asks; its exceptions are sent back as text.
+        on_lost: called when the agent has gone away and no newer one has come; with the
+            seconds for which it has not answered, or 0 where it has died.
+        lease: seconds for which the agent may be silent.
+    """
+
+    def __init__(self, path: str, handler: Handler, on_lost: Callable[[float], None], lease: float = LEASE) -> None:
+        self._path = path
+        self._handler = handler
+        self._on_lost = on_lost
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._agent = 0
+        self._silent: set[int] = set()
+        self._leases: Leases[int] = Leases(lease, self._lease_expired)
+
+    async def start(self) -> None:
+        """Begin to listen."""
+        self._leases.start()
+        await asyncio.start_unix_server(self._serve, self._path, limit=messages.MAX_LINE)
+        os.chmod(self._path, 0o600)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        credentials = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        agent, _, _ = struct.unpack("3i", credentials)
+        before, self._agent = self._agent, agent
+        if before:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(before, signal.SIGKILL)
+        heartbeats: asyncio.Task[None] | None = None
+        while request := await messages.receive(reader):
+            self._leases.renew(agent)
+            heartbeats = heartbeats or asyncio.ensure_future(self._send_heartbeats(writer))
+            if "alive" not in request:
+                task = asyncio.ensure_future(self._answer(request, writer))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+        if heartbeats is not None:
+            heartbeats.cancel()
+        self._leases.drop(agent)
+        writer.close()
+        if self._agent == agent:
+            self._on_lost(self._leases.seconds if agent in self._silent else 0.0)
+
+    async def _send_heartbeats(self, writer: asyncio.StreamWriter) -> None:
+        while True:
+            await asyncio.sleep(self._leases.heartbeat)
+            await messages.send(writer, {"alive": True})
+
+    def _lease_expired(self, agent: int) -> None:
+        self._silent.add(agent)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(agent, signal.SIGKILL)  # by which its connection ends
+
+    async def _answer(self, request: messages.Message, writer: asyncio.StreamWriter) -> None:
+        try:
+            answer = {"id": request["id"], "result": await self._handler(request["op"], request["args"])}
+        except Exception as error:
+            answer = {"id": request["id"], "error": str(error) or type(error).__name__}
+        await messages.send(writer, answer)
+
+
+class LinkClient:
+    """The agent's end."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._ids = itertools.count()
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._listener = asyncio.ensure_future(self._listen())
+
+    @classmethod
+    async def over(cls, connection: socket.socket) -> LinkClient:
+        """The end of a connection to the host's socket file."""
+        return cls(*await asyncio.open_unix_connection(sock=connection, limit=messages.MAX_LINE))
+
+    async def request(self, op: str, args: dict[str, Any]) -> Any:
+        """Ask the host to do something.
+
+        Raises:
+            LinkError: it could not; the message is its own.
+        """
+        number = next(self._ids)
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
+        await messages.send(self._writer, {"id": number, "op": op, "args": args})
+        return await answer
+
+    async def _listen(self) -> None:
+        while answer := await messages.receive(self._reader):
+            if "alive" in answer:
+                await messages.send(self._writer, answer)
+                continue
+            waiting = self._waiting.pop(answer["id"])
+            if "error" in answer:
+                waiting.set_exception(LinkError(answer["error"]))
+            else:
+                waiting.set_result(answer["result"])
+        for waiting in self._waiting.values():
+            waiting.set_exception(LinkError("the host process is gone"))
