@@ -14,7 +14,7 @@ in time, so that only ``--at-once`` of them connect at a time. What the columns 
     hosts CPU    the same of all simulated hosts together
     retries      how often one of them was sent away or lost its patience, and tried again
     KiB a host   memory of replica 0 for each registered host
-    checked      seconds in which replica 0 reaches the Monarch port of every host (``Wires.check``)
+    checked      seconds in which replica 0 reaches the Monarch port of every host (``HostNetwork.check``)
     alive        CPU that signs of life cost replica 0, in percent of a core (each host sends one every 15 s)
     verdict      seconds from the verdict until the last host knows it
 
@@ -38,10 +38,10 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from torchx_monarch.controller.host_network import Wires
+from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import Registration, Rendezvous, RendezvousError
-from torchx_monarch.controller.rendezvous_client import Membership
-from torchx_monarch.model.job_result import Verdict
+from torchx_monarch.controller.rendezvous_client import RendezvousClient
+from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.system.processes import raise_file_limit
 from torchx_monarch.transport import connections, credentials
 from torchx_monarch.transport.connections import Address, Identity
@@ -100,7 +100,7 @@ def serve(pipe: Connection, address: Address, identity: Identity, replicas: int,
 
 async def _serve(pipe: Connection, address: Address, identity: Identity, replicas: int, alive: float) -> Server:
     rendezvous = Rendezvous(address, replicas, identity, NAME)
-    wires = Wires(address, NetworkOptions(), NAME, NAME, identity, "", "", "")
+    host_network = HostNetwork(address, NetworkOptions(), NAME, NAME, identity, "", "", "")
     await rendezvous.start()
     rendezvous.register(Registration(0, f"self@tls://{NAME}:{address.port}", "bench", os.getpid(), 1))
     pipe.send(None)
@@ -109,13 +109,13 @@ async def _serve(pipe: Connection, address: Address, identity: Identity, replica
     hosts = rendezvous.form()
     cpu, memory = time.process_time() - cpu, resident() - memory
     started = time.monotonic()
-    assert not await wires.unreachable(hosts[1:])
+    assert not await host_network.unreachable(hosts[1:])
     checked = time.monotonic() - started
     before = time.process_time()
     await asyncio.sleep(alive)
     share = 100 * (time.process_time() - before) / alive
     announced = time.monotonic()
-    await rendezvous.announce(Verdict(0, "the end of the benchmark"), TIMEOUT)
+    await rendezvous.announce(JobResult(0, "the end of the benchmark"), TIMEOUT)
     return Server(cpu, memory / 1024 / replicas, checked, share, announced)
 
 
@@ -143,11 +143,13 @@ async def hosts(address: Address, identity: Identity, replicas: int, at_once: in
         registration = Registration(replica, f"host@tls://{NAME}:{port}", "bench", os.getpid(), 1)
         try:
             async with connecting:
-                membership = await Membership.join(address, registration, TIMEOUT, identity, on_failure=failed)
+                rendezvous_client = await RendezvousClient.join(
+                    address, registration, TIMEOUT, identity, on_failure=failed
+                )
         except RendezvousError as error:
             raise BenchError(f"{replicas} hosts, host {replica}: {error}; before: {failures}") from None
         registered.append((time.monotonic() - started, time.process_time() - cpu))
-        if await membership.verdict() is None:
+        if await rendezvous_client.verdict() is None:
             raise BenchError(f"{replicas} hosts: host {replica} lost replica 0")
         return time.monotonic()
 

@@ -24,7 +24,7 @@ from words import spread
 from torchx_monarch.backends import client_credentials
 from torchx_monarch.client.job import SPMDJob
 from torchx_monarch.client.serve import serve
-from torchx_monarch.client.workspace_sync import bring
+from torchx_monarch.client.workspace_sync import sync_workspace
 
 PROGRAM = """
 import time
@@ -97,7 +97,7 @@ def main() -> None:
                 f"\n| {args.files} files, 2 hosts, {args.scheduler}, {os.cpu_count()} processors | seconds |\n|---|---|"
             )
             start = time.perf_counter()
-            bring(job.target, str(root), "always")
+            sync_workspace(job.target, str(root), "always")
             row("the first time", [time.perf_counter() - start])
             job.run_spmd(output="store")  # its folder is made
             row("nothing has changed", [in_new_process(job, root) for _ in range(args.rounds)])
@@ -109,7 +109,7 @@ def main() -> None:
                 time.sleep(1.0)  # an editor's user is no faster
                 job.wait_ready(warm=True)
                 start = time.perf_counter()
-                bring(job.target, str(root), "always")
+                sync_workspace(job.target, str(root), "always")
                 synced.append(time.perf_counter() - start)
                 change(root, -number)
                 for times in (begun, again):

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 
-class LinkError(RuntimeError):
+class UnreachableError(RuntimeError):
     """A live allocation cannot be reached; the message says why.
 
     Attributes:

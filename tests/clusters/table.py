@@ -32,11 +32,11 @@ def folder(backend: str) -> Path:
     return _TESTS / "local" if backend == "local" else _TESTS / "clusters" / backend
 
 
-def column(backend: str, wires: Mapping[str, Iterable[str]], reasons: Mapping[str, str]) -> Column:
+def column(backend: str, host_network: Mapping[str, Iterable[str]], reasons: Mapping[str, str]) -> Column:
     """The cells of a backend.
 
     Args:
-        wires: of the tests that have passed, by scenario.
+        host_network: of the tests that have passed, by scenario.
         reasons: why there is none.
 
     Raises:
@@ -44,7 +44,7 @@ def column(backend: str, wires: Mapping[str, Iterable[str]], reasons: Mapping[st
     """
     cells, wrong = {}, []
     for name in SCENARIOS:
-        tried = set(wires.get(name, ()))
+        tried = set(host_network.get(name, ()))
         if bool(tried) is (name in reasons):
             wrong.append(f"{name!r} has {'a test, and a reason for none' if tried else 'neither a test nor a reason'}")
         elif tried:

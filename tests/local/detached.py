@@ -79,7 +79,7 @@ class Detached:
     def paths(self, app_id: str) -> state_files.AppPaths:
         return state_files.app_paths(app_id)
 
-    def watchers(self, app_id: str) -> owners.Watchers:
+    def watchers(self, app_id: str) -> owners.Owners:
         watchers = state.watched_by(self.paths(app_id))
         assert watchers is not None
         return watchers

@@ -13,23 +13,23 @@ from pathlib import Path
 import pytest
 
 from tests.local.hosts import Hosts
-from torchx_monarch.client.connection import Link
+from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.target import Target
-from torchx_monarch.exceptions import LinkError, RefusedError
+from torchx_monarch.exceptions import RefusedError, UnreachableError
 from torchx_monarch.transport.address import Address
 
 COMMAND = ["python", "-m", "torchx_monarch.actors", "--idle-timeout"]
 Eventually = Callable[..., object]
 
 
-def attached(folder: Path, **more: object) -> Link:
+def attached(folder: Path, **more: object) -> Connection:
     """A client's connection, when replica 0 listens."""
     until = time.monotonic() + 60
     while True:
         try:
             target = Target(Address("unix", path=f"{folder}/r.sock"))
-            return Link.open(target, {"type": "attach", "names": ["me"], **more})
-        except LinkError:
+            return Connection.open(target, {"type": "attach", "names": ["me"], **more})
+        except UnreachableError:
             assert time.monotonic() < until
             time.sleep(0.05)
 

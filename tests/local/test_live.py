@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 from tests.local.live import Live
-from torchx_monarch.client.connection import Link
+from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.job import SPMDJob
-from torchx_monarch.exceptions import AllocationError, LinkError, RefusedError, SPMDError
+from torchx_monarch.exceptions import AllocationError, RefusedError, SPMDError, UnreachableError
 
 Eventually = Callable[..., object]
 
@@ -197,7 +197,7 @@ def test_a_run_outlives_its_client_and_is_found_again(
     """)
     hosts = live("torchrun", "--nproc-per-node", "2", path)
     request = hosts.job.request(None, None, None, None, None, False)
-    with Link.open(hosts.job.target, request) as link:
+    with Connection.open(hosts.job.target, request) as link:
         assert link.receive() == {"type": "accepted", "run": 1}
     other = SPMDJob.attach(hosts.job.handle, address=str(hosts.job.target.address))
     handle = other.follow(output="store", check=False)
@@ -211,7 +211,7 @@ def test_a_run_outlives_its_client_and_is_found_again(
     with pytest.raises(RefusedError, match="run 7 is not known here; the last was 1"):
         other.follow(7)
     assert hosts.end() == [0]
-    with pytest.raises(LinkError):
+    with pytest.raises(UnreachableError):
         other.follow(1)
 
 
@@ -312,7 +312,7 @@ def test_a_lost_first_host_takes_its_run_along_and_not_the_allocation(
     hosts.processes[0].wait()
     hosts.start(0)
     error = handle.exception(60)
-    assert isinstance(error, LinkError) and "run 1 was lost from sight: run 1 is not known here" in str(error)
+    assert isinstance(error, UnreachableError) and "run 1 was lost from sight: run 1 is not known here" in str(error)
     hosts.wait_mesh()
     result = hosts.run()
     assert (result.run, texts(result)) == (2, {0: "begun\n", 1: "begun\n"})
@@ -420,13 +420,13 @@ def test_ended_before_torch_is_imported(
 
 def test_not_there(folder: Path) -> None:
     job = SPMDJob("monarch_local://torchx/nosuch")
-    with pytest.raises(LinkError, match="monarch_local://torchx/nosuch is not known in "):
+    with pytest.raises(UnreachableError, match="monarch_local://torchx/nosuch is not known in "):
         SPMDJob.attach(job.handle)
     with pytest.raises(AllocationError, match="monarch_local://torchx/nosuch does not exist"):
         job.run_spmd()
     with pytest.raises(AllocationError, match="does not exist"):
         job.wait_ready(5)
-    with pytest.raises(LinkError, match="'nowhere' is not of the form|nowhere"):
+    with pytest.raises(UnreachableError, match="'nowhere' is not of the form|nowhere"):
         SPMDJob("monarch_local://torchx/nosuch", address="nowhere").runs()
     assert job.status().state == "UNKNOWN"
     late = SPMDJob(job.handle, address=f"unix:{folder}/nosuch.sock", start_timeout=0.0)

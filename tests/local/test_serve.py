@@ -17,7 +17,7 @@ import pytest
 from torchx.specs import AppDef, Role
 
 from torchx_monarch import SPMDError, SPMDJob, serve
-from torchx_monarch.exceptions import AllocationError, LinkError, RefusedError
+from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
 
 Eventually = Callable[..., object]
 
@@ -192,7 +192,9 @@ def test_a_run_is_lost_with_its_hosts(
     eventually(lambda: list(job.logs()), "the rank")
     os.kill(int(next(job.logs()).split()[2]), signal.SIGKILL)  # the host
     error = handle.exception(60)
-    assert isinstance(error, LinkError) and f"run 1 was lost from sight: {job.handle} has ended (FAILED)" in str(error)
+    assert isinstance(error, UnreachableError) and f"run 1 was lost from sight: {job.handle} has ended (FAILED)" in str(
+        error
+    )
     assert not handle.cancel()
 
 

@@ -15,10 +15,10 @@ import pytest
 
 from tests.local.live import Live
 from tests.local.test_serve import torchx
-from torchx_monarch.client.connection import Link
+from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.result import RunResult
-from torchx_monarch.client.workspace_sync import bring
-from torchx_monarch.code_sync.scan import Memory, scan
+from torchx_monarch.client.workspace_sync import sync_workspace
+from torchx_monarch.code_sync.scan import StatCache, scan
 from torchx_monarch.exceptions import CodeError
 
 Eventually = Callable[..., object]
@@ -104,7 +104,7 @@ def said(result: RunResult) -> str:
 
 
 def tree_hash(root: Path) -> str:
-    return scan(str(root), Memory()).hash
+    return scan(str(root), StatCache()).hash
 
 
 def test_each_run_has_the_code_as_it_was_when_it_began(hosts: Live, root: Path, tmp_path: Path) -> None:
@@ -123,13 +123,13 @@ def test_each_run_has_the_code_as_it_was_when_it_began(hosts: Live, root: Path, 
         time.sleep(0.02)
     set_value(root, 2)
     (root / "data" / "set.bin").write_bytes(bytes(2000))
-    brought = bring(hosts.job.target, str(root), "always")
+    brought = sync_workspace(hosts.job.target, str(root), "always")
     assert brought.synced and brought.code == tree_hash(root) != one and 0 < brought.sent < 2000
     go.touch()
     assert said(running.result(60)) == "value 1\nlate 1 1 results ['1', '1']\n"
     second = hosts.run(**more)
     assert said(second) == "value 2\nlate 2 2 results ['1', '1', '2']\n"
-    assert bring(hosts.job.target, str(root), "always").sent == 0
+    assert sync_workspace(hosts.job.target, str(root), "always").sent == 0
     assert [run["code"] for run in hosts.job.runs()] == [one, one, second.code]
 
     # What is gone is gone, what is back need not be sent again.
@@ -137,7 +137,7 @@ def test_each_run_has_the_code_as_it_was_when_it_began(hosts: Live, root: Path, 
     failed = hosts.run(**more)
     assert failed.exit_code == 1 and "cannot import name 'late'" in failed.ranks[0].message
     (root / "late.py").rename(root / "pkg" / "late.py")
-    assert bring(hosts.job.target, str(root), "always").sent == 0
+    assert sync_workspace(hosts.job.target, str(root), "always").sent == 0
     # Code of another time can be asked for by nobody, and never is the hosts' own folder used for it.
     missing = hosts.run(**more | {"workspace": str(shutil.copytree(root, tmp_path / "copy"))})
     assert missing.code == second.code and missing.exit_code == 0
@@ -177,21 +177,21 @@ def test_a_folder_that_all_hosts_see_is_used_itself(
 
 def test_what_goes_wrong_is_said_and_leaves_the_hosts_as_they_were(hosts: Live, root: Path, folder: Path) -> None:
     target = hosts.job.target
-    tree = scan(str(root), Memory())
+    tree = scan(str(root), StatCache())
     encoded = tree.encode()
-    with Link.open(target, {"type": "sync"}) as link:
+    with Connection.open(target, {"type": "sync"}) as link:
         link.send_bytes(b'{"type":"tree","tree":"%s"}\n' % tree.hash.encode())
         assert link.receive() == {"type": "have", "have": False, "base": False}
         link.send_bytes(len(encoded).to_bytes(4, "big") + encoded + bytes(4))
         assert link.receive() == {"type": "missing", "missing": f"{(1 << len(tree.contents)) - 1:x}"}
         link.send_bytes((1000).to_bytes(4, "big") + b"half of it")
-    with Link.open(target, {"type": "sync"}) as link:
+    with Connection.open(target, {"type": "sync"}) as link:
         link.send_bytes(b'{"type":"tree","tree":"%s"}\n' % (b"0" * 64))
         assert link.receive() == {"type": "have", "have": False, "base": False}
         link.send_bytes(len(encoded).to_bytes(4, "big") + encoded + bytes(4))
         answer = link.receive()
         assert answer is not None and "came as 000000" in answer["reason"]
-    with Link.open(target, {"type": "sync"}) as link:
+    with Connection.open(target, {"type": "sync"}) as link:
         link.send_bytes(b'{"type":"nonsense"}\n')
         answer = link.receive()
         assert answer == {"type": "failed", "reason": "a request is probe or tree, not 'nonsense'"}
@@ -202,7 +202,7 @@ def test_what_goes_wrong_is_said_and_leaves_the_hosts_as_they_were(hosts: Live, 
     places[1].rename(places[1].with_name("away"))
     places[1].write_text("a file in its place")
     with pytest.raises(CodeError, match=r"host \d \(.*\): cannot make the code on this host: File exists"):
-        bring(target, str(root), "always")
+        sync_workspace(target, str(root), "always")
     places[1].unlink()
     assert said(hosts.run(workspace=str(root), sync="always")).startswith("value 1")
 
@@ -213,4 +213,4 @@ def test_what_goes_wrong_is_said_and_leaves_the_hosts_as_they_were(hosts: Live, 
         (root / "weights.bin").touch()
         os.truncate(root / "weights.bin", 200 << 20)
     with pytest.raises(CodeError, match=r"(weights.bin has 200 MB|cannot read .*late.py).*named? .*\.gitignore"):
-        bring(target, str(root), "always")
+        sync_workspace(target, str(root), "always")

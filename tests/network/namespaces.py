@@ -100,7 +100,7 @@ class Network:
         """Cut its link at the switch: nothing comes and nothing goes, and no connection is closed."""
         ip("-n", self._switch, "link", "set", f"port{machine}", "down")
 
-    def mend(self, machine: int) -> None:
+    def adapt(self, machine: int) -> None:
         """The opposite of ``cut``."""
         ip("-n", self._switch, "link", "set", f"port{machine}", "up")
 

@@ -19,7 +19,7 @@ from torchx_monarch.client import hosts as client_hosts
 from torchx_monarch.client.connection import ask
 from torchx_monarch.client.job import SPMDJob
 from torchx_monarch.client.target import Target
-from torchx_monarch.exceptions import LinkError
+from torchx_monarch.exceptions import UnreachableError
 from torchx_monarch.transport import credentials
 from torchx_monarch.transport.address import Address
 
@@ -74,11 +74,11 @@ def test_a_client_reaches_one_port_by_its_certificate_also_through_a_tunnel(
             result = client.run_spmd(output="store")
             assert {rank: one.stdout for rank, one in result.output.items()} == {0: "rank 0\n", 1: "rank 1\n"}
         # What listens on the other hosts is Monarch's, and takes no client.
-        with pytest.raises(LinkError):
+        with pytest.raises(UnreachableError):
             ask(Target(Address("tls", machines.address(1), PORT), "trainer", text), {"type": "runs"})
         stranger = credentials.create()[1].to_text()
         for wrong in (stranger, ""):
-            with pytest.raises(LinkError, match="certificate"):
+            with pytest.raises(UnreachableError, match="certificate"):
                 ask(Target(there.address, "trainer", wrong), {"type": "runs"})
 
     # As with `ssh -L 9999:NODE:PORT`: what is dialled is this machine.

@@ -87,7 +87,7 @@ def test_goes_on_when_a_machine_is_cut_off_and_its_host_replaced(
     machines.cut(lost)
     if lost == 0:
         gone.kill()
-        machines.mend(0)  # where the backend puts the new one, under the old address
+        machines.adapt(0)  # where the backend puts the new one, under the old address
     else:
         hosts.within[lost] = machines.within(2)
     hosts.start(lost)

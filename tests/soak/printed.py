@@ -42,7 +42,7 @@ class Log:
     text: str
 
 
-class Starts:
+class NoRestartMarker:
     """The starts of hosts that an app's events tell of."""
 
     def __init__(self, path: Path) -> None:
@@ -73,7 +73,7 @@ def check(folder: Path, events_path: Path, logs: Iterable[Log]) -> list[str]:
         events_path: of the app's events.
         logs: all that are to be looked at.
     """
-    starts = Starts(events_path)
+    starts = NoRestartMarker(events_path)
     host_of = {proof["pid"]: proof["host"] for proof in _proofs(folder, "begin")}
     proven = {stream: count for stream, count in _proven(folder).items() if not starts.was_killed(host_of[stream.pid])}
     wrong = []

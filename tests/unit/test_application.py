@@ -21,7 +21,7 @@ ENDED = {"type": "ended", "code": 7, "reason": "b/1 failed: boom", "stopped": Fa
 
 
 @pytest.mark.parametrize(
-    ("said", "answer", "trouble"),
+    ("said", "answer", "host_event"),
     [
         ([{**LINK, "start": "1"}], "it is of another start of the app", None),
         ([{**LINK, "role": ["b"]}], "the name of a role is a text", None),
@@ -33,7 +33,7 @@ ENDED = {"type": "ended", "code": 7, "reason": "b/1 failed: boom", "stopped": Fa
     ],
 )
 def test_what_another_role_says_and_leaves_unsaid(
-    leaves_nothing: None, said: list[dict[str, Any]], answer: str, trouble: tuple[int, str] | None
+    leaves_nothing: None, said: list[dict[str, Any]], answer: str, host_event: tuple[int, str] | None
 ) -> None:
     address = Address("unix", path=str(Path(tempfile.gettempdir(), "r.sock")))
 
@@ -47,25 +47,25 @@ def test_what_another_role_says_and_leaves_unsaid(
 
     async def main() -> None:
         rendezvous = Rendezvous(address, replicas=1)
-        first = role_coordinator._First("a", rendezvous, "2", 1)
+        first = role_coordinator._MainRole("a", rendezvous, "2", 1)
         await rendezvous.start()
         try:
             heard = await talk(*said)
             assert answer in (heard["type"], heard.get("reason")) or answer in heard["reason"]
             for _ in range(500):
-                if not first._links and (trouble is None or rendezvous.troubles.qsize()):
+                if not first._links and (host_event is None or rendezvous.host_events.qsize()):
                     break
                 await asyncio.sleep(0.01)
-            assert rendezvous.troubles.qsize() == (trouble is not None)
-            if trouble is not None:
-                came = rendezvous.troubles.get_nowait()
+            assert rendezvous.host_events.qsize() == (host_event is not None)
+            if host_event is not None:
+                came = rendezvous.host_events.get_nowait()
                 assert (came.replica, came.lost, came.verdict.consequence) == (0, False, True)
-                assert came.verdict.code == trouble[0] and came.verdict.reason.startswith(trouble[1])
+                assert came.verdict.code == host_event[0] and came.verdict.reason.startswith(host_event[1])
                 late = await talk(LINK)  # a replica 0 that is started again before this one has gone
                 assert late["type"] == "refused" and late["later"]
         finally:
-            assert rendezvous._door is not None
-            rendezvous._door.close()
+            assert rendezvous._listener is not None
+            rendezvous._listener.close()
             await asyncio.sleep(0.05)
             Path(address.path).unlink()
 

@@ -17,19 +17,19 @@ FIRST, *REST = SCENARIOS
 
 
 def test_a_cell_is_what_was_tried_or_the_reason() -> None:
-    wires = {name: {"fake"} for name in REST}
-    wires[REST[0]].add("real")
-    cells = table.column("slurm", wires, {FIRST: "there is none"})
+    host_network = {name: {"fake"} for name in REST}
+    host_network[REST[0]].add("real")
+    cells = table.column("slurm", host_network, {FIRST: "there is none"})
     assert cells[FIRST] == "not possible, because there is none"
     assert (cells[REST[0]], cells[REST[1]]) == ("tested real", "tested on a fake wire")
 
 
 def test_a_cell_without_a_test_or_with_a_needless_reason_is_an_error() -> None:
-    wires = {name: {"real"} for name in REST}
+    host_network = {name: {"real"} for name in REST}
     with pytest.raises(ValueError, match=f"{FIRST!r} has neither a test nor a reason"):
-        table.column("slurm", wires, {})
+        table.column("slurm", host_network, {})
     with pytest.raises(ValueError, match=f"{REST[0]!r} has a test, and a reason for none"):
-        table.column("slurm", wires, {FIRST: "x", REST[0]: "y"})
+        table.column("slurm", host_network, {FIRST: "x", REST[0]: "y"})
 
 
 def test_columns_are_replaced_and_others_stay() -> None:

@@ -20,7 +20,7 @@ from torchx.specs.finder import ComponentValidationException, ModuleComponentsFi
 
 import torchx_monarch.components
 from torchx_monarch.command.command import Program, parse
-from torchx_monarch.command.rewrite import HostOptions, rewrite
+from torchx_monarch.command.rewrite import WrapOptions, rewrite
 from torchx_monarch.command.spmd import Launch, app_name
 from torchx_monarch.components import controller, hosts, spmd
 
@@ -227,5 +227,5 @@ def test_every_option_has_a_help_text(component: Callable[..., object]) -> None:
 
 
 def test_the_app_can_be_rewritten() -> None:
-    app = rewrite(typed("-j 2x2 train.py '--x=$a'"), HostOptions())
+    app = rewrite(typed("-j 2x2 train.py '--x=$a'"), WrapOptions())
     assert app.roles[0].args[-1] == "'--x=$a'"

@@ -244,10 +244,10 @@ def test_this_process() -> None:
 
 def test_watchers_are_read_as_they_were_written() -> None:
     me = processes.Identity(7, 8)
-    written = owners.Watchers(owners.this_machine(), me, processes.Identity(9, 10))
+    written = owners.Owners(owners.this_machine(), me, processes.Identity(9, 10))
     data = json.loads(json.dumps(written.to_json()))
     assert data["keeper"] == {"pid": 7, "start": 8}  # the form of files that are on disks
-    assert codec.decode(owners.Watchers, data) == written
+    assert codec.decode(owners.Owners, data) == written
 
 
 def test_a_life_is_told_by_machine_boot_and_start() -> None:
@@ -256,7 +256,7 @@ def test_a_life_is_told_by_machine_boot_and_start() -> None:
 
     def life(which: processes.Identity = me, **changes: str) -> owners.Life:
         machine = owners.Machine(**{**vars(here), **changes})
-        return owners.Watchers(machine, me, me).life(which)
+        return owners.Owners(machine, me, me).life(which)
 
     assert life() is owners.Life.ALIVE
     assert life(processes.Identity(me.pid, me.start + 1)) is owners.Life.DEAD

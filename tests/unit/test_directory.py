@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from torchx_monarch.controller import role_registry
-from torchx_monarch.controller.host_network import Wires
+from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
-from torchx_monarch.controller.role_registry import Guide
+from torchx_monarch.controller.role_registry import RegistryClient
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.system.console import Console
 from torchx_monarch.transport import connections, messages
@@ -29,28 +29,28 @@ def address() -> Address:
     return Address("unix", path=str(Path(tempfile.gettempdir(), "r.sock")))
 
 
-def guide(role: str = "b", start: str = "1") -> Guide:
+def registry_client(role: str = "b", start: str = "1") -> RegistryClient:
     """Of a host of another role than the first; the directory is at a socket file."""
-    return Guide(role, address(), start, is_main=False)
+    return RegistryClient(role, address(), start, is_main=False)
 
 
 reporter = Reporter(Console(2), None, "b")
 
 
-def wires(port: int) -> Wires:
-    return Wires(Address("tls", "10.0.0.7", port), NetworkOptions(), "10.0.0.7", "", None, "", "", "")
+def host_network(port: int) -> HostNetwork:
+    return HostNetwork(Address("tls", "10.0.0.7", port), NetworkOptions(), "10.0.0.7", "", None, "", "", "")
 
 
 @contextlib.asynccontextmanager
 async def kept(start: str = "1") -> AsyncIterator[Rendezvous]:
     rendezvous = Rendezvous(address(), replicas=1)
-    dataclasses.replace(guide("a", start), is_main=True).serve(rendezvous)
+    dataclasses.replace(registry_client("a", start), is_main=True).serve(rendezvous)
     await rendezvous.start()
     try:
         yield rendezvous
     finally:
-        assert rendezvous._door is not None
-        rendezvous._door.close()
+        assert rendezvous._listener is not None
+        rendezvous._listener.close()
         await asyncio.sleep(0.05)
         Path(address().path).unlink()
 
@@ -80,12 +80,16 @@ def test_those_who_ask_are_told_when_it_is_known_and_the_newest_word_counts(
         await asyncio.wait_for(poll(), 20)
 
     async def main() -> None:
-        asking = asyncio.ensure_future(guide().find("b", wires(0), 20.0))  # before there is a directory
+        asking = asyncio.ensure_future(
+            registry_client().find("b", host_network(0), 20.0)
+        )  # before there is a directory
         telling = []
         async with kept() as rendezvous:
             assert await told() == ("refused", None)
             for port in (1001, 1002):
-                telling.append(asyncio.ensure_future(guide().tell(rendezvous, wires(port), reporter, 20.0)))
+                telling.append(
+                    asyncio.ensure_future(registry_client().tell(rendezvous, host_network(port), reporter, 20.0))
+                )
                 await until(("there", port))
                 if port == 1001:
                     assert str(await asking) == "unix:10.0.0.7:1001"
@@ -103,13 +107,17 @@ def test_hosts_of_another_start_wait(leaves_nothing: None, monkeypatch: pytest.M
 
     async def main() -> None:
         async with kept("2") as rendezvous:
-            telling = asyncio.ensure_future(guide(start=start).tell(rendezvous, wires(1001), reporter, 0.5))
+            telling = asyncio.ensure_future(
+                registry_client(start=start).tell(rendezvous, host_network(1001), reporter, 0.5)
+            )
             with pytest.raises(RendezvousError, match="in 0.5 s: .*r.sock: it is of another start of the app"):
-                await guide(start=start).find("b", wires(0), 0.5)
+                await registry_client(start=start).find("b", host_network(0), 0.5)
             await telling
-            trouble = rendezvous.troubles.get_nowait()
-            assert not trouble.lost
-            assert "through which the hosts of role 'b' find theirs, was not reached in 0.5 s" in trouble.verdict.reason
+            host_event = rendezvous.host_events.get_nowait()
+            assert not host_event.lost
+            assert (
+                "through which the hosts of role 'b' find theirs, was not reached in 0.5 s" in host_event.verdict.reason
+            )
             assert (await asked({"type": "where", "role": "b", "start": "2"}))["type"] == "refused"
 
     asyncio.run(main())

@@ -19,7 +19,7 @@ from torchx.specs import AppDef, AppState, BindMount, InvalidRunConfigException,
 
 from torchx_monarch.backends import appdef_codec
 from torchx_monarch.backends.docker import request, status
-from torchx_monarch.backends.docker.status import Replica, RoleFacts, standing
+from torchx_monarch.backends.docker.status import DockerReplica, DockerRole, evaluate
 from torchx_monarch.backends.outcome import RolePolicy
 from torchx_monarch.backends.protocols import PLACEHOLDER
 from torchx_monarch.schedulers import monarch_docker
@@ -134,15 +134,15 @@ def test_senseless_requests_are_refused(
 NOW = 1_000_000.0
 
 
-def one(role: str, status: str = "exited", code: int = 0, ended: float = NOW - 100, id: int = 0) -> Replica:
-    return Replica(role, id, f"{role}-{id}", status, code, NOW - 200, ended, 0, False, "", 0, {})
+def one(role: str, status: str = "exited", code: int = 0, ended: float = NOW - 100, id: int = 0) -> DockerReplica:
+    return DockerReplica(role, id, f"{role}-{id}", status, code, NOW - 200, ended, 0, False, "", 0, {})
 
 
-def facts_of(*replicas: Replica, size: int = 1, fewest: int | None = None, removed: bool = False) -> RoleFacts:
+def facts_of(*replicas: DockerReplica, size: int = 1, fewest: int | None = None, removed: bool = False) -> DockerRole:
     size = max(size, len(replicas))
     policy = RolePolicy(size, fewest, sidecar=any(each.role == "sidecar" for each in replicas))
     gone = frozenset(range(size)) - {each.id for each in replicas} if removed else frozenset()
-    return RoleFacts(policy, replicas, gone)
+    return DockerRole(policy, replicas, gone)
 
 
 RUNS = one("main", "running")
@@ -171,8 +171,8 @@ RUNS = one("main", "running")
         (one("main"), one("o"), NOW - 99, AppState.SUCCEEDED, False),  # too late
     ],
 )
-def test_standing(main: Replica, other: Replica, cancelled: float, state: AppState, unended: bool) -> None:
-    found = standing([facts_of(main), facts_of(other)], cancelled, NOW, grace=30)
+def test_standing(main: DockerReplica, other: DockerReplica, cancelled: float, state: AppState, unended: bool) -> None:
+    found = evaluate([facts_of(main), facts_of(other)], cancelled, NOW, grace=30)
     assert (found.state, found.unended) == (state, unended)
 
 
@@ -187,10 +187,10 @@ def test_standing(main: Replica, other: Replica, cancelled: float, state: AppSta
     ],
 )
 def test_standing_without_some_containers(
-    main: list[Replica], other: list[Replica], size: int, lost: bool, state: AppState, unended: bool
+    main: list[DockerReplica], other: list[DockerReplica], size: int, lost: bool, state: AppState, unended: bool
 ) -> None:
     roles = [facts_of(*each, size=size, removed=lost) for each in (main, other)]
-    found = standing(roles, 0, NOW, grace=30)
+    found = evaluate(roles, 0, NOW, grace=30)
     assert (found.state, found.unended, found.cause) == (state, unended, None)
 
 
@@ -212,13 +212,13 @@ def test_an_elastic_role_does_without_some(
     replicas = [
         one("main", "running", id=k) if code is None else one("main", code=code, id=k) for k, code in enumerate(codes)
     ]
-    found = standing([facts_of(*replicas, size=3, fewest=2, removed=removed)], 0, NOW, grace=30)
+    found = evaluate([facts_of(*replicas, size=3, fewest=2, removed=removed)], 0, NOW, grace=30)
     assert (found.state, found.unended) == (state, unended)
 
 
 def test_the_first_to_fail_is_the_cause() -> None:
     first, second = one("main", code=137, ended=NOW - 50, id=1), one("main", code=1, ended=NOW - 49)
-    found = standing([facts_of(second, first)], 0, NOW, grace=30)
+    found = evaluate([facts_of(second, first)], 0, NOW, grace=30)
     assert found.cause == first
     assert first.failure == "replica main/1 was killed by signal 9 (SIGKILL)"
     assert second.failure == "replica main/0 exited with code 1"

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from torchx_monarch.model.job_result import RankExit, Verdict, describe_code, others_in_words, root_cause, shell_code
+from torchx_monarch.model.job_result import JobResult, RankExit, describe_code, others_in_words, root_cause, shell_code
 
 
 def exit_of(rank: int, code: int, at: float = 10.0, **fields: Any) -> RankExit:
@@ -70,8 +70,8 @@ def test_others_are_grouped_by_how_they_failed() -> None:
 
 def test_they_survive_json_and_pickling() -> None:
     cause = exit_of(2, -11, error=error("x", began=False))
-    verdict = Verdict(139, cause.describe(), cause)
-    assert Verdict.from_json(json.loads(json.dumps(verdict.to_json()))) == verdict
+    verdict = JobResult(139, cause.describe(), cause)
+    assert JobResult.from_json(json.loads(json.dumps(verdict.to_json()))) == verdict
     assert pickle.loads(pickle.dumps(verdict)) == verdict
     assert not cause.began
     assert json.loads(verdict.error_file())["message"]["errorCode"] == 139

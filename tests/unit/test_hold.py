@@ -11,9 +11,9 @@ import pytest
 from torchx.specs import AppDef, RetryPolicy, Role
 from torchx.specs.finder import ComponentValidationException
 
-from torchx_monarch.command.allocation_spec import Hold, run_command, with_program
+from torchx_monarch.command.allocation_spec import AllocationSpec, run_command, with_program
 from torchx_monarch.command.command import Command, CommandError, Program, parse
-from torchx_monarch.command.rewrite import HostOptions, hold, restore, rewrite
+from torchx_monarch.command.rewrite import WrapOptions, hold, restore, rewrite
 from torchx_monarch.components import hosts
 
 WAITS = ["python", "-m", "torchx_monarch.hosts", "--idle-timeout", "60", "--"]
@@ -45,7 +45,7 @@ def test_holds_a_copy_that_is_wrapped_and_described_like_any_command(given: list
     assert app == before
     assert [result.roles[0].entrypoint, *result.roles[0].args] == held
     assert result.roles[1] == dataclasses.replace(app.roles[1], metadata={"monarch": {"sidecar": True}})
-    wrapped = rewrite(result, HostOptions())
+    wrapped = rewrite(result, WrapOptions())
     assert "torchx_monarch.host" in " ".join(wrapped.roles[0].args)
     assert restore(wrapped.roles[0]) == result.roles[0]
 
@@ -57,15 +57,15 @@ def test_refuses_to_hold_what_runs_no_ranks() -> None:
         hold(AppDef("app", [role("torchrun", "--nosuch", "x.py")]))
 
 
-def of(*words: str, replicas: int = 2) -> Hold:
+def of(*words: str, replicas: int = 2) -> AllocationSpec:
     command = parse(["python", "-m", "torchx_monarch.hosts", *words])
     assert command is not None and command.kind == "hosts"
-    return Hold.of(command, {}, replicas, "trainer")
+    return AllocationSpec.of(command, {}, replicas, "trainer")
 
 
 def test_what_its_command_says() -> None:
-    assert of() == Hold(1800.0, "1", (), None)
-    assert of("--nproc", "0", "--idle-timeout", "0") == Hold(0.0, "0", (), None)
+    assert of() == AllocationSpec(1800.0, "1", (), None)
+    assert of("--nproc", "0", "--idle-timeout", "0") == AllocationSpec(0.0, "0", (), None)
     held = of("--idle-timeout", "5.5", "--", "torchrun", "--nnodes", "2", "--nproc-per-node", "gpu", "x.py", "-a")
     assert (held.idle_timeout, held.nproc, held.words[0]) == (5.5, "gpu", "torchrun")
     assert held.command is not None and held.command.program == Program("script", "x.py", ("-a",))
@@ -109,7 +109,7 @@ def test_another_program_keeps_the_options() -> None:
 def test_the_component() -> None:
     (one,) = hosts(j="3x8", idle_timeout=5, max_retries=2).roles
     assert (one.num_replicas, one.retry_policy, one.max_retries) == (3, RetryPolicy.REPLICA, 2)
-    assert of(*one.args[2:], replicas=3) == Hold(5.0, "8", (), None)
+    assert of(*one.args[2:], replicas=3) == AllocationSpec(5.0, "8", (), None)
     assert hosts(j="2x0").roles[0].args[-2:] == ["--nproc", "0"]
     for bad in ("1:2x4", "0x0", "x"):
         with pytest.raises(ComponentValidationException, match="-j "):

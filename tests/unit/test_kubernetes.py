@@ -29,10 +29,10 @@ from torchx.specs.finder import ComponentValidationException
 from tests.clusters.kubernetes.kubelet import expanded
 from torchx_monarch.backends import appdef_codec
 from torchx_monarch.backends.kubernetes import names, status
-from torchx_monarch.backends.kubernetes.status import Attempt, Ended, RoleFacts, Rules, Work, standing
+from torchx_monarch.backends.kubernetes.status import Attempt, Ended, KubernetesRole, Rules, Work, evaluate
 from torchx_monarch.backends.outcome import RolePolicy
 from torchx_monarch.backends.protocols import PLACEHOLDER
-from torchx_monarch.model.job_result import RankExit, Verdict
+from torchx_monarch.model.job_result import JobResult, RankExit
 from torchx_monarch.schedulers import monarch_kubernetes
 
 OFFLINE: dict[str, Any] = {"mode": "job", "validate_spec": False, "namespace": "team"}
@@ -302,7 +302,7 @@ def ended(code: int, reason: str = "Error", message: str = "") -> dict[str, Any]
 )
 def test_why_a_pod_failed(reported: dict[str, Any], words: str) -> None:
     one = status.attempt(pod("Failed", **reported))
-    assert status.Replica("r", 0, [one], AppState.FAILED).failure == f"replica r/0 on node n1 {words}"
+    assert status.KubernetesReplica("r", 0, [one], AppState.FAILED).failure == f"replica r/0 on node n1 {words}"
 
 
 def test_why_a_pod_waits() -> None:
@@ -319,7 +319,7 @@ def test_why_a_pod_waits() -> None:
 
 
 def test_restarts_of_ranks_are_those_of_all_containers_that_have_ended() -> None:
-    now = ended(1, message=Verdict(1, "x" * 5000).error_file(4096, rank_restarts=2))
+    now = ended(1, message=JobResult(1, "x" * 5000).error_file(4096, rank_restarts=2))
     now["containerStatuses"][1]["lastState"] = {"terminated": {"exitCode": 137, "message": '{"rank_restarts": 3}'}}
     one = status.attempt(pod("Failed", **now))
     assert one.rank_restarts == 5 and len(one.said) <= 4096
@@ -348,9 +348,9 @@ def role(
     retries: int = 0,
     fewest: int | None = None,
     sidecar: bool = False,
-) -> RoleFacts:
+) -> KubernetesRole:
     replicas = [status.replica(name, number, each, work, retries) for number, each in enumerate(attempts)]
-    return RoleFacts(name, replicas, work, RolePolicy(len(attempts), fewest, sidecar))
+    return KubernetesRole(name, replicas, work, RolePolicy(len(attempts), fewest, sidecar))
 
 
 def run(phase: str = "Running", at: float = 0.0, **more: Any) -> Attempt:
@@ -359,40 +359,40 @@ def run(phase: str = "Running", at: float = 0.0, **more: Any) -> Attempt:
 
 def test_succeeds_when_all_roles_have_and_ends_sidecars() -> None:
     done = role("main", [run("Succeeded", 900.0)], work=Work(True, AppState.SUCCEEDED))
-    found = standing([done, role("other", [run()])], NOW)
+    found = evaluate([done, role("other", [run()])], NOW)
     assert (found.state, found.unended) == (AppState.RUNNING, None)
-    failed = standing([done, role("other", [run("Failed", 950.0)], work=Work(True, AppState.FAILED))], NOW)
+    failed = evaluate([done, role("other", [run("Failed", 950.0)], work=Work(True, AppState.FAILED))], NOW)
     assert failed.state is AppState.FAILED and failed.cause is not None and failed.cause.role == "other"
-    found = standing([done, role("other", [run()], sidecar=True)], NOW)
+    found = evaluate([done, role("other", [run()], sidecar=True)], NOW)
     assert (found.state, found.unended) == (AppState.RUNNING, Ended(AppState.SUCCEEDED))
-    over = standing([done, role("other", [run("Failed", 950.0, stopping=True)], work=GONE, sidecar=True)], NOW)
+    over = evaluate([done, role("other", [run("Failed", 950.0, stopping=True)], work=GONE, sidecar=True)], NOW)
     assert (over.state, over.cause) == (AppState.SUCCEEDED, None)
 
 
 def test_leaves_a_job_alone_that_has_only_to_say_that_it_is_over() -> None:
-    found = standing([role("main", [run("Succeeded", 900.0)])], NOW)
+    found = evaluate([role("main", [run("Succeeded", 900.0)])], NOW)
     assert (found.state, found.unended) == (AppState.RUNNING, None)
 
 
 def test_fails_when_nothing_lives_and_waits_for_the_hosts_before_it_ends_them() -> None:
     lost = [run("Failed", 995.0)]
-    found = standing([role("main", lost, [run()])], NOW)
+    found = evaluate([role("main", lost, [run()])], NOW)
     assert (found.state, found.unended) == (AppState.RUNNING, None)
     assert found.msg == "replica main/0 exited with code 1"
-    later = standing([role("main", lost, [run()])], Rules(1011.0, 5.0, 60.0))
+    later = evaluate([role("main", lost, [run()])], Rules(1011.0, 5.0, 60.0))
     assert later.unended is not None and later.unended.state is AppState.FAILED
     work = Work(True, AppState.FAILED)
-    over = standing([role("main", lost, [run("Failed", 996.0)], work=work)], NOW)
+    over = evaluate([role("main", lost, [run("Failed", 996.0)], work=work)], NOW)
     assert over.state is AppState.FAILED
     assert over.cause is not None and over.cause.id == 0
 
 
 def test_waits_for_a_replacement() -> None:
-    found = standing([role("main", [run("Failed", 995.0)], [run()], retries=1)], NOW)
+    found = evaluate([role("main", [run("Failed", 995.0)], [run()], retries=1)], NOW)
     assert (found.state, found.cause) == (AppState.RUNNING, None)
-    found = standing([role("main", [run("Failed", 995.0)], retries=1)], NOW)
+    found = evaluate([role("main", [run("Failed", 995.0)], retries=1)], NOW)
     assert found.state is AppState.PENDING
-    for_good = standing([role("main", [run("Failed", 995.0)], work=Work(True, failed=frozenset({0})), retries=1)], NOW)
+    for_good = evaluate([role("main", [run("Failed", 995.0)], work=Work(True, failed=frozenset({0})), retries=1)], NOW)
     assert for_good.cause is not None
 
 
@@ -400,40 +400,40 @@ def test_an_elastic_role_does_without_some() -> None:
     lost, well = run("Failed", 900.0), run("Succeeded", 950.0)
     over = Work(True, AppState.FAILED)
     some = role("main", [run()], [lost], [run()], fewest=2)
-    assert (standing([some], NOW).state, standing([some], NOW).unended) == (AppState.RUNNING, None)
+    assert (evaluate([some], NOW).state, evaluate([some], NOW).unended) == (AppState.RUNNING, None)
     done = role("main", [well], [lost], [well], work=over, fewest=2)
-    assert standing([done], NOW).state is AppState.SUCCEEDED
+    assert evaluate([done], NOW).state is AppState.SUCCEEDED
     too_few = role("main", [well], [lost], [lost], work=over, fewest=2)
-    assert standing([too_few], NOW).state is AppState.FAILED
+    assert evaluate([too_few], NOW).state is AppState.FAILED
     first = role("main", [lost], [well], [well], work=over, fewest=2)
-    assert standing([first], NOW).state is AppState.FAILED
+    assert evaluate([first], NOW).state is AppState.FAILED
 
 
 def test_cancelled_is_cancelled_unless_all_was_over() -> None:
     rules = Rules(1000.0, 5.0, 60.0, Ended(AppState.CANCELLED))
     stopping = role("main", [run(stopping=True)], work=GONE)
-    assert standing([stopping], rules).state is AppState.RUNNING
-    assert standing([stopping], rules).unended is None
-    forgotten = standing([role("main", [run()], work=GONE)], rules)
+    assert evaluate([stopping], rules).state is AppState.RUNNING
+    assert evaluate([stopping], rules).unended is None
+    forgotten = evaluate([role("main", [run()], work=GONE)], rules)
     assert forgotten.unended == Ended(AppState.CANCELLED)
-    assert standing([role("main", [], work=GONE)], rules).state is AppState.CANCELLED
+    assert evaluate([role("main", [], work=GONE)], rules).state is AppState.CANCELLED
     done = role("main", [run("Succeeded", 900.0)], work=Work(True, AppState.SUCCEEDED))
-    assert standing([done], rules).state is AppState.SUCCEEDED
+    assert evaluate([done], rules).state is AppState.SUCCEEDED
 
 
 def test_a_pod_that_can_never_start_fails_the_app_after_a_while() -> None:
     stuck = Attempt("p", waiting="ErrImagePull: not found", stuck_since=950.0)
-    found = standing([role("main", [stuck], [run()])], NOW)
+    found = evaluate([role("main", [stuck], [run()])], NOW)
     assert (found.state, found.msg) == (AppState.RUNNING, "replica main/0: ErrImagePull: not found")
-    later = standing([role("main", [stuck])], Rules(1020.0, 5.0, 60.0))
+    later = evaluate([role("main", [stuck])], Rules(1020.0, 5.0, 60.0))
     assert later.unended == Ended(AppState.FAILED, "replica main/0 cannot start: ErrImagePull: not found")
     queued = Work(True, word="waits for Kueue to admit it to the queue a")
-    assert standing([role("main", [], work=queued)], NOW).msg == "role main waits for Kueue to admit it to the queue a"
+    assert evaluate([role("main", [], work=queued)], NOW).msg == "role main waits for Kueue to admit it to the queue a"
 
 
 def test_the_cause_is_said_by_who_does_not_blame_another() -> None:
     def said(message: str, consequence: bool) -> str:
-        return Verdict(1, message, consequence=consequence).error_file()
+        return JobResult(1, message, consequence=consequence).error_file()
 
     lost = run("Failed", 990.0, said=said("host 1 lost replica 0", True))
     cause = run("Failed", 995.0, said=said("rank 3 failed", False))
@@ -445,10 +445,10 @@ def test_the_cause_is_said_by_who_does_not_blame_another() -> None:
 def test_termination_messages_fit() -> None:
     error = {"message": {"message": "x" * 3000, "extraInfo": {"py_callstack": "begin" + "ü" * 9000 + "end"}}}
     cause = RankExit(0, 0, 0, "n", 1, 1, time.time(), error=error)
-    text = Verdict(1, cause.describe(), cause).error_file(4096)
+    text = JobResult(1, cause.describe(), cause).error_file(4096)
     assert len(text) <= 4096
     read = json.loads(text)["message"]
     assert read["message"] == cause.describe()
     assert read["extraInfo"]["py_callstack"].endswith("end")
-    assert len(Verdict(1, "y" * 9000).error_file(4096)) <= 4096
-    assert json.loads(Verdict(1, "y" * 9000).error_file())["message"]["message"] == "y" * 9000
+    assert len(JobResult(1, "y" * 9000).error_file(4096)) <= 4096
+    assert json.loads(JobResult(1, "y" * 9000).error_file())["message"]["message"] == "y" * 9000

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from torchx_monarch.controller.rendezvous import Registration, Rendezvous, Trouble
-from torchx_monarch.controller.rendezvous_client import Membership
-from torchx_monarch.model.job_result import Verdict
+from torchx_monarch.controller.rendezvous import HostEvent, Registration, Rendezvous
+from torchx_monarch.controller.rendezvous_client import RendezvousClient
+from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.transport import messages
 from torchx_monarch.transport.connections import Address
 from torchx_monarch.transport.lease import Leases
@@ -61,14 +61,14 @@ def address(leaves_nothing: None) -> Address:
 
 
 def test_both_ends_of_a_rendezvous_name_the_other_when_it_is_silent(address: Address) -> None:
-    async def main() -> tuple[Trouble, str]:
+    async def main() -> tuple[HostEvent, str]:
         first = Rendezvous(address, replicas=2, lease=0.6)
         first.register(Registration(0, "ipc:///nowhere", "node0", 4710, 1))
         await first.start()
         host = Registration(1, "ipc:///nowhere", "node1", 4711, 1)
         # It sends no heartbeats: nobody waits for its verdict.
-        silent = await Membership.join(address, host, 5)
-        trouble = await asyncio.wait_for(first.troubles.get(), 20)
+        silent = await RendezvousClient.join(address, host, 5)
+        host_event = await asyncio.wait_for(first.host_events.get(), 20)
         silent._writer.close()
 
         async def register_and_be_silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -79,51 +79,51 @@ def test_both_ends_of_a_rendezvous_name_the_other_when_it_is_silent(address: Add
 
         other = Address("unix", path=address.path + "2")
         server = await asyncio.start_unix_server(register_and_be_silent, other.path)
-        member = await Membership.join(other, host, 5, lease=0.6)
+        member = await RendezvousClient.join(other, host, 5, lease=0.6)
         assert await asyncio.wait_for(member.verdict(), 20) is None
         server.close()
-        await first.announce(Verdict(1, "over"), 5)
+        await first.announce(JobResult(1, "over"), 5)
         Path(other.path).unlink(missing_ok=True)
-        return trouble, member.lost
+        return host_event, member.lost
 
-    trouble, lost = asyncio.run(main())
+    host_event, lost = asyncio.run(main())
     said = "does not answer: nothing was heard from it for 0.6 s (lease)"
-    assert (trouble.replica, trouble.lost) == (1, True)
-    assert trouble.verdict.reason == f"host 1 (node1, pid 4711) {said}"
+    assert (host_event.replica, host_event.lost) == (1, True)
+    assert host_event.verdict.reason == f"host 1 (node1, pid 4711) {said}"
     assert lost == f"host 0 (node0, pid 4710) {said}"
 
 
 def test_heartbeats_keep_both_ends(address: Address) -> None:
-    async def main() -> Verdict | None:
+    async def main() -> JobResult | None:
         first = Rendezvous(address, replicas=2, lease=1.0)
         await first.start()
-        member = await Membership.join(address, Registration(1, "ipc:///nowhere", "node1", 1, 1), 5, lease=1.0)
+        member = await RendezvousClient.join(address, Registration(1, "ipc:///nowhere", "node1", 1, 1), 5, lease=1.0)
         verdict = asyncio.ensure_future(member.verdict())
         done, _ = await asyncio.wait([verdict], timeout=3.0)  # three leases
-        assert not done and first.troubles.empty()
-        announcing = asyncio.ensure_future(first.announce(Verdict(7, "over"), 5))
+        assert not done and first.host_events.empty()
+        announcing = asyncio.ensure_future(first.announce(JobResult(7, "over"), 5))
         told = await asyncio.wait_for(verdict, 20)
         member._writer.close()
         await announcing
         return told
 
-    assert asyncio.run(main()) == Verdict(7, "over")
+    assert asyncio.run(main()) == JobResult(7, "over")
 
 
 def test_a_replica_0_that_did_not_run_blames_itself_for_the_hosts_that_have_left(address: Address) -> None:
-    async def main() -> Trouble:
+    async def main() -> HostEvent:
         first = Rendezvous(address, replicas=2, lease=1.0)
         first.register(Registration(0, "ipc:///nowhere", "node0", 4710, 1))
         await first.start()
-        member = await Membership.join(address, Registration(1, "ipc:///nowhere", "node1", 4711, 1), 5)
+        member = await RendezvousClient.join(address, Registration(1, "ipc:///nowhere", "node1", 4711, 1), 5)
         member._writer.close()
         time.sleep(2.5)  # as SIGSTOP does it
-        trouble = await asyncio.wait_for(first.troubles.get(), 20)
-        await first.announce(Verdict(1, "over"), 5)
-        return trouble
+        host_event = await asyncio.wait_for(first.host_events.get(), 20)
+        await first.announce(JobResult(1, "over"), 5)
+        return host_event
 
-    trouble = asyncio.run(main())
-    assert (trouble.replica, trouble.verdict.replica) == (1, 0)  # the job can go on when host 1 comes back
-    assert trouble.verdict.reason.startswith(
+    host_event = asyncio.run(main())
+    assert (host_event.replica, host_event.verdict.replica) == (1, 0)  # the job can go on when host 1 comes back
+    assert host_event.verdict.reason.startswith(
         "host 0 (node0, pid 4710) did not run for 2 s, and host 1 (node1, pid 4711)"
     )

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from torchx_monarch.backends.local import log_writer, logs
 from torchx_monarch.host.filtered_output import FilteredFile
-from torchx_monarch.host.rank_output import RankOutput
-from torchx_monarch.insight.run_log import Journal, JournalSink, Sinks
+from torchx_monarch.host.rank_output import OutputPipe
+from torchx_monarch.insight.run_log import RunLog, RunLogSink, Sinks
 from torchx_monarch.system.console import Console
 from torchx_monarch.system.line_output import CONTINUED, LONGEST, LineOutput, LineReader, complete
 
@@ -28,7 +28,7 @@ class Rank:
 
     def __init__(self, console: Console, prefix: str = "", file: str | None = None, sink: Sinks | None = None) -> None:
         end, self._pipe = os.pipe()
-        self.output = RankOutput(os.fdopen(end, "rb", 0), lambda: None)
+        self.output = OutputPipe(os.fdopen(end, "rb", 0), lambda: None)
         self.output.assign(file, console, prefix, sink)
 
     async def write(self, data: bytes) -> None:
@@ -132,14 +132,14 @@ def test_pieces_in_a_journal_and_in_a_filtered_file(tmp_path: Path) -> None:
     text = "\N{EURO SIGN}".encode() * LONGEST
 
     async def program(out: Console) -> None:
-        journal = Journal(str(tmp_path / "run" / "journal"))
+        run_log = RunLog(str(tmp_path / "run" / "journal"))
         filtered = FilteredFile(str(tmp_path / "filtered"), ["needle"], b"p:")
-        rank = Rank(out, "p:", sink=Sinks([JournalSink(journal, 3, "stdout"), filtered]))
+        rank = Rank(out, "p:", sink=Sinks([RunLogSink(run_log, 3, "stdout"), filtered]))
         await rank.write(text)
         await rank.write(b"\none needle\nnone\n")
         await rank.end()
-        journal.close()
-        records = [line async for lines in journal.follow() for line in lines]
+        run_log.close()
+        records = [line async for lines in run_log.follow() for line in lines]
         texts = [json.loads(line)["text"] for line in records]
         assert "".join(texts) == "p:" + text.decode() + "\np:one needle\np:none\n"
 

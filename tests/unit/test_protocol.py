@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from torchx_monarch.client.connection import Link
+from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.target import Target
 from torchx_monarch.controller.rendezvous import Rendezvous
-from torchx_monarch.exceptions import LinkError
+from torchx_monarch.exceptions import UnreachableError
 from torchx_monarch.transport import messages
 from torchx_monarch.transport.address import Address
 
@@ -79,8 +79,8 @@ def test_replica_0_names_the_limit_that_a_greeting_is_over(address: Address) -> 
         writer.write(b'{"type":"' + b"x" * 70_000 + b'"}\n')
         answer = await messages.receive(reader, 20.0)
         writer.close()
-        assert rendezvous._door is not None
-        rendezvous._door.close()
+        assert rendezvous._listener is not None
+        rendezvous._listener.close()
         return answer
 
     assert asyncio.run(main())["reason"] == "a line is over the limit of 65536 bytes"
@@ -101,11 +101,13 @@ def test_a_client_sends_and_receives_long_messages(address: Address) -> None:
 
         thread = threading.Thread(target=echo)
         thread.start()
-        with Link.open(Target(address), LONG) as link:
+        with Connection.open(Target(address), LONG) as link:
             answer = link.receive()
             assert answer is not None and answer["program"] == LONG["program"]
             assert link.receive() == {"type": "end"}
         thread.join()
-        with pytest.raises(LinkError, match="the request is too long: a message of .* the limit of 8388608 bytes"):
-            Link.open(Target(address), {"type": "run", "program": ["x" * messages.MAX_MESSAGE]})
+        with pytest.raises(
+            UnreachableError, match="the request is too long: a message of .* the limit of 8388608 bytes"
+        ):
+            Connection.open(Target(address), {"type": "run", "program": ["x" * messages.MAX_MESSAGE]})
     Path(address.path).unlink()

@@ -12,8 +12,8 @@ import pytest
 
 from torchx_monarch.controller import rendezvous
 from torchx_monarch.controller.rendezvous import Registration, Rendezvous, RendezvousError
-from torchx_monarch.controller.rendezvous_client import Membership
-from torchx_monarch.model.job_result import Verdict
+from torchx_monarch.controller.rendezvous_client import RendezvousClient
+from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.transport.connections import Address
 
 
@@ -35,8 +35,8 @@ def test_a_verdict_before_all_have_come_is_told_to_those_that_come(
         first = Rendezvous(address, replicas=2)
         await first.start()
         first.register(host(0))
-        announcing = asyncio.ensure_future(first.announce(Verdict(2, "no such file"), 60))
-        late = await Membership.join(address, host(1), 60)
+        announcing = asyncio.ensure_future(first.announce(JobResult(2, "no such file"), 60))
+        late = await RendezvousClient.join(address, host(1), 60)
         verdict = await asyncio.wait_for(late.verdict(), 60)
         assert verdict is not None and verdict.code == 2
         late._writer.close()
@@ -52,17 +52,17 @@ def test_a_host_that_is_started_again_before_the_others_waits_for_them(address: 
         first = Rendezvous(address, replicas=2)
         await first.start()
         first.register(host(0))
-        lost = await Membership.join(address, host(1), 5)
+        lost = await RendezvousClient.join(address, host(1), 5)
         first.form()
         lost._writer.close()
-        assert (await asyncio.wait_for(first.troubles.get(), 5)).replica == 1
+        assert (await asyncio.wait_for(first.host_events.get(), 5)).replica == 1
         first.end()
-        joining = asyncio.ensure_future(Membership.join(address, host(1), 20))
+        joining = asyncio.ensure_future(RendezvousClient.join(address, host(1), 20))
         with pytest.raises(RendezvousError, match="was not reached in 0.3 s: .*are ending"):
-            await Membership.join(address, host(1), 0.3)
+            await RendezvousClient.join(address, host(1), 0.3)
         # One that was there, and has lost its connection alone, gets the verdict.
-        rejoined = await Membership.join(address, host(1, attempt=0), 5)
-        announcing = asyncio.ensure_future(first.announce(Verdict(7, "over"), 5))
+        rejoined = await RendezvousClient.join(address, host(1, attempt=0), 5)
+        announcing = asyncio.ensure_future(first.announce(JobResult(7, "over"), 5))
         verdict = await asyncio.wait_for(rejoined.verdict(), 5)
         assert verdict is not None and verdict.code == 7
         rejoined._writer.close()
@@ -71,9 +71,9 @@ def test_a_host_that_is_started_again_before_the_others_waits_for_them(address: 
         second = Rendezvous(address, replicas=2)
         await second.start()
         second.register(host(0))
-        membership = await asyncio.wait_for(joining, 10)
+        rendezvous_client = await asyncio.wait_for(joining, 10)
         await asyncio.wait_for(second.until(lambda: second.present == 2), 5)
-        membership._writer.close()
-        await second.announce(Verdict(0, ""), 5)
+        rendezvous_client._writer.close()
+        await second.announce(JobResult(0, ""), 5)
 
     asyncio.run(main())

@@ -20,10 +20,10 @@ from torchx.components import dist, utils
 from torchx.specs import AppDef, RetryPolicy, Role, macros
 
 from torchx_monarch.command.command import CommandError, parse
-from torchx_monarch.command.rewrite import HostOptions, restore, rewrite
+from torchx_monarch.command.rewrite import WrapOptions, restore, rewrite
 from torchx_monarch.components import spmd
 
-OPTIONS = HostOptions()
+OPTIONS = WrapOptions()
 HOST = [
     *("-m", "torchx_monarch.host", "--app", "${app_id}", "--role", "trainer", "--replica", "${replica_id}"),
     *("--replicas", "1", "--grace", "30", "--host-timeout", "300", "--preload", "torch", "--"),
@@ -39,7 +39,7 @@ def app(entrypoint: str, *args: str, replicas: int = 1, **env: str) -> AppDef:
     return AppDef("app", [role])
 
 
-def rewritten(given: AppDef, options: HostOptions = OPTIONS) -> Role:
+def rewritten(given: AppDef, options: WrapOptions = OPTIONS) -> Role:
     """The first role after rewriting; whatever was rewritten must be restored, and nothing given be changed."""
     before = copy.deepcopy(given)
     result = rewrite(given, options)
@@ -80,7 +80,7 @@ def test_only_the_command_changes() -> None:
 
 
 def test_host_options() -> None:
-    role = rewritten(app("torchrun", "a.py"), HostOptions("/opt/a b/python", 0.5, 1234567.0, preload=""))
+    role = rewritten(app("torchrun", "a.py"), WrapOptions("/opt/a b/python", 0.5, 1234567.0, preload=""))
     assert role.entrypoint == "/opt/a b/python"
     assert role.args[8:] == [
         *("--replicas", "1", "--grace", "0.5", "--host-timeout", "1234567", "--preload", "", "--"),
@@ -141,7 +141,7 @@ def test_a_command_in_a_shell_string(shell: tuple[str, ...], text: str, expected
 def test_a_role_name_is_quoted_in_a_shell_string() -> None:
     given = app("bash", "-c", "torchrun a.py")
     given.roles[0].name = "it's"
-    string = rewritten(given, HostOptions(python="/a b/python")).args[1]
+    string = rewritten(given, WrapOptions(python="/a b/python")).args[1]
     assert shlex.split(string)[:7] == [
         "/a b/python",
         "-m",
@@ -355,7 +355,7 @@ def test_only_backends_that_replace_replicas_promise_replacements() -> None:
     def words(policy: RetryPolicy, replicas: int, retries: int = 3) -> list[str]:
         given = app("torchrun", f"--nnodes={replicas}", "a.py", replicas=replicas)
         given.roles[0].retry_policy, given.roles[0].max_retries = policy, retries
-        wrapped = rewrite(given, HostOptions()).roles[0]
+        wrapped = rewrite(given, WrapOptions()).roles[0]
         assert restore(wrapped).args == given.roles[0].args
         return list(wrapped.args)
 
@@ -385,7 +385,7 @@ def test_roles_that_end_together_are_told_where_the_first_one_is(
     for name, value in change.items():
         setattr(roles[0], name, value)
     given = AppDef("app", roles)
-    options = HostOptions(application="tls:@MAIN:1", always_together=always)
+    options = WrapOptions(application="tls:@MAIN:1", always_together=always)
     made = rewrite(given, options)
     assert [" --application tls:@MAIN:1 " in " ".join(role.args) for role in made.roles] == told
     assert [restore(role) for role in made.roles] == given.roles

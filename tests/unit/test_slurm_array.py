@@ -20,7 +20,7 @@ from torchx_monarch.backends.local import state_files
 from torchx_monarch.backends.slurm import array, commands, folder, snapshot
 from torchx_monarch.backends.slurm.commands import Job
 from torchx_monarch.backends.slurm.folder import JobFolder
-from torchx_monarch.backends.slurm.job_status import Known
+from torchx_monarch.backends.slurm.job_status import SlurmSnapshot
 from torchx_monarch.backends.slurm.request import SlurmRequest
 from torchx_monarch.schedulers import monarch_slurm
 from torchx_monarch.transport import local_addresses
@@ -196,7 +196,7 @@ def slurm(state: str, *indices: int) -> Job:
     return Job("12", "12", "app", state, tasks=indices)
 
 
-def known(paths: JobFolder, jobs: Sequence[Job] = (), recorded: Sequence[Job] | None = None) -> Known:
+def known(paths: JobFolder, jobs: Sequence[Job] = (), recorded: Sequence[Job] | None = None) -> SlurmSnapshot:
     def accounts() -> list[Job]:
         assert recorded is not None, "accounting was asked"
         return list(recorded)

@@ -145,7 +145,7 @@ class Apps:
 
     def _fill(self, run: folder.JobFolder) -> None:
         """Write what the batch step and the tasks of a run write."""
-        begun = {"job_id": "1", "started": 1e9, "restarts": 1, "retries": 1, "role_restarts": {"r": 1}}
+        started_task = {"job_id": "1", "started": 1e9, "restarts": 1, "retries": 1, "role_restarts": {"r": 1}}
         for replica, state in enumerate(("RUNNING", "FAILED")):
             logs = Path(run.replica_logs("r", replica))
             logs.mkdir(parents=True)
@@ -157,7 +157,7 @@ class Apps:
             state_files.write_json(
                 run.record("r", replica), {**record, "started": 1e9, "hostname": "n1", "job_restart": replica}
             )
-        state_files.write_json(run.job, {**begun, "nodes": ["n[1-2]"]})
+        state_files.write_json(run.job, {**started_task, "nodes": ["n[1-2]"]})
 
     def restore(self) -> None:
         """Undo what a case has done."""
@@ -286,7 +286,7 @@ def test_batch_step_survives_any_content_of_what_it_reads(apps: Apps, name: str,
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SLURM_JOB_ID", ONE)
             patch.setenv("MONARCH_NODES_0", "n[1-2]")
-            batch = batch_step.Batch(paths, request, ())
+            batch = batch_step.BatchStep(paths, request, ())
         os.close(batch._wake)
         os.close(batch._signalled)
         if name != "request.json":

@@ -10,11 +10,11 @@ import pytest
 
 from torchx_monarch.controller.retry import why_no_other_start
 from torchx_monarch.host import no_restart_marker
-from torchx_monarch.host.no_restart_marker import VARIABLE, Starts
-from torchx_monarch.model.job_result import RankExit, Verdict
+from torchx_monarch.host.no_restart_marker import VARIABLE, NoRestartMarker
+from torchx_monarch.model.job_result import JobResult, RankExit
 
 CAUSE = RankExit(rank=1, local_rank=0, replica=1, hostname="n", pid=9, code=3, time=5.0)
-FAILED = Verdict(3, "rank 1 failed", CAUSE)
+FAILED = JobResult(3, "rank 1 failed", CAUSE)
 
 
 @pytest.fixture
@@ -27,11 +27,11 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_ends_are_known_at_the_next_start(own: Path) -> None:
     environ = {VARIABLE: f"{own}/shared/note:{own}/new/note"}
     for _ in range(2):
-        host = Starts(environ)
+        host = NoRestartMarker(environ)
         assert host.begin() is None
-        assert host.end(Verdict(1, "lost"), "")
+        assert host.end(JobResult(1, "lost"), "")
     assert host.end(FAILED, "no use")
-    assert Starts(environ).begin() == (FAILED, "no use")
+    assert NoRestartMarker(environ).begin() == (FAILED, "no use")
     assert '"restarts": 1' in (own / "new" / "note").read_text()
     assert not (own / "shared").exists()
 
@@ -39,29 +39,29 @@ def test_ends_are_known_at_the_next_start(own: Path) -> None:
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"restarts": "x"}', '{"restarts": 0, "verdict": 1, "why": "w"}'])
 def test_what_is_no_note_is_none(own: Path, text: str) -> None:
     (own / "note").write_text(text)
-    assert Starts({VARIABLE: f"{own}/note"}).begin() is None
+    assert NoRestartMarker({VARIABLE: f"{own}/note"}).begin() is None
 
 
 def test_where_nothing_can_be_noted(own: Path) -> None:
     (own / "file").write_text("")
-    host = Starts({VARIABLE: f"{own}/file/note"})
+    host = NoRestartMarker({VARIABLE: f"{own}/file/note"})
     assert host.begin() is None
-    assert host.end(Verdict(1, "lost"), "")
+    assert host.end(JobResult(1, "lost"), "")
     assert not host.end(FAILED, "no use")
-    assert Starts({}).begin() is None
-    assert Starts({}).end(FAILED, "no use")
+    assert NoRestartMarker({}).begin() is None
+    assert NoRestartMarker({}).end(FAILED, "no use")
 
 
 @pytest.mark.parametrize(
     ("verdict", "retry_on", "reason"),
     [
-        (Verdict(78, "", CAUSE), (), "EX_CONFIG"),
-        (Verdict(3, "", CAUSE), (1, 137), "is not one of 1, 137"),
-        (Verdict(3, "", CAUSE), (3,), ""),
-        (Verdict(0, ""), (1,), ""),
-        (Verdict(1, "a host was lost"), (3,), ""),
+        (JobResult(78, "", CAUSE), (), "EX_CONFIG"),
+        (JobResult(3, "", CAUSE), (1, 137), "is not one of 1, 137"),
+        (JobResult(3, "", CAUSE), (3,), ""),
+        (JobResult(0, ""), (1,), ""),
+        (JobResult(1, "a host was lost"), (3,), ""),
     ],
 )
-def test_programs_decide_and_not_what_befalls_hosts(verdict: Verdict, retry_on: tuple[int, ...], reason: str) -> None:
+def test_programs_decide_and_not_what_befalls_hosts(verdict: JobResult, retry_on: tuple[int, ...], reason: str) -> None:
     assert reason in why_no_other_start(verdict, retry_on)
     assert bool(reason) == bool(why_no_other_start(verdict, retry_on))

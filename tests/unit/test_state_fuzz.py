@@ -31,7 +31,7 @@ from torchx_monarch.backends.local.render import render
 from torchx_monarch.client.allocations import waiting_hosts
 from torchx_monarch.client.target import Target
 from torchx_monarch.command.command import HOSTS_MODULE
-from torchx_monarch.exceptions import LinkError
+from torchx_monarch.exceptions import UnreachableError
 from torchx_monarch.insight import events
 from torchx_monarch.schedulers import monarch_local
 from torchx_monarch.schedulers.monarch import MonarchScheduler
@@ -96,7 +96,7 @@ class RunningApp:
     def _fill(self) -> None:
         mine, supervisor = processes.identity(os.getpid()), processes.identity(self._process.pid)
         assert mine is not None and supervisor is not None
-        who = owners.Watchers(owners.this_machine(), supervisor, supervisor)
+        who = owners.Owners(owners.this_machine(), supervisor, supervisor)
         state_files.write_json(self.paths.supervisor, who.to_json())
         state_files.write_json(self.paths.cancel, {"grace": 1.5})
         events.append(self.paths.events, "rank_restart", "rank 0 failed", seconds=1.5, rank=0)
@@ -171,7 +171,7 @@ def ask_everything(app: RunningApp) -> None:
     app.scheduler._foreground._show(app.app_id, app.scheduler.inner)
     app.scheduler.inner.wait_terminal(app.app_id, 0.0)
     list(waiting_hosts())
-    with contextlib.suppress(LinkError):
+    with contextlib.suppress(UnreachableError):
         Target.of(app.handle)
     prune.prune(os.path.dirname(app.paths.root))
 

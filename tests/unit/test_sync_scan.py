@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torchx_monarch.code_sync import scan as scanning
 from torchx_monarch.code_sync.ignores import Rules
 from torchx_monarch.code_sync.manifest import EXECUTABLE, FILE, FOLDER, LINK
-from torchx_monarch.code_sync.scan import Limits, Memory, ScanError, scan
+from torchx_monarch.code_sync.scan import Limits, ScanError, StatCache, scan
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -38,8 +38,8 @@ def age() -> None:
     time.sleep(0.15)
 
 
-def paths(root: Path, memory: Memory | None = None) -> set[str]:
-    return set(scan(str(root), memory or Memory()).entries)
+def paths(root: Path, memory: StatCache | None = None) -> set[str]:
+    return set(scan(str(root), memory or StatCache()).entries)
 
 
 def test_takes_all_kinds_and_names(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_takes_all_kinds_and_names(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as unix:
         os.chdir(tmp_path)  # a socket's path must be short
         unix.bind("socket")
-        tree = scan(str(tmp_path), Memory())
+        tree = scan(str(tmp_path), StatCache())
     os.unlink("socket")
     kinds = {path: entry.kind for path, entry in tree.entries.items()}
     assert kinds == {
@@ -149,14 +149,14 @@ def test_torchxignore_means_what_it_means_to_torchx(
         for folder, _, files in walk_workspace(LocalFileSystem(), str(root))
         for name in files
     }
-    taken = scan(str(root), Memory()).entries
+    taken = scan(str(root), StatCache()).entries
     assert {path for path, entry in taken.items() if entry.kind == FILE} == theirs
 
 
 def test_reads_only_what_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root, kept = write(tmp_path / "ws", {"a.py": "1", "b/c.py": "2"}), str(tmp_path / "memory")
     age()
-    before = scan(str(root), memory := Memory())
+    before = scan(str(root), memory := StatCache())
     memory.save(kept, str(root))
     read: list[str] = []
     original = scanning._hash
@@ -167,16 +167,16 @@ def test_reads_only_what_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(scanning, "_hash", noted)
 
-    assert scan(str(root), Memory.load(kept, str(root))) == before and not read
+    assert scan(str(root), StatCache.load(kept, str(root))) == before and not read
     (root / "a.py").write_text("3")
-    after = scan(str(root), memory := Memory.load(kept, str(root)))
+    after = scan(str(root), memory := StatCache.load(kept, str(root)))
     assert set(read) == {"a.py"} and after.hash != before.hash
     # Of a file that was touched a moment ago the times say nothing: it is read again.
     read.clear()
     assert scan(str(root), memory) == after and "a.py" in read
-    assert not Memory.load(kept, "/another/workspace").files
+    assert not StatCache.load(kept, "/another/workspace").files
     Path(kept).write_text('{"version": 1, "root": []')
-    assert not Memory.load(kept, str(root)).files
+    assert not StatCache.load(kept, str(root)).files
 
 
 def test_finds_a_change_that_leaves_size_and_time_as_they_were(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_finds_a_change_that_leaves_size_and_time_as_they_were(tmp_path: Path) -
     long_ago = (1_600_000_000, 1_600_000_000)
     os.utime(file, long_ago)
     age()
-    before = scan(str(tmp_path), memory := Memory())
+    before = scan(str(tmp_path), memory := StatCache())
     file.write_text("x = 2")
     os.utime(file, long_ago)
     assert scan(str(tmp_path), memory) != before
@@ -193,7 +193,7 @@ def test_finds_a_change_that_leaves_size_and_time_as_they_were(tmp_path: Path) -
 def test_new_patterns_count_for_what_is_known(tmp_path: Path) -> None:
     write(tmp_path, {"a.py": "", "sub/b.py": "", "sub/c.txt": "", "d": ""})
     age()
-    memory = Memory()
+    memory = StatCache()
     assert paths(tmp_path, memory) == {"a.py", "sub/b.py", "sub/c.txt", "d"}
     write(tmp_path, {"sub/.gitignore": "*.txt\n"})
     assert paths(tmp_path, memory) == {"a.py", "sub/b.py", "sub/.gitignore", "d"}
@@ -238,13 +238,13 @@ def test_says_what_is_too_much(tmp_path: Path) -> None:
     with pytest.raises(
         ScanError, match=r"data/train.bin has 1000 bytes, .* at most 500 bytes: name it in .torchxignore"
     ):
-        scan(str(tmp_path), Memory(), Limits(file=500))
+        scan(str(tmp_path), StatCache(), Limits(file=500))
     with pytest.raises(ScanError, match="have 1100 bytes, and code at most 1050 bytes"):
-        scan(str(tmp_path), Memory(), Limits(total=1050))
+        scan(str(tmp_path), StatCache(), Limits(total=1050))
     with pytest.raises(ScanError, match="more than 1 files: name a smaller folder"):
-        scan(str(tmp_path), Memory(), Limits(entries=1))
+        scan(str(tmp_path), StatCache(), Limits(entries=1))
     with pytest.raises(ScanError, match="is no folder"):
-        scan(str(tmp_path / "nosuch"), Memory())
+        scan(str(tmp_path / "nosuch"), StatCache())
 
 
 def test_rules_know_what_they_follow_from(tmp_path: Path) -> None:

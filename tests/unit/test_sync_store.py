@@ -22,11 +22,11 @@ from torchx_monarch.code_sync import code_store as store_module
 from torchx_monarch.code_sync.archive import ChangedError, PackError, pack
 from torchx_monarch.code_sync.code_store import CodeStore, StoreError
 from torchx_monarch.code_sync.manifest import Entry, Tree, TreeError
-from torchx_monarch.code_sync.scan import Memory, scan
+from torchx_monarch.code_sync.scan import StatCache, scan
 
 
 def tree_of(root: Path) -> Tree:
-    return scan(str(root), Memory())
+    return scan(str(root), StatCache())
 
 
 def pieces(root: Path, tree: Tree, digests: list[str]) -> Iterator[bytes]:

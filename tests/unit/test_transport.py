@@ -21,9 +21,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from torchx_monarch.controller import host_network as wires_module
-from torchx_monarch.controller.host_network import Wires
+from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import Registration, Rendezvous, RendezvousError
-from torchx_monarch.controller.rendezvous_client import Membership
+from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.transport import address as address_module
 from torchx_monarch.transport import connections, listener, messages
 from torchx_monarch.transport.connections import Address, AddressError, ConnectError, Identity
@@ -97,9 +97,11 @@ def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     assert not caplog.records
 
 
-async def join(address: Address, identity: Identity | None, timeout: float = 5.0) -> Membership:
+async def join(address: Address, identity: Identity | None, timeout: float = 5.0) -> RendezvousClient:
     """As a host that gives up for good after one second."""
-    return await Membership.join(address, Registration(1, "a", "h", 1, 1), timeout, identity, peer_timeout=1 / 1.6)
+    return await RendezvousClient.join(
+        address, Registration(1, "a", "h", 1, 1), timeout, identity, peer_timeout=1 / 1.6
+    )
 
 
 def why_not(address: Address, server: Identity | None, host: Identity | None, timeout: float = 5.0) -> str:
@@ -114,8 +116,8 @@ def why_not(address: Address, server: Identity | None, host: Identity | None, ti
             assert rendezvous.missing == [0, 1]
             return str(error)
         finally:
-            assert rendezvous._door is not None
-            rendezvous._door.close()
+            assert rendezvous._listener is not None
+            rendezvous._listener.close()
         raise AssertionError("it joined")
 
     return asyncio.run(run())
@@ -129,10 +131,10 @@ def test_a_host_of_the_job_joins(authority: Authority, address: Address) -> None
     async def run() -> list[int]:
         rendezvous = Rendezvous(address, 2, authority.identity())
         await rendezvous.start()
-        membership = await join(address, authority.identity())
-        membership._writer.close()
-        assert rendezvous._door is not None
-        rendezvous._door.close()
+        rendezvous_client = await join(address, authority.identity())
+        rendezvous_client._writer.close()
+        assert rendezvous._listener is not None
+        rendezvous._listener.close()
         return rendezvous.missing
 
     assert asyncio.run(run()) == [0]
@@ -188,8 +190,8 @@ def test_says_that_one_end_does_not_speak_tls(authority: Authority, address: Add
         await rendezvous.start()
         with pytest.raises(RendezvousError) as caught:
             await join(plain, None, 1.0)
-        assert rendezvous._door is not None
-        rendezvous._door.close()
+        assert rendezvous._listener is not None
+        rendezvous._listener.close()
         return str(caught.value)
 
     assert str(plain) in asyncio.run(run())
@@ -232,8 +234,8 @@ def test_one_release_on_all_hosts(authority: Authority, address: Address, monkey
     assert "it speaks version 1 of the protocol, and this end version 99: install one release" in why
 
 
-def wires(address: Address, identity: Identity) -> Wires:
-    return Wires(address, NetworkOptions(), address.host, "", identity, "", "", "")
+def host_network(address: Address, identity: Identity) -> HostNetwork:
+    return HostNetwork(address, NetworkOptions(), address.host, "", identity, "", "", "")
 
 
 def test_replica_0_tries_the_monarch_port_of_every_host(
@@ -248,7 +250,7 @@ def test_replica_0_tries_the_monarch_port_of_every_host(
         listening = await connections.listen(address, serve, server, "", 5.0)
         try:
             host = Registration(1, worker, "node7", 4711, 1)
-            return await wires(address, authority.identity()).unreachable([host])
+            return await host_network(address, authority.identity()).unreachable([host])
         finally:
             listening.close()
 
@@ -285,7 +287,7 @@ def test_strangers_make_room_for_hosts(authority: Authority, address: Address, m
     async def run() -> None:
         rendezvous = Rendezvous(address, 2, authority.identity())
         await rendezvous.start()
-        membership = await join(address, authority.identity())
+        rendezvous_client = await join(address, authority.identity())
         silent = [await asyncio.open_connection(address.host, address.port) for _ in range(3 * listener._STRANGERS)]
         reader, writer = await connections.connect(address, authority.identity(), 5.0)
         await messages.send(writer, {"type": "look", "version": messages.VERSION})
@@ -294,12 +296,12 @@ def test_strangers_make_room_for_hosts(authority: Authority, address: Address, m
         closed = [asyncio.ensure_future(each.read()) for each, _ in silent]
         done, _ = await asyncio.wait(closed, timeout=20.0)
         assert len(done) == len(silent)
-        await membership.tell("alive")
-        assert await messages.receive(membership._reader, 5.0) == {"type": "alive"}
-        for each in [writer, membership._writer, *(one for _, one in silent)]:
+        await rendezvous_client.tell("alive")
+        assert await messages.receive(rendezvous_client._reader, 5.0) == {"type": "alive"}
+        for each in [writer, rendezvous_client._writer, *(one for _, one in silent)]:
             each.close()
-        assert rendezvous._door is not None
-        rendezvous._door.close()
+        assert rendezvous._listener is not None
+        rendezvous._listener.close()
 
     asyncio.run(run())
 
@@ -310,11 +312,11 @@ def test_one_of_two_gets_the_place(authority: Authority, address: Address) -> No
         await rendezvous.start()
         tries = [asyncio.ensure_future(join(address, authority.identity())) for _ in range(8)]
         results = await asyncio.gather(*tries, return_exceptions=True)
-        joined = [one for one in results if isinstance(one, Membership)]
+        joined = [one for one in results if isinstance(one, RendezvousClient)]
         assert len(joined) == 1 and rendezvous.missing == [0, 2]
         assert all("has registered already: host 1 (h, pid 1)" in str(one) for one in results if one not in joined)
-        assert rendezvous._door is not None
-        rendezvous._door.close()
+        assert rendezvous._listener is not None
+        rendezvous._listener.close()
         joined[0]._writer.close()
 
     asyncio.run(run())

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from torchx_monarch.backends.local import graceful_stop
-from torchx_monarch.backends.local.graceful_stop import HOST_EXTRA, SETTLE, WindDown
+from torchx_monarch.backends.local.graceful_stop import HOST_EXTRA, SETTLE, GracefulStop
 from torchx_monarch.system import processes
 
 GRACE = 30.0
@@ -63,8 +63,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def begun(clock: Clock, *replicas: Replica, **more: Any) -> WindDown:
-    made = WindDown(clock, replicas, lambda: None, grace=GRACE, **more)  # type: ignore[arg-type]
+def begun(clock: Clock, *replicas: Replica, **more: Any) -> GracefulStop:
+    made = GracefulStop(clock, replicas, lambda: None, grace=GRACE, **more)  # type: ignore[arg-type]
     made.begin()
     return made
 

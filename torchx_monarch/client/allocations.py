@@ -15,14 +15,14 @@ from torchx_monarch.backends.local import state_files
 from torchx_monarch.backends.local.request import load as load_request
 from torchx_monarch.client.connection import ask
 from torchx_monarch.client.target import Target
-from torchx_monarch.exceptions import LinkError, RefusedError
+from torchx_monarch.exceptions import RefusedError, UnreachableError
 
 _PATIENCE = 3.0
 """Seconds for each."""
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundAllocation:
     """One role of an app.
 
     Attributes:
@@ -36,14 +36,14 @@ class Found:
     live: dict[str, Any]
 
 
-def waiting_hosts() -> Iterator[Found]:
+def waiting_hosts() -> Iterator[FoundAllocation]:
     """Those that answer; apps that have ended do not."""
     for handle, roles in [*_of_this_machine(), *_elsewhere()]:
         for role in roles:
-            with contextlib.suppress(LinkError, RefusedError):
+            with contextlib.suppress(UnreachableError, RefusedError):
                 answer = ask(Target.of(handle, role), {"type": "look"}, _PATIENCE)
                 if "live" in answer:
-                    yield Found(handle, len(answer["hosts"]), answer["live"])
+                    yield FoundAllocation(handle, len(answer["hosts"]), answer["live"])
 
 
 def _of_this_machine() -> list[tuple[str, list[str]]]:
@@ -53,7 +53,7 @@ def _of_this_machine() -> list[tuple[str, list[str]]]:
     try:
         app_ids = sorted(state_files.app_ids())
     except OSError as error:
-        raise LinkError(f"the apps of this machine cannot be listed: {error}") from None
+        raise UnreachableError(f"the apps of this machine cannot be listed: {error}") from None
     for app_id in app_ids:
         request = None
         with contextlib.suppress(state_files.DamagedFileError):

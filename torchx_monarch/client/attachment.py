@@ -17,9 +17,9 @@ from typing import Any
 
 from torchx.runner import Runner, get_runner
 
-from torchx_monarch.client.connection import Link
+from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.target import Target
-from torchx_monarch.exceptions import ClientError, LinkError
+from torchx_monarch.exceptions import ClientError, UnreachableError
 from torchx_monarch.transport import local_addresses
 from torchx_monarch.transport.address import Address
 from torchx_monarch.transport.local_addresses import NetworkOptions
@@ -46,7 +46,7 @@ class Attachment:
         leaf: certificate, key and authority for Monarch's TLS, as PEM; None on one machine.
     """
 
-    link: Link
+    link: Connection
     address: Address
     addresses: list[str]
     leaf: Mapping[str, str] | None
@@ -67,12 +67,12 @@ class Attachment:
         try:
             target = Target.of(handle, role, runner=runner)
             names = sorted({*local_addresses.interfaces().values(), socket.gethostname()})
-            link = Link.open(target, {"type": "attach", "names": names})
-        except LinkError as error:
+            link = Connection.open(target, {"type": "attach", "names": names})
+        except UnreachableError as error:
             raise NotYetError(str(error)) from None
         try:
             answer = link.receive(_ANSWER_EVERY)
-        except (LinkError, TimeoutError) as error:
+        except (UnreachableError, TimeoutError) as error:
             link.close()
             raise NotYetError(f"the hosts of role {role} are not all there: {error}") from None
         if answer is None:
@@ -91,7 +91,7 @@ class Attachment:
             return self.link.receive(0.001) is not None
         except TimeoutError:  # they have nothing to say
             return True
-        except (LinkError, OSError, ValueError):
+        except (UnreachableError, OSError, ValueError):
             return False
 
 

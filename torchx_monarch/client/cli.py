@@ -14,13 +14,13 @@ from torchx.cli.cmd_base import SubCommand
 from torchx.specs import MalformedAppHandleException
 from torchx.specs.api import UnknownSchedulerException
 
-from torchx_monarch.client.allocations import Found, waiting_hosts
+from torchx_monarch.client.allocations import FoundAllocation, waiting_hosts
 from torchx_monarch.client.connection import ask
 from torchx_monarch.client.hosts import say
 from torchx_monarch.client.job import SPMDJob
 from torchx_monarch.client.run import Collector, Records, interruptibly
 from torchx_monarch.client.workspace_sync import When, current_workspace
-from torchx_monarch.exceptions import AllocationError, CodeError, LinkError, RefusedError
+from torchx_monarch.exceptions import AllocationError, CodeError, RefusedError, UnreachableError
 
 _NO_ANSWER = 69
 """EX_UNAVAILABLE: the hosts cannot be reached, or refuse."""
@@ -62,7 +62,7 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
         except BrokenPipeError:  # as a program does whose reader is gone; a run goes on
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             sys.exit(141)
-        except (LinkError, RefusedError, AllocationError, CodeError) as error:
+        except (UnreachableError, RefusedError, AllocationError, CodeError) as error:
             say(str(error))
             sys.exit(_NO_ANSWER)
         except (MalformedAppHandleException, UnknownSchedulerException) as error:
@@ -189,7 +189,7 @@ def _ps(args: argparse.Namespace) -> None:
     _table(["RUN", "STATE", "CODE", "TIME", "BY", "SOURCE", "COMMAND"], rows)
 
 
-def _row(found: Found) -> list[str]:
+def _row(found: FoundAllocation) -> list[str]:
     live = found.live
     state = f"run {live['run']}" if live["run"] else "ready" if live["ready"] else "starting"
     limit = f" of {live['idle_timeout']:.0f}" if live["idle_timeout"] else ""
@@ -209,5 +209,5 @@ def _stop(args: argparse.Namespace) -> None:
         return
     try:
         ask(job.target, {"type": "stop"})
-    except LinkError:
+    except UnreachableError:
         job.kill()  # not reached, or not there yet: its scheduler can do it

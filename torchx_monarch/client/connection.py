@@ -12,7 +12,7 @@ import tempfile
 from typing import Any
 
 from torchx_monarch.client.target import Target
-from torchx_monarch.exceptions import LinkError, RefusedError
+from torchx_monarch.exceptions import RefusedError, UnreachableError
 from torchx_monarch.transport import messages
 from torchx_monarch.transport.address import REPLICA0_NAME, Address, explain
 
@@ -20,7 +20,7 @@ TIMEOUT = 15.0
 """Seconds for a connection, and for an answer that is not waited for otherwise."""
 
 
-class Link:
+class Connection:
     """One connection; a context manager.
 
     Args:
@@ -35,7 +35,7 @@ class Link:
         self._lines: list[bytes] = []
 
     @classmethod
-    def open(cls, target: Target, greeting: dict[str, Any], timeout: float = TIMEOUT) -> Link:
+    def open(cls, target: Target, greeting: dict[str, Any], timeout: float = TIMEOUT) -> Connection:
         """Connect and send the greeting.
 
         Args:
@@ -44,12 +44,12 @@ class Link:
             timeout: seconds.
 
         Raises:
-            LinkError: there is no connection; the message says why.
+            UnreachableError: there is no connection; the message says why.
         """
         try:
             data = messages.encode({"version": messages.VERSION, "role": target.role, **greeting})
         except messages.ProtocolError as error:
-            raise LinkError(f"the request is too long: {error}", final=True) from None
+            raise UnreachableError(f"the request is too long: {error}", final=True) from None
         link = cls(_connected(target, timeout), target.address)
         try:
             link.send_bytes(data)
@@ -62,13 +62,13 @@ class Link:
         """Send something beyond the greeting.
 
         Raises:
-            LinkError: the connection is broken.
+            UnreachableError: the connection is broken.
         """
         try:
             self._socket.settimeout(None)
             self._socket.sendall(data)
         except OSError as error:
-            raise LinkError(f"{self._where}: the connection broke: {error.strerror or error}") from None
+            raise UnreachableError(f"{self._where}: the connection broke: {error.strerror or error}") from None
 
     def receive(self, timeout: float | None = TIMEOUT) -> dict[str, Any] | None:
         """The next message; None at the end of the connection.
@@ -79,7 +79,7 @@ class Link:
         Raises:
             TimeoutError: nothing has come in time; one may go on.
             RefusedError: the other end refuses what it was asked; the message is its own.
-            LinkError: what has come is no message of ours.
+            UnreachableError: what has come is no message of ours.
         """
         while not self._lines:
             try:
@@ -88,7 +88,7 @@ class Link:
             except TimeoutError:
                 raise
             except ssl.SSLError as error:
-                raise LinkError(str(explain(error, self._where))) from None
+                raise UnreachableError(str(explain(error, self._where))) from None
             except OSError:
                 data = b""
             if not data:
@@ -98,7 +98,7 @@ class Link:
         try:
             message = messages.decode(self._lines.pop(0))
         except messages.ProtocolError:
-            raise LinkError(f"{self._where}: what listens there is another program") from None
+            raise UnreachableError(f"{self._where}: what listens there is another program") from None
         if "frame" in message:  # a longer line, which is read as any other
             return self.receive(timeout)
         if message.get("type") == "refused":
@@ -111,7 +111,7 @@ class Link:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def __enter__(self) -> Link:
+    def __enter__(self) -> Connection:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -122,16 +122,16 @@ def ask(target: Target, greeting: dict[str, Any], timeout: float = TIMEOUT) -> d
     """Send one request and return its one answer.
 
     Raises:
-        LinkError: there is no connection, or no answer within ``timeout`` seconds.
+        UnreachableError: there is no connection, or no answer within ``timeout`` seconds.
         RefusedError: the other end refuses.
     """
-    with Link.open(target, greeting, timeout) as link:
+    with Connection.open(target, greeting, timeout) as link:
         try:
             answer = link.receive(timeout)
         except TimeoutError:
-            raise LinkError(f"{target.address}: no answer within {timeout:g} s") from None
+            raise UnreachableError(f"{target.address}: no answer within {timeout:g} s") from None
     if answer is None:
-        raise LinkError(f"{target.address}: it hung up")
+        raise UnreachableError(f"{target.address}: it hung up")
     return answer
 
 
@@ -160,12 +160,12 @@ def _connected(target: Target, timeout: float) -> socket.socket:
         why = explain(error, address)
         # At an address that the scheduler gives, another program may listen until the host there is ready: addresses of
         # pods are used again.
-        raise LinkError(f"{why}{hint}", why.final and target.given) from None
+        raise UnreachableError(f"{why}{hint}", why.final and target.given) from None
 
 
 def _context(target: Target) -> ssl.SSLContext:
     if not target.credentials:
-        raise LinkError(
+        raise UnreachableError(
             f"{target.address}: there is no certificate to reach it with. The machine that submitted the job keeps it, "
             "in its state directory, as clients/SCHEDULER/APP",
             final=True,

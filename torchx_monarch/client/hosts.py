@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torchx_monarch.client.connection import Link, ask
+from torchx_monarch.client.connection import Connection, ask
 from torchx_monarch.client.target import Target
-from torchx_monarch.exceptions import AllocationError, LinkError, RefusedError
+from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
 
 if TYPE_CHECKING:
     from torchx.runner import Runner
@@ -96,7 +96,7 @@ class Hosts:
         self._runner = runner
         self._start_timeout = start_timeout
         self._target: Target | None = None
-        self._unreached: LinkError | RefusedError = LinkError("")
+        self._unreached: UnreachableError | RefusedError = UnreachableError("")
         self._were_ready = False
         self._was_reached = False
         self._killed = False
@@ -121,10 +121,10 @@ class Hosts:
         """Where replica 0 listens.
 
         Raises:
-            LinkError: that is not known here, or the app was killed from here.
+            UnreachableError: that is not known here, or the app was killed from here.
         """
         if self._killed:
-            raise LinkError(f"{self.handle} was killed")
+            raise UnreachableError(f"{self.handle} was killed")
         if self._target is None:
             self._target = Target.of(self.handle, self._role, self._address, self._runner)
         return self._target
@@ -139,11 +139,11 @@ class Hosts:
         """What the hosts say of themselves; None where they cannot be reached, or are being ended from here."""
         try:
             answer = ask(self.target, {"type": "look"})
-        except (LinkError, RefusedError) as error:
+        except (UnreachableError, RefusedError) as error:
             self._miss(error)
             return None
         if answer.get("over"):
-            self._miss(LinkError("they are ending"))
+            self._miss(UnreachableError("they are ending"))
             return None
         live = answer.get("live")
         if live is None:
@@ -173,13 +173,13 @@ class Hosts:
         A given address that has answered before is not waited for: no scheduler can say whether its hosts have ended.
 
         Args:
-            operation: gets where replica 0 listens; it may be done again when it has raised ``LinkError``.
+            operation: gets where replica 0 listens; it may be done again when it has raised ``UnreachableError``.
             ready: wait until runs can begin, where these hosts have not been seen like that before.
             wait: whether to wait at all.
 
         Raises:
             AllocationError: the hosts have ended, or are not there in time.
-            LinkError: they cannot be reached, and waiting does not help, or is not wanted.
+            UnreachableError: they cannot be reached, and waiting does not help, or is not wanted.
             RefusedError: replica 0 does not answer this client.
         """
         if self._were_ready or not ready:
@@ -187,7 +187,7 @@ class Hosts:
                 result = operation(self.target)
                 self._was_reached = True
                 return result
-            except LinkError as error:
+            except UnreachableError as error:
                 self._miss(error)
                 if not wait or (self._address and self._was_reached):
                     self.check_alive()
@@ -195,9 +195,9 @@ class Hosts:
         self.wait(self._start_timeout, say, ready)
         return operation(self.target)
 
-    def open(self, greeting: dict[str, Any], ready: bool = False, wait: bool = True) -> Link:
+    def open(self, greeting: dict[str, Any], ready: bool = False, wait: bool = True) -> Connection:
         """Connect and send a greeting; arguments and exceptions are those of ``reach``."""
-        return self.reach(lambda target: Link.open(target, greeting), ready, wait)
+        return self.reach(lambda target: Connection.open(target, greeting), ready, wait)
 
     def ask(self, greeting: dict[str, Any], wait: bool = True) -> dict[str, Any]:
         """Send a request that may be sent twice, and return its answer; arguments and exceptions as for ``reach``."""
@@ -220,7 +220,7 @@ class Hosts:
 
         Raises:
             AllocationError: they have ended, or it takes longer.
-            LinkError: they cannot be reached, and waiting does not help.
+            UnreachableError: they cannot be reached, and waiting does not help.
             RefusedError: replica 0 does not answer this client.
         """
         started, pause, said = time.monotonic(), _POLL, ""
@@ -275,7 +275,7 @@ class Hosts:
         why = state == "RUNNING" and time.monotonic() > started + _SAY_WHY_AFTER
         return f"the hosts ({state}){f': {self._unreached}' if why else ''}"
 
-    def _miss(self, error: LinkError | RefusedError) -> None:
+    def _miss(self, error: UnreachableError | RefusedError) -> None:
         self._unreached = error
         self._were_ready = False
         self._target = None  # a host that was replaced may be elsewhere

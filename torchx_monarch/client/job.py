@@ -16,8 +16,8 @@ from torchx_monarch.client.hosts import START_TIMEOUT, Hosts, JobStatus, say
 from torchx_monarch.client.result import RunResult
 from torchx_monarch.client.run import Collector, Output, Records, RunHandle, interruptibly
 from torchx_monarch.client.target import Target
-from torchx_monarch.client.workspace_sync import Brought, When, bring, check_when
-from torchx_monarch.exceptions import LinkError, SPMDError
+from torchx_monarch.client.workspace_sync import SyncResult, When, check_when, sync_workspace
+from torchx_monarch.exceptions import SPMDError, UnreachableError
 from torchx_monarch.system.line_output import LineReader
 
 if TYPE_CHECKING:
@@ -83,12 +83,12 @@ class SPMDJob:
             handle: as for ``SPMDJob``, and so are ``runner``, ``workspace``, ``sync`` and ``start_timeout``.
 
         Raises:
-            LinkError: it is not known here how to reach it, and waiting does not help.
+            UnreachableError: it is not known here how to reach it, and waiting does not help.
         """
         job = cls(handle, role, address, **more)
         try:
             job.target  # noqa: B018
-        except LinkError as error:
+        except UnreachableError as error:
             if error.final:
                 raise
         return job
@@ -123,7 +123,7 @@ class SPMDJob:
 
         Raises:
             AllocationError: it has ended, or is not ready in time; the message says what was waited for.
-            LinkError: its hosts cannot be reached from here, and waiting does not help.
+            UnreachableError: its hosts cannot be reached from here, and waiting does not help.
             RefusedError: its hosts do not answer this client.
         """
         self.hosts.wait(timeout, on_progress, warm=warm)
@@ -134,7 +134,7 @@ class SPMDJob:
         """Where its replica 0 is reached.
 
         Raises:
-            LinkError: that is not known here.
+            UnreachableError: that is not known here.
         """
         return self.hosts.target
 
@@ -182,7 +182,7 @@ class SPMDJob:
             CodeError: the workspace was not brought to the hosts.
             RefusedError: the hosts do not run it: another run has not ended, or the request makes no sense.
             AllocationError: the hosts have ended, or are not there in time.
-            LinkError: they cannot be reached, and waiting does not help.
+            UnreachableError: they cannot be reached, and waiting does not help.
         """
         request = self.request(script_args, env, nproc, timeout, cwd, queue, workspace, sync)
         records = Records.of(self.hosts, request)
@@ -215,7 +215,7 @@ class SPMDJob:
             CodeError: the workspace was not brought to the hosts.
             RefusedError: the hosts do not run it: another run has not ended, or the request makes no sense.
             AllocationError: the hosts have ended, or are not there in time.
-            LinkError: they cannot be reached, and waiting does not help.
+            UnreachableError: they cannot be reached, and waiting does not help.
         """
         request = self.request(script_args, env, nproc, timeout, cwd, queue, workspace, sync)
         records = Records.of(self.hosts, request)
@@ -232,7 +232,7 @@ class SPMDJob:
         Raises:
             RefusedError: there is none.
             AllocationError: the hosts have ended, or are not there in time.
-            LinkError: they cannot be reached, and waiting does not help.
+            UnreachableError: they cannot be reached, and waiting does not help.
         """
         records = Records.of(self.hosts, {"type": "follow", "run": run})
         return RunHandle(self.hosts, records, Collector(output), check)
@@ -242,7 +242,7 @@ class SPMDJob:
 
         Raises:
             AllocationError: the hosts have ended, or are not there in time.
-            LinkError: they cannot be reached, and waiting does not help.
+            UnreachableError: they cannot be reached, and waiting does not help.
         """
         found: list[dict[str, Any]] = []
         with self.hosts.open({"type": "runs"}) as link:
@@ -262,7 +262,7 @@ class SPMDJob:
         Raises:
             RefusedError: there is none.
             AllocationError: the hosts have ended, or are not there in time.
-            LinkError: they cannot be reached, and waiting does not help.
+            UnreachableError: they cannot be reached, and waiting does not help.
         """
         self.hosts.ask({"type": "end-run", "run": run, "kill": kill})
 
@@ -277,7 +277,7 @@ class SPMDJob:
         Raises:
             RefusedError: there is no such run, or it has no such rank.
             AllocationError: the hosts have ended, or are not there in time.
-            LinkError: they cannot be reached, and waiting does not help.
+            UnreachableError: they cannot be reached, and waiting does not help.
         """
         greeting = {"type": "follow", "run": run, "rank": rank, "wait": follow}
         readers: dict[tuple[int, str], LineReader] = {}
@@ -319,16 +319,16 @@ class SPMDJob:
             "by": f"{getpass.getuser()}@{socket.gethostname()}",
         }
         if not cwd:
-            request.update(self._bring(workspace, sync).request())
+            request.update(self._sync_workspace(workspace, sync).request())
         elif workspace:
             raise ValueError(f"give cwd={cwd!r}, a folder that the hosts have, or workspace={workspace!r}, not both")
         return request
 
-    def _bring(self, workspace: str | None, sync: When | None) -> Brought:
+    def _sync_workspace(self, workspace: str | None, sync: When | None) -> SyncResult:
         """Have the hosts see the workspace as it is now, if there is one."""
         folder = os.path.abspath(os.path.expanduser(workspace)) if workspace else self.workspace
         when = self.sync if sync is None else sync
         check_when(when)
         if folder is None:
-            return Brought()
-        return self.hosts.reach(lambda target: bring(target, folder, when), ready=True)
+            return SyncResult()
+        return self.hosts.reach(lambda target: sync_workspace(target, folder, when), ready=True)

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, Literal
 
-from torchx_monarch.client.connection import Link
+from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.result import RankOutput, RunResult
-from torchx_monarch.exceptions import AllocationError, LinkError, RefusedError, SPMDError
+from torchx_monarch.exceptions import AllocationError, RefusedError, SPMDError, UnreachableError
 from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.system.line_output import LineOutput
 
@@ -35,7 +35,7 @@ class Records:
         link: has been told ``run`` or ``follow``.
     """
 
-    def __init__(self, hosts: Hosts, link: Link) -> None:
+    def __init__(self, hosts: Hosts, link: Connection) -> None:
         self._hosts = hosts
         self._link = link
         self._seen = 0
@@ -48,7 +48,7 @@ class Records:
 
         Raises:
             AllocationError: the hosts have ended, or are not there in time.
-            LinkError: the allocation cannot be reached.
+            UnreachableError: the allocation cannot be reached.
             RefusedError: it refuses.
         """
         link = hosts.open(greeting, ready=greeting["type"] == "run")
@@ -67,14 +67,14 @@ class Records:
             answer = None
         if answer is None or answer.get("type") != "accepted":
             self._hosts.check_alive()
-            raise LinkError(f"{self._hosts.target.address}: no answer")
+            raise UnreachableError(f"{self._hosts.target.address}: no answer")
         self.run = answer["run"]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """The records to the last one, ``result``.
 
         Raises:
-            LinkError: the connection is broken and cannot be made again, or the hosts no longer know the run.
+            UnreachableError: the connection is broken and cannot be made again, or the hosts no longer know the run.
         """
         while not self._closed:
             record = self._link.receive(None)
@@ -101,10 +101,10 @@ class Records:
             except (RefusedError, AllocationError) as error:
                 why = str(error)
                 break
-            except (LinkError, TimeoutError) as error:
+            except (UnreachableError, TimeoutError) as error:
                 why = str(error)
                 time.sleep(0.5)
-        raise LinkError(f"run {self.run} was lost from sight: {why}")
+        raise UnreachableError(f"run {self.run} was lost from sight: {why}")
 
     def close(self) -> None:
         """Look no longer; the run goes on."""
@@ -134,7 +134,7 @@ class Collector:
         """Take all of them; the result.
 
         Raises:
-            LinkError: they ended before the result.
+            UnreachableError: they ended before the result.
         """
         for record in records:
             kind = record["type"]
@@ -153,7 +153,7 @@ class Collector:
                     for rank, one in sorted(self._texts.items())
                 }
                 return RunResult.of(record, self._exits, self._attempts, texts)
-        raise LinkError(f"run {records.run} is looked at no longer")
+        raise UnreachableError(f"run {records.run} is looked at no longer")
 
     def _show(self, rank: int, stream: str, text: str) -> None:
         if callable(self._output):
@@ -258,7 +258,7 @@ class RunHandle:
         Raises:
             TimeoutError: it has not ended within ``timeout`` seconds; it goes on.
             SPMDError: it has failed.
-            LinkError: it was lost from sight; the message says whether its hosts have ended.
+            UnreachableError: it was lost from sight; the message says whether its hosts have ended.
         """
         return self._future.result(timeout)
 

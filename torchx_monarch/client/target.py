@@ -14,7 +14,7 @@ from torchx_monarch.backends.local import state_files
 from torchx_monarch.backends.local.request import DetachedRequest
 from torchx_monarch.backends.local.request import load as load_request
 from torchx_monarch.backends.protocols import Reachable
-from torchx_monarch.exceptions import LinkError
+from torchx_monarch.exceptions import UnreachableError
 from torchx_monarch.transport.address import Address, AddressError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Target:
             runner: to ask about the app; one is made where it is needed.
 
         Raises:
-            LinkError: it is not known from here how to reach it; the message says what is missing.
+            UnreachableError: it is not known from here how to reach it; the message says what is missing.
         """
         from torchx.specs import parse_app_handle
 
@@ -62,7 +62,7 @@ class Target:
         role = role or next(iter(kept))
         if role not in kept:
             known = ", ".join(kept)
-            raise LinkError(f"{handle} has no role {role!r} with hosts of ours; it has {known}", final=True)
+            raise UnreachableError(f"{handle} has no role {role!r} with hosts of ours; it has {known}", final=True)
         there = Address.parse(kept[role], "the kept address")
         return cls(
             Address(there.scheme, _host(handle, app_id, role, there.host, runner), there.port), role, credentials
@@ -75,20 +75,20 @@ def _given(address: str, kept: dict[str, str], role: str) -> Address:
     try:
         return Address.parse(full, "address")
     except AddressError as error:
-        raise LinkError(str(error), final=True) from None
+        raise UnreachableError(str(error), final=True) from None
 
 
 def _on_this_machine(handle: str, app_id: str, role: str) -> Address:
     request = _request(app_id)
     if request is None:
-        raise LinkError(
+        raise UnreachableError(
             f"{handle} is not known in {state_files.state_dir()}: no app of this machine, and no certificate to reach "
             "one elsewhere. It is kept there by whoever submits a job",
             final=True,
         )
     names = [one.name for one in request.roles]
     if role and role not in names:
-        raise LinkError(f"{handle} has no role {role!r}; it has {', '.join(names)}", final=True)
+        raise UnreachableError(f"{handle} has no role {role!r}; it has {', '.join(names)}", final=True)
     index = names.index(role) if role else 0
     return Address("unix", path=os.path.join(request.run_dir, f"{index}.sock"))
 
@@ -97,12 +97,12 @@ def _request(app_id: str) -> DetachedRequest | None:
     """The request of an app of this machine; None when there is none.
 
     Raises:
-        LinkError: it is damaged, or somebody else's.
+        UnreachableError: it is damaged, or somebody else's.
     """
     try:
         return load_request(state_files.app_paths(app_id)) if state_files.is_app_id(app_id) else None
     except state_files.DamagedFileError as error:
-        raise LinkError(f"it is not known where the hosts of {app_id} listen: {error}") from None
+        raise UnreachableError(f"it is not known where the hosts of {app_id} listen: {error}") from None
 
 
 def _host(handle: str, app_id: str, role: str, known: str, runner: Runner | None) -> str:
@@ -123,5 +123,5 @@ def _host(handle: str, app_id: str, role: str, known: str, runner: Runner | None
             replicas = [each for status in statuses if status.role == role for each in status.replicas]
             host = next((each.hostname for each in replicas if each.id == 0 and each.hostname), "")
     if not host:
-        raise LinkError(f"{handle}: its scheduler does not say yet where replica 0 of role {role!r} runs")
+        raise UnreachableError(f"{handle}: its scheduler does not say yet where replica 0 of role {role!r} runs")
     return host

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torchx_monarch.backends.local import state_files
-from torchx_monarch.client.connection import Link
+from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.target import Target
 from torchx_monarch.code_sync.archive import ChangedError, pack
 from torchx_monarch.code_sync.manifest import MARKER, Tree
-from torchx_monarch.exceptions import CodeError, LinkError
+from torchx_monarch.exceptions import CodeError, UnreachableError
 
 if TYPE_CHECKING:
-    from torchx_monarch.code_sync.scan import Memory
+    from torchx_monarch.code_sync.scan import StatCache
 
 When = Literal["auto", "always", "never"]
 """``auto``: unless all hosts see the folder itself; ``always``: in any case; ``never``: not at all."""
@@ -39,7 +39,7 @@ _ANSWER_TIMEOUT = 300.0
 """Seconds for an answer: every host unpacks what it got, on whatever disk it has."""
 
 
-_memories: dict[str, Memory] = {}
+_memories: dict[str, StatCache] = {}
 """What is kept in files, by their names."""
 
 
@@ -51,7 +51,7 @@ _brought: dict[str, Tree] = {}
 
 
 @dataclass(frozen=True)
-class Brought:
+class SyncResult:
     """What a run works with.
 
     Attributes:
@@ -74,7 +74,7 @@ class Brought:
         return {"code": self.code, "cwd": self.cwd, "synced": self.synced}
 
 
-def bring(target: Target, workspace: str, when: When = "auto") -> Brought:
+def sync_workspace(target: Target, workspace: str, when: When = "auto") -> SyncResult:
     """Have every host see a workspace as it is now.
 
     Args:
@@ -84,19 +84,19 @@ def bring(target: Target, workspace: str, when: When = "auto") -> Brought:
 
     Raises:
         CodeError: it is not a workspace that can be brought, or a host has no room, or could not write it.
-        LinkError: the allocation cannot be reached.
+        UnreachableError: the allocation cannot be reached.
         RefusedError: it refuses.
     """
     check_when(when)
     if when == "never":
-        return Brought()
+        return SyncResult()
     from torchx_monarch.code_sync.scan import ScanError
 
     began, root = time.monotonic(), os.path.abspath(workspace)
     for _ in range(_TRIES):
-        with Link.open(target, {"type": "sync"}) as link:
+        with Connection.open(target, {"type": "sync"}) as link:
             if when == "auto" and _is_seen(link, root):
-                return Brought(_hash_of(root), root, seconds=time.monotonic() - began)
+                return SyncResult(_hash_of(root), root, seconds=time.monotonic() - began)
             try:
                 tree = look(root)
                 sent = _send(link, root, tree)
@@ -107,7 +107,7 @@ def bring(target: Target, workspace: str, when: When = "auto") -> Brought:
                 continue
             except OSError as error:
                 raise CodeError(f"cannot read {error.filename} of the workspace: {error.strerror}") from None
-            return Brought(tree.hash, synced=True, sent=sent, seconds=time.monotonic() - began)
+            return SyncResult(tree.hash, synced=True, sent=sent, seconds=time.monotonic() - began)
     raise CodeError(
         f"{changing} changes all the time: what is not for the hosts can be named in .torchxignore or .gitignore"
     )
@@ -135,11 +135,11 @@ def look(root: str) -> Tree:
     Raises:
         ScanError: it cannot be brought to hosts as it is.
     """
-    from torchx_monarch.code_sync.scan import Memory, scan
+    from torchx_monarch.code_sync.scan import StatCache, scan
 
     name = hashlib.sha256(os.fsencode(root)).hexdigest()[:32]
     kept = os.path.join(state_files.state_dir(), "sync", f"{name}.json")
-    memory = _memories.get(kept) or _memories.setdefault(kept, Memory.load(kept, root))
+    memory = _memories.get(kept) or _memories.setdefault(kept, StatCache.load(kept, root))
     before = memory.files, memory.rules, memory.left_out
     tree = scan(root, memory)
     # To read some files again is quicker than to write all that is known.
@@ -160,7 +160,7 @@ def _hash_of(root: str) -> str:
         return ""
 
 
-def _is_seen(link: Link, root: str) -> bool:
+def _is_seen(link: Connection, root: str) -> bool:
     """Whether all hosts see this very folder, under the same path: they see a file that is made in it for a moment."""
     name = os.path.join(root, f"{MARKER}{uuid.uuid4().hex}")
     text = uuid.uuid4().hex
@@ -177,7 +177,7 @@ def _is_seen(link: Link, root: str) -> bool:
             os.unlink(name)
 
 
-def _send(link: Link, root: str, tree: Tree) -> int:
+def _send(link: Connection, root: str, tree: Tree) -> int:
     """Send what is missing; how many bytes.
 
     Raises:
@@ -201,7 +201,7 @@ def _send(link: Link, root: str, tree: Tree) -> int:
     return sent
 
 
-def _send_frames(link: Link, frames: Iterable[bytes]) -> int:
+def _send_frames(link: Connection, frames: Iterable[bytes]) -> int:
     sent = 0
     for frame in frames:
         sent += len(frame)
@@ -210,21 +210,23 @@ def _send_frames(link: Link, frames: Iterable[bytes]) -> int:
     return sent
 
 
-def _say(link: Link, message: dict[str, Any]) -> None:
+def _say(link: Connection, message: dict[str, Any]) -> None:
     import json
 
     link.send_bytes(json.dumps(message).encode() + b"\n")
 
 
-def _answer(link: Link, kind: str) -> dict[str, Any]:
+def _answer(link: Connection, kind: str) -> dict[str, Any]:
     try:
         answer = link.receive(_ANSWER_TIMEOUT)
     except TimeoutError:
-        raise LinkError(f"the hosts have not said within {_ANSWER_TIMEOUT:g} s that they have the code") from None
+        raise UnreachableError(
+            f"the hosts have not said within {_ANSWER_TIMEOUT:g} s that they have the code"
+        ) from None
     if answer is None:
-        raise LinkError("the connection broke while code was brought to the hosts")
+        raise UnreachableError("the connection broke while code was brought to the hosts")
     if answer.get("type") == "failed":
         raise CodeError(f"the code was not brought to the hosts: {answer.get('reason')}")
     if answer.get("type") != kind:
-        raise LinkError(f"the hosts answered {str(answer.get('type'))!r:.40}, not {kind!r}")
+        raise UnreachableError(f"the hosts answered {str(answer.get('type'))!r:.40}, not {kind!r}")
     return answer

@@ -140,7 +140,7 @@ class CodeStore:
             folder = next((each for each in self._folders if each.tree == tree_hash and each.users), None)
             if folder is None:
                 folder = self._idle(tree_hash)
-                folder.become(tree, self._content)
+                folder.checkout(tree, self._content)
                 self._name(folder, brief(tree_hash))
             self._folders.remove(folder)
             self._folders.append(folder)
@@ -187,7 +187,7 @@ class CodeStore:
                 del self._trees[old]
         idle = [each for each in self._folders if not each.users]
         for folder in idle[:-1]:
-            if not folder.adds():
+            if not folder.has_outputs():
                 shutil.rmtree(folder.path, ignore_errors=True)
                 self._folders.remove(folder)
         needed = {digest for tree in self._trees.values() for digest in tree.contents}

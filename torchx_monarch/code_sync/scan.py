@@ -61,7 +61,7 @@ Known = tuple[int, int, int, int, str]
 
 
 @dataclasses.dataclass
-class Memory:
+class StatCache:
     """What earlier looks at a workspace have found.
 
     Attributes:
@@ -75,7 +75,7 @@ class Memory:
     left_out: set[str] = dataclasses.field(default_factory=set)
 
     @classmethod
-    def load(cls, path: str, root: str) -> Memory:
+    def load(cls, path: str, root: str) -> StatCache:
         """That of a workspace; an empty one where there is none that can be used."""
         try:
             with open(path, encoding="utf-8") as file:
@@ -106,7 +106,7 @@ class Memory:
                 os.unlink(aside)
 
 
-def scan(root: str, memory: Memory, limits: Limits = Limits()) -> Tree:
+def scan(root: str, memory: StatCache, limits: Limits = Limits()) -> Tree:
     """What a workspace consists of, as it was at one moment.
 
     Looks again until nothing has changed in between: who saves several files, or checks out another branch, does so
@@ -144,10 +144,10 @@ class _Pass:
 
     Attributes:
         read: how many files had to be read, or were gone when they were to be.
-        files, rules, left_out: as in ``Memory``.
+        files, rules, left_out: as in ``StatCache``.
     """
 
-    def __init__(self, root: str, memory: Memory, limits: Limits) -> None:
+    def __init__(self, root: str, memory: StatCache, limits: Limits) -> None:
         self.read = 0
         self.files: dict[str, Known] = {}
         self.rules: dict[str, str] = {}

@@ -47,7 +47,7 @@ class WorkFolder:
         self.tree = ""
         self._holds: dict[str, tuple[Entry, _Mark]] = {}
 
-    def become(self, tree: Tree, source: Callable[[str], str]) -> None:
+    def checkout(self, tree: Tree, source: Callable[[str], str]) -> None:
         """Make it hold a tree; nobody may work in it meanwhile.
 
         It can be tried again after an error, for this tree or another.
@@ -78,7 +78,7 @@ class WorkFolder:
                 self._holds[path] = entry, mark
         self.tree = tree.hash
 
-    def adds(self) -> bool:
+    def has_outputs(self) -> bool:
         """Whether there is something in it that is not of the tree, but for bytecode: results of a run."""
         own = _folders({path: entry for path, (entry, _) in self._holds.items()})
         for folder, inside, files in os.walk(self.path):

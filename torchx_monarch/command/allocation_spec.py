@@ -33,7 +33,7 @@ def _parser() -> _Parser:
 
 
 @dataclass(frozen=True)
-class Hold:
+class AllocationSpec:
     """An allocation's command.
 
     Attributes:
@@ -50,7 +50,7 @@ class Hold:
     command: Command | None
 
     @classmethod
-    def of(cls, command: Command, env: Mapping[str, str], replicas: int, role: str) -> Hold:
+    def of(cls, command: Command, env: Mapping[str, str], replicas: int, role: str) -> AllocationSpec:
         """What a command of kind ``hosts`` says.
 
         Args:

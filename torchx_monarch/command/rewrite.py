@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from torchx.specs import AppDef, RetryPolicy, Role, macros
 
 from torchx_monarch.command.actors import is_actors
-from torchx_monarch.command.allocation_spec import IDLE_TIMEOUT, Hold
+from torchx_monarch.command.allocation_spec import IDLE_TIMEOUT, AllocationSpec
 from torchx_monarch.command.command import ACTORS_MODULE, HOST_MODULE, HOSTS_MODULE, Command, CommandError, check, parse
 from torchx_monarch.command.shell import SimpleCommand, command_string, simple_commands
 from torchx_monarch.command.template import escape, substitute, unescape
@@ -25,7 +25,7 @@ from torchx_monarch.model import sidecars
 
 
 @dataclass(frozen=True)
-class HostOptions:
+class WrapOptions:
     """How the host process of each replica is started.
 
     Attributes:
@@ -56,7 +56,7 @@ class HostOptions:
     lease: float | None = None
 
 
-def rewrite(app: AppDef, options: HostOptions) -> AppDef:
+def rewrite(app: AppDef, options: WrapOptions) -> AppDef:
     """A copy of ``app`` in which every role that has a rank program runs it through the host process.
 
     Raises:
@@ -90,7 +90,7 @@ def _awaited(others: Sequence[Role]) -> list[str]:
     return [role.name for role in others if not sidecars.is_sidecar(role)]
 
 
-def _directory(ranks: Sequence[Role], options: HostOptions) -> Mapping[str, str]:
+def _directory(ranks: Sequence[Role], options: WrapOptions) -> Mapping[str, str]:
     """Map each role to the role registry (``controller.role_registry``) that it uses, where the backend has no names.
 
     It is replica 0 of the first role of ranks that knows.
@@ -228,12 +228,12 @@ def _command(words: Sequence[str], role: Role) -> Command | None:
     if command is not None:
         check(command, replicas=role.num_replicas, role=role.name)
         if command.kind == "hosts":
-            Hold.of(command, env, role.num_replicas, role.name)
+            AllocationSpec.of(command, env, role.num_replicas, role.name)
     return command
 
 
 def _host_arguments(
-    role: Role, options: HostOptions, directory: Mapping[str, str], beside: int, awaited: Sequence[str]
+    role: Role, options: WrapOptions, directory: Mapping[str, str], beside: int, awaited: Sequence[str]
 ) -> list[str]:
     """The arguments of the host process, which follow the interpreter and precede the command."""
     return [
@@ -258,7 +258,7 @@ def _host_arguments(
     ]
 
 
-def _peers(options: HostOptions) -> str:
+def _peers(options: WrapOptions) -> str:
     return ",".join(f"{name}={rendezvous}" for name, rendezvous in options.rendezvous.items())
 
 

@@ -15,11 +15,11 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from torchx_monarch.controller.elastic import Gathering, Sizes, TooFewHosts
-from torchx_monarch.controller.host_network import Wires
-from torchx_monarch.controller.rendezvous import Registration, Rendezvous, RendezvousError, Trouble
+from torchx_monarch.controller.elastic import HostGatherer, NodeRange, TooFewHosts
+from torchx_monarch.controller.host_network import HostNetwork
+from torchx_monarch.controller.rendezvous import HostEvent, Registration, Rendezvous, RendezvousError
 from torchx_monarch.insight.progress import Reporter
-from torchx_monarch.model.job_result import RankExit, Verdict, root_cause, shell_code
+from torchx_monarch.model.job_result import JobResult, RankExit, root_cause, shell_code
 from torchx_monarch.transport import messages
 from torchx_monarch.transport.local_addresses import NetworkError
 
@@ -40,12 +40,12 @@ class Script(Protocol):
         """Return how the process ended; empty while it runs."""
 
 
-class Attendance:
+class ActorController:
     """Runs a role whose hosts wait for actors, to its end.
 
     Args:
         rendezvous: where hosts and clients come.
-        wires: of this host.
+        host_network: of this host.
         reporter: what a person sees.
         sizes: of the role.
         idle_timeout: seconds without a client until the job ends; 0 for never.
@@ -57,18 +57,18 @@ class Attendance:
     def __init__(
         self,
         rendezvous: Rendezvous,
-        wires: Wires,
+        host_network: HostNetwork,
         reporter: Reporter,
-        sizes: Sizes,
+        sizes: NodeRange,
         idle_timeout: float,
         credentials: str,
         shut_down: asyncio.Event,
         script: bool,
     ) -> None:
         self._rendezvous = rendezvous
-        self._wires = wires
+        self._host_network = host_network
         self._reporter = reporter
-        self._gathering = Gathering(sizes, rendezvous, reporter, wires.unreachable)
+        self._gatherer = HostGatherer(sizes, rendezvous, reporter, host_network.unreachable)
         self._idle_timeout = idle_timeout
         self._credentials = credentials
         self._shut_down = shut_down
@@ -79,67 +79,71 @@ class Attendance:
         self._changed = asyncio.Event()
         rendezvous.clients["attach"] = self._attach
 
-    async def gather(self) -> list[Registration] | Verdict:
+    async def gather(self) -> list[Registration] | JobResult:
         """The hosts, when all are there and can be reached; a verdict when that comes to nothing."""
 
         async def gathered() -> list[Registration]:
             hosts: list[Registration] = []
             while not hosts:
-                await self._gathering.enough(0.0)
-                hosts = self._gathering.form()
-            for wrong in (await self._gathering.unreachable(hosts)).values():
+                await self._gatherer.enough(0.0)
+                hosts = self._gatherer.form()
+            for wrong in (await self._gatherer.unreachable(hosts)).values():
                 raise NetworkError(wrong)
             return hosts
 
-        gathering, trouble = asyncio.ensure_future(gathered()), asyncio.ensure_future(self._trouble())
+        gatherer, host_event = asyncio.ensure_future(gathered()), asyncio.ensure_future(self._host_event())
         try:
-            await asyncio.wait([gathering, trouble], return_when=asyncio.FIRST_COMPLETED)
-            if not gathering.done():
-                return trouble.result().verdict
-            self._hosts = gathering.result()
+            await asyncio.wait([gatherer, host_event], return_when=asyncio.FIRST_COMPLETED)
+            if not gatherer.done():
+                return host_event.result().verdict
+            self._hosts = gatherer.result()
         except (TooFewHosts, NetworkError) as error:
-            return Verdict(1, str(error))
+            return JobResult(1, str(error))
         finally:
-            gathering.cancel()
-            trouble.cancel()
+            gatherer.cancel()
+            host_event.cancel()
         return self._hosts
 
-    async def wait(self) -> Verdict:
+    async def wait(self) -> JobResult:
         """Let clients in until the end."""
         self._ready.set()
         self._reporter.phase("ready", "ready for actors")
         waits = {
-            asyncio.ensure_future(self._trouble()): "trouble",
+            asyncio.ensure_future(self._host_event()): "trouble",
             asyncio.ensure_future(self._shut_down.wait()): "the mesh was shut down by its client",
             asyncio.ensure_future(self._idle()): f"no client for {self._idle_timeout:g} s (--idle-timeout)",
         }
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             first = done.pop()
-            trouble = first.result()
-            return trouble.verdict if isinstance(trouble, Trouble) else Verdict(0, waits[first])
+            host_event = first.result()
+            return host_event.verdict if isinstance(host_event, HostEvent) else JobResult(0, waits[first])
         finally:
             for each in waits:
                 each.cancel()
 
-    async def run(self, pool: Script, grace: float) -> Verdict:
+    async def run(self, pool: Script, grace: float) -> JobResult:
         """Wait for the end of the script that runs on this host, which is the job's, and stop it on trouble."""
-        watch, trouble = asyncio.ensure_future(pool.watch()), asyncio.ensure_future(self._trouble())
+        watch, host_event = asyncio.ensure_future(pool.watch()), asyncio.ensure_future(self._host_event())
         try:
-            await asyncio.wait([watch, trouble], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([watch, host_event], return_when=asyncio.FIRST_COMPLETED)
             if not watch.done():
-                await pool.stop(trouble.result().signal, grace)
-                return trouble.result().verdict
+                await pool.stop(host_event.result().signal, grace)
+                return host_event.result().verdict
         finally:
             watch.cancel()
-            trouble.cancel()
+            host_event.cancel()
         cause = root_cause(pool.exits())
-        return Verdict(shell_code(cause.code), cause.describe(), cause) if cause else Verdict(0, "the script has ended")
+        return (
+            JobResult(shell_code(cause.code), cause.describe(), cause)
+            if cause
+            else JobResult(0, "the script has ended")
+        )
 
-    async def _trouble(self) -> Trouble:
-        trouble = await self._rendezvous.troubles.get()
-        self._reporter.note(trouble.kind, trouble.verdict.reason, replica=trouble.replica)
-        return trouble
+    async def _host_event(self) -> HostEvent:
+        host_event = await self._rendezvous.host_events.get()
+        self._reporter.note(host_event.kind, host_event.verdict.reason, replica=host_event.replica)
+        return host_event
 
     # -- clients -------------------------------------------------------------------------------------------------------
 
@@ -151,7 +155,7 @@ class Attendance:
         names = greeting.get("names")
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(names) > _MOST_NAMES:
             raise RendezvousError(f"names of a client are a list of at most {_MOST_NAMES} texts")
-        leaf = self._leaf(names) if self._wires.identity is not None else None
+        leaf = self._leaf(names) if self._host_network.identity is not None else None
         gone = asyncio.ensure_future(reader.read())
         ready = asyncio.ensure_future(self._ready.wait())
         try:

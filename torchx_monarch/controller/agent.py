@@ -13,7 +13,7 @@ from typing import Any
 from monarch.actor import Actor, concurrent_endpoint
 
 from torchx_monarch.system import processes
-from torchx_monarch.transport.agent_rpc import SOCKET_VARIABLE, LinkClient
+from torchx_monarch.transport.agent_rpc import SOCKET_VARIABLE, AgentClient
 
 _FOR_THE_HOST = (
     signal.SIGHUP,
@@ -38,15 +38,15 @@ class Agent(Actor):  # type: ignore[misc]
         # At once: by the end of this connection the host learns of our death.
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(os.environ[SOCKET_VARIABLE])
-        self._link: asyncio.Future[LinkClient] | None = None
+        self._link: asyncio.Future[AgentClient] | None = None
 
     @concurrent_endpoint  # type: ignore[untyped-decorator]
     async def call(self, op: str, args: dict[str, Any]) -> Any:
         """Have the host process do ``op`` (see ``HostProcess._handle``).
 
         Raises:
-            LinkError: the host could not.
+            AgentError: the host could not.
         """
         if self._link is None:
-            self._link = asyncio.ensure_future(LinkClient.over(self._socket))
+            self._link = asyncio.ensure_future(AgentClient.over(self._socket))
         return await (await self._link).request(op, args)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import signal
 import sys
 import threading
@@ -15,18 +14,19 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchx_monarch.controller import retry
-from torchx_monarch.controller.elastic import Gathering, Sizes, TooFewHosts
+from torchx_monarch.controller.elastic import HostGatherer, TooFewHosts
+from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import (
     JOINED,
     PREEMPTED,
+    HostEvent,
     Registration,
     Rendezvous,
-    Trouble,
     agent_lost,
     joined,
 )
 from torchx_monarch.insight.progress import Reporter
-from torchx_monarch.model.job_result import RankExit, Verdict, others_in_words, root_cause, shell_code
+from torchx_monarch.model.job_result import JobResult, RankExit, others_in_words, root_cause, shell_code
 from torchx_monarch.model.world import World
 from torchx_monarch.transport import agent_rpc
 
@@ -45,15 +45,15 @@ _SAID_ANYWAY = 1.0
 """Seconds that it has where the failure names the host, and no other is to take its place."""
 
 
-_LINK_ERROR = "LinkError: "
+_AGENT_ERROR = "AgentError: "
 """Before what a host itself has answered, in the text of Monarch's error."""
 
 
-class TroubleCame(Exception):
+class HostEventArrived(Exception):
     """Ends what the controller waits for."""
 
-    def __init__(self, trouble: Trouble) -> None:
-        self.trouble = trouble
+    def __init__(self, host_event: HostEvent) -> None:
+        self.host_event = host_event
 
 
 class HostRefused(Exception):
@@ -66,41 +66,6 @@ class HostRefused(Exception):
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
         self.code = code
-
-
-@dataclasses.dataclass(frozen=True)
-class JobOptions:
-    """What the controller needs to know of the job.
-
-    Attributes:
-        run_id: TORCHELASTIC_RUN_ID of the ranks.
-        max_restarts: how often the ranks are started again after one has failed; one budget for the whole job.
-        replacements: how many lost hosts the backend replaces.
-        retry_on: exit codes, as a shell has them, after which ranks are started again; empty for any.
-        first_log_attempt: number of the first attempt's log folders.
-        sizes: how many hosts it runs on, and how long it waits for them.
-        host_timeout: seconds that rank 0's interpreter has to find a port.
-        grace: seconds from SIGTERM to SIGKILL for ranks.
-        master_addr: what ranks dial to meet rank 0, unless the user names it.
-        store_bind: the local address that its store listens on, unless the user names another; empty for all.
-        said_within: seconds that the rendezvous has to say which host is lost when Monarch has found a call to fail.
-        lease: seconds that it has where a host or an agent may be silent, and not gone.
-        monarch_log: where Monarch says more.
-    """
-
-    run_id: str
-    max_restarts: int
-    replacements: int
-    retry_on: tuple[int, ...]
-    first_log_attempt: int
-    sizes: Sizes
-    host_timeout: float
-    grace: float
-    master_addr: str
-    store_bind: str
-    said_within: float
-    lease: float
-    monarch_log: str
 
 
 class Controller:
@@ -126,7 +91,7 @@ class Controller:
     ) -> None:
         self._options = options
         self._rendezvous = rendezvous
-        self._gathering = Gathering(options.sizes, rendezvous, reporter, unreachable)
+        self._gatherer = HostGatherer(options.sizes, rendezvous, reporter, unreachable)
         self._reporter = reporter
         self._first_output = first_output
         self._own_host = own_host
@@ -144,7 +109,7 @@ class Controller:
         self._replacements_left = options.replacements
         self._exits: dict[int, RankExit] = {}
 
-    async def run(self) -> Verdict:
+    async def run(self) -> JobResult:
         """Run the job to its end; never raises for what can go wrong with hosts and ranks."""
         wait = self._options.sizes.last_call
         while True:
@@ -154,97 +119,97 @@ class Controller:
                 self._attempt_number = max(self._attempt_number, *(host.attempt + 1 for host in hosts))
                 await self._form_mesh(hosts)
                 return await self._work(hosts)
-            except TroubleCame as came:
-                trouble = came.trouble
-            self._reporter.note(trouble.kind, trouble.verdict.reason, replica=trouble.replica)
-            leaves = await self._let_go(trouble)
+            except HostEventArrived as came:
+                host_event = came.host_event
+            self._reporter.note(host_event.kind, host_event.verdict.reason, replica=host_event.replica)
+            leaves = await self._let_go(host_event)
             if leaves:
-                self._members.discard(trouble.replica)
+                self._members.discard(host_event.replica)
             # Replica 0 is where we are: its own trouble takes the job along.
-            goes_on = (leaves or trouble.kind == JOINED) and trouble.replica != 0
+            goes_on = (leaves or host_event.kind == JOINED) and host_event.replica != 0
             goes_on = goes_on and (self._options.sizes.elastic or self._replacements_left > 0)
             if not goes_on:
                 self._rendezvous.end()
-            self._take_up(await self._stop_ranks(trouble.signal))
+            self._handle_host_event(await self._stop_ranks(host_event.signal))
             self._members = set()
             if not goes_on:
-                return trouble.verdict
-            if shortage := self._gathering.shortage(self._replacements_left > 0):
-                return Verdict(1, f"{trouble.verdict.reason}; {shortage}")
-            wait = self._next_wait(trouble)
+                return host_event.verdict
+            if shortage := self._gatherer.shortage(self._replacements_left > 0):
+                return JobResult(1, f"{host_event.verdict.reason}; {shortage}")
+            wait = self._next_wait(host_event)
 
-    async def _let_go(self, trouble: Trouble) -> bool:
+    async def _let_go(self, host_event: HostEvent) -> bool:
         """Whether a host is no longer there to be asked; in an elastic job one that is told to stop leaves alone."""
-        if trouble.lost or trouble.kind == JOINED:
-            return trouble.lost
-        leaves = trouble.replica != 0 and trouble.kind == PREEMPTED and self._options.sizes.elastic
+        if host_event.lost or host_event.kind == JOINED:
+            return host_event.lost
+        leaves = host_event.replica != 0 and host_event.kind == PREEMPTED and self._options.sizes.elastic
         if not leaves or self._rendezvous.present <= self._options.sizes.fewest:
             return False
-        await self._rendezvous.dismiss(trouble.replica, trouble.verdict)
+        await self._rendezvous.dismiss(host_event.replica, host_event.verdict)
         return True
 
-    def _next_wait(self, trouble: Trouble) -> float:
+    def _next_wait(self, host_event: HostEvent) -> float:
         """Begin another attempt after this trouble; how long it waits for more hosts than it needs."""
         sizes = self._options.sizes
         # An elastic job only counts attempts whose ranks had started.
         if self._launched == self._attempt_number or not sizes.elastic:
             self._attempt_number += 1
-            self._uncounted += trouble.kind == JOINED
-        if trouble.kind == JOINED:
+            self._uncounted += host_event.kind == JOINED
+        if host_event.kind == JOINED:
             return 0.0
         replaced = self._replacements_left > 0
         if replaced and (self._rendezvous.present < sizes.fewest or not sizes.elastic):
             self._replacements_left -= 1
-            text = f"replica {trouble.replica} is to be replaced, {self._replacements_left} replacements left"
-            self._reporter.note("replacement", text, replica=trouble.replica)
+            text = f"replica {host_event.replica} is to be replaced, {self._replacements_left} replacements left"
+            self._reporter.note("replacement", text, replica=host_event.replica)
         return sizes.last_call if replaced or self._rendezvous.present < sizes.fewest else 0.0
 
-    def _take_up(self, troubles: Iterable[Trouble]) -> None:
+    def _handle_host_event(self, host_events: Iterable[HostEvent]) -> None:
         """Have what came while ranks were being stopped not be forgotten: a wish to stop."""
-        for trouble in troubles:
-            if trouble.lost:
-                self._reporter.note("failure", trouble.verdict.reason, replica=trouble.replica)
-            elif trouble.kind != JOINED:
-                self._rendezvous.troubles.put_nowait(trouble)
+        for host_event in host_events:
+            if host_event.lost:
+                self._reporter.note("failure", host_event.verdict.reason, replica=host_event.replica)
+            elif host_event.kind != JOINED:
+                self._rendezvous.host_events.put_nowait(host_event)
 
     async def _gather(self, wait: float) -> list[Registration]:
         hosts: list[Registration] = []
         while not hosts:
             try:
-                await self._unless_trouble(self._gathering.enough(wait))
+                await self._unless_host_event(self._gatherer.enough(wait))
             except TooFewHosts as error:
-                raise TroubleCame(Trouble(0, Verdict(1, str(error)), lost=False)) from None
-            hosts = self._gathering.form()
+                raise HostEventArrived(HostEvent(0, JobResult(1, str(error)), lost=False)) from None
+            hosts = self._gatherer.form()
         return hosts
 
     async def _form_mesh(self, hosts: list[Registration]) -> None:
         from torchx_monarch.controller.agent import Agent
         from torchx_monarch.monarch_adapter.monarch_api import AgentMesh, host_without_agent
 
-        if wrong := await self._unless_trouble(self._gathering.unreachable(hosts)):
-            if refused := await self._gathering.refuse(wrong):
-                raise TroubleCame(refused)
+        if wrong := await self._unless_host_event(self._gatherer.unreachable(hosts)):
+            if refused := await self._gatherer.refuse(wrong):
+                raise HostEventArrived(refused)
             within = self._options.said_within if self._replacements_left else _SAID_ANYWAY
-            first = Trouble(0, Verdict(1, next(iter(wrong.values()))))
-            raise TroubleCame(await self._trouble_behind(first, within))
+            first = HostEvent(0, JobResult(1, next(iter(wrong.values()))))
+            raise HostEventArrived(await self._host_event_behind(first, within))
         try:
             addresses, number = [host.address for host in hosts], self._meshes
             self._meshes += 1
             mesh = self._in_thread(AgentMesh, addresses, Agent, number, _MESH_TIMEOUT)
-            self._mesh = await self._unless_trouble(self._reporter.while_waiting(mesh, lambda: "the mesh"))
-        except TroubleCame:
+            self._mesh = await self._unless_host_event(self._reporter.while_waiting(mesh, lambda: "the mesh"))
+        except HostEventArrived:
             raise
         except Exception as error:
             print(f"the mesh could not be formed: {error}", file=sys.stderr, flush=True)  # this is Monarch's log
             place = host_without_agent(error)
             why = _first_line(error) if place is None else f"the agent of {hosts[place].name} did not start"
             reason = f"the mesh could not be formed: {why}; see {self._options.monarch_log}"
-            trouble = Trouble(0, Verdict(1, reason, replica=-1 if place is None else place))
-            behind = await self._trouble_behind(trouble, self._options.said_within)
-            if behind is trouble:  # the hosts say nothing of it: a connection between them, which Monarch needs
+            host_event = HostEvent(0, JobResult(1, reason, replica=-1 if place is None else place))
+            behind = await self._host_event_behind(host_event, self._options.said_within)
+            if behind is host_event:  # the hosts say nothing of it: a connection between them, which Monarch needs
                 suspects = self._newcomers(hosts) if place is None else [hosts[place]]
-                behind = await self._gathering.refuse({host.replica: reason for host in suspects}) or trouble
-            raise TroubleCame(behind) from error
+                behind = await self._gatherer.refuse({host.replica: reason for host in suspects}) or host_event
+            raise HostEventArrived(behind) from error
         self._hosts = hosts
         self._members = {host.replica for host in hosts}
         self._reporter.phase("mesh", "mesh")
@@ -253,11 +218,11 @@ class Controller:
         """Those of the hosts that were not in the mesh before this one; none where there was none before."""
         return [host for host in hosts if host not in self._hosts] if self._hosts else []
 
-    async def _work(self, hosts: list[Registration]) -> Verdict:
+    async def _work(self, hosts: list[Registration]) -> JobResult:
         """What is done on a mesh that stands."""
         return await self._attempts(hosts)
 
-    async def _attempts(self, hosts: list[Registration]) -> Verdict:
+    async def _attempts(self, hosts: list[Registration]) -> JobResult:
         budget, never_joined = self._options.max_restarts, frozenset[int]()
         backoff, clock = retry.Backoff(), asyncio.get_running_loop().time
         began = clock()
@@ -270,23 +235,23 @@ class Controller:
             if self._restarts_left == 0 or reason:
                 if self._restarts_left:
                     self._reporter.line(f"no restart: {reason}")
-                return Verdict(shell_code(cause.code), cause.describe(), cause)
+                return JobResult(shell_code(cause.code), cause.describe(), cause)
             self._restarts_left -= 1
             self._attempt_number += 1
             text = f"restart {budget - self._restarts_left} of {budget} after: {cause.describe()}"
             self._reporter.restarted(text, attempt=self._attempt_number, rank=cause.rank, code=cause.code)
             if delay := backoff.delay(lived):
                 self._reporter.line(f"the restart waits {delay:.1f} s: the last attempt failed after {lived:.1f} s")
-                await self._unless_trouble(asyncio.sleep(delay))
+                await self._unless_host_event(asyncio.sleep(delay))
             began = clock()
-        return Verdict(0, f"all {sum(host.nproc for host in hosts)} ranks ended with code 0")
+        return JobResult(0, f"all {sum(host.nproc for host in hosts)} ranks ended with code 0")
 
     async def _attempt(self, hosts: list[Registration], attempt: int) -> RankExit | None:
         """Run the ranks once; None when all ended well, else the one that began the failure."""
         options = self._options
         self._exits = {}
-        if options.sizes.elastic and (newcomers := await self._unless_trouble(self._gathering.reachable_newcomers())):
-            raise TroubleCame(joined(newcomers[0]))
+        if options.sizes.elastic and (newcomers := await self._unless_host_event(self._gatherer.reachable_newcomers())):
+            raise HostEventArrived(joined(newcomers[0]))
         wanted = {"bind": options.store_bind, "advertised": options.master_addr, "hosts": len(hosts)}
         store = self._call_own("store", wanted, options.host_timeout)
         address, port, agent_store = await self._reporter.while_waiting(store, lambda: "the interpreter of rank 0")
@@ -326,23 +291,23 @@ class Controller:
             output.cancel()
         return None
 
-    def _blame_hosts(self, troubles: list[Trouble], cause: RankExit | None) -> None:
+    def _blame_hosts(self, host_events: list[HostEvent], cause: RankExit | None) -> None:
         """Raise a trouble with a host that ranks may have felt before us; the others are put back."""
         if self._options.sizes.elastic:
-            blamed = [one for one in troubles if one.replica != 0 and (one.lost or one.kind == PREEMPTED)]
+            blamed = [one for one in host_events if one.replica != 0 and (one.lost or one.kind == PREEMPTED)]
         elif cause is None or cause.is_collateral or self._restarts_left:
-            blamed = sorted(troubles, key=lambda one: one.lost)  # a wish to stop comes first: it ends the job
+            blamed = sorted(host_events, key=lambda one: one.lost)  # a wish to stop comes first: it ends the job
         else:
             blamed = []
-        for one in troubles:
+        for one in host_events:
             if one not in blamed[:1]:
-                self._rendezvous.troubles.put_nowait(one)
+                self._rendezvous.host_events.put_nowait(one)
         if blamed:
-            raise TroubleCame(blamed[0])
+            raise HostEventArrived(blamed[0])
 
     async def _report_newcomer(self) -> None:
         if self._options.sizes.elastic:
-            self._rendezvous.troubles.put_nowait(joined(await self._gathering.newcomer()))
+            self._rendezvous.host_events.put_nowait(joined(await self._gatherer.newcomer()))
 
     async def _report_output(self) -> None:
         await self._first_output.wait()
@@ -355,39 +320,41 @@ class Controller:
             # Not cancelled with us: an interpreter whose answer nobody has read would give it to the next who asks.
             asking = asyncio.ensure_future(self._own_host(op, args))
             asking.add_done_callback(lambda done: done.cancelled() or done.exception())
-            return _granted(await self._unless_trouble(asyncio.wait_for(asyncio.shield(asking), timeout)))
-        except (TroubleCame, HostRefused):
+            return _granted(await self._unless_host_event(asyncio.wait_for(asyncio.shield(asking), timeout)))
+        except (HostEventArrived, HostRefused):
             raise
         except asyncio.TimeoutError:
-            raise TroubleCame(Trouble(0, Verdict(1, f"host 0: no answer to {op!r} in {timeout:g} s"))) from None
+            raise HostEventArrived(
+                HostEvent(0, JobResult(1, f"host 0: no answer to {op!r} in {timeout:g} s"))
+            ) from None
         except Exception as error:
-            raise TroubleCame(Trouble(0, Verdict(1, f"host 0: {_first_line(error)}"))) from None
+            raise HostEventArrived(HostEvent(0, JobResult(1, f"host 0: {_first_line(error)}"))) from None
 
     async def _each_host(self, op: str, args: dict[str, Any], hosts: Iterable[Registration]) -> Any:
         """Ask every host; yields the answers as they come. Trouble, an error among them, raises."""
         answers: asyncio.Queue[Any] = asyncio.Queue()
         self._stream_into(answers, op, args)
         for _ in hosts:
-            answer = await self._unless_trouble(answers.get())
+            answer = await self._unless_host_event(answers.get())
             if isinstance(answer, Exception):
-                trouble = self._agent_lost(answer) or Trouble(0, Verdict(1, _first_line(answer)))
-                within = self._options.said_within if _LINK_ERROR in str(answer) else self._options.lease
-                raise TroubleCame(await self._trouble_behind(trouble, within))
+                host_event = self._agent_lost(answer) or HostEvent(0, JobResult(1, _first_line(answer)))
+                within = self._options.said_within if _AGENT_ERROR in str(answer) else self._options.lease
+                raise HostEventArrived(await self._host_event_behind(host_event, within))
             yield _granted(answer)
 
-    def _agent_lost(self, error: Exception) -> Trouble | None:
+    def _agent_lost(self, error: Exception) -> HostEvent | None:
         """The trouble of a host whose agent has died before it was in touch with its host, which then says nothing."""
         from torchx_monarch.monarch_adapter.monarch_api import host_without_agent
 
         place = host_without_agent(error)
         return agent_lost(self._hosts[place]) if place is not None else None
 
-    async def _trouble_behind(self, trouble: Trouble, within: float) -> Trouble:
+    async def _host_event_behind(self, host_event: HostEvent, within: float) -> HostEvent:
         """What a host says of itself, which is better than what Monarch says of it, if some seconds later."""
         try:
-            return await asyncio.wait_for(self._rendezvous.troubles.get(), within)
+            return await asyncio.wait_for(self._rendezvous.host_events.get(), within)
         except asyncio.TimeoutError:
-            return trouble
+            return host_event
 
     def _stream_into(self, answers: asyncio.Queue[Any], op: str, args: dict[str, Any]) -> None:
         loop, mesh = asyncio.get_running_loop(), self._mesh
@@ -414,7 +381,7 @@ class Controller:
         if len(self._hosts) > first:
             threading.Thread(target=pump, name=f"monarch-{op}", daemon=True).start()
 
-    async def _stop_ranks(self, number: int) -> list[Trouble]:
+    async def _stop_ranks(self, number: int) -> list[HostEvent]:
         """Stop the ranks of every host that can be asked to; what they say of it is kept.
 
         A host whose agent is gone stops its ranks by itself, and one that is gone took them along.
@@ -422,7 +389,7 @@ class Controller:
         Returns:
             the troubles that came meanwhile.
         """
-        came: list[Trouble] = []
+        came: list[HostEvent] = []
         if self._mesh is None or not self._members:
             return came
         answers: asyncio.Queue[Any] = asyncio.Queue()
@@ -434,11 +401,11 @@ class Controller:
         getting = asyncio.ensure_future(answers.get())
         while asked:
             try:
-                await self._unless_trouble(asyncio.wait([getting], timeout=until - loop.time()))
-            except TroubleCame as more:
-                came.append(more.trouble)
-                if more.trouble.lost:
-                    self._members.discard(more.trouble.replica)
+                await self._unless_host_event(asyncio.wait([getting], timeout=until - loop.time()))
+            except HostEventArrived as more:
+                came.append(more.host_event)
+                if more.host_event.lost:
+                    self._members.discard(more.host_event.replica)
                     asked &= self._members
                 continue
             if not getting.done():
@@ -450,8 +417,8 @@ class Controller:
                 self._note_exits(answer["exits"])
                 asked.discard(answer["replica"])  # by name: there are no exits when no rank was started
         getting.cancel()
-        while not self._rendezvous.troubles.empty():
-            came.append(self._rendezvous.troubles.get_nowait())
+        while not self._rendezvous.host_events.empty():
+            came.append(self._rendezvous.host_events.get_nowait())
         self._members -= {one.replica for one in came if one.lost}
         return came
 
@@ -465,19 +432,19 @@ class Controller:
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: function(*args))
 
-    async def _unless_trouble(self, awaitable: Awaitable[T]) -> T:
+    async def _unless_host_event(self, awaitable: Awaitable[T]) -> T:
         """Await something; trouble that comes from a host meanwhile ends the wait."""
         wanted = asyncio.ensure_future(awaitable)
-        trouble = asyncio.ensure_future(self._rendezvous.troubles.get())
+        host_event = asyncio.ensure_future(self._rendezvous.host_events.get())
         try:
-            await asyncio.wait([wanted, trouble], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([wanted, host_event], return_when=asyncio.FIRST_COMPLETED)
             if wanted.done():
-                if trouble.done():
-                    self._rendezvous.troubles.put_nowait(trouble.result())
+                if host_event.done():
+                    self._rendezvous.host_events.put_nowait(host_event.result())
                 return wanted.result()
-            raise TroubleCame(trouble.result())
+            raise HostEventArrived(host_event.result())
         finally:
-            for task in (wanted, trouble):
+            for task in (wanted, host_event):
                 task.cancel()
 
 
@@ -495,6 +462,6 @@ def _granted(answer: Any) -> Any:
 def _first_line(error: BaseException) -> str:
     """The text of an error from the other side of Monarch, without its layers."""
     text = str(error).strip()
-    if _LINK_ERROR in text:
-        text = text.rpartition(_LINK_ERROR)[2]
+    if _AGENT_ERROR in text:
+        text = text.rpartition(_AGENT_ERROR)[2]
     return text.splitlines()[0] if text else type(error).__name__

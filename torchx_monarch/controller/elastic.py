@@ -15,9 +15,9 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 from torchx_monarch.command.command import Command
-from torchx_monarch.controller.rendezvous import Registration, Rendezvous, Trouble
+from torchx_monarch.controller.rendezvous import HostEvent, Registration, Rendezvous
 from torchx_monarch.insight.progress import Reporter
-from torchx_monarch.model.job_result import Verdict
+from torchx_monarch.model.job_result import JobResult
 
 
 class TooFewHosts(Exception):
@@ -25,7 +25,7 @@ class TooFewHosts(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class NodeRange:
     """How many hosts a job runs on.
 
     Attributes:
@@ -43,7 +43,7 @@ class Sizes:
     last_call: float = 0.0
 
     @classmethod
-    def of(cls, command: Command | None, replicas: int, timeout: float) -> Sizes:
+    def of(cls, command: Command | None, replicas: int, timeout: float) -> NodeRange:
         """As torchrun's ``--nnodes`` and ``--rdzv-conf`` say.
 
         Args:
@@ -66,19 +66,19 @@ class Sizes:
         return self.fewest < self.most
 
 
-class Gathering:
+class HostGatherer:
     """Gathers the hosts of each attempt.
 
     Args:
         sizes: of the job.
         rendezvous: where the hosts register.
         reporter: what a person sees.
-        unreachable: finds the hosts that cannot be reached, and why, by replica (``Wires.unreachable``).
+        unreachable: finds the hosts that cannot be reached, and why, by replica (``HostNetwork.unreachable``).
     """
 
     def __init__(
         self,
-        sizes: Sizes,
+        sizes: NodeRange,
         rendezvous: Rendezvous,
         reporter: Reporter,
         unreachable: Callable[[Iterable[Registration]], Awaitable[dict[int, str]]],
@@ -137,7 +137,7 @@ class Gathering:
             self._reporter.note(refused.kind, refused.verdict.reason, replica=refused.replica)
         return self._rendezvous.newcomers
 
-    async def refuse(self, reasons: Mapping[int, str]) -> Trouble | None:
+    async def refuse(self, reasons: Mapping[int, str]) -> HostEvent | None:
         """Let hosts go that cannot take part in an elastic job, which goes on without them.
 
         Args:
@@ -151,8 +151,8 @@ class Gathering:
             return None
         losses = []
         for replica, reason in reasons.items():
-            verdict = Verdict(1, reason, replica=replica)
-            losses.append(Trouble(replica, verdict))
+            verdict = JobResult(1, reason, replica=replica)
+            losses.append(HostEvent(replica, verdict))
             await self._rendezvous.dismiss(replica, verdict)
         for loss in losses[1:]:
             self._reporter.note(loss.kind, loss.verdict.reason, replica=loss.replica)

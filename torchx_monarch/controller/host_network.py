@@ -30,7 +30,7 @@ _MONARCH_SCHEMES = {"tls": "tls", "insecure-tcp": "tcp"}
 
 
 @dataclasses.dataclass(frozen=True)
-class Wires:
+class HostNetwork:
     """The connections of this host.
 
     Attributes:
@@ -54,7 +54,7 @@ class Wires:
     dial_url: str
 
     @classmethod
-    def lay(
+    def setup(
         cls,
         rendezvous: Address,
         advertised: str,
@@ -62,7 +62,7 @@ class Wires:
         credentials: str,
         folder: str,
         first: bool = False,
-    ) -> Wires:
+    ) -> HostNetwork:
         """Make the certificate and open the ports.
 
         Args:

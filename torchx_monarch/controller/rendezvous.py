@@ -27,11 +27,11 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 
-from torchx_monarch.model.job_result import Verdict, describe_code
+from torchx_monarch.model.job_result import JobResult, describe_code
 from torchx_monarch.transport import connections, messages
 from torchx_monarch.transport.connections import PEER_TIMEOUT, Address, ConnectError, Identity
 from torchx_monarch.transport.lease import LEASE, Leases
-from torchx_monarch.transport.listener import Door
+from torchx_monarch.transport.listener import Listener
 
 _GREETING_TIMEOUT = 10.0
 
@@ -91,7 +91,7 @@ class Registration:
 
 
 @dataclasses.dataclass(frozen=True)
-class Trouble:
+class HostEvent:
     """Something that ends an attempt and comes from a host, not from a rank.
 
     Attributes:
@@ -103,7 +103,7 @@ class Trouble:
     """
 
     replica: int
-    verdict: Verdict
+    verdict: JobResult
     lost: bool = True
     signal: int = signal.SIGTERM
     kind: str = "failure"
@@ -116,7 +116,7 @@ class Rendezvous:
     """Replica 0's end.
 
     Attributes:
-        troubles: what ends an attempt, as it comes.
+        host_events: what ends an attempt, as it comes.
         clients: who answers greetings of a client beyond those above, or in place of them, by kind. The connection is
             theirs until they return; a ``RendezvousError`` refuses.
         reports: who is told of messages of a host beyond those above, by kind.
@@ -141,7 +141,7 @@ class Rendezvous:
         lease: float = LEASE,
         fewest: int | None = None,
     ) -> None:
-        self.troubles: asyncio.Queue[Trouble] = asyncio.Queue()
+        self.host_events: asyncio.Queue[HostEvent] = asyncio.Queue()
         self.clients: dict[str, Serve] = {}
         self.reports: dict[str, Callable[[Registration, messages.Message], None]] = {}
         self._address = address
@@ -159,9 +159,9 @@ class Rendezvous:
         self._changed = asyncio.Event()
         self._formed = False
         self._ending = False
-        self._verdict: Verdict | None = None
+        self._verdict: JobResult | None = None
         self._told: set[int] = set()
-        self._door: Door | None = None
+        self._listener: Listener | None = None
 
     async def start(self) -> None:
         """Begin to listen.
@@ -170,7 +170,7 @@ class Rendezvous:
             RendezvousError: it is not possible there.
         """
         try:
-            self._door = await connections.listen(
+            self._listener = await connections.listen(
                 self._address, self._serve, self._identity, self._bind, self._peer_timeout
             )
         except ConnectError as error:
@@ -183,8 +183,8 @@ class Rendezvous:
         self._seen.add(host.replica)
         if host.error:
             reason = f"{host.name} cannot start: {host.error}"
-            verdict = Verdict(host.code, reason, replica=host.replica)
-            self.troubles.put_nowait(Trouble(host.replica, verdict, lost=False))
+            verdict = JobResult(host.code, reason, replica=host.replica)
+            self.host_events.put_nowait(HostEvent(host.replica, verdict, lost=False))
         self._note_change()
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -199,11 +199,11 @@ class Rendezvous:
         """
         self._formed = True
         self._members = {each: host for each, host in sorted(self._hosts.items()) if not host.error}
-        for _ in range(self.troubles.qsize()):
-            trouble = self.troubles.get_nowait()
-            gone = trouble.lost or (trouble.verdict.stopped and trouble.replica not in self._members)
-            if trouble.replica == 0 or not (gone or trouble.kind == JOINED):
-                self.troubles.put_nowait(trouble)
+        for _ in range(self.host_events.qsize()):
+            host_event = self.host_events.get_nowait()
+            gone = host_event.lost or (host_event.verdict.stopped and host_event.replica not in self._members)
+            if host_event.replica == 0 or not (gone or host_event.kind == JOINED):
+                self.host_events.put_nowait(host_event)
         return list(self._members.values())
 
     @property
@@ -211,7 +211,7 @@ class Rendezvous:
         """Hosts that are present and no members yet."""
         return [host for replica, host in sorted(self._hosts.items()) if self._members.get(replica) is not host]
 
-    async def dismiss(self, replica: int, verdict: Verdict) -> None:
+    async def dismiss(self, replica: int, verdict: JobResult) -> None:
         """Let one host go, which is to end as the verdict says while the job goes on."""
         if self._hosts.pop(replica, None) is not None:
             self._note_change()
@@ -244,7 +244,7 @@ class Rendezvous:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def announce(self, verdict: Verdict, timeout: float) -> None:
+    async def announce(self, verdict: JobResult, timeout: float) -> None:
         """Tell every host how the job ended; returns when they have hung up, or after ``timeout`` seconds.
 
         When that was before all had come, those that come within a second are told as well: they would look for a
@@ -258,13 +258,13 @@ class Rendezvous:
         message = {"type": "verdict", **verdict.to_json()}
         if telling := [asyncio.ensure_future(messages.send(writer, message)) for writer in self._writers.values()]:
             await asyncio.wait(telling, timeout=timeout)  # one that does not read must not keep it from the others
-        open_for = 0.0 if self._formed or self._door is None else _LATECOMERS
+        open_for = 0.0 if self._formed or self._listener is None else _LATECOMERS
         while (self._writers or open_for) and time.monotonic() < started + timeout:
             await asyncio.sleep(0.005)
             if not self.expected or time.monotonic() > started + open_for:
                 open_for = 0.0
-        if self._door is not None:
-            self._door.close()
+        if self._listener is not None:
+            self._listener.close()
             if not self._address.networked and os.path.exists(self._address.path):
                 os.unlink(self._address.path)
 
@@ -273,13 +273,13 @@ class Rendezvous:
             greeting = await messages.receive(reader, _GREETING_TIMEOUT)
             kind = self._kind(greeting)
             if kind in self.clients:
-                if self._door is not None:
-                    self._door.settle()
+                if self._listener is not None:
+                    self._listener.mark_authenticated()
                 await self.clients[kind](greeting or {}, reader, writer)
                 return
             if kind in ("look", "stop"):
                 if kind == "stop":
-                    self.troubles.put_nowait(stopped_by_client())
+                    self.host_events.put_nowait(stopped_by_client())
                 await messages.send(writer, {"type": "state", **self.state()})
                 return
             if connections.is_client(writer):
@@ -295,8 +295,8 @@ class Rendezvous:
         self._writers[host.replica] = writer
         self._leases.renew(host.replica)
         self.register(host)
-        if self._door is not None:
-            self._door.settle()
+        if self._listener is not None:
+            self._listener.mark_authenticated()
         ours = self._hosts.get(0)
         await messages.send(writer, {"type": "registered", "name": ours.name if ours else "replica 0"})
         if self._verdict is not None:
@@ -312,7 +312,7 @@ class Rendezvous:
             # From now on its replacement may register.
             del self._hosts[host.replica]
             self._note_change()
-            self.troubles.put_nowait(lost)
+            self.host_events.put_nowait(lost)
 
     def _kind(self, greeting: messages.Message | None) -> str:
         if greeting is None:
@@ -353,7 +353,7 @@ class Rendezvous:
             raise RendezvousError(host.error)  # the job goes on without it
         return host
 
-    async def _follow(self, host: Registration, reader: asyncio.StreamReader) -> Trouble:
+    async def _follow(self, host: Registration, reader: asyncio.StreamReader) -> HostEvent:
         """Read what a host sends; returns why it counts as lost."""
         while message := await messages.receive(reader):
             if host.replica in self._writers:
@@ -369,7 +369,7 @@ class Rendezvous:
                 if self._hosts.get(host.replica) is host:
                     announced = message.get("announced")
                     announced = announced is True if announced is not None else None
-                    self.troubles.put_nowait(signalled(host, number, announced))
+                    self.host_events.put_nowait(signalled(host, number, announced))
             if isinstance(kind, str) and kind in self.reports:
                 self.reports[kind](host, message)
             if kind == "alive" and host.replica in self._writers:
@@ -388,12 +388,12 @@ class Rendezvous:
         self._writers[replica].transport.abort()  # which ends its ``_follow``
 
 
-def _lost(host: Registration, how: str) -> Trouble:
-    verdict = Verdict(1, f"{host.name} {how}", consequence=True, replica=host.replica)
-    return Trouble(host.replica, verdict)
+def _lost(host: Registration, how: str) -> HostEvent:
+    verdict = JobResult(1, f"{host.name} {how}", consequence=True, replica=host.replica)
+    return HostEvent(host.replica, verdict)
 
 
-def agent_lost(host: Registration, silent: float = 0.0) -> Trouble:
+def agent_lost(host: Registration, silent: float = 0.0) -> HostEvent:
     """The trouble of a host whose agent has died.
 
     Args:
@@ -401,10 +401,10 @@ def agent_lost(host: Registration, silent: float = 0.0) -> Trouble:
         silent: seconds for which the agent, which is still there, has not answered its host; 0 where it has died.
     """
     how = f"does not answer: nothing was heard from it for {silent:g} s (lease)" if silent else "died"
-    return Trouble(host.replica, Verdict(1, f"the agent of {host.name} {how}", replica=host.replica))
+    return HostEvent(host.replica, JobResult(1, f"the agent of {host.name} {how}", replica=host.replica))
 
 
-def signalled(host: Registration, number: int, announced: bool | None) -> Trouble:
+def signalled(host: Registration, number: int, announced: bool | None) -> HostEvent:
     """The trouble of a host that was told to stop.
 
     Args:
@@ -420,18 +420,20 @@ def signalled(host: Registration, number: int, announced: bool | None) -> Troubl
     else:
         what = describe_code(-number).partition("by ")[2]
         reason, kind = f"host {host.replica} was told to stop by {what}", "failure"
-    verdict = Verdict(128 + number, reason, stopped=True, replica=host.replica)
-    return Trouble(host.replica, verdict, lost=False, signal=number, kind=kind)
+    verdict = JobResult(128 + number, reason, stopped=True, replica=host.replica)
+    return HostEvent(host.replica, verdict, lost=False, signal=number, kind=kind)
 
 
-def joined(host: Registration) -> Trouble:
+def joined(host: Registration) -> HostEvent:
     """What a host brings about that has come while an attempt runs."""
-    return Trouble(host.replica, Verdict(0, f"{host.name} has joined"), lost=False, kind=JOINED)
+    return HostEvent(host.replica, JobResult(0, f"{host.name} has joined"), lost=False, kind=JOINED)
 
 
-def stopped_by_client() -> Trouble:
+def stopped_by_client() -> HostEvent:
     """The trouble of a client that has asked for the end of the job."""
-    return Trouble(0, Verdict(128 + signal.SIGTERM, "the job was told to stop by its client", stopped=True), lost=False)
+    return HostEvent(
+        0, JobResult(128 + signal.SIGTERM, "the job was told to stop by its client", stopped=True), lost=False
+    )
 
 
 def _brief(value: object) -> str:

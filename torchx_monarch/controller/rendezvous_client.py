@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchx_monarch.controller.rendezvous import Registration, RendezvousError
-from torchx_monarch.model.job_result import Verdict
+from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.transport import connections, messages
 from torchx_monarch.transport.connections import PEER_TIMEOUT, Address, ConnectError, Identity
 from torchx_monarch.transport.lease import LEASE, Leases
@@ -30,7 +30,7 @@ _STALE_FOR = 1.6
 have the port, or the host in whose place this one comes may not have been missed yet."""
 
 
-async def greet(
+async def handshake(
     address: Address,
     greeting: messages.Message,
     expected: str,
@@ -99,7 +99,7 @@ async def greet(
     raise RendezvousError(f"{aim} in {timeout:g} s: {why}")
 
 
-class Membership:
+class RendezvousClient:
     """The end of every other host.
 
     Attributes:
@@ -133,7 +133,7 @@ class Membership:
         peer_timeout: float = PEER_TIMEOUT,
         on_failure: Callable[[str], None] = lambda reason: None,
         lease: float = LEASE,
-    ) -> Membership:
+    ) -> RendezvousClient:
         """Connect to replica 0 and register; tries again until it listens.
 
         Args:
@@ -150,7 +150,7 @@ class Membership:
         """
         said = dataclasses.replace(host, error=host.error[: messages.MAX_ERROR])
         greeting = {"type": "register", "host": dataclasses.asdict(said)}
-        answer, reader, writer = await greet(
+        answer, reader, writer = await handshake(
             address, greeting, "registered", timeout, identity, peer_timeout, on_failure
         )
         return cls(reader, writer, str(answer.get("name"))[:200], lease)
@@ -159,7 +159,7 @@ class Membership:
         """Send a message to replica 0."""
         await messages.send(self._writer, {"type": kind, **fields})
 
-    async def verdict(self) -> Verdict | None:
+    async def verdict(self) -> JobResult | None:
         """Wait for the verdict, sending heartbeats; None when replica 0 is lost."""
         heartbeats = asyncio.ensure_future(self._send_heartbeats())
         self._leases.start()
@@ -169,7 +169,7 @@ class Membership:
                 self._leases.renew(self._name)
                 if message.get("type") == "verdict":
                     self.dismissed = message.get("dismissed") is True
-                    return Verdict.from_json(message)
+                    return JobResult.from_json(message)
             if not self.lost and (pause := self._leases.own_pause):
                 self.lost = f"this host did not run for {pause:.0f} s, and {self._name} has given it up"
         except messages.ProtocolError as error:

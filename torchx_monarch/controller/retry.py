@@ -7,7 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Iterable
 
-from torchx_monarch.model.job_result import RankExit, Verdict, shell_code, why_final
+from torchx_monarch.model.job_result import JobResult, RankExit, no_retry_reason, shell_code
 
 _FIRST_DELAY = 1.0
 """Seconds before the second restart in a row, at most. Each further one may take twice as long."""
@@ -74,7 +74,7 @@ def why_not(
     return ""
 
 
-def why_no_other_start(verdict: Verdict, retry_on: Collection[int]) -> str:
+def why_no_other_start(verdict: JobResult, retry_on: Collection[int]) -> str:
     """Why hosts whose job has ended so are not to be started again, by the program's exit code; empty when they may be.
 
     Args:
@@ -85,7 +85,7 @@ def why_no_other_start(verdict: Verdict, retry_on: Collection[int]) -> str:
 
 
 def _said_by(code: int, retry_on: Collection[int]) -> str:
-    if reason := why_final(code, None):
+    if reason := no_retry_reason(code, None):
         return reason
     if retry_on and code not in retry_on:
         return f"exit code {code} is not one of {', '.join(map(str, sorted(retry_on)))} (retry_on)"

@@ -20,12 +20,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
-from torchx_monarch.controller.host_network import Wires
+from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.host_options import HostOptions
-from torchx_monarch.controller.rendezvous import JOINED, LaterError, Rendezvous, Trouble
+from torchx_monarch.controller.rendezvous import JOINED, HostEvent, LaterError, Rendezvous
 from torchx_monarch.controller.role_registry import role_of, start_of_app
 from torchx_monarch.insight.progress import Reporter
-from torchx_monarch.model.job_result import Verdict
+from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.transport import connections, local_addresses, messages
 from torchx_monarch.transport.connections import Address, ConnectError
 
@@ -45,7 +45,7 @@ _ANSWER_TIMEOUT = 10.0
 _AGAIN = "the application begins again, while retries are left"
 
 
-class Application:
+class RoleCoordinator:
     """Replica 0's part in it; of an app whose roles begin again each by itself there is nothing to do.
 
     Args:
@@ -61,7 +61,9 @@ class Application:
         self._told = ""
 
     @staticmethod
-    def of(options: HostOptions, environ: Mapping[str, str], rendezvous: Rendezvous, wires: Wires) -> Application:
+    def of(
+        options: HostOptions, environ: Mapping[str, str], rendezvous: Rendezvous, host_network: HostNetwork
+    ) -> RoleCoordinator:
         """A replica 0's part, by its options and environment.
 
         Raises:
@@ -70,32 +72,32 @@ class Application:
         """
         role, start = options.role, start_of_app(environ)
         if not options.application:
-            return Application(role, rendezvous)
+            return RoleCoordinator(role, rendezvous)
         # Each role has a port of its own, or a socket file.
-        is_first = options.application.rpartition(":")[2] == str(wires.rendezvous).rpartition(":")[2]
+        is_first = options.application.rpartition(":")[2] == str(host_network.rendezvous).rpartition(":")[2]
         first = Address.parse(local_addresses.expanded(options.application, environ, is_first), "--application")
         if is_first:
-            return _First(role, rendezvous, start, options.beside, options.await_roles)
+            return _MainRole(role, rendezvous, start, options.beside, options.await_roles)
         told_within = options.host_timeout if role in options.await_roles else 0.0
-        return _Other(role, rendezvous, start, first, wires, told_within)
+        return _OtherRole(role, rendezvous, start, first, host_network, told_within)
 
     async def begin(self, reporter: Reporter, timeout: float) -> None:
         """Wait until nothing of an earlier start of the app is there; for at most ``timeout`` seconds, or trouble."""
 
     async def _until(self, event: asyncio.Event, reporter: Reporter, timeout: float, what: Callable[[], str]) -> None:
         """Wait for an event, for so many seconds at most; trouble, which is left where it is, ends the wait."""
-        troubles = self._rendezvous.troubles
-        wanted, trouble = asyncio.ensure_future(event.wait()), asyncio.ensure_future(troubles.get())
-        waiting = asyncio.wait([wanted, trouble], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+        host_events = self._rendezvous.host_events
+        wanted, host_event = asyncio.ensure_future(event.wait()), asyncio.ensure_future(host_events.get())
+        waiting = asyncio.wait([wanted, host_event], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
         try:
             await reporter.while_waiting(waiting, what)
         finally:
             wanted.cancel()
-            trouble.cancel()
-        if trouble.done() and not trouble.cancelled():
-            troubles.put_nowait(trouble.result())
+            host_event.cancel()
+        if host_event.done() and not host_event.cancelled():
+            host_events.put_nowait(host_event.result())
 
-    async def await_others(self, verdict: Verdict, reporter: Reporter, timeout: float) -> Verdict:
+    async def await_others(self, verdict: JobResult, reporter: Reporter, timeout: float) -> JobResult:
         """Wait, on the first role when it has succeeded, for the success of the roles that the app waits for.
 
         Args:
@@ -108,15 +110,15 @@ class Application:
         """
         return verdict
 
-    async def end(self, verdict: Verdict, timeout: float) -> None:
+    async def end(self, verdict: JobResult, timeout: float) -> None:
         """Tell the other roles how this one has ended; the first one waits for their ends, for ``timeout`` seconds."""
 
     def _fail(self, code: int, reason: str, stopped: bool = False) -> None:
         self._told = reason
-        verdict = Verdict(code or 1, reason, stopped=stopped, consequence=True, replica=0)
-        self._rendezvous.troubles.put_nowait(Trouble(0, verdict, lost=False))
+        verdict = JobResult(code or 1, reason, stopped=stopped, consequence=True, replica=0)
+        self._rendezvous.host_events.put_nowait(HostEvent(0, verdict, lost=False))
 
-    def _word(self, kind: str, verdict: Verdict) -> messages.Message:
+    def _word(self, kind: str, verdict: JobResult) -> messages.Message:
         """How this role has ended; what it was told itself is passed on as it is."""
         replica = verdict.cause.replica if verdict.cause else max(0, verdict.replica)
         reason = verdict.reason[: messages.MAX_ERROR]
@@ -130,7 +132,7 @@ class Application:
         self._fail(code if isinstance(code, int) else 1, str(word.get("reason")), word.get("stopped") is True)
 
 
-class _First(Application):
+class _MainRole(RoleCoordinator):
     """Replica 0 of the first role.
 
     Args:
@@ -154,7 +156,7 @@ class _First(Application):
         if self._beside:
             await self._until(self._complete, reporter, min(timeout, _LINKED_WITHIN), lambda: "the other roles")
 
-    async def await_others(self, verdict: Verdict, reporter: Reporter, timeout: float) -> Verdict:
+    async def await_others(self, verdict: JobResult, reporter: Reporter, timeout: float) -> JobResult:
         def left() -> str:
             return f"the end of role {', '.join(sorted(self._awaited - self._succeeded))}"
 
@@ -162,16 +164,16 @@ class _First(Application):
             return verdict
         return await reporter.while_waiting(self._others_succeeded(verdict, timeout), left)
 
-    async def _others_succeeded(self, verdict: Verdict, timeout: float) -> Verdict:
+    async def _others_succeeded(self, verdict: JobResult, timeout: float) -> JobResult:
         loop = asyncio.get_running_loop()
         until = loop.time() + timeout
         while left := self._awaited - self._succeeded:
             missing = sorted(left - self._arrived)
             if missing and loop.time() >= until:
                 names = ", ".join(missing)
-                return Verdict(1, f"replica 0 of role {names} has not arrived in {timeout:g} s (--host-timeout)")
+                return JobResult(1, f"replica 0 of role {names} has not arrived in {timeout:g} s (--host-timeout)")
             changed = asyncio.ensure_future(self._changed.wait())
-            came = asyncio.ensure_future(self._rendezvous.troubles.get())
+            came = asyncio.ensure_future(self._rendezvous.host_events.get())
             try:
                 within = until - loop.time() if missing else None
                 await asyncio.wait([changed, came], timeout=within, return_when=asyncio.FIRST_COMPLETED)
@@ -183,7 +185,7 @@ class _First(Application):
                 came.cancel()
         return verdict
 
-    async def end(self, verdict: Verdict, timeout: float) -> None:
+    async def end(self, verdict: JobResult, timeout: float) -> None:
         self._ending = True
         message = self._word("again", verdict) if verdict.code else {"type": "over"}
         for writer in list(self._links.values()):
@@ -229,7 +231,7 @@ class _First(Application):
             self._heed(word)
 
 
-class _Other(Application):
+class _OtherRole(RoleCoordinator):
     """Replica 0 of another role.
 
     Args:
@@ -238,12 +240,18 @@ class _Other(Application):
     """
 
     def __init__(
-        self, role: str, rendezvous: Rendezvous, start: str, first: Address, wires: Wires, told_within: float = 0.0
+        self,
+        role: str,
+        rendezvous: Rendezvous,
+        start: str,
+        first: Address,
+        host_network: HostNetwork,
+        told_within: float = 0.0,
     ) -> None:
         super().__init__(role, rendezvous, start)
         self._first = first
         self._told_within = told_within
-        self._wires = wires
+        self._host_network = host_network
         self._why = "no answer yet"
         self._clear = asyncio.Event()
         self._linked = asyncio.Event()
@@ -254,7 +262,7 @@ class _Other(Application):
     async def begin(self, reporter: Reporter, timeout: float) -> None:
         await self._until(self._clear, reporter, timeout, lambda: f"the first role's replica 0 ({self._why})")
 
-    async def end(self, verdict: Verdict, timeout: float) -> None:
+    async def end(self, verdict: JobResult, timeout: float) -> None:
         self._ended = True
         within = _TOLD_WITHIN if verdict.code else self._told_within
         if within and not self._linked.is_set():
@@ -268,7 +276,7 @@ class _Other(Application):
         while True:
             try:
                 reader, writer = await connections.connect(
-                    self._first, self._wires.identity, self._wires.options.peer_timeout
+                    self._first, self._host_network.identity, self._host_network.options.peer_timeout
                 )
                 try:
                     if await self._greeted(reader, writer):

@@ -19,12 +19,12 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Mapping
 
-from torchx_monarch.controller.host_network import Wires
+from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.host_options import HostOptions
-from torchx_monarch.controller.rendezvous import LaterError, Rendezvous, RendezvousError, Trouble
-from torchx_monarch.controller.rendezvous_client import greet
+from torchx_monarch.controller.rendezvous import HostEvent, LaterError, Rendezvous, RendezvousError
+from torchx_monarch.controller.rendezvous_client import handshake
 from torchx_monarch.insight.progress import Reporter
-from torchx_monarch.model.job_result import Verdict
+from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.transport import connections, local_addresses, messages
 from torchx_monarch.transport.connections import Address, AddressError
 
@@ -72,7 +72,7 @@ def role_of(greeting: messages.Message, writer: asyncio.StreamWriter, start: str
     return role
 
 
-class _Directory:
+class RoleRegistry:
     """Replica 0 of the first role: is told, and tells.
 
     Args:
@@ -125,7 +125,7 @@ class _Directory:
 
 
 @dataclasses.dataclass(frozen=True)
-class Guide:
+class RegistryClient:
     """A host's way to the directory.
 
     Attributes:
@@ -141,7 +141,7 @@ class Guide:
     is_main: bool
 
     @classmethod
-    def of(cls, options: HostOptions, rendezvous: str, environ: Mapping[str, str]) -> Guide | None:
+    def of(cls, options: HostOptions, rendezvous: str, environ: Mapping[str, str]) -> RegistryClient | None:
         """By a host's options and environment; None where no directory is kept.
 
         Args:
@@ -161,14 +161,14 @@ class Guide:
 
     def serve(self, rendezvous: Rendezvous) -> None:
         """Keep the directory, on replica 0 of the first role."""
-        _Directory(rendezvous, self.start)
+        RoleRegistry(rendezvous, self.start)
 
-    async def tell(self, rendezvous: Rendezvous, wires: Wires, reporter: Reporter, timeout: float) -> None:
+    async def tell(self, rendezvous: Rendezvous, host_network: HostNetwork, reporter: Reporter, timeout: float) -> None:
         """Tell the directory for as long as this host lives where it listens, on replica 0 of another role.
 
         When that comes to nothing within ``timeout`` seconds the other hosts will not find this one: that is trouble.
         """
-        where, why = wires.rendezvous, ""
+        where, why = host_network.rendezvous, ""
 
         def failed(reason: str) -> None:
             nonlocal why
@@ -179,14 +179,14 @@ class Guide:
         told = False
         while True:
             try:
-                greeted = self._greet(greeting, "noted", self.role, wires, timeout, aim, failed)
+                greeted = self._greet(greeting, "noted", self.role, host_network, timeout, aim, failed)
                 if not told:
                     greeted = reporter.while_waiting(greeted, lambda: f"the first role's replica 0{why}")
                 _, reader, writer = await greeted
             except RendezvousError as error:
                 if not told:
-                    verdict = Verdict(1, str(error), replica=0)
-                    rendezvous.troubles.put_nowait(Trouble(0, verdict, lost=False))
+                    verdict = JobResult(1, str(error), replica=0)
+                    rendezvous.host_events.put_nowait(HostEvent(0, verdict, lost=False))
                 return
             told = True
             try:
@@ -196,13 +196,17 @@ class Guide:
             await asyncio.sleep(_AGAIN)
 
     async def find(
-        self, role: str, wires: Wires, timeout: float, on_failure: Callable[[str], None] = lambda reason: None
+        self,
+        role: str,
+        host_network: HostNetwork,
+        timeout: float,
+        on_failure: Callable[[str], None] = lambda reason: None,
     ) -> Address:
         """Where replica 0 of a role listens, when it has said so.
 
         Args:
             role: its name.
-            wires: of this host.
+            host_network: of this host.
             timeout: seconds.
             on_failure: called with the reason why it is not known yet.
 
@@ -210,7 +214,7 @@ class Guide:
             RendezvousError: it is not known after ``timeout`` seconds.
         """
         aim = f"where replica 0 of role {role!r} listens was not to be learned from the first role's replica 0"
-        answer, _, writer = await self._greet({"type": "where"}, "there", role, wires, timeout, aim, on_failure)
+        answer, _, writer = await self._greet({"type": "where"}, "there", role, host_network, timeout, aim, on_failure)
         writer.close()
         told = f"{self.address.scheme}:{answer.get('host')}:{answer.get('port')}"
         try:
@@ -223,18 +227,18 @@ class Guide:
         greeting: messages.Message,
         expected: str,
         role: str,
-        wires: Wires,
+        host_network: HostNetwork,
         timeout: float,
         aim: str,
         on_failure: Callable[[str], None] = lambda reason: None,
     ) -> tuple[messages.Message, asyncio.StreamReader, asyncio.StreamWriter]:
-        return await greet(
+        return await handshake(
             self.address,
             {**greeting, "role": role, "start": self.start},
             expected,
             timeout,
-            wires.identity,
-            wires.options.peer_timeout,
+            host_network.identity,
+            host_network.options.peer_timeout,
             on_failure,
             aim,
             refused=str(self.address),

@@ -28,10 +28,10 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError, Trouble
+from torchx_monarch.controller.rendezvous import HostEvent, Rendezvous, RendezvousError
 from torchx_monarch.controller.run_request import RunRequest
-from torchx_monarch.insight.run_log import Journal
-from torchx_monarch.model.job_result import Verdict
+from torchx_monarch.insight.run_log import RunLog
+from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.transport import messages
 
 END_RUN = "end_run"
@@ -46,7 +46,7 @@ _RUNS_KEPT = 1000
 _FAREWELL = 5.0
 """Seconds in which clients get the last records when the hosts end."""
 
-Handler = Callable[["Allocation", messages.Message, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+Handler = Callable[["RunQueue", messages.Message, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 @dataclasses.dataclass(eq=False)
@@ -56,7 +56,7 @@ class Run:
     Attributes:
         number: counts from 1.
         request: what it runs.
-        journal: its records.
+        run_log: its records.
         token: names it beyond the life of this replica 0.
         submitted: when it was accepted; likewise ``started`` and ``ended``, 0 for not yet, in seconds since the epoch.
         verdict: how it ended; None while it has not.
@@ -67,13 +67,13 @@ class Run:
 
     number: int
     request: RunRequest
-    journal: Journal
+    run_log: RunLog
     token: str
     submitted: float = dataclasses.field(default_factory=time.time)
     started: float = 0.0
     ended: float = 0.0
-    verdict: Verdict | None = None
-    ending: Verdict | None = None
+    verdict: JobResult | None = None
+    ending: JobResult | None = None
     result: dict[str, Any] | None = None
     ranks: int = 0
 
@@ -116,14 +116,14 @@ class Run:
         }
 
 
-class Allocation:
+class RunQueue:
     """The runs of an allocation, on replica 0.
 
     Attributes:
         KINDS: who answers which greeting; further ones may be added before an allocation is made.
         current: the run that the controller is at.
         ready: whether the mesh stands.
-        broadcast: ``LiveController.broadcast``.
+        broadcast: ``SessionController.broadcast``.
         codes: hashes of code that every host of this mesh has.
         hand_on: has hosts that came after code was brought get it from replica 0's, by its hash.
 
@@ -167,7 +167,7 @@ class Allocation:
         self._count = 0
         self._busy_at = time.monotonic()
         self._wake = asyncio.Event()
-        self._over: Verdict | None = None
+        self._over: JobResult | None = None
         self._feeding: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
         for kind, handler in self.KINDS.items():
@@ -192,11 +192,11 @@ class Allocation:
         run.started = time.time()
         if run.request.timeout is not None:
             reason = f"run {run.number} was ended by its timeout of {run.request.timeout:g} s"
-            verdict = Verdict(TIMED_OUT, reason, stopped=True)
+            verdict = JobResult(TIMED_OUT, reason, stopped=True)
             self._timer = asyncio.get_running_loop().call_later(run.request.timeout, self.end_run, run, verdict)
         return run
 
-    def finish(self, run: Run, verdict: Verdict, records: list[dict[str, Any]]) -> None:
+    def finish(self, run: Run, verdict: JobResult, records: list[dict[str, Any]]) -> None:
         """A run has ended.
 
         Args:
@@ -221,8 +221,8 @@ class Allocation:
         for record in (*records, run.result):
             with contextlib.suppress(messages.ProtocolError):
                 messages.encode(record)
-                run.journal.append(record)
-        run.journal.close()
+                run.run_log.append(record)
+        run.run_log.close()
         self._ended.append(run)
         if run is self.current:
             self.current = None
@@ -234,22 +234,22 @@ class Allocation:
         self._busy_at = time.monotonic()
         self._wake.set()
 
-    def end_run(self, run: Run, verdict: Verdict, number: int = signal.SIGTERM) -> None:
+    def end_run(self, run: Run, verdict: JobResult, number: int = signal.SIGTERM) -> None:
         """Have a run end as the verdict says."""
         if run in self._queue:
             self._queue.remove(run)
             self.finish(run, verdict, [])
         elif run is self.current:
             run.ending = run.ending or verdict
-            trouble = Trouble(0, run.ending, lost=False, signal=number, kind=END_RUN)
-            self._rendezvous.troubles.put_nowait(trouble)
+            host_event = HostEvent(0, run.ending, lost=False, signal=number, kind=END_RUN)
+            self._rendezvous.host_events.put_nowait(host_event)
 
-    async def close(self, verdict: Verdict) -> None:
+    async def close(self, verdict: JobResult) -> None:
         """The hosts end: tell every client."""
         self._over = verdict
         reason = f"the hosts have ended: {verdict.reason}"
         for run in [*([self.current] if self.current else []), *self._queue]:
-            self.finish(run, Verdict(verdict.code or 1, reason, stopped=verdict.stopped), [])
+            self.finish(run, JobResult(verdict.code or 1, reason, stopped=verdict.stopped), [])
         self._queue.clear()
         if self._feeding:
             await asyncio.wait(self._feeding, timeout=_FAREWELL)
@@ -298,11 +298,11 @@ class Allocation:
             raise RendezvousError(f"{before.describe()} has these hosts; wait for it, end it, or have this one wait")
         number = self._number + 1
         try:
-            journal = Journal(os.path.join(self._log_dir, f"run_{number}", "journal.jsonl"))
+            run_log = RunLog(os.path.join(self._log_dir, f"run_{number}", "journal.jsonl"))
         except OSError as error:
             raise RendezvousError(f"the run's folder cannot be made: {error.strerror}: {error.filename}") from None
         self._number = number
-        run = Run(number, request.shown_as(self._held), journal, os.urandom(8).hex())
+        run = Run(number, request.shown_as(self._held), run_log, os.urandom(8).hex())
         self._queue.append(run)
         self._wake.set()
         return run
@@ -362,7 +362,7 @@ class Allocation:
         wanted = others if rank is None else b'{"type":"output","rank":%d,' % rank
         last = b""
         with contextlib.suppress(OSError, RuntimeError):
-            async for lines in run.journal.follow(wait):
+            async for lines in run.run_log.follow(wait):
                 if why := run.why_no_rank(rank):  # of a run that had not begun when it was asked for
                     await messages.send(writer, {"type": "refused", "reason": why})
                     return
@@ -374,66 +374,64 @@ class Allocation:
                 await messages.send(writer, run.result)
 
 
-async def _look(allocation: Allocation, greeting: messages.Message, reader: Any, writer: asyncio.StreamWriter) -> None:
-    await messages.send(writer, allocation.state())
+async def _look(run_queue: RunQueue, greeting: messages.Message, reader: Any, writer: asyncio.StreamWriter) -> None:
+    await messages.send(writer, run_queue.state())
 
 
-async def _touch(allocation: Allocation, greeting: messages.Message, reader: Any, writer: asyncio.StreamWriter) -> None:
-    allocation.touch()
-    await messages.send(writer, allocation.state())
+async def _touch(run_queue: RunQueue, greeting: messages.Message, reader: Any, writer: asyncio.StreamWriter) -> None:
+    run_queue.touch()
+    await messages.send(writer, run_queue.state())
 
 
-async def _stop(allocation: Allocation, greeting: messages.Message, reader: Any, writer: asyncio.StreamWriter) -> None:
-    verdict = Verdict(0, "released by its client", stopped=True)
-    allocation._rendezvous.troubles.put_nowait(Trouble(0, verdict, lost=False))
-    await messages.send(writer, allocation.state())
+async def _stop(run_queue: RunQueue, greeting: messages.Message, reader: Any, writer: asyncio.StreamWriter) -> None:
+    verdict = JobResult(0, "released by its client", stopped=True)
+    run_queue._rendezvous.host_events.put_nowait(HostEvent(0, verdict, lost=False))
+    await messages.send(writer, run_queue.state())
 
 
 async def _run(
-    allocation: Allocation, greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    run_queue: RunQueue, greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
     try:
         request = RunRequest.from_message(greeting)
     except ValueError as error:
         raise RendezvousError(str(error)) from None
-    await allocation.feed(allocation.submit(request), reader, writer)
+    await run_queue.feed(run_queue.submit(request), reader, writer)
 
 
 async def _follow(
-    allocation: Allocation, greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    run_queue: RunQueue, greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
-    run, wait = allocation.find(greeting.get("run")), greeting.get("wait") is not False
+    run, wait = run_queue.find(greeting.get("run")), greeting.get("wait") is not False
     rank = greeting.get("rank")
     if rank is not None and type(rank) is not int:
         raise RendezvousError(f"rank={rank!r:.20} is no number")
-    await allocation.feed(run, reader, writer, rank, wait)
+    await run_queue.feed(run, reader, writer, rank, wait)
 
 
-async def _runs(allocation: Allocation, greeting: messages.Message, reader: Any, writer: asyncio.StreamWriter) -> None:
-    known = allocation.runs()
+async def _runs(run_queue: RunQueue, greeting: messages.Message, reader: Any, writer: asyncio.StreamWriter) -> None:
+    known = run_queue.runs()
     for start in range(0, len(known), 100):  # a line has a limit
         await messages.send(writer, {"type": "runs", "runs": known[start : start + 100], "more": True})
     await messages.send(writer, {"type": "runs", "runs": [], "more": False})
 
 
-async def _end_run(
-    allocation: Allocation, greeting: messages.Message, reader: Any, writer: asyncio.StreamWriter
-) -> None:
-    run = allocation.find(greeting.get("run"))
+async def _end_run(run_queue: RunQueue, greeting: messages.Message, reader: Any, writer: asyncio.StreamWriter) -> None:
+    run = run_queue.find(greeting.get("run"))
     kill = greeting.get("kill") is True
     number = signal.SIGKILL if kill else signal.SIGTERM
-    verdict = Verdict(
+    verdict = JobResult(
         128 + number, f"run {run.number} was {'killed' if kill else 'stopped'} by its client", stopped=True
     )
-    allocation.end_run(run, verdict, number)
-    if kill and run is allocation.current and allocation.broadcast is not None:
+    run_queue.end_run(run, verdict, number)
+    if kill and run is run_queue.current and run_queue.broadcast is not None:
         # At once: the controller may be waiting for the grace that an earlier word has begun.
         with contextlib.suppress(Exception):
-            await allocation.broadcast("stop", {"signal": signal.SIGKILL, "grace": 0.0})
+            await run_queue.broadcast("stop", {"signal": signal.SIGKILL, "grace": 0.0})
     await messages.send(writer, {"type": "ending", "run": run.number, "state": run.state})
 
 
-Allocation.KINDS.update(
+RunQueue.KINDS.update(
     {
         "look": _look,
         "touch": _touch,

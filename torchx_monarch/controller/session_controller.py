@@ -10,11 +10,12 @@ import signal
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
-from torchx_monarch.controller.controller import Controller, HostRefused, JobOptions, TroubleCame
+from torchx_monarch.controller.controller import Controller, HostEventArrived, HostRefused
+from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import Registration, Rendezvous
-from torchx_monarch.controller.run_queue import END_RUN, Allocation, Run
+from torchx_monarch.controller.run_queue import END_RUN, Run, RunQueue
 from torchx_monarch.insight.progress import Reporter
-from torchx_monarch.model.job_result import Verdict
+from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.world import LaunchError
 from torchx_monarch.transport import agent_rpc, messages
 
@@ -31,7 +32,7 @@ class HostsError(Exception):
     """What every host was asked to do, one of them could not; the message says which and why."""
 
 
-class LiveController(Controller):
+class SessionController(Controller):
     """Drives the runs of an allocation over its hosts.
 
     Args:
@@ -41,7 +42,7 @@ class LiveController(Controller):
         first_output: as for ``Controller``.
         unreachable: likewise.
         own_host: likewise.
-        allocation: the runs.
+        run_queue: the runs.
     """
 
     def __init__(
@@ -52,22 +53,22 @@ class LiveController(Controller):
         first_output: asyncio.Event,
         unreachable: Callable[[Iterable[Registration]], Awaitable[dict[int, str]]],
         own_host: agent_rpc.Handler,
-        allocation: Allocation,
+        run_queue: RunQueue,
     ) -> None:
         super().__init__(options, rendezvous, reporter, first_output, unreachable, own_host)
-        self._allocation = allocation
+        self._run_queue = run_queue
         self._held = options
         self._received: dict[int, int] = {}
         self._arrived = asyncio.Event()
-        allocation.broadcast = self.broadcast
+        run_queue.broadcast = self.broadcast
         rendezvous.reports["output"] = self._output
 
-    async def run(self) -> Verdict:
+    async def run(self) -> JobResult:
         """Run what clients want until they release the hosts, nobody comes any more, or the hosts fail."""
         verdict = await super().run()
-        self._allocation.ready = False
+        self._run_queue.ready = False
         self._reporter.echo = None
-        await self._allocation.close(verdict)
+        await self._run_queue.close(verdict)
         return verdict
 
     async def broadcast(self, op: str, args: dict[str, Any]) -> dict[int, Any]:
@@ -76,7 +77,7 @@ class LiveController(Controller):
         Raises:
             HostsError: there is no mesh, or a host could not; the message is its own.
         """
-        if self._mesh is None or not self._allocation.ready:
+        if self._mesh is None or not self._run_queue.ready:
             raise HostsError("the hosts are not together")
         answers: asyncio.Queue[Any] = asyncio.Queue()
         hosts = list(self._hosts)
@@ -93,42 +94,42 @@ class LiveController(Controller):
 
     # -- runs ----------------------------------------------------------------------------------------------------------
 
-    async def _work(self, hosts: list[Registration]) -> Verdict:
-        allocation = self._allocation
-        allocation.ready = True
-        allocation.codes.clear()
+    async def _work(self, hosts: list[Registration]) -> JobResult:
+        run_queue = self._run_queue
+        run_queue.ready = True
+        run_queue.codes.clear()
         try:
             while True:
-                run = allocation.current
+                run = run_queue.current
                 if run is None:
-                    if not await self._unless_ended(allocation.run_wanted()):
-                        text = f"nobody has run anything for {allocation.idle_timeout:g} s: the hosts end"
-                        return Verdict(0, text, stopped=True)
-                    run = self._begin(allocation.begin())
+                    if not await self._unless_ended(run_queue.run_wanted()):
+                        text = f"nobody has run anything for {run_queue.idle_timeout:g} s: the hosts end"
+                        return JobResult(0, text, stopped=True)
+                    run = self._begin(run_queue.begin())
                 await self._finish(run, await self._one(run, hosts))
         finally:
-            allocation.ready = False
+            run_queue.ready = False
 
     async def _unless_ended(self, awaitable: Awaitable[T]) -> T:
-        """As ``_unless_trouble``, where an order to end a run comes too late for it."""
+        """As ``_unless_host_event``, where an order to end a run comes too late for it."""
         self._drop_orders()
-        return await self._unless_trouble(awaitable)
+        return await self._unless_host_event(awaitable)
 
     def _drop_orders(self) -> None:
-        for _ in range(self._rendezvous.troubles.qsize()):
-            trouble = self._rendezvous.troubles.get_nowait()
-            if trouble.kind != END_RUN:
-                self._rendezvous.troubles.put_nowait(trouble)
+        for _ in range(self._rendezvous.host_events.qsize()):
+            host_event = self._rendezvous.host_events.get_nowait()
+            if host_event.kind != END_RUN:
+                self._rendezvous.host_events.put_nowait(host_event)
 
     def _begin(self, run: Run) -> Run:
         self._attempt_number, self._uncounted, self._launched = 0, 0, -1
         self._exits = {}
         self._received = {}
-        self._reporter.echo = lambda text: run.journal.append({"type": "phase", "text": text})
+        self._reporter.echo = lambda text: run.run_log.append({"type": "phase", "text": text})
         self._reporter.note("run", f"run {run.number}: {run.request.shown}", run=run.number)
         return run
 
-    async def _one(self, run: Run, hosts: list[Registration]) -> Verdict:
+    async def _one(self, run: Run, hosts: list[Registration]) -> JobResult:
         """Run it, or go on with it on new hosts; how it ended. Trouble with a host raises."""
         try:
             if run.request.synced:
@@ -150,36 +151,36 @@ class LiveController(Controller):
             )
         except HostRefused as refusal:
             self._requeue(await self._stop_ranks(signal.SIGKILL))
-            return Verdict(refusal.code, str(refusal))
-        except TroubleCame as came:
-            if came.trouble.kind != END_RUN:
+            return JobResult(refusal.code, str(refusal))
+        except HostEventArrived as came:
+            if came.host_event.kind != END_RUN:
                 raise
-            self._requeue(await self._stop_ranks(came.trouble.signal))
-            return run.ending or came.trouble.verdict
+            self._requeue(await self._stop_ranks(came.host_event.signal))
+            return run.ending or came.host_event.verdict
 
     async def _hand_on(self, code: str) -> None:
         """Have all hosts have the code of a run, those that came since it was brought among them."""
-        if code in self._allocation.codes:
+        if code in self._run_queue.codes:
             return
-        assert self._allocation.hand_on is not None
+        assert self._run_queue.hand_on is not None
         try:
-            await self._unless_trouble(self._allocation.hand_on(code))
+            await self._unless_host_event(self._run_queue.hand_on(code))
         except (HostsError, LaunchError) as error:
             raise HostRefused(str(error), 1) from None
 
-    def _requeue(self, troubles: Iterable[Any]) -> None:
-        for trouble in troubles:
-            self._rendezvous.troubles.put_nowait(trouble)
+    def _requeue(self, host_events: Iterable[Any]) -> None:
+        for host_event in host_events:
+            self._rendezvous.host_events.put_nowait(host_event)
 
-    async def _finish(self, run: Run, verdict: Verdict) -> None:
+    async def _finish(self, run: Run, verdict: JobResult) -> None:
         """The ranks have ended: take the last of their output, make the hosts ready again, and tell."""
         word = "STOPPED" if verdict.stopped else "FAILED" if verdict.code else "SUCCEEDED"
         try:
             finish = self.broadcast("finish", {"token": run.token})
             sent = await self._unless_ended(asyncio.wait_for(finish, _FINISH_TIMEOUT))
             await asyncio.wait_for(self._all_arrived(sent), _OUTPUT_TIMEOUT)
-        except TroubleCame as came:
-            self._requeue([came.trouble])
+        except HostEventArrived as came:
+            self._requeue([came.host_event])
         except (HostsError, asyncio.TimeoutError) as error:
             # A host that is lost shows so by itself.
             self._reporter.line(f"some output of run {run.number} may be missing: {error or 'it did not come in time'}")
@@ -187,7 +188,7 @@ class LiveController(Controller):
         self._drop_orders()
         exits = [{"type": "exit", "exit": self._exits[rank].to_json()} for rank in sorted(self._exits)]
         self._reporter.note("run_end", f"run {run.number} {word}: {verdict.reason}", run=run.number, code=verdict.code)
-        self._allocation.finish(run, verdict, [{"type": "attempts", "count": self._attempt_number + 1}, *exits])
+        self._run_queue.finish(run, verdict, [{"type": "attempts", "count": self._attempt_number + 1}, *exits])
 
     async def _report_output(self) -> None:
         """The first output of a run is no event."""
@@ -195,11 +196,11 @@ class LiveController(Controller):
     # -- output of the other hosts -------------------------------------------------------------------------------------
 
     def _output(self, host: Registration, message: messages.Message) -> None:
-        run, records = self._allocation.current, message.get("records")
+        run, records = self._run_queue.current, message.get("records")
         if run is None or message.get("token") != run.token or not isinstance(records, str):
             return
         for line in records.splitlines():
-            run.journal.append_line(line.encode() + b"\n")
+            run.run_log.append_line(line.encode() + b"\n")
         self._received[host.replica] = self._received.get(host.replica, 0) + len(records.splitlines())
         self._arrived.set()
 

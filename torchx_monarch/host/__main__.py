@@ -29,7 +29,7 @@ def main(argv: list[str]) -> NoReturn:
     from torchx_monarch.command.exit_codes import parse_exit_codes
     from torchx_monarch.controller.host_options import HostOptions
     from torchx_monarch.host.host_process import HostProcess
-    from torchx_monarch.host.session_host import LiveHost, is_live
+    from torchx_monarch.host.session_host import SessionHost, is_session
     from torchx_monarch.transport.local_addresses import NetworkOptions, parse_ports
 
     parser = argparse.ArgumentParser(prog="python -m torchx_monarch.host", description=__doc__, allow_abbrev=False)
@@ -124,7 +124,7 @@ def main(argv: list[str]) -> NoReturn:
         beside=args.beside,
         await_roles=tuple(args.await_role),
     )
-    kind: type[HostProcess] = LiveHost if is_live(options, os.environ) else HostProcess
+    kind: type[HostProcess] = SessionHost if is_session(options, os.environ) else HostProcess
     if is_actors(args.command):
         from torchx_monarch.host.actor_host import ActorHost
 

@@ -18,15 +18,15 @@ from typing import Any, NoReturn
 from torchx_monarch.command.actors import Actors, parse_actors
 from torchx_monarch.command.command import Command, CommandError, parse
 from torchx_monarch.command.torchrun_options import DEFAULTS
-from torchx_monarch.controller.actor_controller import Attendance
-from torchx_monarch.controller.host_network import Wires
+from torchx_monarch.controller.actor_controller import ActorController
+from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import Registration, Rendezvous, RendezvousError
 from torchx_monarch.controller.role_registry import is_told
 from torchx_monarch.host.host_process import _HOST_EXIT_TIMEOUT, HostProcess
 from torchx_monarch.host.rank_environment import env_number
-from torchx_monarch.host.rank_output import RankOutput
+from torchx_monarch.host.rank_output import OutputPipe
 from torchx_monarch.model.env_names import is_for_hosts
-from torchx_monarch.model.job_result import Verdict
+from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.world import LaunchError, World
 from torchx_monarch.monarch_adapter.monarch_api import LOG_TO_STDERR
 from torchx_monarch.system import processes
@@ -50,7 +50,7 @@ class ActorHost(HostProcess):
 
     _actors = Actors(0.0, None)
     _pipes: tuple[int, int] = (-1, -1)
-    _printed: tuple[RankOutput, ...] = ()
+    _printed: tuple[OutputPipe, ...] = ()
 
     # -- start ---------------------------------------------------------------------------------------------------------
 
@@ -66,7 +66,7 @@ class ActorHost(HostProcess):
 
     async def _main(self) -> NoReturn:
         self._shut_down = asyncio.Event()
-        self._printed = tuple(RankOutput(os.fdopen(end, "rb", 0), lambda: None, _is_shown) for end in self._pipes)
+        self._printed = tuple(OutputPipe(os.fdopen(end, "rb", 0), lambda: None, _is_shown) for end in self._pipes)
         for output, console in zip(self._printed, (self._stdout, self._stderr), strict=True):
             output.assign(None, console, "")
         await super()._main()
@@ -106,7 +106,7 @@ class ActorHost(HostProcess):
     def _job_file(self) -> str:
         return os.path.join(self._sockets, "job.json")
 
-    async def _start_worker(self, wires: Wires) -> str:
+    async def _start_worker(self, host_network: HostNetwork) -> str:
         os.environ["TMPDIR"] = self._sockets  # Monarch's sockets; they go when we go
         for name in [name for name in os.environ if is_for_hosts(name)]:
             del os.environ[name]
@@ -116,24 +116,24 @@ class ActorHost(HostProcess):
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(self._shut_down.set)
 
-        return await wires.start_monarch(self._reporter.line, self._warn, self._options.lease, shut_down)
+        return await host_network.start_monarch(self._reporter.line, self._warn, self._options.lease, shut_down)
 
     # -- the job -------------------------------------------------------------------------------------------------------
 
-    async def _control(self, host: Registration, wires: Wires) -> Verdict:
+    async def _control(self, host: Registration, host_network: HostNetwork) -> JobResult:
         options = self._options
         self._rendezvous = rendezvous = Rendezvous(
-            wires.rendezvous,
+            host_network.rendezvous,
             options.replicas,
-            wires.identity,
-            wires.bind,
+            host_network.identity,
+            host_network.bind,
             options.network.peer_timeout,
             options.lease,
         )
         credentials = self._environ.get("MONARCH_CREDENTIALS", "")
-        attendance = Attendance(
+        attendance = ActorController(
             rendezvous,
-            wires,
+            host_network,
             self._reporter,
             self._sizes(),
             self._actors.idle_timeout,
@@ -141,39 +141,41 @@ class ActorHost(HostProcess):
             self._shut_down,
             self._actors.script is not None,
         )
-        self._meet_other_roles(rendezvous, wires)
+        self._meet_other_roles(rendezvous, host_network)
         try:
             await rendezvous.start()
         except RendezvousError as error:
-            return self._conclude(Verdict(1, str(error)))
+            return self._conclude(JobResult(1, str(error)))
         rendezvous.register(host)
         hosts = await attendance.gather()
-        if isinstance(hosts, Verdict):
+        if isinstance(hosts, JobResult):
             verdict = hosts
         elif self._actors.script is None:
             verdict = await attendance.wait()
         else:
-            verdict = await self._run_script(attendance, hosts, wires)
+            verdict = await self._run_script(attendance, hosts, host_network)
         self._conclude(verdict)
         await rendezvous.announce(verdict, _HOST_EXIT_TIMEOUT + self._grace)
         return verdict
 
-    async def _run_script(self, attendance: Attendance, hosts: list[Registration], wires: Wires) -> Verdict:
+    async def _run_script(
+        self, attendance: ActorController, hosts: list[Registration], host_network: HostNetwork
+    ) -> JobResult:
         assert self._pool is not None
         try:
-            meshes = {self._options.role: [host.address for host in hosts], **await self._others(wires)}
-            if wires.identity is None:
-                url = wires.client_url.partition(":")[0]
-                where = f"ipc://{self._sockets}/script" if url == "ipc" else f"{url}://{wires.advertised}:0"
+            meshes = {self._options.role: [host.address for host in hosts], **await self._others(host_network)}
+            if host_network.identity is None:
+                url = host_network.client_url.partition(":")[0]
+                where = f"ipc://{self._sockets}/script" if url == "ipc" else f"{url}://{host_network.advertised}:0"
             else:
-                where = f"tls://{wires.advertised}:0"
-            tls = wires.identity.files if wires.identity else ()
+                where = f"tls://{host_network.advertised}:0"
+            tls = host_network.identity.files if host_network.identity else ()
             with open(self._job_file, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
                 json.dump({"meshes": meshes, "transport": where, "tls": tls}, file)
-            address, port, served = await self._pool.serve_store(wires.bind, wires.advertised, 1)
+            address, port, served = await self._pool.serve_store(host_network.bind, host_network.advertised, 1)
             world = World(
                 attempt=0,
-                log_attempt=self._first_log_attempt(0, self._sizes()),
+                log_attempt=self._first_log_attempt(self._sizes()),
                 restart_count=0,
                 replicas=(0,),
                 local_world_sizes=(1,),
@@ -184,11 +186,11 @@ class ActorHost(HostProcess):
             )
             await self._pool.launch(world, spares=False)
         except (LaunchError, local_addresses.NetworkError, ConnectError, RendezvousError) as error:
-            return Verdict(1, f"host 0: {error}")
+            return JobResult(1, f"host 0: {error}")
         self._reporter.phase("ranks", "script started")
         return await attendance.run(self._pool, self._grace)
 
-    async def _others(self, wires: Wires) -> dict[str, list[str]]:
+    async def _others(self, host_network: HostNetwork) -> dict[str, list[str]]:
         """The Monarch addresses of the hosts of the other roles, when all of them are there.
 
         Raises:
@@ -200,13 +202,13 @@ class ActorHost(HostProcess):
 
         async def ask(role: str, where: str) -> list[str]:
             until = asyncio.get_running_loop().time() + self._options.host_timeout
-            if self._guide is not None and is_told(where):
-                address = await self._guide.find(role, wires, self._options.host_timeout)
+            if self._registry_client is not None and is_told(where):
+                address = await self._registry_client.find(role, host_network, self._options.host_timeout)
             else:
                 address = Address.parse(local_addresses.expanded(where, self._environ, is_first=False), f"role {role}")
             while True:
                 try:
-                    state = await self._look(address, wires)
+                    state = await self._look(address, host_network)
                     if not state["missing"]:
                         return [host["address"] for host in sorted(state["hosts"], key=lambda one: one["replica"])]
                     why = f"replica {', '.join(map(str, state['missing']))} of role {role} is missing"
@@ -220,8 +222,8 @@ class ActorHost(HostProcess):
         found = await self._reporter.while_waiting(waiting, lambda: f"the hosts of {', '.join(peers)}")
         return dict(zip(peers, found, strict=True))
 
-    async def _look(self, address: Address, wires: Wires) -> dict[str, Any]:
-        reader, writer = await connections.connect(address, wires.identity, self._options.network.peer_timeout)
+    async def _look(self, address: Address, host_network: HostNetwork) -> dict[str, Any]:
+        reader, writer = await connections.connect(address, host_network.identity, self._options.network.peer_timeout)
         try:
             await messages.send(writer, {"type": "look", "version": messages.VERSION})
             state = await messages.receive(reader, _PEER_TIMEOUT)

@@ -29,12 +29,12 @@ from typing import TYPE_CHECKING, Any
 from torchx_monarch.code_sync.archive import PackError
 from torchx_monarch.code_sync.code_store import CodeStore, StoreError
 from torchx_monarch.code_sync.manifest import MAX_TREE, Tree, TreeError
-from torchx_monarch.controller.run_queue import Allocation
+from torchx_monarch.controller.run_queue import RunQueue
 from torchx_monarch.model.world import LaunchError
 from torchx_monarch.transport import messages
 
 if TYPE_CHECKING:
-    from torchx_monarch.host.session_host import LiveHost
+    from torchx_monarch.host.session_host import SessionHost
 
 FRAME = 1 << 19
 """Bytes. As text in a message between agent and host, which has at most ``protocol.MAX_MESSAGE``, it is 0.7 MB."""
@@ -211,43 +211,43 @@ async def _frames(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
         raise SyncError("the client has gone") from None
 
 
-async def hand_on(allocation: Allocation, code: HostCode, tree_hash: str) -> None:
+async def hand_on(run_queue: RunQueue, code: HostCode, tree_hash: str) -> None:
     """Have all hosts of an allocation have a tree that replica 0's has; see ``HostCode.hand_on``."""
-    assert allocation.broadcast is not None
-    async with _locks.setdefault(allocation, asyncio.Lock()):
-        await code.hand_on(allocation.broadcast, tree_hash)
-        allocation.codes.add(tree_hash)
+    assert run_queue.broadcast is not None
+    async with _locks.setdefault(run_queue, asyncio.Lock()):
+        await code.hand_on(run_queue.broadcast, tree_hash)
+        run_queue.codes.add(tree_hash)
 
 
-_locks: weakref.WeakKeyDictionary[Allocation, asyncio.Lock] = weakref.WeakKeyDictionary()
+_locks: weakref.WeakKeyDictionary[RunQueue, asyncio.Lock] = weakref.WeakKeyDictionary()
 """One client at a time brings code to an allocation."""
 
 
 async def serve_sync(
-    allocation: Allocation, greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    run_queue: RunQueue, greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
     """Answer a client that has greeted with ``sync``, until it goes."""
-    allocation.touch()
-    async with _locks.setdefault(allocation, asyncio.Lock()):
+    run_queue.touch()
+    async with _locks.setdefault(run_queue, asyncio.Lock()):
         while message := await messages.receive(reader, _SILENCE):
             try:
-                answered = await _serve(allocation, message, reader, writer)
+                answered = await _serve(run_queue, message, reader, writer)
             except Exception as error:
                 reason = str(error) or type(error).__name__
                 await messages.send(writer, {"type": "failed", "reason": reason[:8000]})
                 return
             finally:
-                allocation.touch()
+                run_queue.touch()
             if not answered:
                 return
 
 
 async def _serve(
-    allocation: Allocation, message: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    run_queue: RunQueue, message: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> bool:
-    if allocation.broadcast is None:
+    if run_queue.broadcast is None:
         raise SyncError("the hosts are not together yet")
-    broadcast: Broadcast = allocation.broadcast
+    broadcast: Broadcast = run_queue.broadcast
     if message.get("type") == "probe":
         seen = await broadcast("code-probe", {"path": str(message["path"]), "text": str(message["text"])})
         return await messages.send(writer, {"type": "shared", "shared": all(seen.values())})
@@ -258,12 +258,12 @@ async def _serve(
     have, base = (all(answer[which] for answer in answers) for which in (0, 1))
     await messages.send(writer, {"type": "have", "have": have, "base": base})
     if have:
-        allocation.codes.add(tree_hash)
+        run_queue.codes.add(tree_hash)
         return True
     missing = _either(await _relay(broadcast, tree_hash, reader, "code-tree"))
     await messages.send(writer, {"type": "missing", "missing": f"{missing:x}"})
     await _relay(broadcast, tree_hash, reader, "code-contents")
-    allocation.codes.add(tree_hash)
+    run_queue.codes.add(tree_hash)
     return await messages.send(writer, {"type": "done"})
 
 
@@ -277,7 +277,7 @@ async def _relay(broadcast: Broadcast, tree_hash: str, reader: asyncio.StreamRea
         raise
 
 
-async def _probe(host: LiveHost, args: dict[str, Any]) -> bool:
+async def _probe(host: SessionHost, args: dict[str, Any]) -> bool:
     def look() -> bool:
         try:
             with open(args["path"], encoding="utf-8") as file:
@@ -288,19 +288,19 @@ async def _probe(host: LiveHost, args: dict[str, Any]) -> bool:
     return await asyncio.to_thread(look)
 
 
-async def _has(host: LiveHost, args: dict[str, Any]) -> list[bool]:
+async def _has(host: SessionHost, args: dict[str, Any]) -> list[bool]:
     return await host.code.has(args)
 
 
-async def _tree(host: LiveHost, args: dict[str, Any]) -> str | None:
+async def _tree(host: SessionHost, args: dict[str, Any]) -> str | None:
     return await host.code.take_tree(args)
 
 
-async def _contents(host: LiveHost, args: dict[str, Any]) -> None:
+async def _contents(host: SessionHost, args: dict[str, Any]) -> None:
     await host.code.take_contents(args)
 
 
 OPS = {"code-probe": _probe, "code-has": _has, "code-tree": _tree, "code-contents": _contents}
-"""For ``LiveHost.OPS``."""
+"""For ``SessionHost.OPS``."""
 
-Allocation.KINDS["sync"] = serve_sync
+RunQueue.KINDS["sync"] = serve_sync

@@ -20,26 +20,27 @@ from typing import Any, NoReturn
 
 from torchx_monarch.command.command import Command, CommandError, check, parse
 from torchx_monarch.controller import retry
-from torchx_monarch.controller.controller import Controller, JobOptions
-from torchx_monarch.controller.elastic import Sizes
-from torchx_monarch.controller.host_network import Wires
+from torchx_monarch.controller.controller import Controller
+from torchx_monarch.controller.elastic import NodeRange
+from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.host_options import HostOptions
+from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import Registration, Rendezvous, RendezvousError, agent_lost, signalled
-from torchx_monarch.controller.rendezvous_client import Membership
-from torchx_monarch.controller.role_coordinator import Application
-from torchx_monarch.controller.role_registry import Guide
-from torchx_monarch.host.no_restart_marker import Starts
+from torchx_monarch.controller.rendezvous_client import RendezvousClient
+from torchx_monarch.controller.role_coordinator import RoleCoordinator
+from torchx_monarch.controller.role_registry import RegistryClient
+from torchx_monarch.host.no_restart_marker import NoRestartMarker
 from torchx_monarch.host.orphan_reaper import reap_orphans
 from torchx_monarch.host.rank_environment import env_number
-from torchx_monarch.host.rank_pool import Place, RankPool
+from torchx_monarch.host.rank_pool import HostContext, RankPool
 from torchx_monarch.host.watchdog import ENABLED, FILE
-from torchx_monarch.insight.progress import Reporter, leave_word
-from torchx_monarch.model.job_result import Verdict
+from torchx_monarch.insight.progress import Reporter, write_failure_report
+from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.world import LaunchError, World
 from torchx_monarch.system import error_files, open_files, processes, run_dirs, safe_files
 from torchx_monarch.system.console import Console
 from torchx_monarch.transport import local_addresses
-from torchx_monarch.transport.agent_rpc import SOCKET_VARIABLE, LinkServer
+from torchx_monarch.transport.agent_rpc import SOCKET_VARIABLE, AgentServer
 from torchx_monarch.transport.connections import Address
 
 _HOST_EXIT_TIMEOUT = 5.0
@@ -75,8 +76,8 @@ class HostProcess:
         self._reporter = Reporter(self._stderr, events_path, options.role, self._environ.get("MONARCH_TERMINATION_LOG"))
         self._error_file = self._environ.get("TORCHELASTIC_ERROR_FILE", "")
         self._rendezvous: Rendezvous | None = None
-        self._membership: Membership | None = None
-        self._guide: Guide | None = None
+        self._rendezvous_client: RendezvousClient | None = None
+        self._registry_client: RegistryClient | None = None
         self._command: Command | None = None
         self._pool: RankPool | None = None
         self._registration: Registration | None = None
@@ -86,7 +87,7 @@ class HostProcess:
         self._backend_restarts = 0
         self._first_output = asyncio.Event()
         self._sockets = ""
-        self._starts = Starts(self._environ)
+        self._no_restart_marker = NoRestartMarker(self._environ)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def main(self) -> NoReturn:
@@ -101,7 +102,7 @@ class HostProcess:
     async def _main(self) -> NoReturn:
         self._handle_signals()
         self._spawn(reap_orphans())
-        if told := self._starts.begin():
+        if told := self._no_restart_marker.begin():
             verdict, why = told
             self._reporter.line(f"host {self._options.replica}: not started again: {why}")
             await self._leave(verdict)
@@ -109,21 +110,21 @@ class HostProcess:
             verdict = await self._job()
         except Exception as error:
             traceback.print_exc()
-            verdict = Verdict(
+            verdict = JobResult(
                 1, f"internal error of the host process: {type(error).__name__}: {error}{open_files.hint(error)}"
             )
             self._reporter.line(f"{verdict.reason}; see {self._monarch_log}")
         await self._leave(verdict)
         raise AssertionError("unreachable")
 
-    async def _leave(self, verdict: Verdict) -> None:
+    async def _leave(self, verdict: JobResult) -> None:
         if self._pool is not None:
             await self._pool.stop(signal.SIGTERM, self._grace)
         final = retry.why_no_other_start(verdict, self._options.retry_on)
-        leave_word(verdict, self._environ, self._reporter, final)
+        write_failure_report(verdict, self._environ, self._reporter, final)
         if self._error_file:
             error_files.remove_reserve(self._error_file)
-        if not self._starts.end(verdict, final):
+        if not self._no_restart_marker.end(verdict, final):
             self._reporter.line("it may be started again: there is no folder here to note that it must not be")
         self._exit(verdict.code)
 
@@ -137,7 +138,7 @@ class HostProcess:
         # Monarch's threads have nothing left to do, and waiting for them takes up to seconds.
         os._exit(code)
 
-    async def _job(self) -> Verdict:
+    async def _job(self) -> JobResult:
         options, command = self._options, None
         address, nproc, error, code = "", 0, "", 1
         try:
@@ -154,17 +155,21 @@ class HostProcess:
         except LaunchError as failure:
             error = str(failure)
         except ValueError as failure:
-            return self._conclude(Verdict(1, f"host {options.replica}: {failure}"))
+            return self._conclude(JobResult(1, f"host {options.replica}: {failure}"))
         try:
             credentials = self._environ.get("MONARCH_CREDENTIALS", "")
-            wires = Wires.lay(rendezvous, advertised, options.network, credentials, self._sockets, options.replica == 0)
+            host_network = HostNetwork.setup(
+                rendezvous, advertised, options.network, credentials, self._sockets, options.replica == 0
+            )
         except ValueError as failure:
-            return self._conclude(Verdict(1, f"host {options.replica}: {failure}"))
+            return self._conclude(JobResult(1, f"host {options.replica}: {failure}"))
         if not error:
-            address = await self._start_worker(wires)
+            address = await self._start_worker(host_network)
         host = Registration(options.replica, address, self._hostname, os.getpid(), nproc, error, code)
         self._registration = host
-        return await (self._control(host, wires) if options.replica == 0 else self._take_part(host, wires))
+        return await (
+            self._control(host, host_network) if options.replica == 0 else self._take_part(host, host_network)
+        )
 
     # -- start ---------------------------------------------------------------------------------------------------------
 
@@ -217,7 +222,7 @@ class HostProcess:
             log_dir = os.path.abspath(os.path.join(command.options.log_dir, self._run_id()))
         self._pool = RankPool(
             command,
-            Place(self._options.replica, self._hostname, log_dir, self._stdout, self._stderr),
+            HostContext(self._options.replica, self._hostname, log_dir, self._stdout, self._stderr),
             self._environ,
             self._options.preload,
             self._first_output.set,
@@ -235,9 +240,12 @@ class HostProcess:
         is_first = self._options.replica == 0
         given = self._options.rendezvous or self._environ.get("MONARCH_RENDEZVOUS") or f"unix:{self._run_dir}/r.sock"
         source = "--rendezvous" if self._options.rendezvous else "MONARCH_RENDEZVOUS"
-        self._guide = guide = Guide.of(self._options, given, self._environ)
-        if guide is not None and not guide.is_main:
-            given, is_first = given.replace("@", guide.address.host), False  # the way there is the one to the others
+        self._registry_client = registry_client = RegistryClient.of(self._options, given, self._environ)
+        if registry_client is not None and not registry_client.is_main:
+            given, is_first = (
+                given.replace("@", registry_client.address.host),
+                False,
+            )  # the way there is the one to the others
         rendezvous = Address.parse(local_addresses.expanded(given, self._environ, is_first), source)
         if not rendezvous.networked:
             return rendezvous, "127.0.0.1"
@@ -253,14 +261,14 @@ class HostProcess:
         )
         if interface := local_addresses.gloo_interface(advertised):
             self._environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        if guide is not None and not guide.is_main:
+        if registry_client is not None and not registry_client.is_main:
             rendezvous = dataclasses.replace(rendezvous, host=advertised)
         return rendezvous, advertised
 
-    async def _start_worker(self, wires: Wires) -> str:
+    async def _start_worker(self, host_network: HostNetwork) -> str:
         """Monarch's worker loop, and the socket by which its agent will reach us."""
         link = os.path.join(self._sockets, "link")
-        await LinkServer(link, self._handle, self._agent_lost, self._options.lease).start()
+        await AgentServer(link, self._handle, self._agent_lost, self._options.lease).start()
         os.environ[SOCKET_VARIABLE] = link
         os.environ["PYTHONSAFEPATH"] = "1"  # a monarch.py of the user's in this folder is not what the agent imports
         os.environ["TMPDIR"] = self._sockets  # Monarch makes more of them; ranks get the environment as it was
@@ -268,7 +276,7 @@ class HostProcess:
         def log(text: str) -> None:
             print(text, file=sys.stderr, flush=True)
 
-        return await wires.start_monarch(log, self._warn, self._options.lease)
+        return await host_network.start_monarch(log, self._warn, self._options.lease)
 
     def _warn(self, text: str) -> None:
         self._reporter.line(f"INSECURE: host {self._options.replica}: {text}")
@@ -290,84 +298,82 @@ class HostProcess:
         given = self._command.options.rdzv_id if self._command else "none"
         return given if given != "none" else self._options.app
 
-    def _sizes(self) -> Sizes:
-        return Sizes.of(self._command, self._options.replicas, self._options.host_timeout)
+    def _sizes(self) -> NodeRange:
+        return NodeRange.of(self._command, self._options.replicas, self._options.host_timeout)
 
-    def _first_log_attempt(self, max_restarts: int, sizes: Sizes) -> int:
+    def _first_log_attempt(self, sizes: NodeRange) -> int:
         """The number of the first attempt's log folders: the backend's earlier starts may have used up all of theirs.
 
         An elastic job has any number of them, and a container that is started again is not told its starts: replica 0,
         which takes part in each attempt, goes on from the last it finds. (With replacements the hosts that are left
         know the number.)
         """
+        max_restarts = self._command.options.max_restarts if self._command else 0
         at_most = self._backend_restarts * (1 + max_restarts + self._options.replacements)
         counted = "MONARCH_RESTART" in self._environ or self._options.replacements > 0
         if self._pool is None or (counted and not (sizes.elastic and self._backend_restarts)):
             return at_most
         return max(at_most, self._pool.last_logged() + 1)
 
-    async def _control(self, host: Registration, wires: Wires) -> Verdict:
+    async def _control(self, host: Registration, host_network: HostNetwork) -> JobResult:
         """Replica 0: gather the hosts, run, announce."""
         options = self._options
         sizes = self._sizes()
         self._rendezvous = rendezvous = Rendezvous(
-            wires.rendezvous,
+            host_network.rendezvous,
             options.replicas,
-            wires.identity,
-            wires.bind,
+            host_network.identity,
+            host_network.bind,
             options.network.peer_timeout,
             options.lease,
             sizes.fewest,
         )
-        self._meet_other_roles(rendezvous, wires)
+        self._meet_other_roles(rendezvous, host_network)
         try:
-            self._together = together = Application.of(options, self._environ, rendezvous, wires)
+            self._role_coordinator = role_coordinator = RoleCoordinator.of(
+                options, self._environ, rendezvous, host_network
+            )
             if self._listens:
                 await rendezvous.start()
         except (RendezvousError, ValueError) as error:
-            return self._conclude(Verdict(1, str(error)))
+            return self._conclude(JobResult(1, str(error)))
         rendezvous.register(host)
-        max_restarts = self._command.options.max_restarts if self._command else 0
-        job = JobOptions(
+        job = JobOptions.of(
+            options,
+            self._command,
+            sizes,
+            host_network,
             run_id=self._run_id(),
-            max_restarts=max_restarts,
-            replacements=options.replacements,
-            retry_on=options.retry_on,
-            first_log_attempt=self._first_log_attempt(max_restarts, sizes),
-            sizes=sizes,
-            host_timeout=options.host_timeout,
+            first_log_attempt=self._first_log_attempt(sizes),
             grace=self._grace,
-            master_addr=wires.advertised,
-            store_bind=wires.bind,
-            # A machine that is gone is noticed by its silence.
-            said_within=options.network.peer_timeout + 3.0 if wires.rendezvous.networked else 1.0,
-            lease=options.lease,
             monarch_log=self._monarch_log,
         )
-        await together.begin(self._reporter, options.host_timeout)
-        verdict = await self._controller(job, rendezvous, wires).run()
-        verdict = await together.await_others(verdict, self._reporter, options.host_timeout)
+        await role_coordinator.begin(self._reporter, options.host_timeout)
+        verdict = await self._controller(job, rendezvous, host_network).run()
+        verdict = await role_coordinator.await_others(verdict, self._reporter, options.host_timeout)
         self._conclude(verdict)
-        await together.end(verdict, _HOST_EXIT_TIMEOUT + (0.0 if verdict.stopped else self._grace))
+        await role_coordinator.end(verdict, _HOST_EXIT_TIMEOUT + (0.0 if verdict.stopped else self._grace))
         await rendezvous.announce(verdict, _HOST_EXIT_TIMEOUT + self._grace)
         return verdict
 
     @property
     def _listens(self) -> bool:
         """Whether anybody is to reach replica 0."""
-        return self._options.replicas > 1 or self._guide is not None or bool(self._options.application)
+        return self._options.replicas > 1 or self._registry_client is not None or bool(self._options.application)
 
-    def _meet_other_roles(self, rendezvous: Rendezvous, wires: Wires) -> None:
+    def _meet_other_roles(self, rendezvous: Rendezvous, host_network: HostNetwork) -> None:
         """Keep the directory of the roles' replicas 0, or tell it where this one listens."""
-        if self._guide is not None and self._guide.is_main:
-            self._guide.serve(rendezvous)
-        elif self._guide is not None:
-            self._spawn(self._guide.tell(rendezvous, wires, self._reporter, self._options.host_timeout))
+        if self._registry_client is not None and self._registry_client.is_main:
+            self._registry_client.serve(rendezvous)
+        elif self._registry_client is not None:
+            self._spawn(
+                self._registry_client.tell(rendezvous, host_network, self._reporter, self._options.host_timeout)
+            )
 
-    def _controller(self, job: JobOptions, rendezvous: Rendezvous, wires: Wires) -> Controller:
-        return Controller(job, rendezvous, self._reporter, self._first_output, wires.unreachable, self._handle)
+    def _controller(self, job: JobOptions, rendezvous: Rendezvous, host_network: HostNetwork) -> Controller:
+        return Controller(job, rendezvous, self._reporter, self._first_output, host_network.unreachable, self._handle)
 
-    def _conclude(self, verdict: Verdict) -> Verdict:
+    def _conclude(self, verdict: JobResult) -> JobResult:
         if verdict.cause and verdict.cause.traceback:
             self._reporter.block(f"traceback of rank {verdict.cause.rank}:", verdict.cause.traceback)
         if verdict.cause and verdict.cause.stderr_path:
@@ -376,55 +382,57 @@ class HostProcess:
         self._reporter.phase("verdict", f"{word}: {verdict.reason}", code=verdict.code)
         return verdict
 
-    async def _take_part(self, host: Registration, wires: Wires) -> Verdict:
+    async def _take_part(self, host: Registration, host_network: HostNetwork) -> JobResult:
         """Every other replica: register and wait for the verdict."""
         options = self._options
         # A host that cannot take part has only that to say; if replica 0 cannot either, it is gone already.
         join_timeout = self._sizes().join_timeout
         timeout = min(join_timeout, _LAST_WORDS_TIMEOUT) if host.error else join_timeout
         try:
-            self._membership = await self._join(host, wires, timeout, "replica 0")
+            self._rendezvous_client = await self._join(host, host_network, timeout, "replica 0")
         except RendezvousError as error:
             reason = host.error or str(error)
             self._reporter.line(f"host {options.replica}: {reason}")
-            return Verdict(host.code if host.error else 1, reason)
+            return JobResult(host.code if host.error else 1, reason)
         while True:
-            membership = self._membership
-            verdict = await membership.verdict()
+            rendezvous_client = self._rendezvous_client
+            verdict = await rendezvous_client.verdict()
             if verdict is not None:
-                if membership.dismissed and not verdict.stopped:
+                if rendezvous_client.dismissed and not verdict.stopped:
                     self._reporter.line(f"host {options.replica} was refused: {verdict.reason}")
                 return verdict
-            self._membership = None
-            reason = membership.lost or f"host {options.replica} ({self._hostname}) lost replica 0"
-            verdict = Verdict(1, reason, consequence=True, replica=0)
+            self._rendezvous_client = None
+            reason = rendezvous_client.lost or f"host {options.replica} ({self._hostname}) lost replica 0"
+            verdict = JobResult(1, reason, consequence=True, replica=0)
             if self._agent_gone:
-                verdict = Verdict(1, f"host {options.replica} ({self._hostname}) lost its agent")
+                verdict = JobResult(1, f"host {options.replica} ({self._hostname}) lost its agent")
             self._reporter.line(verdict.reason)
             if self._agent_gone or not options.replacements or self._pool is None:
                 return verdict
             await self._pool.stop(signal.SIGTERM, self._grace)
             try:
                 again = dataclasses.replace(host, attempt=self._pool.attempt)
-                self._membership = await self._join(again, wires, options.rejoin_timeout, "another replica 0")
+                self._rendezvous_client = await self._join(
+                    again, host_network, options.rejoin_timeout, "another replica 0"
+                )
             except RendezvousError as error:
                 self._reporter.line(f"host {options.replica}: {error}")
                 return verdict
 
-    async def _join(self, host: Registration, wires: Wires, timeout: float, whom: str) -> Membership:
+    async def _join(self, host: Registration, host_network: HostNetwork, timeout: float, whom: str) -> RendezvousClient:
         failure = ""
 
         def failed(reason: str) -> None:
             nonlocal failure
             failure = f" ({reason})"
 
-        async def joining() -> Membership:
-            until, where = time.monotonic() + timeout, wires.rendezvous
-            if self._guide is not None and not self._guide.is_main:
-                where = await self._guide.find(self._options.role, wires, timeout, failed)
+        async def joining() -> RendezvousClient:
+            until, where = time.monotonic() + timeout, host_network.rendezvous
+            if self._registry_client is not None and not self._registry_client.is_main:
+                where = await self._registry_client.find(self._options.role, host_network, timeout, failed)
             left = max(1.0, until - time.monotonic())
-            peer_timeout, lease = wires.options.peer_timeout, self._options.lease
-            return await Membership.join(where, host, left, wires.identity, peer_timeout, failed, lease)
+            peer_timeout, lease = host_network.options.peer_timeout, self._options.lease
+            return await RendezvousClient.join(where, host, left, host_network.identity, peer_timeout, failed, lease)
 
         return await self._reporter.while_waiting(joining(), lambda: whom + failure)
 
@@ -455,10 +463,10 @@ class HostProcess:
             return
         self._agent_gone = True
         self._stop_soon(signal.SIGKILL)
-        if self._membership is not None:
-            self._spawn(self._membership.tell("agent_lost", silent=silent))
+        if self._rendezvous_client is not None:
+            self._spawn(self._rendezvous_client.tell("agent_lost", silent=silent))
         elif self._rendezvous is not None:
-            self._rendezvous.troubles.put_nowait(agent_lost(host, silent))
+            self._rendezvous.host_events.put_nowait(agent_lost(host, silent))
 
     def _signalled(self, number: int) -> None:
         self._reporter.line(f"host {self._options.replica}: received {signal.Signals(number).name}")
@@ -466,15 +474,15 @@ class HostProcess:
         stop_file = self._environ.get("MONARCH_STOP_FILE")
         announced = os.path.exists(stop_file) if stop_file else None
         host = self._registration or Registration(self._options.replica, "", self._hostname, os.getpid(), 0)
-        trouble = signalled(host, number, announced)
-        if self._membership is not None:
-            self._spawn(self._membership.tell("signal", number=number, announced=announced))
+        host_event = signalled(host, number, announced)
+        if self._rendezvous_client is not None:
+            self._spawn(self._rendezvous_client.tell("signal", number=number, announced=announced))
         elif self._rendezvous is not None:
-            self._rendezvous.troubles.put_nowait(trouble)
+            self._rendezvous.host_events.put_nowait(host_event)
         else:
             # Not in touch with anybody who could decide: not yet, or replica 0 is lost.
-            self._reporter.note(trouble.kind, trouble.verdict.reason, replica=trouble.replica)
-            self._spawn(self._leave(self._conclude(trouble.verdict)))
+            self._reporter.note(host_event.kind, host_event.verdict.reason, replica=host_event.replica)
+            self._spawn(self._leave(self._conclude(host_event.verdict)))
 
     def _pass_on(self, number: int) -> None:
         self._reporter.line(f"host {self._options.replica}: passing {signal.Signals(number).name} on to its ranks")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from torchx_monarch.host.master_endpoint import MasterEndpoint
-from torchx_monarch.host.rank_process import Interpreter
+from torchx_monarch.host.rank_process import RankProcess
 from torchx_monarch.host.store_process import StoreProcess, bound
 
 _PORT_PATIENCE = 5.0
@@ -32,7 +32,7 @@ class MasterStore:
         self._reserved: socket.socket | None = None
         self._next_bind: str | None = None  # where a store may be started ahead; None for nowhere
 
-    async def open(self, endpoint: MasterEndpoint, interpreter: Interpreter | None) -> tuple[int, bool]:
+    async def open(self, endpoint: MasterEndpoint, interpreter: RankProcess | None) -> tuple[int, bool]:
         """Open a port in place of the one of the attempt before.
 
         A fork of the interpreter serves a TCPStore there, bound before anybody is told: no other process can take the
@@ -59,7 +59,7 @@ class MasterStore:
                     raise endpoint.refusal(error) from None
             await asyncio.sleep(0.1)
 
-    async def _open(self, endpoint: MasterEndpoint, interpreter: Interpreter | None) -> tuple[int, bool]:
+    async def _open(self, endpoint: MasterEndpoint, interpreter: RankProcess | None) -> tuple[int, bool]:
         self._current = await self._serve(endpoint, interpreter) if interpreter is not None else None
         if self._current is not None:
             self._next_bind = None if endpoint.port else endpoint.bind
@@ -68,7 +68,7 @@ class MasterStore:
         self._reserved = bound(endpoint.bind if endpoint.port else "", endpoint.port, reuse=True)
         return int(self._reserved.getsockname()[1]), False
 
-    async def _serve(self, endpoint: MasterEndpoint, interpreter: Interpreter) -> StoreProcess | None:
+    async def _serve(self, endpoint: MasterEndpoint, interpreter: RankProcess) -> StoreProcess | None:
         ahead, self._ahead = self._ahead, None
         store = await ahead if ahead is not None else None
         if store is not None and store.address == endpoint.bind and not endpoint.port and not store.ended:
@@ -93,7 +93,7 @@ class MasterStore:
         if self._ahead is not None:
             await asyncio.wait([self._ahead])
 
-    def start_ahead(self, interpreter: Interpreter) -> None:
+    def start_ahead(self, interpreter: RankProcess) -> None:
         """Start the next attempt's store, if this attempt or the last has one and the user has named no port.
 
         Args:

@@ -15,13 +15,13 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from torchx_monarch.model.job_result import Verdict
+from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.system import safe_files
 
 VARIABLE = "MONARCH_STARTS"
 
 
-class Starts:
+class NoRestartMarker:
     """The starts of one host; nothing where the backend names no file.
 
     Args:
@@ -32,16 +32,16 @@ class Starts:
         self._paths = [path for path in environ.get(VARIABLE, "").split(":") if path]
         self._note: dict[str, Any] = {}
 
-    def begin(self) -> tuple[Verdict, str] | None:
+    def begin(self) -> tuple[JobResult, str] | None:
         """Note that the host starts; or how its job has ended, and why it is not to be started again."""
         self._note = next((note for path in self._paths if (note := _read(path))), {"restarts": -1})
         with contextlib.suppress(KeyError, TypeError, AttributeError):
-            return Verdict.from_json(self._note["verdict"]), str(self._note["why"])
+            return JobResult.from_json(self._note["verdict"]), str(self._note["why"])
         self._note["restarts"] += 1
         self._write()
         return None
 
-    def end(self, verdict: Verdict, why: str) -> bool:
+    def end(self, verdict: JobResult, why: str) -> bool:
         """Note how the job has ended, where another start would be of no use; whether that could be noted.
 
         Args:

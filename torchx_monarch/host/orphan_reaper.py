@@ -29,7 +29,7 @@ async def reap_orphans() -> None:
         seen = dead - seen
 
 
-def end_strays(job: str, ours: Collection[int]) -> None:
+def end_orphans(job: str, ours: Collection[int]) -> None:
     """SIGKILL what ranks that have ended left behind in sessions or process groups of its own.
 
     Args:

@@ -22,7 +22,7 @@ _DRAW_AFTER = 0.1
 """Seconds after which a progress bar is shown as it stands: what tqdm lets pass between two of its pictures."""
 
 
-class RankOutput:
+class OutputPipe:
     """Reads one pipe to its end.
 
     What arrives before ``assign`` is held: an interpreter that is started ahead has no rank yet. Memory is bounded: of

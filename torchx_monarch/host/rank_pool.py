@@ -27,12 +27,12 @@ from torchx_monarch.command.command import Command, Program
 from torchx_monarch.host.filtered_output import FilteredFile, filtered_name
 from torchx_monarch.host.master_endpoint import EndpointError, MasterEndpoint
 from torchx_monarch.host.master_store import MasterStore
-from torchx_monarch.host.orphan_reaper import end_strays
+from torchx_monarch.host.orphan_reaper import end_orphans
 from torchx_monarch.host.out_of_memory import OutOfMemory
 from torchx_monarch.host.rank_environment import interpreter_environment, rank_environment
-from torchx_monarch.host.rank_process import Interpreter
+from torchx_monarch.host.rank_process import RankProcess
 from torchx_monarch.host.watchdog import FILE, Watchdog, WatchdogError
-from torchx_monarch.insight.run_log import Journal, JournalSink, Sinks
+from torchx_monarch.insight.run_log import RunLog, RunLogSink, Sinks
 from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.model.world import LaunchError, World
 from torchx_monarch.system import error_files, open_files, processes, safe_files
@@ -44,7 +44,7 @@ _SPARES_AFTER = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class HostContext:
     """Where the ranks of a host belong and where their output goes.
 
     Attributes:
@@ -53,7 +53,7 @@ class Place:
         log_dir: gets ``attempt_N/RANK/{stdout,stderr}.log`` and ``error.json``; None for no files.
         stdout: gets prefixed stdout lines; None for none.
         stderr: gets prefixed stderr lines; None for none.
-        journal: gets those lines as well, in a run on a live allocation.
+        run_log: gets those lines as well, in a run on a live allocation.
     """
 
     replica: int
@@ -61,14 +61,14 @@ class Place:
     log_dir: str | None
     stdout: Console | None = None
     stderr: Console | None = None
-    journal: Journal | None = None
+    run_log: RunLog | None = None
 
 
 @dataclasses.dataclass
 class Rank:
     """One rank of the current attempt."""
 
-    interpreter: Interpreter
+    interpreter: RankProcess
     rank: int
     local_rank: int
     directory: Path | None
@@ -96,7 +96,7 @@ class RankPool:
     def __init__(
         self,
         command: Command,
-        place: Place,
+        place: HostContext,
         environ: Mapping[str, str],
         preload: Sequence[str],
         on_first_output: Callable[[], None],
@@ -113,7 +113,7 @@ class RankPool:
         self.attempt = -1
         self._watchdog: Watchdog | None = None
         self._count = 0
-        self._waiting: list[Interpreter] = []
+        self._waiting: list[RankProcess] = []
         self._ranks: list[Rank] = []
         self._spares: asyncio.Task[None] | None = None
         self._store = MasterStore(say)
@@ -240,7 +240,7 @@ class RankPool:
             raise LaunchError(f"cannot start the Python interpreter {later[0]!r}: {os.strerror(errno.ENOENT)}")
         folder = self._start_folder()
         try:
-            interpreter = Interpreter(python, self._label(program), env, *self.limits, folder, self._printed)
+            interpreter = RankProcess(python, self._label(program), env, *self.limits, folder, self._printed)
         except OSError as error:
             raise LaunchError(
                 f"cannot start the Python interpreter {python[0]!r}: {error.strerror}{open_files.hint(error)}"
@@ -261,11 +261,11 @@ class RankPool:
     def _label(self, program: Program) -> list[str]:
         return _typed(program)
 
-    def _prepare(self, interpreter: Interpreter, program: Program, local_rank: int) -> None:
+    def _prepare(self, interpreter: RankProcess, program: Program, local_rank: int) -> None:
         interpreter.prepare(program.mode, program.target, self._preload)
         self._bind(interpreter, local_rank)
 
-    def _bind(self, interpreter: Interpreter, local_rank: int) -> None:
+    def _bind(self, interpreter: RankProcess, local_rank: int) -> None:
         if self._command.options.numa_binding is not None:
             interpreter.bind(self._command.options.numa_binding, local_rank)
 
@@ -358,7 +358,7 @@ class RankPool:
         if ranks is self._ranks:  # else another attempt has begun
             # The ranks of other hosts may be on their way out still, and need the store.
             watchdog = [self._watchdog.pid] if self._watchdog is not None else []
-            end_strays(self._environ.get(processes.MARKER, ""), [*self._store.pids, *watchdog, *self._kept()])
+            end_orphans(self._environ.get(processes.MARKER, ""), [*self._store.pids, *watchdog, *self._kept()])
 
     def _tell(self, number: int) -> list[Rank]:
         """Signal the ranks that have not ended, and return them."""
@@ -399,7 +399,7 @@ class RankPool:
         if self.attempt == attempt and self._waiting:
             self._store.start_ahead(self._waiting[0])
 
-    def _assign(self, world: World, local_rank: int, interpreter: Interpreter) -> Rank:
+    def _assign(self, world: World, local_rank: int, interpreter: RankProcess) -> Rank:
         options, place = self._command.options, self._place
         rank = world.first_rank(place.replica) + local_rank
         directory = None
@@ -420,8 +420,8 @@ class RankPool:
             onto_console = shown and (teed or not redirect(local_rank))
             path = str(directory / f"{name}.log") if directory else None
             sinks: list[LineSink] = []
-            if place.journal is not None:
-                sinks.append(JournalSink(place.journal, rank, name))
+            if place.run_log is not None:
+                sinks.append(RunLogSink(place.run_log, rank, name))
             if texts and directory:
                 filtered = directory.with_name(filtered_name(name, place.replica))
                 # There even if no stream is teed, as under torchrun.

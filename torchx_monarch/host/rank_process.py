@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchx_monarch.host.rank_output import RankOutput
+from torchx_monarch.host.rank_output import OutputPipe
 
 _RANK_MAIN = str(Path(__file__).with_name("rank_main.py"))
 
@@ -25,7 +25,7 @@ _LEFTOVERS_GRACE = 1.0
 """Seconds between SIGTERM and SIGKILL for what a rank that has ended left in its process group."""
 
 
-class Interpreter:
+class RankProcess:
     """Starts the process. To be used from the main thread alone: Linux ties PDEATHSIG to the thread that starts it.
 
     Attributes:
@@ -82,8 +82,8 @@ class Interpreter:
         if files is not None:
             resource.prlimit(self.process.pid, resource.RLIMIT_NOFILE, files)
         assert self.process.stdout is not None and self.process.stderr is not None
-        self.stdout = RankOutput(self.process.stdout, on_first_output)
-        self.stderr = RankOutput(self.process.stderr, on_first_output)
+        self.stdout = OutputPipe(self.process.stdout, on_first_output)
+        self.stderr = OutputPipe(self.process.stderr, on_first_output)
         self.ended = asyncio.Event()
         self.ended_at = 0.0
         self.drained = asyncio.Event()

@@ -14,31 +14,32 @@ import signal
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from torchx_monarch.command.allocation_spec import Hold, run_command, with_program
+from torchx_monarch.command.allocation_spec import AllocationSpec, run_command, with_program
 from torchx_monarch.command.command import Command, CommandError, Program, parse
 from torchx_monarch.command.torchrun_options import DEFAULTS
-from torchx_monarch.controller.controller import Controller, JobOptions
-from torchx_monarch.controller.host_network import Wires
+from torchx_monarch.controller.controller import Controller
+from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.host_options import HostOptions
+from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous
-from torchx_monarch.controller.run_queue import Allocation
-from torchx_monarch.controller.session_controller import LiveController
+from torchx_monarch.controller.run_queue import RunQueue
+from torchx_monarch.controller.session_controller import SessionController
 from torchx_monarch.host.code_distribution import OPS, HostCode, hand_on
 from torchx_monarch.host.host_process import HostProcess
 from torchx_monarch.host.rank_environment import env_number
-from torchx_monarch.host.rank_pool import Place
-from torchx_monarch.host.session_pool import LivePool
+from torchx_monarch.host.rank_pool import HostContext
+from torchx_monarch.host.session_pool import SessionPool
 from torchx_monarch.host.watchdog import ENABLED, FILE
-from torchx_monarch.insight.run_log import Journal
+from torchx_monarch.insight.run_log import RunLog
 from torchx_monarch.model.world import LaunchError
 
 _MESSAGE = 30_000
 """Bytes of records in one message to replica 0, which takes 64 kB; within it each may take twice as many."""
 
-Op = Callable[["LiveHost", dict[str, Any]], Awaitable[Any]]
+Op = Callable[["SessionHost", dict[str, Any]], Awaitable[Any]]
 
 
-def is_live(options: HostOptions, environ: Mapping[str, str]) -> bool:
+def is_session(options: HostOptions, environ: Mapping[str, str]) -> bool:
     """Whether a host's command is that of a live allocation."""
     try:
         command = parse(options.command, environ)
@@ -47,23 +48,23 @@ def is_live(options: HostOptions, environ: Mapping[str, str]) -> bool:
     return command is not None and command.kind == "hosts"
 
 
-class LiveHost(HostProcess):
+class SessionHost(HostProcess):
     """Runs one replica of a live allocation to its end.
 
     Attributes:
-        OPS: what ``LiveController.broadcast`` can ask a host to do, beyond what every host does; by name.
+        OPS: what ``SessionController.broadcast`` can ask a host to do, beyond what every host does; by name.
     """
 
     OPS: dict[str, Op] = dict(OPS)
 
     def __init__(self, options: HostOptions, environ: Mapping[str, str]) -> None:
         super().__init__(options, environ)
-        self._hold = Hold(0.0, "0", (), None)
-        self._allocation: Allocation | None = None
-        self._live: LivePool | None = None
+        self._allocation_spec = AllocationSpec(0.0, "0", (), None)
+        self._run_queue: RunQueue | None = None
+        self._live: SessionPool | None = None
         self._token = ""
         self._begun: dict[str, Any] = {}
-        self._journal: Journal | None = None
+        self._run_log: RunLog | None = None
         self._forwarding: asyncio.Task[None] | None = None
         self._code: HostCode | None = None
 
@@ -84,17 +85,17 @@ class LiveHost(HostProcess):
         command = parse(self._options.command, self._environ)
         if command is None or command.kind != "hosts":
             raise CommandError(f"not the command of an allocation: {shlex.join(self._options.command)}")
-        self._hold = Hold.of(command, self._environ, self._options.replicas, self._options.role)
+        self._allocation_spec = AllocationSpec.of(command, self._environ, self._options.replicas, self._options.role)
         self._grace = env_number(self._environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", self._options.grace)
         return command
 
     async def _start_interpreters(self, command: Command) -> int:
-        held = self._hold.command or Command("torchrun", DEFAULTS, Program("script", "run"))
-        self._pool = self._live = self._new_pool(held, Place(self._options.replica, self._hostname, None), {}, "")
-        return await self._live.start(self._hold.nproc)
+        held = self._allocation_spec.command or Command("torchrun", DEFAULTS, Program("script", "run"))
+        self._pool = self._live = self._new_pool(held, HostContext(self._options.replica, self._hostname, None), {}, "")
+        return await self._live.start(self._allocation_spec.nproc)
 
-    def _new_pool(self, command: Command, place: Place, env: Mapping[str, str], cwd: str) -> LivePool:
-        return LivePool(
+    def _new_pool(self, command: Command, place: HostContext, env: Mapping[str, str], cwd: str) -> SessionPool:
+        return SessionPool(
             command,
             place,
             self._environ,
@@ -110,9 +111,9 @@ class LiveHost(HostProcess):
     def _listens(self) -> bool:
         return True
 
-    def _controller(self, job: JobOptions, rendezvous: Rendezvous, wires: Wires) -> Controller:
-        options, hold = self._options, self._hold
-        self._allocation = allocation = Allocation(
+    def _controller(self, job: JobOptions, rendezvous: Rendezvous, host_network: HostNetwork) -> Controller:
+        options, hold = self._options, self._allocation_spec
+        self._run_queue = run_queue = RunQueue(
             rendezvous,
             options.app,
             options.role,
@@ -121,19 +122,19 @@ class LiveHost(HostProcess):
             hold.idle_timeout,
             lambda: self._live.warm if self._live else 0,
         )
-        allocation.hand_on = lambda code: hand_on(allocation, self.code, code)
+        run_queue.hand_on = lambda code: hand_on(run_queue, self.code, code)
         job = dataclasses.replace(job, first_log_attempt=0)
-        return LiveController(
-            job, rendezvous, self._reporter, self._first_output, wires.unreachable, self._handle, self._allocation
+        return SessionController(
+            job, rendezvous, self._reporter, self._first_output, host_network.unreachable, self._handle, self._run_queue
         )
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
     async def _handle(self, op: str, args: dict[str, Any]) -> Any:
-        """Do what the controller asks through the agent, as any host, and what is asked of each alone.
+        """Execute a request of the controller: those of ``HostProcess._handle``, ``begin`` and ``each``.
 
-        ``begin`` makes the host ready for a run; ``each`` is a request of ``LiveController.broadcast``. What cannot be
-        done is an answer: it ends the run, not the hosts.
+        ``begin`` prepares the host for a run; ``each`` is a request of ``SessionController.broadcast``. A request that
+        fails is answered with its error: it ends the run, not the hosts.
         """
         try:
             if op == "begin":
@@ -158,25 +159,25 @@ class LiveHost(HostProcess):
         """Take a run. A second request, after another host was lost, changes nothing."""
         if args["token"] == self._token:
             return {**self._begun, "fresh": False}
-        await self._close_journal()
+        await self._close_run_log()
         cwd, env = await self._folder_for(args), args["env"]
         command = self._command_of(args, cwd, {**self._environ, **env})
         folder = os.path.join(self._log_dir, f"run_{args['run']}")
         run_id = command.options.rdzv_id if command.options.rdzv_id != "none" else f"{self._options.app}-{args['run']}"
-        if self._allocation is not None and self._allocation.current is not None:
-            self._journal = self._allocation.current.journal
+        if self._run_queue is not None and self._run_queue.current is not None:
+            self._run_log = self._run_queue.current.run_log
         else:
             try:
-                self._journal = Journal(os.path.join(folder, "journal.jsonl"))
+                self._run_log = RunLog(os.path.join(folder, "journal.jsonl"))
             except OSError as error:
                 raise LaunchError(f"cannot make {error.filename}: {error.strerror}") from None
-            self._forwarding = asyncio.ensure_future(self._forward(self._journal, args["token"]))
+            self._forwarding = asyncio.ensure_future(self._forward(self._run_log, args["token"]))
         log_dir: str | None = folder
         if command.options.log_dir == os.devnull:
             log_dir = None
         elif command.options.log_dir:
             log_dir = os.path.abspath(os.path.join(cwd, command.options.log_dir, run_id))
-        place = Place(self._options.replica, self._hostname, log_dir, self._stdout, self._stderr, self._journal)
+        place = HostContext(self._options.replica, self._hostname, log_dir, self._stdout, self._stderr, self._run_log)
         self._pool = self._live = pool = self._new_pool(command, place, env, cwd)
         nproc = await pool.start(command.options.nproc_per_node if command.kind == "torchrun" else "1")
         if command.kind == "torchrun" and {**self._environ, **env}.get(ENABLED) == "1":
@@ -207,14 +208,18 @@ class LiveHost(HostProcess):
             CommandError: it cannot be run here.
         """
         replicas, role, nproc = self._options.replicas, self._options.role, args["nproc"]
-        words = list(args["command"] or self._hold.words)
+        words = list(args["command"] or self._allocation_spec.words)
         if not os.path.isdir(cwd):
             raise CommandError(f"there is no folder {cwd} to run in")
         if args["program"]:
-            held = run_command(self._hold.words, env, replicas, role, nproc) if self._hold.words else None
+            held = (
+                run_command(self._allocation_spec.words, env, replicas, role, nproc)
+                if self._allocation_spec.words
+                else None
+            )
             command = with_program(held, args["program"])
             if held is None:
-                own = nproc or (self._hold.nproc if self._hold.nproc != "0" else "1")
+                own = nproc or (self._allocation_spec.nproc if self._allocation_spec.nproc != "0" else "1")
                 command = dataclasses.replace(command, options=dataclasses.replace(DEFAULTS, nproc_per_node=own))
         else:
             command = run_command(words, env, replicas, role, nproc)
@@ -232,27 +237,27 @@ class LiveHost(HostProcess):
         await self._live.stop(signal.SIGKILL, 0.0)
         self._live = self._live.retire()
         await self.code.leave()
-        journal = self._journal
-        await self._close_journal()
-        return journal.count if journal is not None else 0
+        run_log = self._run_log
+        await self._close_run_log()
+        return run_log.count if run_log is not None else 0
 
-    async def _close_journal(self) -> None:
+    async def _close_run_log(self) -> None:
         """Have the last of a run's output sent, where that is not replica 0's own."""
-        journal, self._journal = self._journal, None
+        run_log, self._run_log = self._run_log, None
         forwarding, self._forwarding = self._forwarding, None
-        if journal is not None and forwarding is not None:
-            journal.close()
+        if run_log is not None and forwarding is not None:
+            run_log.close()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(forwarding, 10.0)
 
-    async def _forward(self, journal: Journal, token: str) -> None:
+    async def _forward(self, run_log: RunLog, token: str) -> None:
         """Send the records to replica 0 as they come."""
-        async for lines in journal.follow():
+        async for lines in run_log.follow():
             while lines:
                 message = [lines.pop(0)]
                 size = len(message[0])
                 while lines and size + len(lines[0]) < _MESSAGE:
                     size += len(lines[0])
                     message.append(lines.pop(0))
-                if self._membership is not None:
-                    await self._membership.tell("output", token=token, records=b"".join(message).decode())
+                if self._rendezvous_client is not None:
+                    await self._rendezvous_client.tell("output", token=token, records=b"".join(message).decode())

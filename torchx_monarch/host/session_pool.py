@@ -12,8 +12,8 @@ from typing import Any
 
 from torchx_monarch.command.command import Command, Program
 from torchx_monarch.host.rank_environment import interpreter_environment
-from torchx_monarch.host.rank_pool import Place, Rank, RankPool
-from torchx_monarch.host.rank_process import Interpreter
+from torchx_monarch.host.rank_pool import HostContext, Rank, RankPool
+from torchx_monarch.host.rank_process import RankProcess
 from torchx_monarch.model.world import LaunchError, World
 
 _READ_EARLY = (
@@ -24,7 +24,7 @@ _READ_EARLY = (
 values of these gets interpreters of its own."""
 
 
-class LivePool(RankPool):
+class SessionPool(RankPool):
     """Each run has its pool, and takes over from the pool before it.
 
     Args:
@@ -42,14 +42,14 @@ class LivePool(RankPool):
     def __init__(
         self,
         command: Command,
-        place: Place,
+        place: HostContext,
         environ: Mapping[str, str],
         preload: Sequence[str],
         on_first_output: Callable[[], None],
         say: Callable[[str], None],
         cwd: str,
         added: Mapping[str, str],
-        before: LivePool | None = None,
+        before: SessionPool | None = None,
     ) -> None:
         limits = before.limits if before is not None else None
         super().__init__(command, place, {**environ, **added}, preload, on_first_output, say, limits)
@@ -57,7 +57,7 @@ class LivePool(RankPool):
         self._cwd = cwd
         self._added = dict(added)
         self._before = before
-        self._shelf: LivePool | None = None
+        self._shelf: SessionPool | None = None
 
     @property
     def warm(self) -> int:
@@ -83,7 +83,7 @@ class LivePool(RankPool):
         if self._ranks:
             await super().stop(number, grace)
 
-    def retire(self) -> LivePool:
+    def retire(self) -> SessionPool:
         """The run is over: end what is no rank, and have interpreters ready for another like it.
 
         Returns:
@@ -145,7 +145,7 @@ class LivePool(RankPool):
     def _label(self, program: Program) -> list[str]:
         return ["(waits for runs)"]
 
-    def _prepare(self, interpreter: Interpreter, program: Program, local_rank: int) -> None:
+    def _prepare(self, interpreter: RankProcess, program: Program, local_rank: int) -> None:
         # Which program it will run, and where, is not known yet.
         interpreter.prepare("exec", "", self._preload)
         interpreter.signature = self._signature(local_rank)

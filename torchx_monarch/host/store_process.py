@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from torchx_monarch.host.rank_process import Interpreter
+from torchx_monarch.host.rank_process import RankProcess
 from torchx_monarch.model.job_result import describe_code
 
 
@@ -47,7 +47,7 @@ class StoreProcess:
 
     @classmethod
     async def start(
-        cls, interpreter: Interpreter, address: str, say: Callable[[str], None], port: int = 0
+        cls, interpreter: RankProcess, address: str, say: Callable[[str], None], port: int = 0
     ) -> StoreProcess | None:
         """Have an interpreter fork it; None when that cannot: torch is not there.
 

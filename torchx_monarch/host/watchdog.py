@@ -32,7 +32,7 @@ class WatchdogError(Exception):
 
 
 class Watchdog:
-    """Starts the server; to be used from the main thread alone, as ``Interpreter`` is.
+    """Starts the server; to be used from the main thread alone, as ``RankProcess`` is.
 
     Attributes:
         path: of the named pipe on which ranks send their timers.

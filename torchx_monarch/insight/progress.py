@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 from torchx_monarch.insight import events
-from torchx_monarch.model.job_result import FINAL, RANK_RESTARTS, Verdict
+from torchx_monarch.model.job_result import FINAL, RANK_RESTARTS, JobResult
 from torchx_monarch.system import error_files, signed_line
 from torchx_monarch.system.console import Console
 from torchx_monarch.system.untrusted_text import lines, one_line
@@ -42,7 +42,7 @@ class Reporter:
         console: the host's stderr.
         events_path: the app's events file; None where the backend has none.
         role: name of the role, part of each event.
-        termination_log: the file of the container's termination message (``leave_word``); None where there is none.
+        termination_log: the file of the container's termination message (``write_failure_report``); None for none.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Reporter:
             events.append(self._events_path, kind, one_line(text), seconds=seconds, role=self._role, **fields)
 
 
-def leave_word(verdict: Verdict, environ: Mapping[str, str], reporter: Reporter, final: str = "") -> None:
+def write_failure_report(verdict: JobResult, environ: Mapping[str, str], reporter: Reporter, final: str = "") -> None:
     """Write how a job ended to where its backend looks for it.
 
     Args:

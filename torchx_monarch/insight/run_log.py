@@ -23,7 +23,7 @@ replica 0 has at most 64 kB."""
 _CHUNK = 1 << 18
 
 
-class Journal:
+class RunLog:
     """The records of one run.
 
     Attributes:
@@ -101,23 +101,23 @@ class Journal:
                     yield [line + b"\n" for line in lines]
 
 
-class JournalSink:
+class RunLogSink:
     """Takes what a rank prints onto its host's output into the journal as well.
 
     Args:
-        journal: of the run.
+        run_log: of the run.
         rank: the rank.
         stream: ``stdout`` or ``stderr``.
     """
 
-    def __init__(self, journal: Journal, rank: int, stream: str) -> None:
-        self._journal = journal
+    def __init__(self, run_log: RunLog, rank: int, stream: str) -> None:
+        self._run_log = run_log
         self._rank = rank
         self._stream = stream
 
     def write(self, text: bytes, shown: bytes) -> None:
         """Take what is shown (see ``LineSink``)."""
-        self._journal.output(self._rank, self._stream, shown)
+        self._run_log.output(self._rank, self._stream, shown)
 
     def close(self) -> None:
         """The journal outlives the rank."""

@@ -1,9 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What went wrong and who started it.
+"""The exits of ranks, the root cause among them, and the result of a job.
 
-``RankExit`` is how one rank ended, ``Verdict`` how the job ended; ``root_cause`` picks the one from the others. All are
-plain values that survive JSON and pickling.
+``RankExit`` is how one rank ended, ``JobResult`` how the job ended; ``root_cause`` picks the rank that failed first.
+All are plain values that survive JSON and pickling.
 """
 
 from __future__ import annotations
@@ -62,18 +62,18 @@ def read_error_file(error: str | None) -> Mapping[str, Any]:
 
 
 def extra_info(error: str | None) -> Mapping[str, Any]:
-    """What an error file says beside its message (``Verdict.error_file``); empty where it says nothing."""
+    """What an error file says beside its message (``JobResult.error_file``); empty where it says nothing."""
     message = read_error_file(error).get("message")
     extra = message.get("extraInfo") if isinstance(message, dict) else None
     return extra if isinstance(extra, dict) else {}
 
 
-def is_consequence(error: str | None) -> bool:
+def is_secondary(error: str | None) -> bool:
     """Whether a replica's error file says only that it has lost another, or has ended because another had."""
     return extra_info(error).get("consequence") is True
 
 
-def why_final(code: int, error: str | None) -> str:
+def no_retry_reason(code: int, error: str | None) -> str:
     """Why a replica that has failed is not to be started again; empty where it may be.
 
     Args:
@@ -182,7 +182,7 @@ class RankExit:
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class JobResult:
     """How the job ended.
 
     Attributes:
@@ -230,7 +230,7 @@ class Verdict:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Verdict:
+    def from_json(cls, values: Mapping[str, Any]) -> JobResult:
         """The inverse of ``to_json``; what else the message holds is left out."""
         cause = values.get("cause")
         exit = RankExit.from_json(cause) if cause else None

@@ -27,7 +27,7 @@ from torchx_monarch.backends.options import run_options
 from torchx_monarch.backends.protocols import CREDENTIALS, PLACEHOLDER, NetworkBackend, RolesApart, with_credentials
 from torchx_monarch.command.command import CommandError
 from torchx_monarch.command.exit_codes import parse_exit_codes
-from torchx_monarch.command.rewrite import HostOptions, restore, rewrite
+from torchx_monarch.command.rewrite import WrapOptions, restore, rewrite
 from torchx_monarch.model.sidecars import SidecarError, is_sidecar
 from torchx_monarch.schedulers.caller_error_file import write_root_cause
 from torchx_monarch.schedulers.command import RunOptions, end_plainly, keep_threads_quiet, subcommand
@@ -182,7 +182,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             reason = f"Run option `retry_on` is {options.retry_on}: {error}"
             raise InvalidRunConfigException(reason, "retry_on", cfg) from None
         preload = "" if options.preload == "none" else options.preload.replace("+", ",")
-        hosts = HostOptions(
+        hosts = WrapOptions(
             python=self._python,
             grace=float(options.grace),
             host_timeout=float(options.host_timeout),

@@ -31,11 +31,11 @@ SOCKET_VARIABLE = "MONARCH_AGENT_SOCKET"
 Handler = Callable[[str, dict[str, Any]], Awaitable[Any]]
 
 
-class LinkError(Exception):
+class AgentError(Exception):
     """The other end refused the request, or is gone."""
 
 
-class LinkServer:
+class AgentServer:
     """The host's end: answers the requests of its agent.
 
     Args:
@@ -101,7 +101,7 @@ class LinkServer:
         await messages.send(writer, answer)
 
 
-class LinkClient:
+class AgentClient:
     """The agent's end."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -112,7 +112,7 @@ class LinkClient:
         self._listener = asyncio.ensure_future(self._listen())
 
     @classmethod
-    async def over(cls, connection: socket.socket) -> LinkClient:
+    async def over(cls, connection: socket.socket) -> AgentClient:
         """The end of a connection to the host's socket file."""
         return cls(*await asyncio.open_unix_connection(sock=connection, limit=messages.MAX_LINE))
 
@@ -120,7 +120,7 @@ class LinkClient:
         """Ask the host to do something.
 
         Raises:
-            LinkError: it could not; the message is its own.
+            AgentError: it could not; the message is its own.
         """
         number = next(self._ids)
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
@@ -134,8 +134,8 @@ class LinkClient:
                 continue
             waiting = self._waiting.pop(answer["id"])
             if "error" in answer:
-                waiting.set_exception(LinkError(answer["error"]))
+                waiting.set_exception(AgentError(answer["error"]))
             else:
                 waiting.set_result(answer["result"])
         for waiting in self._waiting.values():
-            waiting.set_exception(LinkError("the host process is gone"))
+            waiting.set_exception(AgentError("the host process is gone"))

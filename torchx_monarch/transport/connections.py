@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from torchx_monarch.transport import messages
 from torchx_monarch.transport.address import CONNECT_TIMEOUT, Address, AddressError, ConnectError, explain
-from torchx_monarch.transport.listener import Door, Serve
+from torchx_monarch.transport.listener import Listener, Serve
 
 if TYPE_CHECKING:
     from torchx_monarch.transport.credentials import HostCredentials
@@ -116,12 +116,12 @@ def is_client(writer: asyncio.StreamWriter) -> bool:
     return (("commonName", CLIENT_AUTHORITY),) in certificate["issuer"]
 
 
-async def listen(address: Address, serve: Serve, identity: Identity | None, bind: str, peer_timeout: float) -> Door:
+async def listen(address: Address, serve: Serve, identity: Identity | None, bind: str, peer_timeout: float) -> Listener:
     """Serve every connection that is made to the address.
 
     Args:
         address: where.
-        serve: called with each connection, after its handshake; ``Door.settle`` says that it may stay.
+        serve: called with each connection, after its handshake; ``Listener.mark_authenticated`` says that it may stay.
         identity: ours, for ``tls``.
         bind: local address to listen on; empty for all.
         peer_timeout: seconds of silence from a machine that is gone until its connection breaks.
@@ -131,7 +131,7 @@ async def listen(address: Address, serve: Serve, identity: Identity | None, bind
     """
     try:
         if not address.networked:
-            return Door(_socket_file(address.path), serve, None, messages.MAX_LINE)
+            return Listener(_socket_file(address.path), serve, None, messages.MAX_LINE)
         context = identity.context(server=True) if identity else None
         listening = _port(bind, address.port)
     except OSError as error:
@@ -142,7 +142,7 @@ async def listen(address: Address, serve: Serve, identity: Identity | None, bind
         watch_peer(writer, peer_timeout)
         await serve(reader, writer)
 
-    return Door(listening, accepted, context, messages.MAX_LINE)
+    return Listener(listening, accepted, context, messages.MAX_LINE)
 
 
 def _socket_file(path: str) -> socket.socket:

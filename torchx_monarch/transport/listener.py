@@ -54,7 +54,7 @@ class _TLS(asyncio.sslproto.SSLProtocol):
 asyncio.sslproto.SSLProtocol = _TLS  # type: ignore[misc]
 
 
-class Door:
+class Listener:
     """Accepts the connections of one listening socket.
 
     Args:
@@ -74,11 +74,11 @@ class Door:
         listening.setblocking(False)
         self._accepting = asyncio.ensure_future(self._accept())
 
-    def settle(self) -> None:
+    def mark_authenticated(self) -> None:
         """The connection that the calling task serves has said who it is, and may stay."""
         task = asyncio.current_task()
         assert task is not None
-        self._no_stranger(task)
+        self._only_authenticated(task)
 
     def close(self) -> None:
         """Let nobody in any more; those who are stay."""
@@ -102,9 +102,9 @@ class Door:
             self._all.add(task)
             self._strangers[task] = loop.call_later(_AT_MOST, task.cancel)
             task.add_done_callback(self._all.discard)
-            task.add_done_callback(self._no_stranger)
+            task.add_done_callback(self._only_authenticated)
 
-    def _no_stranger(self, task: asyncio.Task[None]) -> None:
+    def _only_authenticated(self, task: asyncio.Task[None]) -> None:
         if timer := self._strangers.pop(task, None):
             timer.cancel()
 
@@ -113,7 +113,7 @@ class Door:
         oldest, timer = next(iter(self._strangers.items()), (None, None))
         if oldest is None or timer is None or asyncio.get_running_loop().time() < timer.when() - _AT_MOST + age:
             return False
-        self._no_stranger(oldest)
+        self._only_authenticated(oldest)
         oldest.cancel()
         return True
 

@@ -27,7 +27,7 @@ from torchx_monarch.backends.aws_batch import logs, status
 from torchx_monarch.backends.aws_batch.request import APP_PARAMETER, TAG_VERSION
 from torchx_monarch.backends.aws_batch.scheduler import create_monarch_scheduler
 from torchx_monarch.backends.protocols import Reachable
-from torchx_monarch.model.job_result import Verdict
+from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.system import signed_line
 
 JOB = "11111111-2222-3333-4444-555555555555"
@@ -336,8 +336,8 @@ def test_the_hosts_verdict_is_read_from_the_log(wire: Wire, wired: Apps) -> None
     environment.append({"name": signed_line.KEY_VARIABLE, "value": "key"})
     describes(wire, [parent, node(parent, 0, "FAILED", container)])
     words = "rank 1 (local rank 1 on n, pid 7) exited with code 3: ValueError: x"
-    result = f"[monarch] {signed_line.sign(Verdict(3, words).error_file(rank_restarts=2), 'key')}"
-    forged = f"[monarch] {signed_line.sign(Verdict(4, 'the network of host 7 is broken').error_file(), 'other')}"
+    result = f"[monarch] {signed_line.sign(JobResult(3, words).error_file(rank_restarts=2), 'key')}"
+    forged = f"[monarch] {signed_line.sign(JobResult(4, 'the network of host 7 is broken').error_file(), 'other')}"
     lines = ("before", f"[monarch] FAILED: {words} (12.40 s)", result, forged, result.replace("code 3", "code 4"))
     said = "[monarch] FAILED: the network of host 7 is broken (0.01 s)"
     wire.says("GetLogEvents", page(*lines, said, "[monarch] restarts of ranks: 7", after="1"))

@@ -52,7 +52,7 @@ class RequestError(ComponentValidationException, ValueError):  # type: ignore[mi
 
 
 @dataclass(frozen=True)
-class _Found:
+class _BatchSnapshot:
     """An app: what Batch says of its job, or of its definition where the job is forgotten, and the app itself."""
 
     job: Mapping[str, Any]
@@ -178,15 +178,15 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
         pages = self._aws.pages("batch", "DescribeJobDefinitions", jobDefinitionName=name, status="ACTIVE")
         return [each for page in pages for each in page["jobDefinitions"]]
 
-    def _find(self, app_id: str) -> _Found | None:
+    def _find(self, app_id: str) -> _BatchSnapshot | None:
         job = self._job(app_id)
         if job is None:
             known = self._definitions(app_id) if app_id not in self._ids else []
             ours = [each for each in known if request.TAG_VERSION in each.get("tags", {})]
-            return _Found({}, _app(app_id, ours[0])) if ours else None
-        return _Found(job, _app(app_id, job))
+            return _BatchSnapshot({}, _app(app_id, ours[0])) if ours else None
+        return _BatchSnapshot(job, _app(app_id, job))
 
-    def _nodes(self, found: _Found) -> dict[int, Mapping[str, Any]]:
+    def _nodes(self, found: _BatchSnapshot) -> dict[int, Mapping[str, Any]]:
         """What Batch says of each node that it knows of, by node index."""
         if not found.job:
             return {}
@@ -201,7 +201,7 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
         Raises:
             AwsError: AWS cannot be asked.
         """
-        with _for_a_person():
+        with _cli_error():
             found = self._find(app_id)
             if found is None:
                 return None
@@ -228,7 +228,7 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
                 roles=wanted,
             )
 
-    def _root_cause(self, found: _Found, nodes: Mapping[int, Mapping[str, Any]]) -> str:
+    def _root_cause(self, found: _BatchSnapshot, nodes: Mapping[int, Mapping[str, Any]]) -> str:
         """The verdict of the hosts, which the main node's log ends with, as a torchelastic error file has it."""
         group, key = status.log_group(found.job), status.variable(found.job, signed_line.KEY_VARIABLE)
         for index in dict.fromkeys(each for each in (0, status.cause(nodes)) if each is not None):
@@ -239,7 +239,7 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
                         return error_files.cleaned(said[-1])
         return ""
 
-    def _rank_restarts(self, found: _Found, nodes: Mapping[int, Mapping[str, Any]]) -> int:
+    def _rank_restarts(self, found: _BatchSnapshot, nodes: Mapping[int, Mapping[str, Any]]) -> int:
         """How often hosts have started ranks again, once the job has ended; here are none."""
         return 0
 
@@ -249,7 +249,7 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
         Raises:
             AwsError: AWS cannot be asked.
         """
-        with _for_a_person():
+        with _cli_error():
             queue = dict(cfg or {}).get("queue")
             found = []
             for name in [request.queue_name(str(queue))] if queue else self._queues():
@@ -327,7 +327,7 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
         Raises:
             AwsError: AWS cannot be asked.
         """
-        with _for_a_person():
+        with _cli_error():
             job = self._job(app_id)
             if job is not None and status.state(job) not in status.ENDED:
                 self._aws.call("batch", "TerminateJob", jobId=job["jobId"], reason=status.CANCELLED)
@@ -340,7 +340,7 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
         Raises:
             AwsError: AWS cannot be asked.
         """
-        with _for_a_person():
+        with _cli_error():
             job = self._job(app_id)
             self._cancel_existing(app_id)
             secrets: dict[str, None] = {}
@@ -381,7 +381,7 @@ class MonarchAWSBatchScheduler(AWSBatchScheduler, Scheduler[MonarchAWSBatchOpts]
             return ""
         return status.address(self._nodes(found).get(status.first_node(role, found.app.roles), {}))
 
-    def _rank_restarts(self, found: _Found, nodes: Mapping[int, Mapping[str, Any]]) -> int:
+    def _rank_restarts(self, found: _BatchSnapshot, nodes: Mapping[int, Mapping[str, Any]]) -> int:
         """By what replica 0 of the first role has said at the end of each attempt; one that was killed has not."""
         count, key = 0, status.variable(found.job, signed_line.KEY_VARIABLE)
         with contextlib.suppress(AwsError):
@@ -455,7 +455,7 @@ def _replaced(value: Any, old: str, new: str) -> Any:
 
 
 @contextlib.contextmanager
-def _for_a_person() -> Iterator[None]:
+def _cli_error() -> Iterator[None]:
     """Ends the torchx command with the message of an error, without a traceback."""
     try:
         yield

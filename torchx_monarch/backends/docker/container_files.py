@@ -14,7 +14,7 @@ from docker.errors import DockerException
 from torchx.specs import AppState
 
 from torchx_monarch.backends.docker import request
-from torchx_monarch.backends.docker.status import Replica
+from torchx_monarch.backends.docker.status import DockerReplica
 from torchx_monarch.backends.protocols import CREDENTIALS
 from torchx_monarch.system import error_files
 
@@ -29,7 +29,7 @@ _GO_MODE_TYPE = 0x8F280000
 _NO_SUCH_COMMAND = 127
 
 
-def error(pair: tuple[Container, Replica]) -> str:
+def error(pair: tuple[Container, DockerReplica]) -> str:
     """The content of a failed replica's error file, which its host wrote before it ended; empty without one."""
     container, replica = pair
     if replica.word or replica.state is not AppState.FAILED or not replica.started:
@@ -37,14 +37,14 @@ def error(pair: tuple[Container, Replica]) -> str:
     return error_files.cleaned(read(container, replica.env.get(request.ERROR_FILE, ""), replica.started))
 
 
-def rank_restarts(pair: tuple[Container, Replica]) -> int:
+def rank_restarts(pair: tuple[Container, DockerReplica]) -> int:
     """How often the hosts have started the ranks again, by the events of a replica 0."""
     container, replica = pair
     text = read(container, replica.env.get(request.EVENTS, ""), 0.0) if replica.started else ""
     return sum('"rank_restart"' in line for line in text.splitlines())
 
 
-def why_no_host(container: Container, replica: Replica) -> str:
+def why_no_host(container: Container, replica: DockerReplica) -> str:
     """What to add to the failure of a host without an error file: what was printed last, where it did not begin."""
     if CREDENTIALS not in replica.env or not 0 < replica.code <= _NO_SUCH_COMMAND:
         return ""

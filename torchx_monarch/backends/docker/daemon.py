@@ -33,7 +33,7 @@ def connect() -> DockerClient:
     try:
         return docker.from_env()
     except DockerException as error:
-        raise _for_a_person(
+        raise _cli_error(
             f"there is no Docker daemon at {_where()} ({error}). Start it (systemctl start docker; Debian's package is "
             "docker.io), name another in DOCKER_HOST, or have yourself put into the group that may use it"
         ) from None
@@ -49,7 +49,7 @@ def answering() -> Iterator[None]:
     try:
         yield
     except (requests.exceptions.RequestException, urllib3.exceptions.HTTPError) as error:
-        raise _for_a_person(
+        raise _cli_error(
             f"the Docker daemon at {_where()} does not answer any more ({error}). What runs there may go on: ask again "
             "when it is back"
         ) from None
@@ -69,7 +69,7 @@ def _where() -> str:
     return os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
 
 
-def _for_a_person(message: str) -> BaseException:
+def _cli_error(message: str) -> BaseException:
     """What ends the torchx command with this message and no traceback; in a thread of it nobody would see that."""
     is_command = os.path.basename(sys.argv[0]) == "torchx" and threading.current_thread() is threading.main_thread()
     return SystemExit(message) if is_command else DaemonError(message)

@@ -45,7 +45,7 @@ def check(app: AppDef, grace: int) -> None:
         raise UserError(f"the run option grace is {grace}; it is a number of seconds, 0 or more")
 
 
-def mend(job: DockerJob, app: AppDef, init: bool, environ: Mapping[str, str]) -> None:
+def adapt(job: DockerJob, app: AppDef, init: bool, environ: Mapping[str, str]) -> None:
     """Change TorchX's request into ours, in place.
 
     Args:

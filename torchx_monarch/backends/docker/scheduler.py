@@ -45,13 +45,13 @@ from torchx_monarch.backends.docker import bridge_network, container_files, logs
 from torchx_monarch.backends.docker.daemon import answering, connect, lines_while_answering
 from torchx_monarch.backends.docker.final_states import Ends
 from torchx_monarch.backends.docker.map_concurrently import together
-from torchx_monarch.backends.docker.snapshot import HOST_EXTRA, Found, gone, understood
+from torchx_monarch.backends.docker.snapshot import HOST_EXTRA, DockerSnapshot, gone, understood
 from torchx_monarch.backends.errors import UserError
 from torchx_monarch.backends.local.render import safe_name
 from torchx_monarch.backends.options import run_options
 from torchx_monarch.backends.validation import check_replica, matching, restarts
 from torchx_monarch.model.env_names import replica0_variable
-from torchx_monarch.model.job_result import is_consequence
+from torchx_monarch.model.job_result import is_secondary
 
 if TYPE_CHECKING:
     from docker import DockerClient
@@ -137,7 +137,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         request.check(app, cfg.grace)
         # Upstream takes the name as it is: a handle ends at a slash, and dockerd takes no such name for a volume.
         info = super()._submit_dryrun(dataclasses.replace(app, name=safe_name(app.name)), cfg)
-        request.mend(info.request, app, cfg.init, os.environ)
+        request.adapt(info.request, app, cfg.init, os.environ)
         return info
 
     @answering()
@@ -204,7 +204,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         volumes = self._docker_client.volumes.list(filters={"label": label})
         return {each.attrs["Labels"][LABEL_CANCELLED]: status.seconds(each.attrs["CreatedAt"]) for each in volumes}
 
-    def _find(self, app_id: str) -> Found | None:
+    def _find(self, app_id: str) -> DockerSnapshot | None:
         found = self._ours(app_id)
         return understood(app_id, found, self._cancelled(app_id).get(app_id, 0.0), self._ends) if found else None
 
@@ -218,15 +218,15 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         found = self._find(app_id)
         if found is None:
             return None
-        if found.standing.unended:
+        if found.evaluate.unended:
             self._have_ended(found)
         errors = together(container_files.error, list(zip(found.containers, found.replicas, strict=True)))
         # The first to fail was perhaps killed; those that have lost it say so, and are not the cause.
         by_end = sorted(
-            zip(found.replicas, errors, strict=True), key=lambda pair: (is_consequence(pair[1]), pair[0].ended)
+            zip(found.replicas, errors, strict=True), key=lambda pair: (is_secondary(pair[1]), pair[0].ended)
         )
-        cause = found.standing.cause
-        if cause is not None and is_consequence(errors[found.replicas.index(cause)]):
+        cause = found.evaluate.cause
+        if cause is not None and is_secondary(errors[found.replicas.index(cause)]):
             cause = next(replica for replica, _ in by_end if replica.state is AppState.FAILED)
         error = next((said for _, said in by_end if said), "") if cause else ""
         message = found.message(cause)
@@ -234,7 +234,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
             message += container_files.why_no_host(found.containers[found.replicas.index(cause)], cause)
         return DescribeAppResponse(
             app_id=app_id,
-            state=found.standing.state,
+            state=found.evaluate.state,
             num_restarts=self._restarts(found),
             msg=message or NONE,
             structured_error_msg=error or NONE,
@@ -243,7 +243,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
             roles=found.app.roles,
         )
 
-    def _restarts(self, found: Found) -> int:
+    def _restarts(self, found: DockerSnapshot) -> int:
         """Those by dockerd, and those of the ranks within one start of the hosts, which the hosts report."""
         counts = {replicas[0].role: [each.restarts for each in replicas] for replicas in found.roles if replicas}
         firsts = [pair for pair in zip(found.containers, found.replicas, strict=True) if pair[1].id == 0]
@@ -261,7 +261,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
             for app_id, containers in apps.items()
         ]
         found.sort(key=lambda one: one.created, reverse=True)
-        return [ListAppResponse(one.app_id, one.standing.state, name=one.app.name) for one in found]
+        return [ListAppResponse(one.app_id, one.evaluate.state, name=one.app.name) for one in found]
 
     @answering()
     def log_iter(
@@ -290,7 +290,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
 
         def ended() -> bool:
             now = self._find(app_id)
-            return now is None or now.standing.state in _ENDED
+            return now is None or now.evaluate.state in _ENDED
 
         lines = logs.lines(
             found.containers[everyone.index((role_name, k))],
@@ -298,7 +298,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
             stderr=streams is not Stream.STDOUT,
             since=since,
             until=until,
-            follow=should_tail and found.standing.state not in _ENDED,
+            follow=should_tail and found.evaluate.state not in _ENDED,
             ended=ended,
         )
         return lines_while_answering(matching(lines, regex))
@@ -312,7 +312,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         Upstream stops container after container, 10 s each, and the app counts as FAILED afterwards.
         """
         found = self._find(app_id)
-        if found is None or found.standing.state in _ENDED:
+        if found is None or found.evaluate.state in _ENDED:
             return
         self._note_cancel(app_id)
         self._end(found.containers, found.grace)
@@ -328,7 +328,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
 
         together(stop, containers)
 
-    def _have_ended(self, found: Found) -> None:
+    def _have_ended(self, found: DockerSnapshot) -> None:
         """Have dockerd end what lives of an app; once asked, it does so without us."""
         if found.app_id in self._asked_to_end:
             return
@@ -352,8 +352,8 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
     def wait_terminal(self, app_id: str, timeout: float) -> bool:
         """Wait until the app has ended, for at most ``timeout`` seconds; whether it has (or does not exist)."""
         until = time.monotonic() + timeout
-        while (found := self._find(app_id)) is not None and found.standing.state not in _ENDED:
-            if found.standing.unended:
+        while (found := self._find(app_id)) is not None and found.evaluate.state not in _ENDED:
+            if found.evaluate.unended:
                 self._have_ended(found)
             if time.monotonic() >= until:
                 return False
@@ -373,7 +373,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
             grace: seconds from SIGTERM to SIGKILL; None for the app's own, 0 kills now.
         """
         found = self._find(app_id)
-        if found is None or found.standing.state in _ENDED:
+        if found is None or found.evaluate.state in _ENDED:
             return
         self._note_cancel(app_id)
         if grace == 0:

@@ -14,7 +14,7 @@ from torchx.specs import AppDef, AppState, ReplicaStatus, Role, RoleStatus
 from torchx_monarch.backends import appdef_codec
 from torchx_monarch.backends.docker import request, status
 from torchx_monarch.backends.docker.final_states import Ends
-from torchx_monarch.backends.docker.status import Replica, RoleFacts, Standing
+from torchx_monarch.backends.docker.status import DockerReplica, DockerRole, DockerStatus
 from torchx_monarch.backends.outcome import RolePolicy
 from torchx_monarch.backends.protocols import CREDENTIALS
 
@@ -26,7 +26,7 @@ HOST_EXTRA = 10.0
 
 
 @dataclass(frozen=True)
-class Found:
+class DockerSnapshot:
     """An app: its containers, sorted by role and replica, and what they say of themselves.
 
     Attributes:
@@ -37,14 +37,14 @@ class Found:
     app_id: str
     app: AppDef
     containers: list[Container]
-    roles: list[list[Replica]]
+    roles: list[list[DockerReplica]]
     removed: list[str]
-    standing: Standing
+    evaluate: DockerStatus
     grace: float
     created: str
 
     @property
-    def replicas(self) -> list[Replica]:
+    def replicas(self) -> list[DockerReplica]:
         """As the containers are sorted."""
         return [replica for role in self.roles for replica in role]
 
@@ -53,7 +53,7 @@ class Found:
         """How many replicas each role has."""
         return {role.name: role.num_replicas for role in self.app.roles}
 
-    def message(self, cause: Replica | None) -> str:
+    def message(self, cause: DockerReplica | None) -> str:
         """Why it has failed, or what is wrong with it; empty for neither.
 
         Args:
@@ -88,11 +88,11 @@ class Found:
             for role in dict.fromkeys([*self.sizes, *(replica.role for replica in self.replicas)])
         ]
 
-    def _shown(self, replica: Replica) -> AppState:
+    def _shown(self, replica: DockerReplica) -> AppState:
         """A replica's state beside the app's: one that was ended because all was over has not failed."""
-        if self.standing.state is AppState.SUCCEEDED and replica.ended <= self.standing.decided:
+        if self.evaluate.state is AppState.SUCCEEDED and replica.ended <= self.evaluate.decided:
             return replica.state  # perhaps a failure that the role tolerates
-        over = self.standing.state in (AppState.CANCELLED, AppState.SUCCEEDED)
+        over = self.evaluate.state in (AppState.CANCELLED, AppState.SUCCEEDED)
         return AppState.CANCELLED if over and replica.state is not AppState.SUCCEEDED else replica.state
 
 
@@ -101,7 +101,7 @@ def gone(replica: str) -> str:
     return f"the container of replica {replica} was removed (docker rm), and its log with it"
 
 
-def understood(app_id: str, containers: Sequence[Container], cancelled: float, ends: Ends) -> Found:
+def understood(app_id: str, containers: Sequence[Container], cancelled: float, ends: Ends) -> DockerSnapshot:
     """The app of which these are the containers.
 
     Args:
@@ -113,7 +113,7 @@ def understood(app_id: str, containers: Sequence[Container], cancelled: float, e
     order = [role.name for role in app.roles]
     pairs = list(zip(ends.applied(containers), containers, strict=True))
     pairs.sort(key=lambda pair: (order.index(pair[0].role) if pair[0].role in order else len(order), pair[0].id))
-    roles: dict[str, list[Replica]] = {name: [] for name in order}
+    roles: dict[str, list[DockerReplica]] = {name: [] for name in order}
     for replica, _ in pairs:
         roles.setdefault(replica.role, []).append(replica)
     removed = _removed(app.roles, roles)
@@ -124,16 +124,16 @@ def understood(app_id: str, containers: Sequence[Container], cancelled: float, e
     for name, replicas in roles.items():
         lost = frozenset(int(index) for role, _, index in (one.rpartition("/") for one in removed) if role == name)
         policy = policies.get(name) or RolePolicy(len(replicas))
-        found.append(RoleFacts(policy, replicas, lost if name in hosts else frozenset()))
+        found.append(DockerRole(policy, replicas, lost if name in hosts else frozenset()))
     grace = float(labels.get(request.LABEL_GRACE, 0))
-    standing = status.standing(found, cancelled, time.time(), grace + HOST_EXTRA)
+    evaluate = status.evaluate(found, cancelled, time.time(), grace + HOST_EXTRA)
     created = min(container.attrs["Created"] for container in containers)
-    return Found(
-        app_id, app, [container for _, container in pairs], list(roles.values()), removed, standing, grace, created
+    return DockerSnapshot(
+        app_id, app, [container for _, container in pairs], list(roles.values()), removed, evaluate, grace, created
     )
 
 
-def _removed(wanted: Sequence[Role], found: Mapping[str, Sequence[Replica]]) -> list[str]:
+def _removed(wanted: Sequence[Role], found: Mapping[str, Sequence[DockerReplica]]) -> list[str]:
     if not any(replica.started for replicas in found.values() for replica in replicas):
         return []  # all are made before the first is started: they may be just about to be
     there = {f"{replica.role}/{replica.id}" for replicas in found.values() for replica in replicas}

@@ -33,7 +33,7 @@ _LIVING = {
 
 
 @dataclass(frozen=True)
-class Replica:
+class DockerReplica:
     """One container.
 
     Attributes:
@@ -65,7 +65,7 @@ class Replica:
     word: str = ""
 
     @classmethod
-    def of(cls, attrs: Mapping[str, Any]) -> Replica:
+    def of(cls, attrs: Mapping[str, Any]) -> DockerReplica:
         """From what ``docker inspect`` shows."""
         state, config = attrs["State"], attrs["Config"]
         return cls(
@@ -116,7 +116,7 @@ class Replica:
 
 
 @dataclass(frozen=True)
-class RoleFacts:
+class DockerRole:
     """One role.
 
     Attributes:
@@ -126,7 +126,7 @@ class RoleFacts:
     """
 
     policy: RolePolicy
-    replicas: Sequence[Replica]
+    replicas: Sequence[DockerReplica]
     removed: frozenset[int] = frozenset()
 
     @property
@@ -134,7 +134,7 @@ class RoleFacts:
         return {one.id for one in self.replicas if one.state is AppState.FAILED}
 
     @property
-    def failed(self) -> list[Replica]:
+    def failed(self) -> list[DockerReplica]:
         """Its replicas that have failed for good; none while the role tolerates that."""
         if self.policy.tolerates(self._failed | self.removed):
             return []
@@ -154,7 +154,7 @@ class RoleFacts:
 
 
 @dataclass(frozen=True)
-class Standing:
+class DockerStatus:
     """How an app stands.
 
     Attributes:
@@ -166,12 +166,12 @@ class Standing:
     """
 
     state: AppState
-    cause: Replica | None = None
+    cause: DockerReplica | None = None
     unended: bool = False
     decided: float = 0.0
 
 
-def standing(roles: Sequence[RoleFacts], cancelled: float, now: float, grace: float) -> Standing:
+def evaluate(roles: Sequence[DockerRole], cancelled: float, now: float, grace: float) -> DockerStatus:
     """How an app stands whose roles these are.
 
     Args:
@@ -200,9 +200,9 @@ def standing(roles: Sequence[RoleFacts], cancelled: float, now: float, grace: fl
         decision = AppState.FAILED
     cause = failed[0] if failed else None
     if decision is not None and not living:
-        return Standing(decision, cause, unended=any(replica.is_restless for replica in everyone), decided=done)
+        return DockerStatus(decision, cause, unended=any(replica.is_restless for replica in everyone), decided=done)
     running = decision is not None or any(replica.state is AppState.RUNNING for replica in living)
-    return Standing(
+    return DockerStatus(
         AppState.RUNNING if running else AppState.PENDING,
         cause,
         unended=decision is not None and now >= rest_until,

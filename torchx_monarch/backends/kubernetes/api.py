@@ -298,7 +298,7 @@ def _missing_is_none() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def told_plainly() -> Iterator[None]:
+def cli_errors() -> Iterator[None]:
     """In the torchx command, end it with the message of a ``KubernetesError``: a person wants no traceback."""
     try:
         yield

@@ -22,10 +22,10 @@ from torchx.specs import NONE, AppDef, AppDryRunInfo, AppState, CfgVal, ReplicaS
 from torchx_monarch.backends import appdef_codec, validation
 from torchx_monarch.backends.errors import UserError
 from torchx_monarch.backends.kubernetes import cancel, jobs, logs, names, options, snapshot, status, volcano
-from torchx_monarch.backends.kubernetes.api import Api, KubernetesError, told_plainly
+from torchx_monarch.backends.kubernetes.api import Api, KubernetesError, cli_errors
 from torchx_monarch.backends.kubernetes.options import KubernetesOpts
 from torchx_monarch.backends.kubernetes.request import VOLCANO, KubernetesRequest, Object, collection, home, owner
-from torchx_monarch.backends.kubernetes.snapshot import Found
+from torchx_monarch.backends.kubernetes.snapshot import KubernetesSnapshot
 from torchx_monarch.backends.kubernetes.status import Attempt, Ended
 from torchx_monarch.model.env_names import replica0_variable
 
@@ -49,7 +49,7 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
     def __init__(self, session_name: str) -> None:
         super().__init__(session_name)
         self._connected: Api | None = None
-        self._seen: dict[str, tuple[float, Found]] = {}
+        self._seen: dict[str, tuple[float, KubernetesSnapshot]] = {}
         self._looking = threading.Lock()
 
     @property
@@ -103,7 +103,7 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
         """
         options.check(cfg)
         validation.check_names(app)
-        with told_plainly():
+        with cli_errors():
             images = self.dryrun_push_images(app, cfg)
             record = {
                 names.ANNOTATION_APP: appdef_codec.pack(app),
@@ -142,7 +142,7 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
             KubernetesError: one could not be made; all are removed.
         """
         request, api = dryrun_info.request, self._api
-        with told_plainly():
+        with cli_errors():
             self.push_images(request.images_to_push)
             made: list[Object] = []
             doubtful: list[Object] = []
@@ -180,15 +180,15 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
-    def _find(self, app_id: str) -> Found | None:
+    def _find(self, app_id: str) -> KubernetesSnapshot | None:
         try:
             namespace, name = names.split(app_id)
         except ValueError:
             return None  # there can be none
-        with told_plainly():
+        with cli_errors():
             return snapshot.find(self._api, namespace, name)
 
-    def _glance(self, app_id: str) -> Found | None:
+    def _glance(self, app_id: str) -> KubernetesSnapshot | None:
         """The app as it was a moment ago: `torchx log` of an app of 500 replicas asks in 500 threads."""
         with self._looking:
             when, found = self._seen.get(app_id, (0.0, None))
@@ -209,18 +209,18 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
         if found is None:
             return None
         self._seen[app_id] = time.monotonic(), found
-        standing = found.standing
-        if standing.unended is not None:
+        evaluate = found.evaluate
+        if evaluate.unended is not None:
             try:
-                self._end(found, standing.unended)
+                self._end(found, evaluate.unended)
             except KubernetesError as error:  # who looks may lack the right; the state is what it is
                 _log.warning("%s is decided and could not be ended: %s", app_id, error)
-        failed = standing.state is AppState.FAILED or standing.cause is not None
+        failed = evaluate.state is AppState.FAILED or evaluate.cause is not None
         return DescribeAppResponse(
             app_id=app_id,
-            state=standing.state,
+            state=evaluate.state,
             num_restarts=found.restarts,
-            msg=standing.msg or NONE,
+            msg=evaluate.msg or NONE,
             structured_error_msg=(status.root_cause(found.roles) if failed else "") or NONE,
             metadata=found.app.metadata,
             roles_statuses=[
@@ -229,7 +229,7 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
                     [
                         ReplicaStatus(
                             id=each.id,
-                            state=_shown(each, standing),
+                            state=_shown(each, evaluate),
                             role=each.role,
                             hostname=names.host(each.last.host, found.name, found.namespace) if each.last else "",
                             structured_error_msg=_error(each),
@@ -252,10 +252,10 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
 
     def list(self, cfg: Mapping[str, CfgVal] | None = None) -> list[ListAppResponse]:
         """Our apps of one namespace, each once, the newest first. (Upstream lists everybody's Volcano jobs.)"""
-        with told_plainly():
+        with cli_errors():
             namespace = (cfg or {}).get("namespace") or self._api.namespace
             found = snapshot.find_all(self._api, str(namespace))
-        return [ListAppResponse(one.app_id, one.standing.state, name=one.app.name) for one in found]
+        return [ListAppResponse(one.app_id, one.evaluate.state, name=one.app.name) for one in found]
 
     def log_iter(
         self,
@@ -291,7 +291,7 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
             now = self._glance(app_id)
             if now is not None:
                 latest[0] = now
-            return now is None or now.standing.state in _ENDED
+            return now is None or now.evaluate.state in _ENDED
 
         lines = logs.lines(
             self._api,
@@ -299,7 +299,7 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
             attempts,
             since=since,
             until=until,
-            follow=should_tail and found.standing.state not in _ENDED,
+            follow=should_tail and found.evaluate.state not in _ENDED,
             ended=ended,
         )
         return validation.matching(lines, regex)
@@ -309,11 +309,11 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
     def _cancel_existing(self, app_id: str) -> None:
         """Ask for the end of the app and return at once; one that has ended is left alone."""
         found = self._find(app_id)
-        if found is not None and found.standing.state not in _ENDED:
-            with told_plainly():
+        if found is not None and found.evaluate.state not in _ENDED:
+            with cli_errors():
                 self._end(found, Ended(AppState.CANCELLED))
 
-    def _end(self, found: Found, ended: Ended) -> None:
+    def _end(self, found: KubernetesSnapshot, ended: Ended) -> None:
         # What is noted already stays: two may look at a time.
         before = snapshot.noted(found.record) or ended
         if found.mode == "job":
@@ -329,7 +329,7 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
         if found is None:
             return
         api, namespace, selector = self._api, found.namespace, f"{names.LABEL_APP}={found.name}"
-        with told_plainly():
+        with cli_errors():
             for job in found.jobs:
                 api.delete(f"{collection('batch/v1', 'Job', namespace)}/{job['metadata']['name']}")
             if found.mode == "volcano":
@@ -352,17 +352,17 @@ def _check_kept(sent: Object, kept: Object) -> None:
         )
 
 
-def _shown(each: status.Replica, standing: status.Standing) -> AppState:
+def _shown(each: status.KubernetesReplica, evaluate: status.KubernetesStatus) -> AppState:
     """A replica's state beside the app's: one that was ended because all was over has not failed."""
-    state = standing.state
-    if state is AppState.SUCCEEDED and each.state is AppState.FAILED and each.failed_at <= standing.decided:
+    state = evaluate.state
+    if state is AppState.SUCCEEDED and each.state is AppState.FAILED and each.failed_at <= evaluate.decided:
         return each.state  # a failure that the role tolerates
     if state in (AppState.CANCELLED, AppState.SUCCEEDED) and each.state is not AppState.SUCCEEDED:
         return AppState.CANCELLED
     return each.state
 
 
-def _error(each: status.Replica) -> str:
+def _error(each: status.KubernetesReplica) -> str:
     if each.state is AppState.FAILED and each.last is not None and each.last.error is not None:
         return each.last.said
     return str(NONE)

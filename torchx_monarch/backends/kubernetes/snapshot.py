@@ -18,7 +18,7 @@ from torchx_monarch.backends import appdef_codec, validation
 from torchx_monarch.backends.kubernetes import names, status
 from torchx_monarch.backends.kubernetes.api import Api, KubernetesError
 from torchx_monarch.backends.kubernetes.request import VOLCANO, Object, collection
-from torchx_monarch.backends.kubernetes.status import Attempt, Ended, RoleFacts, Rules, Standing, Work
+from torchx_monarch.backends.kubernetes.status import Attempt, Ended, KubernetesRole, KubernetesStatus, Rules, Work
 from torchx_monarch.backends.outcome import RolePolicy
 
 _INDEX = "batch.kubernetes.io/job-completion-index"
@@ -27,7 +27,7 @@ _VOLCANO_ENDED = {AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED}
 
 
 @dataclass(frozen=True)
-class Found:
+class KubernetesSnapshot:
     """An app.
 
     Attributes:
@@ -37,7 +37,7 @@ class Found:
         jobs: its Jobs in mode ``job``.
         app: as it was submitted.
         roles: how they stand.
-        standing: how it stands.
+        evaluate: how it stands.
     """
 
     mode: str
@@ -46,8 +46,8 @@ class Found:
     record: Object
     jobs: list[Object]
     app: AppDef
-    roles: list[RoleFacts]
-    standing: Standing
+    roles: list[KubernetesRole]
+    evaluate: KubernetesStatus
 
     @property
     def app_id(self) -> str:
@@ -61,7 +61,7 @@ class Found:
         return validation.restarts(self.app, counts) + sum(one.rank_restarts for one in pods)
 
 
-def find(api: Api, namespace: str, name: str) -> Found | None:
+def find(api: Api, namespace: str, name: str) -> KubernetesSnapshot | None:
     """One app; None when there is none of ours of this id.
 
     Raises:
@@ -101,7 +101,7 @@ def _refusals(api: Api, namespace: str, jobs: Sequence[Object], pods: Sequence[O
     return found
 
 
-def find_all(api: Api, namespace: str) -> list[Found]:
+def find_all(api: Api, namespace: str) -> list[KubernetesSnapshot]:
     """All apps of ours in a namespace, the newest first."""
     ours = names.LABEL_APP
     jobs = _by_app(api.items(collection("batch/v1", "Job", namespace), ours))
@@ -144,7 +144,7 @@ def _understood(
     jobs: list[Object],
     pods: Sequence[Object],
     refusals: Mapping[str, str] = MappingProxyType({}),
-) -> Found:
+) -> KubernetesSnapshot:
     annotations = record["metadata"]["annotations"]
     name = record["metadata"]["name"]
     app = appdef_codec.unpack(annotations[names.ANNOTATION_APP]) or AppDef(name, [Role("unknown", image="")])
@@ -159,12 +159,12 @@ def _understood(
         replicas = [
             status.replica(role.name, number, each, work, role.max_retries) for number, each in enumerate(attempts)
         ]
-        roles.append(RoleFacts(role.name, replicas, work, RolePolicy.of(role)))
+        roles.append(KubernetesRole(role.name, replicas, work, RolePolicy.of(role)))
     options = _json(annotations.get(names.ANNOTATION_OPTIONS))
     grace, patience = float(options.get("grace", 0)), float(options.get("pull_timeout", 300))
     rules = Rules(time.time(), grace, patience, noted(record))
-    standing = _standing_of_volcano(record, roles, rules) if mode == "volcano" else status.standing(roles, rules)
-    return Found(mode, namespace, name, record, jobs, app, roles, standing)
+    evaluate = _standing_of_volcano(record, roles, rules) if mode == "volcano" else status.evaluate(roles, rules)
+    return KubernetesSnapshot(mode, namespace, name, record, jobs, app, roles, evaluate)
 
 
 def _attempts(pods: Sequence[Object], role: int, replicas: int) -> list[list[Attempt]]:
@@ -193,10 +193,10 @@ def _state_of_volcano(job: Object) -> AppState:
     return AppState[JOB_STATE[phase].name] if phase in JOB_STATE else AppState.PENDING
 
 
-def _standing_of_volcano(job: Object, roles: Sequence[RoleFacts], rules: Rules) -> Standing:
+def _standing_of_volcano(job: Object, roles: Sequence[KubernetesRole], rules: Rules) -> KubernetesStatus:
     """Volcano's word is the app's state; why comes from the pods."""
     state = _state_of_volcano(job)
-    told = status.standing(roles, rules)
+    told = status.evaluate(roles, rules)
     msg = told.msg
     if not job.get("status"):
         queue = job["spec"].get("queue")
@@ -204,11 +204,11 @@ def _standing_of_volcano(job: Object, roles: Sequence[RoleFacts], rules: Rules) 
     elif not msg and state in (AppState.FAILED, AppState.PENDING):
         msg = str((job["status"].get("state") or {}).get("message", ""))
     if state is AppState.CANCELLED and rules.ended is not None:
-        return Standing(rules.ended.state, rules.ended.msg, told.cause)  # Aborted, but not because of a cancel
+        return KubernetesStatus(rules.ended.state, rules.ended.msg, told.cause)  # Aborted, but not because of a cancel
     if state is AppState.SUCCEEDED or state is AppState.CANCELLED:
-        return Standing(state)
+        return KubernetesStatus(state)
     unended = told.unended if state not in _VOLCANO_ENDED else None
-    return Standing(state, msg, told.cause, unended)
+    return KubernetesStatus(state, msg, told.cause, unended)
 
 
 def _json(text: str | None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from torchx.specs import AppState
 from torchx_monarch.backends import outcome
 from torchx_monarch.backends.kubernetes.request import Object
 from torchx_monarch.backends.outcome import RolePolicy
-from torchx_monarch.model.job_result import RANK_RESTARTS, describe_code, is_consequence, read_error_file
+from torchx_monarch.model.job_result import RANK_RESTARTS, describe_code, is_secondary, read_error_file
 from torchx_monarch.system import error_files
 from torchx_monarch.system.untrusted_text import one_line
 
@@ -94,9 +94,9 @@ class Attempt:
         return left if isinstance(left.get("message"), dict) else None
 
     @property
-    def is_consequence(self) -> bool:
+    def is_secondary(self) -> bool:
         """Whether a host has said that it has only lost another, or ended because another had."""
-        return is_consequence(self.said)
+        return is_secondary(self.said)
 
 
 def attempt(pod: Object) -> Attempt:
@@ -217,7 +217,7 @@ def indexes(text: str | None) -> frozenset[int]:
 
 
 @dataclass(frozen=True)
-class Replica:
+class KubernetesReplica:
     """One replica.
 
     Attributes:
@@ -240,7 +240,7 @@ class Replica:
 
     def place(self) -> tuple[bool, float]:
         """Among those that have failed; the first is the cause."""
-        return self.last is not None and self.last.is_consequence, self.failed_at
+        return self.last is not None and self.last.is_secondary, self.failed_at
 
     @property
     def failure(self) -> str:
@@ -251,7 +251,7 @@ class Replica:
         return f"replica {self.role}/{self.id}{where} {self.last.failure}"
 
 
-def replica(role: str, index: int, attempts: Sequence[Attempt], work: Work, max_retries: int) -> Replica:
+def replica(role: str, index: int, attempts: Sequence[Attempt], work: Work, max_retries: int) -> KubernetesReplica:
     """How a replica stands.
 
     Args:
@@ -271,7 +271,7 @@ def replica(role: str, index: int, attempts: Sequence[Attempt], work: Work, max_
         state = AppState.CANCELLED if last.stopping else AppState.FAILED
     else:
         state = AppState.PENDING  # it is to be started again
-    return Replica(role, index, attempts, state)
+    return KubernetesReplica(role, index, attempts, state)
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Standing:
+class KubernetesStatus:
     """How an app stands.
 
     Attributes:
@@ -296,7 +296,7 @@ class Standing:
 
     state: AppState
     msg: str = ""
-    cause: Replica | None = None
+    cause: KubernetesReplica | None = None
     unended: Ended | None = None
     decided: float = 0.0
 
@@ -319,7 +319,7 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class RoleFacts:
+class KubernetesRole:
     """One role.
 
     Attributes:
@@ -330,7 +330,7 @@ class RoleFacts:
     """
 
     name: str
-    replicas: Sequence[Replica]
+    replicas: Sequence[KubernetesReplica]
     work: Work
     policy: RolePolicy
 
@@ -348,7 +348,7 @@ class RoleFacts:
         return self.work.exists and self.work.finished is None and not self.over
 
     @property
-    def failed(self) -> Sequence[Replica]:
+    def failed(self) -> Sequence[KubernetesReplica]:
         """Those of its replicas that have failed for good; none while the role tolerates that."""
         if self.policy.tolerates(self._ids(AppState.FAILED)):
             return ()
@@ -362,11 +362,11 @@ class RoleFacts:
         )
 
 
-def standing(roles: Sequence[RoleFacts], rules: Rules) -> Standing:
+def evaluate(roles: Sequence[KubernetesRole], rules: Rules) -> KubernetesStatus:
     """How an app stands whose roles these are."""
     everyone = [one for role in roles for one in role.replicas]
     pods = [one for each in everyone for one in each.attempts if one.lives]
-    failed = sorted((one for role in roles for one in role.failed), key=Replica.place)
+    failed = sorted((one for role in roles for one in role.failed), key=KubernetesReplica.place)
     awaited = outcome.awaited(roles)
     succeeded = all(role.succeeded for role in awaited)
     done = max((one.failed_at for role in awaited for one in role.replicas), default=0.0)
@@ -391,18 +391,18 @@ def standing(roles: Sequence[RoleFacts], rules: Rules) -> Standing:
     if decision is not None:
         idle = [one for one in pods if not one.stopping and not one.deleting]
         if not pods and not any(role.work.exists and role.work.finished is None for role in roles):
-            return Standing(decision.state, decision.msg, cause, decided=done if succeeded else 0.0)
+            return KubernetesStatus(decision.state, decision.msg, cause, decided=done if succeeded else 0.0)
         unended = decision if at_once and (idle or any(role.open for role in roles)) else None
-        return Standing(AppState.RUNNING, decision.msg, cause, unended)
+        return KubernetesStatus(AppState.RUNNING, decision.msg, cause, unended)
     running = any(one.state is AppState.RUNNING for one in everyone)
-    return Standing(AppState.RUNNING if running else AppState.PENDING, _waiting(roles))
+    return KubernetesStatus(AppState.RUNNING if running else AppState.PENDING, _waiting(roles))
 
 
 def _is_stuck(one: Attempt, rules: Rules) -> bool:
     return one.stuck_since > 0 and rules.now > one.stuck_since + rules.pull_timeout
 
 
-def _waiting(roles: Sequence[RoleFacts]) -> str:
+def _waiting(roles: Sequence[KubernetesRole]) -> str:
     """What those wait for that wait, in one line."""
     waiting = [(each, each.last.waiting) for role in roles for each in role.replicas if each.last and each.last.waiting]
     if waiting:
@@ -412,7 +412,7 @@ def _waiting(roles: Sequence[RoleFacts]) -> str:
     return next((f"role {role.name} {role.work.word}" for role in roles if role.work.word), "")
 
 
-def root_cause(roles: Sequence[RoleFacts]) -> str:
+def root_cause(roles: Sequence[KubernetesRole]) -> str:
     """The error that began the end, as JSON text; empty where no host has said any.
 
     The first to fail was perhaps killed; one that says only that it has lost another is not the cause if there is one.

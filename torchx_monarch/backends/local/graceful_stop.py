@@ -24,7 +24,7 @@ class Timers(Protocol):
         """Call at ``time.monotonic() == when``."""
 
 
-class WindDown:
+class GracefulStop:
     """One such ending.
 
     It calls ``then`` once, when none of its replicas lives. ``drop`` makes it inert: another one has taken over.

@@ -50,7 +50,7 @@ class Life(Enum):
 
 
 @dataclass(frozen=True)
-class Watchers:
+class Owners:
     """The processes that watch over an app: the content of supervisor.json."""
 
     machine: Machine

@@ -81,10 +81,10 @@ class Replica:
         return processes.is_host([os.fsencode(word) for word in self._request.args])
 
     @property
-    def hearsay(self) -> tuple[bool, bool]:
+    def indirectness(self) -> tuple[bool, bool]:
         """How far what it says of its failure is from the cause: it only lost another; it happened to another."""
         error, own = self.record.error, self.record.id
-        return job_result.is_consequence(error), job_result.extra_info(error).get("replica", own) != own
+        return job_result.is_secondary(error), job_result.extra_info(error).get("replica", own) != own
 
     @property
     def _stop_file(self) -> str:
@@ -174,7 +174,7 @@ class Replica:
             text += f": {self._killed_for}"
         if self.stopping and code:
             text += " after it was told to stop"
-        elif code and (why := job_result.why_final(code, self.read_error())):
+        elif code and (why := job_result.no_retry_reason(code, self.read_error())):
             self.final = True
             if self.role.max_retries:
                 text += f"; not started again: {why}"

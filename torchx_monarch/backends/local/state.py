@@ -23,10 +23,10 @@ SUPERVISE_FILE = os.path.join("backends", "local", "supervise.py")
 """Ends the path of the file that keeper and supervisor are started with."""
 
 
-def watched_by(paths: state_files.AppPaths) -> owners.Watchers | None:
+def watched_by(paths: state_files.AppPaths) -> owners.Owners | None:
     """Who watches over the app; None until the supervisor has started, or where the file that says so is damaged."""
     try:
-        return state_files.load(owners.Watchers, paths.supervisor, paths.trusted)
+        return state_files.load(owners.Owners, paths.supervisor, paths.trusted)
     except state_files.DamagedFileError:
         return None
 
@@ -142,7 +142,7 @@ def truth(paths: state_files.AppPaths) -> status.AppRecord | None:
             reason = "the machine was rebooted while the app ran"
         else:
             reason = f"the supervisor (pid {who.supervisor.pid}) and the keeper (pid {who.keeper.pid}) were killed"
-    return _bury_once(paths, reason)
+    return _mark_dead_once(paths, reason)
 
 
 def _without_status(paths: state_files.AppPaths, damage: str) -> status.AppRecord | None:
@@ -166,8 +166,8 @@ def _without_status(paths: state_files.AppPaths, damage: str) -> status.AppRecor
     return record
 
 
-def _bury_once(paths: state_files.AppPaths, reason: str) -> status.AppRecord | None:
-    """``bury`` by one of those who find the app dead at the same time; the record as it then is."""
+def _mark_dead_once(paths: state_files.AppPaths, reason: str) -> status.AppRecord | None:
+    """``mark_dead`` by one of those who find the app dead at the same time; the record as it then is."""
     try:
         fd = os.open(paths.root, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:  # removed meanwhile
@@ -186,13 +186,15 @@ def _bury_once(paths: state_files.AppPaths, reason: str) -> status.AppRecord | N
             request = load_request(paths)
         if request is not None and request.job:
             processes.kill_until_gone(lambda: processes.marked(request.job))
-        bury(paths, record, request, reason)
+        mark_dead(paths, record, request, reason)
         return record
     finally:
         os.close(fd)
 
 
-def bury(paths: state_files.AppPaths, record: status.AppRecord, request: DetachedRequest | None, reason: str) -> None:
+def mark_dead(
+    paths: state_files.AppPaths, record: status.AppRecord, request: DetachedRequest | None, reason: str
+) -> None:
     """Write down that an app has ended without its supervisor, where people look: status, events, logs."""
     for role in record.roles:
         for replica in role.replicas:

@@ -95,7 +95,7 @@ def _keep(paths: state_files.AppPaths, ready: int) -> None:
         reason = f"the supervisor (pid {supervisor}) {job_result.describe_code(code)}"
         if code >= 0:
             reason += f"; see {paths.supervisor_log}"
-        state.bury(paths, record, request, reason)
+        state.mark_dead(paths, record, request, reason)
     with contextlib.suppress(OSError):
         from torchx_monarch.backends.local.prune import prune
 
@@ -113,7 +113,7 @@ def _supervise(paths: state_files.AppPaths, request: DetachedRequest, keeper: in
     if record.terminal:
         raise RuntimeError(f"the app has ended before it was started: {record.msg}")
     os.makedirs(request.run_dir, mode=0o700, exist_ok=True)
-    ours = owners.Watchers(owners.this_machine(), keeper=keepers, supervisor=mine)
+    ours = owners.Owners(owners.this_machine(), keeper=keepers, supervisor=mine)
     state_files.write_json(paths.supervisor, ours.to_json())
 
     def on_ready() -> None:

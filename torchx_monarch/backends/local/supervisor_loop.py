@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 from torchx_monarch.backends import outcome
 from torchx_monarch.backends.local import folder, state_files, status
-from torchx_monarch.backends.local.graceful_stop import SETTLE, WindDown
+from torchx_monarch.backends.local.graceful_stop import SETTLE, GracefulStop
 from torchx_monarch.backends.local.replica import Replica
 from torchx_monarch.backends.local.request import DetachedRequest
 from torchx_monarch.backends.local.status import (
@@ -80,7 +80,7 @@ class Loop:
         self._all = [replica for role in self._roles for replica in role]
         self._by_pid: dict[int, Replica] = {}
         self._unfinished: set[Replica] = set()
-        self._wind_downs: list[WindDown] = []
+        self._graceful_stops: list[GracefulStop] = []
         self._verdict: tuple[str, str] | None = None
         self._app_retries = 0
         self._role_retries = [0] * len(self._roles)
@@ -222,7 +222,7 @@ class Loop:
     def _look_for_stopped(self) -> None:
         """Kill hosts that have been stopped for too long; that is a failure of theirs."""
         if self._verdict is None:
-            ending = {replica for wind_down in self._wind_downs for replica in wind_down.scope}
+            ending = {replica for graceful_stop in self._graceful_stops for replica in graceful_stop.scope}
             living = {r.record.pid: r for r in self._all if r.alive and r.record.pid is not None and r not in ending}
             for pid, why in self._stopped.look(living).items():
                 living[pid].kill(why)
@@ -289,9 +289,9 @@ class Loop:
             exit_code=code,
             stopped=replica.stopping,
         )
-        for wind_down in self._wind_downs:
-            if replica in wind_down.scope:
-                wind_down.check()
+        for graceful_stop in self._graceful_stops:
+            if replica in graceful_stop.scope:
+                graceful_stop.check()
                 return
         if not replica.succeeded:
             self._on_failure(replica)
@@ -328,7 +328,7 @@ class Loop:
         late = [living[pid] for pid, hosts in processes.hosts(living).items() if hosts]
         if late:
             self._unneeded.update(late)
-            self._wind_down(late, self._end_if_succeeded)
+            self._stop_gracefully(late, self._end_if_succeeded)
 
     def _give_up(self, replica: Replica) -> None:
         self._given_up.add(replica)
@@ -367,11 +367,11 @@ class Loop:
         elif role.retry_policy == "ROLE":
             if self._role_retries[index] < role.max_retries:
                 self._role_retries[index] += 1
-                self._wind_down(siblings, lambda: self._restart(siblings, f"role {role.name}"), settling=siblings)
+                self._stop_gracefully(siblings, lambda: self._restart(siblings, f"role {role.name}"), settling=siblings)
                 return
         elif self._app_retries < role.max_retries:
             self._app_retries += 1
-            self._wind_down(self._all, lambda: self._restart(self._all, "the app"), settling=siblings)
+            self._stop_gracefully(self._all, lambda: self._restart(self._all, "the app"), settling=siblings)
             return
         if spare:
             self._give_up(replica)
@@ -379,7 +379,7 @@ class Loop:
             self._end(FAILED, replica.failure, settling=siblings)
 
     def _restart(self, replicas: Collection[Replica], what: str) -> None:
-        self._wind_downs = [w for w in self._wind_downs if not set(w.scope) & set(replicas)]
+        self._graceful_stops = [w for w in self._graceful_stops if not set(w.scope) & set(replicas)]
         self._record.restarts += 1
         self._event("restart", f"{what} is started again (restart {self._record.restarts})")
         self._given_up.difference_update(replicas)
@@ -389,7 +389,7 @@ class Loop:
             self._note_unfinished(replica)
         self._start(replicas)
 
-    def _wind_down(
+    def _stop_gracefully(
         self,
         scope: Collection[Replica],
         then: Callable[[], None],
@@ -397,14 +397,14 @@ class Loop:
         grace: float | None = None,
         settling: Collection[Replica] = (),
     ) -> None:
-        for other in self._wind_downs:
+        for other in self._graceful_stops:
             if set(other.scope) & set(scope):
                 other.drop()
-        self._wind_downs = [w for w in self._wind_downs if not set(w.scope) & set(scope)]
+        self._graceful_stops = [w for w in self._graceful_stops if not set(w.scope) & set(scope)]
         grace = self._request.grace if grace is None else grace
-        wind_down = WindDown(self, scope, then, grace=grace, settling=settling)
-        self._wind_downs.append(wind_down)
-        wind_down.begin()
+        graceful_stop = GracefulStop(self, scope, then, grace=grace, settling=settling)
+        self._graceful_stops.append(graceful_stop)
+        graceful_stop.begin()
 
     # --- ending
 
@@ -412,8 +412,8 @@ class Loop:
         wish = _cancel_wish(self._paths)
         grace = self._request.grace if wish is None or wish.grace is None else max(0.0, wish.grace)
         if self._verdict is not None:
-            for wind_down in self._wind_downs:
-                wind_down.hurry(grace)
+            for graceful_stop in self._graceful_stops:
+                graceful_stop.hurry(grace)
             return
         message = (
             "cancelled"
@@ -432,7 +432,7 @@ class Loop:
         settling: Collection[Replica] = (),
     ) -> None:
         self._verdict = (state, message)
-        self._wind_down(self._all, self._finish, grace=grace, settling=settling)
+        self._stop_gracefully(self._all, self._finish, grace=grace, settling=settling)
 
     def _finish(self) -> None:
         """Write the last word. No replica lives any more, but what they have started may."""
@@ -477,7 +477,7 @@ class Loop:
         no_room = bool(self._note_on_disk())
         failed = [replica for replica in self._all if replica.record.state == FAILED and replica not in self._given_up]
         return sorted(
-            failed, key=lambda one: (*one.hearsay, no_room and one.read_error() is None, one.record.ended or 0.0)
+            failed, key=lambda one: (*one.indirectness, no_room and one.read_error() is None, one.record.ended or 0.0)
         )
 
     def _note_on_disk(self) -> str:

@@ -47,16 +47,16 @@ _RUNNING = "RUNNING"
 _BY_SLURM = "Slurm told the job to stop"
 
 
-class Batch:
+class BatchStep:
     """Runs the job to its end.
 
     Args:
         paths: its folder; the array task's where it is one.
         request: what was submitted.
-        begun: the step of each role, if they have been begun.
+        started_task: the step of each role, if they have been begun.
     """
 
-    def __init__(self, paths: JobFolder, request: SlurmRequest, begun: Sequence[int]) -> None:
+    def __init__(self, paths: JobFolder, request: SlurmRequest, started_task: Sequence[int]) -> None:
         self._paths = paths
         self._request = request
         self._is_array = bool(request.sbatch.get("array"))
@@ -67,7 +67,7 @@ class Batch:
         # Preemptions and administrators do not use up retries (TorchX counts all of SLURM_RESTART_COUNT).
         self._app_retries = before.retries if before else 0
         self._role_restarts: dict[str, int] = dict.fromkeys(self._role_retries, self._restarts)
-        self._steps: dict[str, int] = dict(zip(self._role_retries, begun, strict=False))
+        self._steps: dict[str, int] = dict(zip(self._role_retries, started_task, strict=False))
         self._codes: dict[str, int] = {}
         self._succeeded: set[str] = set()
         self._look_at = 0.0
@@ -249,7 +249,7 @@ class Batch:
     def _cause(self, name: str) -> tuple[int, str] | None:
         """How the replica ended that was the first to fail in a role; None when all had been told to stop.
 
-        Its exit code, and why it is not to be started again (``errors.why_final``).
+        Its exit code, and why it is not to be started again (``errors.no_retry_reason``).
 
         srun's own is the highest of all, those of tasks that it has stopped itself included.
         """
@@ -257,7 +257,11 @@ class Batch:
         ours = self._latest(role).values()
         told = any(one.state == "CANCELLED" for one in ours)
         failed = [
-            (one.ended or 0.0, job_result.shell_code(one.exit_code), job_result.why_final(one.exit_code, one.error))
+            (
+                one.ended or 0.0,
+                job_result.shell_code(one.exit_code),
+                job_result.no_retry_reason(one.exit_code, one.error),
+            )
             for one in ours
             if one.state == "FAILED" and one.exit_code is not None
         ]
@@ -387,10 +391,10 @@ class Batch:
 
 def main(argv: list[str]) -> NoReturn:
     """Run the job of the folder that the command line names."""
-    begun = [int(word) for word in argv[1:]]
+    started_task = [int(word) for word in argv[1:]]
     whole = JobFolder(argv[0])
     data = read_request(whole, os.environ.get("SLURMD_NODENAME") or os.uname().nodename)
     request = decode_or_exit(whole, data)
     paths = of_this_run(whole, data, os.environ)
     os.makedirs(paths.root, mode=0o700, exist_ok=True)
-    sys.exit(Batch(paths, request, begun).run())
+    sys.exit(BatchStep(paths, request, started_task).run())

@@ -15,14 +15,14 @@ from torchx.specs import AppState
 
 from torchx_monarch.backends.local import state_files
 from torchx_monarch.backends.slurm import array, commands, records, states
-from torchx_monarch.backends.slurm.job_status import Known
+from torchx_monarch.backends.slurm.job_status import SlurmSnapshot
 from torchx_monarch.backends.slurm.records import CancelRecord, Submission
 
 _CANCEL_EXTRA = 20.0
 """Seconds beyond the grace after which a second wish to cancel is Slurm's own, which waits for nothing of ours."""
 
 
-def is_needed(app: Known) -> bool:
+def is_needed(app: SlurmSnapshot) -> bool:
     """Whether an app is to be told to end: unless it has ended, and Slurm does not state that it runs.
 
     One whose job.json states its end, and of which Slurm states that it runs, is about to leave, or the file is wrong:
@@ -31,7 +31,7 @@ def is_needed(app: Known) -> bool:
     return not app.terminal or app.runs_in_slurm or any(is_needed(task) for task in app.tasks.values())
 
 
-def cancel(app_id: str, app: Known) -> None:
+def cancel(app_id: str, app: SlurmSnapshot) -> None:
     """Ask for the end of an app that ``is_needed``, and return at once.
 
     Args:
@@ -67,7 +67,7 @@ def cancel(app_id: str, app: Known) -> None:
                 commands.run(["scancel", name])
 
 
-def _batch_runs(app: Known) -> bool:
+def _batch_runs(app: SlurmSnapshot) -> bool:
     """Whether a batch step hears the wish: it has begun, and Slurm has not ended it."""
     if not app.components or states.app_state(app.components[0].state) is not AppState.RUNNING:
         return False

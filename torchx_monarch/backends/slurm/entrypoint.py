@@ -24,10 +24,10 @@ def main() -> None:
         batch_step.main(sys.argv[2:])
     from torchx_monarch.backends.slurm import task_start
 
-    begun = task_start.begin(sys.argv[2:])
+    started_task = task_start.begin(sys.argv[2:])
     from torchx_monarch.backends.slurm import task
 
-    task.run(begun)
+    task.run(started_task)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ TERMINAL = frozenset({AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED})
 
 
 @dataclass(frozen=True)
-class Known:
+class SlurmSnapshot:
     """What is known of one job, of one array task, or of an array.
 
     Attributes:
@@ -46,7 +46,7 @@ class Known:
     components: list[Job] = field(default_factory=list)
     record: BatchRecord | None = None
     damage: str = ""
-    tasks: Mapping[int, Known] = field(default_factory=dict)
+    tasks: Mapping[int, SlurmSnapshot] = field(default_factory=dict)
 
     @property
     def terminal(self) -> bool:
@@ -71,7 +71,7 @@ class Known:
         )
 
 
-def known(folder: JobFolder, components: list[Job]) -> Known:
+def known(folder: JobFolder, components: list[Job]) -> SlurmSnapshot:
     """Put together what Slurm says and what the job's folder holds; an end is noted there for when Slurm has forgotten.
 
     Args:
@@ -87,7 +87,7 @@ def known(folder: JobFolder, components: list[Job]) -> Known:
     elif state is AppState.FAILED and record is None and not damage and os.path.isdir(folder.whole.root):
         msg += f"; it has left no word in {folder.root}: do all nodes see that folder (run option job_dir)?"
     nodes = [one.nodes for one in components if one.nodes] or (record.nodes if record else [])
-    found = Known(folder, state, msg, nodes, components, record, damage)
+    found = SlurmSnapshot(folder, state, msg, nodes, components, record, damage)
     if found.terminal and found.is_settled:
         note_end(folder, {"state": state.name, "msg": msg, "nodes": nodes})
     return found
@@ -140,7 +140,7 @@ def commands_code(code: int) -> str:
     return f"the job's script was killed by signal {-code}" if code < 0 else f"the job's script exited with code {code}"
 
 
-def replicas(app: Known, role: str, index: int, count: int) -> tuple[RoleStatus, list[ReplicaRecord]]:
+def replicas(app: SlurmSnapshot, role: str, index: int, count: int) -> tuple[RoleStatus, list[ReplicaRecord]]:
     """The replicas of one role, and the records that they have.
 
     Args:
@@ -171,7 +171,7 @@ def replicas(app: Known, role: str, index: int, count: int) -> tuple[RoleStatus,
     return RoleStatus(role, found), [record for record in every if record is not None]
 
 
-def _replica_state(app: Known, record: ReplicaRecord | None, stale: bool) -> AppState:
+def _replica_state(app: SlurmSnapshot, record: ReplicaRecord | None, stale: bool) -> AppState:
     if app.state is AppState.PENDING:
         return AppState.PENDING
     if app.terminal:
@@ -182,7 +182,7 @@ def _replica_state(app: Known, record: ReplicaRecord | None, stale: bool) -> App
     return AppState[record.state]
 
 
-def root_cause(app: Known, by_role: Mapping[str, list[ReplicaRecord]]) -> str:
+def root_cause(app: SlurmSnapshot, by_role: Mapping[str, list[ReplicaRecord]]) -> str:
     """The error that decided the end, as JSON text: of the first replica to fail in the role that failed."""
     decided = app.record.role if app.record else None
     failed = [
@@ -197,7 +197,7 @@ def root_cause(app: Known, by_role: Mapping[str, list[ReplicaRecord]]) -> str:
     return failed[0][0] if failed else NONE
 
 
-def restarts(app: Known, by_role: Mapping[str, list[ReplicaRecord]]) -> int:
+def restarts(app: SlurmSnapshot, by_role: Mapping[str, list[ReplicaRecord]]) -> int:
     """How often the job, a role, a replica or the ranks were started again."""
     now = app.record.restarts if app.record else 0
     if app.components:

@@ -22,7 +22,7 @@ from torchx_monarch.backends.slurm import array, commands, job_status, records, 
 from torchx_monarch.backends.slurm import folder as folders
 from torchx_monarch.backends.slurm.commands import Job, SlurmError
 from torchx_monarch.backends.slurm.folder import JobFolder
-from torchx_monarch.backends.slurm.job_status import TERMINAL, Known
+from torchx_monarch.backends.slurm.job_status import TERMINAL, SlurmSnapshot
 from torchx_monarch.backends.slurm.records import BatchRecord, EndRecord, RunEnd, Submission
 from torchx_monarch.model import job_result
 
@@ -30,7 +30,7 @@ _MOST_REPLICAS = 1 << 16
 """Of one role, each on a node of its own: app.json states how many records are looked for."""
 
 
-def look(app_id: str) -> Known | None:
+def look(app_id: str) -> SlurmSnapshot | None:
     """Find out about an app; None when there is none, or when it is not one of ours.
 
     Raises:
@@ -94,7 +94,7 @@ def submitted(folder: JobFolder) -> AppDef | None:
     return found.app
 
 
-def known(folder: JobFolder, components: list[Job], recorded: Callable[[], list[Job]]) -> Known:
+def known(folder: JobFolder, components: list[Job], recorded: Callable[[], list[Job]]) -> SlurmSnapshot:
     """Put together what Slurm says and what the folder of a job or an array holds.
 
     Args:
@@ -113,10 +113,10 @@ def known(folder: JobFolder, components: list[Job], recorded: Callable[[], list[
     return _ended(folder, records.read(EndRecord, folder.end)) or job_status.known(folder, recorded()[:1])
 
 
-def _ended(folder: JobFolder, end: RunEnd | None) -> Known | None:
+def _ended(folder: JobFolder, end: RunEnd | None) -> SlurmSnapshot | None:
     if end is None:
         return None
-    return Known(folder, AppState[end.state], end.msg, end.nodes, record=records.read(BatchRecord, folder.job))
+    return SlurmSnapshot(folder, AppState[end.state], end.msg, end.nodes, record=records.read(BatchRecord, folder.job))
 
 
 # -- arrays ------------------------------------------------------------------------------------------------------------
@@ -124,12 +124,12 @@ def _ended(folder: JobFolder, end: RunEnd | None) -> Known | None:
 
 def _of_array(
     folder: JobFolder, indices: Sequence[int], components: list[Job], recorded: Callable[[], list[Job]]
-) -> Known:
+) -> SlurmSnapshot:
     jobs = by_task(components)
     end = records.read(EndRecord, folder.end)
     noted = end.tasks if end else {}
     accounts: dict[int, Job] | None = None
-    tasks: dict[int, Known] = {}
+    tasks: dict[int, SlurmSnapshot] = {}
     for index in indices:
         part, job = folder.task(index), jobs.get(index)
         if job is None:
@@ -146,7 +146,7 @@ def _of_array(
         if job is None and components and not tasks[index].record and not tasks[index].damage:
             tasks[index] = replace(tasks[index], msg="cancelled before it had started")
     state, msg = together(folder, tasks)
-    found = Known(folder, state, msg, components=components, tasks=tasks)
+    found = SlurmSnapshot(folder, state, msg, components=components, tasks=tasks)
     if found.terminal and all(task.is_settled for task in tasks.values()):
         # Those that have never run have no folder of their own.
         ends = {str(index): {"state": one.state.name, "msg": one.msg} for index, one in tasks.items() if not one.record}
@@ -160,7 +160,7 @@ def by_task(jobs: Iterable[Job]) -> dict[int, Job]:
     return {index: job for job in ordered for index in job.tasks}
 
 
-def together(folder: JobFolder, tasks: Mapping[int, Known]) -> tuple[AppState, str]:
+def together(folder: JobFolder, tasks: Mapping[int, SlurmSnapshot]) -> tuple[AppState, str]:
     """The state of an array, and a word on it.
 
     It ends when all of its tasks have: FAILED when one has failed, else CANCELLED when one was cancelled. Until then it
@@ -184,26 +184,26 @@ def together(folder: JobFolder, tasks: Mapping[int, Known]) -> tuple[AppState, s
     return AppState.SUCCEEDED, ""
 
 
-def first_failed(tasks: Mapping[int, Known]) -> int | None:
+def first_failed(tasks: Mapping[int, SlurmSnapshot]) -> int | None:
     """The array task that was the first to end in a failure; those that cannot say when are the last."""
     failed = [(_ended_at(task), index) for index, task in tasks.items() if _has_failed(task)]
     return min(failed)[1] if failed else None
 
 
-def _ended_at(task: Known) -> float:
+def _ended_at(task: SlurmSnapshot) -> float:
     """When an array task ended, in seconds since the epoch; infinity where it cannot say."""
     ended = task.record.ended if task.record else None
     return float("inf") if ended is None else ended
 
 
-def _has_failed(task: Known) -> bool:
+def _has_failed(task: SlurmSnapshot) -> bool:
     return task.state is AppState.FAILED
 
 
 # -- for describe and log ----------------------------------------------------------------------------------------------
 
 
-def report(app: Known, roles: Sequence[Role]) -> tuple[list[RoleStatus], int, str]:
+def report(app: SlurmSnapshot, roles: Sequence[Role]) -> tuple[list[RoleStatus], int, str]:
     """The roles with their replicas, how often something was started again, and the root cause as JSON text."""
     if app.tasks:
         return _report_array(app, roles)
@@ -215,7 +215,7 @@ def report(app: Known, roles: Sequence[Role]) -> tuple[list[RoleStatus], int, st
     return statuses, job_status.restarts(app, by_role), cause
 
 
-def _report_array(app: Known, roles: Sequence[Role]) -> tuple[list[RoleStatus], int, str]:
+def _report_array(app: SlurmSnapshot, roles: Sequence[Role]) -> tuple[list[RoleStatus], int, str]:
     statuses = [RoleStatus(role.name, []) for role in roles]
     restarts, causes = 0, {}
     for position, (index, task) in enumerate(app.tasks.items()):
@@ -239,7 +239,7 @@ def prefixed(error: str, prefix: str) -> str:
     return json.dumps(data)
 
 
-def placed(app_id: str, app: Known, replica: int, replicas: int) -> tuple[str, Known, int]:
+def placed(app_id: str, app: SlurmSnapshot, replica: int, replicas: int) -> tuple[str, SlurmSnapshot, int]:
     """Whose a replica is: the id of a job or array task, what is known of it, and its number there.
 
     Args:

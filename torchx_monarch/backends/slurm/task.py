@@ -26,7 +26,7 @@ from torchx_monarch.backends.local.request import ReplicaRequest
 from torchx_monarch.backends.local.request import RoleRequest as LocalRole
 from torchx_monarch.backends.local.status import ReplicaRecord
 from torchx_monarch.backends.slurm.request import SlurmRequest, decode_or_exit
-from torchx_monarch.backends.slurm.task_start import STOP_SIGNALS, Begun
+from torchx_monarch.backends.slurm.task_start import STOP_SIGNALS, StartedTask
 from torchx_monarch.model import job_result
 from torchx_monarch.system import processes
 
@@ -41,33 +41,35 @@ class Task:
     """Runs one replica.
 
     Args:
-        begun: how it has begun.
+        started_task: how it has begun.
         request: what is in the job's folder.
     """
 
-    def __init__(self, begun: Begun, request: SlurmRequest) -> None:
-        self._begun = begun
+    def __init__(self, started_task: StartedTask, request: SlurmRequest) -> None:
+        self._started_task = started_task
         self._grace = request.grace
-        role = next(role for role in request.roles if role.name == begun.role)
+        role = next(role for role in request.roles if role.name == started_task.role)
         self._retries = role.max_retries if role.retry_policy == "REPLICA" else 0
         self._kill_at = float("inf")
         self._told = False
-        self._wake = begun.wake
+        self._wake = started_task.wake
         self._selector = selectors.DefaultSelector()
-        only = ReplicaRequest(begun.command, {}, begun.cwd)
+        only = ReplicaRequest(started_task.command, {}, started_task.cwd)
         given = LocalRole(role.name, [only], role.max_retries, role.retry_policy)
-        record = ReplicaRecord(id=begun.replica, restarts=begun.restart)
-        self._replica = Replica(0, given, only, record, begun.log_dir, begun.environ, self._selector)
+        record = ReplicaRecord(id=started_task.replica, restarts=started_task.restart)
+        self._replica = Replica(0, given, only, record, started_task.log_dir, started_task.environ, self._selector)
 
     def run(self) -> int:
         """Run it to its end; its exit code, as a shell has it."""
         self._selector.register(self._wake, selectors.EVENT_READ, None)
-        if self._begun.restart:
-            self._replica.logs.say(f"replica {self._replica.name} is started again (restart {self._begun.restart})")
-        if self._begun.pid is None:
+        if self._started_task.restart:
+            self._replica.logs.say(
+                f"replica {self._replica.name} is started again (restart {self._started_task.restart})"
+            )
+        if self._started_task.pid is None:
             self._start()
         else:
-            self._replica.adopt(self._begun.pid, self._begun.started, self._begun.pipes)
+            self._replica.adopt(self._started_task.pid, self._started_task.started, self._started_task.pipes)
             self._write()
         while self._replica.alive:
             for key, _ in self._selector.select(self._timeout()):
@@ -125,24 +127,30 @@ class Task:
         return self._told
 
     def _end(self) -> int:
-        left = processes.kill_descendants(self._begun.job)
+        left = processes.kill_descendants(self._started_task.job)
         if left:
             self._replica.logs.say(f"these processes could not be killed: {', '.join(map(str, left))}")
         self._replica.close_pipes()
         self._replica.logs.close()
-        folder.remove_tree(self._begun.run_dir)
+        folder.remove_tree(self._started_task.run_dir)
         self._write()
         assert self._replica.record.exit_code is not None
         return job_result.shell_code(self._replica.record.exit_code)
 
     def _write(self) -> None:
-        record = {**asdict(self._replica.record), "hostname": self._begun.node, "job_restart": self._begun.restart}
+        record = {
+            **asdict(self._replica.record),
+            "hostname": self._started_task.node,
+            "job_restart": self._started_task.restart,
+        }
         try:
-            state_files.write_json(self._begun.paths.record(self._begun.role, self._begun.replica), record)
+            state_files.write_json(
+                self._started_task.paths.record(self._started_task.role, self._started_task.replica), record
+            )
         except OSError as error:
             print(f"the record {record} could not be written: {error}", file=sys.stderr, flush=True)
 
 
-def run(begun: Begun) -> NoReturn:
+def run(started_task: StartedTask) -> NoReturn:
     """Run the task that has begun, to its end."""
-    sys.exit(Task(begun, decode_or_exit(begun.paths, begun.request)).run())
+    sys.exit(Task(started_task, decode_or_exit(started_task.paths, started_task.request)).run())

@@ -24,7 +24,7 @@ _HEAD_START = 0.1
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGURG, signal.SIGINT, signal.SIGHUP}
 
 
-class Begun:
+class StartedTask:
     """A task whose process has been started, unless it is not the first or could not be.
 
     Attributes:
@@ -95,10 +95,10 @@ class Begun:
                 os.close(end)
 
 
-def begin(argv: list[str]) -> Begun:
+def begin(argv: list[str]) -> StartedTask:
     """Begin the task that the command line names."""
     try:
-        begun = Begun(argv)
+        started_task = StartedTask(argv)
     except (AttributeError, LookupError, StopIteration, TypeError, ValueError):
         from torchx_monarch.backends.slurm.request import decode_or_exit  # it has data classes
 
@@ -106,12 +106,12 @@ def begin(argv: list[str]) -> Begun:
         decode_or_exit(paths, folder.read_request(paths, os.uname().nodename))
         raise
     processes.become_subreaper()
-    if not begun.restart:  # else there is an old error file to be put aside, and something to be said
-        begun.start()
-    if begun.pid is not None:
+    if not started_task.restart:  # else there is an old error file to be put aside, and something to be said
+        started_task.start()
+    if started_task.pid is not None:
         # Where processors are scarce the replica has them first, until it says something or ends, or a signal comes.
-        select.select([begun.wake, *begun.pipes], [], [], _HEAD_START)
-    return begun
+        select.select([started_task.wake, *started_task.pipes], [], [], _HEAD_START)
+    return started_task
 
 
 def _watch_signals() -> int:
