@@ -15,11 +15,11 @@ import psutil
 import pytest
 
 from tests.local.hosts import Hosts
-from tests.local.strangers import AS_STRANGER, abstract_sockets, requires_strangers
+from tests.local.other_user import AS_OTHER_USER, abstract_sockets, requires_other_user
 from torchx_monarch.transport import credentials, local_addresses
 from torchx_monarch.transport.local_addresses import NetworkOptions
 
-pytestmark = requires_strangers
+pytestmark = requires_other_user
 
 _KNOCKS = 2000
 
@@ -56,8 +56,8 @@ def start(
     shutil.rmtree(theirs)
 
 
-def play(what: str, name: str, *more: str, stranger: bool = True) -> subprocess.Popen[str]:
-    words = [*(AS_STRANGER if stranger else ()), sys.executable, "-m", "tests.local.strangers", what, name, *more]
+def play(what: str, name: str, *more: str, other_user: bool = True) -> subprocess.Popen[str]:
+    words = [*(AS_OTHER_USER if other_user else ()), sys.executable, "-m", "tests.local.other_user", what, name, *more]
     environ = {**os.environ, "TMPDIR": f"{os.environ['TMPDIR']}/s"}
     root = Path(__file__).parents[2]
     return subprocess.Popen(words, cwd=root, env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -81,14 +81,14 @@ def test_other_users_are_refused_and_disturb_nothing(
     before = host.num_fds()
     for name in names:
         assert said(play("knock", name, str(_KNOCKS))) == f"{_KNOCKS} 0"
-        assert said(play("knock", name, "1", stranger=False)) == "0 1"
+        assert said(play("knock", name, "1", other_user=False)) == "0 1"
     eventually(lambda: host.num_fds() <= before, f"{before} descriptors")
     spent = host.cpu_times()
     answers = [said(process) for process in [play("intrude", name) for name in names]]
     assert all(answer.startswith("refused TimeoutError") for answer in answers), answers  # it tries again and again
     assert host.cpu_times().user - spent.user < 3, "the host is busy with those that it has refused"
     # By the same way, our own user gets in.
-    answers = [said(process) for process in [play("intrude", name, stranger=False) for name in names]]
+    answers = [said(process) for process in [play("intrude", name, other_user=False) for name in names]]
     assert f"ran as {os.geteuid()}" in answers, answers
 
     assert job.processes[0].poll() is None

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torchx.specs import AppState
 
-from tests.soak import faults, truth
+from tests.soak import expectations, faults
 from tests.soak.jobs import Job
 from tests.soak.plans import ROLE, Plan
 from torchx_monarch.backends.local import state_files
@@ -126,19 +126,21 @@ def _run(job: Job, outcome: Outcome) -> None:
     if status is not None:
         outcome.state, outcome.message = status.state, "" if status.msg == "<NONE>" else status.msg
         if ended:
-            outcome.wrong += truth.of_the_end(job, outcome.injections, status.state, outcome.message, outcome.rescued)
-        outcome.wrong += truth.of_the_record(job, status.state)
-        outcome.wrong += truth.of_the_logs(job, followers.texts())
+            outcome.wrong += expectations.of_the_end(
+                job, outcome.injections, status.state, outcome.message, outcome.rescued
+            )
+        outcome.wrong += expectations.of_the_record(job, status.state)
+        outcome.wrong += expectations.of_the_logs(job, followers.texts())
     elif job.app_id and not plan.is_removed:
         outcome.wrong.append("it is unknown")
     if job.submitter is not None:
-        outcome.wrong += truth.of_the_submitter(job, outcome.injections, outcome.state)
+        outcome.wrong += expectations.of_the_submitter(job, outcome.injections, outcome.state)
     if request:
         within = REMOVED_WITHIN if plan.is_removed and outcome.injections else LEFT_WITHIN
-        outcome.wrong += truth.of_leftovers(str(request["job"]), str(request["run_dir"]), within)
+        outcome.wrong += expectations.of_leftovers(str(request["job"]), str(request["run_dir"]), within)
     if status is None and job.app_id and os.path.exists(job.paths.root):
         outcome.wrong.append(f"it is unknown, and its folder is still there: {sorted(os.listdir(job.paths.root))}")
-    outcome.ports = truth.ports(job.folder)
+    outcome.ports = expectations.ports(job.folder)
     if outcome.wrong:
         outcome.kept = job.paths.root if job.app_id else os.path.join(state_files.state_dir(), f"soak{plan.number}")
     elif status is not None:
@@ -177,10 +179,10 @@ def run_all(plans: Sequence[Plan], parallel: int, tell: Callable[[Outcome], None
             ports |= outcome.ports
             good = good and not outcome.wrong
             tell(outcome)
-    wrong = [f"port {port} of a job that has ended is listened on" for port in sorted(truth.listening(ports))]
+    wrong = [f"port {port} of a job that has ended is listened on" for port in sorted(expectations.listening(ports))]
     # TorchX and Python keep a few open from the first job on.
     if (grown := len(os.listdir("/proc/self/fd")) - before) > 5 + parallel:
         wrong.append(f"{grown} more descriptors are open than before")
     if good:
-        wrong += truth.of_the_state_dir(any(plan.by_command for plan in plans))
+        wrong += expectations.of_the_state_dir(any(plan.by_command for plan in plans))
     return wrong

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.soak import plans, printed, truth
+from tests.soak import expectations, plans, printed
 from tests.soak.faults import Injection
 from tests.soak.program import line
 from torchx_monarch.insight import events
@@ -91,7 +91,7 @@ def test_which_jobs_go_on(faults: list[tuple[str, str, int]], plan: dict[str, An
         for action, target, replica in faults
     ]
     fixed: dict[str, Any] = {"hosts": 1, "fewest": plan.get("hosts", 1), "restarts": 0, "retries": 0, "fails": False}
-    assert truth.goes_on(dataclasses.replace(plans.draw(1, 0), **{**fixed, **plan}), injections) is expected
+    assert expectations.goes_on(dataclasses.replace(plans.draw(1, 0), **{**fixed, **plan}), injections) is expected
 
 
 def test_plans_cover_every_fault_at_every_moment() -> None:

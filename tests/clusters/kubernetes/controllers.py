@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Stand-ins for the controllers of Indexed Jobs, as Kubernetes 1.29 has them, and of Volcano's jobs.
 
-What kube-apiserver 1.20 drops of a Job they find in the annotation that ``door.py`` makes of it.
+What kube-apiserver 1.20 drops of a Job they find in the annotation that ``api_proxy.py`` makes of it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 import uuid
 from typing import Any
 
-from tests.clusters.kubernetes import door
+from tests.clusters.kubernetes import api_proxy
 from tests.clusters.kubernetes.kubelet import now
 from torchx_monarch.backends.kubernetes.api import Api, KubernetesError
 
@@ -39,7 +39,7 @@ class IndexedJobs:
         jobs = self._api.get("/apis/batch/v1/jobs")["items"]
         pods = self._api.get("/api/v1/pods")["items"] if jobs else []
         for job in jobs:
-            newer = json.loads((job["metadata"].get("annotations") or {}).get(door.SPEC, "{}"))
+            newer = json.loads((job["metadata"].get("annotations") or {}).get(api_proxy.SPEC, "{}"))
             if newer.get("completionMode") == "Indexed" and "deletionTimestamp" not in job["metadata"]:
                 uid = job["metadata"]["uid"]
                 mine = [pod for pod in pods if any(o["uid"] == uid for o in pod["metadata"].get("ownerReferences", ()))]
@@ -155,8 +155,8 @@ class IndexedJobs:
             "completedIndexes": ",".join(map(str, sorted(succeeded))),
             "failedIndexes": ",".join(map(str, sorted(failed))),
         }
-        if json.loads(job["metadata"]["annotations"].get(door.STATUS, "{}")) != newer:
-            annotation = {door.STATUS: json.dumps(newer)}
+        if json.loads(job["metadata"]["annotations"].get(api_proxy.STATUS, "{}")) != newer:
+            annotation = {api_proxy.STATUS: json.dumps(newer)}
             self._api.patch(self._path(job, "jobs", here=True), {"metadata": {"annotations": annotation}})
         status: Object = {"active": active, "succeeded": len(succeeded), "failed": len(failed)}
         status["startTime"] = (job.get("status") or {}).get("startTime") or now()

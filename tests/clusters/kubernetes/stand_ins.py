@@ -17,8 +17,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.clusters.kubernetes.api_proxy import ApiProxy
 from tests.clusters.kubernetes.controllers import IndexedJobs, VolcanoJobs
-from tests.clusters.kubernetes.door import Listener
 from tests.clusters.kubernetes.kubelet import Kubelet
 from torchx_monarch.backends.kubernetes.api import Api
 
@@ -30,7 +30,7 @@ def main(folder: Path, port: int) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: ended.set())
     os.environ["KUBECONFIG"] = str(folder / "direct.yaml")
     kubelet = Kubelet(Api.of_here(), folder)
-    door = Listener(folder, port)
+    door = ApiProxy(folder, port)
 
     def repeat(look: Callable[[], None]) -> None:
         while not ended.is_set():

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What somebody on the machine might do to a job: ``python -m tests.local.strangers knock|intrude NAME [TIMES]``.
+"""What somebody on the machine might do to a job: ``python -m tests.local.other_user knock|intrude NAME [TIMES]``.
 
 ``knock`` connects so many times to the abstract unix socket NAME and prints how many connections were closed at once
 and how many stayed open. ``intrude`` has Monarch run code in the process that listens there, and prints as whom it ran.
@@ -19,11 +19,11 @@ import pytest
 _CLOSED_WITHIN = 3.0
 _ANSWERED_WITHIN = 6.0
 
-_STRANGER = 65534
+_OTHER_USER = 65534
 
 # Of another user, but one who may read Python and this repository, wherever they are.
-AS_STRANGER = (
-    *("setpriv", f"--reuid={_STRANGER}", f"--regid={_STRANGER}", "--clear-groups"),
+AS_OTHER_USER = (
+    *("setpriv", f"--reuid={_OTHER_USER}", f"--regid={_OTHER_USER}", "--clear-groups"),
     *("--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"),
 )
 
@@ -36,7 +36,7 @@ def missing() -> str:
 
 
 # In CI a machine without is a mistake, and the tests say so by failing.
-requires_strangers = pytest.mark.skipif(bool(missing()) and "CI" not in os.environ, reason=missing() or "-")
+requires_other_user = pytest.mark.skipif(bool(missing()) and "CI" not in os.environ, reason=missing() or "-")
 
 
 def abstract_sockets(pid: int) -> list[str]:

@@ -53,7 +53,7 @@ def unpacked(one: dict[str, Any]) -> dict[str, Any]:
     return one
 
 
-class Listener:
+class ApiProxy:
     """Listens on a port of 127.0.0.1.
 
     Args:
