@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Where replica 0 listens, and in words why there is no connection to it: for hosts, and for a user's client."""
+"""The address of replica 0, and explanations of failed connections to it. Used by hosts and by a user's client."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ import socket
 import ssl
 
 CONNECT_TIMEOUT = 4.0
-"""Less than the time until a waiting host first says what for; it can then say why."""
+"""Seconds for a TCP connection. Less than the 5 s before a waiting host prints its first "waiting for" line
+(``insight.progress``), so that the line can give the reason."""
 
 
 REPLICA0_NAME = "replica0.torchx-monarch.internal"
-"""In the certificate of a role's replica 0 and no other host's. A user's client checks it whatever it has dialled: that
-may be the near end of a tunnel."""
+"""A name that only the certificate of a role's replica 0 contains. A user's client verifies this name whatever address
+it dials, because the address may be the local end of a tunnel."""
 
 
 class AddressError(ValueError):
-    """An address that is none of the three forms."""
+    """The text is not an address of one of the three forms."""
 
 
 class ConnectError(Exception):
-    """No connection.
+    """The connection failed; the message says why.
 
     Attributes:
-        final: whether it makes no sense to try again.
+        final: whether a retry would be useless.
     """
 
     def __init__(self, message: str, final: bool = False) -> None:
@@ -39,13 +40,13 @@ class ConnectError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Address:
-    """Where replica 0 listens.
+    """The address on which replica 0 listens.
 
     Attributes:
         scheme: ``unix``, ``tls`` or ``insecure-tcp``.
-        host: name or address that hosts dial; empty for ``unix``.
-        port: 0 for ``unix``.
-        path: the socket file; empty for the others.
+        host: name or IP address that hosts dial; empty for ``unix``.
+        port: TCP port; 0 for ``unix``.
+        path: path of the socket file; empty for the other schemes.
     """
 
     scheme: str
@@ -55,14 +56,14 @@ class Address:
 
     @classmethod
     def parse(cls, text: str, source: str) -> Address:
-        """Read one of the three forms.
+        """Parse ``unix:PATH``, ``tls:HOST:PORT`` or ``insecure-tcp:HOST:PORT``.
 
         Args:
             text: the address.
-            source: what gave it, for the message.
+            source: option or variable that holds the address, for the error message.
 
         Raises:
-            AddressError: it is none of them.
+            AddressError: the text has none of the three forms, or its host is an IPv6 address.
         """
         scheme, _, rest = text.partition(":")
         if scheme == "unix" and rest:
@@ -78,22 +79,22 @@ class Address:
 
     @property
     def networked(self) -> bool:
-        """Whether hosts of other machines can reach it."""
+        """Whether hosts on other machines can reach the address."""
         return self.scheme != "unix"
 
     def __str__(self) -> str:
         return f"unix:{self.path}" if self.scheme == "unix" else f"{self.scheme}:{self.host}:{self.port}"
 
 
-# OpenSSL's names of X509_verify_cert errors (x509_vfy.h).
+# OpenSSL's codes of X509_verify_cert errors (x509_vfy.h).
 _NOT_YET_VALID, _EXPIRED, _WRONG_NAME, _WRONG_ADDRESS = 9, 10, 62, 64
 
 _ALERTS = {
-    # What the other end says of our certificate, in TLS alerts.
+    # TLS alerts that the peer sends about this host's certificate.
     "UNKNOWN_CA": "it does not know the authority of this host's certificate: it belongs to another job",
     "CERTIFICATE_EXPIRED": "it takes this host's certificate for expired or not yet valid: compare the two clocks",
     "CERTIFICATE_REQUIRED": "it wants a certificate of this host",
-    # OpenSSL's for one that is not valid yet.
+    # OpenSSL sends this alert for a certificate that is not valid yet.
     "BAD_CERTIFICATE": "it refuses this host's certificate, perhaps as not valid yet: compare the two clocks",
     "DECRYPT_ERROR": "this host's certificate is not signed by the authority that it knows: it belongs to another job",
     "UNSUPPORTED_CERTIFICATE": "it refuses this host's certificate as one that is not for this use",
@@ -102,7 +103,7 @@ _ALERTS = {
 
 
 def explain(error: BaseException, address: Address) -> ConnectError:
-    """Why there is no connection, in words, with the address."""
+    """Convert an exception of a connection attempt into a ``ConnectError`` that names the address and the cause."""
     where = f"{address.host}:{address.port}" if address.networked else address.path
     if isinstance(error, ssl.SSLCertVerificationError):
         code = error.verify_code
@@ -123,19 +124,19 @@ def explain(error: BaseException, address: Address) -> ConnectError:
         if re.search("WRONG_VERSION_NUMBER|UNEXPECTED_MESSAGE|PACKET_LENGTH|RECORD_LAYER", reason):
             return ConnectError(f"{where}: what listens there does not speak TLS: it is another program", final=True)
         return ConnectError(f"{where}: the TLS handshake failed: {reason or error}")
-    if isinstance(error, ConnectionAbortedError) and not error.errno:  # asyncio's: the handshake took too long
+    if isinstance(error, ConnectionAbortedError) and not error.errno:  # asyncio raises it when the handshake times out
         return ConnectError(f"{where}: no answer to the TLS handshake: it is another program, or busy")
     if isinstance(error, socket.gaierror):
         return ConnectError(f"{where}: the name {address.host!r} cannot be resolved: {error.strerror}")
     if isinstance(error, (asyncio.TimeoutError, TimeoutError)):
         return ConnectError(f"{where}: unreachable: no answer within {CONNECT_TIMEOUT:g} s (a firewall, or a cut link)")
-    if isinstance(error, (ValueError, OverflowError)):  # UnicodeError is one: the name cannot be encoded
+    if isinstance(error, (ValueError, OverflowError)):  # includes UnicodeError: the name cannot be encoded
         return ConnectError(f"{where}: this is no address that can be dialled: {error}", final=True)
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.ECONNREFUSED:
         return ConnectError(f"{where}: connection refused: nothing listens there (yet)")
     if number in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT):
         return ConnectError(f"{where}: unreachable: {os.strerror(number)}")
-    # Of a connection that the other end has broken in the handshake, asyncio's error says nothing.
+    # asyncio's error has no text when the peer breaks the connection during the handshake.
     why = getattr(error, "strerror", None) or str(error) or "the connection broke in the handshake"
     return ConnectError(f"{where}: {why}")

@@ -1,13 +1,13 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The unix socket between a host process, which owns the ranks, and its agent, which the mesh reaches.
+"""Requests over the unix socket between a host process, which owns the ranks, and its agent, an actor of the mesh.
 
-A new mesh brings a new agent; the one before it is then ended, whose controller may be gone.
+Each new mesh starts a new agent. The host process then kills the previous agent, because its controller may be gone.
 
-Requests are ``{"id": n, "op": name, "args": {...}}``, answers ``{"id": n, "result": ...}`` or ``{"id": n, "error":
-text}``, in any order: a request to stop overtakes the one that waits for the ranks. From the first request on the host
-sends heartbeats, ``{"alive": true}``, which the agent returns: an agent that does not, for as long as its lease, is
-killed and counts as lost.
+Requests are ``{"id": n, "op": name, "args": {...}}``. Answers are ``{"id": n, "result": ...}`` or ``{"id": n, "error":
+text}``, in any order, so that a ``stop`` request overtakes a ``watch`` request that waits for the ranks. From the first
+request on, the host process sends heartbeats, ``{"alive": true}``, and the agent returns them. If an agent is silent
+for longer than its lease, the host process kills it and counts it as lost.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ from torchx_monarch.transport import messages
 from torchx_monarch.transport.lease import LEASE, Leases
 
 SOCKET_VARIABLE = "MONARCH_AGENT_SOCKET"
-"""Names the socket file. Set by the host process, inherited by the Monarch process that the agent lives in."""
+"""The variable that holds the socket's path. The host process sets it; the Monarch process of the agent inherits it."""
 
 Handler = Callable[[str, dict[str, Any]], Awaitable[Any]]
 
 
 class AgentError(Exception):
-    """The other end refused the request, or is gone."""
+    """The host process refused the request, or is gone."""
 
 
 class AgentServer:
-    """The host's end: answers the requests of its agent.
+    """Answer the requests of the agent, in the host process.
 
     Args:
-        path: socket file to make; its folder is the job's own, mode 0700.
-        handler: does what a request asks; its exceptions are sent back as text.
-        on_lost: called when the agent has gone away and no newer one has come; with the
-            seconds for which it has not answered, or 0 where it has died.
-        lease: seconds for which the agent may be silent.
+        path: socket file to create; its folder belongs to the job and has mode 0700.
+        handler: executes a request, given its ``op`` and ``args``, and returns its result. The text of an exception is
+            the answer's ``error``. ``HostProcess._handle`` and ``SessionHost._handle`` list the operations.
+        on_lost: called when the connection to the newest agent has ended. Its argument is the number of seconds for
+            which the agent was silent, or 0 if the agent died.
+        lease: seconds of silence after which the agent counts as lost.
     """
 
     def __init__(self, path: str, handler: Handler, on_lost: Callable[[float], None], lease: float = LEASE) -> None:
@@ -56,7 +57,7 @@ class AgentServer:
         self._leases: Leases[int] = Leases(lease, self._lease_expired)
 
     async def start(self) -> None:
-        """Begin to listen."""
+        """Start to listen on the socket file."""
         self._leases.start()
         await asyncio.start_unix_server(self._serve, self._path, limit=messages.MAX_LINE)
         os.chmod(self._path, 0o600)
@@ -91,7 +92,7 @@ class AgentServer:
     def _lease_expired(self, agent: int) -> None:
         self._silent.add(agent)
         with contextlib.suppress(ProcessLookupError):
-            os.kill(agent, signal.SIGKILL)  # by which its connection ends
+            os.kill(agent, signal.SIGKILL)  # ends its connection, and so ``_serve``
 
     async def _answer(self, request: messages.Message, writer: asyncio.StreamWriter) -> None:
         try:
@@ -102,7 +103,7 @@ class AgentServer:
 
 
 class AgentClient:
-    """The agent's end."""
+    """Send requests to the host process, in the agent."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -113,14 +114,18 @@ class AgentClient:
 
     @classmethod
     async def over(cls, connection: socket.socket) -> AgentClient:
-        """The end of a connection to the host's socket file."""
+        """Create a client on a socket that is connected to the host process."""
         return cls(*await asyncio.open_unix_connection(sock=connection, limit=messages.MAX_LINE))
 
     async def request(self, op: str, args: dict[str, Any]) -> Any:
-        """Ask the host to do something.
+        """Send a request to the host process and return the result.
+
+        Args:
+            op: name of the operation.
+            args: its arguments, as JSON values.
 
         Raises:
-            AgentError: it could not; the message is its own.
+            AgentError: the host process answered with an error, whose text is the message, or it is gone.
         """
         number = next(self._ids)
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()

@@ -1,15 +1,15 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The connections between hosts: where replica 0 listens, who may connect, and in words why somebody cannot.
+"""Connections between hosts: listening on an address, connecting to it, and the certificates of both ends.
 
 ======================  ============================================================================================
 ``unix:PATH``           hosts of one machine: a socket file of mode 0600 in a folder of mode 0700
-``tls:HOST:PORT``       TLS 1.3, both ends with a certificate of the job's own authority
-``insecure-tcp:H:P``    no protection: whoever reaches the port can run code; for networks that are closed otherwise
+``tls:HOST:PORT``       TLS 1.3; both ends show a certificate of the job's authority
+``insecure-tcp:H:P``    no protection: anyone who reaches the port can run code; for networks that are closed otherwise
 ======================  ============================================================================================
 
-A cut link says nothing, so the kernel is asked to find out: it probes a silent connection and gives it up after
-``peer_timeout`` seconds, however busy the processes at its ends are.
+A cut network link produces no error. The kernel therefore probes silent connections and breaks one after
+``peer_timeout`` seconds without an answer, however busy the processes at both ends are.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ if TYPE_CHECKING:
 __all__ = ["Address", "AddressError", "ConnectError", "Identity", "connect", "explain", "is_client", "listen"]
 
 PEER_TIMEOUT = 5.0
-"""Seconds after which a network connection whose other end does not answer counts as broken, unless told otherwise."""
+"""Default number of seconds after which the kernel breaks a network connection whose peer does not answer."""
 
 IMPATIENCE = 3.0
-"""Seconds for the handshake at a first try: a waiting host can then say that there is no answer."""
+"""Seconds for the TLS handshake of the first try. A waiting host can then soon report that there is no answer."""
 
 PATIENCE = 30.0
-"""Seconds for the handshake once the connection is there: where thousands of hosts come at once, each waits for those
-before it, about 1.5 ms of replica 0's processor for each."""
+"""Seconds for the TLS handshake of later tries. When thousands of hosts connect together, each waits for the hosts
+before it, and each handshake takes about 1.5 ms of replica 0's CPU time."""
 
 _BACKLOG = 4096
-"""All hosts of a large job connect within a second. The kernel takes the lesser of this and net.core.somaxconn."""
+"""All hosts of a large job connect within a second. The kernel uses the smaller of this and net.core.somaxconn."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Identity:
-    """Who this host is to the others, and whom it trusts.
+    """The certificate and key of this host, and the authorities that it trusts.
 
     Attributes:
-        certificate: file with its certificate.
-        key: file with its key, mode 0600.
-        authority: file with the certificate of the hosts' authority.
-        client_authority: certificate of the client's authority, as PEM.
+        certificate: path of the file with the host's certificate.
+        key: path of the file with the host's key; mode 0600.
+        authority: path of the file with the certificate of the hosts' authority.
+        client_authority: certificate of the client's authority, as PEM; empty when no client is accepted.
     """
 
     certificate: str
@@ -66,12 +66,12 @@ class Identity:
 
     @classmethod
     def of(cls, credentials: HostCredentials, names: Iterable[str], folder: str) -> Identity:
-        """A certificate made for this host.
+        """Sign a certificate for this host and write it, its key and the authority to files.
 
         Args:
-            credentials: the job's.
-            names: names and addresses by which this host is dialled.
-            folder: for the files; of mode 0700.
+            credentials: the job's credentials.
+            names: names and IP addresses by which other hosts dial this host.
+            folder: folder for the files; mode 0700.
         """
         leaf = credentials.sign(names)
         paths = []
@@ -84,15 +84,15 @@ class Identity:
 
     @property
     def files(self) -> tuple[str, str, str]:
-        """Certificate, key, authority."""
+        """Return the paths of certificate, key and authority."""
         return self.certificate, self.key, self.authority
 
     def context(self, server: bool) -> ssl.SSLContext:
-        """TLS 1.3 with a certificate required of the other end."""
+        """Return an SSL context for TLS 1.3 that requires a certificate from the peer."""
         return _context(self, server)
 
 
-@functools.lru_cache(maxsize=4)  # replica 0 connects to every host, and to make one takes as long as a handshake
+@functools.lru_cache(maxsize=4)  # replica 0 connects to every host; a context takes as long to create as a handshake
 def _context(identity: Identity, server: bool) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -100,14 +100,14 @@ def _context(identity: Identity, server: bool) -> ssl.SSLContext:
     context.load_cert_chain(identity.certificate, identity.key)
     context.load_verify_locations(identity.authority)
     if server:
-        context.num_tickets = 0  # nobody comes twice
+        context.num_tickets = 0  # tickets resume sessions, and no host or client connects twice
         if identity.client_authority:
             context.load_verify_locations(cadata=identity.client_authority)
     return context
 
 
 def is_client(writer: asyncio.StreamWriter) -> bool:
-    """Whether the other end has shown a client's certificate, not a host's."""
+    """Return whether the peer has shown a client's certificate rather than a host's."""
     certificate = writer.get_extra_info("peercert")
     if not certificate:
         return False
@@ -117,17 +117,18 @@ def is_client(writer: asyncio.StreamWriter) -> bool:
 
 
 async def listen(address: Address, serve: Serve, identity: Identity | None, bind: str, peer_timeout: float) -> Listener:
-    """Serve every connection that is made to the address.
+    """Listen on an address and serve every connection.
 
     Args:
-        address: where.
-        serve: called with each connection, after its handshake; ``Listener.mark_authenticated`` says that it may stay.
-        identity: ours, for ``tls``.
-        bind: local address to listen on; empty for all.
-        peer_timeout: seconds of silence from a machine that is gone until its connection breaks.
+        address: address to listen on.
+        serve: called with each connection after its handshake. It calls ``Listener.mark_authenticated`` once the peer
+            has identified itself; until then the listener may close the connection.
+        identity: this host's certificate; None without TLS.
+        bind: local IP address to listen on; empty for all.
+        peer_timeout: seconds without an answer from the peer's machine after which the kernel breaks a connection.
 
     Raises:
-        ConnectError: it cannot be listened on.
+        ConnectError: the process cannot listen on the address.
     """
     try:
         if not address.networked:
@@ -147,7 +148,7 @@ async def listen(address: Address, serve: Serve, identity: Identity | None, bind
 
 def _socket_file(path: str) -> socket.socket:
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)  # of a replica 0 that was replaced
+        os.unlink(path)  # left by an earlier replica 0 that this one replaces
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         listening.bind(path)
@@ -171,16 +172,16 @@ def _port(bind: str, port: int) -> socket.socket:
 async def connect(
     address: Address, identity: Identity | None, peer_timeout: float, patience: float = PATIENCE
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to where replica 0 listens.
+    """Connect to the address of replica 0.
 
     Args:
-        address: where.
-        identity: ours, where the address is one of TLS.
-        peer_timeout: seconds of silence from a machine that is gone until the connection breaks.
-        patience: seconds for the handshake.
+        address: address to connect to.
+        identity: this host's certificate; None without TLS.
+        peer_timeout: seconds without an answer from the peer's machine after which the kernel breaks the connection.
+        patience: seconds for the TLS handshake.
 
     Raises:
-        ConnectError: in words why not.
+        ConnectError: the connection or the handshake failed; the message says why.
     """
     limit = messages.MAX_LINE
     try:
@@ -201,7 +202,7 @@ async def connect(
 
 
 async def _dial(address: Address) -> socket.socket:
-    if not 0 < address.port < 65536:  # the resolver would take it modulo 65536
+    if not 0 < address.port < 65536:  # getaddrinfo would use the port modulo 65536
         raise OverflowError("a port is a number from 1 to 65535")
     loop = asyncio.get_running_loop()
     failure = OSError(f"{address.host} has no address")
@@ -214,18 +215,18 @@ async def _dial(address: Address) -> socket.socket:
         except OSError as error:
             connection.close()
             failure = error
-        except BaseException:  # cancelled: no time is left
+        except BaseException:  # wait_for cancels this task on a time-out
             connection.close()
             raise
     raise failure
 
 
 def watch_peer(writer: asyncio.StreamWriter, seconds: float) -> None:
-    """Have the kernel break the connection when the other machine has not answered for so long."""
+    """Have the kernel break the connection when the peer's machine has not answered for ``seconds``."""
     connection = writer.get_extra_info("socket")
     if connection is None or connection.family not in (socket.AF_INET, socket.AF_INET6):
         return
-    # Idle for two fifths, then three probes: the last goes unanswered at the end. USER_TIMEOUT is for data under way.
+    # Keepalive: idle for 2/5 of the time, then three probes of 1/5 each. USER_TIMEOUT covers unacknowledged data.
     interval = max(1, round(seconds / 5))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 2 * interval)

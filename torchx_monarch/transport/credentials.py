@@ -1,14 +1,15 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The certificates of one job: made when it is submitted, good for that job alone.
+"""The certificates of one job. They are created when the job is submitted and are valid for that job only.
 
-Two authorities are made for each job. Every host carries the first with its key and signs a certificate of its own when
-it starts, with the names and addresses it is dialled by: so a host may start anywhere, and again elsewhere. The second
-signs one certificate, for the client that submitted the job, and its key is forgotten. Hosts trust each other by the
-first alone: a client's certificate opens the rendezvous, where it may look, stop and, on a live allocation, run things,
-and nothing of Monarch's.
+Each job has two certificate authorities. Every host carries the hosts' authority with its key. When a host starts, it
+signs its own certificate for the names and addresses by which it is dialled, so a host can start on any machine, and
+restart on another. The client's authority signs one certificate, for the client that submitted the job; its key is then
+discarded. Hosts trust each other by the hosts' authority only. A client's certificate gives access to the rendezvous,
+where the client may query and stop the job and, on a live allocation, run commands. It gives no access to Monarch.
 
-All keys are P-256. Imported where there is a network between hosts, and nowhere else: ``cryptography`` costs 30 ms.
+All keys are P-256. This module is imported only where hosts talk over a network, because importing ``cryptography``
+takes 30 ms.
 """
 
 from __future__ import annotations
@@ -27,28 +28,29 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 VARIABLE = "MONARCH_CREDENTIALS"
-"""How a backend hands them to a host process: the text itself, or ``file:PATH``. Never passed on to ranks."""
+"""The variable in which a backend passes the credentials to a host process: the text itself, or ``file:PATH``. Ranks do
+not inherit it."""
 
 HOST_AUTHORITY = "torchx-monarch hosts"
-"""Common name of the authority whose certificates are hosts'."""
+"""Common name of the authority that signs the hosts' certificates."""
 
 CLIENT_AUTHORITY = "torchx-monarch client"
-"""Common name of the authority whose certificate is the client's."""
+"""Common name of the authority that signs the client's certificate."""
 
 VALID_FOR = datetime.timedelta(days=90)
-"""How long a job may live, by its certificates."""
+"""Validity of a job's certificates, and so the longest lifetime of a job."""
 
 _SKEW = datetime.timedelta(hours=1)
-"""How far the clocks of two machines may differ."""
+"""Largest tolerated difference between the clocks of two machines."""
 
 
 class CredentialsError(ValueError):
-    """What should be a job's credentials is something else; the message says what, and never shows it."""
+    """The text does not hold a job's credentials; the message says why, and never shows the text."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Leaf:
-    """A certificate and its key, as PEM."""
+    """A certificate and its private key, as PEM."""
 
     certificate: str
     key: str
@@ -56,26 +58,26 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ClientCredentials:
-    """What the submitting machine keeps: a certificate that may look at the job and stop it.
+    """The credentials of the submitting machine: a certificate with which a client can query and stop the job.
 
     Attributes:
-        authority: certificate of the hosts' authority, by which it knows them.
-        leaf: its own.
+        authority: certificate of the hosts' authority, with which the client verifies hosts.
+        leaf: the client's certificate and key.
     """
 
     authority: str
     leaf: Leaf
 
     def to_text(self) -> str:
-        """One line of base64."""
+        """Return the credentials as one line of base64."""
         return _pack({"authority": self.authority, "certificate": self.leaf.certificate, "key": self.leaf.key})
 
     @classmethod
     def from_text(cls, text: str) -> ClientCredentials:
-        """The inverse of ``to_text``.
+        """Parse the result of ``to_text``.
 
         Raises:
-            CredentialsError: it is nothing of the kind.
+            CredentialsError: the text does not hold client credentials.
         """
         values = _unpack(text, ("authority", "certificate", "key"))
         return cls(values["authority"], Leaf(values["certificate"], values["key"]))
@@ -83,12 +85,12 @@ class ClientCredentials:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class HostCredentials:
-    """What every host of a job carries.
+    """The credentials that every host of a job carries.
 
     Attributes:
-        authority: certificate of the hosts' authority.
-        key: its key.
-        client_authority: certificate of the client's authority.
+        authority: certificate of the hosts' authority, as PEM.
+        key: private key of the hosts' authority, as PEM.
+        client_authority: certificate of the client's authority, as PEM.
     """
 
     authority: str
@@ -96,24 +98,24 @@ class HostCredentials:
     client_authority: str
 
     def to_text(self) -> str:
-        """One line of base64, as an environment variable or a secret of a backend's holds it."""
+        """Return the credentials as one line of base64, for an environment variable or a backend's secret."""
         return _pack(dataclasses.asdict(self))
 
     @classmethod
     def from_text(cls, text: str) -> HostCredentials:
-        """The inverse of ``to_text``.
+        """Parse the result of ``to_text``.
 
         Raises:
-            CredentialsError: it is nothing of the kind.
+            CredentialsError: the text does not hold host credentials.
         """
         return cls(**_unpack(text, ("authority", "key", "client_authority")))
 
     @classmethod
     def load(cls, value: str) -> HostCredentials:
-        """From the value of ``VARIABLE``: the text or ``file:PATH``.
+        """Read the credentials from the value of ``VARIABLE``: the text itself, or ``file:PATH``.
 
         Raises:
-            CredentialsError: there is no such file, or it holds nothing of the kind.
+            CredentialsError: the file cannot be read, or the text does not hold host credentials.
         """
         if not value.startswith("file:"):
             return cls.from_text(value)
@@ -129,20 +131,20 @@ class HostCredentials:
             raise CredentialsError(f"{error}, in {path}") from None
 
     def sign(self, names: Iterable[str]) -> Leaf:
-        """A certificate for this host.
+        """Sign a certificate for this host.
 
         Args:
-            names: names and addresses by which it is dialled.
+            names: names and IP addresses by which the other hosts dial this host.
 
         Raises:
-            CredentialsError: these are no certificates or no key of ours, they have expired, or a name is none that a
-                certificate can hold.
+            CredentialsError: the PEM of the certificates or the key cannot be read, the key does not match the
+                authority, the certificates have expired, or a name cannot be put into a certificate.
         """
         try:
             authority = x509.load_pem_x509_certificate(self.authority.encode())
             x509.load_pem_x509_certificate(self.client_authority.encode())
             key = serialization.load_pem_private_key(self.key.encode(), None)
-        except (ValueError, TypeError):  # the latter for a key with a password
+        except (ValueError, TypeError):  # TypeError for a key with a password
             raise CredentialsError(f"{VARIABLE} does not hold a job's credentials: its PEM cannot be read") from None
         if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != authority.public_key():
             raise CredentialsError(f"{VARIABLE} does not hold a job's credentials: its key is not its certificate's")
@@ -156,7 +158,7 @@ class HostCredentials:
 
 
 def create(valid_for: datetime.timedelta = VALID_FOR) -> tuple[HostCredentials, ClientCredentials]:
-    """The credentials of a new job."""
+    """Create the credentials of a new job, for its hosts and for its client."""
     hosts, hosts_key = _authority(HOST_AUTHORITY, valid_for)
     clients, clients_key = _authority(CLIENT_AUTHORITY, valid_for)
     leaf = _leaf("client", clients, clients_key, (ExtendedKeyUsageOID.CLIENT_AUTH,), ())

@@ -1,13 +1,14 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Leases: how long the process at the other end of a connection may be silent until it counts as lost.
+"""Leases: how long a peer process may be silent before it counts as lost.
 
-A process that has ended is noticed by its broken connection, and a machine that is gone by the transport's
-``peer_timeout``. A lease finds the process that is still there and does nothing: stopped (SIGSTOP), or hung. Heartbeats
-renew it; they are sent and answered by the event loop, so that only a process whose event loop runs is alive.
+A process that has ended breaks its connection, and the kernel breaks the connection to a machine that is gone
+(``peer_timeout`` in ``transport.connections``). A lease detects a process that still exists but does nothing: stopped
+by SIGSTOP, or hung. Heartbeats renew the lease. The event loop sends and answers them, so a process counts as alive
+only while its event loop runs.
 
-A busy machine must not look like a lost one. So a lease is long, and only time in which this process has run itself
-counts: a process that was stopped, or got no CPU, for a minute has no reason to blame the others for their silence.
+A busy machine must not look like a lost one. Leases are therefore long, and only time in which the watching process has
+itself run counts: a process that was stopped or got no CPU for a minute must not blame its peers for the silence.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 LEASE = 30.0
-"""Seconds of silence after which a process counts as lost, unless told otherwise."""
+"""Default number of seconds of silence after which a process counts as lost."""
 
 _HEARTBEATS = 3
-"""Heartbeats in one lease: two may be late. Of four thousand hosts, one every 5 s would cost replica 0 a tenth of a
-core; one every 10 s half of that."""
+"""Heartbeats per lease, so that two may be late. For four thousand hosts, one heartbeat every 5 s would cost replica 0
+a tenth of a core, and one every 10 s costs half of that."""
 
 _TICK = 1.0
-"""Seconds between two looks at all leases."""
+"""Seconds between two checks of all leases."""
 
 Peer = TypeVar("Peer")
 
 
 class Leases(Generic[Peer]):
-    """The leases that one process gives to others.
+    """Watch the leases that one process grants to its peers.
 
     Args:
-        seconds: of silence that are allowed, in time that this process has run.
-        on_expired: called once with each peer whose lease has expired. It is then watched no more.
+        seconds: seconds of silence that a peer may have, counted while this process runs.
+        on_expired: called once with each peer whose lease has expired. The peer is no longer watched then.
     """
 
     def __init__(self, seconds: float, on_expired: Callable[[Peer], None]) -> None:
@@ -49,34 +50,35 @@ class Leases(Generic[Peer]):
 
     @property
     def heartbeat(self) -> float:
-        """Seconds between two heartbeats."""
+        """Return the number of seconds between two heartbeats."""
         return self.seconds / _HEARTBEATS
 
     @property
     def own_pause(self) -> float:
-        """Seconds for which this process has not run, within the last lease; 0 if too few for others to give it up.
+        """Return for how many seconds this process did not run within the last lease; 0 if less than half a lease.
 
-        Half a lease may be enough: they have heard its last heartbeat some time before.
+        A pause of half a lease can be enough for a peer to give this process up, because the peer received the last
+        heartbeat some time before the pause.
         """
         self._note_pause(time.monotonic())
         return self._pause
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start to watch the leases."""
         self._looked = time.monotonic()
         self._watching = asyncio.ensure_future(self._watch())
 
     def stop(self) -> None:
-        """Watch no more."""
+        """Stop watching the leases."""
         if self._watching is not None:
             self._watching.cancel()
 
     def renew(self, peer: Peer) -> None:
-        """Note that a peer has been heard from; from the first time on it is watched."""
+        """Renew the lease of a peer from which a message has arrived. The first call starts its lease."""
         self._silence[peer] = 0.0
 
     def drop(self, peer: Peer) -> None:
-        """Watch a peer no more."""
+        """Stop watching a peer."""
         self._silence.pop(peer, None)
 
     async def _watch(self) -> None:
@@ -84,7 +86,7 @@ class Leases(Generic[Peer]):
             await asyncio.sleep(self._tick)
             now = time.monotonic()
             self._note_pause(now)
-            # Messages that arrived in a pause are read before the next look.
+            # Messages that arrived during a pause of this process are read before the next check.
             passed, self._looked = min(now - self._looked, 2 * self._tick), now
             for peer, silence in list(self._silence.items()):
                 self._silence[peer] = silence + passed

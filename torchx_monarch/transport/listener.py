@@ -1,10 +1,11 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Who comes in where replica 0 listens, and how many may stand there without having said who they are.
+"""The listener of replica 0, with a limit on connections that have not authenticated.
 
-Anybody who reaches the port can connect to it and stay silent. So a connection is a stranger until whoever serves it
-says otherwise; strangers are few, each has a limited time, and when there are too many the oldest makes room: a real
-host is past this point within milliseconds. What a stranger does wrong ends its connection and says nothing in any log.
+Anyone who reaches the port can connect and stay silent. A connection therefore counts as unauthenticated until its
+handler calls ``Listener.mark_authenticated``. The number of unauthenticated connections and the time of each are
+limited. At the limit the oldest one is closed: a real host authenticates within milliseconds. An error on an
+unauthenticated connection closes it and is not logged.
 """
 
 from __future__ import annotations
@@ -18,28 +19,30 @@ from collections.abc import Awaitable, Callable
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 _STRANGERS = 256
-"""At most so many at a time; the others wait in the kernel's queue, which takes thousands. A connection under TLS costs
-some 100 kB and its handshake 2 ms of processor time: even a job of thousands of hosts comes in no faster with more."""
+"""Most unauthenticated connections at a time. Further ones wait in the kernel's queue, which holds thousands. A TLS
+connection takes some 100 kB, and its handshake 2 ms of CPU time, so a higher limit would not admit the thousands of
+hosts of a large job any faster."""
 
 _IN_A_CROWD = 3.0
-"""Seconds that a stranger has at least, however many others want in: the other end may be busy with its own start."""
+"""Seconds that an unauthenticated connection has even at the limit: the peer may be busy with its start."""
 
 _AT_MOST = 20.0
-"""Seconds that it has in any case; more than the handshake and the greeting may take by their own limits."""
+"""Seconds after which an unauthenticated connection is closed. More than the limits of handshake and greeting
+together."""
 
 _HANDSHAKE_TIMEOUT = 5.0
 
 _CLOSE_TIMEOUT = 1.0
-"""Seconds for the last bytes, and under TLS for the other end's farewell, which asyncio would await for 30 s."""
+"""Seconds to flush the last bytes and, under TLS, to wait for the peer's close_notify, for which asyncio waits 30 s."""
 
 
 class _TLS(asyncio.sslproto.SSLProtocol):
-    """asyncio's TLS with two changes, which nothing public allows; where its inside differs it stays as it is.
+    """asyncio's TLS protocol with two changes that no public API allows. Where its internals differ, nothing changes.
 
-    Each connection of a server has a buffer of 256 kB, all of it written to, of which it uses what one read brings: for
-    a thousand hosts that is a quarter of a gigabyte. A record of TLS has 16 kB.
+    The read buffer is smaller. asyncio gives each connection a buffer of 256 kB and touches all of it, a quarter of a
+    gigabyte for a thousand hosts. A read uses little of it: a TLS record has at most 16 kB.
 
-    When a handshake fails, the alert that tells the other end why is made and not sent (CPython up to 3.13).
+    A failed handshake sends its alert, which tells the peer the reason. CPython up to 3.13 creates it and drops it.
     """
 
     max_size = 1 << 14
@@ -55,13 +58,13 @@ asyncio.sslproto.SSLProtocol = _TLS  # type: ignore[misc]
 
 
 class Listener:
-    """Accepts the connections of one listening socket.
+    """Accept the connections of one listening socket.
 
     Args:
-        listening: the socket.
-        serve: called with each connection, after its handshake; the connection is closed when it returns.
-        context: for TLS.
-        limit: bytes of the longest line that is read from a connection.
+        listening: the listening socket.
+        serve: called with each connection after its handshake; the connection is closed when it returns.
+        context: SSL context; None without TLS.
+        limit: longest line in bytes that is read from a connection.
     """
 
     def __init__(self, listening: socket.socket, serve: Serve, context: ssl.SSLContext | None, limit: int) -> None:
@@ -69,21 +72,21 @@ class Listener:
         self._serve = serve
         self._context = context
         self._limit = limit
-        self._strangers: dict[asyncio.Task[None], asyncio.TimerHandle] = {}  # until when; the oldest is the first
-        self._all: set[asyncio.Task[None]] = set()  # held, or the loop might drop them
+        self._strangers: dict[asyncio.Task[None], asyncio.TimerHandle] = {}  # with their time-outs; oldest first
+        self._all: set[asyncio.Task[None]] = set()  # the event loop holds tasks by weak references only
         listening.setblocking(False)
         self._accepting = asyncio.ensure_future(self._accept())
 
     def mark_authenticated(self) -> None:
-        """The connection that the calling task serves has said who it is, and may stay."""
+        """Mark the connection that the calling task serves as authenticated: the listener no longer closes it."""
         task = asyncio.current_task()
         assert task is not None
         self._only_authenticated(task)
 
     def close(self) -> None:
-        """Let nobody in any more; those who are stay."""
+        """Stop accepting and close unauthenticated connections; authenticated ones stay open."""
         self._accepting.cancel()
-        self._accepting.add_done_callback(lambda _: self._listening.close())  # when the loop no longer watches it
+        self._accepting.add_done_callback(lambda _: self._listening.close())  # after the loop has removed its reader
         for task in list(self._strangers):
             task.cancel()
 
@@ -94,7 +97,7 @@ class Listener:
                 await asyncio.sleep(0.01)
             try:
                 connection, _ = await loop.sock_accept(self._listening)
-            except OSError:  # no more files may be open, or the other end has gone again
+            except OSError:  # too many open files, or the peer closed the connection before it was accepted
                 self._make_room(0.0)
                 await asyncio.sleep(0.01)
                 continue
@@ -109,7 +112,7 @@ class Listener:
             timer.cancel()
 
     def _make_room(self, age: float) -> bool:
-        """Send the oldest stranger away, if it is of that age in seconds."""
+        """Close the oldest unauthenticated connection if it is at least ``age`` seconds old; return whether it was."""
         oldest, timer = next(iter(self._strangers.items()), (None, None))
         if oldest is None or timer is None or asyncio.get_running_loop().time() < timer.when() - _AT_MOST + age:
             return False
@@ -128,9 +131,9 @@ class Listener:
                 ssl=self._context,
                 ssl_handshake_timeout=_HANDSHAKE_TIMEOUT if self._context else None,
             )
-        except OSError as error:  # no handshake, or none in time, or without a certificate that counts
+        except OSError as error:  # the handshake failed or timed out, or the certificate is not accepted
             connection.close()
-            # Its frames hold the future that holds it, and the buffers: all that would wait for the collector.
+            # The traceback's frames refer to the future that holds the error: a cycle that keeps the buffers alive.
             error.__traceback__ = None
             return
         writer = asyncio.StreamWriter(transport, protocol, reader, loop)

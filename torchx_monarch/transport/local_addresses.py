@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which address and which ports of this machine a host uses, and by which name the others know it."""
+"""The local addresses, interfaces and ports of a host, and the name by which the other hosts dial it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ _SIOCGIFADDR = 0x8915
 
 
 class NetworkError(ValueError):
-    """An option names what this machine does not have, or no port is free."""
+    """An option names an address or interface that this machine does not have, or no port is free."""
 
 
 @dataclasses.dataclass(frozen=True)
 class NetworkOptions:
-    """What a user may say of a host's network; the defaults do for machines with one network.
+    """The user's network options for a host. The defaults suit machines with one network.
 
     Attributes:
-        bind: address or interface that the host's ports are opened on; empty for all.
-        advertise: name or address by which the other hosts dial it; empty for the one that leads to replica 0.
-        ports: the lowest and the highest port that Monarch may listen on; None for any free one.
-        peer_timeout: seconds of a machine's silence until it counts as lost.
+        bind: IP address or interface on which the host opens its ports; empty for all.
+        advertise: name or IP address by which other hosts dial this host; empty for the address of the route to replica
+            0.
+        ports: lowest and highest port on which Monarch may listen; None for any free port.
+        peer_timeout: seconds without an answer from a machine until it counts as lost.
     """
 
     bind: str = ""
@@ -40,10 +41,10 @@ class NetworkOptions:
 
 
 def parse_ports(text: str) -> tuple[int, int]:
-    """Read ``26600`` or ``26600-26699``.
+    """Parse a port or a range of ports, ``26600`` or ``26600-26699``.
 
     Raises:
-        ValueError: it is neither; the message says what is allowed.
+        ValueError: the text has neither form; the message says which values are allowed.
     """
     found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
@@ -53,7 +54,7 @@ def parse_ports(text: str) -> tuple[int, int]:
 
 
 def interfaces() -> dict[str, str]:
-    """The IPv4 address of every interface that has one, by its name."""
+    """Return the IPv4 addresses of this machine's interfaces, by interface name."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -64,10 +65,10 @@ def interfaces() -> dict[str, str]:
 
 
 def address_of(bind: str) -> str:
-    """The address that ``NetworkOptions.bind`` means.
+    """Return the IP address for a value of ``NetworkOptions.bind``; empty for an empty value.
 
     Raises:
-        NetworkError: it is neither an address nor an interface with an IPv4 address.
+        NetworkError: the value is neither an IP address nor an interface with an IPv4 address.
     """
     with contextlib.suppress(ValueError):
         return str(ipaddress.ip_address(bind)) if bind else ""
@@ -79,14 +80,22 @@ def address_of(bind: str) -> str:
 
 
 def expanded(address: str, environ: Mapping[str, str], is_first: bool) -> str:
-    """An address with ``@NAME`` replaced by what that environment variable says.
+    """Replace ``@NAME`` in an address by the value of the environment variable NAME.
 
-    On replica 0 itself, schedulers leave the variable out or say ``localhost``: there it is this machine itself. ``@``
-    without a name is nobody's to say but replica 0's (``controller.role_registry``). With MONARCH_PORT_OFFSET the port
-    is another one: of what was submitted once several runs may be on one machine.
+    On replica 0, schedulers leave the variable unset or set it to ``localhost``; the host is then this machine. ``@``
+    without a name is resolved on replica 0 only; other hosts ask the registry (``controller.role_registry``).
+    MONARCH_PORT_OFFSET shifts the port, because tasks of one Slurm array may share a machine.
+
+    Args:
+        address: the address, with or without ``@NAME``.
+        environ: the environment.
+        is_first: whether this host is replica 0.
+
+    Returns:
+        The address; unchanged where it has no ``@``.
 
     Raises:
-        NetworkError: the variable says nothing, and this is not replica 0.
+        NetworkError: this host is not replica 0, and the variable is unset, empty or ``localhost``.
     """
     scheme, separator, rest = address.partition(":@")
     if not separator:
@@ -104,7 +113,7 @@ def expanded(address: str, environ: Mapping[str, str], is_first: bool) -> str:
 
 
 def _shifted(port: str, by: int) -> str:
-    """The port so far on, within its ten thousand: those that submissions draw are below outgoing connections'."""
+    """Shift the port by ``by`` within its block of ten thousand. Submissions draw ports below the ephemeral range."""
     if not by or not port.isdigit():
         return port
     low = max(int(port) // 10000 * 10000, 1024)
@@ -113,7 +122,7 @@ def _shifted(port: str, by: int) -> str:
 
 
 def _own_name() -> str:
-    """The address that this machine's name stands for, which others need no DNS to dial; else the name."""
+    """Return the IP address of this machine's name, which needs no DNS on other machines; its name if there is none."""
     name = socket.gethostname()
     with contextlib.suppress(OSError, ValueError):
         address = socket.gethostbyname(name)
@@ -123,36 +132,37 @@ def _own_name() -> str:
 
 
 def advertised(rendezvous: Address, is_first: bool, options: NetworkOptions, ours: str = "") -> str:
-    """The name or address by which the other hosts dial this one.
+    """Return the name or IP address by which the other hosts dial this one.
 
-    Replica 0 is dialled by the rendezvous's own name already. Another host's is the address of the way that leads
-    there: a machine may have several, and its own name often stands for 127.0.1.1.
+    Hosts dial replica 0 by the rendezvous address. Any other host advertises the local address of its route to replica
+    0, because a machine may have several addresses and its own name often resolves to 127.0.1.1.
 
     Args:
-        rendezvous: where replica 0 listens.
-        is_first: whether this is replica 0.
-        options: the user's.
-        ours: this machine's address where the backend knows it: on Kubernetes a name leads nowhere at first.
+        rendezvous: address on which replica 0 listens.
+        is_first: whether this host is replica 0.
+        options: the user's network options.
+        ours: this machine's address if the backend knows it, else empty. On Kubernetes a host's name does not resolve
+            at first.
     """
     if options.advertise:
         return options.advertise
     bind = address_of(options.bind)
     if bind and not ipaddress.ip_address(bind).is_unspecified:
         return bind
-    if ours and ":" not in ours:  # Monarch cannot dial IPv6 as numbers
+    if ours and ":" not in ours:  # Monarch cannot dial numeric IPv6 addresses
         return ours
     if is_first:
         return rendezvous.host
     with contextlib.suppress(OSError):
         kind, _, _, _, where = socket.getaddrinfo(rendezvous.host, rendezvous.port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(kind, socket.SOCK_DGRAM) as probe:
-            probe.connect(where)  # sends nothing
+            probe.connect(where)  # UDP: selects a route and sends nothing
             return str(probe.getsockname()[0])
-    return socket.gethostname()  # there is no way to replica 0, which joining it will report
+    return socket.gethostname()  # no route to replica 0: joining the rendezvous reports it
 
 
 def bound(options: NetworkOptions) -> socket.socket:
-    """A TCP socket with a port of its own, which does not listen yet.
+    """Return a TCP socket that is bound to a free port of the range and does not listen yet.
 
     Raises:
         NetworkError: no port of the range is free.
@@ -176,9 +186,9 @@ def bound(options: NetworkOptions) -> socket.socket:
 
 
 def gloo_interface(advertised_as: str) -> str:
-    """The interface that Gloo must be told of because it would take a wrong one; empty when it finds the right one.
+    """Return the interface for GLOO_SOCKET_IFNAME; empty when Gloo's own choice is right.
 
-    Gloo listens where the machine's own name leads, often 127.0.1.1, which no other machine can dial.
+    Gloo listens on the address of the machine's own name, often 127.0.1.1, which no other machine can dial.
     """
     try:
         if not ipaddress.ip_address(socket.gethostbyname(socket.gethostname())).is_loopback:

@@ -1,9 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""JSON messages between the processes of a job: a size limit, a version in the greeting.
+"""JSON messages between the processes of a job, with a size limit and a protocol version in the greeting.
 
-A message is one line, an object. One that is longer than ``MAX_LINE`` comes after a header line that says its length in
-bytes, ``{"frame": 123456}``: whoever reads knows what to expect before it comes.
+A message is one line that holds a JSON object. A header line with the length in bytes, ``{"frame": 123456}``, precedes
+a message longer than ``MAX_LINE``, so that the reader can check the length before it reads the message.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from collections.abc import Coroutine
 from typing import Any
 
 VERSION = 1
-"""Sent in every greeting; the two ends of a job run the same release, so any other version is refused."""
+"""Protocol version, sent in every greeting. All processes of a job run the same release; other versions are refused."""
 
 MAX_LINE = 1 << 16
 """Longest line in bytes. Nearly all messages are far shorter."""
 
 MAX_MESSAGE = 1 << 23
-"""Longest message in bytes. The largest real one is a command with its arguments and environment; Linux allows these 2
-MiB (ARG_MAX), which as JSON may be more than twice as much."""
+"""Longest message in bytes. The largest real message is a command with its arguments and environment. Linux limits
+these to 2 MiB (ARG_MAX), which can more than double in JSON."""
 
 MAX_ERROR = 8000
-"""Longest text in characters that a host sends of why it cannot take part; JSON may spend six bytes on each."""
+"""Longest text in characters in which a host reports why it cannot take part. JSON can use six bytes per character."""
 
 Message = dict[str, Any]
 
 
 class ProtocolError(Exception):
-    """What came over a connection is not a message of ours."""
+    """The data received is not a valid message, or a message is too long."""
 
 
 def encode(message: Message) -> bytes:
-    """One message as bytes.
+    """Encode a message, with a header line if it is longer than ``MAX_LINE``.
 
     Raises:
         ProtocolError: the message is longer than ``MAX_MESSAGE``.
@@ -48,10 +48,10 @@ def encode(message: Message) -> bytes:
 
 
 def decode(line: bytes) -> Message:
-    """The message that a line holds.
+    """Decode one line.
 
     Raises:
-        ProtocolError: it is no JSON object.
+        ProtocolError: the line is not a JSON object.
     """
     try:
         message = json.loads(line)
@@ -63,10 +63,10 @@ def decode(line: bytes) -> Message:
 
 
 def frame_size(message: Message) -> int:
-    """The length in bytes of the message that follows, where this one is its header; else 0.
+    """Return the length in bytes of the following message if this one is a header line, else 0.
 
     Raises:
-        ProtocolError: the message is longer than ``MAX_MESSAGE``, or its length is no number.
+        ProtocolError: the length is not a number from 1 to ``MAX_MESSAGE``.
     """
     if "frame" not in message:
         return 0
@@ -77,15 +77,15 @@ def frame_size(message: Message) -> int:
 
 
 async def receive(reader: asyncio.StreamReader, timeout: float | None = None) -> Message | None:
-    """The next message, or None when the other end has closed the connection.
+    """Receive the next message; return None when the peer has closed or broken the connection.
 
     Args:
-        reader: opened with ``limit=MAX_LINE``.
-        timeout: seconds that a line, and the message of a frame, may take; None for no limit.
+        reader: a reader opened with ``limit=MAX_LINE``.
+        timeout: seconds for a line, and again for a message after a header line; None for no limit.
 
     Raises:
-        ProtocolError: what came is no JSON object, or is too long.
-        TimeoutError: nothing came in time.
+        ProtocolError: the data is not a JSON object, or is too long.
+        TimeoutError: no message arrived in time.
     """
     message = await _receive(reader.readline(), timeout)
     if message is not None and (size := frame_size(message)):
@@ -100,15 +100,15 @@ async def _receive(reading: Coroutine[Any, Any, bytes], timeout: float | None) -
         return None
     except ValueError:
         raise ProtocolError(f"a line is over the limit of {MAX_LINE} bytes") from None
-    except (OSError, asyncio.TimeoutError) as error:  # on Python 3.10 the latter is not yet the builtin TimeoutError
+    except (OSError, asyncio.TimeoutError) as error:  # in Python 3.10 asyncio.TimeoutError is not the builtin
         if isinstance(error, OSError) and error.errno is not None:
-            return None  # broken, or given up by the kernel (ETIMEDOUT), which is a TimeoutError as well
+            return None  # broken by the peer, or by the kernel with ETIMEDOUT, which is a TimeoutError too
         raise TimeoutError(f"no message within {timeout or 0:g} s") from None
     return decode(line) if line.endswith(b"\n") else None
 
 
 async def send(writer: asyncio.StreamWriter, message: Message) -> bool:
-    """Send one message; False when the other end is gone."""
+    """Send a message; return False when the connection is closed or broken."""
     try:
         writer.write(encode(message))
         await writer.drain()
