@@ -1,10 +1,10 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What happened when: an app's append-only list of events, one JSON object a line.
+"""The events of an app: an append-only file with one JSON object per line.
 
 Several processes append to one file (the supervisor, the hosts). Each event is one ``write`` to a descriptor opened
-with ``O_APPEND``, so lines never mix on a local file system. Standard library only: this is imported where start-up
-time counts.
+with ``O_APPEND``, so lines never mix on a local file system. Uses the standard library only: this module is imported
+where start-up time counts.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from typing import Any
 from torchx_monarch.system import safe_files
 
 Event = dict[str, Any]
-"""Has at least ``time`` (seconds since the epoch), ``kind`` and ``message``, both text; ``seconds`` is a number."""
+"""Has at least ``time`` (seconds since the epoch), ``kind`` and ``message``, both str. ``seconds`` is a number."""
 
 MAX_READ = 64 * 1024 * 1024
-"""The most bytes that ``read`` reads at a time."""
+"""Most bytes that one call of ``read`` reads."""
 
 
 def append(
     path: str | os.PathLike[str], kind: str, message: str, *, seconds: float | None = None, **fields: object
 ) -> bool:
-    """Append one event; never raises ``OSError``.
+    """Append one event; never raise ``OSError``.
 
-    An event tells a person what is going on. Losing one (a full disk, a folder that is gone) must not end a job.
+    Events inform people. Losing one (a full disk, a deleted folder) must not end a job.
 
     Args:
-        path: the events file; created with mode 0600 if it is not there.
-        kind: a short word for programs, such as ``"submitted"``.
+        path: the events file; created with mode 0600 if it does not exist.
+        kind: a short name for programs, such as ``"submitted"``.
         message: one line for people.
-        seconds: how long what ended here has taken.
-        fields: anything else that JSON can hold; other values are written as their ``str``.
+        seconds: duration of the phase that ends with this event; None for an event without a duration.
+        fields: further values. A value that JSON cannot represent is written as its ``str``.
 
     Returns:
-        Whether the whole event is in the file.
+        Whether the whole event was written to the file.
     """
     event: dict[str, object] = {"time": time.time(), "kind": kind, "message": message}
     if seconds is not None:
@@ -58,12 +58,16 @@ def append(
 def read(path: str | os.PathLike[str], offset: int = 0) -> tuple[list[Event], int]:
     """Read the events written since ``offset``.
 
-    Only whole lines are read, so a reader never sees half an event. A line that is no event (cut short by a full disk,
-    written by a job into our file) is skipped. A file that is not there, or may not be read, has no events yet. Of a
-    file that has grown by more than ``MAX_READ`` bytes the rest is left for the next call.
+    Only whole lines are read, so a reader never sees half an event. A line that is not an event (cut short by a full
+    disk, or written by the job's own program) is skipped. A file that does not exist or may not be read has no events
+    yet. If a file has grown by more than ``MAX_READ`` bytes, the next call reads the rest.
+
+    Args:
+        path: the events file.
+        offset: offset in bytes that the previous call returned; 0 for the beginning.
 
     Returns:
-        The events, oldest first, and the offset to pass the next time.
+        The events, oldest first, and the offset for the next call.
     """
     try:
         fd = safe_files.open_file(path)
@@ -74,13 +78,13 @@ def read(path: str | os.PathLike[str], offset: int = 0) -> tuple[list[Event], in
         data = file.read(MAX_READ)
     end = data.rfind(b"\n") + 1
     if not end and len(data) == MAX_READ:
-        end = len(data)  # a line that no writer of ours has written
+        end = len(data)  # no event is that long: another program wrote the line
     found = (_event(line) for line in data[:end].splitlines())
     return [event for event in found if event is not None], offset + end
 
 
 def _event(line: bytes) -> Event | None:
-    """The event in a line; None where there is none."""
+    """Parse a line; return None if it is not an event."""
     try:
         event = safe_files.parse_json(line)
     except ValueError:
@@ -93,5 +97,5 @@ def _event(line: bytes) -> Event | None:
 
 
 def _is_time(value: object) -> bool:
-    """Whether a value can be a number of seconds: neither NaN nor more than a float or a date can hold."""
+    """Return whether a value is a valid number of seconds: not NaN, and within the range of dates."""
     return isinstance(value, (int, float)) and abs(value) < 1e11

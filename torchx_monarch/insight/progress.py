@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a person sees of a job: one line a phase in its log, and the same as an event."""
+"""Progress of a job for people: one line per phase in the job's log, and the same as an event."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from torchx_monarch.system.untrusted_text import lines, one_line
 T = TypeVar("T")
 
 _WAITING_EVERY = 10.0
-"""Seconds between two lines that say what a wait waits for."""
+"""Seconds between two "waiting for" lines."""
 
 _WAITING_FIRST = 5.0
-"""Seconds until the first of them."""
+"""Seconds of waiting before the first "waiting for" line."""
 
 _TERMINATION_MESSAGE = 4096
-"""Bytes of a container's termination message."""
+"""Largest size in bytes of a container's termination message."""
 
 
 class Reporter:
-    """Writes lines to the host's own stderr and events to the app's file.
+    """Write progress lines to the host's stderr and events to the app's events file.
 
     Attributes:
-        echo: called with each line as well, where somebody has set it.
-        rank_restarts: how often ``restarted`` was called.
+        echo: also called with each line; None for no such function.
+        rank_restarts: number of calls of ``restarted``.
 
     Args:
         console: the host's stderr.
-        events_path: the app's events file; None where the backend has none.
+        events_path: path of the app's events file; None if the backend has none.
         role: name of the role, part of each event.
-        termination_log: the file of the container's termination message (``write_failure_report``); None for none.
+        termination_log: path of the container's termination message (see ``write_failure_report``); None for none.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class Reporter:
         self.echo: Callable[[str], None] | None = None
 
     def line(self, text: str) -> None:
-        """A line in the log alone."""
+        """Write a line to the log, without an event."""
         text = one_line(text)
         self._console.write(self, f"[monarch] {text}\n".encode())
         if self.echo is not None:
             self.echo(text)
 
     def block(self, title: str, text: str) -> None:
-        """A line and a text of several, which a rank may have written: each of its lines is marked as ours."""
+        """Write a line and a text of several lines. Every line gets the prefix, as a rank may have written the text."""
         self.line(title)
         for line in lines(text):
             self._console.write(self, f"[monarch]   {line}\n".encode())
@@ -72,27 +72,27 @@ class Reporter:
                 self.echo(f"  {line}")
 
     def phase(self, kind: str, text: str, **fields: object) -> None:
-        """The end of a phase, with the seconds since the phase before it."""
+        """Report the end of a phase, with the seconds since the end of the previous phase."""
         now = time.monotonic()
         seconds, self._last = round(now - self._last, 3), now
         self.line(f"{text} ({seconds:.2f} s)")
         self._event(kind, text, seconds, fields)
 
     def note(self, kind: str, text: str, **fields: object) -> None:
-        """Something that happened between phases; the next one's seconds count from here."""
+        """Report an event between two phases. The duration of the next phase counts from here."""
         self._last = time.monotonic()
         self.line(text)
         self._event(kind, text, None, fields)
 
     def restarted(self, text: str, **fields: object) -> None:
-        """The ranks are started again: a note, which is counted where the backend looks for the number."""
+        """Report a restart of the ranks and count it where the backend reads the number."""
         self.note("rank_restart", text, **fields)
         self.rank_restarts += 1
-        # At once: a host that is killed has no last word.
+        # Now and not at the end: a host that is killed writes no failure report.
         _write(self._termination_log, json.dumps({RANK_RESTARTS: self.rank_restarts}))
 
     async def while_waiting(self, awaitable: Awaitable[T], what: Callable[[], str]) -> T:
-        """Await something, saying now and then what is awaited: ``waiting for host 3 of 4, 20 s``."""
+        """Await something and write a line every few seconds meanwhile: ``waiting for host 3 of 4, 20 s``."""
         started, patience = time.monotonic(), _WAITING_FIRST
         task = asyncio.ensure_future(awaitable)
         try:
@@ -111,14 +111,16 @@ class Reporter:
 
 
 def write_failure_report(verdict: JobResult, environ: Mapping[str, str], reporter: Reporter, final: str = "") -> None:
-    """Write how a job ended to where its backend looks for it.
+    """Write the result of a job to where its backend reads it.
 
     Args:
-        verdict: how it ended.
-        environ: TORCHELASTIC_ERROR_FILE names a file of ours; MONARCH_TERMINATION_LOG one that is there already, of
-            which Kubernetes reads 4096 bytes. MONARCH_RESULT_KEY asks for a signed line in the log.
-        reporter: knows how often this host has started the ranks again, for the latter two.
-        final: why the host is not to be started again; empty where it may be.
+        verdict: the job's result.
+        environ: the environment. TORCHELASTIC_ERROR_FILE names an error file that this function creates.
+            MONARCH_TERMINATION_LOG names an existing file, of which Kubernetes reads 4096 bytes. MONARCH_RESULT_KEY
+            requests a signed line in the log.
+        reporter: writes the signed line, and knows how often this host has restarted the ranks. The signed line and the
+            termination message contain that number.
+        final: why the host must not be restarted; empty if it may be.
     """
     path = environ.get("TORCHELASTIC_ERROR_FILE")
     further = {RANK_RESTARTS: reporter.rank_restarts} if reporter.rank_restarts else {}
@@ -133,11 +135,11 @@ def write_failure_report(verdict: JobResult, environ: Mapping[str, str], reporte
 
 
 def _write(path: str | None, text: str) -> None:
-    """Write a file that Kubernetes has made, perhaps for another user, and mounted: it cannot be replaced."""
+    """Overwrite a file in place: Kubernetes has mounted it, so it cannot be replaced, and another user may own it."""
     if not path:
         return
     with contextlib.suppress(OSError):
-        # A rank can have put a FIFO or a link there where nothing is mounted.
+        # Where nothing is mounted, a rank may have put a FIFO or a symbolic link in its place.
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
         with open(fd, "w") as file:
             if stat.S_ISREG(os.fstat(fd).st_mode):

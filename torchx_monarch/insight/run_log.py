@@ -1,8 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What happens in one run on a live allocation, as JSON lines in a file: written by one, followed by any number.
+"""The log of one run on a live allocation: JSON lines in a file, with one writer and any number of followers.
 
-The file is the buffer: a follower that reads slowly, or comes late, costs no memory and holds nobody up.
+The file is the buffer. A follower that reads slowly or starts late costs no memory and delays neither the run nor other
+followers.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from torchx_monarch.system import safe_files
 from torchx_monarch.system.console import LineSink, write_all
 
 _PIECE = 4000
-"""Characters of output in one record: JSON may spend twelve bytes on each, and JSON in JSON fourteen, and a line to
-replica 0 has at most 64 kB."""
+"""Most characters of output in one record. A line to replica 0 has at most 64 kB. JSON can use twelve bytes per
+character, and JSON within JSON fourteen."""
 
 _CHUNK = 1 << 18
 
@@ -27,14 +28,15 @@ class RunLog:
     """The records of one run.
 
     Attributes:
-        count: records so far.
-        path: the file; of mode 0600.
+        count: number of records so far.
+        path: path of the file, which has mode 0600.
 
     Args:
-        path: the file to make; its folder is made as well.
+        path: path of the file to create; its folder is created as well.
 
     Raises:
-        OSError: it cannot be made, or is no regular file of ours: a rank of a run before can have made it.
+        OSError: the file cannot be created, or is not a regular file of this user. A rank of an earlier run can have
+            put something else in its place.
     """
 
     def __init__(self, path: str) -> None:
@@ -47,44 +49,44 @@ class RunLog:
         self._changed = asyncio.Event()
 
     def append(self, record: dict[str, Any]) -> None:
-        """Add a record; nothing after ``close``."""
+        """Append a record; do nothing after ``close``."""
         self.append_line(json.dumps(record, separators=(",", ":")).encode() + b"\n")
 
     def append_line(self, line: bytes) -> None:
-        """Add a record that is encoded already, with its line feed."""
+        """Append a record that is encoded already and ends with a line feed; do nothing after ``close``."""
         if self._closed:
             return
-        write_all(self._file, line)  # a full disk loses output, never the run
+        write_all(self._file, line)  # does not raise: a full disk loses output, but does not end the run
         self.count += 1
         self._changed.set()
         self._changed = asyncio.Event()
 
     def output(self, rank: int, stream: str, data: bytes) -> None:
-        """Add what a rank has printed."""
+        """Append output of a rank, split into records of at most ``_PIECE`` characters."""
         text = data.decode(errors="surrogateescape")
         start = 0
         while start < len(text):
             end = start + _PIECE
-            if end < len(text):  # a follower has records of several hosts, which mix where no line ends
+            if end < len(text):  # split at line ends: a follower receives records of several hosts interleaved
                 end = text.rfind("\n", start, end) + 1 or end
             self.append({"type": "output", "rank": rank, "stream": stream, "text": text[start:end]})
             start = end
 
     def close(self) -> None:
-        """There are no more records."""
+        """Mark the log as complete; later records are dropped."""
         if not self._closed:
             self._closed = True
             os.close(self._file)
             self._changed.set()
 
     async def follow(self, wait: bool = True) -> AsyncIterator[list[bytes]]:
-        """The records from the first on, as lines, some at a time, until the journal is closed.
+        """Yield the records from the first on, as lists of lines, until the log is closed.
 
         Args:
-            wait: whether to wait for more when there are no more yet.
+            wait: whether to wait for further records; if not, the iteration ends at the last record so far.
 
         Raises:
-            OSError: somebody has put something else in the file's place.
+            OSError: another file is in the place of the log.
         """
         with open(safe_files.open_file(self.path), "rb") as file:
             rest = b""
@@ -102,10 +104,10 @@ class RunLog:
 
 
 class RunLogSink:
-    """Takes what a rank prints onto its host's output into the journal as well.
+    """Copy a rank's output from the host's output to the log of its run.
 
     Args:
-        run_log: of the run.
+        run_log: the log of the run.
         rank: the rank.
         stream: ``stdout`` or ``stderr``.
     """
@@ -116,25 +118,25 @@ class RunLogSink:
         self._stream = stream
 
     def write(self, text: bytes, shown: bytes) -> None:
-        """Take what is shown (see ``LineSink``)."""
+        """Append ``shown``, the text with its prefixes (see ``LineSink``)."""
         self._run_log.output(self._rank, self._stream, shown)
 
     def close(self) -> None:
-        """The journal outlives the rank."""
+        """Do nothing: the log outlives the rank."""
 
 
 class Sinks:
-    """Several sinks as one."""
+    """Combine several sinks into one."""
 
     def __init__(self, sinks: Sequence[LineSink]) -> None:
         self._sinks = sinks
 
     def write(self, text: bytes, shown: bytes) -> None:
-        """Pass it on to each."""
+        """Write to each sink."""
         for sink in self._sinks:
             sink.write(text, shown)
 
     def close(self) -> None:
-        """Close each."""
+        """Close each sink."""
         for sink in self._sinks:
             sink.close()

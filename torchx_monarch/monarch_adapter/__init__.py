@@ -1,3 +1,3 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The adapter to Monarch: every name of Monarch that is used, and the guard of its sockets."""
+"""The adapter to Monarch: all uses of Monarch's unstable names, and the guard of its sockets."""

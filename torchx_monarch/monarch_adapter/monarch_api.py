@@ -1,8 +1,8 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The one module that knows how Monarch is driven: 0.7's names, environment variables and habits.
+"""The adapter to Monarch 0.7: its names, environment variables and behaviour.
 
-Monarch is imported by ``start_worker`` (0.15 s, nothing of torch): it reads its environment when that happens.
+``start_worker`` imports Monarch (0.15 s, without torch). Monarch reads its environment variables at that import.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ if TYPE_CHECKING:
     from monarch.job import JobTrait
 
 _TUNING = {
-    # Env only, no configure() key; the default of 10 s is how long a dead process stays unnoticed.
+    # Environment variable only, no configure() key. By default a dead process stays unnoticed for 10 s.
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",
     "HYPERACTOR_MESH_PROC_STOP_MAX_IDLE": "5s",
 }
 
 LOG_TO_STDERR = {
-    # Monarch's log would go to /tmp/USER/monarch_log.log, a name that anybody can foresee, for all jobs of the user
-    # together: another user who makes that folder first can put a symbolic link or a FIFO there. There is no option for
-    # another file; but when the file cannot be made, and no file can have so long a name, the log goes to stderr.
+    # By default Monarch logs to /tmp/USER/monarch_log.log, one predictable path for all jobs of the user. Another user
+    # who creates that folder first can put a symbolic link or a FIFO there. No option selects another file. But Monarch
+    # logs to stderr when it cannot create the file, and this suffix makes the file name too long to create.
     "MONARCH_LOG_SUFFIX": "to-stderr" * 32,
     "MONARCH_FILE_LOG": "error",
 }
-"""Variables for every process that imports Monarch, which reads them at that moment; they keep its log out of ``/tmp``.
-A host process has pointed its stderr into the job's own folder."""
+"""Variables for every process that imports Monarch, which reads them at its import; they keep its log out of ``/tmp``.
+The stderr of a host process is a file in the job's folder."""
 
 _BEYOND_LEASE = 15.0
-"""Seconds beyond the lease after which Monarch itself gives up a process that is silent. Hosts find it by their own
-leases, and say which one it is; what Monarch says of it is a mesh, a rank and a time-out of its own."""
+"""Seconds beyond the lease after which Monarch itself gives up a silent process. Hosts detect it earlier by their own
+leases and name the host; Monarch's error only names a mesh, a rank and a time-out."""
 
 _TLS_VARIABLES = ("HYPERACTOR_TLS_CERT", "HYPERACTOR_TLS_KEY", "HYPERACTOR_TLS_CA")
 
 _CA = "trust_all_connections"
-"""The only value that 0.7 accepts. It says nothing: an ipc:// address is protected by its folder's mode, a tls:// one
-by certificates, which Monarch demands of both ends, and the abstract sockets, which it opens unasked in the process of
-the worker loop, by ``same_user``."""
+"""The only value that 0.7 accepts. It grants nothing: the mode of its folder protects an ipc:// address, mutual TLS
+protects a tls:// address, and ``socket_guard`` protects the abstract sockets that Monarch always opens in the process
+of the worker loop."""
 
 
 def log_to_stderr() -> None:
-    """Have Monarch write its log to this process's stderr; call it before Monarch is imported, it is too late after."""
+    """Have Monarch log to this process's stderr. Without effect once Monarch is imported."""
     for name, value in LOG_TO_STDERR.items():
         os.environ.setdefault(name, value)
 
@@ -67,19 +67,20 @@ def start_worker(
     """Import Monarch and start its worker loop in this process.
 
     Args:
-        client_url: where this process listens as a client; must be given before Monarch does anything.
-        serve_url: where the worker loop listens; ``tls://NAME:fdN`` for a socket that is bound already.
-        dial_url: how others reach that.
-        tls: for ``tls://``: files with this host's certificate, its key, and the authority that it trusts.
-        on_fault: called, from a thread of Monarch's, with the text of each fault that no one handles; several times
-            for one failure. (Monarch's default interrupts the main thread.)
+        client_url: URL on which this process listens as a client; Monarch needs it before any other call.
+        serve_url: URL on which the worker loop listens; ``tls://NAME:fdN`` for a socket that is bound already.
+        dial_url: URL by which other processes reach the worker loop.
+        tls: for ``tls://``: files with this host's certificate, its key, and the authority that it trusts; None
+            without TLS.
+        on_fault: called with the text of each unhandled fault, from a thread of Monarch, and possibly several times for
+            one failure. (Monarch's default interrupts the main thread.)
         warn: called with a line for the job's log when other users of this machine can connect to Monarch.
         lease: seconds for which a host or an agent may be silent until it counts as lost.
-        on_shutdown: called, from a thread, when a client has shut the host mesh down. Without it that is the end of
-            this process, at once and with exit code 0.
+        on_shutdown: called, from a thread, when a client has shut the host mesh down. If it is None, Monarch then exits
+            this process immediately with code 0.
 
     Returns:
-        the address by which a controller attaches to it.
+        The address with which a controller attaches to the worker loop.
     """
     log_to_stderr()
     for name, value in {**_TUNING, **_patience(lease)}.items():
@@ -92,8 +93,9 @@ def start_worker(
     _guard(warn)
     actor.unhandled_fault_hook = lambda failure: on_fault(str(failure))
     actor.enable_transport(client_url)
-    # With a service id the host is known by that, and not by the address it believes it serves. These two lines are
-    # monarch.job's new_service_proc_id and service_proc_addr, whose import costs as much as monarch.actor's.
+    # A host with a service id is identified by that id, and not by the address that it believes it serves. The next
+    # lines do what monarch.job's new_service_proc_id and service_proc_addr do. Importing monarch.job takes as long as
+    # importing monarch.actor.
     service = actor.ProcId(actor.Uid.instance("service"))
     if on_shutdown is None:
         actor.start_worker_loop_forever(ca=_CA, address=f"{service}@{serve_url}")
@@ -103,14 +105,14 @@ def start_worker(
 
 
 def _patience(lease: float) -> dict[str, str]:
-    """Monarch's time-outs for processes that do not answer, longer than the lease."""
+    """Return Monarch's time-outs for silent processes, all longer than the lease."""
     silent = lease + _BEYOND_LEASE
     return {
         "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": f"{silent:.0f}s",
         "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": f"{silent:.0f}s",
-        # 30 s by default, counted from the last message that was not acknowledged.
+        # Default 30 s, counted from the last message that was not acknowledged.
         "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": f"{silent:.0f}s",
-        # Monarch wants it to be longer than the sum of its polls.
+        # Must be longer than the sum of the polls above.
         "HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT": f"{4 * silent:.0f}s",
     }
 
@@ -138,13 +140,17 @@ def _serve_until_shutdown(address: str, on_fault: Callable[[str], None], on_shut
 
 
 def host_without_agent(error: BaseException) -> int | None:
-    """Which host's agent did not start or has died: its place in the mesh, where an error of ``AgentMesh`` says so."""
+    """Return the index in the mesh of the host whose agent did not start or has died; None if the error names none.
+
+    Args:
+        error: an error that ``AgentMesh`` has raised or yielded.
+    """
     text = str(error)
     if found := re.search(r"\{'hosts': (\d+)/\d+[^}]*\}> and all its descendants have failed", text):
         return int(found[1])
     if found := re.search(r"error creating proc \(host rank (\d+)\)", text):
         return int(found[1])
-    # "error spawning actor mesh: statuses: Timeout(30.05s)=0..1;Running=1..3": names of states, and ranges of hosts.
+    # "error spawning actor mesh: statuses: Timeout(30.05s)=0..1;Running=1..3": states with ranges of host indices.
     for state, first, end in re.findall(r"[ ;](\w+)(?:\([^;]*\))?=(\d+)\.\.(\d+)", text.partition("statuses:")[2]):
         if state != "Running" and int(end) == int(first) + 1:
             return int(first)
@@ -155,13 +161,13 @@ class AgentMesh:
     """One agent actor per host.
 
     Args:
-        addresses: of the hosts, by replica id; the first is that of the calling process.
+        addresses: addresses of the hosts, in the order of replica ids. The first is that of the calling process.
         agent: the actor class.
-        number: distinguishes the meshes that a controller forms one after the other.
-        timeout: seconds for attaching and for starting the agents.
+        number: number of this mesh among the meshes of the controller; makes Monarch's mesh names unique.
+        timeout: seconds for attaching to the hosts, and again for starting the agents.
 
     Raises:
-        Exception: whatever Monarch raises when a host cannot be attached to or an agent does not start.
+        Exception: any error of Monarch, when it cannot attach to a host or an agent does not start.
     """
 
     def __init__(self, addresses: Sequence[str], agent: type[actor.Actor], number: int, timeout: float) -> None:
@@ -173,9 +179,9 @@ class AgentMesh:
         self._agents.initialized.get(timeout=timeout)
 
     def stream(self, op: str, args: Mapping[str, Any], first: int) -> Iterator[Any]:
-        """Call the agents of the hosts from the one of that number on, of which there must be some.
+        """Call the agents of all hosts from index ``first`` on, and yield their answers as they arrive.
 
-        Yields the answers as they come, an exception for an agent that gave none.
+        For an agent that does not answer, the exception is yielded. ``first`` must be below the number of hosts.
         """
         for answer in self._agents.slice(hosts=slice(first, None)).call.stream(op, dict(args)):
             try:
@@ -184,22 +190,22 @@ class AgentMesh:
                 yield error
 
 
-# -- a user's process, which is a client of hosts that wait for actors -------------------------------------------------
+# -- a user's process as a client of hosts that wait for actors --------------------------------------------------------
 
 
 def become_client(url: str, tls: Sequence[str], warn: Callable[[str], None], gateway: str = "") -> None:
-    """Have this process listen as Monarch's client where the hosts can reach it, or reach them through one of them.
+    """Have this process listen as Monarch's client on a URL that the hosts can reach, or connect through a gateway.
 
     Args:
-        url: where; empty for Monarch's own choice, which hosts of this machine reach.
-        tls: for ``tls://``: files with its certificate, its key, and the authority that it trusts. Monarch reads them
-            anew for every connection, so they may be replaced.
+        url: URL to listen on; empty for Monarch's default, which only hosts on this machine can reach.
+        tls: for ``tls://``: files with the client's certificate, its key, and the authority that it trusts; else empty.
+            Monarch reads the files again for every connection, so they may be replaced.
         warn: called with a line when other users of this machine can connect to Monarch.
-        gateway: address of the host through which everything goes; nobody then dials this process. Monarch has one for
-            the life of a process.
+        gateway: address of the host through which all messages pass, so that no host dials this process; empty for
+            none. A process cannot change its gateway.
 
     Raises:
-        ClientError: it listens elsewhere already, or has another gateway.
+        ClientError: Monarch listens on another URL in this process already, or uses another gateway.
     """
     from monarch import actor
 
@@ -208,7 +214,7 @@ def become_client(url: str, tls: Sequence[str], warn: Callable[[str], None], gat
         from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_env
 
         os.environ.update(zip(_TLS_VARIABLES, tls, strict=True))
-        reload_config_from_env()  # Monarch has read its environment when it was imported
+        reload_config_from_env()  # Monarch read its environment when it was imported
     try:
         if gateway:
             actor.attach(gateway.partition("@")[2])
@@ -224,17 +230,17 @@ def become_client(url: str, tls: Sequence[str], warn: Callable[[str], None], gat
 
 
 def host_mesh(name: str, addresses: Sequence[str], timeout: float) -> actor.HostMesh:
-    """The hosts of these addresses as one mesh, of dimension ``hosts``.
+    """Return the hosts of these addresses as one mesh with the dimension ``hosts``.
 
     Raises:
-        ClientError: they cannot be reached in time.
+        ClientError: a host could not be reached within ``timeout`` seconds.
     """
     from monarch import actor
     from monarch._src.actor.sync_state import fake_sync_state
 
     mesh = actor.attach_to_workers(ca=_CA, workers=list(addresses), name=name)
     try:
-        with fake_sync_state():  # as JobTrait has it: state() is called from within asyncio as well
+        with fake_sync_state():  # as JobTrait does: state() is also called from within asyncio
             mesh.initialized.get(timeout=timeout)
     except Exception as error:
         raise ClientError(
@@ -244,7 +250,7 @@ def host_mesh(name: str, addresses: Sequence[str], timeout: float) -> actor.Host
 
 
 def stop_mesh(mesh: actor.HostMesh, timeout: float) -> None:
-    """End what was started on the hosts of a mesh, so that nothing of it fails when they go."""
+    """Stop the procs that were started on a mesh, so that they do not fail when the hosts end."""
     from monarch._src.actor.sync_state import fake_sync_state
 
     with fake_sync_state():
@@ -252,12 +258,12 @@ def stop_mesh(mesh: actor.HostMesh, timeout: float) -> None:
 
 
 def batch_job(job: JobTrait) -> JobTrait:
-    """What ``apply(client_script=...)`` leaves for the script: a job that is the one around it."""
+    """Return the job that ``apply(client_script=...)`` hands to the script: one that stands for the job around it."""
     from monarch._src.job.job import BatchJob
 
     return BatchJob(job)
 
 
 def in_batch_job() -> bool:
-    """Whether this process is the script of a job."""
+    """Return whether this process is the client script of a job."""
     return os.environ.get("MONARCH_BATCH_JOB") == "1"

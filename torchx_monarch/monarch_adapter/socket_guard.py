@@ -1,18 +1,19 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Has a loaded library take connections over unix sockets from our own user and root alone.
+"""A guard that restricts the unix sockets of a loaded library to connections from this user and root.
 
 Monarch 0.7 listens on *abstract* unix sockets in the process of its worker loop (``ChannelTransport::Unix``), whatever
-address it is told to serve. Such a socket has a name in ``/proc/net/unix`` and no file mode: every user in the same
-network namespace can connect, and who connects can have any code run here. There is no option against it, and the name
-is dialled by Monarch itself, so the listener has to stay. What can change is whom it accepts: the kernel says who is at
-the other end (SO_PEERCRED).
+address it serves. Such a socket has a name in ``/proc/net/unix`` and no file mode: every user in the same network
+namespace can connect, and a client can run any code in this process. No option turns these sockets off, and Monarch
+dials them itself, so they must stay open. The guard therefore rejects connections by the peer's user id, which the
+kernel provides (SO_PEERCRED).
 
-So the library's calls of ``accept4`` are led to a function of ours, by the table through which it calls functions of
-other libraries (the GOT; what its slots mean stands in its ELF relocations). The function is Python and needs the
-interpreter's lock for some microseconds a connection: nobody may hold that lock and wait for the thread that accepts.
+The guard replaces the library's calls of ``accept4`` by a Python function. It does so in the GOT, the table through
+which the library calls functions of other libraries; the ELF relocations name the GOT's entries. The function holds the
+interpreter lock for some microseconds per connection, so no thread may wait for the accepting thread while it holds
+that lock.
 
-This can go when Monarch can serve without abstract sockets, or checks its peers itself.
+The guard can go when Monarch can serve without abstract sockets, or checks its peers itself.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from typing import Any
 
 _FUNCTIONS = ("accept4", "accept")
 
-# Relocations of 64 bits that become a symbol's address: for data, for the GOT, and for the PLT's part of it.
+# 64-bit relocations that become the address of a symbol: in data, in the GOT, and in the PLT's part of the GOT.
 _RELOCATIONS = {"x86_64": (1, 6, 7), "aarch64": (257, 1025, 1026)}
 
-# Tags of a library's dynamic section (elf.h), and the sizes of Elf64_Rela and Elf64_Sym.
+# Tags of a library's dynamic section (elf.h), then the layouts of Elf64_Rela and Elf64_Sym.
 _DT_NULL, _DT_PLTRELSZ, _DT_STRTAB, _DT_SYMTAB, _DT_RELA, _DT_RELASZ = 0, 2, 5, 6, 7, 8
 _DT_JMPREL, _DT_RELACOUNT = 23, 0x6FFFFFF9
 _RELA, _SYM = struct.Struct("=QQq"), struct.Struct("=IBBHQQ")
@@ -44,12 +45,12 @@ _PROT_READ, _PROT_WRITE = mmap.PROT_READ, mmap.PROT_WRITE
 
 _CREDENTIALS = struct.Struct("=3i")
 
-# They are called as long as the process lives.
+# Keeps the callbacks alive: the library calls them until the process ends.
 _kept: list[Any] = []
 
 
 class NotGuarded(Exception):
-    """The library could not be changed: it takes connections from every user, as before."""
+    """The guard could not be installed: the library still accepts connections from every user."""
 
 
 class _LinkMap(ctypes.Structure):
@@ -61,16 +62,16 @@ class _LinkMap(ctypes.Structure):
 
 
 def guard(library: str) -> None:
-    """From now on a loaded library refuses connections over unix sockets from users other than ours and root.
+    """Have a loaded library reject connections over unix sockets from users other than this one and root.
 
-    Who is refused reads the end of the connection; the library is told ECONNABORTED, as when somebody connects and is
-    gone before he is accepted. Other sockets are as they were.
+    A rejected peer reads the end of the connection. The library gets ECONNABORTED, as if the peer had closed the
+    connection before it was accepted. Sockets of other families are not affected.
 
     Args:
-        library: its file.
+        library: path of the library's file.
 
     Raises:
-        NotGuarded: it cannot be changed; the message says why.
+        NotGuarded: the library cannot be changed; the message says why.
     """
     try:
         found = list(slots(library, _FUNCTIONS))
@@ -86,17 +87,17 @@ def guard(library: str) -> None:
 
 
 def slots(library: str, names: tuple[str, ...]) -> Iterator[tuple[str, int]]:
-    """The places in memory that hold, for a loaded library, the addresses of functions that it imports.
+    """Find the GOT entries of a loaded library that hold the addresses of imported functions.
 
     Args:
-        library: its file.
-        names: of the functions.
+        library: path of the library's file.
+        names: names of the functions.
 
     Yields:
-        a function's name and the address of such a place.
+        The name of a function and the address of an entry for it.
 
     Raises:
-        NotGuarded: not on this kind of machine.
+        NotGuarded: this machine architecture is not supported.
         OSError: the library is not loaded.
     """
     types = _RELOCATIONS.get(platform.machine())
@@ -110,11 +111,11 @@ def slots(library: str, names: tuple[str, ...]) -> Iterator[tuple[str, int]]:
     tags = _dynamic(link_map.contents.dynamic)
 
     def address(tag: int) -> int:
-        # glibc has made addresses of them when it loaded the library, other loaders leave them as in the file.
+        # glibc relocates these addresses when it loads the library; other loaders leave them as in the file.
         value = tags.get(tag, 0)
         return value if value >= base else base + value
 
-    # The first of the relocations, hundreds of thousands in a large library, have no symbol.
+    # Skip the relative relocations, which come first and have no symbol: hundreds of thousands in a large library.
     skipped = tags.get(_DT_RELACOUNT, 0) * _RELA.size
     tables = [
         (address(_DT_RELA) + skipped, tags.get(_DT_RELASZ, 0) - skipped),
@@ -139,7 +140,7 @@ def _dynamic(at: int) -> dict[int, int]:
 
 
 def _store(slot: int, value: int) -> None:
-    """Write into the GOT, which is read-only memory once a library is loaded (RELRO)."""
+    """Write an entry of the GOT, which is read-only memory once the library is loaded (RELRO)."""
     libc = ctypes.CDLL(None, use_errno=True)
     page = ctypes.c_void_p(slot & -mmap.PAGESIZE)
     read_only = not _writable(slot)
@@ -160,9 +161,9 @@ def _writable(address: int) -> bool:
 
 
 def _replacement(name: str) -> int:
-    """Address of a function that stands in for ``accept`` or ``accept4``."""
+    """Return the address of a C function that replaces ``accept`` or ``accept4``."""
     flags = [ctypes.c_int] if name == "accept4" else []
-    # The last word that ctypes keeps as this thread's errno, from the real function or from us, is what is returned.
+    # use_errno: the caller gets the errno that ctypes keeps for this thread, set by the real function or ``set_errno``.
     prototype = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *flags, use_errno=True)
     real: Callable[..., int] = prototype((name, ctypes.CDLL(None, use_errno=True)))
     ours = os.geteuid()
@@ -193,5 +194,5 @@ def _allowed(connection: int, ours: int) -> bool:
             return _CREDENTIALS.unpack(credentials)[1] in (ours, 0)
         finally:
             peer.detach()
-    except Exception:  # there is nobody to whom it could be raised
+    except Exception:  # the caller is C code: nothing could handle an exception
         return False
