@@ -1,10 +1,10 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Replica 0 of hosts that wait for actors: lets Monarch clients in, and ends the job when nobody comes.
+"""The controller of a role whose hosts wait for actors: it admits Monarch clients and ends the job when it is idle.
 
-A client greets with ``attach`` and its names; when all hosts are there it is told their Monarch addresses and, over
-TLS, given a certificate. Monarch's TLS is mutual, and hosts dial a client back: so this is one of the hosts' authority,
-for the client's own names. The connection stays open for as long as the client lives.
+A client greets with ``attach`` and its names. When all hosts have joined, replica 0 answers with their Monarch
+addresses and, under TLS, with a certificate. Monarch's TLS is mutual, and hosts dial the client back, so the hosts'
+authority signs this certificate, for the client's names. The connection stays open for as long as the client lives.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from torchx_monarch.transport import messages
 from torchx_monarch.transport.local_addresses import NetworkError
 
 _MOST_NAMES = 32
-"""Names that a certificate is made for: those of a client's interfaces, and its own."""
+"""Most names in a client's certificate: those of its interfaces, and its own."""
 
 
 class Script(Protocol):
-    """The process of a controller script, which replica 0 runs as a rank (``host.rank_pool.RankPool``)."""
+    """The process of a client script, which replica 0 runs as a rank (``host.rank_pool.RankPool``)."""
 
     async def watch(self) -> None:
         """Wait until the process has ended."""
 
     async def stop(self, number: int, grace: float) -> None:
-        """Send a signal, and SIGKILL ``grace`` seconds later; return when the process has ended."""
+        """Send signal ``number``, and SIGKILL ``grace`` seconds later; return when the process has ended."""
 
     def exits(self) -> list[RankExit]:
-        """Return how the process ended; empty while it runs."""
+        """Return the exit of the process; empty while it runs."""
 
 
 class ActorController:
-    """Runs a role whose hosts wait for actors, to its end.
+    """Run a role whose hosts wait for actors, until the job ends.
 
     Args:
-        rendezvous: where hosts and clients come.
-        host_network: of this host.
-        reporter: what a person sees.
-        sizes: of the role.
-        idle_timeout: seconds without a client until the job ends; 0 for never.
-        credentials: the value of ``credentials.VARIABLE``.
+        rendezvous: the rendezvous of hosts and clients.
+        host_network: connections of this host.
+        reporter: writes progress lines and events.
+        sizes: number of hosts of the role.
+        idle_timeout: seconds without a client after which the job ends; 0 for no limit.
+        credentials: value of ``credentials.VARIABLE``; empty without TLS.
         shut_down: set when a client has shut the mesh down.
-        script: whether the client is a script on this host, and no other is let in.
+        script: whether the only client is a script on this host; other clients are then refused.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ActorController:
         rendezvous.clients["attach"] = self._attach
 
     async def gather(self) -> list[Registration] | JobResult:
-        """The hosts, when all are there and can be reached; a verdict when that comes to nothing."""
+        """Wait for all hosts and check that they can be reached; return the hosts, or the verdict of a failure."""
 
         async def gathered() -> list[Registration]:
             hosts: list[Registration] = []
@@ -105,7 +105,7 @@ class ActorController:
         return self._hosts
 
     async def wait(self) -> JobResult:
-        """Let clients in until the end."""
+        """Admit clients until the job ends; return the verdict."""
         self._ready.set()
         self._reporter.phase("ready", "ready for actors")
         waits = {
@@ -123,7 +123,12 @@ class ActorController:
                 each.cancel()
 
     async def run(self, pool: Script, grace: float) -> JobResult:
-        """Wait for the end of the script that runs on this host, which is the job's, and stop it on trouble."""
+        """Wait for the end of the client script on this host, or stop the script at a host event; return the verdict.
+
+        Args:
+            pool: the process of the script.
+            grace: seconds from the signal to SIGKILL.
+        """
         watch, host_event = asyncio.ensure_future(pool.watch()), asyncio.ensure_future(self._host_event())
         try:
             await asyncio.wait([watch, host_event], return_when=asyncio.FIRST_COMPLETED)
@@ -191,7 +196,7 @@ class ActorController:
             self._reporter.line("a client has attached" if change > 0 else "no client is attached any more")
 
     async def _idle(self) -> None:
-        """Returns when no client has been there for too long."""
+        """Return when no client has been attached for ``idle_timeout`` seconds."""
         since = time.monotonic()
         while True:
             changed = asyncio.ensure_future(self._changed.wait())

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The one actor of each host, through which the controller runs and stops the ranks there."""
+"""The agent, an actor on each host through which the controller starts and stops the ranks of that host."""
 
 from __future__ import annotations
 
@@ -26,26 +26,30 @@ _FOR_THE_HOST = (
 
 
 class Agent(Actor):  # type: ignore[misc]
-    """Passes the controller's requests to the host process, whose children the ranks are.
+    """Pass the controller's requests to the host process, the parent of the ranks.
 
-    The endpoint is concurrent: Monarch gives an actor one message at a time otherwise, and a request to stop would wait
-    behind the one that it is to end.
+    The endpoint is concurrent. Otherwise Monarch would handle one message at a time, and a ``stop`` request would wait
+    for the ``watch`` request that it is meant to end.
     """
 
     def __init__(self) -> None:
-        # Slurm and terminals signal all processes of a job. The host heeds that; without its agent it could do nothing.
+        # Slurm and terminals signal all processes of a job. The host process handles the signal, and needs its agent.
         processes.ignore_signals(_FOR_THE_HOST)
-        # At once: by the end of this connection the host learns of our death.
+        # Connect in the constructor: the end of this connection tells the host process that the agent has died.
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(os.environ[SOCKET_VARIABLE])
         self._link: asyncio.Future[AgentClient] | None = None
 
     @concurrent_endpoint  # type: ignore[untyped-decorator]
     async def call(self, op: str, args: dict[str, Any]) -> Any:
-        """Have the host process do ``op`` (see ``HostProcess._handle``).
+        """Have the host process execute a request and return the result.
+
+        Args:
+            op: name of the operation (see ``HostProcess._handle``).
+            args: its arguments, as JSON values.
 
         Raises:
-            AgentError: the host could not.
+            AgentError: the host process answered with an error, or is gone.
         """
         if self._link is None:
             self._link = asyncio.ensure_future(AgentClient.over(self._socket))

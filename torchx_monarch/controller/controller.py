@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The controller on replica 0: hosts, mesh, ranks, verdict."""
+"""The controller on replica 0: it gathers hosts, forms the mesh, runs attempts and returns the verdict of the job."""
 
 from __future__ import annotations
 
@@ -39,28 +39,28 @@ _MESH_TIMEOUT = 60.0
 """Seconds for attaching to the hosts and starting their agents."""
 
 _STOP_MARGIN = 10.0
-"""Seconds beyond the grace until a host that has not said that its ranks ended counts as lost."""
+"""Seconds beyond the grace period that hosts have to report that their ranks have ended."""
 
 _SAID_ANYWAY = 1.0
-"""Seconds that it has where the failure names the host, and no other is to take its place."""
+"""Seconds to wait for a host's own report when the failure names the host already and no replacement will come."""
 
 
 _AGENT_ERROR = "AgentError: "
-"""Before what a host itself has answered, in the text of Monarch's error."""
+"""Precedes the host's own error text in the text of Monarch's error."""
 
 
 class HostEventArrived(Exception):
-    """Ends what the controller waits for."""
+    """A host event arrived while the controller was waiting for something else."""
 
     def __init__(self, host_event: HostEvent) -> None:
         self.host_event = host_event
 
 
 class HostRefused(Exception):
-    """A host of a live allocation cannot do what it was asked to, and lives on.
+    """A host of a live allocation refused a request, and stays available.
 
     Attributes:
-        code: exit code that goes with it.
+        code: exit code of the run that needed the request.
     """
 
     def __init__(self, message: str, code: int) -> None:
@@ -69,15 +69,15 @@ class HostRefused(Exception):
 
 
 class Controller:
-    """Drives the attempts of a role over its hosts.
+    """Run the attempts of a role on its hosts.
 
     Args:
-        options: of the job.
-        rendezvous: where the hosts register.
-        reporter: what a person sees.
+        options: options of the job.
+        rendezvous: the rendezvous at which the hosts register.
+        reporter: writes progress lines and events.
         first_output: set when a rank of this host has printed something.
-        unreachable: finds the hosts that cannot be reached, and why, by replica.
-        own_host: does what is asked of replica 0's host, which is this process: its agent would be a detour.
+        unreachable: returns the reason for each host that cannot be reached, by replica.
+        own_host: executes requests to replica 0's host, which is this process, without a detour through its agent.
     """
 
     def __init__(
@@ -95,8 +95,8 @@ class Controller:
         self._reporter = reporter
         self._first_output = first_output
         self._own_host = own_host
-        self._asked: set[asyncio.Task[None]] = set()  # held, or the loop might drop them
-        # Monarch's calls block; one thread each, because a pending one must not hold up the next.
+        self._asked: set[asyncio.Task[None]] = set()  # the event loop holds tasks by weak references only
+        # Monarch's calls block. Each has its own thread, so that a pending call does not delay the next.
         self._threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="monarch-call")
         self._mesh: AgentMesh | None = None
         self._meshes = 0
@@ -110,12 +110,12 @@ class Controller:
         self._exits: dict[int, RankExit] = {}
 
     async def run(self) -> JobResult:
-        """Run the job to its end; never raises for what can go wrong with hosts and ranks."""
+        """Run the job to its end and return the verdict. Failures of hosts and ranks do not raise."""
         wait = self._options.sizes.last_call
         while True:
             try:
                 hosts = await self._gather(wait)
-                # Hosts that have lost an earlier replica 0 have seen attempts.
+                # Hosts that outlived an earlier replica 0 have run attempts already.
                 self._attempt_number = max(self._attempt_number, *(host.attempt + 1 for host in hosts))
                 await self._form_mesh(hosts)
                 return await self._work(hosts)
@@ -125,7 +125,7 @@ class Controller:
             leaves = await self._let_go(host_event)
             if leaves:
                 self._members.discard(host_event.replica)
-            # Replica 0 is where we are: its own trouble takes the job along.
+            # The controller runs on replica 0, so an event of replica 0 ends the job.
             goes_on = (leaves or host_event.kind == JOINED) and host_event.replica != 0
             goes_on = goes_on and (self._options.sizes.elastic or self._replacements_left > 0)
             if not goes_on:
@@ -139,7 +139,10 @@ class Controller:
             wait = self._next_wait(host_event)
 
     async def _let_go(self, host_event: HostEvent) -> bool:
-        """Whether a host is no longer there to be asked; in an elastic job one that is told to stop leaves alone."""
+        """Return whether the host of an event has left.
+
+        A preempted host leaves an elastic job alone, if more hosts than the minimum are present.
+        """
         if host_event.lost or host_event.kind == JOINED:
             return host_event.lost
         leaves = host_event.replica != 0 and host_event.kind == PREEMPTED and self._options.sizes.elastic
@@ -149,9 +152,9 @@ class Controller:
         return True
 
     def _next_wait(self, host_event: HostEvent) -> float:
-        """Begin another attempt after this trouble; how long it waits for more hosts than it needs."""
+        """Prepare the next attempt; return the seconds that it waits for hosts beyond the minimum."""
         sizes = self._options.sizes
-        # An elastic job only counts attempts whose ranks had started.
+        # An elastic job counts only attempts whose ranks had started.
         if self._launched == self._attempt_number or not sizes.elastic:
             self._attempt_number += 1
             self._uncounted += host_event.kind == JOINED
@@ -165,7 +168,7 @@ class Controller:
         return sizes.last_call if replaced or self._rendezvous.present < sizes.fewest else 0.0
 
     def _handle_host_event(self, host_events: Iterable[HostEvent]) -> None:
-        """Have what came while ranks were being stopped not be forgotten: a wish to stop."""
+        """Requeue stop requests that arrived while ranks were shutting down; drop host-joined events; report losses."""
         for host_event in host_events:
             if host_event.lost:
                 self._reporter.note("failure", host_event.verdict.reason, replica=host_event.replica)
@@ -200,13 +203,13 @@ class Controller:
         except HostEventArrived:
             raise
         except Exception as error:
-            print(f"the mesh could not be formed: {error}", file=sys.stderr, flush=True)  # this is Monarch's log
+            print(f"the mesh could not be formed: {error}", file=sys.stderr, flush=True)  # stderr is Monarch's log
             place = host_without_agent(error)
             why = _first_line(error) if place is None else f"the agent of {hosts[place].name} did not start"
             reason = f"the mesh could not be formed: {why}; see {self._options.monarch_log}"
             host_event = HostEvent(0, JobResult(1, reason, replica=-1 if place is None else place))
             behind = await self._host_event_behind(host_event, self._options.said_within)
-            if behind is host_event:  # the hosts say nothing of it: a connection between them, which Monarch needs
+            if behind is host_event:  # no host reported a failure: a connection between hosts that Monarch needs failed
                 suspects = self._newcomers(hosts) if place is None else [hosts[place]]
                 behind = await self._gatherer.refuse({host.replica: reason for host in suspects}) or host_event
             raise HostEventArrived(behind) from error
@@ -215,11 +218,11 @@ class Controller:
         self._reporter.phase("mesh", "mesh")
 
     def _newcomers(self, hosts: list[Registration]) -> list[Registration]:
-        """Those of the hosts that were not in the mesh before this one; none where there was none before."""
+        """Return the hosts that were not in the previous mesh; none if there was no previous mesh."""
         return [host for host in hosts if host not in self._hosts] if self._hosts else []
 
     async def _work(self, hosts: list[Registration]) -> JobResult:
-        """What is done on a mesh that stands."""
+        """Do the job's work on the mesh that has been formed; return the verdict."""
         return await self._attempts(hosts)
 
     async def _attempts(self, hosts: list[Registration]) -> JobResult:
@@ -247,7 +250,7 @@ class Controller:
         return JobResult(0, f"all {sum(host.nproc for host in hosts)} ranks ended with code 0")
 
     async def _attempt(self, hosts: list[Registration], attempt: int) -> RankExit | None:
-        """Run the ranks once; None when all ended well, else the one that began the failure."""
+        """Run the ranks once; return the root cause of a failure, or None if all ranks ended with code 0."""
         options = self._options
         self._exits = {}
         if options.sizes.elastic and (newcomers := await self._unless_host_event(self._gatherer.reachable_newcomers())):
@@ -275,13 +278,13 @@ class Controller:
         growth = asyncio.ensure_future(self._report_newcomer())
         try:
             async for answer in self._each_host("watch", {}, hosts):
-                await asyncio.sleep(0)  # what was printed comes before what ended
+                await asyncio.sleep(0)  # lets ``_report_output`` run first: output is reported before exits
                 self._note_exits(answer["exits"])
-                growth.cancel()  # where the ranks of a host are done, nobody else is needed
+                growth.cancel()  # once the ranks of a host have ended, a further host is of no use
                 if cause := root_cause(self._exits.values()):
                     self._reporter.note("failure", cause.describe(), rank=cause.rank)
                     came = await self._stop_ranks(signal.SIGTERM)
-                    # Those that had failed before we stopped them have said so by now.
+                    # Ranks that had failed before the stop have reported their exits by now.
                     cause = root_cause(self._exits.values())
                     self._blame_hosts(came, cause)
                     return cause
@@ -292,11 +295,14 @@ class Controller:
         return None
 
     def _blame_hosts(self, host_events: list[HostEvent], cause: RankExit | None) -> None:
-        """Raise a trouble with a host that ranks may have felt before us; the others are put back."""
+        """Raise the host event that may have caused the ranks' failure, if there is one; requeue the other events.
+
+        Ranks may notice the loss of a host before the controller does.
+        """
         if self._options.sizes.elastic:
             blamed = [one for one in host_events if one.replica != 0 and (one.lost or one.kind == PREEMPTED)]
         elif cause is None or cause.is_collateral or self._restarts_left:
-            blamed = sorted(host_events, key=lambda one: one.lost)  # a wish to stop comes first: it ends the job
+            blamed = sorted(host_events, key=lambda one: one.lost)  # stop requests first: they end the job
         else:
             blamed = []
         for one in host_events:
@@ -317,7 +323,7 @@ class Controller:
 
     async def _call_own(self, op: str, args: dict[str, Any], timeout: float) -> Any:
         try:
-            # Not cancelled with us: an interpreter whose answer nobody has read would give it to the next who asks.
+            # Not cancelled with this call: the next request would read the answer that is still due to this one.
             asking = asyncio.ensure_future(self._own_host(op, args))
             asking.add_done_callback(lambda done: done.cancelled() or done.exception())
             return _granted(await self._unless_host_event(asyncio.wait_for(asyncio.shield(asking), timeout)))
@@ -331,7 +337,12 @@ class Controller:
             raise HostEventArrived(HostEvent(0, JobResult(1, f"host 0: {_first_line(error)}"))) from None
 
     async def _each_host(self, op: str, args: dict[str, Any], hosts: Iterable[Registration]) -> Any:
-        """Ask every host; yields the answers as they come. Trouble, an error among them, raises."""
+        """Send a request to every host and yield the answers as they arrive.
+
+        Raises:
+            HostEventArrived: a host event arrived, or a host answered with an error.
+            HostRefused: a host refused the request.
+        """
         answers: asyncio.Queue[Any] = asyncio.Queue()
         self._stream_into(answers, op, args)
         for _ in hosts:
@@ -343,14 +354,20 @@ class Controller:
             yield _granted(answer)
 
     def _agent_lost(self, error: Exception) -> HostEvent | None:
-        """The trouble of a host whose agent has died before it was in touch with its host, which then says nothing."""
+        """Return the event of a host whose agent died before it connected to the host process; None for other errors.
+
+        The host process cannot report the death of an agent that never connected.
+        """
         from torchx_monarch.monarch_adapter.monarch_api import host_without_agent
 
         place = host_without_agent(error)
         return agent_lost(self._hosts[place]) if place is not None else None
 
     async def _host_event_behind(self, host_event: HostEvent, within: float) -> HostEvent:
-        """What a host says of itself, which is better than what Monarch says of it, if some seconds later."""
+        """Wait ``within`` seconds for a host's own report; return ``host_event`` if none arrives.
+
+        The host's report names the cause better than Monarch's error, but may arrive some seconds later.
+        """
         try:
             return await asyncio.wait_for(self._rendezvous.host_events.get(), within)
         except asyncio.TimeoutError:
@@ -369,10 +386,10 @@ class Controller:
 
         def pump() -> None:
             for answer in mesh.stream(op, args, first):
-                with contextlib.suppress(RuntimeError):  # the loop has ended
+                with contextlib.suppress(RuntimeError):  # the event loop has ended
                     loop.call_soon_threadsafe(answers.put_nowait, answer)
 
-        # The launch goes through all agents: from then on each is known to be there, and its host hears of its death.
+        # ``launch`` goes through all agents, so that each is known to run, and its host process notices its death.
         first = 0 if op == "launch" else 1
         if first:
             task = asyncio.ensure_future(ask_own())
@@ -382,12 +399,15 @@ class Controller:
             threading.Thread(target=pump, name=f"monarch-{op}", daemon=True).start()
 
     async def _stop_ranks(self, number: int) -> list[HostEvent]:
-        """Stop the ranks of every host that can be asked to; what they say of it is kept.
+        """Stop the ranks of every host that can be reached, and note their exits.
 
-        A host whose agent is gone stops its ranks by itself, and one that is gone took them along.
+        A host whose agent is gone stops its ranks by itself. The ranks of a host that is gone are gone too.
+
+        Args:
+            number: the signal for the ranks; SIGKILL follows after the grace period.
 
         Returns:
-            the troubles that came meanwhile.
+            The host events that arrived meanwhile.
         """
         came: list[HostEvent] = []
         if self._mesh is None or not self._members:
@@ -397,7 +417,7 @@ class Controller:
         asked = set(self._members)
         until = loop.time() + grace + _STOP_MARGIN
         self._stream_into(answers, "stop", {"signal": number, "grace": grace})
-        # It outlives troubles: one that comes with an answer must not lose it.
+        # One task for all rounds of the loop: a host event that arrives with an answer must not lose the answer.
         getting = asyncio.ensure_future(answers.get())
         while asked:
             try:
@@ -415,7 +435,7 @@ class Controller:
             answer, getting = getting.result(), asyncio.ensure_future(answers.get())
             if not isinstance(answer, Exception):
                 self._note_exits(answer["exits"])
-                asked.discard(answer["replica"])  # by name: there are no exits when no rank was started
+                asked.discard(answer["replica"])  # not from the exits: there are none if no rank was started
         getting.cancel()
         while not self._rendezvous.host_events.empty():
             came.append(self._rendezvous.host_events.get_nowait())
@@ -433,7 +453,7 @@ class Controller:
         return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: function(*args))
 
     async def _unless_host_event(self, awaitable: Awaitable[T]) -> T:
-        """Await something; trouble that comes from a host meanwhile ends the wait."""
+        """Await something; raise ``HostEventArrived`` if a host event arrives first."""
         wanted = asyncio.ensure_future(awaitable)
         host_event = asyncio.ensure_future(self._rendezvous.host_events.get())
         try:
@@ -449,10 +469,10 @@ class Controller:
 
 
 def _granted(answer: Any) -> Any:
-    """What a host answers, unless it is that it cannot.
+    """Return the answer of a host.
 
     Raises:
-        HostRefused: that.
+        HostRefused: the answer is a refusal.
     """
     if isinstance(answer, dict) and "refused" in answer:
         raise HostRefused(answer["refused"], answer["code"])
@@ -460,7 +480,7 @@ def _granted(answer: Any) -> Any:
 
 
 def _first_line(error: BaseException) -> str:
-    """The text of an error from the other side of Monarch, without its layers."""
+    """Return the first line of an error's text, for an error of a host without the text that Monarch adds."""
     text = str(error).strip()
     if _AGENT_ERROR in text:
         text = text.rpartition(_AGENT_ERROR)[2]

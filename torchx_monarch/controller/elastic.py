@@ -1,10 +1,10 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""How many hosts an attempt runs on, and how long it waits for them: torchrun's ``--nnodes MIN:MAX``.
+"""The number of hosts of an attempt, and how long the attempt waits for them: torchrun's ``--nnodes MIN:MAX``.
 
-The rules are those of torch's c10d rendezvous (``torch/distributed/elastic/rendezvous/dynamic_rendezvous.py``): the
-fewest hosts have ``join_timeout`` seconds to arrive; from then on the others have ``last_call_timeout`` seconds, which
-end at once when all are there. A job of fixed size is one whose fewest hosts are all of them.
+The rules are those of torch's c10d rendezvous (``torch/distributed/elastic/rendezvous/dynamic_rendezvous.py``). The
+minimum number of hosts has ``join_timeout`` seconds to arrive. Then the other hosts have ``last_call_timeout`` seconds,
+or less if all arrive earlier. In a job of fixed size the minimum is the number of replicas.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from torchx_monarch.model.job_result import JobResult
 
 
 class TooFewHosts(Exception):
-    """The fewest hosts that the job needs have not come in time; the message says which are missing."""
+    """Fewer hosts than the minimum arrived in time; the message says which are missing."""
 
 
 @dataclasses.dataclass(frozen=True)
 class NodeRange:
-    """How many hosts a job runs on.
+    """The number of hosts on which a job runs.
 
     Attributes:
-        fewest: hosts without which it does not run.
-        most: all of the role's replicas.
-        join_timeout: seconds that the fewest have to arrive.
-        join_option: the option that says so.
-        last_call: seconds that are then waited for more.
+        fewest: minimum number of hosts.
+        most: maximum number of hosts, which is the number of the role's replicas.
+        join_timeout: seconds for the minimum number of hosts to arrive.
+        join_option: the option that sets ``join_timeout``, for messages.
+        last_call: seconds to wait for further hosts after the minimum has arrived.
     """
 
     fewest: int
@@ -44,12 +44,12 @@ class NodeRange:
 
     @classmethod
     def of(cls, command: Command | None, replicas: int, timeout: float) -> NodeRange:
-        """As torchrun's ``--nnodes`` and ``--rdzv-conf`` say.
+        """Derive the range from torchrun's ``--nnodes`` and ``--rdzv-conf``.
 
         Args:
-            command: the role's; None where it could not be read.
-            replicas: of the role.
-            timeout: seconds to wait for hosts, unless the command says otherwise.
+            command: the role's command; None if it cannot be parsed.
+            replicas: number of replicas of the role.
+            timeout: seconds to wait for hosts, unless the command sets ``join_timeout``.
         """
         if command is None:
             return cls(replicas, replicas, timeout)
@@ -62,18 +62,18 @@ class NodeRange:
 
     @property
     def elastic(self) -> bool:
-        """Whether the job runs on fewer hosts than the role has replicas."""
+        """Whether the job can run on fewer hosts than the role has replicas."""
         return self.fewest < self.most
 
 
 class HostGatherer:
-    """Gathers the hosts of each attempt.
+    """Gather the hosts of each attempt.
 
     Args:
-        sizes: of the job.
-        rendezvous: where the hosts register.
-        reporter: what a person sees.
-        unreachable: finds the hosts that cannot be reached, and why, by replica (``HostNetwork.unreachable``).
+        sizes: number of hosts of the job.
+        rendezvous: the rendezvous at which the hosts register.
+        reporter: writes progress lines and events.
+        unreachable: returns the reason for each host that cannot be reached, by replica (``HostNetwork.unreachable``).
     """
 
     def __init__(
@@ -93,10 +93,10 @@ class HostGatherer:
         """Wait for the hosts of the next attempt.
 
         Args:
-            wait: seconds for more hosts once the fewest are there.
+            wait: seconds to wait for further hosts after the minimum has arrived.
 
         Raises:
-            TooFewHosts: those have not come in time.
+            TooFewHosts: fewer hosts than the minimum arrived in time.
         """
         rendezvous, sizes = self._rendezvous, self._sizes
         while True:
@@ -111,7 +111,7 @@ class HostGatherer:
                 return
 
     def form(self) -> list[Registration]:
-        """The hosts of the next attempt, by replica id; none when some have gone since there were enough."""
+        """Return the hosts of the next attempt by replica id; empty if too few are left of those that had arrived."""
         rendezvous, sizes = self._rendezvous, self._sizes
         if rendezvous.present < sizes.fewest:
             return []
@@ -123,7 +123,7 @@ class HostGatherer:
         return hosts
 
     async def newcomer(self) -> Registration:
-        """Wait for a host that takes no part yet, and for more: until all are there, or the last call is over."""
+        """Wait for a host that is not in the attempt, and then for all others or the end of the last call."""
         rendezvous = self._rendezvous
         while not (newcomers := await self.reachable_newcomers()):
             await rendezvous.until(lambda: bool(rendezvous.newcomers))
@@ -132,20 +132,20 @@ class HostGatherer:
         return newcomers[0]
 
     async def reachable_newcomers(self) -> list[Registration]:
-        """The hosts that have come; those that cannot be reached are refused before ranks are stopped for them."""
+        """Return the hosts that are not in the attempt, and refuse the unreachable ones before any rank is stopped."""
         if refused := await self.refuse(await self.unreachable(self._rendezvous.newcomers)):
             self._reporter.note(refused.kind, refused.verdict.reason, replica=refused.replica)
         return self._rendezvous.newcomers
 
     async def refuse(self, reasons: Mapping[int, str]) -> HostEvent | None:
-        """Let hosts go that cannot take part in an elastic job, which goes on without them.
+        """Dismiss hosts that cannot take part in an elastic job, which goes on without them.
 
         Args:
-            reasons: why not, by replica.
+            reasons: why each host cannot take part, by replica; empty for none.
 
         Returns:
-            The loss of the first of them. None where the job cannot do without: it is not elastic, none is to be
-            refused, or it is replica 0.
+            The loss of the first of these hosts. None if the job cannot dismiss them: it is not elastic, ``reasons`` is
+            empty, or replica 0 is among them.
         """
         if not reasons or 0 in reasons or not self._sizes.elastic:
             return None
@@ -159,10 +159,10 @@ class HostGatherer:
         return losses[0]
 
     def shortage(self, replaced: bool) -> str:
-        """Why the job cannot go on with the hosts that are left; empty when it can.
+        """Return why the job cannot go on with the remaining hosts; empty if it can.
 
         Args:
-            replaced: whether the backend starts lost hosts again. One that has not come yet may still come.
+            replaced: whether the backend replaces lost hosts. A replica that has never registered may still arrive.
         """
         rendezvous, fewest = self._rendezvous, self._sizes.fewest
         if rendezvous.present >= fewest or replaced or rendezvous.expected:

@@ -1,10 +1,10 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""How one host is connected to the others: the rendezvous, Monarch's own traffic, and what protects both.
+"""The network connections of one host: the rendezvous, Monarch's own traffic, and the protection of both.
 
-The scheme of the rendezvous decides it all. ``unix`` is one machine: Monarch runs over socket files, and nothing
-listens on any network. ``tls`` is mutual TLS on both, with a certificate that this host makes for itself.
-``insecure-tcp`` is what it says.
+The scheme of the rendezvous address decides. With ``unix`` all hosts are on one machine: Monarch uses socket files, and
+nothing listens on a network. With ``tls`` both use mutual TLS, with a certificate that this host signs for itself. With
+``insecure-tcp`` neither is protected.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from torchx_monarch.transport.local_addresses import NetworkOptions
 _CHECKS_AT_A_TIME = 64
 
 _CHECK_PATIENCE = 10.0
-"""Seconds that a host has for the handshake when it is checked; it is busy with importing torch at that time."""
+"""Seconds for the handshake when replica 0 checks a host, which is busy with importing torch at that time."""
 
 _MONARCH_SCHEMES = {"tls": "tls", "insecure-tcp": "tcp"}
 
 
 @dataclasses.dataclass(frozen=True)
 class HostNetwork:
-    """The connections of this host.
+    """The network connections of this host.
 
     Attributes:
-        rendezvous: where replica 0 listens.
-        options: the user's.
-        advertised: name or address by which other hosts dial this one; ``127.0.0.1`` on one machine.
-        bind: local address that ports are opened on; empty for all.
-        identity: ours, under TLS.
-        client_url: where this process listens as Monarch's client.
-        serve_url: where its worker loop listens.
-        dial_url: how others reach that.
+        rendezvous: address on which replica 0 listens.
+        options: the user's network options.
+        advertised: name or IP address by which other hosts dial this one; ``127.0.0.1`` on one machine.
+        bind: local IP address on which ports are opened; empty for all.
+        identity: this host's certificate; None without TLS.
+        client_url: URL on which this process listens as Monarch's client.
+        serve_url: URL on which its worker loop listens.
+        dial_url: URL by which others reach the worker loop.
     """
 
     rendezvous: Address
@@ -63,18 +63,18 @@ class HostNetwork:
         folder: str,
         first: bool = False,
     ) -> HostNetwork:
-        """Make the certificate and open the ports.
+        """Create the certificate and open the ports.
 
         Args:
-            rendezvous: where replica 0 listens.
-            advertised: what ``network.advertised`` found.
-            options: the user's.
-            credentials: the value of ``credentials.VARIABLE``; empty where there is none.
-            folder: for sockets and keys; of mode 0700.
+            rendezvous: address on which replica 0 listens.
+            advertised: the result of ``local_addresses.advertised``.
+            options: the user's network options.
+            credentials: value of ``credentials.VARIABLE``; empty if it is not set.
+            folder: folder for sockets and keys; mode 0700.
             first: whether this is replica 0.
 
         Raises:
-            CredentialsError: TLS without credentials, or with something else in their place.
+            CredentialsError: under TLS, the credentials are missing or invalid.
             NetworkError: no port can be opened.
         """
         if not rendezvous.networked:
@@ -89,7 +89,7 @@ class HostNetwork:
                     f"the hosts are to meet at {rendezvous}, and {VARIABLE} is not set: without the job's credentials "
                     "a host can neither prove itself nor know the others"
                 )
-            # All that others may dial it by: schedulers hand out names, addresses of either network, or both.
+            # All names by which others may dial this host: schedulers give out names, or addresses of any interface.
             names = {advertised, rendezvous.host, os.uname().nodename, *local_addresses.interfaces().values()}
             names |= {REPLICA0_NAME} if first else set()
             identity = Identity.of(HostCredentials.load(credentials), names, folder)
@@ -110,7 +110,7 @@ class HostNetwork:
         lease: float,
         on_shutdown: Callable[[], None] | None = None,
     ) -> str:
-        """Start Monarch's worker loop in this process; its address. (See ``monarch_api.start_worker``.)"""
+        """Start Monarch's worker loop in this process and return its address (see ``monarch_api.start_worker``)."""
 
         def start() -> str:
             from torchx_monarch.monarch_adapter import monarch_api
@@ -123,12 +123,15 @@ class HostNetwork:
         return await asyncio.get_running_loop().run_in_executor(None, start)
 
     async def unreachable(self, hosts: Iterable[Registration]) -> dict[int, str]:
-        """Find the hosts whose Monarch port cannot be reached, or under TLS does not prove who it is.
+        """Find the hosts whose Monarch port cannot be reached or, under TLS, does not prove the host's identity.
 
-        Monarch itself says nothing of a handshake that fails: it would time out after a minute, without a reason.
+        Monarch itself does not report a failed handshake: it would time out after a minute, without a reason.
+
+        Args:
+            hosts: the hosts to check.
 
         Returns:
-            By replica, what is wrong, in words that name the host; empty where all can be reached.
+            The reason for each such host, by replica, in a text that names the host; empty if all can be reached.
         """
         if not self.rendezvous.networked:
             return {}

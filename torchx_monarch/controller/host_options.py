@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a host process is told on its command line."""
+"""The options of a host process, as given on its command line."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ class HostOptions:
     """The command line of a host process, ``python -m torchx_monarch.host``.
 
     Attributes:
-        app: the app's id.
-        role: the role's name.
-        replica: which replica of the role this is.
-        replicas: how many there are.
+        app: id of the app.
+        role: name of the role.
+        replica: replica id of this host within the role.
+        replicas: number of replicas of the role.
         grace: seconds from SIGTERM to SIGKILL for ranks.
-        host_timeout: seconds that all hosts have to arrive.
-        preload: modules that rank interpreters import ahead.
-        replacements: how many lost hosts the backend replaces.
-        rejoin_timeout: seconds that a host that has lost replica 0 looks for another.
-        rendezvous: where replica 0 listens; empty for MONARCH_RENDEZVOUS, or else a socket of this machine's.
-        network: of the hosts, where they are on one.
-        retry_on: exit codes after which ranks are started again, as a shell has them; empty for any.
-        command: what the role runs.
-        lease: seconds for which another host or the agent may be silent until it counts as lost.
-        peers: where replica 0 of each role listens, ``NAME=ADDRESS`` with commas; empty for MONARCH_PEERS.
-        directory: where replica 0 of the first role listens, which knows where those of the others do; empty for none.
-        application: where replica 0 of the first role listens, for roles that begin again together; empty for others.
-        beside: how many roles those are beside the first.
-        await_roles: those of them whose success the first role waits for before it ends.
+        host_timeout: seconds for all hosts to arrive.
+        preload: modules that rank interpreters import in advance.
+        replacements: number of lost hosts that the backend replaces.
+        rejoin_timeout: seconds for which a host that has lost replica 0 looks for its successor.
+        rendezvous: address on which replica 0 listens; empty for MONARCH_RENDEZVOUS or else a socket on this machine.
+        network: network options of the hosts.
+        retry_on: exit codes, as a shell reports them, after which ranks are restarted; empty for any.
+        command: the role's command.
+        lease: seconds of silence after which another host or the agent counts as lost.
+        peers: addresses of replica 0 of each role, as ``NAME=ADDRESS`` separated by commas; empty for MONARCH_PEERS.
+        directory: address of the role registry, on replica 0 of the first role, which knows the addresses of the other
+            roles; empty for none.
+        application: address of replica 0 of the first role, if all roles restart together; empty otherwise.
+        beside: number of roles that restart together with the first role.
+        await_roles: names of those roles whose success the first role awaits before it ends.
     """
 
     app: str

@@ -15,22 +15,22 @@ from torchx_monarch.controller.host_options import HostOptions
 
 @dataclasses.dataclass(frozen=True)
 class JobOptions:
-    """What the controller needs to know of the job.
+    """The options of a job that its controller needs.
 
     Attributes:
         run_id: TORCHELASTIC_RUN_ID of the ranks.
-        max_restarts: how often the ranks are started again after one has failed; one budget for the whole job.
-        replacements: how many lost hosts the backend replaces.
-        retry_on: exit codes, as a shell has them, after which ranks are started again; empty for any.
+        max_restarts: number of restarts after a rank has failed; one budget for the whole job.
+        replacements: number of lost hosts that the backend replaces.
+        retry_on: exit codes, as a shell reports them, after which ranks are restarted; empty for any.
         first_log_attempt: number of the first attempt's log folders.
-        sizes: how many hosts it runs on, and how long it waits for them.
-        host_timeout: seconds that rank 0's interpreter has to find a port.
+        sizes: number of hosts, and how long the job waits for them.
+        host_timeout: seconds for rank 0's interpreter to find a port.
         grace: seconds from SIGTERM to SIGKILL for ranks.
-        master_addr: what ranks dial to meet rank 0, unless the user names it.
-        store_bind: the local address that its store listens on, unless the user names another; empty for all.
-        said_within: seconds that the rendezvous has to say which host is lost when Monarch has found a call to fail.
-        lease: seconds that it has where a host or an agent may be silent, and not gone.
-        monarch_log: where Monarch says more.
+        master_addr: address by which ranks dial rank 0, unless the user names one.
+        store_bind: local address on which rank 0's store listens, unless the user names one; empty for all.
+        said_within: seconds to wait for a host's own report after a Monarch call has failed.
+        lease: seconds to wait for that report if a host or an agent may be silent, but not gone.
+        monarch_log: path of Monarch's log, for messages.
     """
 
     run_id: str
@@ -54,10 +54,10 @@ class JobOptions:
         """Derive the options from those of replica 0's host.
 
         Args:
-            options: of the host.
-            command: of the role; None where it cannot be parsed.
-            node_range: how many hosts the role runs on.
-            network: of the host.
+            options: options of the host.
+            command: the role's command; None if it cannot be parsed.
+            node_range: number of hosts on which the role runs.
+            network: network connections of the host.
             more: the other attributes: ``run_id``, ``first_log_attempt``, ``grace`` and ``monarch_log``.
         """
         return cls(
@@ -68,7 +68,7 @@ class JobOptions:
             host_timeout=options.host_timeout,
             master_addr=network.advertised,
             store_bind=network.bind,
-            # A machine that is gone is noticed by its silence.
+            # Over a network, the loss of a machine is noticed only after peer_timeout seconds of silence.
             said_within=options.network.peer_timeout + 3.0 if network.rendezvous.networked else 1.0,
             lease=options.lease,
             **more,

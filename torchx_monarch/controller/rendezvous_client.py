@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The end of every other host in the rendezvous, and how a replica 0 is greeted."""
+"""The client of the rendezvous: the handshake with a replica 0, and the connection of every other host to it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from torchx_monarch.transport.connections import PEER_TIMEOUT, Address, ConnectE
 from torchx_monarch.transport.lease import LEASE, Leases
 
 _ANSWER_TIMEOUT = 60.0
-"""Seconds that replica 0 has for its answer to a greeting: it may be busy with thousands of them."""
+"""Seconds for replica 0 to answer a greeting: it may be busy with thousands of them."""
 
 _RETRY_EVERY = 0.01
-"""Seconds between two tries to reach replica 0 at first; each wait is a little longer than the one before."""
+"""Seconds between the first two tries to reach replica 0; each further pause is a little longer."""
 
 _RETRY_AT_MOST = 0.5
 
 _STALE_FOR = 1.6
-"""For how long even a final refusal is tried again, in units of the peer timeout: an earlier job's replica 0 may still
-have the port, or the host in whose place this one comes may not have been missed yet."""
+"""Duration of retries after a final refusal, in units of the peer timeout. The replica 0 of an earlier job may still
+hold the port, or replica 0 may not have noticed yet that the host that this one replaces is lost."""
 
 
 async def handshake(
@@ -41,24 +41,24 @@ async def handshake(
     aim: str = "replica 0 was not reached",
     refused: str = "replica 0 refused this host",
 ) -> tuple[messages.Message, asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect to a replica 0 and greet it; tries again until it listens and gives the answer that is expected.
+    """Connect to a replica 0 and greet it. Retry until it listens and sends the expected answer.
 
     Args:
-        address: where it listens.
-        greeting: the message, without the version.
-        expected: type of the answer.
-        timeout: seconds.
-        identity: ours, where the address is one of TLS.
-        peer_timeout: seconds of its machine's silence until the connection breaks.
-        on_failure: called with the reason why a try has failed.
-        aim: what has failed when the time is over, for the message.
-        refused: what has happened when it says no, for the message.
+        address: address on which replica 0 listens.
+        greeting: the greeting, without the version.
+        expected: type of the expected answer.
+        timeout: seconds for all tries together.
+        identity: this host's certificate; None without TLS.
+        peer_timeout: seconds without an answer from replica 0's machine after which the kernel breaks the connection.
+        on_failure: called with the reason of each failed try.
+        aim: start of the error message for a time-out.
+        refused: start of the error message for a refusal.
 
     Returns:
-        The answer and the connection.
+        The answer, and the reader and writer of the connection.
 
     Raises:
-        RendezvousError: refused, or no such answer within ``timeout`` seconds.
+        RendezvousError: replica 0 refused the greeting, or did not send the expected answer within ``timeout`` seconds.
     """
     started = time.monotonic()
     pause, why, patience = _RETRY_EVERY, "", connections.IMPATIENCE
@@ -83,10 +83,10 @@ async def handshake(
                     raise ConnectError(refusal, final=True)
                 raise RendezvousError(refusal)
             broken = reader.exception()
-            if isinstance(broken, ssl.SSLError):  # its word on our certificate comes after the handshake
+            if isinstance(broken, ssl.SSLError):  # in TLS 1.3 an alert about our certificate follows the handshake
                 raise connections.explain(broken, address)
-            # One that is about to end, and whose socket was still open: there may be another. One that had no
-            # time for this host among many strangers does the same.
+            # Either replica 0 is about to end, and another may start, or its listener has reached its limit of
+            # unauthenticated connections and closed this one.
             raise ConnectError(f"{address}: it hung up")
         except ConnectError as error:
             why = str(error)
@@ -100,17 +100,17 @@ async def handshake(
 
 
 class RendezvousClient:
-    """The end of every other host.
+    """The connection of a host to replica 0, for every host but replica 0.
 
     Attributes:
-        lost: why replica 0 is lost, where more is known than that the connection broke.
-        dismissed: whether the verdict is this host's alone, and the job goes on without it.
+        lost: why replica 0 is lost; empty if no more is known than that the connection broke.
+        dismissed: whether the verdict is for this host alone, and the job goes on without it.
 
     Args:
-        reader: of the connection to replica 0.
-        writer: of the same.
-        name: of replica 0's host, for messages.
-        lease: seconds for which replica 0 may be silent.
+        reader: reader of the connection to replica 0.
+        writer: writer of the connection to replica 0.
+        name: name of replica 0's host, for messages.
+        lease: seconds of silence after which replica 0 counts as lost.
     """
 
     def __init__(
@@ -134,19 +134,20 @@ class RendezvousClient:
         on_failure: Callable[[str], None] = lambda reason: None,
         lease: float = LEASE,
     ) -> RendezvousClient:
-        """Connect to replica 0 and register; tries again until it listens.
+        """Connect to replica 0 and register. Retry until it listens.
 
         Args:
-            address: where it listens.
-            host: what it is told.
-            timeout: seconds.
-            identity: ours, where the address is one of TLS.
-            peer_timeout: seconds of its machine's silence until the connection breaks.
-            on_failure: called with the reason why a try has failed.
-            lease: seconds for which replica 0 may be silent once this host has registered.
+            address: address on which replica 0 listens.
+            host: registration of this host.
+            timeout: seconds for all tries together.
+            identity: this host's certificate; None without TLS.
+            peer_timeout: seconds without an answer from replica 0's machine after which the kernel breaks the
+                connection.
+            on_failure: called with the reason of each failed try.
+            lease: seconds of silence, after the registration, after which replica 0 counts as lost.
 
         Raises:
-            RendezvousError: refused, or nobody listened within ``timeout`` seconds.
+            RendezvousError: replica 0 refused the host, or did not answer within ``timeout`` seconds.
         """
         said = dataclasses.replace(host, error=host.error[: messages.MAX_ERROR])
         greeting = {"type": "register", "host": dataclasses.asdict(said)}
@@ -160,7 +161,7 @@ class RendezvousClient:
         await messages.send(self._writer, {"type": kind, **fields})
 
     async def verdict(self) -> JobResult | None:
-        """Wait for the verdict, sending heartbeats; None when replica 0 is lost."""
+        """Wait for the verdict and send heartbeats meanwhile; return None if replica 0 is lost."""
         heartbeats = asyncio.ensure_future(self._send_heartbeats())
         self._leases.start()
         self._leases.renew(self._name)

@@ -1,6 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Whether another attempt may help, and when. torchrun makes one at once, as long as ``--max-restarts`` lasts."""
+"""Decisions about restarts: whether another attempt may help, and how long it waits.
+
+torchrun restarts immediately, as long as ``--max-restarts`` lasts.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,23 @@ from collections.abc import Callable, Collection, Iterable
 from torchx_monarch.model.job_result import JobResult, RankExit, no_retry_reason, shell_code
 
 _FIRST_DELAY = 1.0
-"""Seconds before the second restart in a row, at most. Each further one may take twice as long."""
+"""Upper limit in seconds of the delay before the second restart in a row. It doubles with each further restart."""
 
 _LONGEST_DELAY = 60.0
 
 _LIVED = 60.0
-"""Seconds after which an attempt has done something: its failure is not the continuation of the one before."""
+"""Seconds after which an attempt has made progress, so that its failure does not continue the previous one."""
 
 
 class Backoff:
-    """How long to wait before the ranks are started again, so that a program that fails at once does not spin.
+    """The delays between restarts, so that a program that fails immediately does not spin.
 
-    The first restart, and the first after an attempt that lived, is immediate. The delays of further ones double, up to
-    a minute. Each is drawn from its upper half: jobs that a common cause has ended do not all come back at one moment.
+    The first restart is immediate, and so is the first one after an attempt that ran for a minute. The delays of
+    further restarts double, up to a minute. Each delay is drawn from the upper half of its range, so that jobs that
+    failed by a common cause do not all restart at the same moment.
 
     Args:
-        draw: a number from 0 up to 1.
+        draw: returns a random number from 0 to 1.
     """
 
     def __init__(self, draw: Callable[[], float] = random.random) -> None:
@@ -33,7 +37,7 @@ class Backoff:
         self._in_a_row = 0
 
     def delay(self, lived: float) -> float:
-        """Seconds to wait before the next attempt.
+        """Return the seconds to wait before the next attempt.
 
         Args:
             lived: seconds for which the last attempt ran.
@@ -48,20 +52,20 @@ class Backoff:
 
 
 def never_joined(exits: Iterable[RankExit]) -> frozenset[int]:
-    """The ranks that failed in forming their process group, and had not been in one before."""
+    """Return the ranks that failed while forming their first process group."""
     return frozenset(one.rank for one in exits if one.failed and one.joined is False)
 
 
 def why_not(
     cause: RankExit, failed_now: Collection[int], failed_before: Collection[int], retry_on: Collection[int]
 ) -> str:
-    """Why the ranks are not to be started again; empty when they are.
+    """Return why the ranks must not be restarted; empty if they may be.
 
     Args:
-        cause: the rank that began the failure.
-        failed_now: what ``never_joined`` says of this attempt.
-        failed_before: and of the attempt before.
-        retry_on: the exit codes, as a shell has them, after which they may be; empty for any.
+        cause: exit of the rank that is the root cause.
+        failed_now: the result of ``never_joined`` for this attempt.
+        failed_before: the result of ``never_joined`` for the previous attempt.
+        retry_on: exit codes, as a shell reports them, after which ranks are restarted; empty for any.
     """
     code = shell_code(cause.code)
     if not cause.began:
@@ -75,11 +79,11 @@ def why_not(
 
 
 def why_no_other_start(verdict: JobResult, retry_on: Collection[int]) -> str:
-    """Why hosts whose job has ended so are not to be started again, by the program's exit code; empty when they may be.
+    """Return why the hosts of a job must not be restarted, judged by the program's exit code; empty if they may be.
 
     Args:
-        verdict: how it ended. What befell hosts or machines says nothing of the program.
-        retry_on: the exit codes, as a shell has them, after which they may be; empty for any.
+        verdict: the job's result. A failure of hosts or machines, without a rank as its cause, never forbids a restart.
+        retry_on: exit codes, as a shell reports them, after which hosts are restarted; empty for any.
     """
     return _said_by(verdict.code, retry_on) if verdict.code and verdict.cause is not None else ""
 
