@@ -1,21 +1,22 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""How the hosts of a role find replica 0, stay in touch with it and learn the verdict.
+"""The rendezvous, through which the hosts of a role register with replica 0 and learn the verdict of the job.
 
-Replica 0 listens; every other host connects, registers, sends heartbeats, which replica 0 answers, and waits for the
-verdict. Each end counts the other as lost when the connection breaks or stays silent for longer than the lease
+Replica 0 listens. Every other host connects, registers, sends heartbeats, which replica 0 answers, and waits for the
+verdict. Each side counts the other as lost when the connection breaks, or stays silent for longer than the lease
 (``transport.lease``).
 
 =========================  =======================================================================================
 host to replica 0          ``register`` (greeting, with the protocol's version), ``alive``, ``agent_lost`` (with
-                           ``silent``), ``signal``, and what ``reports`` names
-client to replica 0        ``look``, ``stop`` (greetings; the answer is ``state``), and what ``clients`` names
+                           ``silent``), ``signal``, and the kinds in ``Rendezvous.reports``
+client to replica 0        ``look``, ``stop`` (greetings; the answer is ``state``), and the kinds in
+                           ``Rendezvous.clients``
 replica 0 to either        ``registered`` (with its name), ``alive``, ``refused`` (with the reason), ``state``,
                            ``verdict``
 =========================  =======================================================================================
 
-Who is a host and who a client shows in the certificate (``transport.is_client``). Where there is none, on a socket
-file of our own user or on an insecure port, everybody may do everything.
+The certificate distinguishes hosts from clients (``transport.connections.is_client``). Without certificates, on a
+socket file of this user or on an insecure port, every peer may do everything.
 """
 
 from __future__ import annotations
@@ -38,41 +39,41 @@ _GREETING_TIMEOUT = 10.0
 _LATECOMERS = 1.0
 
 PREEMPTED = "preempted"
-"""Kind of the trouble of a host whose machine is taken away."""
+"""Kind of the event of a host whose machine is preempted."""
 
 JOINED = "joined"
-"""Kind of the trouble of a host that has come while an attempt runs, and wants to take part."""
+"""Kind of the event of a host that has registered while an attempt runs."""
 
 
 class RendezvousError(Exception):
-    """A host cannot take part; the message says why."""
+    """A host or client is refused; the message says why."""
 
 
 class _TakenError(RendezvousError):
-    """Another host is there in its place, which may be gone without anybody having noticed yet."""
+    """Another host has registered with this replica id. It may be lost without replica 0 having noticed yet."""
 
 
 class LaterError(RendezvousError):
-    """What the host wants cannot be had yet: it is to try again, for as long as it has time."""
+    """The request cannot be granted yet. The peer retries until its time-out."""
 
 
 class _EndingError(LaterError):
-    """The hosts that were here are ending, and the backend has started one of them again before the others."""
+    """The registered hosts are about to end, and the backend has restarted one of them before the others."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Registration:
-    """What a host says of itself.
+    """The data with which a host registers.
 
     Attributes:
-        replica: its id within the role.
-        address: of its Monarch worker; empty with ``error``.
+        replica: replica id of the host within the role.
+        address: address of its Monarch worker; empty if ``error`` is set.
         hostname: name of the machine.
-        pid: of the host process.
-        nproc: ranks it will run.
-        error: why it cannot take part; empty when it can.
-        code: exit code that goes with ``error``.
-        attempt: the last attempt that it took part in, under another replica 0; -1 for none.
+        pid: process id of the host process.
+        nproc: number of ranks that it will run.
+        error: why it cannot take part; empty if it can.
+        code: exit code that belongs to ``error``.
+        attempt: the last attempt in which it took part, under an earlier replica 0; -1 for none.
     """
 
     replica: int
@@ -86,20 +87,20 @@ class Registration:
 
     @property
     def name(self) -> str:
-        """For messages: ``host 1 (node7, pid 4711)``."""
+        """Return the host's name for messages: ``host 1 (node7, pid 4711)``."""
         return f"host {self.replica} ({self.hostname}, pid {self.pid})"
 
 
 @dataclasses.dataclass(frozen=True)
 class HostEvent:
-    """Something that ends an attempt and comes from a host, not from a rank.
+    """An event of a host, not of a rank, that ends an attempt.
 
     Attributes:
-        replica: the host.
-        verdict: what it means for the job.
-        lost: whether the host can no longer be asked to stop its ranks.
-        signal: what the ranks of the others are stopped with.
-        kind: of the event that says it: ``failure``, ``PREEMPTED`` or ``JOINED``.
+        replica: replica id of the host.
+        verdict: the job's result if the event ends the job.
+        lost: whether the host can no longer receive a request to stop its ranks.
+        signal: the signal with which the ranks of the other hosts are stopped.
+        kind: kind of the event in the events file, such as ``failure``, ``PREEMPTED`` or ``JOINED``.
     """
 
     replica: int
@@ -113,22 +114,22 @@ Serve = Callable[[messages.Message, asyncio.StreamReader, asyncio.StreamWriter],
 
 
 class Rendezvous:
-    """Replica 0's end.
+    """Replica 0's side of the rendezvous.
 
     Attributes:
-        host_events: what ends an attempt, as it comes.
-        clients: who answers greetings of a client beyond those above, or in place of them, by kind. The connection is
-            theirs until they return; a ``RendezvousError`` refuses.
-        reports: who is told of messages of a host beyond those above, by kind.
+        host_events: queue of the events that end an attempt.
+        clients: handlers of client greetings, by kind, in addition to the kinds above or in place of them. The handler
+            owns the connection until it returns; its ``RendezvousError`` refuses the client.
+        reports: handlers of further host messages, by kind.
 
     Args:
-        address: where to listen.
-        replicas: how many hosts the role has.
-        identity: ours, where the address is one of TLS.
-        bind: local address to listen on; empty for all.
-        peer_timeout: seconds of a machine's silence until its connection breaks.
-        lease: seconds for which a host may be silent.
-        fewest: how many of the hosts the job needs at least; None for all.
+        address: address to listen on.
+        replicas: number of replicas of the role.
+        identity: this host's certificate; None without TLS.
+        bind: local IP address to listen on; empty for all.
+        peer_timeout: seconds without an answer from a machine after which the kernel breaks its connection.
+        lease: seconds of silence after which a host counts as lost.
+        fewest: minimum number of hosts that the job needs; None for all.
     """
 
     def __init__(
@@ -164,10 +165,10 @@ class Rendezvous:
         self._listener: Listener | None = None
 
     async def start(self) -> None:
-        """Begin to listen.
+        """Start to listen.
 
         Raises:
-            RendezvousError: it is not possible there.
+            RendezvousError: the process cannot listen on the address.
         """
         try:
             self._listener = await connections.listen(
@@ -178,7 +179,7 @@ class Rendezvous:
         self._leases.start()
 
     def register(self, host: Registration) -> None:
-        """Count a host as present. A host that cannot take part is trouble."""
+        """Register a host as present. A host with an error also puts an event into ``host_events``."""
         self._hosts[host.replica] = host
         self._seen.add(host.replica)
         if host.error:
@@ -188,14 +189,14 @@ class Rendezvous:
         self._note_change()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until something holds that depends on which hosts are present."""
+        """Wait until a condition on the present hosts holds. It is evaluated at each change of these hosts."""
         while not condition():
             await self._changed.wait()
 
     def form(self) -> list[Registration]:
-        """Make those that are present the members of the next attempt; their registrations by replica id.
+        """Make the present hosts the members of the next attempt; return their registrations by replica id.
 
-        What came of hosts that are gone, or have joined, is settled by that.
+        Drop the queued events of hosts that are gone or have joined: forming the attempt has settled them.
         """
         self._formed = True
         self._members = {each: host for each, host in sorted(self._hosts.items()) if not host.error}
@@ -208,36 +209,36 @@ class Rendezvous:
 
     @property
     def newcomers(self) -> list[Registration]:
-        """Hosts that are present and no members yet."""
+        """Return the hosts that are present and not yet members."""
         return [host for replica, host in sorted(self._hosts.items()) if self._members.get(replica) is not host]
 
     async def dismiss(self, replica: int, verdict: JobResult) -> None:
-        """Let one host go, which is to end as the verdict says while the job goes on."""
+        """Send one host the verdict with which it ends, while the job goes on without it."""
         if self._hosts.pop(replica, None) is not None:
             self._note_change()
             await messages.send(self._writers[replica], {"type": "verdict", "dismissed": True, **verdict.to_json()})
 
     def end(self) -> None:
-        """Have hosts wait that the backend starts again, until this one is started again as well.
+        """Put off hosts that the backend restarts, until it has restarted replica 0 as well.
 
-        For backends that do so one by one: a host that was let in would be told this start's verdict, and so spend one
-        of its restarts for nothing.
+        This is for backends that restart the hosts of a job one by one. A host that registered now would get the
+        verdict of the job that is ending, and would use up one of its restarts for nothing.
         """
         self._ending = self._formed
 
     @property
     def missing(self) -> list[int]:
-        """Replicas that have not registered."""
+        """Return the replicas that are not registered."""
         return [replica for replica in range(self._replicas) if replica not in self._hosts]
 
     @property
     def present(self) -> int:
-        """How many hosts have registered and can take part."""
+        """Return the number of registered hosts that can take part."""
         return sum(not host.error for host in self._hosts.values())
 
     @property
     def expected(self) -> bool:
-        """Whether there are replicas that have never registered: they may still come."""
+        """Whether some replicas have never registered, and may still do so."""
         return len(self._seen) < self._replicas
 
     def _note_change(self) -> None:
@@ -245,10 +246,10 @@ class Rendezvous:
         self._changed = asyncio.Event()
 
     async def announce(self, verdict: JobResult, timeout: float) -> None:
-        """Tell every host how the job ended; returns when they have hung up, or after ``timeout`` seconds.
+        """Send every host the verdict; return when all have disconnected, or after ``timeout`` seconds.
 
-        When that was before all had come, those that come within a second are told as well: they would look for a
-        replica 0 for a long time.
+        If no attempt has been formed, keep listening for a second and send the verdict to hosts that arrive late. They
+        would otherwise look for a replica 0 for a long time.
         """
         self._verdict = verdict
         self._told = set(self._writers)
@@ -257,7 +258,7 @@ class Rendezvous:
         started = time.monotonic()
         message = {"type": "verdict", **verdict.to_json()}
         if telling := [asyncio.ensure_future(messages.send(writer, message)) for writer in self._writers.values()]:
-            await asyncio.wait(telling, timeout=timeout)  # one that does not read must not keep it from the others
+            await asyncio.wait(telling, timeout=timeout)  # in parallel: a host that does not read must not delay others
         open_for = 0.0 if self._formed or self._listener is None else _LATECOMERS
         while (self._writers or open_for) and time.monotonic() < started + timeout:
             await asyncio.sleep(0.005)
@@ -286,12 +287,12 @@ class Rendezvous:
                 raise RendezvousError("a client may look at the job and stop it, and not register as a host")
             host = self._admit(greeting or {})
         except (messages.ProtocolError, TimeoutError, RendezvousError) as error:
-            # The reason may quote what came, at any length.
+            # The reason may quote the peer's message, which can be long.
             refusal = {"type": "refused", "reason": str(error)[:1000], "again": isinstance(error, _TakenError)}
             refusal["later"] = isinstance(error, LaterError)
             await messages.send(writer, refusal)
             return
-        # Before anything is awaited: another may ask for the same place.
+        # Before the first await: another connection may register with the same replica id.
         self._writers[host.replica] = writer
         self._leases.renew(host.replica)
         self.register(host)
@@ -309,7 +310,7 @@ class Rendezvous:
             del self._writers[host.replica]
             self._leases.drop(host.replica)
         if not host.error and self._hosts.get(host.replica) is host:
-            # From now on its replacement may register.
+            # From here on its replacement may register.
             del self._hosts[host.replica]
             self._note_change()
             self.host_events.put_nowait(lost)
@@ -329,7 +330,7 @@ class Rendezvous:
         return kind
 
     def state(self) -> messages.Message:
-        """What a client is told of the hosts."""
+        """Return the hosts' state for a client."""
         hosts = [dataclasses.asdict(host) for host in self._hosts.values()]
         return {"hosts": hosts, "missing": self.missing, "over": self._verdict is not None}
 
@@ -345,7 +346,7 @@ class Rendezvous:
             raise RendezvousError(f"replica {host.replica!r} is not one of the {self._replicas} of this role")
         if host.replica in self._hosts:
             raise _TakenError(f"replica {host.replica} has registered already: {self._hosts[host.replica].name}")
-        if self._ending and host.attempt < 0:  # one that has seen attempts is of this start, and wants the verdict
+        if self._ending and host.attempt < 0:  # a host that has run attempts belongs to this job and needs its verdict
             raise _EndingError("the hosts that this one was started to join are ending")
         if host.replica in self._told:
             raise _EndingError("its start before this one knows how the job has ended: it belongs to the next job")
@@ -354,7 +355,7 @@ class Rendezvous:
         return host
 
     async def _follow(self, host: Registration, reader: asyncio.StreamReader) -> HostEvent:
-        """Read what a host sends; returns why it counts as lost."""
+        """Read the messages of a host until it is lost; return the event of its loss."""
         while message := await messages.receive(reader):
             if host.replica in self._writers:
                 self._leases.renew(host.replica)
@@ -378,14 +379,14 @@ class Rendezvous:
             self._silent.discard(host.replica)
             return _lost(host, f"does not answer: nothing was heard from it for {self._leases.seconds:g} s (lease)")
         if (pause := self._leases.own_pause) and 0 in self._hosts:
-            # Its own lease of replica 0 expired meanwhile: nothing is wrong with it, and it may come back.
+            # This process paused, so the host's lease of replica 0 expired. The host is sound and may register again.
             blamed = _lost(self._hosts[0], f"did not run for {pause:.0f} s, and {host.name} has left it")
             return dataclasses.replace(blamed, replica=host.replica)
         return _lost(host, "was lost: its connection broke")
 
     def _lease_expired(self, replica: int) -> None:
         self._silent.add(replica)
-        self._writers[replica].transport.abort()  # which ends its ``_follow``
+        self._writers[replica].transport.abort()  # ends ``_follow`` of this host
 
 
 def _lost(host: Registration, how: str) -> HostEvent:
@@ -394,25 +395,25 @@ def _lost(host: Registration, how: str) -> HostEvent:
 
 
 def agent_lost(host: Registration, silent: float = 0.0) -> HostEvent:
-    """The trouble of a host whose agent has died.
+    """Return the event of a host whose agent has died or does not answer.
 
     Args:
-        host: which.
-        silent: seconds for which the agent, which is still there, has not answered its host; 0 where it has died.
+        host: the host.
+        silent: seconds for which the agent has not answered its host process; 0 if the agent has died.
     """
     how = f"does not answer: nothing was heard from it for {silent:g} s (lease)" if silent else "died"
     return HostEvent(host.replica, JobResult(1, f"the agent of {host.name} {how}", replica=host.replica))
 
 
 def signalled(host: Registration, number: int, announced: bool | None) -> HostEvent:
-    """The trouble of a host that was told to stop.
+    """Return the event of a host that received a signal.
 
     Args:
-        host: which.
+        host: the host.
         number: the signal.
-        announced: whether the backend had said that it would (``MONARCH_STOP_FILE``). A SIGTERM that it knows nothing
-            of is that of whoever takes the machine away. None for a backend that has no way of saying it: such a
-            SIGTERM is taken for a preemption, and may be a cancel.
+        announced: whether the backend announced the signal (``MONARCH_STOP_FILE``). A SIGTERM that the backend did not
+            announce is a preemption. None for a backend that cannot announce signals: its SIGTERM counts as a
+            preemption, but may be a cancellation.
     """
     if number == signal.SIGTERM and not announced:
         said = "preempted or cancelled" if announced is None else "preempted"
@@ -425,17 +426,17 @@ def signalled(host: Registration, number: int, announced: bool | None) -> HostEv
 
 
 def joined(host: Registration) -> HostEvent:
-    """What a host brings about that has come while an attempt runs."""
+    """Return the event of a host that has registered while an attempt runs."""
     return HostEvent(host.replica, JobResult(0, f"{host.name} has joined"), lost=False, kind=JOINED)
 
 
 def stopped_by_client() -> HostEvent:
-    """The trouble of a client that has asked for the end of the job."""
+    """Return the event of a client's request to end the job."""
     return HostEvent(
         0, JobResult(128 + signal.SIGTERM, "the job was told to stop by its client", stopped=True), lost=False
     )
 
 
 def _brief(value: object) -> str:
-    """What came in a message, for an error; a list in lists in lists is not looked into."""
+    """Describe a value of a message for an error text. Nested values are named by type, because ``repr`` recurses."""
     return repr(value)[:20] if isinstance(value, (str, int, float)) else type(value).__name__

@@ -1,17 +1,18 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""All roles of an app end together, to begin again, where a backend lets each role end by itself.
+"""Coordination of the roles of an app: they end and restart together where the backend lets each role end by itself.
 
-Replica 0 of every other role is linked to replica 0 of the first one. When a role has failed, or its replica 0 is lost,
-the first one has all others end as well, and the backend starts them again. Replica 0 of the first role goes last, and
-puts off the hosts that are started before that: so no role begins while another one's earlier ranks are there.
-So it is with ``RetryPolicy.APPLICATION`` and retries, and always where the end of the first role is the end of all
-(AWS Batch). There replica 0 of the first role also waits for the success of the others, but for that of sidecars.
+Replica 0 of every other role is connected to replica 0 of the first role. When a role fails or its replica 0 is lost,
+the first role makes all other roles end as well, and the backend restarts them. Replica 0 of the first role ends last
+and puts off hosts that are restarted before then, so no role starts while ranks of an earlier start are running.
+
+This applies to ``RetryPolicy.APPLICATION`` with retries, and always where the end of the first role ends all roles (AWS
+Batch). On AWS Batch, replica 0 of the first role also waits for the success of the other roles, except sidecars.
 
 =========================  =======================================================================================
-other role to the first    ``link`` (greeting, with role and start), ``held`` (it counts from now on), ``ended`` (with
-                           code, reason and stopped)
-first role to another      ``linked``, ``refused``, ``again`` (with the same), ``over``
+other role to the first    ``link`` (greeting, with role and start), ``held`` (from then on its loss counts as a
+                           failure), ``ended`` (with code, reason and stopped)
+first role to another      ``linked``, ``refused``, ``again`` (with code, reason and stopped), ``over``
 =========================  =======================================================================================
 """
 
@@ -30,15 +31,16 @@ from torchx_monarch.transport import connections, local_addresses, messages
 from torchx_monarch.transport.connections import Address, ConnectError
 
 _TRY_EVERY = 0.05
-"""Seconds between two tries to reach the first role's replica 0 at first; each wait is longer than the one before."""
+"""Seconds between the first two tries to reach the first role's replica 0; each further pause is longer."""
 
 _TRY_AT_LEAST_EVERY = 5.0
 
 _LINKED_WITHIN = 5.0
-"""Seconds that the first role waits for others before it begins: one that fails at once would not be told to them."""
+"""Seconds for which the first role waits for the others before it starts. Roles that are not linked yet would not learn
+of its failure if it failed immediately."""
 
 _TOLD_WITHIN = 1.0
-"""Seconds that another role which fails at once takes to be linked, so as to tell it."""
+"""Seconds for which a failed other role waits for its link to the first role, over which it reports the failure."""
 
 _ANSWER_TIMEOUT = 10.0
 
@@ -46,12 +48,12 @@ _AGAIN = "the application begins again, while retries are left"
 
 
 class RoleCoordinator:
-    """Replica 0's part in it; of an app whose roles begin again each by itself there is nothing to do.
+    """Replica 0's part in the coordination. This base class is for roles that restart separately, and does nothing.
 
     Args:
-        role: the host's own.
-        rendezvous: its role's.
-        start: which start of the app this is; empty where the backend does not say.
+        role: the host's role.
+        rendezvous: the rendezvous of that role.
+        start: identifies this start of the app; empty if the backend provides no identifier.
     """
 
     def __init__(self, role: str, rendezvous: Rendezvous, start: str = "") -> None:
@@ -64,16 +66,16 @@ class RoleCoordinator:
     def of(
         options: HostOptions, environ: Mapping[str, str], rendezvous: Rendezvous, host_network: HostNetwork
     ) -> RoleCoordinator:
-        """A replica 0's part, by its options and environment.
+        """Create the coordinator for a replica 0 from its options and environment.
 
         Raises:
-            NetworkError: where the first role's replica 0 listens is in a variable that says nothing.
-            AddressError: it is no address.
+            NetworkError: the address of the first role's replica 0 is in an environment variable that is not set.
+            AddressError: the address of the first role's replica 0 is not valid.
         """
         role, start = options.role, start_of_app(environ)
         if not options.application:
             return RoleCoordinator(role, rendezvous)
-        # Each role has a port of its own, or a socket file.
+        # Each role has its own port or socket file, so this part of the address identifies the role.
         is_first = options.application.rpartition(":")[2] == str(host_network.rendezvous).rpartition(":")[2]
         first = Address.parse(local_addresses.expanded(options.application, environ, is_first), "--application")
         if is_first:
@@ -82,10 +84,10 @@ class RoleCoordinator:
         return _OtherRole(role, rendezvous, start, first, host_network, told_within)
 
     async def begin(self, reporter: Reporter, timeout: float) -> None:
-        """Wait until nothing of an earlier start of the app is there; for at most ``timeout`` seconds, or trouble."""
+        """Wait until no host of an earlier start of the app is left, for ``timeout`` seconds or until a host event."""
 
     async def _until(self, event: asyncio.Event, reporter: Reporter, timeout: float, what: Callable[[], str]) -> None:
-        """Wait for an event, for so many seconds at most; trouble, which is left where it is, ends the wait."""
+        """Wait for an event for at most ``timeout`` seconds. A host event ends the wait and is requeued."""
         host_events = self._rendezvous.host_events
         wanted, host_event = asyncio.ensure_future(event.wait()), asyncio.ensure_future(host_events.get())
         waiting = asyncio.wait([wanted, host_event], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -98,20 +100,20 @@ class RoleCoordinator:
             host_events.put_nowait(host_event.result())
 
     async def await_others(self, verdict: JobResult, reporter: Reporter, timeout: float) -> JobResult:
-        """Wait, on the first role when it has succeeded, for the success of the roles that the app waits for.
+        """Wait, on the first role after its success, for the success of the roles in ``await_roles``.
 
         Args:
-            verdict: how this role has ended.
-            reporter: says what is waited for.
-            timeout: seconds that such a role has to arrive.
+            verdict: the result of this role.
+            reporter: writes progress lines.
+            timeout: seconds for each of those roles to arrive.
 
         Returns:
-            The same verdict, or the failure of another role, or that this host was told to end meanwhile.
+            The same verdict, or the failure of another role, or the verdict of a stop request to this host.
         """
         return verdict
 
     async def end(self, verdict: JobResult, timeout: float) -> None:
-        """Tell the other roles how this one has ended; the first one waits for their ends, for ``timeout`` seconds."""
+        """Send the verdict to the other roles. The first role then waits up to ``timeout`` seconds for their ends."""
 
     def _fail(self, code: int, reason: str, stopped: bool = False) -> None:
         self._told = reason
@@ -119,7 +121,7 @@ class RoleCoordinator:
         self._rendezvous.host_events.put_nowait(HostEvent(0, verdict, lost=False))
 
     def _word(self, kind: str, verdict: JobResult) -> messages.Message:
-        """How this role has ended; what it was told itself is passed on as it is."""
+        """Return the message with the result of this role. A reason that came from another role is kept unchanged."""
         replica = verdict.cause.replica if verdict.cause else max(0, verdict.replica)
         reason = verdict.reason[: messages.MAX_ERROR]
         if verdict.reason != self._told:
@@ -127,17 +129,17 @@ class RoleCoordinator:
         return {"type": kind, "code": verdict.code, "reason": reason, "stopped": verdict.stopped}
 
     def _heed(self, word: messages.Message) -> None:
-        """End as another role has."""
+        """End this role with the result of another role."""
         code = word.get("code")
         self._fail(code if isinstance(code, int) else 1, str(word.get("reason")), word.get("stopped") is True)
 
 
 class _MainRole(RoleCoordinator):
-    """Replica 0 of the first role.
+    """The coordinator on replica 0 of the first role.
 
     Args:
-        beside: how many other roles there are.
-        awaited: the names of those whose success this one waits for before it ends.
+        beside: number of other roles.
+        awaited: names of the roles whose success this role awaits before it ends.
     """
 
     def __init__(self, role: str, rendezvous: Rendezvous, start: str, beside: int, awaited: Sequence[str] = ()) -> None:
@@ -177,7 +179,7 @@ class _MainRole(RoleCoordinator):
             try:
                 within = until - loop.time() if missing else None
                 await asyncio.wait([changed, came], timeout=within, return_when=asyncio.FIRST_COMPLETED)
-                # This role has succeeded already: hosts of its own that leave, or come too late, change nothing.
+                # This role has succeeded: its hosts that leave, or arrive too late, change nothing.
                 if came.done() and not (came.result().lost or came.result().kind == JOINED):
                     return came.result().verdict
             finally:
@@ -208,14 +210,14 @@ class _MainRole(RoleCoordinator):
         try:
             await messages.send(writer, {"type": "linked"})
             if await messages.receive(reader, _ANSWER_TIMEOUT) is None:
-                return  # it had ended before it could say how
+                return  # the other role ended before it could confirm the link
             self._arrived.add(role)
             if len(self._links) >= self._beside:
                 self._complete.set()
             word = await messages.receive(reader) or {"reason": f"replica 0 of role {role!r} was lost; {_AGAIN}"}
             if word.get("code") != 0:
                 self._lose(word)
-            await reader.read(1)  # it goes last of its role
+            await reader.read(1)  # replica 0 is the last host of its role to end
             if word.get("code") == 0:
                 self._succeeded.add(role)
         except (messages.ProtocolError, TimeoutError) as error:
@@ -227,16 +229,17 @@ class _MainRole(RoleCoordinator):
 
     def _lose(self, word: messages.Message) -> None:
         if not self._ending:
-            self._ending = True  # from now on whoever comes is of the next start
+            self._ending = True  # from here on, a replica 0 that connects belongs to the next start
             self._heed(word)
 
 
 class _OtherRole(RoleCoordinator):
-    """Replica 0 of another role.
+    """The coordinator on replica 0 of another role.
 
     Args:
-        first: where that of the first role listens.
-        told_within: seconds that it takes, when it has succeeded, to be linked and say so; 0 where nobody waits for it.
+        first: address on which replica 0 of the first role listens.
+        told_within: seconds for which a role that has succeeded waits for its link to report the success; 0 if the
+            first role does not await it.
     """
 
     def __init__(
@@ -271,7 +274,7 @@ class _OtherRole(RoleCoordinator):
             await messages.send(self._writer, self._word("ended", verdict))
 
     async def _keep(self) -> None:
-        """Be linked as soon as that is possible. A first role that is not there, or not yet, is not waited for."""
+        """Keep trying to connect to the first role. This role starts without it if nothing listens there."""
         pause = _TRY_EVERY
         while True:
             try:
@@ -301,7 +304,7 @@ class _OtherRole(RoleCoordinator):
         if answer is None or answer.get("type") != "linked":
             self._why = str((answer or {}).get("reason"))
             return False
-        self._writer = writer  # before anything is awaited: from that word on an end without one is a loss
+        self._writer = writer  # before the first await: from ``linked`` on, an end without a message counts as a loss
         self._linked.set()
         await messages.send(writer, {"type": "held"})
         return True
@@ -315,4 +318,4 @@ class _OtherRole(RoleCoordinator):
             return
         if not self._ended:
             self._heed(message or {"reason": f"replica 0 of the first role was lost; {_AGAIN}"})
-        await asyncio.Event().wait()  # the connection shows that something of this role is still there
+        await asyncio.Event().wait()  # keep the connection open: it shows that hosts of this role still exist

@@ -1,16 +1,18 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Where replica 0 of each role is, on backends that tell hosts where the first role's is and nothing else (AWS Batch).
+"""The registry of the roles' addresses, for backends that tell hosts only the address of the first role (AWS Batch).
 
-Replica 0 of the first role keeps the directory, at the port where its own role's hosts come. Replica 0 of another role
-says where it listens, and holds that connection: what it has said counts for as long. The others of its role ask.
+Replica 0 of the first role serves the registry on the port of its rendezvous. Replica 0 of another role registers the
+address on which it listens, and keeps that connection open; its entry lasts as long as the connection. The other hosts
+of the role look the address up.
 
 =========================  =======================================================================================
-host to the directory      ``here`` (with role, host and port) and ``where`` (with role), both with ``start``
-directory to the host      ``noted``, ``there`` (with host and port), ``refused``
+host to the registry       ``here`` (register: with role, host and port), ``where`` (look up: with role), both with
+                           ``start``
+registry to the host       ``noted``, ``there`` (with host and port), ``refused``
 =========================  =======================================================================================
 
-``start`` tells this start of all roles from an earlier one, whose hosts may not have gone yet.
+``start`` distinguishes this start of all roles from an earlier one, whose hosts may still exist.
 """
 
 from __future__ import annotations
@@ -29,38 +31,38 @@ from torchx_monarch.transport import connections, local_addresses, messages
 from torchx_monarch.transport.connections import Address, AddressError
 
 _ASKED_FOR = 3.0
-"""Seconds that a host waits for its answer; then it asks again, and can say meanwhile what it waits for."""
+"""Seconds for which the registry delays its answer to a lookup. Then the host retries, and can report why it waits."""
 
 _AGAIN = 0.5
-"""Seconds between the loss of the directory and the next try to reach it."""
+"""Seconds between the loss of the registry and the next try to reach it."""
 
 
 def is_told(rendezvous: str) -> bool:
-    """Whether nobody but the directory can say where this is: ``tls:@:PORT``, with no name after the ``@``."""
+    """Return whether only the registry knows the address: ``tls:@:PORT``, with no name after the ``@``."""
     return ":@:" in rendezvous
 
 
 def start_of_app(environ: Mapping[str, str]) -> str:
-    """What tells this start of all roles from an earlier one (``MONARCH_START``); empty where the backend does not say.
+    """Return the identifier of this start of all roles (``MONARCH_START``); empty if the backend provides none.
 
-    ``@NAME`` is the value of that variable.
+    A value ``@NAME`` stands for the value of the variable NAME.
     """
     start = environ.get("MONARCH_START", "")
     return environ.get(start[1:], "") if start.startswith("@") else start
 
 
 def role_of(greeting: messages.Message, writer: asyncio.StreamWriter, start: str, no_client: str) -> str:
-    """Of which role a replica 0 is that greets the first role's.
+    """Return the role of a replica 0 that has greeted replica 0 of the first role.
 
     Args:
-        greeting: what it has said.
-        writer: the connection to it.
-        start: which start of the app this is.
-        no_client: what a client may not do here, for the message.
+        greeting: the greeting.
+        writer: the connection to that replica 0.
+        start: identifier of this start of the app.
+        no_client: the action that is forbidden to clients, for the message.
 
     Raises:
-        RendezvousError: it is a user's client, or has said something else.
-        LaterError: it is of another start.
+        RendezvousError: the peer is a client, or the greeting has no valid role.
+        LaterError: the peer belongs to another start of the app.
     """
     if connections.is_client(writer):
         raise RendezvousError(f"a client may look at the job and stop it, and not {no_client}")
@@ -73,16 +75,16 @@ def role_of(greeting: messages.Message, writer: asyncio.StreamWriter, start: str
 
 
 class RoleRegistry:
-    """Replica 0 of the first role: is told, and tells.
+    """The registry on replica 0 of the first role.
 
     Args:
-        rendezvous: where the others come.
-        start: which start of the app this is; empty where the backend does not say.
+        rendezvous: the rendezvous to which the other roles connect.
+        start: identifier of this start of the app; empty if the backend provides none.
     """
 
     def __init__(self, rendezvous: Rendezvous, start: str) -> None:
         self._start = start
-        self._places: dict[str, list[tuple[str, int]]] = {}  # of each role the newest is the last
+        self._places: dict[str, list[tuple[str, int]]] = {}  # addresses by role, newest last
         self._changed = asyncio.Event()
         rendezvous.clients.update(here=self._note, where=self._tell)
 
@@ -98,7 +100,7 @@ class RoleRegistry:
         self._changed = asyncio.Event()
         try:
             await messages.send(writer, {"type": "noted"})
-            await reader.read(1)  # nothing more is to come but the end
+            await reader.read(1)  # returns at the end of the connection: the host sends nothing more
         finally:
             places.remove((host, port))
             if not places and self._places.get(role) is places:
@@ -126,13 +128,13 @@ class RoleRegistry:
 
 @dataclasses.dataclass(frozen=True)
 class RegistryClient:
-    """A host's way to the directory.
+    """A host's client of the registry.
 
     Attributes:
-        role: the host's own.
-        address: of the directory.
-        start: which start of the app this is; empty where the backend does not say.
-        is_main: whether the host is of the first role, whose replica 0 keeps the directory.
+        role: the host's role.
+        address: address of the registry.
+        start: identifier of this start of the app; empty if the backend provides none.
+        is_main: whether the host belongs to the first role, whose replica 0 serves the registry.
     """
 
     role: str
@@ -142,16 +144,16 @@ class RegistryClient:
 
     @classmethod
     def of(cls, options: HostOptions, rendezvous: str, environ: Mapping[str, str]) -> RegistryClient | None:
-        """By a host's options and environment; None where no directory is kept.
+        """Create the client from a host's options and environment; return None if there is no registry.
 
         Args:
             options: the command line.
-            rendezvous: where its own role's replica 0 listens, as it was given.
+            rendezvous: address on which replica 0 of the host's role listens, before any expansion.
             environ: the environment.
 
         Raises:
-            NetworkError: the directory's address is in a variable that says nothing.
-            AddressError: it is none.
+            NetworkError: the registry's address is in an environment variable that is not set.
+            AddressError: the registry's address is not valid.
         """
         if not options.directory:
             return None
@@ -160,13 +162,14 @@ class RegistryClient:
         return cls(options.role, Address.parse(where, "--directory"), start_of_app(environ), is_main)
 
     def serve(self, rendezvous: Rendezvous) -> None:
-        """Keep the directory, on replica 0 of the first role."""
+        """Serve the registry, on replica 0 of the first role."""
         RoleRegistry(rendezvous, self.start)
 
     async def tell(self, rendezvous: Rendezvous, host_network: HostNetwork, reporter: Reporter, timeout: float) -> None:
-        """Tell the directory for as long as this host lives where it listens, on replica 0 of another role.
+        """Register this host's address, on replica 0 of another role, and keep the entry for as long as the host lives.
 
-        When that comes to nothing within ``timeout`` seconds the other hosts will not find this one: that is trouble.
+        If this fails for ``timeout`` seconds, put an event into ``host_events``: the other hosts of the role will not
+        find this one.
         """
         where, why = host_network.rendezvous, ""
 
@@ -190,7 +193,7 @@ class RegistryClient:
                 return
             told = True
             try:
-                await reader.read(1)  # it ends with its host, or when the network fails
+                await reader.read(1)  # returns when the registry's host ends or the network fails
             finally:
                 writer.close()
             await asyncio.sleep(_AGAIN)
@@ -202,16 +205,16 @@ class RegistryClient:
         timeout: float,
         on_failure: Callable[[str], None] = lambda reason: None,
     ) -> Address:
-        """Where replica 0 of a role listens, when it has said so.
+        """Look up the address on which replica 0 of a role listens, and retry until it has registered.
 
         Args:
-            role: its name.
-            host_network: of this host.
-            timeout: seconds.
-            on_failure: called with the reason why it is not known yet.
+            role: name of the role.
+            host_network: connections of this host.
+            timeout: seconds for all tries together.
+            on_failure: called with the reason of each failed try.
 
         Raises:
-            RendezvousError: it is not known after ``timeout`` seconds.
+            RendezvousError: the address was not available within ``timeout`` seconds.
         """
         aim = f"where replica 0 of role {role!r} listens was not to be learned from the first role's replica 0"
         answer, _, writer = await self._greet({"type": "where"}, "there", role, host_network, timeout, aim, on_failure)

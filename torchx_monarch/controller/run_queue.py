@@ -1,19 +1,20 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A live allocation as clients see it: its runs, one after the other, and how long nobody has wanted one.
+"""The runs of a live allocation, in sequence, and its idle timeout.
 
-What clients send to replica 0, one greeting for each connection, beyond ``rendezvous``'s own:
+Clients send these greetings to replica 0, one per connection, in addition to those of ``rendezvous``:
 
 =============  =====================================================================================================
-``run``        run something; the answer is ``accepted`` and then the run's records to its ``result``
+``run``        submit a run; the answer is ``accepted`` and then the run's records up to its ``result``
 ``follow``     the same for a run that was accepted before, from its first record on
-``runs``       the answer is ``runs``: those that are known, the eldest first
-``end-run``    stop a run, and keep the hosts; the answer is ``ending``
-``touch``      count as a run does for the idle timeout; the answer is ``state``
+``runs``       list the known runs; the answer is ``runs``, oldest first
+``end-run``    stop a run and keep the hosts; the answer is ``ending``
+``touch``      restart the idle timeout, as a run does; the answer is ``state``
 =============  =====================================================================================================
 
-``look`` also says ``live``, and ``stop`` gives the hosts back. A run goes on when its client goes. Its records are
-``phase``, ``output`` (of one rank), ``exit`` (one for each rank of the last attempt) and at last ``result``.
+The answer to ``look`` has a further field ``live``, and ``stop`` releases the hosts. A run continues when its client
+disconnects. Its records are ``phase``, ``output`` (of one rank), ``exit`` (one per rank of the last attempt), and
+finally ``result``.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.transport import messages
 
 END_RUN = "end_run"
-"""Kind of the trouble that ends a run and nothing else."""
+"""Kind of the host event that ends a run and not the allocation."""
 
 TIMED_OUT = 124
-"""Exit code of a run that was ended by its timeout, as of ``timeout(1)``."""
+"""Exit code of a run that its timeout has ended, as of ``timeout(1)``."""
 
 _RUNS_KEPT = 1000
-"""Runs that replica 0 remembers; each is some kilobytes."""
+"""Number of runs that replica 0 remembers; each takes some kilobytes."""
 
 _FAREWELL = 5.0
-"""Seconds in which clients get the last records when the hosts end."""
+"""Seconds for clients to receive the last records when the hosts end."""
 
 Handler = Callable[["RunQueue", messages.Message, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -54,15 +55,17 @@ class Run:
     """One run.
 
     Attributes:
-        number: counts from 1.
-        request: what it runs.
-        run_log: its records.
-        token: names it beyond the life of this replica 0.
-        submitted: when it was accepted; likewise ``started`` and ``ended``, 0 for not yet, in seconds since the epoch.
-        verdict: how it ended; None while it has not.
-        ending: how it is to end, when it is told to.
-        result: its last record.
-        ranks: how many it has; 0 before the hosts have begun it.
+        number: number of the run, from 1.
+        request: the client's request.
+        run_log: the records of the run.
+        token: identifies the run even after a restart of this replica 0.
+        submitted: time of acceptance, in seconds since the epoch.
+        started: time of the start, in seconds since the epoch; 0 before it.
+        ended: time of the end, in seconds since the epoch; 0 before it.
+        verdict: result of the run; None before its end.
+        ending: result of the run after a request to end it; None without such a request.
+        result: the last record; None before the end.
+        ranks: number of ranks; 0 before the hosts have started the run.
     """
 
     number: int
@@ -79,19 +82,19 @@ class Run:
 
     @property
     def state(self) -> str:
-        """``queued``, ``running``, ``succeeded``, ``failed`` or ``stopped``."""
+        """Return ``queued``, ``running``, ``succeeded``, ``failed`` or ``stopped``."""
         if self.verdict is None:
             return "running" if self.started else "queued"
         return "stopped" if self.verdict.stopped else "failed" if self.verdict.code else "succeeded"
 
     def describe(self) -> str:
-        """For messages."""
+        """Return a description of the run for messages."""
         since = time.time() - (self.started or self.submitted)
         by = f" by {self.request.by}" if self.request.by else ""
         return f"run {self.number}{by} ({self.state} for {since:.0f} s: {self.request.shown})"
 
     def why_no_rank(self, rank: int | None) -> str:
-        """Why it has no such rank, naming those that it has; empty where it has, or that is not known yet."""
+        """Return why the run has no such rank; empty if it has, if ``rank`` is None, or if it has not started yet."""
         if rank is None or 0 <= rank < self.ranks:
             return ""
         if not self.ranks:
@@ -100,7 +103,7 @@ class Run:
         return f"run {self.number} has no rank {rank}; it has {known}"
 
     def to_json(self) -> dict[str, Any]:
-        """As a client is told."""
+        """Return the run's state as JSON values for a client."""
         return {
             "run": self.number,
             "state": self.state,
@@ -120,21 +123,21 @@ class RunQueue:
     """The runs of an allocation, on replica 0.
 
     Attributes:
-        KINDS: who answers which greeting; further ones may be added before an allocation is made.
-        current: the run that the controller is at.
-        ready: whether the mesh stands.
+        KINDS: handlers of the clients' greetings, by kind. Further kinds must be added before a queue is created.
+        current: the run that the controller works on; None between runs.
+        ready: whether the mesh is formed.
         broadcast: ``SessionController.broadcast``.
-        codes: hashes of code that every host of this mesh has.
-        hand_on: has hosts that came after code was brought get it from replica 0's, by its hash.
+        codes: hashes of the code that every host of this mesh has.
+        hand_on: copies the code with a given hash from replica 0's host to hosts that joined after its distribution.
 
     Args:
-        rendezvous: where clients come.
+        rendezvous: the rendezvous to which clients connect.
         app: id of the app.
         role: name of the role.
-        log_dir: gets ``run_N/``.
-        held: the words of the command that a run runs which names none.
-        idle_timeout: seconds without a run after which it ends; 0 for never.
-        warm: says how many interpreters of this host wait with all imported.
+        log_dir: folder in which each run gets a folder ``run_N``.
+        held: the allocation's default command, for runs that name no command; empty for none.
+        idle_timeout: seconds without a run after which the allocation ends; 0 for no limit.
+        warm: returns the number of interpreters of this host that wait with all modules imported.
     """
 
     KINDS: dict[str, Handler] = {}
@@ -176,7 +179,7 @@ class RunQueue:
     # -- for the controller --------------------------------------------------------------------------------------------
 
     async def run_wanted(self) -> bool:
-        """Wait until there is a run to begin; False when none has come for the idle timeout."""
+        """Wait until a run is queued; return False if none was queued within the idle timeout."""
         while not self._queue:
             left = None if not self.idle_timeout else self._busy_at + self.idle_timeout - time.monotonic()
             if left is not None and left <= 0:
@@ -187,7 +190,7 @@ class RunQueue:
         return True
 
     def begin(self) -> Run:
-        """The run that is next."""
+        """Remove the next run from the queue, start its timeout and return it."""
         self.current = run = self._queue.popleft()
         run.started = time.time()
         if run.request.timeout is not None:
@@ -197,12 +200,12 @@ class RunQueue:
         return run
 
     def finish(self, run: Run, verdict: JobResult, records: list[dict[str, Any]]) -> None:
-        """A run has ended.
+        """Record the end of a run.
 
         Args:
-            run: which.
-            verdict: how.
-            records: what its journal gets before the result.
+            run: the run.
+            verdict: its result.
+            records: records that its log gets before the result.
         """
         if self._timer is not None:
             self._timer.cancel()
@@ -230,12 +233,18 @@ class RunQueue:
         self._busy_at = time.monotonic()
 
     def touch(self) -> None:
-        """Somebody wants the hosts, for something that is no run."""
+        """Restart the idle timeout for a use of the hosts that is not a run."""
         self._busy_at = time.monotonic()
         self._wake.set()
 
     def end_run(self, run: Run, verdict: JobResult, number: int = signal.SIGTERM) -> None:
-        """Have a run end as the verdict says."""
+        """End a run with the given verdict: remove it from the queue, or have the controller stop its ranks.
+
+        Args:
+            run: the run; nothing happens if it has ended.
+            verdict: its result.
+            number: the signal for its ranks.
+        """
         if run in self._queue:
             self._queue.remove(run)
             self.finish(run, verdict, [])
@@ -245,7 +254,7 @@ class RunQueue:
             self._rendezvous.host_events.put_nowait(host_event)
 
     async def close(self, verdict: JobResult) -> None:
-        """The hosts end: tell every client."""
+        """End all runs because the hosts end, and wait until the clients have received the last records."""
         self._over = verdict
         reason = f"the hosts have ended: {verdict.reason}"
         for run in [*([self.current] if self.current else []), *self._queue]:
@@ -266,7 +275,7 @@ class RunQueue:
         return serve
 
     def state(self) -> messages.Message:
-        """The answer to ``look``."""
+        """Return the answer to ``look``."""
         idle = 0.0 if self.current or self._queue else time.monotonic() - self._busy_at
         live = {
             "app": self._app,
@@ -283,11 +292,11 @@ class RunQueue:
         return {"type": "state", **self._rendezvous.state(), "over": self._over is not None, "live": live}
 
     def submit(self, request: RunRequest) -> Run:
-        """Accept a run.
+        """Accept a run and queue it.
 
         Raises:
-            RendezvousError: another has not ended yet, and this one is not to wait; the hosts are ending; there is
-                nothing to run; or the disk is full.
+            RendezvousError: another run has not ended and this one must not wait, the hosts are ending, there is no
+                command to run, or the run's folder cannot be created.
         """
         if self._over is not None:
             raise RendezvousError(f"the hosts have ended: {self._over.reason}")
@@ -308,7 +317,14 @@ class RunQueue:
         return run
 
     def find(self, number: object) -> Run:
-        """The run of that number, or the one that runs, or else the last; raises ``RendezvousError``."""
+        """Return the run with the given number.
+
+        Args:
+            number: number of the run; None for the current run, or the last one if none is running.
+
+        Raises:
+            RendezvousError: no such run is known.
+        """
         known = [*self._ended, *([self.current] if self.current else []), *self._queue]
         if number is None and known:
             return self.current or known[-1]
@@ -319,7 +335,7 @@ class RunQueue:
         raise RendezvousError(f"{which} is not known here; the last was {self._number or 'none'}")
 
     def runs(self) -> list[dict[str, Any]]:
-        """All that are known."""
+        """Return the state of all known runs, oldest first."""
         known = [*self._ended, *([self.current] if self.current else []), *self._queue]
         return [run.to_json() for run in known]
 
@@ -331,14 +347,14 @@ class RunQueue:
         rank: int | None = None,
         wait: bool = True,
     ) -> None:
-        """Send a run's records to a client, to the last one, or until the client goes.
+        """Send a run's records to a client, until the last record or until the client disconnects.
 
         Args:
-            run: which.
-            reader: the client's connection.
-            writer: likewise.
-            rank: whose output alone; None for all.
-            wait: whether to wait for more when there are no more yet.
+            run: the run.
+            reader: reader of the client's connection.
+            writer: writer of the client's connection.
+            rank: the only rank whose output is sent; None for all ranks.
+            wait: whether to wait for further records.
 
         Raises:
             RendezvousError: the run has no such rank.
@@ -363,14 +379,14 @@ class RunQueue:
         last = b""
         with contextlib.suppress(OSError, RuntimeError):
             async for lines in run.run_log.follow(wait):
-                if why := run.why_no_rank(rank):  # of a run that had not begun when it was asked for
+                if why := run.why_no_rank(rank):  # the run was queued when ``feed`` checked the rank
                     await messages.send(writer, {"type": "refused", "reason": why})
                     return
                 kept = [line for line in lines if line.startswith(wanted) or not line.startswith(others)]
                 last = kept[-1] if kept else last
                 writer.write(b"".join(kept))
                 await writer.drain()
-            if run.result is not None and not last.startswith(b'{"type":"result"'):  # the disk was full
+            if run.result is not None and not last.startswith(b'{"type":"result"'):  # not in the log: the disk was full
                 await messages.send(writer, run.result)
 
 
@@ -411,7 +427,7 @@ async def _follow(
 
 async def _runs(run_queue: RunQueue, greeting: messages.Message, reader: Any, writer: asyncio.StreamWriter) -> None:
     known = run_queue.runs()
-    for start in range(0, len(known), 100):  # a line has a limit
+    for start in range(0, len(known), 100):  # a message has a maximum length
         await messages.send(writer, {"type": "runs", "runs": known[start : start + 100], "more": True})
     await messages.send(writer, {"type": "runs", "runs": [], "more": False})
 
@@ -425,7 +441,7 @@ async def _end_run(run_queue: RunQueue, greeting: messages.Message, reader: Any,
     )
     run_queue.end_run(run, verdict, number)
     if kill and run is run_queue.current and run_queue.broadcast is not None:
-        # At once: the controller may be waiting for the grace that an earlier word has begun.
+        # Directly: the controller may be waiting out the grace period of an earlier stop request.
         with contextlib.suppress(Exception):
             await run_queue.broadcast("stop", {"signal": signal.SIGKILL, "grace": 0.0})
     await messages.send(writer, {"type": "ending", "run": run.number, "state": run.state})
@@ -445,7 +461,7 @@ RunQueue.KINDS.update(
 
 
 def _last_run(log_dir: str) -> int:
-    """The highest N for which there is a folder ``run_N``, of an earlier start of this host; 0 for none."""
+    """Return the highest N of the folders ``run_N`` that an earlier start of this host has left; 0 for none."""
     with contextlib.suppress(OSError):
         numbers = [name.partition("_")[2] for name in os.listdir(log_dir) if name.startswith("run_")]
         return max((int(number) for number in numbers if number.isdigit()), default=0)

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a client asks a live allocation to run."""
+"""A client's request for a run on a live allocation."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ _SHOWN_AT_MOST = 500
 
 @dataclasses.dataclass(frozen=True)
 class RunRequest:
-    """One run.
+    """A request for one run.
 
     Attributes:
-        command: a whole torchrun or Python command; None for the allocation's own.
-        program: a script, or ``-m`` and a module, with its arguments, in place of the allocation's own; None for that.
-        nproc: processes on each host, as torchrun's ``--nproc-per-node``; empty for what the command says.
-        env: variables that the ranks get beside the hosts' own.
-        cwd: folder on every host that the ranks start in; empty for the hosts' own.
-        code: hash of the code; empty where it is not known.
-        synced: whether every host has a copy of it to run in, which ``cwd`` then does not name.
-        timeout: seconds from its start after which it is ended; None for none.
-        queue: whether it may wait for runs before it.
-        by: who wants it, for people.
-        shown: the command, for people.
+        command: a whole torchrun or Python command; None to use the allocation's own.
+        program: a script, or ``-m`` and a module, with arguments, that replaces the program of the allocation's own
+            command; None to keep it.
+        nproc: processes per host, as torchrun's ``--nproc-per-node``; empty to use the command's value.
+        env: variables of the ranks, in addition to those of the hosts.
+        cwd: absolute path of the ranks' working folder on every host; empty for the hosts' own.
+        code: hash of the code; empty if it is not known.
+        synced: whether the ranks run in each host's copy of that code; ``cwd`` does not name that copy.
+        timeout: seconds from its start after which the run is ended; None for no limit.
+        queue: whether the run may wait for earlier runs.
+        by: the user who requests the run, for messages.
+        shown: the command as text, for messages.
     """
 
     command: tuple[str, ...] | None
@@ -47,10 +48,10 @@ class RunRequest:
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> RunRequest:
-        """What a client sends.
+        """Parse a client's message.
 
         Raises:
-            ValueError: a field is not what it should be; the message says which.
+            ValueError: a field has an invalid value; the message says which.
         """
         for name in ("command", "program"):
             words = message.get(name)
@@ -89,12 +90,12 @@ class RunRequest:
         )
 
     def shown_as(self, held: tuple[str, ...]) -> RunRequest:
-        """With ``shown`` filled in, where the allocation's own command is ``held``."""
+        """Return a copy with ``shown`` set, where ``held`` is the allocation's own command."""
         text = shlex.join(self.command or self.program or held)
         return dataclasses.replace(self, shown=text if len(text) <= _SHOWN_AT_MOST else f"{text[:_SHOWN_AT_MOST]}…")
 
     def to_json(self) -> dict[str, Any]:
-        """What every host is told."""
+        """Return the part of the request that every host needs, as JSON values."""
         return {
             "command": self.command,
             "program": self.program,

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The controller of a live allocation: one mesh, and run after run on it."""
+"""The controller of a live allocation: it runs one command after another on one mesh."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from torchx_monarch.transport import agent_rpc, messages
 T = TypeVar("T")
 
 _FINISH_TIMEOUT = 30.0
-"""Seconds that a host has to send the last output of a run, and to be ready for the next."""
+"""Seconds for a host to send the last output of a run and to prepare for the next run."""
 
 _OUTPUT_TIMEOUT = 5.0
-"""Seconds that output has to arrive which a host says it has sent."""
+"""Seconds for output that a host has sent to arrive."""
 
 
 class HostsError(Exception):
-    """What every host was asked to do, one of them could not; the message says which and why."""
+    """A host could not execute a request that was sent to all hosts; the message names the host and the reason."""
 
 
 class SessionController(Controller):
-    """Drives the runs of an allocation over its hosts.
+    """Execute the runs of an allocation on its hosts.
 
     Args:
-        options: of the allocation.
-        rendezvous: where the hosts register, and clients come.
-        reporter: what a person sees.
-        first_output: as for ``Controller``.
-        unreachable: likewise.
-        own_host: likewise.
+        options: options of the allocation.
+        rendezvous: the rendezvous of hosts and clients.
+        reporter: writes progress lines and events.
+        first_output: set when a rank of this host has printed something.
+        unreachable: returns the reason for each host that cannot be reached, by replica.
+        own_host: executes requests to replica 0's host, which is this process.
         run_queue: the runs.
     """
 
@@ -64,7 +64,7 @@ class SessionController(Controller):
         rendezvous.reports["output"] = self._output
 
     async def run(self) -> JobResult:
-        """Run what clients want until they release the hosts, nobody comes any more, or the hosts fail."""
+        """Execute runs until a client releases the hosts, the idle timeout expires, or the hosts fail."""
         verdict = await super().run()
         self._run_queue.ready = False
         self._reporter.echo = None
@@ -72,10 +72,14 @@ class SessionController(Controller):
         return verdict
 
     async def broadcast(self, op: str, args: dict[str, Any]) -> dict[int, Any]:
-        """Ask every host; their answers by replica.
+        """Send a request to every host and return the answers by replica.
+
+        Args:
+            op: name of the operation (see ``SessionHost._handle``).
+            args: its arguments, as JSON values.
 
         Raises:
-            HostsError: there is no mesh, or a host could not; the message is its own.
+            HostsError: there is no mesh, or a host answered with an error, whose text is the message.
         """
         if self._mesh is None or not self._run_queue.ready:
             raise HostsError("the hosts are not together")
@@ -111,7 +115,7 @@ class SessionController(Controller):
             run_queue.ready = False
 
     async def _unless_ended(self, awaitable: Awaitable[T]) -> T:
-        """As ``_unless_host_event``, where an order to end a run comes too late for it."""
+        """Call ``_unless_host_event`` after dropping requests to end a run that has ended already."""
         self._drop_orders()
         return await self._unless_host_event(awaitable)
 
@@ -130,7 +134,7 @@ class SessionController(Controller):
         return run
 
     async def _one(self, run: Run, hosts: list[Registration]) -> JobResult:
-        """Run it, or go on with it on new hosts; how it ended. Trouble with a host raises."""
+        """Execute a run, or continue it on a new mesh, and return its result. A host event raises."""
         try:
             if run.request.synced:
                 await self._hand_on(run.request.code)
@@ -159,7 +163,7 @@ class SessionController(Controller):
             return run.ending or came.host_event.verdict
 
     async def _hand_on(self, code: str) -> None:
-        """Have all hosts have the code of a run, those that came since it was brought among them."""
+        """Copy the code of a run to the hosts that joined after it was distributed."""
         if code in self._run_queue.codes:
             return
         assert self._run_queue.hand_on is not None
@@ -173,7 +177,7 @@ class SessionController(Controller):
             self._rendezvous.host_events.put_nowait(host_event)
 
     async def _finish(self, run: Run, verdict: JobResult) -> None:
-        """The ranks have ended: take the last of their output, make the hosts ready again, and tell."""
+        """Collect the last output of a run, prepare the hosts for the next run, and report the result."""
         word = "STOPPED" if verdict.stopped else "FAILED" if verdict.code else "SUCCEEDED"
         try:
             finish = self.broadcast("finish", {"token": run.token})
@@ -182,7 +186,7 @@ class SessionController(Controller):
         except HostEventArrived as came:
             self._requeue([came.host_event])
         except (HostsError, asyncio.TimeoutError) as error:
-            # A host that is lost shows so by itself.
+            # The loss of a host is reported by a host event.
             self._reporter.line(f"some output of run {run.number} may be missing: {error or 'it did not come in time'}")
         self._reporter.echo = None
         self._drop_orders()
@@ -191,7 +195,7 @@ class SessionController(Controller):
         self._run_queue.finish(run, verdict, [{"type": "attempts", "count": self._attempt_number + 1}, *exits])
 
     async def _report_output(self) -> None:
-        """The first output of a run is no event."""
+        """Report nothing: the first output of a run is not an event."""
 
     # -- output of the other hosts -------------------------------------------------------------------------------------
 
