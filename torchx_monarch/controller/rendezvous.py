@@ -118,9 +118,9 @@ class Rendezvous:
 
     Attributes:
         host_events: queue of the events that end an attempt.
-        clients: handlers of client greetings, by kind, in addition to the kinds above or in place of them. The handler
-            owns the connection until it returns; its ``RendezvousError`` refuses the client.
-        reports: handlers of further host messages, by kind.
+        clients: handlers of client greetings, by kind, which extend or replace those of this module. The handler owns
+            the connection until it returns; its ``RendezvousError`` refuses the client.
+        reports: handlers of host messages, by kind, which extend those of this module.
 
     Args:
         address: address to listen on.

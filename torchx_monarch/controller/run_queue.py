@@ -120,7 +120,7 @@ class Run:
 
 
 class RunQueue:
-    """The runs of an allocation, on replica 0.
+    """Manage the runs of an allocation, on replica 0.
 
     Attributes:
         KINDS: handlers of the clients' greetings, by kind. Further kinds must be added before a queue is created.

@@ -258,7 +258,7 @@ def stop_mesh(mesh: actor.HostMesh, timeout: float) -> None:
 
 
 def batch_job(job: JobTrait) -> JobTrait:
-    """Return the job that ``apply(client_script=...)`` hands to the script: one that stands for the job around it."""
+    """Return the job that ``apply(client_script=...)`` hands to the script. It represents the job around the script."""
     from monarch._src.job.job import BatchJob
 
     return BatchJob(job)

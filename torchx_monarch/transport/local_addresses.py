@@ -95,7 +95,7 @@ def expanded(address: str, environ: Mapping[str, str], is_first: bool) -> str:
         The address; unchanged where it has no ``@``.
 
     Raises:
-        NetworkError: this host is not replica 0, and the variable is unset, empty or ``localhost``.
+        NetworkError: this host is not replica 0, and NAME is missing, or its variable is unset, empty or ``localhost``.
     """
     scheme, separator, rest = address.partition(":@")
     if not separator:
@@ -122,7 +122,7 @@ def _shifted(port: str, by: int) -> str:
 
 
 def _own_name() -> str:
-    """Return the IP address of this machine's name, which needs no DNS on other machines; its name if there is none."""
+    """Return the IP address of this machine, which needs no DNS on other machines, or else the machine's name."""
     name = socket.gethostname()
     with contextlib.suppress(OSError, ValueError):
         address = socket.gethostbyname(name)
