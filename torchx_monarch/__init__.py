@@ -1,11 +1,14 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Ordinary torchrun-style PyTorch programs on Monarch host meshes, on every backend TorchX can reach."""
+"""Run ordinary torchrun programs on Monarch host meshes, on every backend that TorchX can reach."""
 
 from __future__ import annotations
 
 TYPE_CHECKING = False
-"""As in ``typing``, which is not imported: ``python -m torchx_monarch.host`` would find one in the working folder."""
+"""False at run time, as ``typing.TYPE_CHECKING``.
+
+``typing`` is not imported here: ``python -m torchx_monarch.host`` would import a ``typing.py`` in the working folder.
+"""
 
 if TYPE_CHECKING:
     from torchx_monarch.client.job import SPMDJob as SPMDJob
@@ -25,7 +28,7 @@ _PUBLIC = {
     "serve": "client.serve",
     "this_job": "client.this_job",
 }
-"""What this package offers to programs, and the modules where it is: imported when it is first used."""
+"""The module that defines each public name; ``__getattr__`` imports it on first use."""
 
 __all__ = ["MonarchJob", "RunResult", "SPMDError", "SPMDJob", "serve", "this_job"]
 

@@ -1,6 +1,10 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The command of a role whose hosts wait for actors (``command.actors``); a scheduler of ours runs it."""
+"""Placeholder command of a role whose hosts wait for actors (``command.actors``).
+
+The ``monarch_*`` schedulers start Monarch hosts instead. This module runs only when another scheduler or a user starts
+it; it prints an error and exits.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The errors of a live allocation and its runs."""
+"""Exceptions that clients of a live allocation raise."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 
 class UnreachableError(RuntimeError):
-    """A live allocation cannot be reached; the message says why.
+    """Raised when a live allocation cannot be reached; the message gives the reason.
 
     Attributes:
-        final: whether waiting for its hosts does not help: there is no certificate, or another
-            program listens at the address that the user has given.
+        final: whether retrying is useless: there is no certificate, or another program listens at
+            the address that the user has given.
     """
 
     def __init__(self, message: str, final: bool = False) -> None:
@@ -21,30 +21,31 @@ class UnreachableError(RuntimeError):
 
 
 class RefusedError(RuntimeError):
-    """A live allocation does not do what it was asked to; the message is its own."""
+    """Raised when a live allocation refuses a request; the message comes from the allocation."""
 
 
 class AllocationError(RuntimeError):
-    """A live allocation has ended, or did not get ready in time."""
+    """Raised when a live allocation has ended or was not ready in time."""
 
 
 class ClientError(RuntimeError):
-    """This process cannot be a Monarch client of these hosts; the message says why."""
+    """Raised when this process cannot be a Monarch client of the hosts; the message gives the reason."""
 
 
 class CodeError(RuntimeError):
-    """A workspace was not brought to the hosts of a live allocation; the message says why."""
+    """Raised when a workspace cannot be copied to the hosts of a live allocation; the message gives the reason."""
 
 
 class SPMDError(RuntimeError):
-    """A run on a live allocation has failed.
+    """Raised when a run on a live allocation has failed.
 
     Attributes:
-        result: the whole of it (``client.result.RunResult``).
-        root_cause: the rank that began it (``client.result.RankResult``); None where no rank did.
-        failed_ranks: ranks that failed by themselves.
-        tracebacks: Python tracebacks by rank, of those that have one.
-        log_paths: the stderr log of each failed rank, on its host.
+        result: the result of the run (``client.result.RunResult``).
+        root_cause: the result of the rank whose failure is the root cause (``client.result.RankResult``); None if the
+            run failed for another reason.
+        failed_ranks: ranks that failed by themselves; ranks that were stopped are not included.
+        tracebacks: Python traceback of each failed rank that has one, by rank.
+        log_paths: path of each failed rank's stderr log on its host, by rank.
     """
 
     def __init__(self, result: Any) -> None:

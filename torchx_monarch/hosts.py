@@ -1,9 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``python -m torchx_monarch.hosts [options] [-- COMMAND]``: an allocation (``command.allocation_spec``).
+"""Placeholder command of an allocation: ``python -m torchx_monarch.hosts [options] [-- COMMAND]``.
 
-The schedulers ``monarch_*`` run such a role in their own host processes. This module runs only where another scheduler
-has been given the role, and says so.
+The ``monarch_*`` schedulers recognise this command (``command.allocation_spec``) and start their own host processes
+instead. This module runs only when another scheduler starts the role; it prints an error and exits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NoReturn
 
 
 def main() -> NoReturn:
-    """Say what should run instead, and ask for no retry."""
+    """Print which schedulers run this role and exit with EX_CONFIG, which asks for no retry."""
     print(
         "torchx_monarch.hosts: this role is an allocation that waits for runs, and the scheduler that started it does "
         "not know how. Submit it with one of torchx-monarch's: monarch_local, monarch_docker, monarch_slurm, "

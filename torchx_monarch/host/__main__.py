@@ -1,14 +1,14 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``python -m torchx_monarch.host [options] -- COMMAND``: what every replica of a rewritten role runs."""
+"""Run the host process of one replica: ``python -m torchx_monarch.host [options] -- COMMAND``."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-# `python -m` has put the working folder first: a `monarch.py` or `types.py` of the user's must not stand in for what
-# is imported here. (With -P, from Python 3.11 on, nothing was put there.)
+# `python -m` puts the working folder first in sys.path: a `monarch.py` or `types.py` of the user's must not shadow the
+# modules that this process imports. (With -P, from Python 3.11 on, Python does not put it there.)
 if __name__ == "__main__" and sys.path[0] == os.getcwd() and not getattr(sys.flags, "safe_path", False):
     del sys.path[0]
 
@@ -16,14 +16,14 @@ import argparse  # noqa: E402
 from typing import NoReturn  # noqa: E402
 
 _LOWEST = {"grace": 0, "host_timeout": 0.001, "rejoin_timeout": 0, "peer_timeout": 1, "lease": 1}
-"""The least that options in seconds may be."""
+"""Smallest allowed value of each option that is a duration, in seconds."""
 
 
 def main(argv: list[str]) -> NoReturn:
     """Run one replica of a role to its end.
 
     Args:
-        argv: the options, ``--``, and the role's command.
+        argv: command-line arguments without the program's name: the options, ``--``, and the role's command.
     """
     from torchx_monarch.command.actors import is_actors
     from torchx_monarch.command.exit_codes import parse_exit_codes

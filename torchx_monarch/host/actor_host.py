@@ -1,9 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The host process of a role that waits for actors: a Monarch worker, and a script on replica 0 where there is one.
+"""The host process of a role that waits for actors: a Monarch worker and, on replica 0, an optional script.
 
-Its Monarch processes are for the user's actors: they have the role's environment, folder and output, as if they were
-ranks, and the lines that Monarch prints when one starts are left out.
+The user's actors run in processes that Monarch starts on this host. These processes have the environment, working
+folder and output of the role, as ranks have. The lines that Monarch prints when such a process starts are dropped.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torchx_monarch.transport import connections, local_addresses, messages
 from torchx_monarch.transport.connections import Address, ConnectError
 
 _NO_NEWS = re.compile(rb"(Monarch internal logs are being written to|unable to create log file in) .*")
-"""What Monarch prints whenever a process of its own starts; ``monarch_api`` keeps its log out of ``/tmp``."""
+"""Lines that Monarch prints whenever it starts a process; ``monarch_api`` keeps Monarch's log out of ``/tmp``."""
 
 
 def _is_shown(line: bytes) -> bool:
@@ -42,11 +42,11 @@ def _is_shown(line: bytes) -> bool:
 
 
 _PEER_TIMEOUT = 10.0
-"""Seconds for another role's replica 0 to answer; it is asked again until ``--host-timeout``."""
+"""Seconds for another role's replica 0 to answer one request; requests are repeated until ``--host-timeout``."""
 
 
 class ActorHost(HostProcess):
-    """Runs one replica of such a role to its end."""
+    """Run one replica of a role that waits for actors, to its end."""
 
     _actors = Actors(0.0, None)
     _pipes: tuple[int, int] = (-1, -1)
@@ -57,7 +57,7 @@ class ActorHost(HostProcess):
     def _redirect_own_output(self) -> None:
         super()._redirect_own_output()
         ends = []
-        for number in (1, 2):  # inherited by the processes of actors
+        for number in (1, 2):  # the processes of the actors inherit these pipes
             read, write = os.pipe()
             os.dup2(write, number)
             os.close(write)
@@ -96,9 +96,9 @@ class ActorHost(HostProcess):
     async def _start_interpreters(self, command: Command) -> int:
         if command.kind != "python":
             return 0
-        # The script finds the hosts of all roles in this file, once they are there.
+        # The script reads the hosts of all roles from this file, which `_run_script` writes when all hosts have joined.
         self._environ.update({"MONARCH_THIS_JOB": self._job_file, "MONARCH_BATCH_JOB": "1"})
-        for name, value in LOG_TO_STDERR.items():  # it may import Monarch before anything of ours
+        for name, value in LOG_TO_STDERR.items():  # the script may import Monarch before torchx_monarch
             self._environ.setdefault(name, value)
         return await super()._start_interpreters(command)
 
@@ -107,7 +107,7 @@ class ActorHost(HostProcess):
         return os.path.join(self._sockets, "job.json")
 
     async def _start_worker(self, host_network: HostNetwork) -> str:
-        os.environ["TMPDIR"] = self._sockets  # Monarch's sockets; they go when we go
+        os.environ["TMPDIR"] = self._sockets  # Monarch makes its sockets there; `_exit` removes the folder
         for name in [name for name in os.environ if is_for_hosts(name)]:
             del os.environ[name]
         loop = asyncio.get_running_loop()
@@ -191,10 +191,11 @@ class ActorHost(HostProcess):
         return await attendance.run(self._pool, self._grace)
 
     async def _others(self, host_network: HostNetwork) -> dict[str, list[str]]:
-        """The Monarch addresses of the hosts of the other roles, when all of them are there.
+        """Wait for the hosts of the other roles and return their Monarch addresses by role, in the order of replicas.
 
         Raises:
-            ConnectError, RendezvousError: they are not in time.
+            ConnectError: the hosts of a role have not all joined within ``--host-timeout``.
+            RendezvousError: the registry does not know a role's replica 0 within ``--host-timeout``.
         """
         text = self._options.peers or self._environ.get("MONARCH_PEERS", "")
         peers = dict(peer.split("=", 1) for peer in text.split(",") if peer)

@@ -1,21 +1,21 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Code on its way to the hosts of a live allocation: from a client to replica 0 once, and on to all of them together.
+"""Distribute code to the hosts of a live allocation: a client sends it to replica 0 once, replica 0 to every host.
 
-A client greets with ``sync``, and then sends one JSON line after the other; each is answered by one.
+After a ``sync`` handshake the client sends requests, one JSON line each; replica 0 answers each with one JSON line.
 
 =========  =============================================================================================================
 ``probe``  whether every host sees the file ``path`` with the text ``text``: the answer is ``shared``
-``tree``   the hash ``tree`` of a workspace, and ``base``, that of another: the answer is ``have`` and ``base``, whether
-           every host has the one and the other. Where not the first, the client sends the tree itself in frames
-           (``Tree.encode``), as it differs from the base where that is known; the answer is ``missing``, the bits of a
-           number: the contents that a host lacks, of ``Tree.contents`` in order. It sends those in frames (``pack``);
-           the answer is ``done``
+``tree``   the hash ``tree`` of a workspace, and ``base``, the hash of another: the answer is ``have`` and ``base``,
+           whether every host has the first and the second. If not the first, the client sends the tree in frames
+           (``Tree.encode``), as a difference from the base if every host has that. The answer is ``missing``, a
+           hexadecimal number: bit N is set if a host lacks entry N of ``Tree.contents``. The client sends these
+           contents in frames (``pack``); the answer is ``done``
 =========  =============================================================================================================
 
-A frame is its length (4 bytes) and so many bytes, at most ``FRAME``; one of no bytes is the last. ``failed`` with a
-``reason`` stands for any answer. Replica 0 keeps nothing of it: each frame goes to all hosts by one call of their
-agents, and they take the next when all have taken this one. Until a host has all of a tree, it has nothing of it.
+A frame is a length (4 bytes, big-endian) and as many bytes, at most ``FRAME``; an empty frame is the last. ``failed``
+with a ``reason`` may replace any answer. Replica 0 does not buffer: it sends each frame to all hosts in one call of
+their agents, and the next when all hosts have taken it. A tree is available on a host only when it is complete.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ if TYPE_CHECKING:
     from torchx_monarch.host.session_host import SessionHost
 
 FRAME = 1 << 19
-"""Bytes. As text in a message between agent and host, which has at most ``protocol.MAX_MESSAGE``, it is 0.7 MB."""
+"""Most bytes in a frame. In base64 it is 0.7 MB; a message between agent and host has at most ``messages.MAX_LINE``."""
 
 _SILENCE = 60.0
-"""Seconds that a client may say nothing in the middle of it; it may be reading a large file on a slow disk."""
+"""Seconds that a client may be silent during a transfer; it may be reading a large file from a slow disk."""
 
 _HOSTS_TIMEOUT = 120.0
-"""Seconds in which every host has taken a frame."""
+"""Seconds within which all hosts must have taken a frame."""
 
 Broadcast = Callable[[str, dict[str, Any]], Awaitable[dict[int, Any]]]
 
 
 class SyncError(LaunchError):
-    """The code could not be brought to the hosts; the message says why."""
+    """Raised when code cannot be copied to the hosts; the message gives the reason."""
 
 
 class HostCode:
-    """One host's end.
+    """Receive code on one host and check it out for runs.
 
     Args:
-        folder: of the store, to be made.
+        folder: path of the code store, which is created.
     """
 
     def __init__(self, folder: str) -> None:
@@ -65,29 +65,32 @@ class HostCode:
         self._working = ""
 
     async def enter(self, tree_hash: str) -> str:
-        """The folder with a tree that the next run works in.
+        """Check out a tree for the next run.
+
+        Returns:
+            the path of the folder that the run works in.
 
         Raises:
-            SyncError: it is not here, or cannot be made.
+            SyncError: the tree is not on this host or cannot be checked out.
         """
         self._working = await self._in_thread(self._store.acquire, tree_hash)
         return self._working
 
     async def leave(self) -> None:
-        """The run is over, if there was one."""
+        """Release the folder of the last run, if a run had one."""
         working, self._working = self._working, ""
         if working:
             await self._in_thread(self._store.release, working)
 
     async def has(self, args: dict[str, Any]) -> list[bool]:
-        """Which of some trees are here."""
+        """Return, for each hash in ``args["trees"]``, whether the tree is on this host."""
         return [self._store.known(tree_hash) is not None for tree_hash in args["trees"]]
 
     async def hand_on(self, broadcast: Broadcast, tree_hash: str) -> None:
-        """Have the other hosts get a tree from here, where one came in the place of another that had it.
+        """Send a tree from this host to all hosts if one lacks it, such as a replacement for a lost host.
 
         Raises:
-            SyncError: it is not here either, or one could not take it.
+            SyncError: the tree is not on this host, or a host could not take it.
         """
         if all(have for (have,) in (await broadcast("code-has", {"trees": [tree_hash]})).values()):
             return
@@ -98,10 +101,14 @@ class HostCode:
         await spread(broadcast, tree_hash, _from(self._store.pieces(tree, missing)), "code-contents")
 
     async def take_tree(self, args: dict[str, Any]) -> str | None:
-        """A frame of a tree; with the last one, the contents of it that are missing here, as bits.
+        """Take a frame of an encoded tree.
+
+        Returns:
+            after the last frame, the contents that this host lacks, as a hexadecimal number with a bit for each entry
+            of ``Tree.contents``; None before.
 
         Raises:
-            SyncError: it is no tree, or another one, or there is no room.
+            SyncError: the frames are not the tree that was announced, or the disk has no room for the contents.
         """
         if args["first"]:
             self._text.clear()
@@ -114,10 +121,10 @@ class HostCode:
         return missing
 
     async def take_contents(self, args: dict[str, Any]) -> None:
-        """A frame of contents; with the last one, all of them are here.
+        """Take a frame of packed contents; the last frame completes the tree.
 
         Raises:
-            SyncError: they are not what was missing, or cannot be written.
+            SyncError: the contents are not the missing ones, or cannot be written.
         """
         await self._in_thread(self._take, base64.b64decode(args["data"]), args["last"])
 
@@ -142,7 +149,7 @@ class HostCode:
 
 
 def _missing(tree: Tree, answers: list[str]) -> list[str]:
-    """The digests of a tree that a host has said to lack."""
+    """Return the digests of a tree's contents that at least one host lacks."""
     bits = _either(answers)
     return [digest for number, digest in enumerate(tree.contents) if bits >> number & 1]
 
@@ -155,25 +162,25 @@ def _either(answers: list[str]) -> int:
 
 
 async def _from(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
-    """What takes time to make, made beside the event loop."""
+    """Yield pieces up to the first empty one; produce each in a thread, so as not to block the event loop."""
     while piece := await asyncio.to_thread(next, pieces, b""):
         yield piece
 
 
 async def spread(broadcast: Broadcast, tree_hash: str, frames: AsyncIterator[bytes], op: str) -> list[Any]:
-    """Give every host frame after frame.
+    """Send frames to all hosts, one after the other.
 
     Args:
-        broadcast: asks all of them.
-        tree_hash: of what they belong to.
-        frames: up to the last that holds something.
-        op: what the hosts are to do with them.
+        broadcast: sends a request to all hosts and returns their answers by replica.
+        tree_hash: hash of the tree to which the frames belong.
+        frames: the frames without the empty one at the end.
+        op: operation that hosts execute for each frame: ``code-tree`` or ``code-contents``.
 
     Returns:
-        what they answer to the last.
+        the answer of each host to the last frame.
 
     Raises:
-        SyncError: not all of them have taken one in time.
+        SyncError: not all hosts have taken a frame within ``_HOSTS_TIMEOUT`` seconds.
     """
     first, waiting = True, b""
     async for frame in _and_end(frames):
@@ -195,10 +202,10 @@ async def _and_end(frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 async def _frames(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """What a client sends.
+    """Yield the frames that a client sends, without the empty one at the end.
 
     Raises:
-        SyncError: it has gone, or says nothing, or sends something else.
+        SyncError: the client has disconnected, is silent for ``_SILENCE`` seconds, or sends a frame that is too long.
     """
     try:
         while size := int.from_bytes(await asyncio.wait_for(reader.readexactly(4), _SILENCE), "big"):
@@ -212,7 +219,7 @@ async def _frames(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
 
 
 async def hand_on(run_queue: RunQueue, code: HostCode, tree_hash: str) -> None:
-    """Have all hosts of an allocation have a tree that replica 0's has; see ``HostCode.hand_on``."""
+    """Send a tree from replica 0 to all hosts of an allocation if one lacks it; see ``HostCode.hand_on``."""
     assert run_queue.broadcast is not None
     async with _locks.setdefault(run_queue, asyncio.Lock()):
         await code.hand_on(run_queue.broadcast, tree_hash)
@@ -220,13 +227,13 @@ async def hand_on(run_queue: RunQueue, code: HostCode, tree_hash: str) -> None:
 
 
 _locks: weakref.WeakKeyDictionary[RunQueue, asyncio.Lock] = weakref.WeakKeyDictionary()
-"""One client at a time brings code to an allocation."""
+"""Serialise the transfers to an allocation: one client at a time."""
 
 
 async def serve_sync(
     run_queue: RunQueue, greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
-    """Answer a client that has greeted with ``sync``, until it goes."""
+    """Answer the requests of a client after a ``sync`` handshake, until it disconnects or a request fails."""
     run_queue.touch()
     async with _locks.setdefault(run_queue, asyncio.Lock()):
         while message := await messages.receive(reader, _SILENCE):
@@ -272,7 +279,7 @@ async def _relay(broadcast: Broadcast, tree_hash: str, reader: asyncio.StreamRea
     try:
         return await spread(broadcast, tree_hash, frames, op)
     except Exception:
-        async for _ in frames:  # the client hears of it when it has sent them all: until then it does not listen
+        async for _ in frames:  # the client reads the answer only after it has sent all frames
             pass
         raise
 
@@ -301,6 +308,6 @@ async def _contents(host: SessionHost, args: dict[str, Any]) -> None:
 
 
 OPS = {"code-probe": _probe, "code-has": _has, "code-tree": _tree, "code-contents": _contents}
-"""For ``SessionHost.OPS``."""
+"""Operations on code that a session host executes, by name; part of ``SessionHost.OPS``."""
 
 RunQueue.KINDS["sync"] = serve_sync
