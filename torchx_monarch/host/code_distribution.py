@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torchx_monarch.host.session_host import SessionHost
 
 FRAME = 1 << 19
-"""Most bytes in a frame. In base64 it is 0.7 MB; a message between agent and host has at most ``messages.MAX_LINE``."""
+"""Most bytes in a frame: 0.7 MB in base64. A message between agent and host has at most ``messages.MAX_MESSAGE``."""
 
 _SILENCE = 60.0
 """Seconds that a client may be silent during a transfer; it may be reading a large file from a slow disk."""

@@ -1,8 +1,8 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Environment variables that torch reads when it is imported, and a warning for a program that sets one afterwards.
+"""Environment variables that torch reads at import, and a warning for a program that sets one later.
 
-``rank_main`` runs this file where torch has been imported ahead: standard library alone.
+``rank_main`` runs this file if torch was imported before the program: it imports the standard library alone.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _PREFIXES = (
     *("TORCH_BLAS_PREFER_", "TORCH_LINALG_PREFER_"),
 )
 
-# What `import torch` of 2.13 reads by os.environ and by getenv, both traced. Others are read when they are needed, and
-# the program sets them in time: TORCH_HOME, TORCH_NCCL_*, and CUDA_VISIBLE_DEVICES until a device is used.
+# The variables that `import torch` of 2.13 reads, found by tracing os.environ and getenv. torch reads others when it
+# needs them, so the program can set them: TORCH_HOME, TORCH_NCCL_*, and CUDA_VISIBLE_DEVICES until a device is used.
 _NAMES = (
     *("KINETO_USE_DAEMON", "PYTORCH_API_USAGE_STDERR", "PYTORCH_MATCHER_LOGLEVEL"),
     *("TORCHDYNAMO_NO_DATA_DEPENDENT_GRAPH_BREAK", "TORCHEXPORT_EXTENDED_DEBUG_CURRENT_LOC"),
@@ -32,12 +32,12 @@ _NAMES = (
 
 
 def is_read_at_import(name: object) -> bool:
-    """Whether torch reads a variable while it is imported, and no more after that."""
+    """Return whether torch reads a variable at import and never again."""
     return isinstance(name, str) and (name in _NAMES or name.startswith(_PREFIXES))
 
 
 def watch() -> None:
-    """Warn on stderr, once for each such variable, when this process gives it another value."""
+    """Warn on stderr when this process changes a variable that torch reads at import; once for each variable."""
     ours, named = os.getpid(), set[str]()
 
     class _Environ(type(os.environ)):  # type: ignore[misc]
@@ -52,7 +52,7 @@ def watch() -> None:
 
 
 def _warn(name: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # stderr is closed, full or gone
+    with contextlib.suppress(OSError, ValueError):  # stderr may be closed, full or a broken pipe
         if sys.stderr is not None:
             print(
                 f"warning: {name} is set by the program and has no effect on torch, which was imported before. Set it "

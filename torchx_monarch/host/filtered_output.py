@@ -1,9 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The lines that torchrun's ``--duplicate-stdout-filters`` and ``--duplicate-stderr-filters`` single out, in a file.
+"""Write the lines that match torchrun's ``--duplicate-stdout-filters`` or ``--duplicate-stderr-filters`` to a file.
 
-As ``DefaultLogsSpecs`` and ``PContext`` of torch 2.13 do (``torch/distributed/elastic/multiprocessing/api.py``): one
-file for an attempt's ranks on a host, of the streams that ``--tee`` shows, with the prefix that they have there.
+Follows ``DefaultLogsSpecs`` and ``PContext`` of torch 2.13 (``torch/distributed/elastic/multiprocessing/api.py``): one
+file for all ranks of an attempt on a host, for the streams that ``--tee`` shows, with the prefix that they have there.
 """
 
 from __future__ import annotations
@@ -16,20 +16,25 @@ from torchx_monarch.system.console import write_all
 
 
 def filtered_name(stream: str, replica: int) -> str:
-    """The name of the file in the attempt's log folder, where every host has its own.
+    """Return the name of this host's file in the attempt's log folder.
 
-    torchrun's name on replica 0. The others may share the folder, and two machines cannot append to one file over NFS.
+    Replica 0 uses torchrun's name. Other replicas may share the folder and add their number to the name: two machines
+    cannot append to one file over NFS.
+
+    Args:
+        stream: ``stdout`` or ``stderr``.
+        replica: id of the host's replica.
     """
     return f"filtered_{stream}.log" if replica == 0 else f"filtered_{stream}.{replica}.log"
 
 
 class FilteredFile:
-    """Gets those lines of one rank that hold any of the texts; every rank of the host may have one on the same path.
+    """Append the lines of one rank that contain any of some texts to a file; all ranks of a host may share the file.
 
     Args:
-        path: appended to, a line at a time.
-        texts: what is looked for. The empty one is in every line.
-        prefix: stands before each line that is written.
+        path: path of the file, which is created when missing.
+        texts: texts to search for; the empty text is in every line.
+        prefix: written before each line.
 
     Raises:
         OSError: the file cannot be opened.
@@ -42,8 +47,8 @@ class FilteredFile:
         self._goes_on = False
 
     def write(self, text: bytes, shown: bytes) -> None:
-        """Take whole lines or a piece of one, which counts as a line (see ``LineSink``)."""
-        if text == b"\n" and self._goes_on:  # the end of a line whose pieces have all been here
+        """Take whole lines, or a piece of a line, which counts as a line (see ``LineSink``)."""
+        if text == b"\n" and self._goes_on:  # the end of a line whose pieces were written before
             text = b""
         self._goes_on = not text.endswith(b"\n")
         lines = text.removesuffix(b"\n").split(b"\n") if text else []

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The master endpoint: MASTER_ADDR and MASTER_PORT, where the ranks meet, and the local address that serves them."""
+"""The master endpoint of an attempt: MASTER_ADDR, MASTER_PORT, and the local address that the store listens on."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from torchx_monarch.command.torchrun_options import TorchrunOptions
 
 
 class EndpointError(ValueError):
-    """The endpoint that the user has named cannot be served; the message says which, and why."""
+    """Raised when the user's endpoint cannot be served; the message names the endpoint and the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MasterEndpoint:
-    """Where the ranks of an attempt meet.
+    """Represent the endpoint at which the ranks of an attempt meet.
 
     Attributes:
         address: MASTER_ADDR.
-        port: MASTER_PORT; 0 for any free one.
-        bind: the local address that the store listens on; empty for all.
-        unused: the address that the user has named where the mesh knows better; empty otherwise.
+        port: MASTER_PORT; 0 for any free port.
+        bind: local address that the store listens on; empty for all.
+        unused: the user's address if it is not used because several hosts take part; empty otherwise.
     """
 
     address: str
@@ -35,19 +35,19 @@ class MasterEndpoint:
 
     @classmethod
     async def of(cls, options: TorchrunOptions, bind: str, advertised: str, hosts: int) -> MasterEndpoint:
-        """The endpoint of a job, from the options of its torchrun command.
+        """Derive the endpoint of a job from the options of its torchrun command.
 
-        A port that the user has named holds everywhere. An address does on one machine; ranks of several machines meet
-        on replica 0's, by the address that the other hosts have dialled.
+        The user's port is always used. The user's address is used on one machine only; ranks of several machines meet
+        on replica 0's machine, at the address that the other hosts have dialled.
 
         Args:
-            options: those of the command.
-            bind: the local address of the store where the user has named none; empty for all.
-            advertised: the address by which every rank can reach this host.
-            hosts: how many hosts take part.
+            options: options of the torchrun command.
+            bind: local address of the store if the user has given no endpoint; empty for all.
+            advertised: address by which every rank can reach this host.
+            hosts: number of hosts that take part.
 
         Raises:
-            EndpointError: the address that the user has named cannot be resolved.
+            EndpointError: the user's address cannot be resolved.
         """
         named = options.static_endpoint
         if named is None:
@@ -64,7 +64,7 @@ class MasterEndpoint:
         return cls(address, port, str(resolved[0][4][0]))
 
     def refusal(self, error: OSError) -> EndpointError:
-        """Why the endpoint cannot be opened."""
+        """Return the exception to raise when the endpoint cannot be opened because of ``error``."""
         if not self.port:
             return EndpointError(f"no port can be opened on {self.bind or 'any address'}: {error.strerror}")
         if error.errno == errno.EADDRNOTAVAIL:

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The TCPStore of an attempt, or the port that is held for it, and the store of the next attempt, started ahead."""
+"""Manage the TCPStore of an attempt, or the port reserved for it, and start the store of the next attempt early."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torchx_monarch.host.rank_process import RankProcess
 from torchx_monarch.host.store_process import StoreProcess, bound
 
 _PORT_PATIENCE = 5.0
-"""Seconds that a port which the user has named may stay taken: by the store of an attempt or a run that is ending."""
+"""Seconds to wait for the user's port while the store of an attempt or a run that is ending still has it."""
 
 
 class MasterStore:
-    """Opens the master endpoint of one attempt after the other, on the host of replica 0.
+    """Open the master endpoint of each attempt on the host of replica 0.
 
     Args:
-        say: called with a line for a person when a store ends before it is closed.
+        say: called with a progress line when a store's process ends before it is closed.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -30,21 +30,21 @@ class MasterStore:
         self._current: StoreProcess | None = None
         self._ahead: asyncio.Task[StoreProcess | None] | None = None
         self._reserved: socket.socket | None = None
-        self._next_bind: str | None = None  # where a store may be started ahead; None for nowhere
+        self._next_bind: str | None = None  # address for a store that is started early; None to start none
 
     async def open(self, endpoint: MasterEndpoint, interpreter: RankProcess | None) -> tuple[int, bool]:
-        """Open a port in place of the one of the attempt before.
+        """Open the port of an attempt and close the port of the attempt before.
 
-        A fork of the interpreter serves a TCPStore there, bound before anybody is told: no other process can take the
-        port. Without an interpreter it is held by a socket that never listens; SO_REUSEADDR lets the program's own
-        store, which sets it as well, bind it all the same.
+        A fork of the interpreter serves a TCPStore there. The port is bound before its number is published, so that no
+        other process can take it. Without an interpreter a socket that never listens reserves the port; both it and
+        the program's own store set SO_REUSEADDR, so that the store can still bind the port.
 
         Args:
-            endpoint: what the user has named, if anything.
-            interpreter: one that imports torch and has no program yet; None where there is no such.
+            endpoint: the endpoint; its port is 0 unless the user has given one.
+            interpreter: an interpreter that imports torch and has no program yet; None if there is none.
 
         Returns:
-            the port, and whether a store is served there already.
+            the port, and whether a store is already served there.
 
         Raises:
             EndpointError: the endpoint cannot be opened.
@@ -79,35 +79,35 @@ class MasterStore:
 
     @property
     def port(self) -> int | None:
-        """Of the store that is served now; None while none is."""
+        """Port of the store that is served now; None while no store is served."""
         return self._current.port if self._current is not None else None
 
     @property
     def pids(self) -> list[int]:
-        """The processes that serve a store, now or for the next attempt."""
+        """Process ids of the stores of this attempt and of the next."""
         ahead = self._ahead.result() if self._ahead is not None and self._ahead.done() else None
         return [store.pid for store in (self._current, ahead) if store is not None]
 
     async def settled(self) -> None:
-        """Wait until a store that is being started ahead has a process."""
+        """Wait until the store of the next attempt has a process, if it is being started."""
         if self._ahead is not None:
             await asyncio.wait([self._ahead])
 
     def start_ahead(self, interpreter: RankProcess) -> None:
-        """Start the next attempt's store, if this attempt or the last has one and the user has named no port.
+        """Start the next attempt's store, if the last one was a store of ours and the user has given no port.
 
         Args:
-            interpreter: one that waits for the next attempt; asked once it has imported torch.
+            interpreter: an interpreter that waits for the next attempt; forked once it has imported torch.
         """
         if self._next_bind is not None and self._ahead is None:
             self._ahead = asyncio.ensure_future(StoreProcess.start(interpreter, self._next_bind, self._say))
 
     def take_over(self, before: MasterStore, keep: bool) -> None:
-        """Take the store that another one has started ahead.
+        """Take over the next attempt's store from another ``MasterStore``.
 
         Args:
-            before: the other, which opens no port any more.
-            keep: whether it may be used; it is closed otherwise.
+            before: the other one, which must not open a port any more.
+            keep: whether the store may be used; it is closed otherwise.
         """
         ahead, before._ahead = before._ahead, None
         if keep:
@@ -122,12 +122,12 @@ class MasterStore:
             self._current = None
 
     def move_away(self) -> None:
-        """Close the store that is served now, and start none ahead: the ranks meet on another host."""
+        """Close the store that is served now and start no other: the ranks meet on another host."""
         self.end()
         self._next_bind = None
 
     def release(self) -> None:
-        """Give up the port that is held for the program's own store."""
+        """Release the port that is reserved for the program's own store."""
         if self._reserved is not None:
             self._reserved.close()
             self._reserved = None

@@ -1,9 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a host notes for its next start, where its backend starts it again whatever its exit code (dockerd does).
+"""Store a host's final result for its next start, for backends that restart a host whatever its exit code (dockerd).
 
-The backend names the file in ``MONARCH_STARTS``: paths separated by colons, of which the first is taken that can be
-written and is on no mount. What is mounted may be another host's as well, or empty at the next start.
+The backend sets ``MONARCH_STARTS`` to paths separated by colons. The host uses the first path that it can write and
+that is not on a mount: another host may share a mounted folder, and the folder may be empty at the next start.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ VARIABLE = "MONARCH_STARTS"
 
 
 class NoRestartMarker:
-    """The starts of one host; nothing where the backend names no file.
+    """Read and write the marker file of one host; do nothing if the backend names no file.
 
     Args:
-        environ: of the host.
+        environ: environment of the host.
     """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
@@ -33,7 +33,11 @@ class NoRestartMarker:
         self._note: dict[str, Any] = {}
 
     def begin(self) -> tuple[JobResult, str] | None:
-        """Note that the host starts; or how its job has ended, and why it is not to be started again."""
+        """Count a start of the host, unless an earlier start has stored a final result.
+
+        Returns:
+            the stored result and why the host must not be restarted; None if the host may start.
+        """
         self._note = next((note for path in self._paths if (note := _read(path))), {"restarts": -1})
         with contextlib.suppress(KeyError, TypeError, AttributeError):
             return JobResult.from_json(self._note["verdict"]), str(self._note["why"])
@@ -42,11 +46,14 @@ class NoRestartMarker:
         return None
 
     def end(self, verdict: JobResult, why: str) -> bool:
-        """Note how the job has ended, where another start would be of no use; whether that could be noted.
+        """Store the result of the job if the host must not be restarted.
 
         Args:
-            verdict: how.
-            why: why it is not to be started again; empty when it may be.
+            verdict: the result of the job.
+            why: why the host must not be restarted; empty if it may be.
+
+        Returns:
+            False if the result had to be stored and could not be.
         """
         if not (self._paths and why):
             return True
@@ -66,7 +73,7 @@ class NoRestartMarker:
 
 
 def _read(path: str) -> dict[str, Any] | None:
-    """A note; None where there is none, or something else."""
+    """Read a marker file; return None if it is missing or is not a marker."""
     with contextlib.suppress(OSError, ValueError):
         note = safe_files.read_json(path)
         if isinstance(note, dict) and isinstance(note.get("restarts"), int):
@@ -75,7 +82,7 @@ def _read(path: str) -> dict[str, Any] | None:
 
 
 def _mounts() -> set[str]:
-    """Where something is mounted."""
+    """Return all mount points; empty if /proc cannot be read."""
     with contextlib.suppress(OSError), open("/proc/self/mountinfo") as file:
         return {line.split(" ")[4].encode().decode("unicode_escape") for line in file}
     return set()

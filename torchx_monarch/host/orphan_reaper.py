@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What leaves the family of a rank becomes the host's child, as it would be PID 1's: reaping and ending them."""
+"""Reap and kill orphan processes of ranks: the host is their subreaper, so they become its children, not PID 1's."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ _REAP_EVERY = 5.0
 
 
 async def reap_orphans() -> None:
-    """Reap adopted processes that have ended, for as long as this process runs.
+    """Reap orphan processes that have ended; runs until cancelled.
 
-    Only those found dead twice: a child of Monarch's or ours is reaped by who started it long before.
+    A child is reaped only when two checks, 5 s apart, find it dead: Monarch and this package reap the children that
+    they have started much earlier than that.
     """
     seen: set[int] = set()
     while True:
@@ -30,13 +31,13 @@ async def reap_orphans() -> None:
 
 
 def end_orphans(job: str, ours: Collection[int]) -> None:
-    """SIGKILL what ranks that have ended left behind in sessions or process groups of its own.
+    """SIGKILL the processes that ended ranks have left behind, in whatever session or process group.
 
     Args:
-        job: the app's marker (``processes.MARKER``).
-        ours: processes that are to live on, with all that is in their sessions.
+        job: value of the app's marker variable (``processes.MARKER``).
+        ours: processes to keep, with all processes of their sessions.
     """
-    # Every rank leads a session. What Monarch has started is in ours.
+    # Every rank leads a session. The processes that Monarch has started are in the host's session.
     keep = {os.getsid(0), *map(_session, ours)}
 
     def find() -> list[int]:

@@ -1,9 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Whether the kernel has killed processes of this host for want of memory: what the counters of cgroups and /proc say.
+"""Detect out-of-memory kills on this host from the counters of cgroups and /proc/vmstat.
 
-The cgroup is the host process's own, where its ranks are as well; version 1 or 2. Where it counts nothing (the root of
-version 2, an old kernel) there is the machine's counter, which includes the processes of others.
+The cgroup, version 1 or 2, is that of the host process, which its ranks share. If it has no counter (the root cgroup of
+version 2, an old kernel), the machine's counter is used, which includes processes of other jobs.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from __future__ import annotations
 from pathlib import Path
 
 _COUNTERS = ("memory.events", "memory.oom_control")
-"""Files of version 2 and 1 with a line ``oom_kill N``: processes in the cgroup that any OOM killer has killed."""
+"""Files of cgroup versions 2 and 1 with a line ``oom_kill N``: how many processes of the cgroup were OOM-killed."""
 
 _LIMITS = ("memory.max", "memory.limit_in_bytes")
-"""Of version 2 and 1. No limit is ``max``, or a number beyond any machine's memory."""
+"""Files of cgroup versions 2 and 1. No limit is ``max``, or a number above any machine's memory."""
 
 _NO_LIMIT = 2**60
 
 
 class OutOfMemory:
-    """Counts OOM kills from now on.
+    """Count OOM kills since this object was created.
 
     Args:
-        root: the file system in which ``proc`` and ``sys`` are.
+        root: folder that contains ``proc`` and ``sys``.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:
@@ -35,7 +35,7 @@ class OutOfMemory:
         self._kills_before, self._machine_before = self._kills()
 
     def evidence(self) -> str:
-        """Why a process of this host that died of SIGKILL did so; empty where the kernel has killed none for memory."""
+        """Return why a process of this host died of SIGKILL; empty if the kernel has OOM-killed none."""
         kills, machine = self._kills()
         if kills > self._kills_before:
             limit = self._limit()
@@ -46,20 +46,20 @@ class OutOfMemory:
         return ""
 
     def _kills(self) -> tuple[int, int]:
-        """Of this cgroup, and of the machine."""
+        """Return the number of OOM kills in this cgroup and on the machine."""
         return (_count(self._counter) or 0 if self._counter else 0), _count(self._root / "proc/vmstat") or 0
 
     def _limit(self) -> int:
-        """The lowest limit of the cgroup and those around it, in bytes; 0 for none."""
+        """Return the lowest limit of the cgroup and its parents, in bytes; 0 for no limit."""
         limits = [_number(each / name) for each in self._cgroups for name in _LIMITS]
         return min((limit for limit in limits if 0 < limit < _NO_LIMIT), default=0)
 
 
 def _own_cgroups(root: Path) -> list[Path]:
-    """The folders of this process's memory cgroup and of those around it, the innermost first.
+    """Return the folders of this process's memory cgroup and its parents, innermost first; only those that exist.
 
-    In a container the path that ``/proc/self/cgroup`` names may be the machine's, and absent: then the innermost that
-    is there is the container's own.
+    In a container, ``/proc/self/cgroup`` may name a path of the machine that does not exist here; the innermost parent
+    that exists is then the container's own cgroup.
     """
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -77,7 +77,7 @@ def _own_cgroups(root: Path) -> list[Path]:
 
 
 def _count(path: Path) -> int | None:
-    """The number in a line ``oom_kill N``; None where there is no such line."""
+    """Return N of the line ``oom_kill N``; None if the file has no such line."""
     for line in _text(path).splitlines():
         name, _, number = line.partition(" ")
         if name == "oom_kill" and number.isdigit():

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The environment of a rank: torchelastic's, from who takes part in an attempt.
+"""Build the environment variables of a rank: torchelastic's, from the world of an attempt.
 
 Names and values are those of ``LocalElasticAgent._start_workers`` of torch 2.13
 (``torch/distributed/elastic/agent/server/local_elastic_agent.py``).
@@ -16,10 +16,15 @@ from torchx_monarch.model.world import World
 
 
 def env_number(environ: Mapping[str, str], variable: str, default: float) -> float:
-    """The number, 0 or more, that an environment variable holds.
+    """Return an environment variable as a number of 0 or more.
+
+    Args:
+        environ: the environment.
+        variable: name of the variable.
+        default: returned if the variable is not set.
 
     Raises:
-        CommandError: it holds something else.
+        CommandError: the value is not such a number.
     """
     text = environ.get(variable)
     if text is None:
@@ -34,10 +39,14 @@ def env_number(environ: Mapping[str, str], variable: str, default: float) -> flo
 
 
 def interpreter_environment(host: Mapping[str, str], local_world_size: int) -> dict[str, str]:
-    """What a rank's interpreter starts with, before its rank is known.
+    """Return the environment with which a rank's interpreter starts, before its rank is known.
 
-    OMP_NUM_THREADS must be there before torch is imported; torchrun sets it to 1 when it starts several ranks and the
+    OMP_NUM_THREADS must be set before torch is imported. torchrun sets it to 1 when it starts several ranks and the
     user has not set it.
+
+    Args:
+        host: environment of the host process.
+        local_world_size: number of ranks on this host.
     """
     env = {name: value for name, value in host.items() if not is_for_hosts(name)}
     if local_world_size > 1:
@@ -48,10 +57,18 @@ def interpreter_environment(host: Mapping[str, str], local_world_size: int) -> d
 def rank_environment(
     world: World, options: TorchrunOptions, replica: int, local_rank: int, base: Mapping[str, str], error_file: str
 ) -> dict[str, str]:
-    """What is added to ``base`` for one rank.
+    """Return the variables to add to ``base`` for one rank.
+
+    Args:
+        world: the ranks of the attempt.
+        options: options of the torchrun command.
+        replica: id of the host's replica.
+        local_rank: local rank on that host.
+        base: environment of the role.
+        error_file: path of the rank's error file; empty for none.
 
     Raises:
-        ValueError: ``--virtual-local-rank`` with fewer visible devices than ranks, as in torchrun.
+        ValueError: with ``--virtual-local-rank`` there are fewer visible devices than ranks, as in torchrun.
     """
     rank = world.first_rank(replica) + local_rank
     env = {

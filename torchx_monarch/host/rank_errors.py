@@ -1,8 +1,8 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Writes the torchelastic error file of a rank whose program failed, to a full disk as well.
+"""Write the torchelastic error file of a rank whose program failed, even if the disk is full.
 
-``rank_main`` runs this file in the process of a rank that has failed: it imports the standard library alone.
+``rank_main`` runs this file in the process of the failed rank: it imports the standard library alone.
 """
 
 from __future__ import annotations
@@ -22,14 +22,18 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 def record(error: BaseException, began: bool) -> None:
     """Write the torchelastic error file, unless the program (``@record``) has written it.
 
-    ``extraInfo`` says besides when it was raised, to a fraction of a second, whether the program had begun and, where
-    it failed in forming a process group, whether it had been in one.
+    Beside torch's keys, ``extraInfo`` has ``raised_at``, seconds since the epoch with a fraction; ``began``; and, if
+    ``init_process_group`` failed, ``joined``: whether the process had been in a process group before.
+
+    Args:
+        error: the exception that ended the program.
+        began: whether a line of the program ran.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
     with contextlib.suppress(OSError):
-        if os.path.getsize(path):  # empty: the disk was full when @record wrote it
+        if os.path.getsize(path):  # an empty file: the disk was full when @record wrote it
             return
     error = _cause_of_unwritten(error)
     callstack = "".join(traceback.format_exception(type(error), error, error.__traceback__))
@@ -60,7 +64,7 @@ def record(error: BaseException, began: bool) -> None:
 
 
 def _write_into_reserve(path: str, data: dict[str, Any]) -> None:
-    """Write the error file into the reserve file that the host has made beside it, as far as that has room."""
+    """Write the error into the reserve file that the host has made beside it; shorten the traceback to fit."""
     with open(path + ".reserve", "r+b") as file:
         room = os.fstat(file.fileno()).st_size
         message, extra = data["message"], data["message"]["extraInfo"]
@@ -75,12 +79,12 @@ def _write_into_reserve(path: str, data: dict[str, Any]) -> None:
 
 
 def _cause_of_unwritten(error: BaseException) -> BaseException:
-    """The program's exception, where what arrives is that torch's ``@record`` could not write it to a full disk."""
+    """Return the program's exception if ``error`` says that ``@record`` could not write it to a full disk."""
     if isinstance(error, OSError) and error.errno in _DISK_FULL and error.__context__ is not None:
         recorder = "torch.distributed.elastic.multiprocessing.errors.error_handler"
         if any(frame.f_globals.get("__name__") == recorder for frame, _ in traceback.walk_tb(error.__traceback__)):
             cause = error.__context__
-            # A text file that cannot be flushed fails twice as it is closed; the first of the two has no traceback.
+            # Closing a text file that cannot be flushed raises twice; the first exception has no traceback.
             while cause.__traceback__ is None and cause.__context__ is not None:
                 cause = cause.__context__
             return cause
@@ -88,9 +92,13 @@ def _cause_of_unwritten(error: BaseException) -> BaseException:
 
 
 def _joined(error: BaseException) -> bool | None:
-    """Whether this process has ever been in a process group, of an exception out of ``init_process_group``; else None.
+    """Return whether this process had been in a process group when ``init_process_group`` failed.
 
-    Nothing of ``destroy_process_group`` takes back the last two of the signs.
+    The default group's init method and the exception hook reveal earlier groups: ``destroy_process_group`` does not
+    reset these two.
+
+    Returns:
+        None if the exception was not raised in ``init_process_group``.
     """
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     seen: set[int] = set()
