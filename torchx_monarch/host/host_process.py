@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The host process of one replica: its ranks, its Monarch worker and, on replica 0, the controller."""
+"""The host process of one replica: it runs the ranks, a Monarch worker and, on replica 0, the controller."""
 
 from __future__ import annotations
 
@@ -44,28 +44,28 @@ from torchx_monarch.transport.agent_rpc import SOCKET_VARIABLE, AgentServer
 from torchx_monarch.transport.connections import Address
 
 _HOST_EXIT_TIMEOUT = 5.0
-"""Seconds that replica 0 waits for the other hosts to go before it goes itself."""
+"""Seconds that replica 0 waits for the other hosts to exit before it exits."""
 
 _LAST_WORDS_TIMEOUT = 10.0
-"""Seconds in which a host that cannot take part tries to tell replica 0."""
+"""Seconds for which a host that cannot take part tries to report its error to replica 0."""
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class HostProcess:
-    """Runs one replica to its end.
+    """Run one replica to its end.
 
     Args:
-        options: the command line.
-        environ: the environment as the backend gave it.
+        options: parsed command line of the host process.
+        environ: environment in which the backend started the host process.
     """
 
     def __init__(self, options: HostOptions, environ: Mapping[str, str]) -> None:
         self._options = options
         self._environ = dict(environ)
-        os.environ.pop("MONARCH_CREDENTIALS", None)  # Monarch's processes get what is left
+        os.environ.pop("MONARCH_CREDENTIALS", None)  # Monarch's processes inherit this environment
         self._hostname = socket.gethostname()
-        # Monarch and its processes print to what is left as 1 and 2, which becomes a file of its own.
+        # Monarch and its processes print to descriptors 1 and 2, which `_redirect_own_output` makes a log file.
         self._stdout = Console(os.dup(1))
         self._stderr = Console(os.dup(2), self._stdout)
         self._log_dir = self._environ.get("MONARCH_LOG_DIR") or tempfile.mkdtemp(prefix="torchx-monarch-")
@@ -82,7 +82,7 @@ class HostProcess:
         self._pool: RankPool | None = None
         self._registration: Registration | None = None
         self._agent_gone = False
-        # Seconds from SIGTERM to SIGKILL for ranks: torchrun's own option or variable, else the host's.
+        # Seconds from SIGTERM to SIGKILL for ranks: torchrun's option or variable if given, else the host's --grace.
         self._grace = options.grace
         self._backend_restarts = 0
         self._first_output = asyncio.Event()
@@ -91,7 +91,7 @@ class HostProcess:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def main(self) -> NoReturn:
-        """Run to the end and exit with the verdict's code."""
+        """Run the replica and exit with the exit code of the job's result."""
         processes.become_subreaper()
         self._redirect_own_output()
         if self._error_file:
@@ -135,7 +135,7 @@ class HostProcess:
         ours = self._sockets if "MONARCH_RUN_DIR" in self._environ else self._run_dir
         if ours:
             shutil.rmtree(ours, ignore_errors=True)
-        # Monarch's threads have nothing left to do, and waiting for them takes up to seconds.
+        # Joining Monarch's threads can take seconds, and they have no work left.
         os._exit(code)
 
     async def _job(self) -> JobResult:
@@ -149,7 +149,7 @@ class HostProcess:
             self._sockets = run_dirs.private_dir(self._run_dir)
             rendezvous, advertised = self._settle_network(command)
             if command is not None:
-                # First of all: what the ranks import takes longer than everything below.
+                # Before the rest: the imports of the ranks take longer than all steps below.
                 nproc = await self._start_interpreters(command)
                 self._start_watchdog(command)
         except LaunchError as failure:
@@ -178,16 +178,16 @@ class HostProcess:
             os.makedirs(self._log_dir, mode=0o700, exist_ok=True)
             log = safe_files.open_file(self._monarch_log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         except OSError:
-            log = os.open(os.devnull, os.O_WRONLY)  # the ranks' logs will say what is wrong with the folder
+            log = os.open(os.devnull, os.O_WRONLY)  # creating the ranks' logs will report what is wrong with the folder
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
 
     def _handle_signals(self, more: str = "") -> None:
-        """Have signals stop the job; SIGUSR1 and SIGUSR2, unless named here, only reach the ranks.
+        """Install signal handlers: signals stop the job; SIGUSR1 and SIGUSR2, unless in ``more``, go to the ranks.
 
         Args:
-            more: torchrun's ``--signals-to-handle``: names, with commas.
+            more: torchrun's ``--signals-to-handle``: names of further signals that stop the job, separated by commas.
         """
         loop = asyncio.get_running_loop()
         named = {signal.Signals[name.strip()] for name in more.split(",") if name}
@@ -210,14 +210,14 @@ class HostProcess:
             self._grace = float(command.options.shutdown_timeout)
         program = command.program_of(0)
         if program.mode == "script" and not os.path.exists(program.target):
-            # The exit code goes with it, as of `python nosuch.py`.
+            # CommandError makes the exit code 2, as for `python nosuch.py`.
             raise CommandError(f"can't open file {os.path.abspath(program.target)!r}: No such file or directory")
         return command
 
     async def _start_interpreters(self, command: Command) -> int:
         log_dir: str | None = self._log_dir
         if command.options.log_dir == os.devnull:
-            log_dir = None  # torchrun's way to have none
+            log_dir = None  # torchrun writes no logs either with --log-dir /dev/null
         elif command.options.log_dir:
             log_dir = os.path.abspath(os.path.join(command.options.log_dir, self._run_id()))
         self._pool = RankPool(
@@ -232,10 +232,10 @@ class HostProcess:
         return await self._pool.start(nproc)
 
     def _settle_network(self, command: Command | None) -> tuple[Address, str]:
-        """Where replica 0 listens, and the name by which the other hosts dial this one.
+        """Determine where replica 0 listens and by which name or address the other hosts dial this one.
 
         Raises:
-            ValueError: one or the other makes no sense; the message says what.
+            ValueError: one of the two is not valid; the message names it and the reason.
         """
         is_first = self._options.replica == 0
         given = self._options.rendezvous or self._environ.get("MONARCH_RENDEZVOUS") or f"unix:{self._run_dir}/r.sock"
@@ -245,7 +245,7 @@ class HostProcess:
             given, is_first = (
                 given.replace("@", registry_client.address.host),
                 False,
-            )  # the way there is the one to the others
+            )  # the route to the first role's replica 0 is also the route to the other hosts
         rendezvous = Address.parse(local_addresses.expanded(given, self._environ, is_first), source)
         if not rendezvous.networked:
             return rendezvous, "127.0.0.1"
@@ -266,12 +266,16 @@ class HostProcess:
         return rendezvous, advertised
 
     async def _start_worker(self, host_network: HostNetwork) -> str:
-        """Monarch's worker loop, and the socket by which its agent will reach us."""
+        """Start Monarch's worker loop and the socket through which the agent calls this host.
+
+        Returns:
+            the Monarch address of the worker.
+        """
         link = os.path.join(self._sockets, "link")
         await AgentServer(link, self._handle, self._agent_lost, self._options.lease).start()
         os.environ[SOCKET_VARIABLE] = link
-        os.environ["PYTHONSAFEPATH"] = "1"  # a monarch.py of the user's in this folder is not what the agent imports
-        os.environ["TMPDIR"] = self._sockets  # Monarch makes more of them; ranks get the environment as it was
+        os.environ["PYTHONSAFEPATH"] = "1"  # the agent must not import a monarch.py of the user's
+        os.environ["TMPDIR"] = self._sockets  # Monarch makes its sockets there; ranks do not get this value
 
         def log(text: str) -> None:
             print(text, file=sys.stderr, flush=True)
@@ -282,7 +286,7 @@ class HostProcess:
         self._reporter.line(f"INSECURE: host {self._options.replica}: {text}")
 
     def _start_watchdog(self, command: Command) -> None:
-        """Serve the timers of ``torch.distributed.elastic.timer`` if the role's environment wants them."""
+        """Start the server of ``torch.distributed.elastic.timer`` if the role's environment enables it."""
         if command.kind != "torchrun" or self._environ.get(ENABLED) != "1" or self._pool is None:
             return
         path = self._environ.get(FILE) or os.path.join(self._sockets, "timers")
@@ -294,7 +298,7 @@ class HostProcess:
     # -- the job -------------------------------------------------------------------------------------------------------
 
     def _run_id(self) -> str:
-        """TORCHELASTIC_RUN_ID: torchrun's ``--rdzv-id``, else the app's id (where torchrun draws one or says none)."""
+        """Return TORCHELASTIC_RUN_ID: torchrun's ``--rdzv-id``, else the app's id (torchrun: a random id or none)."""
         given = self._command.options.rdzv_id if self._command else "none"
         return given if given != "none" else self._options.app
 
@@ -302,11 +306,12 @@ class HostProcess:
         return NodeRange.of(self._command, self._options.replicas, self._options.host_timeout)
 
     def _first_log_attempt(self, sizes: NodeRange) -> int:
-        """The number of the first attempt's log folders: the backend's earlier starts may have used up all of theirs.
+        """Return the number of the first attempt's log folders, after all that earlier starts may have used.
 
-        An elastic job has any number of them, and a container that is started again is not told its starts: replica 0,
-        which takes part in each attempt, goes on from the last it finds. (With replacements the hosts that are left
-        know the number.)
+        A start uses at most one number for each attempt that it is allowed. Two cases have no such limit: an elastic
+        job makes any number of attempts, and a container that is restarted is not told how often. There, replica 0
+        continues after the highest folder on its disk, as it takes part in each attempt. (With replacements the
+        remaining hosts know the number.)
         """
         max_restarts = self._command.options.max_restarts if self._command else 0
         at_most = self._backend_restarts * (1 + max_restarts + self._options.replacements)
@@ -316,7 +321,7 @@ class HostProcess:
         return max(at_most, self._pool.last_logged() + 1)
 
     async def _control(self, host: Registration, host_network: HostNetwork) -> JobResult:
-        """Replica 0: gather the hosts, run, announce."""
+        """Run replica 0: gather the hosts, run the controller, announce the result."""
         options = self._options
         sizes = self._sizes()
         self._rendezvous = rendezvous = Rendezvous(
@@ -358,11 +363,11 @@ class HostProcess:
 
     @property
     def _listens(self) -> bool:
-        """Whether anybody is to reach replica 0."""
+        """Whether replica 0 opens its listener: other hosts or roles connect to it."""
         return self._options.replicas > 1 or self._registry_client is not None or bool(self._options.application)
 
     def _meet_other_roles(self, rendezvous: Rendezvous, host_network: HostNetwork) -> None:
-        """Keep the directory of the roles' replicas 0, or tell it where this one listens."""
+        """Serve the role registry on replica 0 of the first role; register this replica 0 there for any other role."""
         if self._registry_client is not None and self._registry_client.is_main:
             self._registry_client.serve(rendezvous)
         elif self._registry_client is not None:
@@ -383,9 +388,9 @@ class HostProcess:
         return verdict
 
     async def _take_part(self, host: Registration, host_network: HostNetwork) -> JobResult:
-        """Every other replica: register and wait for the verdict."""
+        """Run any other replica: register with replica 0 and wait for the result."""
         options = self._options
-        # A host that cannot take part has only that to say; if replica 0 cannot either, it is gone already.
+        # A host with an error only reports it. If replica 0 has the same error, it has already exited.
         join_timeout = self._sizes().join_timeout
         timeout = min(join_timeout, _LAST_WORDS_TIMEOUT) if host.error else join_timeout
         try:
@@ -439,10 +444,18 @@ class HostProcess:
     # -- requests and events -------------------------------------------------------------------------------------------
 
     async def _handle(self, op: str, args: dict[str, Any]) -> Any:
-        """Do what the controller asks through the agent.
+        """Execute a request that the controller sends through the agent.
 
-        ``store`` finds the port where ranks meet; ``launch`` starts the ranks of a world; ``watch`` returns when one
-        has failed or all have ended; ``stop`` ends them. The last two answer who we are and the exits so far.
+        ``store`` opens the port where the ranks meet; ``launch`` starts the ranks of a world; ``watch`` returns when a
+        rank has failed or all have ended; ``stop`` ends them. The last two return the replica's id and the exits so
+        far.
+
+        Args:
+            op: name of the operation.
+            args: arguments of the operation.
+
+        Returns:
+            a value that JSON can represent.
         """
         assert self._pool is not None
         if op == "store":
@@ -480,7 +493,7 @@ class HostProcess:
         elif self._rendezvous is not None:
             self._rendezvous.host_events.put_nowait(host_event)
         else:
-            # Not in touch with anybody who could decide: not yet, or replica 0 is lost.
+            # No controller to decide: this host has not joined yet, or has lost replica 0.
             self._reporter.note(host_event.kind, host_event.verdict.reason, replica=host_event.replica)
             self._spawn(self._leave(self._conclude(host_event.verdict)))
 
@@ -495,5 +508,5 @@ class HostProcess:
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(coroutine)
-        self._tasks.add(task)  # held, or the loop might drop it
+        self._tasks.add(task)  # asyncio keeps only weak references to tasks
         task.add_done_callback(self._tasks.discard)

@@ -1,26 +1,26 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The first code of a rank: waits for its orders, then becomes ``python script.py``.
+"""The first code of a rank: execute orders of the host, then become ``python script.py``.
 
 Run by path, as ``python -u rank_main.py FD PARENT_PID [LABEL...]``, by any interpreter: it imports the standard library
-alone. ``FD`` is one end of a socket pair on which the host sends JSON lines and reads the answers:
+alone. ``FD`` is one end of a socket pair on which the host sends orders as JSON lines and reads the answers:
 
 ======================================  =======================================================================
-``{"op": "prepare", ...}``              set ``sys.path[0]`` as the program will have it and import the modules named
+``{"op": "prepare", ...}``              set ``sys.path[0]`` as for the program and import ``modules``
 ``{"op": "count", "device": D}``        answer how many ranks torchrun would start for ``--nproc-per-node D``
 ``{"op": "store", "address": A}``       fork a process that serves a TCPStore on ``A`` until a pipe is closed; answer
-                                        its pid. With the order come the pipe and a socket bound to the store's port
-``{"op": "bind", "mode": M, "gpu": N}`` run on the CPUs that ``--numa-binding M`` means for GPU N, and on no others
-``{"op": "become", ...}``               answer, and start anew as another interpreter with this file, in folder ``cwd``,
-                                        with ``env`` added to its environment; further orders are for that one
-``{"op": "ready"}``                     answer, once the orders before it are done
-``{"op": "run", ...}``                  take the environment and run the program; no answer, the socket is closed. With
-                                        ``cwd``, the interpreter was not prepared for it, and first goes to that folder
+                                        its pid. The order carries the pipe and a socket bound to the store's port
+``{"op": "bind", "mode": M, "gpu": N}`` bind to the CPUs that ``--numa-binding M`` selects for GPU N
+``{"op": "become", ...}``               answer, then exec another interpreter with this file, in folder ``cwd``, with
+                                        ``env`` added to its environment; it executes all further orders
+``{"op": "ready"}``                     answer when all earlier orders are done
+``{"op": "run", ...}``                  set the environment and run the program; close the socket without an answer.
+                                        ``cwd`` is present if the program was unknown at ``prepare``: first go there
 ======================================  =======================================================================
 
-The program then sees what ``python script.py`` shows it: the main thread, a fresh ``__main__``, ``sys.argv``,
-``sys.path[0]``, signals, exit codes and tracebacks. What is added: it dies with its host, ``STACKS_SIGNAL`` prints the
-stacks of all threads, a crash prints the Python stack, and an uncaught exception is written to
+The program then has the state that ``python script.py`` gives it: the main thread, a fresh ``__main__``, ``sys.argv``,
+``sys.path[0]``, signals, exit codes and tracebacks. In addition, the rank dies with its host, ``STACKS_SIGNAL`` prints
+the stacks of all threads, a crash prints the Python stack, and an uncaught exception is written to
 ``TORCHELASTIC_ERROR_FILE`` as ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler`` writes it.
 """
 
@@ -29,7 +29,7 @@ from __future__ import annotations
 import os
 import sys
 
-# The folder of this file must never shadow the program's imports. With -P (or PYTHONSAFEPATH) nothing was put there.
+# The folder of this file must not shadow the program's imports. With -P (or PYTHONSAFEPATH) Python does not add it.
 _OWNS_PATH0 = not getattr(sys.flags, "safe_path", False) and not sys.flags.isolated
 if _OWNS_PATH0 and __name__ == "__main__":
     del sys.path[0]
@@ -48,16 +48,16 @@ from collections.abc import Callable  # noqa: E402
 from typing import Any, NoReturn  # noqa: E402
 
 STACKS_SIGNAL = signal.SIGRTMAX - 3
-"""On this signal a rank prints the stacks of all its threads to its stderr."""
+"""The signal on which a rank prints the stacks of all its threads to stderr."""
 
 _PR_SET_PDEATHSIG = 1
 
 _FORK_TIMEOUT = 120.0
-"""Seconds that a fork may take to import torch and ask it something."""
+"""Seconds within which a fork must have imported torch and returned a value from it."""
 
 
 def _die_with(parent: int) -> None:
-    """Ask the kernel for SIGKILL when the host's main thread ends; leave at once if it ended already."""
+    """Have the kernel send SIGKILL when the parent's main thread ends; exit if it has already ended."""
     import ctypes
 
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -66,7 +66,7 @@ def _die_with(parent: int) -> None:
 
 
 def _path0(mode: str, target: str) -> str:
-    """The first entry of ``sys.path``, as CPython sets it for ``-m``, ``-c``, a bundle and a script, links resolved."""
+    """Return ``sys.path[0]`` as CPython sets it for ``-m``, ``-c``, a bundle and a script (links resolved)."""
     if mode == "module":
         return os.getcwd()
     if mode == "code":
@@ -75,12 +75,12 @@ def _path0(mode: str, target: str) -> str:
 
 
 def _absolute(target: str) -> str:
-    """The path of a program as CPython makes it absolute: without normalising it."""
+    """Make the path of a program absolute as CPython does: without normalising it."""
     return os.getcwd() if target == "." else os.path.join(os.getcwd(), target)
 
 
 def _is_bundle(path: str) -> bool:
-    """Whether Python would run the ``__main__.py`` inside: a folder or a zip file of any name."""
+    """Return whether Python would run the ``__main__.py`` inside: for a folder, or a zip file of any name."""
     if os.path.isdir(path):
         return True
     import zipimport
@@ -94,46 +94,51 @@ def _is_bundle(path: str) -> bool:
 
 def _prepare(order: dict[str, Any]) -> None:
     mode, target = order["mode"], order["target"]
-    # A bundle could not be run without it, so CPython puts it there even with -P.
+    # CPython adds a bundle to sys.path even with -P: without it the bundle could not run.
     if mode != "exec" and (_OWNS_PATH0 or (mode == "script" and _is_bundle(target))):
         sys.path.insert(0, _path0(mode, target))
     if not order["modules"]:
         return
-    # Importing torch makes 260,000 objects that stay: to look at them again and again for garbage costs an eighth of
-    # the import and most of the interpreter's end. They go where the collector does not look; the program's do not.
+    # Importing torch makes 260,000 objects that stay. Scanning them for garbage again and again costs an eighth of the
+    # import and most of the interpreter's shutdown. gc.freeze exempts them from collection, but not the program's own.
     gc.disable()
     for name in order["modules"]:
         try:
             __import__(name)
         except Exception:
-            # The program gets the chance to fail on it by itself, in its own traceback, or to do without.
+            # The program can fail at this import with a traceback of its code, or never need the module.
             continue
     gc.freeze()
     gc.enable()
 
 
 def _count(device: str) -> int:
-    """What ``torch.distributed.run.determine_local_world_size`` answers for a name instead of a number."""
+    """Return ``torch.distributed.run.determine_local_world_size`` for a name: auto, cpu, gpu or xpu."""
     from torch.distributed.run import determine_local_world_size
 
     return int(determine_local_world_size(device))
 
 
 def _fork() -> int:
-    """``os.fork``. Python 3.12 warns of threads: only those of torch's libraries are there, whose locks survive it."""
+    """Fork without Python 3.12's warning of threads: only torch's libraries have some, and their locks survive it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return os.fork()
 
 
 def _fork_store(address: str, lifeline: int, bound: int) -> dict[str, Any]:
-    """Fork the process that serves a TCPStore on a bound socket for as long as the other end of ``lifeline`` is open.
+    """Fork a process that serves a TCPStore on a bound socket until the write end of ``lifeline`` is closed.
 
-    It outlives this rank, as torchrun's store does, which the agent serves. It is forked twice: so it becomes a child
-    of the host, and the program has no child that it did not start.
+    The process outlives this rank, like torchrun's store, which the agent serves. Forking twice makes it a child of the
+    host, so that the program has no child that it did not start.
+
+    Args:
+        address: address that the store is created with; empty for 127.0.0.1.
+        lifeline: descriptor of the read end of a pipe.
+        bound: descriptor of a socket that is bound to the store's port.
 
     Returns:
-        its pid, once it listens; or the error.
+        ``pid`` once the store listens, or ``error``.
     """
     answer, theirs = os.pipe()
     child = _fork()
@@ -150,22 +155,22 @@ def _fork_store(address: str, lifeline: int, bound: int) -> dict[str, Any]:
 
 
 def _become_store(address: str, lifeline: int, bound: int, answer: int) -> NoReturn:
-    os.setsid()  # what is sent to the rank's process group or its session is not for this process
+    os.setsid()  # signals to the rank's process group or session must not reach this process
     if os.fork():
         os._exit(0)
     for ignored in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        # They may go to every process of a job. Its end is the host's business: ranks on their way out need the store.
+        # A backend may send these to every process of a job. The host ends the store: ranks that shut down need it.
         signal.signal(ignored, signal.SIG_IGN)
     null = os.open(os.devnull, os.O_RDWR)
     for standard in range(3):
         os.dup2(null, standard)
     for name in os.listdir("/proc/self/fd"):
-        # Among them the rank's channel and pipes: the host sees their end only when nobody has them open.
+        # Such as the rank's channel and pipes: the host sees their end only when every process has closed them.
         if int(name) > 2 and int(name) not in (lifeline, bound, answer):
             with contextlib.suppress(OSError):
                 os.close(int(name))
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
-        file.write("tcpstore")  # in a process listing, where the command line is the rank's
+        file.write("tcpstore")  # the name in a process listing; the command line is still the rank's
     try:
         _store = _serve_store(address, bound)
     except Exception as error:
@@ -173,12 +178,12 @@ def _become_store(address: str, lifeline: int, bound: int, answer: int) -> NoRet
         os._exit(1)
     os.write(answer, json.dumps({"pid": os.getpid()}).encode())
     os.close(answer)
-    os.read(lifeline, 1)  # returns at its end: nobody ever writes
+    os.read(lifeline, 1)  # returns when the pipe is closed: the host never writes to it
     os._exit(0)
 
 
 def _cpus_near(gpu: int, mode: str) -> list[int]:
-    """The CPUs to which ``torchrun --numa-binding MODE`` binds the local rank of that number."""
+    """Return the CPUs to which ``torchrun --numa-binding MODE`` binds the local rank with the number ``gpu``."""
     try:
         from torch.numa.binding import AffinityMode, NumaOptions, _get_logical_cpus_to_bind_to
 
@@ -187,7 +192,7 @@ def _cpus_near(gpu: int, mode: str) -> list[int]:
         import torch
 
         raise RuntimeError(f"torch {torch.__version__} cannot tell (torch.numa.binding)") from None
-    # Torch 2.14 has renamed an argument of this function, which is its own.
+    # Torch 2.14 has renamed an argument of this private function.
     names = _get_logical_cpus_to_bind_to.__code__.co_varnames
     index = {"device_index" if "device_index" in names else "gpu_index": gpu}
     cpus = sorted(_get_logical_cpus_to_bind_to(**index, numa_options=options))
@@ -201,18 +206,21 @@ def _bind(cpus: list[int]) -> None:
         try:
             os.sched_setaffinity(int(thread), cpus)
         except ProcessLookupError:
-            continue  # it has ended meanwhile
+            continue  # the thread has ended
 
 
 class _ForkError(Exception):
-    """What went wrong in a fork, in its own words."""
+    """Raised when a function fails in a fork; the message is the fork's."""
 
 
 def _in_fork(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function returns, as JSON carries it, called in a fork of this process; raises ``_ForkError``.
+    """Call a function in a fork of this process and return its result, which must be a JSON value.
 
-    torch asks the driver about GPUs, and a process that has asked cannot give GPUs to its own forks any more nor choose
-    among them by CUDA_VISIBLE_DEVICES: under torchrun it is the launcher that has, and not the rank.
+    torch queries the GPU driver. A process that has done so can no longer use GPUs in its own forks, nor select them
+    by CUDA_VISIBLE_DEVICES. Under torchrun the launcher makes this query, not the rank.
+
+    Raises:
+        _ForkError: the function has failed or not returned within ``_FORK_TIMEOUT`` seconds.
     """
     import select
 
@@ -239,7 +247,7 @@ def _in_fork(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _serve_store(address: str, bound: int) -> Any:
-    """Serve a TCPStore on a bound socket, by threads of torch's own; returns the store, which must be kept."""
+    """Serve a TCPStore on a bound socket, in threads of torch; return the store, which the caller must keep alive."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     listener = socket.socket(fileno=bound)
@@ -250,12 +258,12 @@ def _serve_store(address: str, bound: int) -> Any:
 
 
 def _next_order(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """The next order and the descriptors that came with it. Orders come one at a time: the host awaits each answer."""
+    """Receive an order and its file descriptors. The host sends one order at a time and waits for each answer."""
     line, passed = b"", []
     while not line.endswith(b"\n"):
         data, descriptors, _, _ = socket.recv_fds(channel, 65536, 2, socket.MSG_CMSG_CLOEXEC)
         if not data:
-            # The host is gone or has no use for this interpreter: no clean-up is owed, and torch's takes a while.
+            # The host has ended or does not need this interpreter. Skip the clean-up: torch's takes a while.
             os._exit(0)
         line += data
         passed += descriptors
@@ -263,7 +271,7 @@ def _next_order(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def _serve_orders(channel: socket.socket) -> dict[str, Any]:
-    """Obey orders until the one to run, and return that."""
+    """Execute orders until ``run``; return that order."""
     while True:
         order, passed = _next_order(channel)
         op = order["op"]
@@ -294,8 +302,8 @@ def _serve_orders(channel: socket.socket) -> dict[str, Any]:
 
 
 def _exec(target: str, args: list[str]) -> NoReturn:
-    """Become a program that is not Python; like a shell, 127 when it is not found and 126 when it cannot be run."""
-    # Python ignores these two, and what is ignored stays so across exec.
+    """Exec a program that is not Python; exit as a shell does, with 127 if it is not found and 126 if it cannot run."""
+    # Python ignores these two signals, and ignored signals stay ignored across exec.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     faulthandler.disable()
@@ -312,7 +320,7 @@ def _script_code(path: str, shown: str) -> types.CodeType:
         with io.open_code(path) as file:
             source = file.read()
     except OSError as error:
-        # The words and the exit code of `python nosuch.py`.
+        # The message and exit code of `python nosuch.py`.
         message = f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}"
         print(message, file=sys.stderr, flush=True)
         raise SystemExit(2) from None
@@ -320,13 +328,13 @@ def _script_code(path: str, shown: str) -> types.CodeType:
 
 
 def _run(mode: str, target: str, args: list[str]) -> None:
-    """Do what CPython's ``Modules/main.c`` does for ``script.py``, ``-m mod`` and ``-c code``."""
+    """Run a program as CPython's ``Modules/main.c`` runs ``script.py``, ``-m mod`` and ``-c code``."""
     main = types.ModuleType("__main__")
     vars(main).update(__builtins__=sys.modules["builtins"], __annotations__={})
     sys.modules["__main__"] = main
     if "__mp_main__" in sys.modules:
-        # A preload imported multiprocessing, whose __init__ gave ``__main__`` this second name. Spawned children name
-        # the script's classes by it, and what they send back is unpickled there.
+        # A preload imported multiprocessing, whose __init__ gave ``__main__`` this second name. Spawned children refer
+        # to the script's classes by it, and this process looks them up there when it unpickles their results.
         sys.modules["__mp_main__"] = main
     if mode == "module":
         import runpy
@@ -357,12 +365,12 @@ def _run(mode: str, target: str, args: list[str]) -> None:
 
 def _record(error: BaseException, began: bool) -> None:
     """Write the torchelastic error file (``rank_errors.record``)."""
-    with contextlib.suppress(OSError):  # must not hide the program's own error
+    with contextlib.suppress(OSError):  # a failure here must not hide the program's error
         _run_beside("rank_errors.py")["record"](error, began)
 
 
 def _began(trace: types.TracebackType | None) -> bool:
-    """Whether a line of the program ran: any frame that is neither ours nor of what CPython's ``-m`` is made of."""
+    """Return whether a line of the program ran: a frame that is neither of this file nor of CPython's ``-m``."""
     return any(
         frame.f_code.co_filename != __file__
         and not frame.f_code.co_filename.startswith("<frozen")
@@ -378,7 +386,10 @@ def _without_own_frames(trace: types.TracebackType | None) -> types.TracebackTyp
 
 
 def _without_own_frames_for(hook: Callable[..., object] | None) -> Callable[..., None]:
-    """A ``sys.excepthook`` that calls the program's own, or does what CPython does when that is gone or fails."""
+    """Return a ``sys.excepthook`` that removes the frames of this file and calls ``hook``.
+
+    If ``hook`` is None (deleted) or fails, it does what CPython does.
+    """
 
     def show(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
         error.__traceback__ = sys.last_traceback = _without_own_frames(trace)
@@ -403,7 +414,7 @@ def _without_own_frames_for(hook: Callable[..., object] | None) -> Callable[...,
 
 
 def _run_beside(name: str) -> dict[str, Any]:
-    """Run a file of this folder, from which the program cannot import; its names."""
+    """Run a file of this folder, which is not in ``sys.path``; return its global names."""
     path = os.path.join(os.path.dirname(__file__), name)
     names: dict[str, Any] = {"__name__": name}
     exec(_script_code(path, path), names)
@@ -411,7 +422,7 @@ def _run_beside(name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Take orders from the host named on the command line, then run the program."""
+    """Execute the orders of the host (descriptor and pid are on the command line), then run the program."""
     _die_with(int(sys.argv[2]))
     faulthandler.enable()
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
@@ -429,7 +440,7 @@ def main() -> None:
     try:
         _run(mode, target, args)
     except SystemExit as error:
-        # CPython's own way to say that there is no such script or module; or the program's, with a text for a person.
+        # CPython raises SystemExit for a missing script or module; a program may raise it with a message.
         began = _began(error.__traceback__)
         if not began or isinstance(error.code, str):
             _record(error, began)
@@ -438,8 +449,8 @@ def main() -> None:
         error.__traceback__ = _without_own_frames(error.__traceback__)
         if not isinstance(error, KeyboardInterrupt):
             _record(error, _began(error.__traceback__))
-        # Raised on, so that the interpreter ends as it always does: exit code 1, or death by SIGINT for
-        # KeyboardInterrupt. On the way our frames get into the traceback again; the hook takes them out.
+        # Re-raised, so that the interpreter ends as usual: exit code 1, or death by SIGINT for KeyboardInterrupt.
+        # Re-raising adds the frames of this file to the traceback again; the hook removes them.
         sys.excepthook = _without_own_frames_for(getattr(sys, "excepthook", None))
         raise
 

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The process of a rank: an interpreter that waits for orders (see ``rank_main``), then the program, then its end."""
+"""The process of a rank: first an interpreter that executes orders (see ``rank_main``), then the program."""
 
 from __future__ import annotations
 
@@ -22,32 +22,35 @@ from torchx_monarch.host.rank_output import OutputPipe
 _RANK_MAIN = str(Path(__file__).with_name("rank_main.py"))
 
 _LEFTOVERS_GRACE = 1.0
-"""Seconds between SIGTERM and SIGKILL for what a rank that has ended left in its process group."""
+"""Seconds between SIGTERM and SIGKILL for processes that an ended rank has left in its process group."""
 
 
 class RankProcess:
-    """Starts the process. To be used from the main thread alone: Linux ties PDEATHSIG to the thread that starts it.
+    """Start and control the process of one rank.
+
+    Use from the main thread only: Linux ties PDEATHSIG to the thread that starts the process.
 
     Attributes:
         process: the process; ``returncode`` is exact once ``ended`` is set.
-        stdout: where what it prints goes.
-        stderr: likewise.
+        stdout: reader of the process's stdout.
+        stderr: reader of the process's stderr.
         ended: set when the process has ended.
-        ended_at: when, in seconds since the epoch.
-        drained: set when its output has been read to the end and nothing is left of its process group.
-        signature: what tells it from others that wait for another kind of program; whoever starts it may set it.
+        ended_at: time of the end, in seconds since the epoch; 0 before.
+        drained: set when all output has been read and the process group has no process left.
+        signature: value that a pool compares to see which programs this interpreter can run; None until the pool
+            sets it.
 
     Args:
-        python: the interpreter with its flags.
-        label: shown after them in a process listing.
-        env: the environment.
-        files: its limit of open files; None for ours.
-        umask: its file mode creation mask.
-        cwd: the folder that it starts in; None for ours.
-        on_first_output: called when its program first prints.
+        python: the interpreter and its flags.
+        label: arguments that are shown in a process listing and otherwise ignored.
+        env: environment of the process.
+        files: soft and hard limit of open files; None for those of this process.
+        umask: file mode creation mask of the process.
+        cwd: folder in which the process starts; None for that of this process.
+        on_first_output: called for each of the two streams when the program first prints to it.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: the process cannot be started.
     """
 
     def __init__(
@@ -90,35 +93,54 @@ class RankProcess:
         self.signature: object = None
         self._asking = asyncio.Lock()
         self._prepared: asyncio.Future[dict[str, Any] | None] | None = None
-        self._tasks: list[asyncio.Task[Any]] = []  # held, or the loop might drop them
+        self._tasks: list[asyncio.Task[Any]] = []  # asyncio keeps only weak references to tasks
         self._binding: asyncio.Task[dict[str, Any] | None] | None = None
         self._watch()
 
     def prepare(self, mode: str, target: str, modules: Sequence[str]) -> None:
-        """Have it set itself up for a program and import modules; later orders wait for that."""
+        """Send the order to prepare for a program and import modules; later orders wait for the answer.
+
+        Args:
+            mode: how the program is run: ``script``, ``module``, ``code`` or ``exec``.
+            target: the script, module, code or executable.
+            modules: names of the modules to import.
+        """
         order = {"op": "prepare", "mode": mode, "target": target, "modules": list(modules)}
         self._prepared = asyncio.ensure_future(self._ask(order))
 
     @property
     def ready(self) -> bool:
-        """Whether it has imported what it was told to, and lives."""
+        """Whether the process runs and has imported the modules of ``prepare``."""
         return self._prepared is not None and self._prepared.done() and not self.ended.is_set()
 
     def bind(self, mode: str, gpu: int) -> None:
-        """Have it run on the CPUs near a GPU alone (``--numa-binding``); ``binding_error`` says how that went."""
+        """Send the order to run on the CPUs near a GPU only; ``binding_error`` returns the result.
+
+        Args:
+            mode: value of ``--numa-binding``.
+            gpu: index of the GPU.
+        """
         self._binding = asyncio.ensure_future(self.ask({"op": "bind", "mode": mode, "gpu": gpu}))
 
     async def binding_error(self) -> str:
-        """Why it cannot be bound, as it was told to; empty when it is, or was not told to."""
+        """Return why the process could not be bound to CPUs; empty if it is bound or ``bind`` was not called."""
         if self._binding is None:
             return ""
         answer = await self._binding
         return "the interpreter has ended" if answer is None else str(answer.get("error", ""))
 
     async def ask(self, order: Mapping[str, Any], passed: Sequence[int] = ()) -> dict[str, Any] | None:
-        """Send an order, descriptors with it, and wait for its answer; None when the interpreter has ended instead."""
+        """Send an order and wait for the answer.
+
+        Args:
+            order: the order (see ``rank_main``).
+            passed: file descriptors to send with it.
+
+        Returns:
+            the answer; None if the interpreter has ended.
+        """
         if self._prepared is not None:
-            # It was the first order, and must be the first to go: a store is forked from what has been imported.
+            # `prepare` must be sent first: a store is a fork of an interpreter that has imported torch.
             await asyncio.shield(self._prepared)
         return await self._ask(order, passed)
 
@@ -141,12 +163,14 @@ class RankProcess:
         return answer
 
     async def run(self, order: Mapping[str, Any], python: Sequence[str] = ()) -> None:
-        """Send the last order, once the earlier ones are answered. One that has ended shows it by its end.
+        """Send the order to run the program, after the answers to all earlier orders.
+
+        Does not raise if the process has ended: ``ended`` is set then.
 
         Args:
-            order: what to run, and with which environment.
-            python: the interpreter with its flags that it is to become first, in the folder and with the environment of
-                the order; empty where it is the right one.
+            order: the ``run`` order with the program and its environment.
+            python: interpreter and flags that the process must exec first, in the folder and with the environment of
+                the order; empty if it already runs the right interpreter.
         """
         if python:
             await self.ask({"op": "become", "python": list(python), "cwd": order["cwd"], "env": order["env"]})
@@ -157,7 +181,7 @@ class RankProcess:
             self._channel.close()
 
     def kill(self, number: int) -> None:
-        """Signal its whole process group, which may outlive it."""
+        """Send a signal to the whole process group, which may outlive the process."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
 
@@ -165,7 +189,7 @@ class RankProcess:
         loop = asyncio.get_running_loop()
         try:
             pidfd = os.pidfd_open(self.process.pid)
-        except (AttributeError, OSError):  # a Python or a kernel without them, or forbidden in this container
+        except (AttributeError, OSError):  # Python or kernel without pidfds, or a container that forbids them
             loop.run_in_executor(None, self.process.wait).add_done_callback(lambda _: self._has_ended())
             return
 
@@ -183,7 +207,7 @@ class RankProcess:
         self._tasks.append(asyncio.ensure_future(self._clear_up()))
 
     async def _clear_up(self) -> None:
-        """See to the end of its output and of what it left in its process group."""
+        """Read the output to its end and end the processes that are left in the process group."""
         for number, seconds in ((None, 0.1), (signal.SIGTERM, _LEFTOVERS_GRACE), (signal.SIGKILL, 0.5)):
             if number is not None:
                 self.kill(number)

@@ -16,20 +16,22 @@ from torchx_monarch.model.job_result import describe_code
 
 
 class StoreProcess:
-    """Lives until it is closed, as long as the host does at most: it reads a pipe that only the host can close.
+    """Represent a process that serves a TCPStore.
+
+    The process runs until it is closed or the host ends: it reads a pipe of which only the host has the write end.
 
     Attributes:
-        address: where the store listens.
-        port: of the store.
-        pid: of the process, a child of the host.
-        ended: whether it has ended, as far as that is known.
+        address: local address that the store listens on; empty for all.
+        port: port of the store.
+        pid: id of the process, a child of the host.
+        ended: whether the process is known to have ended.
 
     Args:
-        address: where the store listens.
-        port: of the store.
-        pid: of the process.
-        lifeline: the end of the pipe that the host holds.
-        say: called with a line for a person when the process ends before it is closed.
+        address: local address that the store listens on; empty for all.
+        port: port of the store.
+        pid: id of the process.
+        lifeline: descriptor of the pipe's write end; owned.
+        say: called with a progress line when the process ends before it is closed.
     """
 
     def __init__(self, address: str, port: int, pid: int, lifeline: int, say: Callable[[str], None]) -> None:
@@ -40,7 +42,7 @@ class StoreProcess:
         self._lifeline = lifeline
         self._closed = False
         self._say = say
-        # Without pidfds (an old kernel, a strict container) its death is not told, and the host's reaper collects it.
+        # Without pidfds (an old kernel, a strict container) its end is not noticed; `orphan_reaper` reaps the process.
         with contextlib.suppress(AttributeError, OSError):
             self._pidfd = os.pidfd_open(pid)
             asyncio.get_running_loop().add_reader(self._pidfd, self._has_ended)
@@ -49,16 +51,19 @@ class StoreProcess:
     async def start(
         cls, interpreter: RankProcess, address: str, say: Callable[[str], None], port: int = 0
     ) -> StoreProcess | None:
-        """Have an interpreter fork it; None when that cannot: torch is not there.
+        """Have an interpreter fork the process.
 
         Args:
-            interpreter: of a rank, before its program.
-            address: where the store listens.
-            say: called with a line for a person when the process ends before it is closed.
-            port: of the store; 0 for any free one.
+            interpreter: a rank's interpreter that has not started its program.
+            address: local address that the store listens on; empty for all.
+            say: called with a progress line when the process ends before it is closed.
+            port: port of the store; 0 for any free port.
+
+        Returns:
+            None if the interpreter cannot serve a store, for example without torch.
 
         Raises:
-            OSError: the port cannot be bound there.
+            OSError: the port cannot be bound on the address.
         """
         theirs, lifeline = os.pipe()
         answer: dict[str, Any] | None = None
@@ -70,11 +75,11 @@ class StoreProcess:
         finally:
             os.close(theirs)
             if answer is None or "pid" not in answer:
-                os.close(lifeline)  # it leaves, if it has been forked
+                os.close(lifeline)  # the process exits, if it has been forked
         return cls(address, port, answer["pid"], lifeline, say) if answer and "pid" in answer else None
 
     def close(self) -> None:
-        """Have it leave."""
+        """Close the pipe, so that the process exits."""
         if not self._closed:
             self._closed = True
             os.close(self._lifeline)
@@ -92,15 +97,16 @@ class StoreProcess:
 
 
 def bound(address: str, port: int, reuse: bool) -> socket.socket:
-    """A socket that holds a port before anybody hears of it.
+    """Return a bound TCP socket that does not listen yet, so that no other process can take the port.
 
     Args:
-        address: the local address; empty for all.
-        port: 0 for any free one.
-        reuse: whether the port may have connections of an earlier listener, or another socket that does not listen.
+        address: local address; empty for all.
+        port: port; 0 for any free port.
+        reuse: whether to set SO_REUSEADDR, which allows connections of an earlier listener on the port and another
+            bound socket that does not listen.
 
     Raises:
-        OSError: it cannot be bound.
+        OSError: the port cannot be bound on the address.
     """
     held = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:

@@ -1,10 +1,10 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""torchelastic's timer server, in a process that may import torch: what ``Watchdog`` starts.
+"""Run torchelastic's timer server in a separate process, which ``Watchdog`` starts: the host must not import torch.
 
-Run by path, as ``python -u timer_main.py PARENT_PID FIFO RUN_ID``. It ends with its parent and when its stdin does. On
-stdout it says, a JSON object a line, ``{"op": "ready"}`` once the pipe is there, ``{"op": "expired", "pid", "scope",
-"signal"}`` before it signals a process, or ``{"op": "error", "text"}``.
+Run by path, as ``python -u timer_main.py PARENT_PID FIFO RUN_ID``. The process ends when its parent or its stdin ends.
+It writes JSON objects to stdout, one a line: ``{"op": "ready"}`` when the named pipe exists, ``{"op": "expired", "pid",
+"scope", "signal"}`` before it signals a process, or ``{"op": "error", "text"}``.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 
-# The folder of this file must never shadow what is imported. With -P (or PYTHONSAFEPATH) nothing was put there.
+# The folder of this file must not shadow imports. With -P (or PYTHONSAFEPATH) Python does not add it.
 if __name__ == "__main__" and not getattr(sys.flags, "safe_path", False) and not sys.flags.isolated:
     del sys.path[0]
 
@@ -30,7 +30,7 @@ def _start(path: str, run_id: str, answers: int) -> Any:
 
     class Server(FileTimerServer):
         def _reap_worker(self, worker_pid: int, signal: int) -> bool:
-            # torch's ends the process that it runs in after any other: there, the launcher.
+            # After any other process, torch's method ends its own process too, which is the launcher under torchrun.
             return worker_pid == os.getpid() or bool(super()._reap_worker(worker_pid, signal))
 
     def tell(name: str, request: Any) -> None:
@@ -47,12 +47,18 @@ def _say(answers: int, **message: object) -> None:
 
 
 def main(parent: int, path: str, run_id: str) -> None:
-    """Serve until stdin ends."""
+    """Serve until stdin ends.
+
+    Args:
+        parent: process id of the host.
+        path: path of the named pipe.
+        run_id: TORCHELASTIC_RUN_ID, for torch's log of expired timers.
+    """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
     answers = os.dup(1)
-    os.dup2(2, 1)  # whatever torch prints is no answer
+    os.dup2(2, 1)  # torch may print to stdout: send that to stderr
     os.umask(0o077)
     try:
         server = _start(path, run_id, answers)

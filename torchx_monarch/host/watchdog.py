@@ -1,10 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""torchelastic's watchdog: ranks set timers (``torch.distributed.elastic.timer``), and who lets one expire is killed.
+"""Start torchelastic's watchdog: it kills a rank that lets a timer of ``torch.distributed.elastic.timer`` expire.
 
-Under torchrun the server of these timers is a thread of the launcher. It needs torch, so here it is a process of its
-own (``timer_main``). As under torchrun it is there only when the role's environment asks for it, by
-``TORCHELASTIC_ENABLE_FILE_TIMER=1``.
+Under torchrun a thread of the launcher serves these timers. The server needs torch, so here it is a separate process
+(``timer_main``). As under torchrun, it runs only when the role's environment has ``TORCHELASTIC_ENABLE_FILE_TIMER=1``.
 """
 
 from __future__ import annotations
@@ -24,28 +23,28 @@ FILE = "TORCHELASTIC_TIMER_FILE"
 _TIMER_MAIN = str(Path(__file__).with_name("timer_main.py"))
 
 _READY_TIMEOUT = 120.0
-"""Seconds that it may take to import torch."""
+"""Seconds within which the server must be ready; it imports torch first."""
 
 
 class WatchdogError(Exception):
-    """The timer server does not run; the message says why."""
+    """Raised when the timer server does not run; the message gives the reason."""
 
 
 class Watchdog:
-    """Starts the server; to be used from the main thread alone, as ``RankProcess`` is.
+    """Start and control the process of the timer server; use from the main thread only, like ``RankProcess``.
 
     Attributes:
-        path: of the named pipe on which ranks send their timers.
+        path: path of the named pipe on which ranks send their timers.
 
     Args:
-        python: the interpreter with its flags.
-        path: the named pipe is made there; what is there is removed.
-        run_id: TORCHELASTIC_RUN_ID, for torch's own log of expired timers.
-        env: the environment.
-        tell: takes a line for a person: a timer that expired, or that nobody looks at timers any more.
+        python: the interpreter and its flags.
+        path: path at which the server makes the named pipe; an existing file there is removed.
+        run_id: TORCHELASTIC_RUN_ID, for torch's log of expired timers.
+        env: environment of the server.
+        tell: called with a progress line when a timer expires or the server has ended.
 
     Raises:
-        OSError: it cannot be started.
+        OSError: the process cannot be started.
     """
 
     def __init__(
@@ -70,14 +69,14 @@ class Watchdog:
 
     @property
     def pid(self) -> int:
-        """The server's process."""
+        """Process id of the server."""
         return self._process.pid
 
     async def ready(self) -> None:
-        """Returns when the ranks of an attempt can set timers; those of the one before are forgotten.
+        """Wait until ranks can set timers; forget the expired timers of the previous attempt.
 
         Raises:
-            WatchdogError: they cannot.
+            WatchdogError: the server has failed, has ended, or is not ready within ``_READY_TIMEOUT`` seconds.
         """
         self._expired.clear()
         try:
@@ -88,11 +87,11 @@ class Watchdog:
             raise WatchdogError(self._error)
 
     def timer_of(self, pid: int) -> str:
-        """The scope of the timer for which a process was signalled; empty for none."""
+        """Return the scope of the timer for which a process was signalled; empty if none expired."""
         return self._expired.get(pid, "")
 
     def close(self) -> None:
-        """End the server and remove its pipe."""
+        """Kill the server and remove its named pipe."""
         if self._process.stdout is not None and not self._process.stdout.closed:
             asyncio.get_running_loop().remove_reader(self._process.stdout)
         self._process.kill()
