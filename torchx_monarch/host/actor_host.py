@@ -113,7 +113,7 @@ class ActorHost(HostProcess):
         loop = asyncio.get_running_loop()
 
         def shut_down() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
+            with contextlib.suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(self._shut_down.set)
 
         return await host_network.start_monarch(self._reporter.line, self._warn, self._options.lease, shut_down)

@@ -308,10 +308,10 @@ class HostProcess:
     def _first_log_attempt(self, sizes: NodeRange) -> int:
         """Return the number of the first attempt's log folders, after all that earlier starts may have used.
 
-        A start uses at most one number for each attempt that it is allowed. Two cases have no such limit: an elastic
-        job makes any number of attempts, and a container that is restarted is not told how often. There, replica 0
-        continues after the highest folder on its disk, as it takes part in each attempt. (With replacements the
-        remaining hosts know the number.)
+        A start uses at most one number for each attempt that it may make. This bound is unknown in two cases: an
+        elastic job may make any number of attempts, and a restarted container has no MONARCH_RESTART. Replica 0 then
+        continues after the highest existing folder: it takes part in each attempt. (With replacements the remaining
+        hosts know the number.)
         """
         max_restarts = self._command.options.max_restarts if self._command else 0
         at_most = self._backend_restarts * (1 + max_restarts + self._options.replacements)

@@ -41,7 +41,7 @@ class MasterStore:
 
         Args:
             endpoint: the endpoint; its port is 0 unless the user has given one.
-            interpreter: an interpreter that imports torch and has no program yet; None if there is none.
+            interpreter: an interpreter that imports torch and has no program yet; None to serve no store.
 
         Returns:
             the port, and whether a store is already served there.
@@ -94,7 +94,7 @@ class MasterStore:
             await asyncio.wait([self._ahead])
 
     def start_ahead(self, interpreter: RankProcess) -> None:
-        """Start the next attempt's store, if the last one was a store of ours and the user has given no port.
+        """Start the next attempt's store, if the last attempt was served a store and the user has given no port.
 
         Args:
             interpreter: an interpreter that waits for the next attempt; forked once it has imported torch.

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Build the environment variables of a rank: torchelastic's, from the world of an attempt.
 
-Names and values are those of ``LocalElasticAgent._start_workers`` of torch 2.13
+Names and values follow ``LocalElasticAgent._start_workers`` of torch 2.13
 (``torch/distributed/elastic/agent/server/local_elastic_agent.py``).
 """
 

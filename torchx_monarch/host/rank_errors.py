@@ -51,7 +51,7 @@ def record(error: BaseException, began: bool) -> None:
     if joined is not None:
         extra["joined"] = joined
     data = {"message": {"message": message, "extraInfo": extra}}
-    with contextlib.suppress(OSError):  # a full disk must not hide the program's own error
+    with contextlib.suppress(OSError):  # a full disk must not hide the program's error
         try:
             with open(path + ".tmp", "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
                 json.dump(data, file)

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A rank's stdout or stderr: byte for byte into its own file, in whole lines with a prefix onto the host's output."""
+"""Copy a rank's stdout or stderr: byte for byte to its log file, in whole prefixed lines to the host's output."""
 
 from __future__ import annotations
 
@@ -19,19 +19,22 @@ _CHUNK = 1 << 18
 _LINES = re.compile(rb"[^\n]*\n|[^\n]+")
 
 _DRAW_AFTER = 0.1
-"""Seconds after which a progress bar is shown as it stands: what tqdm lets pass between two of its pictures."""
+"""Seconds after which an unfinished progress bar is shown: tqdm's default interval between two updates."""
 
 
 class OutputPipe:
-    """Reads one pipe to its end.
+    """Read one pipe to its end.
 
-    What arrives before ``assign`` is held: an interpreter that is started ahead has no rank yet. Memory is bounded: of
-    a line that does not end, pieces of ``LONGEST`` bytes are passed on.
+    Output that arrives before ``assign`` is held: an interpreter that waits for its program has no rank yet. Memory is
+    bounded: a line longer than ``LONGEST`` bytes is passed on in pieces.
+
+    Attributes:
+        ended: set when the pipe has been closed.
 
     Args:
-        pipe: the read end; owned, and closed at the end.
-        on_first: called once, when the first bytes arrive after ``assign``.
-        is_shown: whether a line, without its line feed, goes onto the host's output.
+        pipe: the read end of the pipe; owned, and closed at the end.
+        on_first: called once, for the first bytes: when they arrive, or in ``assign`` if they arrived before.
+        is_shown: returns whether to write a line, given without its line feed, to the host's output; None to write all.
     """
 
     def __init__(
@@ -49,22 +52,22 @@ class OutputPipe:
         self._partial: list[bytes] = []
         self._partial_size = 0
         self._goes_on = False
-        """Whether what is shown next belongs to a line of which pieces have been shown."""
+        """Whether the next text to show continues a line of which pieces have been shown."""
         self._drawing: asyncio.TimerHandle | None = None
         os.set_blocking(pipe.fileno(), False)
         asyncio.get_running_loop().add_reader(pipe, self._readable)
 
     def assign(self, path: str | None, console: Console | None, prefix: str, sink: LineSink | None = None) -> None:
-        """Say where it goes.
+        """Set the destinations and pass on the output that has been held.
 
         Args:
-            path: the rank's own file; appended to. None for none.
-            console: gets the prefixed lines; None for the file alone.
-            prefix: stands before each line, ``[trainer3]:``; may be empty.
-            sink: gets the lines as well; closed at the end.
+            path: path of the rank's log file, which is appended to; None for no file.
+            console: output of the host, for prefixed lines; None to write to the file alone.
+            prefix: written before each line, such as ``[trainer3]:``; may be empty.
+            sink: second destination for the lines of ``console``; closed at the end. None for none.
 
         Raises:
-            OSError: the file cannot be opened, or is no regular file of ours: an earlier rank can have made it.
+            OSError: the file cannot be opened, or is not a regular file of this user: an earlier rank may have made it.
         """
         if path is not None:
             self._file = safe_files.open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
@@ -76,7 +79,7 @@ class OutputPipe:
             self._feed(data)
 
     def drain(self) -> None:
-        """Give out what is there, and end."""
+        """Pass on the output that is in the pipe without waiting for more, and close."""
         try:
             while data := os.read(self._pipe.fileno(), _CHUNK):
                 self._feed(data)
@@ -85,7 +88,7 @@ class OutputPipe:
         self.close()
 
     def close(self) -> None:
-        """Stop reading, whoever still holds the other end, and give out what is left."""
+        """Pass on the unfinished line and close the pipe, even if a process still has the write end."""
         if self.ended.is_set():
             return
         asyncio.get_running_loop().remove_reader(self._pipe)
@@ -152,7 +155,7 @@ class OutputPipe:
             self._show(text[:end])
 
     def _show(self, text: bytes) -> None:
-        """Pass on whole lines, each with its line feed, or a piece of a line."""
+        """Write whole lines, each with its line feed, or a piece of a line, to the console and the sink."""
         assert self._console is not None
         if self._is_shown is not None:
             text = b"".join(line for line in _LINES.findall(text) if self._is_shown(line.removesuffix(b"\n")))

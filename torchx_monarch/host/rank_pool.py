@@ -1,9 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The ranks of one host, attempt after attempt: interpreters started ahead, then processes with exact exit codes.
+"""Manage the rank processes of one host: spare interpreters first, then programs with exact exit codes.
 
-They are children of the host process itself, which exists before the mesh does: so they import torch while the mesh
-forms. The agent actor, in a process of its own, is how the controller reaches them.
+They are children of the host process, which exists before the mesh: so they import torch while the mesh forms. The
+controller reaches them through the agent actor, which runs in a separate process.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from torchx_monarch.system.console import Console, LineSink
 from torchx_monarch.transport import messages
 
 _SPARES_AFTER = 5.0
-"""Seconds after a launch until interpreters for a next attempt are started: not while the ranks are starting up."""
+"""Seconds from a launch to the start of spare interpreters, which must not slow down the start of the ranks."""
 
 
 @dataclasses.dataclass(frozen=True)
 class HostContext:
-    """Where the ranks of a host belong and where their output goes.
+    """Identify a host and the destinations of its ranks' output.
 
     Attributes:
         replica: id of the host's replica.
         hostname: name of the machine.
-        log_dir: gets ``attempt_N/RANK/{stdout,stderr}.log`` and ``error.json``; None for no files.
-        stdout: gets prefixed stdout lines; None for none.
-        stderr: gets prefixed stderr lines; None for none.
-        run_log: gets those lines as well, in a run on a live allocation.
+        log_dir: folder for ``attempt_N/RANK/{stdout,stderr}.log`` and ``error.json``; None for no files.
+        stdout: output for prefixed stdout lines; None to drop them.
+        stderr: output for prefixed stderr lines; None to drop them.
+        run_log: second destination of these lines, in a run on a live allocation; None in a batch job.
     """
 
     replica: int
@@ -66,7 +66,16 @@ class HostContext:
 
 @dataclasses.dataclass
 class Rank:
-    """One rank of the current attempt."""
+    """Represent one rank of the current attempt.
+
+    Attributes:
+        interpreter: the process.
+        rank: global rank.
+        local_rank: rank on this host.
+        directory: folder of the rank's logs and error file; None for no files.
+        stopped_at: time of the first signal to stop, in seconds since the epoch; None if none was sent.
+        started: time of the start, in seconds since the epoch.
+    """
 
     interpreter: RankProcess
     rank: int
@@ -77,20 +86,20 @@ class Rank:
 
 
 class RankPool:
-    """Starts, watches and stops the ranks of this host.
+    """Start, watch and stop the ranks of one host.
 
     Attributes:
-        attempt: the last one that was launched; -1 for none.
-        limits: of ranks: open files (None for ours) and umask.
+        attempt: number of the last attempt that was launched; -1 for none.
+        limits: limit of open files (None for that of this process) and umask of the ranks.
 
     Args:
-        command: what the role runs.
-        place: who we are and where output goes.
-        environ: the environment of the role.
-        preload: modules that interpreters of a torchrun command import ahead.
+        command: command of the role.
+        place: the host and the destinations of its ranks' output.
+        environ: environment of the role.
+        preload: modules that spare interpreters of a torchrun command import.
         on_first_output: called once, when a rank first prints.
-        say: called with a line for a person.
-        limits: of ranks: open files and umask, where this process has changed its own already; None where it has not.
+        say: called with a progress line.
+        limits: ``limits`` of an earlier pool, which has already changed this process's own; None for the first pool.
     """
 
     def __init__(
@@ -118,22 +127,23 @@ class RankPool:
         self._spares: asyncio.Task[None] | None = None
         self._store = MasterStore(say)
         self._memory = OutOfMemory()
-        # Whatever this process and Monarch's make is for nobody else's eyes; what ranks make is as the user has it.
+        # Files of this process and of Monarch's processes are private to the user; ranks keep the user's umask.
         self.limits = limits or (processes.raise_file_limit(), os.umask(0o077))
 
     # -- before an attempt ---------------------------------------------------------------------------------------------
 
     async def start(self, nproc: str) -> int:
-        """Start the interpreters; they import their modules while we return.
+        """Start the interpreters; return while they import their modules.
 
         Args:
-            nproc: a number, or auto, cpu, gpu, xpu, which torch itself resolves, in the first interpreter.
+            nproc: a number, or auto, cpu, gpu or xpu, which torch resolves in the first interpreter.
 
         Returns:
-            how many ranks this host has.
+            the number of ranks on this host.
 
         Raises:
-            LaunchError: the interpreter cannot be started, or torch refuses the name.
+            LaunchError: an interpreter cannot be started, torch cannot resolve the name, or the limit of open files is
+                too low for this number of ranks.
         """
         if (node_rank := self._command.options.node_rank) not in (0, self._place.replica):
             self._say(f"--node-rank={node_rank} is not used: this is the host of replica {self._place.replica}")
@@ -141,7 +151,7 @@ class RankPool:
             self._count = int(nproc)
             self._inherit()
         else:
-            self._count = 2  # more than one, as far as the first interpreter's environment goes
+            self._count = 2  # unknown as yet: the first interpreter gets the environment of several ranks
             self._inherit()
             if not self._waiting:
                 self._start(0)
@@ -161,15 +171,15 @@ class RankPool:
         """Open the port where the ranks meet, on rank 0's host.
 
         Args:
-            bind: the local address that it is opened on, unless the user names another; empty for all.
-            advertised: the address by which the ranks of all hosts reach it.
-            hosts: how many hosts take part.
+            bind: local address of the port unless the user gives another; empty for all.
+            advertised: address by which the ranks of all hosts reach this host.
+            hosts: number of hosts that take part.
 
         Returns:
-            MASTER_ADDR, MASTER_PORT, and whether a store is served there already.
+            MASTER_ADDR, MASTER_PORT, and whether a store is already served there.
 
         Raises:
-            LaunchError: the interpreter cannot be started, or the endpoint that the user has named not be opened.
+            LaunchError: an interpreter cannot be started, or the endpoint cannot be opened.
         """
         self._start_missing()
         try:
@@ -182,49 +192,49 @@ class RankPool:
         return endpoint.address, port, served
 
     def start_watchdog(self, path: str, run_id: str, tell: Callable[[str], None]) -> None:
-        """Have ranks set timers on a named pipe at ``path``; see ``Watchdog``.
+        """Start the timer server of the ranks; see ``Watchdog`` for the arguments.
 
         Raises:
-            OSError: its process cannot be started.
+            OSError: the server's process cannot be started.
         """
         env = interpreter_environment(self._environ, self._count)
         self._watchdog = Watchdog(self._python(), path, run_id, env, tell)
 
     def close(self) -> None:
-        """End what is no rank."""
+        """End the timer server and release the reserved port; ranks and spare interpreters run on."""
         if self._watchdog is not None:
             self._watchdog.close()
             self._watchdog = None
         self._store.release()
 
     def _starter(self, program: Program) -> list[str]:
-        """What starts the process of a rank: the program's interpreter, or an empty one that becomes another."""
+        """Return the interpreter that starts a rank's process: the program's, or a bare one that execs it later."""
         options = self._command.options
-        # How many ranks and which CPUs is for torch to say, whatever then runs in the interpreter's place.
+        # Only torch can resolve the number of ranks and the CPUs, even if the program is not Python.
         asks_torch = options.numa_binding is not None or not options.nproc_per_node.isdigit()
         ahead = program.mode != "exec" and self._preload
         return self._python() if ahead or asks_torch else [sys.executable, "-I", "-S"]
 
     def _becomes(self, program: Program) -> list[str]:
-        """The interpreter that the process of a rank becomes when it has its rank; empty where it stays what it is.
+        """Return the interpreter that a rank's process execs when its rank is known; empty if it execs none.
 
-        One that imports nothing ahead starts with its whole environment, as under torchrun: what runs before the
-        program (sitecustomize, .pth files) sees it.
+        An interpreter without preload modules starts with the rank's whole environment, as under torchrun, so that code
+        that runs before the program (sitecustomize, .pth files) sees it.
         """
         return [] if program.mode == "exec" or self._preload else self._python()
 
     def _is_found(self, python: str) -> bool:
-        relative = os.sep in python and not os.path.isabs(python)  # to the program's folder, which may be another
+        relative = os.sep in python and not os.path.isabs(python)  # resolved later, in the program's folder
         return relative or shutil.which(python, path=self._environ.get("PATH")) is not None
 
     def _start_folder(self) -> str | None:
-        """Where interpreters start; None for the host's own folder."""
+        """Return the folder in which interpreters start; None for that of the host process."""
         return None
 
     def _python(self) -> list[str]:
         typed = list(self._command.interpreter) or ["python"]
         if typed[0] in ("python", "python3"):
-            # The environment that the host runs in, as under torchrun; PATH may know another of that name, or none.
+            # The host's own interpreter, as under torchrun; PATH may have another `python`, or none.
             typed[0] = sys.executable
         return [*typed, "-u"]
 
@@ -252,11 +262,11 @@ class RankPool:
         return self._environ
 
     def _kept(self) -> list[int]:
-        """Processes that are for later."""
+        """Return the process ids of the spare interpreters."""
         return [one.process.pid for one in self._waiting]
 
     def _inherit(self) -> None:
-        """Take interpreters that wait already; here there are none."""
+        """Take over spare interpreters of an earlier pool; overridden by ``SessionPool``."""
 
     def _label(self, program: Program) -> list[str]:
         return _typed(program)
@@ -277,18 +287,18 @@ class RankPool:
     # -- an attempt ----------------------------------------------------------------------------------------------------
 
     async def launch(self, world: World, spares: bool) -> list[int]:
-        """Give every interpreter its rank and have it run the program.
+        """Assign a rank to each interpreter and start the program in it.
 
         Args:
             world: the ranks of the attempt.
-            spares: whether to have interpreters ready for another attempt.
+            spares: whether to start spare interpreters for another attempt.
 
         Returns:
-            the processes, by local rank.
+            the process ids, in the order of local ranks.
 
         Raises:
-            LaunchError: an interpreter cannot be started or bound to CPUs, or the log files or the environment cannot
-                be made.
+            LaunchError: an interpreter cannot be started or bound to CPUs, the timer server does not run, a log file
+                cannot be opened, or there are fewer visible devices than ranks.
         """
         self._start_missing()
         if self._store.port != world.master_port:
@@ -324,7 +334,7 @@ class RankPool:
         return [rank.interpreter.process.pid for rank in self._ranks]
 
     async def watch(self) -> None:
-        """Returns when a rank has failed or all have ended; after a failure the others have been told to stop."""
+        """Wait until a rank has failed or all have ended; after a failure, send SIGTERM to the other ranks."""
         ranks = self._ranks
         running = {asyncio.ensure_future(rank.interpreter.ended.wait()): rank for rank in ranks}
         while running:
@@ -333,17 +343,19 @@ class RankPool:
             if any(rank.interpreter.process.returncode != 0 for rank in ended):
                 for task in running:
                     task.cancel()
-                # Ours at once; when the controller has heard of it, it has the others stopped, and waits for all.
+                # Stop this host's ranks immediately; the controller then stops all others and waits for them.
                 self._tell(signal.SIGTERM)
                 return
         await self._drained(ranks)
 
     async def stop(self, number: int, grace: float) -> None:
-        """Send a signal to every rank, SIGKILL to those left after ``grace`` seconds; returns when all have ended.
+        """Stop all ranks and kill the processes that they have started; return when all have ended.
 
-        Then nothing is left of what they have started.
+        A rank that is already shutting down gets no second signal except SIGKILL.
 
-        A rank that has been told to stop is not told again, except by SIGKILL: it is on its way.
+        Args:
+            number: signal to send to every rank.
+            grace: seconds until ranks that still run get SIGKILL.
         """
         ranks = self._ranks
         left = self._tell(number)
@@ -355,13 +367,13 @@ class RankPool:
                 rank.interpreter.kill(signal.SIGKILL)
         await self._drained(ranks)
         await self._store.settled()
-        if ranks is self._ranks:  # else another attempt has begun
-            # The ranks of other hosts may be on their way out still, and need the store.
+        if ranks is self._ranks:  # otherwise a new attempt has started
+            # Ranks of other hosts may still be shutting down and need the store.
             watchdog = [self._watchdog.pid] if self._watchdog is not None else []
             end_orphans(self._environ.get(processes.MARKER, ""), [*self._store.pids, *watchdog, *self._kept()])
 
     def _tell(self, number: int) -> list[Rank]:
-        """Signal the ranks that have not ended, and return them."""
+        """Signal the ranks that still run, each once unless by SIGKILL; return all ranks that still run."""
         left = [rank for rank in self._ranks if not rank.interpreter.ended.is_set()]
         for rank in left:
             if rank.stopped_at is None or number == signal.SIGKILL:
@@ -370,29 +382,29 @@ class RankPool:
         return left
 
     def notify(self, number: int) -> None:
-        """Send a signal to the ranks themselves, not to what they have started, and let them run on."""
+        """Send a signal to the rank processes but not to their process groups; the ranks do not count as stopped."""
         for rank in self._ranks:
             if not rank.interpreter.ended.is_set():
                 rank.interpreter.process.send_signal(number)
 
     def exits(self) -> list[RankExit]:
-        """How the ranks of the attempt that have ended did."""
+        """Return the exits of the ranks of this attempt that have ended."""
         return [self._exit_of(rank) for rank in self._ranks if rank.interpreter.ended.is_set()]
 
     def last_logged(self) -> int:
-        """The highest N for which there is a log folder ``attempt_N``, of an earlier start; -1 for none."""
+        """Return the highest N of the existing log folders ``attempt_N``; -1 if there are none."""
         folders = Path(self._place.log_dir).glob("attempt_*") if self._place.log_dir else ()
         numbers = [each.name.partition("_")[2] for each in folders]
         return max((int(number) for number in numbers if number.isdigit()), default=-1)
 
     async def _start_spares(self, attempt: int) -> None:
-        """Have interpreters ready for the next attempt, one importing at a time: the ranks need the machine.
+        """Start spare interpreters for the next attempt, and a store if this attempt has one.
 
-        And a store, where there was one of this attempt. Ends when the next has begun meanwhile, which has started what
-        it missed and has spares of its own.
+        One interpreter imports at a time: the ranks need the machine. Stops if the next attempt starts meanwhile, which
+        starts the interpreters that it lacks and later its own spares.
         """
         await asyncio.sleep(_SPARES_AFTER)
-        with contextlib.suppress(LaunchError):  # it will be said when the attempt needs one
+        with contextlib.suppress(LaunchError):  # the attempt that needs one reports the error
             while self.attempt == attempt and not self._retired and len(self._waiting) < self._count:
                 self._start(len(self._waiting))
                 await self._waiting[-1].ask({"op": "ready"})
@@ -424,7 +436,7 @@ class RankPool:
                 sinks.append(RunLogSink(place.run_log, rank, name))
             if texts and directory:
                 filtered = directory.with_name(filtered_name(name, place.replica))
-                # There even if no stream is teed, as under torchrun.
+                # The file exists even if no stream is teed, as under torchrun.
                 os.close(safe_files.open_file(filtered, os.O_WRONLY | os.O_CREAT))
                 if teed and shown:
                     sinks.append(FilteredFile(str(filtered), texts, prefix.encode()))
@@ -462,7 +474,7 @@ class RankPool:
         error: dict[str, Any] | None = None
         if rank.directory is not None:
             try:
-                # All exits of a host are one message to its agent.
+                # All exits of a host must fit into one message to its agent.
                 limit = min(error_files.TRACEBACK_BYTES, messages.MAX_LINE // (4 * len(self._ranks)))
                 error = error_files.read(str(rank.directory / "error.json"), traceback_bytes=limit)
             except error_files.UnreadableError as failure:
@@ -486,12 +498,12 @@ class RankPool:
             out_of_memory=self._memory.evidence() if killed else "",
         )
         if exit.failed and rank.stopped_at is not None:
-            # We ended an interpreter that was on its way out after an exception: without us its code would have been 1.
+            # The signal hit an interpreter that was exiting after an exception; its exit code would have been 1.
             return dataclasses.replace(exit, code=1)
         return exit
 
 
 def _typed(program: Program) -> list[str]:
-    """The program's part of the command line."""
+    """Return the program's part of the command line."""
     lead = {"module": ["-m", program.target], "code": ["-c", program.target]}.get(program.mode, [program.target])
     return [*lead, *program.args]

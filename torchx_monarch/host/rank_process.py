@@ -44,9 +44,9 @@ class RankProcess:
         python: the interpreter and its flags.
         label: arguments that are shown in a process listing and otherwise ignored.
         env: environment of the process.
-        files: soft and hard limit of open files; None for those of this process.
+        files: soft and hard limit of open files; None for the limits of this process.
         umask: file mode creation mask of the process.
-        cwd: folder in which the process starts; None for that of this process.
+        cwd: folder in which the process starts; None for the working folder of this process.
         on_first_output: called for each of the two streams when the program first prints to it.
 
     Raises:

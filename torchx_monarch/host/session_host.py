@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The host process of one replica of a live allocation: it takes part in run after run."""
+"""The host process of one replica of a live allocation, which executes any number of runs."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from torchx_monarch.insight.run_log import RunLog
 from torchx_monarch.model.world import LaunchError
 
 _MESSAGE = 30_000
-"""Bytes of records in one message to replica 0, which takes 64 kB; within it each may take twice as many."""
+"""Bytes of records in one message to replica 0. A message has at most 64 kB, and JSON may double the size."""
 
 Op = Callable[["SessionHost", dict[str, Any]], Awaitable[Any]]
 
 
 def is_session(options: HostOptions, environ: Mapping[str, str]) -> bool:
-    """Whether a host's command is that of a live allocation."""
+    """Return whether a host's command is that of a live allocation."""
     try:
         command = parse(options.command, environ)
     except CommandError:
@@ -49,10 +49,10 @@ def is_session(options: HostOptions, environ: Mapping[str, str]) -> bool:
 
 
 class SessionHost(HostProcess):
-    """Runs one replica of a live allocation to its end.
+    """Run one replica of a live allocation to its end.
 
     Attributes:
-        OPS: what ``SessionController.broadcast`` can ask a host to do, beyond what every host does; by name.
+        OPS: operations of ``SessionController.broadcast`` that only session hosts have, by name.
     """
 
     OPS: dict[str, Op] = dict(OPS)
@@ -70,13 +70,13 @@ class SessionHost(HostProcess):
 
     @property
     def code(self) -> HostCode:
-        """The code that clients have brought to this host."""
+        """The store of the code that clients have sent to this host."""
         self._code = self._code or HostCode(os.path.join(self._sockets, "code"))
         return self._code
 
     @property
     def log_dir(self) -> str:
-        """The folder of this host's logs; ``run_N`` in it is a run's."""
+        """Folder of this host's logs; the logs of run N are in ``run_N``."""
         return self._log_dir
 
     # -- start ---------------------------------------------------------------------------------------------------------
@@ -131,10 +131,10 @@ class SessionHost(HostProcess):
     # -- requests ------------------------------------------------------------------------------------------------------
 
     async def _handle(self, op: str, args: dict[str, Any]) -> Any:
-        """Execute a request of the controller: those of ``HostProcess._handle``, ``begin`` and ``each``.
+        """Execute a request of the controller: ``begin``, ``each``, or an operation of ``HostProcess._handle``.
 
-        ``begin`` prepares the host for a run; ``each`` is a request of ``SessionController.broadcast``. A request that
-        fails is answered with its error: it ends the run, not the hosts.
+        ``begin`` prepares the host for a run; ``each`` is a request of ``SessionController.broadcast``. If a request
+        fails, the answer is ``refused``, the error, and ``code``, the exit code: this ends the run, not the hosts.
         """
         try:
             if op == "begin":
@@ -156,7 +156,7 @@ class SessionHost(HostProcess):
         return await super()._handle(op, args)
 
     async def _begin(self, args: dict[str, Any]) -> dict[str, Any]:
-        """Take a run. A second request, after another host was lost, changes nothing."""
+        """Prepare for a run; if the same run is requested again, after another host was lost, change nothing."""
         if args["token"] == self._token:
             return {**self._begun, "fresh": False}
         await self._close_run_log()
@@ -195,17 +195,22 @@ class SessionHost(HostProcess):
         return {**self._begun, "fresh": True}
 
     async def _folder_for(self, args: dict[str, Any]) -> str:
-        """Where the ranks of a run start."""
+        """Return the folder in which the ranks of a run start; check out its code if the client has synced it."""
         await self.code.leave()
         if args["synced"]:
             return await self.code.enter(args["code"])
         return args["cwd"] or os.getcwd()
 
     def _command_of(self, args: dict[str, Any], cwd: str, env: Mapping[str, str]) -> Command:
-        """What a run runs.
+        """Build the command of a run.
+
+        Args:
+            args: arguments of the ``begin`` request.
+            cwd: folder in which the ranks start.
+            env: environment of the role with the variables of the run.
 
         Raises:
-            CommandError: it cannot be run here.
+            CommandError: the command is not valid, or its folder or script is not on this host.
         """
         replicas, role, nproc = self._options.replicas, self._options.role, args["nproc"]
         words = list(args["command"] or self._allocation_spec.words)
@@ -225,13 +230,13 @@ class SessionHost(HostProcess):
             command = run_command(words, env, replicas, role, nproc)
         program = command.program_of(0)
         if program.mode == "script" and not os.path.exists(script := os.path.join(cwd, program.target)):
-            # The exit code goes with it, as of `python nosuch.py`.
+            # CommandError makes the exit code 2, as for `python nosuch.py`.
             hint = f". For the program: torchrun --no-python {program.target} …" if shutil.which(program.target) else ""
             raise CommandError(f"can't open file {script!r}: No such file or directory{hint}")
         return command
 
     async def _finish(self, token: str) -> int:
-        """A run is over: nothing is left of its ranks. How many records replica 0 is to have of this host."""
+        """End a run and all its processes; return how many records of this host replica 0 must have received."""
         if token != self._token or self._live is None:
             return 0
         await self._live.stop(signal.SIGKILL, 0.0)
@@ -242,7 +247,10 @@ class SessionHost(HostProcess):
         return run_log.count if run_log is not None else 0
 
     async def _close_run_log(self) -> None:
-        """Have the last of a run's output sent, where that is not replica 0's own."""
+        """Close the run log after a run and wait, at most 10 s, until its last records are sent.
+
+        On replica 0 the run queue owns the log, and nothing is sent.
+        """
         run_log, self._run_log = self._run_log, None
         forwarding, self._forwarding = self._forwarding, None
         if run_log is not None and forwarding is not None:
@@ -251,7 +259,7 @@ class SessionHost(HostProcess):
                 await asyncio.wait_for(forwarding, 10.0)
 
     async def _forward(self, run_log: RunLog, token: str) -> None:
-        """Send the records to replica 0 as they come."""
+        """Send the records of a run log to replica 0 while they are written."""
         async for lines in run_log.follow():
             while lines:
                 message = [lines.pop(0)]

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The ranks of one run on a live allocation: interpreters that have waited for whatever comes, made ready for it."""
+"""The ranks of one run on a live allocation, started in spare interpreters that wait between runs."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _READ_EARLY = (
     *("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "TORCH", "PYTORCH"),
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_"),
 )
-"""How the variables begin that an interpreter, or a module that it has imported, has read already: a run with other
-values of these gets interpreters of its own."""
+"""Prefixes of variables that an interpreter and its preloaded modules read before a run: a run that changes one of them
+needs new interpreters."""
 
 
 class SessionPool(RankPool):
-    """Each run has its pool, and takes over from the pool before it.
+    """Manage the ranks of one run on one host, and take over the spare interpreters of the previous run's pool.
 
     Args:
-        command: what the run runs.
-        place: who we are and where its output goes.
-        environ: the environment of the role.
-        preload: modules that interpreters of a torchrun command import ahead.
+        command: command of the run.
+        place: the host and the destinations of its ranks' output.
+        environ: environment of the role.
+        preload: modules that spare interpreters of a torchrun command import.
         on_first_output: called once, when a rank first prints.
-        say: called with a line for a person.
-        cwd: the folder that its ranks start in.
-        added: the variables that the run adds.
-        before: the pool of the run before. Interpreters that wait there and can run this command are used.
+        say: called with a progress line.
+        cwd: folder in which the ranks start.
+        added: environment variables that the run adds.
+        before: pool of the previous run, whose spare interpreters are used if they fit this command; None for none.
     """
 
     def __init__(
@@ -61,39 +61,39 @@ class SessionPool(RankPool):
 
     @property
     def warm(self) -> int:
-        """How many interpreters wait, with all imported that they were to import."""
+        """Number of spare interpreters that have imported their preload modules."""
         return sum(one.ready for one in self._waiting)
 
     async def launch(self, world: World, spares: bool) -> list[int]:
-        """As above, and always with spares: for the next run."""
+        """Start the program of every rank (see ``RankPool``); always start spares, for the next run."""
         self._start_missing()
         for local_rank, interpreter in enumerate(self._waiting[: self._count]):
             self._bind(interpreter, local_rank)
         return await super().launch(world, True)
 
     async def serve_store(self, bind: str, advertised: str, hosts: int) -> tuple[str, int, bool]:
-        """As above; when the run has ended meanwhile, nobody needs it."""
+        """Open the port where the ranks meet (see ``RankPool``); end the store if the run has ended meanwhile."""
         found = await super().serve_store(bind, advertised, hosts)
         if self._retired:
             self._store.end()
         return found
 
     async def stop(self, number: int, grace: float) -> None:
-        """As above; before a run's ranks have been started there is nothing to stop."""
+        """Stop the ranks (see ``RankPool``); do nothing before they have been started."""
         if self._ranks:
             await super().stop(number, grace)
 
     def retire(self) -> SessionPool:
-        """The run is over: end what is no rank, and have interpreters ready for another like it.
+        """Close the pool at the end of its run and start spare interpreters for a next run of the same kind.
 
         Returns:
-            the pool whose interpreters wait now: of an earlier run, where those of this one have nothing to import.
+            the pool that has the spare interpreters: this one, or that of an earlier run if this one preloads nothing.
         """
         self.close()
         self._store.end()
         self._retired = True
-        self._ranks = []  # they hold the pool that started them, and it its own
-        with contextlib.suppress(LaunchError):  # it will be said when a run needs one
+        self._ranks = []  # breaks a cycle: a rank refers to the pool that started it, which refers to its ranks
+        with contextlib.suppress(LaunchError):  # the next run that needs one reports the error
             for one in self._waiting if self._shelf is not None else ():
                 one.kill(signal.SIGKILL)
             kept = self._shelf or self
@@ -109,7 +109,7 @@ class SessionPool(RankPool):
             return
         before._retired = True
         if before._preload and not self._preload:
-            self._shelf = before  # to start one costs nothing, and to import again does
+            self._shelf = before  # starting an interpreter is cheap; importing its modules again is not
             return
         fitting = self._signature(0)
         for one in before._waiting:
@@ -121,20 +121,20 @@ class SessionPool(RankPool):
         self._store.take_over(before._store, keep=bool(self._waiting))
 
     def _signature(self, local_rank: int) -> object:
-        """What an interpreter must have in common with those of this pool to run its program as a fresh one would."""
+        """Return the value that two interpreters share if each can run this pool's program like a fresh one."""
         env = interpreter_environment(self._base_environ(), self._count)
         read = {name: value for name, value in env.items() if name.startswith(_READ_EARLY)}
         python = self._starter(self._command.program_of(local_rank))
         return python, self._preload, read, self._start_folder()
 
     def _start_folder(self) -> str | None:
-        """The run's folder, if Python resolves relative paths as it starts; the host's fits any run otherwise."""
+        """Return the run's folder if Python resolves a relative path at its start; None for the host's, for any run."""
         python, path = self._python()[0], self._environ.get("PYTHONPATH")
         relative = [] if not path else [entry for entry in path.split(os.pathsep) if not os.path.isabs(entry)]
         return self._cwd if relative or (os.sep in python and not os.path.isabs(python)) else None
 
     def _base_environ(self) -> Mapping[str, str]:
-        """What an interpreter starts with: what this run adds and need not be there from the start comes later."""
+        """Return the environment with which interpreters start; ``_order`` adds the run's other variables later."""
         early = {name: value for name, value in self._added.items() if name.startswith(_READ_EARLY)}
         return {**self._host_environ, **early}
 
@@ -146,7 +146,7 @@ class SessionPool(RankPool):
         return ["(waits for runs)"]
 
     def _prepare(self, interpreter: RankProcess, program: Program, local_rank: int) -> None:
-        # Which program it will run, and where, is not known yet.
+        # The program and its folder are not known yet.
         interpreter.prepare("exec", "", self._preload)
         interpreter.signature = self._signature(local_rank)
 
