@@ -11,8 +11,8 @@ class UnreachableError(RuntimeError):
     """Raised when a live allocation cannot be reached; the message gives the reason.
 
     Attributes:
-        final: whether retrying is useless: there is no certificate, or another program listens at
-            the address that the user has given.
+        final: whether waiting for the hosts is useless: there is no certificate, or another program
+            listens at the address that the user has given.
     """
 
     def __init__(self, message: str, final: bool = False) -> None:

@@ -14,7 +14,7 @@ After a ``sync`` handshake the client sends requests, one JSON line each; replic
 =========  =============================================================================================================
 
 A frame is a length (4 bytes, big-endian) and as many bytes, at most ``FRAME``; an empty frame is the last. ``failed``
-with a ``reason`` may replace any answer. Replica 0 does not buffer: it sends each frame to all hosts in one call of
+with a ``reason`` may replace any answer. Replica 0 stores nothing: it sends each frame to all hosts in one call of
 their agents, and the next when all hosts have taken it. A tree is available on a host only when it is complete.
 """
 
@@ -103,6 +103,10 @@ class HostCode:
     async def take_tree(self, args: dict[str, Any]) -> str | None:
         """Take a frame of an encoded tree.
 
+        Args:
+            args: ``tree``, the hash of the tree; ``data``, the frame in base64; ``first`` and ``last``, whether it is
+                the first frame, and the last.
+
         Returns:
             after the last frame, the contents that this host lacks, as a hexadecimal number with a bit for each entry
             of ``Tree.contents``; None before.
@@ -122,6 +126,9 @@ class HostCode:
 
     async def take_contents(self, args: dict[str, Any]) -> None:
         """Take a frame of packed contents; the last frame completes the tree.
+
+        Args:
+            args: ``data``, the frame in base64; ``last``, whether it is the last frame.
 
         Raises:
             SyncError: the contents are not the missing ones, or cannot be written.

@@ -446,16 +446,19 @@ class HostProcess:
     async def _handle(self, op: str, args: dict[str, Any]) -> Any:
         """Execute a request that the controller sends through the agent.
 
-        ``store`` opens the port where the ranks meet; ``launch`` starts the ranks of a world; ``watch`` returns when a
-        rank has failed or all have ended; ``stop`` ends them. The last two return the replica's id and the exits so
-        far.
+        ==========  ================================  ===============================================================
+        ``store``   ``bind``, ``advertised``,         open the port where the ranks meet; see ``RankPool.serve_store``
+                    ``hosts``
+        ``launch``  ``world``, ``spares``             start the ranks of a world; return their process ids
+        ``watch``                                     wait until a rank has failed or all have ended
+        ``stop``    ``signal``, ``grace`` in seconds  stop the ranks
+        ==========  ================================  ===============================================================
+
+        ``watch`` and ``stop`` return ``replica``, the replica's id, and ``exits``, the ranks that have ended so far.
 
         Args:
             op: name of the operation.
             args: arguments of the operation.
-
-        Returns:
-            a value that JSON can represent.
         """
         assert self._pool is not None
         if op == "store":

@@ -106,7 +106,7 @@ def _prepare(order: dict[str, Any]) -> None:
         try:
             __import__(name)
         except Exception:
-            # The program can fail at this import with a traceback of its code, or never need the module.
+            # The program may import the module later, and fail with a traceback of its own code, or never need it.
             continue
     gc.freeze()
     gc.enable()

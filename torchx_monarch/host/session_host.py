@@ -156,7 +156,15 @@ class SessionHost(HostProcess):
         return await super()._handle(op, args)
 
     async def _begin(self, args: dict[str, Any]) -> dict[str, Any]:
-        """Prepare for a run; if the same run is requested again, after another host was lost, change nothing."""
+        """Prepare for a run; if the same run is requested again, after another host was lost, change nothing.
+
+        Args:
+            args: ``run``, the number of the run; ``token``, its unique id; and the fields of its ``RunRequest``.
+
+        Returns:
+            ``replica``; ``nproc``, the number of ranks on this host; ``run_id``; ``max_restarts``; ``grace`` in
+            seconds; and ``fresh``, whether this is the first request for the run.
+        """
         if args["token"] == self._token:
             return {**self._begun, "fresh": False}
         await self._close_run_log()

@@ -30,7 +30,7 @@ def _start(path: str, run_id: str, answers: int) -> Any:
 
     class Server(FileTimerServer):
         def _reap_worker(self, worker_pid: int, signal: int) -> bool:
-            # After any other process, torch's method ends its own process too, which is the launcher under torchrun.
+            # After any other process, torch's server kills its own, which is the launcher under torchrun.
             return worker_pid == os.getpid() or bool(super()._reap_worker(worker_pid, signal))
 
     def tell(name: str, request: Any) -> None:
