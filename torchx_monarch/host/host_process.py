@@ -266,11 +266,7 @@ class HostProcess:
         return rendezvous, advertised
 
     async def _start_worker(self, host_network: HostNetwork) -> str:
-        """Start Monarch's worker loop and the socket through which the agent calls this host.
-
-        Returns:
-            the Monarch address of the worker.
-        """
+        """Start Monarch's worker and the socket through which its agent calls this host; return the worker's URL."""
         link = os.path.join(self._sockets, "link")
         await AgentServer(link, self._handle, self._agent_lost, self._options.lease).start()
         os.environ[SOCKET_VARIABLE] = link
@@ -446,19 +442,8 @@ class HostProcess:
     async def _handle(self, op: str, args: dict[str, Any]) -> Any:
         """Execute a request that the controller sends through the agent.
 
-        ==========  ================================  ===============================================================
-        ``store``   ``bind``, ``advertised``,         open the port where the ranks meet; see ``RankPool.serve_store``
-                    ``hosts``
-        ``launch``  ``world``, ``spares``             start the ranks of a world; return their process ids
-        ``watch``                                     wait until a rank has failed or all have ended
-        ``stop``    ``signal``, ``grace`` in seconds  stop the ranks
-        ==========  ================================  ===============================================================
-
-        ``watch`` and ``stop`` return ``replica``, the replica's id, and ``exits``, the ranks that have ended so far.
-
-        Args:
-            op: name of the operation.
-            args: arguments of the operation.
+        The operations are ``store(bind, advertised, hosts)``, ``launch(world, spares)``, ``watch()`` and ``stop(signal,
+        grace)``; ``RankPool`` executes them. The last two return the replica's id and the exits so far.
         """
         assert self._pool is not None
         if op == "store":

@@ -69,12 +69,8 @@ class Rank:
     """Represent one rank of the current attempt.
 
     Attributes:
-        interpreter: the process.
-        rank: global rank.
-        local_rank: rank on this host.
         directory: folder of the rank's logs and error file; None for no files.
         stopped_at: time of the first signal to stop, in seconds since the epoch; None if none was sent.
-        started: time of the start, in seconds since the epoch.
     """
 
     interpreter: RankProcess
@@ -142,8 +138,7 @@ class RankPool:
             the number of ranks on this host.
 
         Raises:
-            LaunchError: an interpreter cannot be started, torch cannot resolve the name, or the limit of open files is
-                too low for this number of ranks.
+            LaunchError: an interpreter cannot be started, torch rejects the name, or the open file limit is too low.
         """
         if (node_rank := self._command.options.node_rank) not in (0, self._place.replica):
             self._say(f"--node-rank={node_rank} is not used: this is the host of replica {self._place.replica}")
@@ -349,13 +344,9 @@ class RankPool:
         await self._drained(ranks)
 
     async def stop(self, number: int, grace: float) -> None:
-        """Stop all ranks and kill the processes that they have started; return when all have ended.
+        """Send a signal to every rank, and SIGKILL after ``grace`` seconds; return when all have ended.
 
-        A rank that is already shutting down gets no second signal except SIGKILL.
-
-        Args:
-            number: signal to send to every rank.
-            grace: seconds until ranks that still run get SIGKILL.
+        Kill all processes that the ranks have started. A rank that is already shutting down gets SIGKILL only.
         """
         ranks = self._ranks
         left = self._tell(number)
