@@ -1,17 +1,17 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Apps as containers of one Docker daemon: TorchX's ``local_docker``, with what is wrong there mended.
+"""Run apps as containers of one Docker daemon: TorchX's ``local_docker`` with its defects fixed.
 
-- ``request``: what is changed in the containers that TorchX would make.
-- ``facts``: what a container's state means, and what the state of an app follows from it.
-- ``found``: an app, from the containers of it that there are.
-- ``daemon``: the connection, and what a person is told when there is none.
-- ``ends``: what hosts have noted that are not to be started again.
-- ``together``: the same done to many containers at a time.
-- ``network``: what the containers are on.
-- ``logs``: the lines of one container.
-- ``reports``: what a host has left in its container.
+- ``request``: adapt the containers that TorchX would create.
+- ``status``: derive the state of a replica from its container, and the state of an app from its replicas.
+- ``snapshot``: assemble an app from its existing containers.
+- ``daemon``: connect to the daemon and report connection errors.
+- ``final_states``: read the results of hosts that must not be restarted.
+- ``map_concurrently``: apply a function to many containers in parallel.
+- ``bridge_network``: create and remove the containers' network.
+- ``logs``: read or follow the log of one container.
+- ``container_files``: read the error file and events that a host wrote in its container.
 - ``scheduler``: the TorchX scheduler.
 
-Nothing of ours runs beside the containers: dockerd starts failed ones again, and keeps all that is known of an app.
+No process of this package runs beside the containers: dockerd restarts failed containers and stores the app's state.
 """

@@ -1,8 +1,8 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The network that all apps' containers are on: TorchX's, made when it is missing, removed when nobody is on it.
+"""Create TorchX's bridge network, which the containers of all apps share, and remove it when no container uses it.
 
-One for all apps, not one each: a daemon has addresses for some thirty networks, and ended apps keep theirs.
+All apps share one network because a daemon has addresses for about thirty networks, and ended apps keep theirs.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def ensure(client: DockerClient) -> None:
-    """Make the network if there is none.
+    """Create the network if it does not exist.
 
-    Upstream does so under a lock file in /tmp, which only the user who was first can open.
+    TorchX's ``ensure_network`` locks a file in /tmp, which only the user who created the file can open.
     """
     if _all(client):
         return
@@ -30,27 +30,27 @@ def ensure(client: DockerClient) -> None:
         if "already exists" not in str(error):
             raise
         return
-    # Older daemons make two of one name for two who ask at a time. All see the same first one, and remove theirs.
+    # Older daemons create two networks of one name for concurrent requests. Every client keeps the eldest one.
     if _all(client)[0].id != ours.id:
         ours.remove()
 
 
 def is_missing(error: NotFound) -> bool:
-    """Whether a container could not be started for want of the network: the last app on it was deleted meanwhile."""
+    """Whether a container failed to start because the network was removed, with the last app that used it."""
     return f"network {NETWORK} not found" in str(error)
 
 
 def remove_unused(client: DockerClient) -> None:
-    """Remove the network unless there are containers on it, be they stopped or not ours."""
+    """Remove the network unless it has containers, including stopped ones and those of other programs."""
     if client.containers.list(all=True, sparse=True, limit=1, filters={"network": NETWORK}):
         return
     for network in _all(client):
-        # Refused when a container has come meanwhile.
+        # dockerd refuses if a container has joined since.
         with contextlib.suppress(APIError):
             network.remove()
 
 
 def _all(client: DockerClient) -> list[Any]:
-    """The networks of that name, the eldest first."""
+    """Return the networks with TorchX's name, eldest first."""
     found = [each for each in client.networks.list(names=[NETWORK]) if each.name == NETWORK]
     return sorted(found, key=lambda each: (each.attrs["Created"], each.id))

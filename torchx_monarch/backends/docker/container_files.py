@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a host has left in its container: its error file, its events."""
+"""Read the files that a host wrote in its container: its error file and its events."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 _TOO_LONG = 1 << 20
 
 _GO_MODE_TYPE = 0x8F280000
-"""Go's ``fs.ModeType``: of these bits dockerd sets one for what is no regular file."""
+"""Go's ``fs.ModeType``: dockerd sets one of these bits for anything but a regular file."""
 
 _NO_SUCH_COMMAND = 127
 
 
 def error(pair: tuple[Container, DockerReplica]) -> str:
-    """The content of a failed replica's error file, which its host wrote before it ended; empty without one."""
+    """Return the content of a failed replica's error file, which its host wrote before it ended; empty if missing."""
     container, replica = pair
     if replica.word or replica.state is not AppState.FAILED or not replica.started:
         return replica.word
@@ -38,14 +38,14 @@ def error(pair: tuple[Container, DockerReplica]) -> str:
 
 
 def rank_restarts(pair: tuple[Container, DockerReplica]) -> int:
-    """How often the hosts have started the ranks again, by the events of a replica 0."""
+    """Count the rank restarts in the events of a replica 0."""
     container, replica = pair
     text = read(container, replica.env.get(request.EVENTS, ""), 0.0) if replica.started else ""
     return sum('"rank_restart"' in line for line in text.splitlines())
 
 
 def why_no_host(container: Container, replica: DockerReplica) -> str:
-    """What to add to the failure of a host without an error file: what was printed last, where it did not begin."""
+    """Describe why a host without an error file did not start: its last log line, in parentheses; empty if unknown."""
     if CREDENTIALS not in replica.env or not 0 < replica.code <= _NO_SUCH_COMMAND:
         return ""
     with contextlib.suppress(DockerException):
@@ -59,17 +59,26 @@ def why_no_host(container: Container, replica: DockerReplica) -> str:
 
 
 def read(container: Container, path: str, since: float = 0.0) -> str:
-    """A file in a container, which need not run; empty when there is none, or none written since then."""
+    """Return the text of a file in a running or stopped container.
+
+    Args:
+        container: the container.
+        path: the file's path in it; empty means no file.
+        since: in seconds since the epoch; a file last modified before it is ignored.
+
+    Returns:
+        The text; empty if the file is missing, too old, longer than ``_TOO_LONG`` or not regular.
+    """
     if not path:
         return ""
     try:
         chunks, about = container.get_archive(path)
         if about["size"] > _TOO_LONG or about["mode"] & _GO_MODE_TYPE:
-            chunks.close()  # a folder would come with all that is in it
+            chunks.close()  # the archive of a folder holds the folder's whole content
             return ""
         with tarfile.open(fileobj=io.BytesIO(b"".join(chunks))) as archive:
             member = archive.next()
-            # Times in an archive are whole seconds. What an earlier start of the container wrote is no news.
+            # Times in an archive are whole seconds. An older file is from an earlier start of the container.
             if member is None or not member.isfile() or member.mtime + 1 < since:
                 return ""
             file = archive.extractfile(member)

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The connection to the Docker daemon, and what a person is told when there is none, or none any more."""
+"""Connect to the Docker daemon, and report to the user when it is missing or stops answering."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 class DaemonError(RuntimeError):
-    """There is no Docker daemon to talk to."""
+    """The Docker daemon is missing or does not answer."""
 
 
 def connect() -> DockerClient:
-    """A client of the daemon that ``DOCKER_HOST`` names, or of this machine's.
+    """Return a client of the daemon that ``DOCKER_HOST`` names; of this machine's daemon if unset.
 
     Raises:
-        DaemonError: there is none.
+        DaemonError: the daemon cannot be reached.
     """
     try:
         return docker.from_env()
@@ -41,10 +41,10 @@ def connect() -> DockerClient:
 
 @contextlib.contextmanager
 def answering() -> Iterator[None]:
-    """For what asks the daemon; it may end meanwhile, or hang.
+    """Convert the connection errors of requests to the daemon, which may end or hang meanwhile.
 
     Raises:
-        DaemonError: it does not answer.
+        DaemonError: the daemon does not answer.
     """
     try:
         yield
@@ -56,10 +56,10 @@ def answering() -> Iterator[None]:
 
 
 def lines_while_answering(lines: Iterable[str]) -> Iterator[str]:
-    """Lines that are read from the daemon.
+    """Yield lines that are read from the daemon.
 
     Raises:
-        DaemonError: it does not answer.
+        DaemonError: the daemon does not answer.
     """
     with answering():
         yield from lines
@@ -70,6 +70,9 @@ def _where() -> str:
 
 
 def _cli_error(message: str) -> BaseException:
-    """What ends the torchx command with this message and no traceback; in a thread of it nobody would see that."""
+    """Return an exception that ends the torchx command with this message and no traceback.
+
+    In other threads that is a DaemonError: Python's ``threading.excepthook`` ignores SystemExit.
+    """
     is_command = os.path.basename(sys.argv[0]) == "torchx" and threading.current_thread() is threading.main_thread()
     return SystemExit(message) if is_command else DaemonError(message)

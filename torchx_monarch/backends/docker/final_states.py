@@ -1,9 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Hosts that are not to be started again: dockerd starts them all the same, and they end at once.
+"""Read the results of hosts that must not be restarted: dockerd restarts them regardless, and they end immediately.
 
-What such a host has noted in its container (``host.no_restart_marker``) is how its replica has ended; dockerd's word is
-of a later start, in which nothing was run.
+Such a host has written its result to a marker file in its container (``host.no_restart_marker``). The marker gives the
+final state of the replica; the state that dockerd reports is that of a later start, in which no rank ran.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 class Ends:
-    """Remembers what was found, for who looks again and again."""
+    """Read the marker files of containers, and cache them for callers that poll."""
 
     def __init__(self) -> None:
         self._known: dict[str, DockerReplica] = {}
         self._running: set[tuple[str, float]] = set()
 
     def applied(self, containers: Sequence[Container]) -> list[DockerReplica]:
-        """The replica of each container, as its host has noted its end or else as dockerd has it."""
+        """Return the replica of each container: its final state from the marker, or else its state from dockerd."""
         pairs = [(container, DockerReplica.of(container.attrs)) for container in containers]
         together(self._look, [pair for pair in pairs if self._may_have_noted(*pair)])
         return [
@@ -39,7 +39,7 @@ class Ends:
         ]
 
     def _may_have_noted(self, container: Container, replica: DockerReplica) -> bool:
-        """Whether there may be news. A note is the last thing of a start: at the next it is there, or not."""
+        """Whether to read the marker. A host writes it as the last action of a start: one read per start is enough."""
         if request.STARTS not in replica.env or not replica.has_failed or str(container.id) in self._known:
             return False
         return replica.status != "running" or (str(container.id), replica.started) not in self._running
@@ -57,7 +57,7 @@ class Ends:
 
 
 def _noted(replica: DockerReplica, text: str) -> DockerReplica | None:
-    """The replica as the note says; None where it notes no end, or is none."""
+    """Return the replica with the result in the marker; None if the text is no marker or holds no result."""
     try:
         note = json.loads(text)
         verdict = JobResult.from_json(note["verdict"])

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The lines of one container's log: whole, from and to a time, or followed through its restarts until the app's end."""
+"""Read the log of one container: whole, between two times, or followed through its restarts until the app ends."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from docker.models.containers import Container
 
 _POLL = 0.3
-"""Seconds between two looks at a container that is followed and does not run."""
+"""Seconds between two checks of a followed container that does not run."""
 
 _TICK = 1e-6
-"""Seconds; what dockerd gives ``since`` a time for."""
+"""Seconds; the resolution of dockerd's ``since``."""
 
 
 def lines(
@@ -35,20 +35,22 @@ def lines(
     follow: bool,
     ended: Callable[[], bool],
 ) -> Iterator[str]:
-    """The lines, each with its line end. Bytes that are no UTF-8 are replaced.
+    """Yield the lines of a container's log, each with its line end. Bytes that are not UTF-8 are replaced.
 
     Args:
-        since: leave out lines written before; a time without zone is local time. (Upstream hands it to docker-py, which
-            takes such a time for UTC and fails on one with a zone.)
-        until: leave out lines written after.
-        follow: wait for more until the app has ended. (Upstream stops at a restart, and yields what was written at a
-            time, which may be several lines or part of one.)
-        ended: whether the app has ended.
+        container: the container; the iterator ends if it is deleted.
+        stdout, stderr: whether to read this stream.
+        since: skip lines written before it; a time without zone is local time; None for no limit. (TorchX passes it to
+            docker-py, which takes a time without zone for UTC and fails on a time with a zone.)
+        until: skip lines written after it, with the same zone rule; None for no limit.
+        follow: wait for more lines until the app has ended. (TorchX stops at a restart, and yields chunks as written,
+            which may be several lines or part of one.)
+        ended: returns whether the app has ended.
     """
     start = since.timestamp() if since is not None else 0.0
     stop = until.timestamp() if until is not None else None
     while True:
-        # In this order: what was written before the end is read after it is known.
+        # Ask before the read: output written just before the app's end is then read, too.
         last = not follow or ended() or (stop is not None and time.time() > stop)
         options: dict[str, float] = {"since": start} if start > 0 else {}
         if stop is not None:
@@ -68,9 +70,12 @@ def lines(
 
 
 def _lines(chunks: Iterable[bytes]) -> Generator[str, None, float]:
-    """Joins the chunks, of which each has its time before it, to lines; returns the latest time.
+    """Join chunks, each of which begins with its timestamp, to lines.
 
-    A line that is too long for dockerd comes in several chunks.
+    dockerd splits a long line into several chunks.
+
+    Returns:
+        The latest timestamp, in seconds since the epoch; 0.0 without chunks.
     """
     latest, reader = 0.0, LineReader()
     for chunk in chunks:

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The same done to many containers at a time: dockerd takes as long for one as for all."""
+"""Apply a function to many containers in parallel: dockerd takes as long for one container as for all of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _AT_A_TIME = 128
 
 
 def together(action: Callable[[T], R], each: Sequence[T]) -> list[R]:
-    """What ``action`` returns for each, in order; the first error of any is raised when all have been tried."""
+    """Return the results of ``action``, in order; raise the first error, in that order, after all calls have ended."""
     if not each:
         return []
     with ThreadPoolExecutor(min(len(each), _AT_A_TIME), thread_name_prefix="docker") as pool:

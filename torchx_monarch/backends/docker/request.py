@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""From the containers that TorchX's DockerScheduler would make to those that we make. Pure, but for looking at GPUs."""
+"""Adapt the containers that TorchX's DockerScheduler would create. Pure, except for listing this machine's GPUs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from torchx_monarch.backends.validation import check_names
 from torchx_monarch.model.env_names import OF_A_JOB, replica0_variable
 
 LABEL_APP = "torchx-monarch/app"
-"""On every container of ours: the app as ``blob.pack`` has it. Its presence tells ours from TorchX's."""
+"""Label with the app, encoded by ``appdef_codec.pack``. TorchX's own scheduler does not set it."""
 
 LABEL_GRACE = "torchx-monarch/grace"
-"""On every container of ours: the run option ``grace``."""
+"""Label with the run option ``grace``, in seconds."""
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 EVENTS = "MONARCH_EVENTS"
@@ -29,16 +29,20 @@ STARTS = "MONARCH_STARTS"
 _RANK0 = "TORCHX_RANK0_HOST"
 
 _LONGEST_NAME = 63
-"""Of a host's name, and of one label of a name in the DNS."""
+"""Characters in a host name, and in one label of a DNS name."""
 
 _LONGEST_ROLE = 20
 
 
 def check(app: AppDef, grace: int) -> None:
-    """Refuse what would go wrong later.
+    """Validate an app and its grace period before submission.
+
+    Args:
+        app: the app.
+        grace: the run option ``grace``, in seconds.
 
     Raises:
-        ValueError: two roles have one name, or the grace is negative.
+        ValueError: two roles have the same name, or the grace period is negative.
     """
     check_names(app)
     if grace < 0:
@@ -46,12 +50,13 @@ def check(app: AppDef, grace: int) -> None:
 
 
 def adapt(job: DockerJob, app: AppDef, init: bool, environ: Mapping[str, str]) -> None:
-    """Change TorchX's request into ours, in place.
+    """Adapt TorchX's request in place.
 
     Args:
-        app: what it was made of.
-        init: have docker's init be process 1.
-        environ: the submitter's environment, for the GPUs it may use.
+        job: the request, as ``DockerScheduler._submit_dryrun`` returns it.
+        app: the app that the request was made from.
+        init: whether docker-init is process 1 of each container.
+        environ: the submitter's environment, which limits the GPUs that replicas may use.
     """
     names = host_names(job.app_id, {role.name: role.num_replicas for role in app.roles})
     given = {role.name: role.env for role in app.roles}
@@ -61,39 +66,39 @@ def adapt(job: DockerJob, app: AppDef, init: bool, environ: Mapping[str, str]) -
         labels: dict[str, str] = kwargs["labels"]  # type: ignore[assignment]
         role = labels[LABEL_ROLE_NAME]
         name = names[role][int(labels[LABEL_REPLICA_ID])]
-        # Upstream's names can have 66 characters, with which no container starts, and be the same for two roles.
+        # TorchX's names can have 66 characters, with which no container starts, and be the same for two roles.
         kwargs["name"] = kwargs["hostname"] = name
-        # Upstream has the command itself as process 1, which the kernel keeps from every signal that it does not
-        # handle: `docker stop` of a shell, or of a Python that is still importing, then takes all of the grace.
+        # TorchX runs the command itself as process 1, to which the kernel delivers no signal without a handler:
+        # `docker stop` of a shell, or of a Python that is still importing, then takes the whole grace period.
         kwargs["init"] = init
         env: dict[str, str] = kwargs["environment"]  # type: ignore[assignment]
         for variable in OF_A_JOB:
             if variable not in given[role]:
-                env.pop(variable, None)  # copy_env, in a shell within another job
+                env.pop(variable, None)  # set by copy_env, if submitted from within another job
         env[_RANK0] = names[app.roles[0].name][0]
         env |= {replica0_variable(index): names[each.name][0] for index, each in enumerate(app.roles)}
-        # A folder of its own even where all replicas have one folder of this machine as their /tmp.
+        # The name keeps replicas apart even if they all mount one folder of this machine as their /tmp.
         env.setdefault("MONARCH_LOG_DIR", f"/tmp/torchx-monarch/{name}")
         env.setdefault(EVENTS, f"{env['MONARCH_LOG_DIR']}/events.jsonl")
         env.setdefault(ERROR_FILE, f"/tmp/{name}.error.json")
         if retried[role]:
             env.setdefault(STARTS, f"/tmp/{name}.starts.json:/var/tmp/{name}.starts.json")
-        # What a program writes into a pipe comes in blocks; people who follow a log want lines.
+        # Python writes to a pipe in blocks; without buffering, a followed log shows each line when it is printed.
         env.setdefault("PYTHONUNBUFFERED", "1")
     _give_gpus(job.containers, app, environ)
     for container in job.containers:
-        # Upstream's are of classes of docker-py's with which `torchx run --dryrun --json` fails.
+        # TorchX uses docker-py's subclasses of dict here, with which `torchx run --dryrun --json` fails.
         for key in ("mounts", "device_requests"):
             if key in container.kwargs:
                 container.kwargs[key] = [dict(each) for each in container.kwargs[key]]
 
 
 def host_names(app_id: str, roles: Mapping[str, int]) -> dict[str, list[str]]:
-    """The name of each role's containers, which is their host name and the name by which the others find them.
+    """Return the names of each role's containers, which are also their host names and DNS names on the network.
 
     Args:
-        app_id: ends in a random word, which is what is kept of a long one.
-        roles: names and numbers of replicas.
+        app_id: the app's id; only the end of a long id is kept, because it ends in a random string.
+        roles: number of replicas, by role name.
     """
     short = {role: _safe(role)[:_LONGEST_ROLE].strip("-") or "role" for role in roles}
     if len(set(short.values())) < len(short):
@@ -103,19 +108,19 @@ def host_names(app_id: str, roles: Mapping[str, int]) -> dict[str, list[str]]:
 
 def _name(app_id: str, role: str, replica: int) -> str:
     end = f"-{role}-{replica}"
-    # A name must not begin with what is neither letter nor digit.
+    # A name must begin with a letter or a digit.
     return _safe(app_id)[-(_LONGEST_NAME - len(end)) :].lstrip("-") + end
 
 
 def _safe(name: str) -> str:
-    # No dots: they would make a name of several parts, of which each needs letters.
+    # Dots are replaced, too: they would split the name into DNS labels, each of which needs letters.
     return re.sub(r"[^a-z0-9-]", "-", name.lower())
 
 
 def _give_gpus(containers: Sequence[DockerContainer], app: AppDef, environ: Mapping[str, str]) -> None:
-    """Give each replica GPUs of its own, where this machine has as many as the app asks for.
+    """Assign distinct GPUs to each replica, if this machine has as many as the app asks for.
 
-    Upstream asks for a number, and dockerd gives the same first ones to every container (torchx#104).
+    TorchX requests a number of GPUs, and dockerd gives the same first ones to every container (torchx#104).
     """
     wanted = [(role.num_replicas, role.resource.gpu) for role in app.roles]
     if sum(replicas for replicas, each in wanted if each > 0) < 2:

@@ -1,9 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The TorchX scheduler: TorchX's own for Docker, for the request and the workspaces; the rest is ours.
+"""The TorchX scheduler for Docker. It inherits the request and the workspaces from TorchX's DockerScheduler.
 
-All that is known of an app is with the daemon: its containers, what is on their labels, and a volume of no content that
-says that it was cancelled. So it does not matter which process asks, or from which machine.
+The daemon stores the whole state of an app: its containers, their labels, and an empty volume if the app was cancelled.
+Any process on any machine that reaches the daemon can therefore query the app.
 """
 
 from __future__ import annotations
@@ -58,24 +58,24 @@ if TYPE_CHECKING:
     from docker.models.containers import Container
 
 LABEL_CANCELLED = "torchx-monarch/cancelled"
-"""On the volume that says that an app was cancelled: the app's id. (No label of a container can be changed.)"""
+"""Label with the app's id, on the volume that marks the app as cancelled. (Container labels cannot be changed.)"""
 
 _POLL = 0.2
-"""Seconds between two looks at the containers while an end is waited for."""
+"""Seconds between two checks of the containers while waiting for an app to end."""
 
 _ASKING = 2.0
-"""Seconds that whoever finds an app to be ended waits for its containers; dockerd goes on ending them without."""
+"""Seconds that ``describe`` waits for the containers that it stops; dockerd stops them even if the client exits."""
 
 _log = logging.getLogger("torchx_monarch")
 
 
 class SubmitError(ComponentValidationException, RuntimeError):  # type: ignore[misc]
-    """The app could not be started; nothing is left of it. The torchx command shows the message without a traceback."""
+    """The app could not be started and was removed. The torchx command shows the message without a traceback."""
 
 
 @dataclass
 class DockerOpts(Opts):  # type: ignore[misc]
-    """Run options: those of TorchX's ``local_docker``, and more."""
+    """The run options of TorchX's ``local_docker``, plus ``grace`` and ``init``."""
 
     grace: int = 30
     """Seconds that a replica has between SIGTERM and SIGKILL when the app is cancelled."""
@@ -86,14 +86,14 @@ class DockerOpts(Opts):  # type: ignore[misc]
 
 
 class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: ignore[misc]
-    """Runs each replica as a container of one Docker daemon, on the network ``torchx``.
+    """Run each replica as a container of one Docker daemon, on the network ``torchx``.
 
-    A container that fails is started again by dockerd, as often as the role's ``max_retries`` says.
+    dockerd restarts a container that fails, up to the role's ``max_retries`` times.
     """
 
     def __init__(self, session_name: str) -> None:
         super().__init__(session_name)
-        # Upstream's is "docker", by which no configuration file calls it.
+        # TorchX sets "docker", which no configuration file uses.
         self.backend = "local_docker"
         self._client: DockerClient | None = None
         self._asked_to_end: set[str] = set()
@@ -113,20 +113,20 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
 
     def _run_opts(self) -> runopts:
         options = run_options(DockerOpts)
-        options.update(run_options(Opts))  # of inherited fields TorchX finds no help
+        options.update(run_options(Opts))  # StructuredOpts.get_docstrings misses inherited fields
         return options
 
     # -- submitting ----------------------------------------------------------------------------------------------------
 
     def replica0_host(self, app: AppDef, role: Role) -> str:
-        """The container of the role's replica 0, by its name in the network's DNS. (Upstream has the first role's.)"""
+        """Return ``@VARIABLE``, which stands for the DNS name of the role's replica 0. (TorchX: of the first role.)"""
         return f"@{replica0_variable(app.roles.index(role))}"
 
     always_together = False
 
     @answering()
     def client_host(self, app_id: str, role: str) -> str:
-        """The address of the role's first container: its name is known on the containers' network alone."""
+        """Return the IP address of the role's replica 0: its name resolves on the containers' network only."""
         found = self._find(app_id)
         for container, replica in zip(found.containers, found.replicas, strict=True) if found else ():
             if replica.role == role and replica.id == 0:
@@ -135,18 +135,19 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
 
     def _submit_dryrun(self, app: AppDef, cfg: DockerOpts) -> AppDryRunInfo[DockerJob, DockerOpts]:
         request.check(app, cfg.grace)
-        # Upstream takes the name as it is: a handle ends at a slash, and dockerd takes no such name for a volume.
+        # TorchX uses the name unchanged, but a slash would end the app's handle, and dockerd refuses it for a volume.
         info = super()._submit_dryrun(dataclasses.replace(app, name=safe_name(app.name)), cfg)
         request.adapt(info.request, app, cfg.init, os.environ)
         return info
 
     @answering()
     def schedule(self, dryrun_info: AppDryRunInfo[DockerJob, DockerOpts]) -> str:
-        """Make all containers, then start them.
+        """Create all containers, then start them.
 
         Raises:
-            SubmitError: one could not be made or started; all are removed. (Upstream leaves those that were.)
-            DaemonError: there is no daemon, or none any more.
+            ValueError: the dry run carries no AppDef.
+            SubmitError: a container could not be created or started; all are removed. (TorchX leaves those that were.)
+            DaemonError: the daemon is missing or stops answering.
         """
         if dryrun_info.app is None:
             raise ValueError("the dry run carries no AppDef; it must come from submit_dryrun()")
@@ -161,7 +162,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
                 kwargs = {**one.kwargs, "labels": {**one.kwargs["labels"], **more}}
                 made.append(client.containers.create(one.image, one.command, **kwargs))
             together(self._start, made)
-            if job.app_id in self._cancelled(job.app_id):  # while the containers were being made
+            if job.app_id in self._cancelled(job.app_id):  # cancelled while containers were created
                 self._end(made, grace)
         except BaseException as error:
             together(_remove, made)
@@ -199,7 +200,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         return found
 
     def _cancelled(self, app_id: str = "") -> dict[str, float]:
-        """When the apps were cancelled that were, by their ids."""
+        """Return when each cancelled app was cancelled, in seconds since the epoch, by app id."""
         label = f"{LABEL_CANCELLED}={app_id}" if app_id else LABEL_CANCELLED
         volumes = self._docker_client.volumes.list(filters={"label": label})
         return {each.attrs["Labels"][LABEL_CANCELLED]: status.seconds(each.attrs["CreatedAt"]) for each in volumes}
@@ -210,10 +211,10 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
 
     @answering()
     def describe(self, app_id: str) -> DescribeAppResponse | None:
-        """The app, from its containers alone.
+        """Return the app's state, from its containers; None if it has none.
 
-        One that is decided and that nobody has ended in full (its sidecars, after the other roles have succeeded; the
-        other roles, after one has failed) is ended by whoever looks: nothing of ours stays behind to do it.
+        If the app's result is decided and containers still run (sidecars after the other roles have succeeded; other
+        roles after one has failed), this call stops them, because no process of this package runs beside them.
         """
         found = self._find(app_id)
         if found is None:
@@ -221,7 +222,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         if found.evaluate.unended:
             self._have_ended(found)
         errors = together(container_files.error, list(zip(found.containers, found.replicas, strict=True)))
-        # The first to fail was perhaps killed; those that have lost it say so, and are not the cause.
+        # The replica at fault may have been killed and end later. Replicas that lost it report a secondary failure.
         by_end = sorted(
             zip(found.replicas, errors, strict=True), key=lambda pair: (is_secondary(pair[1]), pair[0].ended)
         )
@@ -244,14 +245,14 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         )
 
     def _restarts(self, found: DockerSnapshot) -> int:
-        """Those by dockerd, and those of the ranks within one start of the hosts, which the hosts report."""
+        """Count dockerd's restarts of containers and the hosts' restarts of ranks."""
         counts = {replicas[0].role: [each.restarts for each in replicas] for replicas in found.roles if replicas}
         firsts = [pair for pair in zip(found.containers, found.replicas, strict=True) if pair[1].id == 0]
         return restarts(found.app, counts) + sum(together(container_files.rank_restarts, firsts))
 
     @answering()
     def list(self, cfg: Mapping[str, CfgVal] | None = None) -> list[ListAppResponse]:
-        """Our apps, each once, the newest first. (Upstream lists an app once for each state of a container of it.)"""
+        """List the apps of this scheduler, newest first. (TorchX lists an app once per state of its containers.)"""
         apps: dict[str, list[Container]] = {}
         for container in self._ours():
             apps.setdefault(container.labels[LABEL_APP_ID], []).append(container)
@@ -275,10 +276,11 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         should_tail: bool = False,
         streams: Stream | None = None,
     ) -> Iterable[str]:
-        """The lines of one replica's log; both streams unless one is named.
+        """Return the lines of one replica's log; of both streams if ``streams`` is None.
 
         Raises:
-            ValueError: there is no such app, role or replica, or the regular expression is none.
+            ValueError: the app, role or replica does not exist, its container was removed, or the regular expression
+                is invalid.
         """
         found = self._find(app_id)
         if found is None:
@@ -307,9 +309,9 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
 
     @answering()
     def _cancel_existing(self, app_id: str) -> None:
-        """End the app; returns when nothing of it lives. One that has ended is left alone.
+        """Stop all containers and wait until they have ended; do nothing if the app has ended.
 
-        Upstream stops container after container, 10 s each, and the app counts as FAILED afterwards.
+        TorchX stops one container after another, 10 s each, and the app counts as FAILED afterwards.
         """
         found = self._find(app_id)
         if found is None or found.evaluate.state in _ENDED:
@@ -318,7 +320,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         self._end(found.containers, found.grace)
 
     def _note_cancel(self, app_id: str) -> None:
-        """Have the daemon remember it; the first time counts."""
+        """Mark the app as cancelled on the daemon; a second call keeps the time of the first."""
         self._docker_client.volumes.create(_record(app_id), labels={LABEL_CANCELLED: app_id})
 
     def _end(self, containers: Sequence[Container], grace: float) -> None:
@@ -329,7 +331,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         together(stop, containers)
 
     def _have_ended(self, found: DockerSnapshot) -> None:
-        """Have dockerd end what lives of an app; once asked, it does so without us."""
+        """Ask dockerd once to stop the containers of an app that still live; dockerd continues without the client."""
         if found.app_id in self._asked_to_end:
             return
         self._asked_to_end.add(found.app_id)
@@ -350,7 +352,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
 
     @answering()
     def wait_terminal(self, app_id: str, timeout: float) -> bool:
-        """Wait until the app has ended, for at most ``timeout`` seconds; whether it has (or does not exist)."""
+        """Wait at most ``timeout`` seconds for the app's end; return whether it has ended or does not exist."""
         until = time.monotonic() + timeout
         while (found := self._find(app_id)) is not None and found.evaluate.state not in _ENDED:
             if found.evaluate.unended:
@@ -361,16 +363,16 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         return True
 
     def events_path(self, app_id: str) -> Path:
-        """Events are in the containers; none are shown."""
+        """Return /dev/null: the events are in the containers and are not shown."""
         return Path(os.devnull)
 
     @answering()
     def stop(self, app_id: str, grace: float | None) -> None:
-        """Ask for the end of the app and return at once.
+        """Cancel the app and return immediately.
 
         Args:
-            app_id: of the app.
-            grace: seconds from SIGTERM to SIGKILL; None for the app's own, 0 kills now.
+            app_id: the app's id.
+            grace: seconds from SIGTERM to SIGKILL; None for the app's run option, 0 to kill immediately.
         """
         found = self._find(app_id)
         if found is None or found.evaluate.state in _ENDED:
@@ -383,8 +385,8 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
 
     @answering()
     def _delete_existing(self, app_id: str) -> None:
-        """Remove the containers with their anonymous volumes, what says that it was cancelled, and the network after
-        the last app on it; an app that lives is ended before."""
+        """Cancel the app if it lives. Remove its containers and their anonymous volumes, the volume that marks the app
+        as cancelled, and the network if no container uses it."""
         self._cancel_existing(app_id)
         together(_remove, self._ours(app_id))
         with contextlib.suppress(NotFound):
@@ -400,7 +402,7 @@ def _record(app_id: str) -> str:
 
 
 def _kill(container: Container) -> None:
-    with contextlib.suppress(APIError):  # it does not run
+    with contextlib.suppress(APIError):  # the container does not run
         container.kill()
 
 
@@ -417,5 +419,5 @@ def _explained(error: DockerException) -> str:
 
 
 def create_scheduler(session_name: str, **kwargs: Any) -> MonarchDockerScheduler:
-    """TorchX's factory; it talks to no daemon yet. Parameters meant for other schedulers are ignored."""
+    """Create the scheduler without connecting to a daemon; ignore parameters for other schedulers."""
     return MonarchDockerScheduler(session_name)

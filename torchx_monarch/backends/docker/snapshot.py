@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""An app, from the containers of it that there are."""
+"""Assemble the snapshot of an app from its existing containers."""
 
 from __future__ import annotations
 
@@ -22,16 +22,22 @@ if TYPE_CHECKING:
     from docker.models.containers import Container
 
 HOST_EXTRA = 10.0
-"""Seconds that a container gets beyond the grace: within the grace the host in it ends its ranks."""
+"""Seconds that a container gets beyond the grace period, in which its host ends the ranks."""
 
 
 @dataclass(frozen=True)
 class DockerSnapshot:
-    """An app: its containers, sorted by role and replica, and what they say of themselves.
+    """The containers of an app and the state that follows from them.
 
     Attributes:
-        roles: the replicas of each role that have a container, in the app's order; a role may have none.
-        removed: the replicas, as ROLE/K, whose containers somebody has removed.
+        app_id: the app's id.
+        app: the submitted AppDef; without roles if the label that holds it is damaged.
+        containers: the app's containers, sorted by role and replica.
+        roles: the replicas that have a container, by role in the app's order; a role may have none.
+        removed: the replicas, as ROLE/K, whose containers were removed.
+        evaluate: the app's state.
+        grace: seconds from SIGTERM to SIGKILL when the app is cancelled.
+        created: when the first container was created, as dockerd writes times.
     """
 
     app_id: str
@@ -45,19 +51,19 @@ class DockerSnapshot:
 
     @property
     def replicas(self) -> list[DockerReplica]:
-        """As the containers are sorted."""
+        """All replicas, in the order of ``containers``."""
         return [replica for role in self.roles for replica in role]
 
     @property
     def sizes(self) -> dict[str, int]:
-        """How many replicas each role has."""
+        """The number of replicas of each role, by role name."""
         return {role.name: role.num_replicas for role in self.app.roles}
 
     def message(self, cause: DockerReplica | None) -> str:
-        """Why it has failed, or what is wrong with it; empty for neither.
+        """Describe the failure and the removed replicas; empty without either.
 
         Args:
-            cause: the replica that has failed; None for none.
+            cause: the replica that failed first; None if none failed.
         """
         said = [cause.failure] if cause is not None else []
         said += [gone(self.removed[0])] if self.removed else []
@@ -65,7 +71,11 @@ class DockerSnapshot:
         return "; ".join(said)
 
     def statuses(self, errors: Sequence[str]) -> list[RoleStatus]:
-        """What ``torchx status`` shows of the replicas, given the error of each that has a container."""
+        """Return the status of every replica for ``torchx status``.
+
+        Args:
+            errors: the content of each replica's error file, in the order of ``replicas``; empty without an error.
+        """
         statuses = {
             (replica.role, replica.id): ReplicaStatus(
                 id=replica.id,
@@ -89,24 +99,26 @@ class DockerSnapshot:
         ]
 
     def _shown(self, replica: DockerReplica) -> AppState:
-        """A replica's state beside the app's: one that was ended because all was over has not failed."""
+        """Return the state to show for a replica: CANCELLED rather than FAILED if it was stopped with the app."""
         if self.evaluate.state is AppState.SUCCEEDED and replica.ended <= self.evaluate.decided:
-            return replica.state  # perhaps a failure that the role tolerates
+            return replica.state  # may be a failure that the role tolerates
         over = self.evaluate.state in (AppState.CANCELLED, AppState.SUCCEEDED)
         return AppState.CANCELLED if over and replica.state is not AppState.SUCCEEDED else replica.state
 
 
 def gone(replica: str) -> str:
-    """What to say of a replica without a container."""
+    """Describe a replica whose container was removed."""
     return f"the container of replica {replica} was removed (docker rm), and its log with it"
 
 
 def understood(app_id: str, containers: Sequence[Container], cancelled: float, ends: Ends) -> DockerSnapshot:
-    """The app of which these are the containers.
+    """Assemble the snapshot of an app.
 
     Args:
-        cancelled: when it was cancelled, in seconds since the epoch; 0 for not.
-        ends: what its hosts have noted.
+        app_id: the app's id.
+        containers: its containers; at least one.
+        cancelled: when it was cancelled, in seconds since the epoch; 0 if it was not.
+        ends: the results that its hosts have written.
     """
     labels = containers[0].labels
     app = appdef_codec.unpack(labels[request.LABEL_APP]) or AppDef(app_id)
@@ -117,7 +129,7 @@ def understood(app_id: str, containers: Sequence[Container], cancelled: float, e
     for replica, _ in pairs:
         roles.setdefault(replica.role, []).append(replica)
     removed = _removed(app.roles, roles)
-    # Hosts wait in vain for one that is not started again. Of others each may have ended, and been cleared away.
+    # Hosts wait forever for a removed host. A removed container of another role may have ended before.
     hosts = {role.name for role in app.roles if CREDENTIALS in role.env}
     policies = {role.name: RolePolicy.of(role) for role in app.roles}
     found = []
@@ -135,7 +147,7 @@ def understood(app_id: str, containers: Sequence[Container], cancelled: float, e
 
 def _removed(wanted: Sequence[Role], found: Mapping[str, Sequence[DockerReplica]]) -> list[str]:
     if not any(replica.started for replicas in found.values() for replica in replicas):
-        return []  # all are made before the first is started: they may be just about to be
+        return []  # schedule() creates all containers before it starts the first: the others may not exist yet
     there = {f"{replica.role}/{replica.id}" for replicas in found.values() for replica in replicas}
     every = [f"{role.name}/{index}" for role in wanted for index in range(role.num_replicas)]
     return [name for name in every if name not in there]

@@ -1,8 +1,8 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What dockerd says of a container, what that means for a replica, and what follows for the app.
+"""Derive the state of a replica from its container, and the state of an app from its replicas.
 
-Who decides the end is said in ``backends.outcome``. The app has ended when nothing of it lives any more.
+``backends.outcome`` has the rules by which roles and apps succeed or fail. An app has ended when no replica lives.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchx_monarch.backends.outcome import RolePolicy
 from torchx_monarch.model.job_result import describe_code
 
 SETTLE = 5.0
-"""Seconds that the rest of a failed app gets to end by itself: its hosts carry the verdict out."""
+"""Seconds that the rest of a failed app gets to end by itself: its hosts stop when the job has failed."""
 
 _LIVING = {
     "created": AppState.PENDING,
@@ -34,19 +34,23 @@ _LIVING = {
 
 @dataclass(frozen=True)
 class DockerReplica:
-    """One container.
+    """The container of one replica.
 
     Attributes:
-        status: dockerd's word.
-        code: of its latest end, -n for signal n where dockerd tells 128+n.
-        started, ended: of its latest start, in seconds since the epoch; 0 for never.
-        restarts: how often dockerd has started it again.
-        out_of_memory: whether a process in it was killed for want of memory.
-        error: what dockerd says of a container that it could not start.
-        memory: its limit in bytes; 0 for none.
-        env: the environment that it was given.
-        final: why its host is not to be started again; empty where it may be.
-        word: the content of the error file of such a host.
+        role: name of its role.
+        id: its number in the role.
+        name: the container's name.
+        status: dockerd's state, such as ``running``.
+        code: exit code of its latest end: dockerd's (128+n for signal n), or the host's own result (-n) if ``final``.
+        started: when its latest start began, in seconds since the epoch; 0 for never.
+        ended: when it last ended, in seconds since the epoch; 0 for never.
+        restarts: how often dockerd has restarted it.
+        out_of_memory: whether the kernel killed a process in it because it was out of memory.
+        error: dockerd's message for a container that could not start; empty otherwise.
+        memory: memory limit in bytes; 0 for none.
+        env: the environment of the container's command.
+        final: why its host must not be restarted; empty if it may be.
+        word: the content of the error file of a host that must not be restarted; empty otherwise.
     """
 
     role: str
@@ -66,7 +70,7 @@ class DockerReplica:
 
     @classmethod
     def of(cls, attrs: Mapping[str, Any]) -> DockerReplica:
-        """From what ``docker inspect`` shows."""
+        """Read the output of ``docker inspect``."""
         state, config = attrs["State"], attrs["Config"]
         return cls(
             role=config["Labels"][LABEL_ROLE_NAME],
@@ -85,29 +89,29 @@ class DockerReplica:
 
     @property
     def state(self) -> AppState:
-        """Of this replica alone."""
+        """The state of this replica, regardless of the rest of the app."""
         if self.status in _LIVING and not self.final:
             return _LIVING[self.status]
         return AppState.SUCCEEDED if self.code == 0 else AppState.FAILED
 
     @property
     def lives(self) -> bool:
-        """Whether it runs or may yet run."""
+        """Whether it runs or may still run."""
         return not is_terminal(self.state)
 
     @property
     def has_failed(self) -> bool:
-        """Whether a start of it has failed, perhaps not for good."""
+        """Whether a start of it has failed, even if dockerd has restarted or will restart it."""
         return self.restarts > 0 or self.status == "restarting" or self.state is AppState.FAILED
 
     @property
     def is_restless(self) -> bool:
-        """Whether dockerd goes on starting it in vain."""
+        """Whether dockerd keeps restarting it although its host must not be restarted."""
         return bool(self.final) and self.status in _LIVING
 
     @property
     def failure(self) -> str:
-        """Why it failed, in one line."""
+        """The reason why it failed, in one line."""
         how = self.error or describe_code(128 - self.code if self.code > 128 else self.code)
         if self.out_of_memory:
             how += f"; a process in it was killed for want of memory, of which it had {self.memory >> 20} MB (memMB)"
@@ -117,12 +121,13 @@ class DockerReplica:
 
 @dataclass(frozen=True)
 class DockerRole:
-    """One role.
+    """The replicas of one role.
 
     Attributes:
-        policy: what decides how it ends.
-        replicas: those that have a container.
-        removed: the numbers of those that have none any more and cannot have ended without.
+        policy: the rules by which the role succeeds or fails.
+        replicas: the replicas that have a container.
+        removed: the ids of hosts whose containers were removed; empty for a role that does not run hosts, because
+            its replicas may have ended before.
     """
 
     policy: RolePolicy
@@ -135,19 +140,19 @@ class DockerRole:
 
     @property
     def failed(self) -> list[DockerReplica]:
-        """Its replicas that have failed for good; none while the role tolerates that."""
+        """The replicas that have failed for good; empty while the role tolerates their failure."""
         if self.policy.tolerates(self._failed | self.removed):
             return []
         return [one for one in self.replicas if one.state is AppState.FAILED]
 
     @property
     def lost(self) -> bool:
-        """Whether the role cannot go on for want of a replica that was removed."""
+        """Whether the role cannot continue without its removed replicas."""
         return bool(self.removed) and not self.policy.tolerates(self._failed | self.removed)
 
     @property
     def succeeded(self) -> bool:
-        """Whether the role has. One of which some replicas are removed has if the others say so."""
+        """Whether the role has succeeded. Replicas without a container count as ended successfully."""
         living = {one.id for one in self.replicas if one.lives}
         ended = set(range(self.policy.replicas)) - living - self._failed
         return bool(self.replicas) and self.policy.succeeded(ended, self._failed)
@@ -155,14 +160,14 @@ class DockerRole:
 
 @dataclass(frozen=True)
 class DockerStatus:
-    """How an app stands.
+    """The state of an app.
 
     Attributes:
-        state: its state; terminal only when nothing of it lives.
-        decided: when it had succeeded, in seconds since the epoch; 0 where it has not.
-        cause: the replica that failed first; None where none has, or where that is not why it ended.
-        unended: whether it is decided and there is still a part that lives, or that dockerd starts in vain, and nobody
-            else is to end that part.
+        state: TorchX's state; terminal only when no replica lives.
+        cause: the replica that failed first; None if none failed, or if that is not why the app ended.
+        unended: whether the caller must stop the remaining containers: the app's result is decided, containers still
+            run or are restarted by dockerd, and the time in which others would stop them has passed.
+        decided: when the app succeeded, in seconds since the epoch; 0 if it has not.
     """
 
     state: AppState
@@ -172,19 +177,20 @@ class DockerStatus:
 
 
 def evaluate(roles: Sequence[DockerRole], cancelled: float, now: float, grace: float) -> DockerStatus:
-    """How an app stands whose roles these are.
+    """Compute the state of an app.
 
     Args:
-        cancelled: when it was cancelled, in seconds since the epoch; 0 for not.
-        now: seconds since the epoch.
-        grace: seconds in which who has cancelled it ends it.
+        roles: all roles of the app.
+        cancelled: when it was cancelled, in seconds since the epoch; 0 if it was not.
+        now: the time, in seconds since the epoch.
+        grace: seconds in which the process that cancelled the app stops its containers.
     """
     everyone = [replica for role in roles for replica in role.replicas]
-    # What was cancelled before it was started will never be.
+    # A container that was cancelled before its first start is never started.
     living = [replica for replica in everyone if replica.lives and not (cancelled and replica.status == "created")]
     failed = sorted((one for role in roles for one in role.failed), key=lambda replica: replica.ended)
     lost = any(role.lost for role in roles)
-    if lost:  # what was ended for that is not the cause
+    if lost:  # a replica that was stopped because another was lost is not the cause
         failed = [replica for replica in failed if replica.code != 128 + signal.SIGTERM]
     awaited = outcome.awaited(roles)
     succeeded = all(role.succeeded for role in awaited)
@@ -196,7 +202,7 @@ def evaluate(roles: Sequence[DockerRole], cancelled: float, now: float, grace: f
         decision, rest_until, failed = AppState.CANCELLED, cancelled + grace + SETTLE, []
     elif failed:
         decision, rest_until = AppState.FAILED, failed[0].ended + SETTLE
-    elif lost or not living:  # how those ended that were removed is not known
+    elif lost or not living:  # the exit codes of removed replicas are unknown
         decision = AppState.FAILED
     cause = failed[0] if failed else None
     if decision is not None and not living:
@@ -211,7 +217,7 @@ def evaluate(roles: Sequence[DockerRole], cancelled: float, now: float, grace: f
 
 
 def seconds(text: str) -> float:
-    """The time that dockerd writes as ``2026-11-20T10:11:12.123456789Z``, since the epoch; 0.0 for its zero time."""
+    """Convert dockerd's ``2026-11-20T10:11:12.123456789Z`` to seconds since the epoch; 0.0 for its zero time."""
     found = re.fullmatch(r"(\d+-\d+-\d+T\d+:\d+:\d+)(\.\d+)?(Z|[+-]\d+:\d+)", text)
     if found is None or text.startswith("0001-"):
         return 0.0
