@@ -1,24 +1,25 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Jobs on Slurm: one job component for each role, one task on each of its nodes.
+"""Run jobs on Slurm: one job component per role, one task per node.
 
-    scheduler   the TorchX scheduler (submit side): submit, look, cancel, from any machine that has Slurm's commands
-    options     its run options
+    scheduler   the TorchX scheduler (submit side): submit, describe and cancel from any machine with Slurm's commands
+    options     the run options
     render      AppDef -> request
-    request     what is submitted, and what the job finds in its folder (request.json)
-    folder      the folder of a job, and how it is found by the job's id
-    array       job arrays: their indices, and what Slurm calls one of their tasks
-    commands    Slurm's commands: sbatch, scontrol, squeue, sacct, scancel
-    states      what Slurm's states mean
-    truth       what is known of a job, or of one array task: from Slurm, and from what it has written itself
-    apps        what is known of an app: a job, an array or one of its tasks
-    ending      how the wish to end one reaches it
-    prune       which folders of old jobs are removed
-    start       the file that the interpreters of the two below are started with
-    job         the batch step: runs a step for each role, retries, stops, records
-    begin       how a task begins: the replica's process, before what looks after it
-    task        one node's task: the replica, its logs, its record
-    macros      what only a task can fill in
+    request     the request: what is submitted, and what the job reads from its folder (request.json)
+    folder      the folder of a job, and how to find it by the job's id
+    array       job arrays: parse their indices, name their tasks for Slurm
+    commands    run Slurm's commands (sbatch, scontrol, squeue, sacct, sinfo, scancel) and parse their output
+    states      map Slurm's job states to TorchX's
+    records     the JSON files of a job's folder as data classes
+    job_status  the snapshot of a job or an array task, from Slurm and from the files that the job has written
+    snapshot    the snapshot of an app: a job, an array or an array task
+    cancel      cancel an app
+    prune       remove the folders of old jobs
+    entrypoint  the script that starts the batch step and the tasks
+    batch_step  the batch step: run a step for each role, retry, stop, record the result
+    task_start  start the replica's process before the imports that supervise it
+    task        one node's task: run the replica, write its logs and its record
+    macros      fill in TorchX's macros and the nodes of the replicas 0
 
-``start`` and what stands below it run inside the job and import the standard library only.
+``entrypoint`` and the modules below it run inside the job and import the standard library only.
 """

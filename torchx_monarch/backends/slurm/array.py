@@ -1,13 +1,14 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Job arrays: which tasks one has, and what each of them is called.
+"""Parse the indices of job arrays, and name array tasks for Slurm's commands.
 
-``0,3,7-20:2%4``, as sbatch has it: indices, ranges with a step, and how many array tasks may run at a time. Each array
-task is one whole run of the app's role. They count in ascending order, whatever order they are written in, for so Slurm
-starts them: with n replicas, the array task at position e has the replicas e*n to e*n+n-1 of the app.
+sbatch's syntax is ``0,3,7-20:2%4``: indices, ranges with a step, and how many array tasks may run at a time. Each array
+task runs the app's one role once, with all its replicas. Array tasks are ordered by ascending index, however they are
+written, because Slurm starts them in that order: with n replicas per array task, the array task at position e has the
+replicas e*n to e*n+n-1 of the app.
 
-An array's tasks are jobs with ids of their own, the last of them with the array's: so we call them ``123_7`` wherever
-Slurm is asked for one, for what is asked for ``123`` is meant for all.
+Slurm gives each array task a job id, and the last one the id of the array. Commands for one array task therefore use
+``123_7``: a command for ``123`` would apply to the whole array.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ import re
 from collections.abc import Mapping, Sequence
 
 HIGHEST = 4_000_000
-"""The highest index that any cluster can have (slurm.conf(5), MaxArraySize)."""
+"""The highest index that any cluster allows (slurm.conf(5), MaxArraySize)."""
 
 _ITEM = re.compile(r"([0-9]+)(?:-([0-9]+)(?::([0-9]+))?)?")
 _ID = re.compile(r"([0-9]+)(?:_([0-9]+))?")
 
 
 def parse(text: str) -> tuple[list[int], int | None]:
-    """Read sbatch's ``--array``.
+    """Parse the value of sbatch's ``--array``.
 
     Returns:
-        The indices in ascending order, and how many of the array tasks may run at a time; None for all.
+        The indices in ascending order, and how many array tasks may run at a time; None for all.
 
     Raises:
-        ValueError: it is no such thing, or means nothing; the message says what is wrong with which part.
+        ValueError: the value is malformed or contradictory; the message names the part and what is wrong with it.
     """
     items, percent, throttle = text.partition("%")
     if percent and not (re.fullmatch("[0-9]+", throttle) and int(throttle)):
@@ -51,7 +52,7 @@ def parse(text: str) -> tuple[list[int], int | None]:
 
 
 def tasks(text: str | None) -> list[int]:
-    """The indices that Slurm says (``4-9%2``) or was told; none where it says none."""
+    """Parse the indices that Slurm prints or was given (``4-9%2``); return an empty list if there are none."""
     try:
         return parse(text or "")[0]
     except ValueError:  # such as N/A
@@ -59,16 +60,16 @@ def tasks(text: str | None) -> list[int]:
 
 
 def split(app_id: str) -> tuple[str, int | None] | None:
-    """The job's id and, for the handle of one array task, its index: ``123_7``; None when it is no id of Slurm's."""
+    """Split ``123_7`` into a job's id and an array task's index, None for ``123``; return None if it is no such id."""
     match = _ID.fullmatch(app_id)
     return (match[1], int(match[2]) if match[2] else None) if match else None
 
 
 def own_id(environ: Mapping[str, str]) -> str:
-    """What Slurm and the app's handle call the array task that this process runs in."""
+    """Return the id, such as ``123_7``, of the array task that this process runs in."""
     return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
 
 
 def names(app_id: str, indices: Sequence[int]) -> str:
-    """Several array tasks in one word for Slurm's commands."""
+    """Return one argument for Slurm's commands that names several array tasks: ``123_[4,7]``."""
     return f"{app_id}_[{','.join(map(str, indices))}]"

@@ -1,12 +1,12 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The batch step: runs a step for each role, starts again what has failed, stops what is to stop, records the end.
+"""The batch step: run a step for each role, retry failures, stop steps, record the job's result.
 
-``start.py job FOLDER [PID ...]``, on the first node of the job; the processes are the steps of the roles, if the batch
-script has begun them. Of a job array each task has a batch step, which knows of no other.
+It runs as ``entrypoint.py job FOLDER [PID ...]`` on the first node of the job. The PIDs are the roles' steps, if the
+batch script has started them. Each task of a job array has its own, independent batch step.
 
-SIGUSR1 is the wish to cancel; SIGTERM comes from Slurm. Either way all tasks are told to stop (see ``task``), and have
-the grace to do so. What Slurm does by itself, such as starting the job again when a node is lost, ends this process.
+SIGUSR1 requests cancellation; SIGTERM comes from Slurm. On either, the batch step signals all tasks to stop (see
+``task``) and gives them the grace period. If Slurm itself restarts the job, as after a lost node, it ends this process.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from torchx_monarch.model import job_result
 
 _COMMAND_TIMEOUT = 60.0
 _STOP_EXTRA = 15.0
-"""Seconds beyond the grace until steps that have been told to stop are killed."""
+"""Seconds beyond the grace period after which steps that have not stopped are killed."""
 
 _LOOK_EVERY = 3.0
-"""Seconds between two looks at the records of an elastic role whose replicas do not end each other."""
+"""Seconds between two checks of the records of an elastic role whose replicas do not stop each other."""
 
 _TELL_AGAIN = 1.0
-"""Seconds until tasks are told to stop for the second time; later twice as long each time, up to _STOP_EXTRA."""
+"""Seconds until the stop signal is sent again; the interval doubles each time, up to ``_STOP_EXTRA``."""
 
 _REQUEUE_TIMEOUT = 120.0
-"""Seconds in which Slurm ends a job that is to be queued again."""
+"""Seconds in which Slurm ends this process after scancel or a requeue."""
 
 _TERMINATED = 128 + signal.SIGTERM
 _RUNNING = "RUNNING"
@@ -48,12 +48,12 @@ _BY_SLURM = "Slurm told the job to stop"
 
 
 class BatchStep:
-    """Runs the job to its end.
+    """Run a job, or one array task, to its end.
 
     Args:
-        paths: its folder; the array task's where it is one.
-        request: what was submitted.
-        started_task: the step of each role, if they have been begun.
+        paths: the folder of the job or the array task.
+        request: the submitted request.
+        started_task: the PID of each role's step, in the order of the roles; empty if no step has been started.
     """
 
     def __init__(self, paths: JobFolder, request: SlurmRequest, started_task: Sequence[int]) -> None:
@@ -89,7 +89,7 @@ class BatchStep:
         self._tell_at = self._kill_at = float("inf")
 
     def run(self) -> int:
-        """Run it; the exit code of the role that decided the end."""
+        """Run the job and return the exit code of the role that decided its result."""
         for end in (self._wake, self._signalled):
             os.set_blocking(end, False)
         signal.set_wakeup_fd(self._signalled, warn_on_full_buffer=False)
@@ -98,9 +98,9 @@ class BatchStep:
         self._state["nodes"] = self._nodes
         self._write()
         self._event("job_started", f"job {self._job_id} runs on {', '.join(self._nodes)}")
-        cancelled = self._paths.is_cancelled  # the wish came while Slurm was queueing the job again
+        cancelled = self._paths.is_cancelled  # the job was cancelled while Slurm requeued it
         if self._steps:
-            os.write(self._signalled, bytes([signal.SIGCHLD]))  # one may have ended before there was a handler
+            os.write(self._signalled, bytes([signal.SIGCHLD]))  # a step may have ended before the handler was set
             if cancelled:
                 self._stop("cancelled")
         elif cancelled:
@@ -120,7 +120,7 @@ class BatchStep:
             self._codes.pop(role.name, None)
             self._succeeded.discard(role.name)
             self._role_restarts[role.name] = self._restarts
-            # Python ignores these two itself.
+            # CPython ignores these two signals at start-up, and children inherit that.
             defaults = (signal.SIGPIPE, signal.SIGXFSZ)
             self._steps[role.name] = os.posix_spawnp(words[0], words, environ, setsigdef=defaults)
 
@@ -148,7 +148,7 @@ class BatchStep:
                 self._kill()
 
     def _wait(self) -> bytes:
-        """The signals that have come within a second."""
+        """Wait at most 1 s for signals and return their numbers."""
         select.select([self._wake], [], [], 1.0)
         try:
             return os.read(self._wake, 4096)
@@ -158,7 +158,7 @@ class BatchStep:
     # -- decisions -----------------------------------------------------------------------------------------------------
 
     def _judge(self, name: str) -> None:
-        """A role has ended."""
+        """Decide what follows from the end of a role: success, a retry of the role, or the end of the job."""
         code = self._codes[name]
         role = next(role for role in self._request.roles if role.name == name)
         if self._stopping:
@@ -180,11 +180,11 @@ class BatchStep:
         self._stop(f"role {name} failed" if cause is not None else f"role {name} was told to stop")
 
     def _tolerates(self, role: RoleRequest, failed: set[int]) -> bool:
-        """Whether an elastic role has got by without these replicas."""
+        """Whether a role is elastic and tolerates the failure of these replicas."""
         return role.policy.elastic and role.policy.tolerates(failed)
 
     def _latest(self, role: RoleRequest) -> dict[int, ReplicaRecord]:
-        """Read the records of a role's latest start, by replica: of those that have one."""
+        """Read the records of a role's latest start, by replica; replicas without a record are left out."""
         now = self._role_restarts[role.name]
         every = {
             replica: records.read_replica(self._paths.record(role.name, replica)) for replica in range(role.replicas)
@@ -192,16 +192,16 @@ class BatchStep:
         return {replica: one for replica, one in every.items() if one is not None and one.job_restart == now}
 
     def _in_state(self, role: RoleRequest, state: str) -> set[int]:
-        """The replicas of which the latest start has this state, by their records."""
+        """Return the replicas whose latest start has this state, by their records."""
         return {replica for replica, one in self._latest(role).items() if one.state == state}
 
     def _left_unfinished(self, role: RoleRequest) -> set[int]:
         return set(range(role.replicas)) - self._in_state(role, "SUCCEEDED")
 
     def _end_intolerable(self) -> None:
-        """End the step of an elastic role in which more has failed than it tolerates.
+        """Stop the step of an elastic role in which more replicas have failed than it tolerates.
 
-        srun does so with other roles (--kill-on-bad-exit), and Monarch's hosts do so themselves.
+        srun stops the steps of other roles (--kill-on-bad-exit), and Monarch's hosts stop each other.
         """
         if self._stopping or time.monotonic() < self._look_at:
             return
@@ -214,7 +214,7 @@ class BatchStep:
                 os.kill(step, signal.SIGTERM)
 
     def _conclude(self) -> int | None:
-        """No step runs any more: the exit code of the job, or None when all has been started again."""
+        """Handle the end of the last step: return the exit code of the job, or None if all roles were restarted."""
         verdict, code, name = self._state.get("verdict"), self._state.get("code", 1), self._state.get("role", "")
         if verdict == "SUCCEEDED":
             return self._finish("SUCCEEDED", "", 0)
@@ -241,17 +241,19 @@ class BatchStep:
 
     def _cancelled(self) -> int:
         code = self._finish("CANCELLED", "cancelled", _TERMINATED)
-        # Only Slurm can give the job the state of one that was cancelled.
+        # Only scancel gives the job the state CANCELLED in Slurm.
         self._command("scancel", self._job_id)
         time.sleep(_REQUEUE_TIMEOUT)
         return code
 
     def _cause(self, name: str) -> tuple[int, str] | None:
-        """How the replica ended that was the first to fail in a role; None when all had been told to stop.
+        """Find the first replica to fail in a role.
 
-        Its exit code, and why it is not to be started again (``errors.no_retry_reason``).
+        srun's own exit code does not tell: it is the highest of all tasks, including those that srun itself stopped.
 
-        srun's own is the highest of all, those of tasks that it has stopped itself included.
+        Returns:
+            The replica's exit code, and why it must not be restarted (``job_result.no_retry_reason``; empty if it may
+            be). None if tasks were signalled to stop and none failed by itself.
         """
         role = next(role for role in self._request.roles if role.name == name)
         ours = self._latest(role).values()
@@ -265,14 +267,14 @@ class BatchStep:
             for one in ours
             if one.state == "FAILED" and one.exit_code is not None
         ]
-        # Hosts that are told to stop tell each other, and some may end before Slurm has told them, too.
+        # A stopping host stops the others: some may end by SIGTERM before Slurm's signal reaches their task.
         failed = [each for each in failed if not told or each[1] != _TERMINATED]
         if failed:
             return min(failed)[1:]
         return None if told else (self._codes[name], "")
 
     def _await_tasks(self) -> None:
-        """Wait for the tasks. Slurm ends srun at once, and would kill its tasks with the end of this process."""
+        """Wait for the tasks to end. Slurm has ended srun, and kills its tasks when this process ends."""
         places = [(role.name, replica) for role in self._request.roles for replica in range(role.replicas)]
         until = time.monotonic() + self._request.grace + _STOP_EXTRA
         for place in places:
@@ -282,7 +284,7 @@ class BatchStep:
                 time.sleep(0.2)
 
     def _ended_from_outside(self, code: int) -> int:
-        """The tasks were told to stop, not by us and not by a cancel: time limit, preemption, a plain scancel."""
+        """Handle a stop by Slurm itself: a time limit, a preemption or a plain scancel. Return the exit code."""
         self._await_tasks()
         if self._request.requeue and self._slurm_state() == _RUNNING:
             return self._requeue("told to stop by Slurm", code)
@@ -305,7 +307,7 @@ class BatchStep:
     # -- stopping ------------------------------------------------------------------------------------------------------
 
     def _stop(self, reason: str) -> None:
-        """Tell every task to stop; a wish to cancel wins over other reasons."""
+        """Stop all tasks. Cancellation overrides an earlier reason; any other later reason is ignored."""
         if self._stopping == "cancelled" or (self._stopping and reason != "cancelled"):
             return
         self._stopping = reason
@@ -318,8 +320,8 @@ class BatchStep:
             self._tell()
 
     def _tell(self) -> None:
-        """Tell all tasks to stop, and again ever more seldom: a task that was about to start has not heard it."""
-        # A job that Slurm is ending has had its tasks told already, and scancel tries for long to tell them again.
+        """Signal all tasks to stop, and schedule the next signal: a task that is starting may miss the first."""
+        # If Slurm is ending the job, it has signalled the tasks already, and scancel would retry for a long time.
         if self._stopping != _BY_SLURM or self._slurm_state() == _RUNNING:
             self._signal_steps()
         self._tell_at = time.monotonic() + self._telling
@@ -329,13 +331,13 @@ class BatchStep:
         if not self._is_array:
             self._command("scancel", "--signal=URG", self._job_id)
             return
-        # Slurm is slow to signal an array task as a whole (see commands), but not its steps.
+        # Slurm is slow to signal an array task as a whole (``commands._TOLD_WITHIN``), but not its steps.
         listed = self._asked("squeue", "--steps", "--noheader", "--format=%i", f"--jobs={self._job_id}")
         if steps := [step for step in listed.split() if step.rpartition(".")[2].isdigit()]:
             self._command("scancel", "--signal=URG", *steps)
 
     def _kill(self) -> None:
-        """End the steps that have not stopped: an srun that is told to stop kills its tasks; or else, it is killed."""
+        """Send SIGTERM to the sruns that still run, which makes them kill their tasks; on the next call, SIGKILL."""
         print("what was told to stop has not: killing it", flush=True)
         for step in self._steps.values():
             os.kill(step, signal.SIGKILL if self._killing else signal.SIGTERM)
@@ -343,7 +345,7 @@ class BatchStep:
         self._kill_at = time.monotonic() + _STOP_EXTRA
 
     def _command(self, *words: str) -> bool:
-        import subprocess  # while the steps begin there is no time to lose
+        import subprocess  # imported late: its import would delay the start of the steps
 
         try:
             done = subprocess.run(words, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT, check=False)
@@ -374,7 +376,7 @@ class BatchStep:
         self._write()
         if self._is_array:
             with contextlib.suppress(OSError):
-                os.utime(self._paths.whole.root)  # old folders are removed
+                os.utime(self._paths.whole.root)  # prune() goes by the mtime of the whole job's folder
         self._event("ended", f"{state}: {message}" if message else state)
         return code
 
@@ -390,7 +392,7 @@ class BatchStep:
 
 
 def main(argv: list[str]) -> NoReturn:
-    """Run the job of the folder that the command line names."""
+    """Run the job whose folder is the first argument; the other arguments are the PIDs of its steps."""
     started_task = [int(word) for word in argv[1:]]
     whole = JobFolder(argv[0])
     data = read_request(whole, os.environ.get("SLURMD_NODENAME") or os.uname().nodename)

@@ -1,8 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""How the wish to end an app reaches it.
+"""Cancel an app.
 
-The batch step is told, which has the replicas stop with their grace (see ``job``); what has none yet, Slurm ends.
+A signal to the batch step makes it stop the replicas within their grace period (see ``batch_step``). A job or an array
+task without a batch step is cancelled by Slurm.
 """
 
 from __future__ import annotations
@@ -19,33 +20,33 @@ from torchx_monarch.backends.slurm.job_status import SlurmSnapshot
 from torchx_monarch.backends.slurm.records import CancelRecord, Submission
 
 _CANCEL_EXTRA = 20.0
-"""Seconds beyond the grace after which a second wish to cancel is Slurm's own, which waits for nothing of ours."""
+"""Seconds beyond the grace period after which a second cancel is a plain scancel, which ignores the batch step."""
 
 
 def is_needed(app: SlurmSnapshot) -> bool:
-    """Whether an app is to be told to end: unless it has ended, and Slurm does not state that it runs.
+    """Whether an app must be cancelled: it has not ended, or Slurm reports that it runs.
 
-    One whose job.json states its end, and of which Slurm states that it runs, is about to leave, or the file is wrong:
-    its batch step is told, but Slurm is not made to end it, for that would change how it has ended.
+    If job.json says that the app has ended but Slurm reports that it runs, the job is about to exit or the file is
+    wrong. ``cancel`` then signals the batch step but does not use a plain scancel, which would change the job's state.
     """
     return not app.terminal or app.runs_in_slurm or any(is_needed(task) for task in app.tasks.values())
 
 
 def cancel(app_id: str, app: SlurmSnapshot) -> None:
-    """Ask for the end of an app that ``is_needed``, and return at once.
+    """Request the cancellation of an app for which ``is_needed`` is true, and return immediately.
 
     Args:
-        app_id: of a job, an array, or one of its tasks.
-        app: what is known of it.
+        app_id: the id of a job, an array or an array task.
+        app: its snapshot.
 
     Raises:
-        SlurmError: Slurm cannot be asked, or refuses.
+        SlurmError: a command of Slurm's fails or cannot be run.
     """
     before = records.read(CancelRecord, app.folder.cancel)
-    with contextlib.suppress(OSError):  # another machine's folder: Slurm knows all the same
+    with contextlib.suppress(OSError):  # the folder is on another machine: scancel works without it
         if before is None:
             if os.path.isdir(app.folder.whole.root):
-                os.makedirs(app.folder.root, mode=0o700, exist_ok=True)  # an array task's, which may not have begun
+                os.makedirs(app.folder.root, mode=0o700, exist_ok=True)  # array tasks get a folder when they begin
             state_files.write_json(app.folder.cancel, {"time": time.time()})
     submission = records.read(Submission, app.folder.request)
     grace = submission.grace if submission else 0.0
@@ -57,10 +58,10 @@ def cancel(app_id: str, app: SlurmSnapshot) -> None:
         if not heard:
             commands.checked(["scancel", app_id])
         return
-    # First those that wait: while there are any, Slurm is slow to signal the others (see commands).
+    # Cancel waiting array tasks first: while any wait, Slurm is slow to signal the others (commands._TOLD_WITHIN).
     if len(told) < len(left):
         commands.checked(["scancel", array.names(app_id, [index for index in left if index not in told])])
-    if not commands.tell_batch(array.names(app_id, told)):  # one of them has ended meanwhile, perhaps
+    if not commands.tell_batch(array.names(app_id, told)):  # one of them may have ended meanwhile
         for index in told:
             name = f"{app_id}_{index}"
             if not commands.tell_batch(name) and not app.tasks[index].terminal:
@@ -68,7 +69,7 @@ def cancel(app_id: str, app: SlurmSnapshot) -> None:
 
 
 def _batch_runs(app: SlurmSnapshot) -> bool:
-    """Whether a batch step hears the wish: it has begun, and Slurm has not ended it."""
+    """Whether a batch step runs that can receive a signal: it has begun, and Slurm has not ended it."""
     if not app.components or states.app_state(app.components[0].state) is not AppState.RUNNING:
         return False
     return bool(app.damage) or (app.record is not None and not app.record.outside)

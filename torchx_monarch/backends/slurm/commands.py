@@ -1,8 +1,8 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Slurm's commands, and what they say.
+"""Run Slurm's commands and parse their output.
 
-Formats that are asked for by name are the same in all versions; ``--json`` differs from each to the next.
+The commands are asked for named fields, which are the same in all versions of Slurm; ``--json`` output differs.
 """
 
 from __future__ import annotations
@@ -20,44 +20,44 @@ from torchx_monarch.backends.slurm.folder import MARK
 from torchx_monarch.model.env_names import OF_A_JOB
 
 _TIMEOUT = 60.0
-"""Seconds that a command may take: a controller under load answers late."""
+"""Seconds that a command may take: slurmctld answers late under load."""
 
 _TOLD_WITHIN = 2.0
-"""Seconds for a signal to array tasks. While others of the array wait, Slurm (22.05) passes it on at once and answers
-that one may try again later, as scancel then does for half a minute, five times."""
+"""Seconds to wait for scancel to signal array tasks. While other tasks of the array wait, Slurm (22.05) delivers the
+signal immediately but answers "try again later", and scancel then retries five times in half a minute."""
 
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
 
 _LEFT_OUT = frozenset({*OF_A_JOB, "SBATCH_ARRAY_INX"})
-"""The last would make an array of a job that knows of none."""
+"""Variables that are not passed on. SBATCH_ARRAY_INX would make the submitted job an array."""
 
 _ALL_INDICES = {"SLURM_BITSTR_LEN": "0"}
-"""Else commands say no more than the first 64 characters of the list of array tasks that wait."""
+"""Makes commands print the whole list of waiting array tasks; by default they cut it at 64 characters."""
 
 
 class SlurmError(ComponentValidationException, RuntimeError):  # type: ignore[misc]
-    """Slurm could not be asked, or refused. The torchx command shows the message without a traceback."""
+    """A command of Slurm's failed or could not be run. The torchx command shows the message without a traceback."""
 
 
 class SlurmSilentError(SlurmError):
-    """A command of Slurm's has not ended in time."""
+    """A command of Slurm's did not end in time."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What Slurm says of a job, of one component of it, or of tasks of an array.
+    """One record that Slurm reports: a job, a component of a job, or tasks of an array.
 
     Attributes:
-        job_id: of the component; the job's own for the first.
-        leader: id of the job, or of the array.
-        name: the app's.
-        state: Slurm's word, or several.
-        reason: why it waits or ended.
-        nodes: node list such as ``n[1-2]``; empty while it has none.
-        restarts: how often Slurm has started it again; -1 where that is not said.
-        comment: the job's.
-        exit_code: of the batch script; -N for signal N.
-        tasks: the indices of the array tasks that this is, several for those that wait; empty where there is no array.
+        job_id: id of the component; equals the job's id for the first component.
+        leader: id of the job or the array.
+        name: the job's name.
+        state: the state as Slurm prints it; may have several words, such as ``CANCELLED by 1000``.
+        reason: Slurm's reason why the job waits or ended; empty if not reported.
+        nodes: node list such as ``n[1-2]``; empty before nodes are assigned.
+        restarts: how often Slurm has restarted the job; -1 if not reported.
+        comment: the job's comment; empty if not reported.
+        exit_code: exit code of the batch script; -N for signal N.
+        tasks: indices of the array tasks in this record; several for waiting tasks, empty for a job that is no array.
     """
 
     job_id: str
@@ -73,7 +73,13 @@ class Job:
 
 
 def client_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment to submit with. Within a job, what describes that job would become options of the new one."""
+    """Return the environment for Slurm's commands.
+
+    Within a job, SLURM_* variables are left out: they describe that job, and sbatch would read them as options.
+
+    Args:
+        environ: the environment of this process.
+    """
     inside = "SLURM_JOB_ID" in environ
     return {
         name: value
@@ -86,12 +92,12 @@ def run(command: Sequence[str], timeout: float = _TIMEOUT) -> subprocess.Complet
     """Run one of Slurm's commands.
 
     Args:
-        command: its words.
+        command: the program and its arguments.
         timeout: seconds that it may take.
 
     Raises:
-        SlurmError: it is not there.
-        SlurmSilentError: it does not answer.
+        SlurmError: the program is missing or cannot be executed.
+        SlurmSilentError: it does not end within ``timeout``.
     """
     try:
         return subprocess.run(
@@ -118,10 +124,10 @@ def run(command: Sequence[str], timeout: float = _TIMEOUT) -> subprocess.Complet
 
 
 def checked(command: Sequence[str]) -> str:
-    """Its output.
+    """Run one of Slurm's commands and return its stdout.
 
     Raises:
-        SlurmError: it failed; the message is what it said.
+        SlurmError: it exits with a non-zero code or cannot be run; the message holds its stderr.
     """
     done = run(command)
     if done.returncode:
@@ -131,10 +137,10 @@ def checked(command: Sequence[str]) -> str:
 
 
 def submit(command: Sequence[str]) -> str:
-    """Run sbatch; the job's id.
+    """Run sbatch and return the job's id.
 
     Raises:
-        SlurmError: it was refused.
+        SlurmError: sbatch refuses the job or cannot be run.
     """
     try:
         said = checked(command)
@@ -150,12 +156,12 @@ def submit(command: Sequence[str]) -> str:
 
 
 def tell_batch(name: str) -> bool:
-    """Signal a batch step that its end is asked for (SIGUSR1); whether it could be.
+    """Send SIGUSR1, the request to cancel, to batch steps; return whether scancel accepted the signal.
 
-    To it alone: Slurm's own SIGTERM would reach all processes, with a grace of its own.
+    A plain scancel would send SIGTERM to all processes of the job and apply Slurm's own grace period.
 
     Args:
-        name: a job, or tasks of an array.
+        name: a job, or tasks of an array, such as ``123``, ``123_7`` or ``123_[4,7]``.
     """
     command = ["scancel", "--batch", "--signal=USR1", name]
     if "_" not in name:
@@ -167,10 +173,10 @@ def tell_batch(name: str) -> bool:
 
 
 def live_job(app_id: str) -> list[Job]:
-    """The components or array tasks of a job that the controller remembers; none when it has forgotten it.
+    """Return the components or array tasks of a job from slurmctld; empty if slurmctld has forgotten the job.
 
     Raises:
-        SlurmError: the controller cannot be asked.
+        SlurmError: scontrol fails or cannot be run.
     """
     done = run(["scontrol", "show", "job", "-o", app_id])
     if done.returncode:
@@ -181,12 +187,12 @@ def live_job(app_id: str) -> list[Job]:
 
 
 def parse_scontrol(text: str) -> list[Job]:
-    """Read ``scontrol show job -o``: a line for each component, and for array tasks; those that wait may have one."""
+    """Parse ``scontrol show job -o``: one line per component or array task; waiting array tasks may share a line."""
     jobs = []
     for line in text.splitlines():
         if not line.startswith("JobId="):
             continue
-        # The first of each name counts: texts of users' own come late in the line.
+        # The first value of each name counts: text from users, such as the comment, comes late in the line.
         found: dict[str, str] = {}
         for match in re.finditer(r"(?:^|(?<=\s))([A-Za-z][\w:/]*)=(.*?)(?=\s[A-Za-z][\w:/]*=|\s*$)", line):
             found.setdefault(match[1], match[2])
@@ -210,7 +216,7 @@ def parse_scontrol(text: str) -> list[Job]:
 
 
 def _comment(line: str) -> str:
-    """Up to the next name; what a user's text has before our note may look like one."""
+    """Return the comment: up to the next ``Name=`` after MARK, since the user's text before it may hold ``Name=``."""
     found = re.search(rf" Comment=((?:.* {MARK}|.*?)[^ ].*?)\s*(?= [A-Z][A-Za-z]*=|$)", line)
     return found[1] if found else ""
 
@@ -219,7 +225,7 @@ _SACCT_FIELDS = "JobID,State,ExitCode,NodeList,JobName"
 
 
 def recorded_jobs(app_ids: Sequence[str]) -> dict[str, list[Job]]:
-    """What the accounting database knows of jobs or arrays, by id; empty where there is no accounting."""
+    """Return the records of jobs or arrays in the accounting database, by id; empty without accounting."""
     if not app_ids:
         return {}
     command = ["sacct", "--noheader", "--parsable2", "--allocations", f"--format={_SACCT_FIELDS}"]
@@ -228,17 +234,17 @@ def recorded_jobs(app_ids: Sequence[str]) -> dict[str, list[Job]]:
 
 
 def accounts_of(app_id: str) -> list[Job]:
-    """The same of one job or array."""
+    """Return the records of one job or array in the accounting database; empty without accounting."""
     return recorded_jobs([app_id]).get(app_id, [])
 
 
 _JOB_ID = re.compile(r"(\d+)(?:\+0*(\d+))?(?:_\[?([^\]]*)\]?)?")
-"""What squeue and sacct call a job (``17``), a component (``15+1``), an array task (``3_7``), or those that wait
-(``3_[4-9%2]``)."""
+"""The id that squeue and sacct print for a job (``17``), a component (``15+1``), an array task (``3_7``) or waiting
+array tasks (``3_[4-9%2]``)."""
 
 
 def parse_sacct(text: str) -> dict[str, list[Job]]:
-    """Read ``sacct --parsable2 --format=...``; of a job of several components the first, which ran the script."""
+    """Parse ``sacct --parsable2`` by job id. Components beyond the first, which runs the script, are left out."""
     jobs: dict[str, list[Job]] = {}
     for line in text.splitlines():
         fields = line.split("|", 4)
@@ -260,11 +266,10 @@ _SQUEUE_FORMAT = "%A|%i|%T|%r|%j|%k"
 
 
 def listed_jobs() -> list[Job]:
-    """The jobs of this user that the controller remembers, one for each; of an array one for each task that has begun,
-    and one for those that wait.
+    """Return the jobs of this user from slurmctld: one per job; for an array one per begun task, and one for the rest.
 
     Raises:
-        SlurmError: the controller cannot be asked.
+        SlurmError: squeue fails or cannot be run.
     """
     user = str(os.getuid())
     command = ["squeue", "--noheader", "--all", f"--user={user}", "--states=all", f"--format={_SQUEUE_FORMAT}"]
@@ -272,7 +277,7 @@ def listed_jobs() -> list[Job]:
 
 
 def parse_squeue(text: str) -> list[Job]:
-    """Read ``squeue --format=...`` as above; components beyond the first are left out."""
+    """Parse squeue's output in ``_SQUEUE_FORMAT``; components beyond the first are left out."""
     jobs = []
     for line in text.splitlines():
         fields = line.split("|", 5)
@@ -289,7 +294,7 @@ _NODE_LIST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,\[\]-]*")
 
 
 def hostnames(nodes: str) -> list[str]:
-    """The nodes of a node list, in order; empty where Slurm cannot say, or where it is none."""
+    """Expand a node list such as ``n[1-2]``, in order; empty if it is malformed or scontrol fails."""
     if not _NODE_LIST.fullmatch(nodes):
         return []
     if "[" not in nodes:
@@ -302,7 +307,11 @@ def hostnames(nodes: str) -> list[str]:
 
 
 def partition_memory(partition: str | None) -> int | None:
-    """Megabytes of the nodes of a partition, or of the default one; None where Slurm cannot say."""
+    """Return the memory of a partition's nodes in MB; None if sinfo does not report it.
+
+    Args:
+        partition: the partition; None for the default one.
+    """
     try:
         done = run(["sinfo", "--noheader", "--format=%P|%m", "--noconvert"])
     except SlurmError:

@@ -1,9 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The file that the batch step and the tasks are started with: ``python -I -S start.py job|task ...``.
+"""Start the batch step or a task: ``python -I -S entrypoint.py job|task ...``.
 
-Both flags keep out what they do not need: the packages installed beside this one, whose mere presence costs time on
-every node, and a ``json.py`` of the user's.
+-S skips site-packages: the number of packages installed there costs start-up time on every node. -I keeps the user's
+modules, such as a ``json.py``, out of the import path.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def main() -> None:
     root = os.path.abspath(__file__)
     for _ in range(4):
         root = os.path.dirname(root)
-    # Behind the standard library, so that nothing installed beside this package can stand in for a part of it.
+    # After the standard library, so that a package installed beside this one cannot shadow a standard module.
     sys.path.append(root)
     if sys.argv[1] == "job":
         from torchx_monarch.backends.slurm import batch_step

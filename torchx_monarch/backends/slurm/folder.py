@@ -1,17 +1,17 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The folder of a job, and how it is found again by the job's id, from any process and directory.
+"""The folder of a job, and how any process finds it by the job's id.
 
 Below the state directory (see ``backends.local.state_files``)::
 
     slurm/jobs/NAME-RANDOM/   the folder, unless the run option job_dir puts it elsewhere
-    slurm/ids/JOBID           a link to it
+    slurm/ids/JOBID           a symbolic link to it
 
-In the folder: ``app.json`` as submitted, ``request.json``, ``job.sh``, ``job.log`` (what the batch step, srun and Slurm
-print), ``job.json`` (what the batch step knows), ``end.json`` (how Slurm says it has ended), ``cancel.json`` (the wish
-to end it), ``events.jsonl``, and ``logs/ROLE/K/`` with the logs, the error file and the record of each replica. Of a
-job array each task has ``array/INDEX/`` with all of these that are a run's own, and its ``job.log`` beside it as
-``array/INDEX.log``.
+The folder holds ``app.json`` (the submitted app), ``request.json``, ``job.sh``, ``job.log`` (output of the batch step,
+srun and Slurm), ``job.json`` (the batch step's record), ``end.json`` (the final state, for when Slurm has forgotten the
+job), ``cancel.json`` (the time of the first cancel), ``events.jsonl``, and ``logs/ROLE/K/`` with the logs, the error
+file and the record of each replica. Each task of a job array has a folder ``array/INDEX/`` with the files that belong
+to one run, and its ``job.log`` is ``array/INDEX.log``.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from torchx_monarch.backends.local import state_files
 from torchx_monarch.backends.local.folder import remove_tree
 
 MARK = "torchx-monarch:"
-"""Begins the note in a job's comment that says where its folder is, and that the job is ours."""
+"""Precedes the path of the folder in a job's comment, and marks the job as this scheduler's."""
 
 
 TRASH = ".trash-"
-"""In the name of a folder that is being removed."""
+"""Part of the name of a folder that is being removed."""
 
 
 class JobFolder(state_files.AppPaths):
-    """Every path below a job's folder."""
+    """The paths below a job's folder."""
 
     @property
     def script(self) -> str:
@@ -61,16 +61,16 @@ class JobFolder(state_files.AppPaths):
 
     @property
     def whole(self) -> JobFolder:
-        """Of the job: this one, unless it is that of an array task."""
+        """The folder of the whole job: for an array task the array's, otherwise this one."""
         return self
 
     @property
     def array(self) -> str:
-        """Where the folders of array tasks are."""
+        """The parent of the array tasks' folders."""
         return os.path.join(self.root, "array")
 
     def begun_tasks(self) -> list[int]:
-        """The indices of the array tasks that have a folder, in no order; empty where the job is no array."""
+        """Return the indices of the array tasks that have a folder, in no order; empty if the job is no array."""
         try:
             names = os.listdir(self.array)
         except OSError:
@@ -78,17 +78,17 @@ class JobFolder(state_files.AppPaths):
         return [int(name) for name in names if name.isascii() and name.isdigit()]
 
     def task(self, index: int) -> JobFolder:
-        """The folder of an array task."""
+        """Return the folder of an array task."""
         return ArrayTaskFolder(os.path.join(self.array, str(index)))
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether its end was asked for through us."""
+        """Whether this scheduler has cancelled the job or the array task."""
         return os.path.exists(self.cancel) or os.path.exists(self.whole.cancel)
 
 
 class ArrayTaskFolder(JobFolder):
-    """Every path below the folder of an array task. What was submitted is the whole job's."""
+    """The paths below the folder of an array task. The app, the request and the script are the whole job's."""
 
     @property
     def whole(self) -> JobFolder:
@@ -112,28 +112,33 @@ class ArrayTaskFolder(JobFolder):
 
 
 def of_this_run(paths: JobFolder, request: Mapping[str, Any], environ: Mapping[str, str]) -> JobFolder:
-    """The folder of the run that this process is part of: the job's, or that of its array task.
+    """Return the folder of the run that this process belongs to: the array task's, or the job's if it is no array.
 
     Args:
-        paths: the job's.
-        request: what is in it, as read.
-        environ: of this process.
+        paths: the folder of the whole job.
+        request: the content of its request.json.
+        environ: the environment of this process.
     """
     return paths.task(int(environ["SLURM_ARRAY_TASK_ID"])) if request["sbatch"].get("array") else paths
 
 
 def jobs_dir() -> str:
-    """Where folders are made by default."""
+    """Return the default parent of jobs' folders."""
     return os.path.join(state_files.state_dir(), "slurm", "jobs")
 
 
 def ids_dir() -> str:
-    """Where the links to them are."""
+    """Return the folder of the links from job ids to jobs' folders."""
     return os.path.join(state_files.state_dir(), "slurm", "ids")
 
 
 def new(name: str, job_dir: str | None) -> str:
-    """A path for the folder of a new job."""
+    """Choose a path for the folder of a new job.
+
+    Args:
+        name: the app's name.
+        job_dir: the parent folder; None or empty for ``jobs_dir()``.
+    """
     safe = re.sub(r"[^A-Za-z0-9_.-]", "-", name)[:60].lstrip("-.") or "app"
     return os.path.join(os.path.abspath(job_dir) if job_dir else jobs_dir(), f"{safe}-{os.urandom(5).hex()}")
 
@@ -149,13 +154,13 @@ def remember(app_id: str, folder: str) -> None:
 
 
 def delete(app_id: str, folder: JobFolder) -> None:
-    """Remove a job's folder. A link to nothing is left: Slurm remembers the job for a while."""
+    """Remove a job's folder and leave a dangling link, which marks it as deleted while Slurm remembers the job."""
     remember(app_id, folder.root)
     remove(folder.root)
 
 
 def remove(root: str) -> None:
-    """Remove a job's folder; others see all of it or nothing."""
+    """Remove a job's folder. Other processes see the whole folder or none of it."""
     trash = f"{root}{TRASH}{os.getpid()}"
     with contextlib.suppress(FileNotFoundError):
         os.rename(root, trash)
@@ -171,7 +176,7 @@ def is_deleted(app_id: str, folder: JobFolder) -> bool:
 
 
 def known() -> dict[str, JobFolder]:
-    """The jobs submitted with this state directory, by id, without those that were deleted."""
+    """Return the folders of the jobs submitted with this state directory, by job id, without deleted ones."""
     try:
         names = os.listdir(ids_dir())
     except FileNotFoundError:
@@ -181,7 +186,7 @@ def known() -> dict[str, JobFolder]:
 
 
 def find(app_id: str) -> JobFolder | None:
-    """The folder of a job that was submitted with this state directory."""
+    """Return the folder of a job that was submitted with this state directory; None if there is no such folder."""
     try:
         folder = JobFolder(os.readlink(os.path.join(ids_dir(), app_id)))
     except OSError:
@@ -190,18 +195,23 @@ def find(app_id: str) -> JobFolder | None:
 
 
 def noted(comment: str) -> JobFolder | None:
-    """The folder that a job's comment names; None when the job is not ours."""
+    """Return the folder that a job's comment names; None if another program submitted the job."""
     _, mark, path = comment.partition(MARK)
     return JobFolder(path.strip()) if mark and path.strip() else None
 
 
 def note(folder: str, comment: str | None) -> str:
-    """A job's comment: the user's and ours."""
+    """Return a job's comment: the user's, if any, followed by MARK and the folder."""
     return f"{comment} {MARK}{folder}" if comment else f"{MARK}{folder}"
 
 
 def read_request(paths: JobFolder, node: str) -> dict[str, Any]:
-    """What is to be run; ends the process, with a word, on a node that does not see the folder."""
+    """Read request.json; exit the process with a message if this node cannot read it.
+
+    Args:
+        paths: the job's folder.
+        node: the node's name, for the message.
+    """
     data = state_files.read_json(paths.request)
     if data is None:
         sys.exit(f"node {node} cannot read {paths.request}: all nodes must see that folder (run option job_dir)")

@@ -1,7 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is known of a job, or of one array task: what Slurm says while it remembers, and then what the job and its
-watchers have written."""
+"""Compute the snapshot of a job or an array task from Slurm's records and the files in the job's folder.
+
+Slurm forgets a job some time after its end; from then on the files alone count.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +28,17 @@ TERMINAL = frozenset({AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED})
 
 @dataclass(frozen=True)
 class SlurmSnapshot:
-    """What is known of one job, of one array task, or of an array.
+    """The state of a job, an array or an array task at one time.
 
     Attributes:
-        folder: of the job; a folder of another machine's may not be there.
-        state: TorchX's.
-        msg: for a person: what it waits for, why it ended.
-        nodes: node list of each component; empty while it has none.
-        components: as Slurm has them; empty when it has forgotten the job.
-        record: what the batch step has written; None when it has not, or when that is damaged.
-        damage: what is wrong with the file of that record; empty where nothing is.
-        tasks: of an array what is known of each task, by index, in ascending order.
+        folder: its folder; may not exist if it is on another machine.
+        state: TorchX's state.
+        msg: a message for the user: why it waits or why it ended; may be empty.
+        nodes: node list of each component; empty before nodes are assigned.
+        components: Slurm's records; empty if Slurm has forgotten the job.
+        record: the batch step's record (job.json); None if it is missing or damaged.
+        damage: what is wrong with job.json; empty if it is sound or missing.
+        tasks: for an array, the snapshot of each task by index, in ascending order; empty otherwise.
     """
 
     folder: JobFolder
@@ -54,9 +56,10 @@ class SlurmSnapshot:
 
     @property
     def is_settled(self) -> bool:
-        """Whether an end that is known will stay as it is.
+        """Whether a terminal state is final.
 
-        While nodes are being cleaned up Slurm may state another one, and a damaged file may be restored.
+        While Slurm cleans up the nodes (COMPLETING) it may still report another state, and once Slurm has forgotten the
+        job, a damaged job.json may still be restored.
         """
         if not self.components:
             return not self.damage
@@ -64,7 +67,7 @@ class SlurmSnapshot:
 
     @property
     def runs_in_slurm(self) -> bool:
-        """Whether Slurm has it waiting or running, whatever its files say."""
+        """Whether Slurm reports it as waiting or running, regardless of its files."""
         return any(
             states.app_state(one.state) not in TERMINAL and states.word(one.state) != "COMPLETING"
             for one in self.components
@@ -72,11 +75,11 @@ class SlurmSnapshot:
 
 
 def known(folder: JobFolder, components: list[Job]) -> SlurmSnapshot:
-    """Put together what Slurm says and what the job's folder holds; an end is noted there for when Slurm has forgotten.
+    """Compute the snapshot of a job or an array task, and save a final state in end.json.
 
     Args:
-        folder: the job's.
-        components: as Slurm has them; empty when it has forgotten the job.
+        folder: the folder of the job or the array task.
+        components: Slurm's records; empty if Slurm has forgotten the job.
     """
     record, damage = records.checked(BatchRecord, folder.job)
     cancelled = folder.is_cancelled
@@ -94,21 +97,29 @@ def known(folder: JobFolder, components: list[Job]) -> SlurmSnapshot:
 
 
 def note_end(folder: JobFolder, end: Mapping[str, Any]) -> None:
-    """Keep how it has ended, for when Slurm has forgotten."""
+    """Save the final state in end.json, for when Slurm has forgotten the job.
+
+    Args:
+        folder: the folder; nothing is saved if it does not exist.
+        end: the content, as ``records.EndRecord`` reads it.
+    """
     if not os.path.isdir(folder.root) or state_files.read_json(folder.end) == end:
         return
-    with contextlib.suppress(OSError):  # another user's job, or a full disk: Slurm is asked again the next time
+    with contextlib.suppress(OSError):  # another user's folder, or a full disk: the next call tries again
         state_files.write_json(folder.end, end)
 
 
 def decide(job: Job | None, record: BatchRecord | None, cancelled: bool, damage: str = "") -> tuple[AppState, str]:
-    """The state of a job, and a word on it.
+    """Derive the state of a job and a message on it.
 
     Args:
-        job: Slurm's word; None when it has forgotten the job.
-        record: the batch step's; None without one that can be read.
-        cancelled: whether its end was asked for through us.
-        damage: why the batch step's cannot be read; empty where it can be, or where there is none.
+        job: Slurm's record; None if Slurm has forgotten the job.
+        record: the batch step's record; None if it is missing or damaged.
+        cancelled: whether this scheduler has cancelled the job.
+        damage: what is wrong with the batch step's record; empty if it is sound or missing.
+
+    Returns:
+        The state, and the message; empty if there is nothing to add to the state.
     """
     ours = AppState[record.state] if record and record.state else None
     said = record.msg if record else ""
@@ -124,7 +135,7 @@ def decide(job: Job | None, record: BatchRecord | None, cancelled: bool, damage:
         return AppState.CANCELLED, "Slurm has forgotten the job, which had not started: scancel, or a start that failed"
     state = states.app_state(job.state)
     if state is AppState.RUNNING and ours is not None and not (record and record.outside):
-        return ours, said  # the nodes are being cleaned up, or the database lags behind
+        return ours, said  # Slurm cleans up the nodes, or its database lags behind
     reason = states.explanation(job.state, job.reason)
     if cancelled and (state is AppState.CANCELLED or state is AppState.FAILED and ours is not AppState.FAILED):
         return AppState.CANCELLED, "cancelled"
@@ -136,18 +147,21 @@ def decide(job: Job | None, record: BatchRecord | None, cancelled: bool, damage:
 
 
 def commands_code(code: int) -> str:
-    """An exit code of the batch script in words."""
+    """Describe an exit code of the batch script; -N means signal N."""
     return f"the job's script was killed by signal {-code}" if code < 0 else f"the job's script exited with code {code}"
 
 
 def replicas(app: SlurmSnapshot, role: str, index: int, count: int) -> tuple[RoleStatus, list[ReplicaRecord]]:
-    """The replicas of one role, and the records that they have.
+    """Read the status of one role's replicas.
 
     Args:
-        app: its job.
-        role: its name.
-        index: which component it is.
+        app: the job's snapshot.
+        role: the role's name.
+        index: the index of the role's component.
         count: how many replicas it has.
+
+    Returns:
+        The status of the role, and the records of the replicas that have one.
     """
     now = app.record.role_restarts.get(role, 0) if app.record else 0
     every = [records.read_replica(app.folder.record(role, replica)) for replica in range(count)]
@@ -183,7 +197,15 @@ def _replica_state(app: SlurmSnapshot, record: ReplicaRecord | None, stale: bool
 
 
 def root_cause(app: SlurmSnapshot, by_role: Mapping[str, list[ReplicaRecord]]) -> str:
-    """The error that decided the end, as JSON text: of the first replica to fail in the role that failed."""
+    """Return the error file of the first replica to fail in the role that failed the job, as JSON text.
+
+    Args:
+        app: the job's snapshot.
+        by_role: the replicas' records, by role name.
+
+    Returns:
+        The error; ``torchx.specs.NONE`` if no failed replica has one.
+    """
     decided = app.record.role if app.record else None
     failed = [
         (one.error, one.ended or 0.0)
@@ -192,13 +214,18 @@ def root_cause(app: SlurmSnapshot, by_role: Mapping[str, list[ReplicaRecord]]) -
         for one in ones
         if one.state == AppState.FAILED.name and one.error
     ]
-    # What an error file has said tells more than an exit code.
+    # An error file that the program wrote (its message is an object) tells more than one made from an exit code.
     failed.sort(key=lambda one: (not isinstance(job_result.read_error_file(one[0]).get("message"), dict), one[1]))
     return failed[0][0] if failed else NONE
 
 
 def restarts(app: SlurmSnapshot, by_role: Mapping[str, list[ReplicaRecord]]) -> int:
-    """How often the job, a role, a replica or the ranks were started again."""
+    """Count the restarts of the job, its roles, its replicas and their ranks.
+
+    Args:
+        app: the job's snapshot.
+        by_role: the replicas' records, by role name.
+    """
     now = app.record.restarts if app.record else 0
     if app.components:
         now = max(now, app.components[0].restarts)

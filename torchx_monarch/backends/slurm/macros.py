@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What only a task on its node can fill in: TorchX's macros, and where the replicas 0 are."""
+"""Fill in what is known on the nodes only: TorchX's macros, and the nodes of the replicas 0."""
 
 from __future__ import annotations
 
@@ -9,20 +9,24 @@ from collections.abc import Mapping, Sequence
 from string import Template
 
 RANK0_HOST = "TORCHX_RANK0_HOST"
-"""The variable in which every replica finds the node of the first role's replica 0 (TorchX's macro rank0_env)."""
+"""Variable with the node of the first role's replica 0, set for every replica (TorchX's macro ``rank0_env``)."""
 
 
 def nodes_variable(role: int) -> str:
-    """The variable in which every task finds the node list of a role, by the role's index."""
+    """Return the name of the variable with a role's node list, set for every task.
+
+    Args:
+        role: the role's index in the app.
+    """
     return f"MONARCH_NODES_{role}"
 
 
 PORT_OFFSET = "MONARCH_PORT_OFFSET"
-"""The variable by which hosts shift the port where they meet: array tasks of one request may be on one node."""
+"""Variable with the offset that hosts add to the rendezvous port: array tasks of one job may share a node."""
 
 
 def first_node(nodes: str) -> str:
-    """The first name of a node list: ``n08`` of ``n[08-11,20],m1``. (To ask scontrol would delay every start.)"""
+    """Return the first name of a node list: ``n08`` of ``n[08-11,20],m1``. (Running scontrol would delay every start.)"""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     assert first is not None
     return re.sub(r"\[([^\]\-,]*)[^\]]*\]", r"\1", first[0])
@@ -31,11 +35,19 @@ def first_node(nodes: str) -> str:
 def filled(
     command: Sequence[str], env: Mapping[str, str], image: str, app_id: str, replica: int
 ) -> tuple[list[str], dict[str, str]]:
-    """Command and environment of one replica (as ``torchx.specs.macros.Values`` has it)."""
+    """Substitute TorchX's macros as ``torchx.specs.macros.Values`` does, and return command and environment.
+
+    Args:
+        command: the role's command, with macros.
+        env: the role's environment, with macros.
+        image: the value of ``img_root``.
+        app_id: the value of ``app_id``.
+        replica: the value of ``replica_id``.
+    """
     values = {"img_root": image, "app_id": app_id, "replica_id": str(replica), "rank0_env": RANK0_HOST}
 
     def fill(text: str) -> str:
         return Template(text).safe_substitute(values)
 
-    # The entrypoint holds no macros.
+    # TorchX does not substitute macros in the entrypoint.
     return [command[0], *map(fill, command[1:])], {name: fill(value) for name, value in env.items()}
