@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The run options of the Slurm scheduler; names are those of TorchX's own and of sbatch."""
+"""The run options of the Slurm scheduler, named as in TorchX's Slurm scheduler and in sbatch."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which folders of old jobs are removed.
+"""Remove the folders of old jobs.
 
-The rule: a folder is removed when its job has ended and nothing was written to it for 14 days (``MONARCH_KEEP_DAYS``
-sets another number of days). Whoever submits a job applies the rule afterwards. Folders that the run option ``job_dir``
-has put elsewhere are their owner's; a job of which nobody knows that it has ended keeps its folder.
+A folder is removed when its job has ended and nothing was written to it for 14 days (``MONARCH_KEEP_DAYS`` sets another
+number of days). Each submission prunes afterwards. Folders that the run option ``job_dir`` puts elsewhere are never
+removed. A job keeps its folder until its end is known, from end.json or from Slurm.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from torchx_monarch.backends.slurm.folder import JobFolder
 from torchx_monarch.backends.slurm.records import EndRecord
 
 _ASKED = 10
-"""Jobs of which Slurm is asked at a time: those that ended when nobody was there to see it."""
+"""The most jobs per call whose state is asked from Slurm: those without end.json, as no client has seen their end."""
 
 
 def prune(*, days: float | None = None) -> list[str]:
-    """Apply the rule to this state directory.
+    """Remove the folders of old jobs, and old dangling links, in this state directory.
+
+    Args:
+        days: the age in days; None for ``keep_days()``.
 
     Returns:
         The folders that were removed.
@@ -51,7 +54,7 @@ def prune(*, days: float | None = None) -> list[str]:
 
 
 def _older(path: str, than: float) -> list[str]:
-    """What is in a folder and was not changed since then."""
+    """Return the paths of a folder's entries last modified before ``than``, in seconds since the epoch."""
     found = []
     with contextlib.suppress(FileNotFoundError), os.scandir(path) as entries:
         for entry in entries:

@@ -1,9 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Read the JSON files of a job's folder, each into a data class whose fields have the types that they state.
+"""Read the JSON files of a job's folder into data classes, and check the types of their fields.
 
-Files may be damaged, edited, planted, or of another version. One that does not hold what was written to it is never
-half read: ``read`` gives None for it, as for one that is not there. Standard library only: the batch step imports this.
+Files may be damaged, edited, planted, or written by another version. A file is valid as a whole or not at all: ``read``
+returns None for an invalid file as for a missing one. Standard library only, because the batch step imports this.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _LARGEST_CODE = 1 << 31
 
 @dataclass(frozen=True)
 class Submission:
-    """The part of request.json (``SlurmRequest``) that is of use once the job is submitted.
+    """The part of request.json (``SlurmRequest``) that is read after submission.
 
     Attributes:
-        sbatch: options of the job as a whole.
+        sbatch: sbatch options of the whole job, by name without dashes; None for an option without a value.
         grace: seconds from SIGTERM to SIGKILL when replicas are stopped.
     """
 
@@ -35,24 +35,24 @@ class Submission:
 
     @property
     def tasks(self) -> list[int]:
-        """The indices of the array tasks; empty where the job is no array."""
+        """The indices of the array tasks; empty if the job is no array."""
         return array.tasks(self.sbatch.get("array"))
 
 
 @dataclass(frozen=True)
 class BatchRecord:
-    """The content of job.json: what the batch step knows of its run.
+    """The content of job.json: the batch step's record of its run.
 
     Attributes:
-        state: how the run has ended, as named in torchx.specs.AppState; empty until it has.
-        msg: why, for a person.
-        role: name of the role that decided the end; None where none did.
+        state: final state, a name of torchx.specs.AppState; empty until the run has ended.
+        msg: the reason, for the user; may be empty.
+        role: name of the role that decided the result; None if no role has.
         nodes: node list of each role.
-        restarts: how often the job or a role was started again.
-        retries: how many of these have used up a retry of the app.
-        role_restarts: for each role the number of restarts at its latest start.
-        outside: whether Slurm ended the run, which it may then start again.
-        ended: seconds since the epoch; None until it has.
+        restarts: how often the job or a role was restarted.
+        retries: how many of these restarts counted as retries of the app.
+        role_restarts: the value of ``restarts`` at each role's latest start, by role name.
+        outside: whether Slurm ended the run; Slurm may restart it.
+        ended: when the run ended, in seconds since the epoch; None until then.
     """
 
     state: str = ""
@@ -72,12 +72,12 @@ class BatchRecord:
 
 @dataclass(frozen=True)
 class RunEnd:
-    """How a job or an array task has ended.
+    """The final state of a job or an array task.
 
     Attributes:
-        state: its name in torchx.specs.AppState.
-        msg: why, for a person.
-        nodes: node list of each role.
+        state: a name of torchx.specs.AppState.
+        msg: the reason, for the user; may be empty.
+        nodes: node list of each role; empty if not known.
     """
 
     state: str
@@ -93,7 +93,7 @@ class EndRecord(RunEnd):
     """The content of end.json.
 
     Attributes:
-        tasks: of an array the end of each task that has never run, by index.
+        tasks: for an array, the final state of each task that never ran, by index; empty otherwise.
     """
 
     tasks: dict[str, RunEnd] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class CancelRecord:
     """The content of cancel.json.
 
     Attributes:
-        time: when the end was first asked for, in seconds since the epoch.
+        time: when the app was first cancelled, in seconds since the epoch.
     """
 
     time: float
@@ -112,16 +112,17 @@ class CancelRecord:
 
 @dataclass(frozen=True)
 class ReplicaRecord:
-    """The content of replica.json: one replica in its latest start.
+    """The content of replica.json: the latest start of one replica.
 
     Attributes:
-        state: its name in torchx.specs.AppState.
+        state: a name of torchx.specs.AppState.
         exit_code: -N for signal N; None while it runs.
-        restarts: how often it was started again, with the job's own restarts.
-        job_restart: the number of restarts of its role when its task began.
+        restarts: how often the replica was restarted, including restarts of the job and its role.
+        job_restart: the batch step's number of restarts when the replica's task began.
         error: the content of its error file as JSON text; None without one.
-        started, ended: seconds since the epoch.
-        hostname: its node.
+        started: when this start began, in seconds since the epoch; None if it has not.
+        ended: when it ended, in seconds since the epoch; None while it runs.
+        hostname: the name of its node; may be empty.
     """
 
     state: str
@@ -140,17 +141,17 @@ class ReplicaRecord:
 
 
 def read(cls: type[T], path: str) -> T | None:
-    """Read a file; None when it is not there or damaged.
+    """Read a file; return None if it is missing or damaged.
 
     Args:
-        cls: what it holds.
+        cls: the data class of its content.
         path: the file.
     """
     return checked(cls, path)[0]
 
 
 def checked(cls: type[T], path: str) -> tuple[T | None, str]:
-    """Read a file, and say what is wrong with it; empty where it is sound or not there."""
+    """Read a file; return also what is wrong with it, which is empty if the file is sound or missing."""
     try:
         return state_files.load(cls, path), ""
     except state_files.DamagedFileError as error:
@@ -158,16 +159,16 @@ def checked(cls: type[T], path: str) -> tuple[T | None, str]:
 
 
 def read_replica(path: str) -> ReplicaRecord | None:
-    """Read the record of a replica, of its error those fields that somebody reads (``error_files.cleaned``)."""
+    """Read the record of a replica; keep the known fields of its error only (``error_files.cleaned``)."""
     found = read(ReplicaRecord, path)
     return found and replace(found, error=error_files.cleaned(found.error or "") or None)
 
 
 def _check_state(state: str, allowed: frozenset[str]) -> None:
-    """Refuse what is no state.
+    """Validate the name of a state.
 
     Raises:
-        ValueError: it is not one of those allowed.
+        ValueError: ``state`` is not in ``allowed``.
     """
     if state not in allowed:
         raise ValueError(f"state is {state[:40]!r}, not one of {', '.join(sorted(allowed))}")

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""AppDef -> request."""
+"""Render an AppDef and its run options as a Slurm request."""
 
 from __future__ import annotations
 
@@ -20,15 +20,19 @@ from torchx_monarch.backends.validation import check_names
 from torchx_monarch.model.sidecars import is_sidecar
 
 _SMALL_PARTITION = 1000
-"""MB of memory: nodes that claim no more have not been told how much they have (aws-parallelcluster#2198)."""
+"""MB of memory; Slurm's configuration lacks the memory of nodes that report no more (aws-parallelcluster#2198)."""
 
 
 def render(app: AppDef, cfg: SlurmOpts) -> SlurmRequest:
-    """The job for an app.
+    """Render the request for an app.
+
+    Args:
+        app: the app.
+        cfg: the run options.
 
     Raises:
-        InvalidRunConfigException: an option makes no sense.
-        ValueError: two roles have one name.
+        InvalidRunConfigException: a run option has an invalid value.
+        ValueError: two roles have the same name.
     """
     check_names(app)
     _check(cfg)
@@ -59,7 +63,7 @@ def _check(cfg: SlurmOpts) -> None:
     if cfg.retry not in ("in_place", "requeue"):
         reason = f"Run option `retry` is {cfg.retry!r}; allowed are in_place and requeue"
         raise InvalidRunConfigException(reason, "retry", options)
-    # Sent to all processes of a step, a signal would also reach Monarch's own, which do not survive it.
+    # Without B:, Slurm signals all processes of a step, including Monarch's, which the signal would kill.
     if cfg.signal is not None and not re.fullmatch(r"(R?B:|B:?R?:)TERM(@\d+)?", cfg.signal):
         reason = f"Run option `signal` is {cfg.signal!r}; allowed is B:TERM@SECONDS, such as B:TERM@120"
         raise InvalidRunConfigException(reason, "signal", options)
@@ -81,7 +85,7 @@ def _check_array(app: AppDef, given: str, cfg: SlurmOpts) -> None:
 
 
 def _waits_for_clients(words: list[str]) -> str:
-    """The module whose hosts wait for somebody to come; empty for a role that has its program with it."""
+    """Return the module in a command whose hosts wait for clients; empty if the command brings its own program."""
     for module, has_program in (("torchx_monarch.hosts", False), ("torchx_monarch.actors", True)):
         if module in words and not (has_program and "--" in words[words.index(module) :]):
             return module
@@ -116,7 +120,8 @@ def _job_options(app: AppDef, cfg: SlurmOpts, path: str, requeue: bool) -> dict[
 
 
 def _gres(role: Role, app: AppDef, cfg: SlurmOpts) -> str | None:
-    """The generic resources of a role's nodes: the option is for the roles that want GPUs; if none does, for all."""
+    """Return the ``gres`` of a role: the run option for roles that ask for GPUs (for all roles if none does), else its
+    number of GPUs; None for no GPUs."""
     gpus = 0 if role.resource == NULL_RESOURCE else max(role.resource.gpu, 0)
     if cfg.gres and (gpus or not any(one.resource != NULL_RESOURCE and one.resource.gpu > 0 for one in app.roles)):
         return cfg.gres
@@ -131,17 +136,17 @@ def _role(role: Role, cfg: SlurmOpts, nomem: bool, gres: str | None) -> RoleRequ
         "nodes": nodes,
         "ntasks": nodes,
         "ntasks-per-node": "1",
-        # Hosts of one job see to each other, and have a last word to say when they do.
-        # A role that tolerates failures is watched by the batch step (Batch._end_intolerable).
+        # Monarch's hosts stop each other when one fails, and then still report the failure.
+        # The batch step supervises a role that tolerates failures (BatchStep._end_intolerable).
         "kill-on-bad-exit": "0" if ends_together or RolePolicy.of(role).elastic else "1",
-        # TorchX ends a step 60 s after its first task has ended, however well.
+        # With TorchX's setting, srun ends a step 60 s after its first task has ended, even successfully.
         "wait": "0",
         "export": "ALL",
     }
     resource = role.resource
     if resource != NULL_RESOURCE:
         if resource.cpu > 0:
-            # From Slurm 22.05 on srun does not take it from the job.
+            # Since Slurm 22.05, srun does not inherit it from the job.
             sbatch["cpus-per-task"] = srun["cpus-per-task"] = str(int(resource.cpu))
         if resource.memMB > 0 and not nomem:
             sbatch["mem"] = srun["mem"] = str(resource.memMB)

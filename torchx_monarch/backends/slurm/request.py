@@ -1,9 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is submitted: shown by a dry run, kept in the job's folder (request.json) and read there by the job.
+"""The request: shown by a dry run, stored in the job's folder (request.json) and read there by the job.
 
-Commands and environments travel in that file, which only its owner can read: on a command line or in the job's script
-everybody on the node, or in the accounting database, would see them.
+Only the owner can read that file, and it holds the commands and environments. On a command line or in the batch script
+they would be visible to all users of the node or of the accounting database.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ _COMPONENTS_OWN = (
     "SLURM_MEM_PER_NODE",
     "SLURM_TRES_PER_TASK",
 )
-"""What says what the first component has asked for, and would count for every other one's step."""
+"""Variables with the resources of the first component, which srun would apply to the steps of the others, too."""
 
 
 @dataclass
 class RoleRequest:
-    """One role: a component of the job with a task on each of its nodes.
+    """One role: a component of the job with one task on each of its nodes.
 
     Attributes:
-        command: with TorchX's macros, which each task replaces.
-        env: set over the environment of the job; with macros, too.
-        cwd: working folder.
-        image: what the macro ``img_root`` stands for.
-        replicas: nodes.
-        sbatch: options of its component.
-        srun: options of its step.
-        max_retries: how often the scope that ``retry_policy`` names is started again.
+        name: the role's name.
+        command: program and arguments, with TorchX's macros, which each task substitutes.
+        env: variables that override the job's environment; with macros, too.
+        cwd: working directory of the replicas.
+        image: value of the macro ``img_root``.
+        replicas: number of replicas, each on a node of its own.
+        sbatch: sbatch options of its component, by name without dashes; None for an option without a value.
+        srun: srun options of its step, by name without dashes.
+        max_retries: how often the scope that ``retry_policy`` names is restarted.
         retry_policy: APPLICATION, ROLE or REPLICA.
-        ends_together: its replicas see to it themselves that all end when one fails, as Monarch's hosts do.
-        min_replicas: how many replicas it can do with; None for all.
-        sidecar: whether it ends with the other roles.
+        ends_together: whether its replicas stop each other when one fails, as Monarch's hosts do.
+        min_replicas: the fewest replicas that the role needs; None for all.
+        sidecar: whether it is stopped when the other roles have succeeded.
     """
 
     name: str
@@ -66,11 +67,11 @@ class RoleRequest:
 
     @property
     def policy(self) -> RolePolicy:
-        """What decides how it and the app end."""
+        """The rules by which the role succeeds or fails."""
         return RolePolicy(self.replicas, self.min_replicas, self.sidecar)
 
     def filled(self, app_id: str, replica: int) -> tuple[list[str], dict[str, str]]:
-        """Command and environment of one replica."""
+        """Return the command and the environment of one replica, with macros substituted."""
         return macros.filled(self.command, self.env, self.image, app_id, replica)
 
 
@@ -79,14 +80,14 @@ class SlurmRequest:
     """One job.
 
     Attributes:
-        name: of the app.
-        folder: of the job; all nodes must see it.
+        name: the app's name.
+        folder: absolute path of the job's folder; all nodes must see it.
         python: the interpreter of the batch step and the tasks.
-        roles: each a component of the job, in this order.
-        sbatch: options of the job as a whole.
+        roles: the roles, each a component of the job, in this order.
+        sbatch: sbatch options of the whole job, by name without dashes; None for an option without a value.
         grace: seconds from SIGTERM to SIGKILL when replicas are stopped.
-        requeue: whether Slurm may start the job again after a lost node or a preemption.
-        retry: ``in_place`` on the same nodes, or ``requeue``.
+        requeue: whether Slurm may restart the job after a lost node or a preemption.
+        retry: how retries run: ``in_place`` on the same nodes, or ``requeue``.
     """
 
     name: str
@@ -100,10 +101,10 @@ class SlurmRequest:
 
     @property
     def script(self) -> str:
-        """The batch script, of each array task where there is an array.
+        """The batch script of the job, or of each array task.
 
-        It begins the steps of the job's first start itself, so that they wait for no interpreter; ``job`` takes them
-        over as its children.
+        On the first start the script itself starts the steps, so that they do not wait for a Python interpreter. It
+        then replaces itself with the batch step (``batch_step``), which keeps them as its children.
         """
         array = bool(self.sbatch.get("array"))
         app_id = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if array else '"$SLURM_JOB_ID"'
@@ -114,7 +115,7 @@ class SlurmRequest:
         lines += [f"unset {name}" for name in self.not_for_steps]
         folder = shlex.quote(self.folder)
         task = f'{shlex.quote(JobFolder(self.folder).array)}/"$SLURM_ARRAY_TASK_ID"'
-        # What says that this is no first start, or that none is wanted.
+        # A job.json shows that this is not the first start; a cancel.json shows that the job was cancelled.
         files = [f"{task}/job.json", f"{task}/cancel.json"] if array else [f"{folder}/job.json"]
         tests = [f"[ ! -e {file} ]" for file in (*files, f"{folder}/cancel.json")]
         lines.append(f"if {' && '.join(tests)}; then")
@@ -126,13 +127,16 @@ class SlurmRequest:
 
     @property
     def not_for_steps(self) -> tuple[str, ...]:
-        """Variables of the batch step that its srun must not see."""
+        """The variables of the batch step that its sruns must not inherit."""
         return _COMPONENTS_OWN if len(self.roles) > 1 else ()
 
     def step(self, role: int) -> list[str]:
-        """The words that begin the step of a role; the app's id and the number of the restart are to follow.
+        """Return the command that starts a role's step; the caller appends the app's id and the number of restarts.
 
-        It has a session of its own: a signal to the batch step's is not for srun, which would end the tasks.
+        setsid keeps signals to the batch step's session away from srun, which would end the tasks.
+
+        Args:
+            role: the role's index.
         """
         group = [f"--het-group={role}"] if len(self.roles) > 1 else []
         options = [*group, *option_words(self.roles[role].srun), "--input=none", "--label"]
@@ -140,14 +144,14 @@ class SlurmRequest:
 
     @property
     def starter(self) -> list[str]:
-        """The words that start the batch step or a task."""
+        """The command that starts the batch step or a task, without its arguments."""
         return [self.python, "-I", "-S", os.path.join(os.path.dirname(os.path.abspath(__file__)), "entrypoint.py")]
 
     def command(self, script: str) -> list[str]:
-        """The words that submit it.
+        """Return the sbatch command that submits the request.
 
-        Options stand here and not in the script: there, variables such as SBATCH_PARTITION would win over them, and
-        quoting differs between versions of Slurm.
+        Options are on the command line because variables such as SBATCH_PARTITION override those in the script, and
+        because the script's quoting rules differ between versions of Slurm.
 
         Args:
             script: path of the batch script.
@@ -160,24 +164,24 @@ class SlurmRequest:
         return [*words, script]
 
     def renamed(self, folder: str) -> SlurmRequest:
-        """The same request with another folder."""
+        """Return a copy of the request with another folder."""
         return replace(self, folder=folder)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return the request as dicts, lists and scalars."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Any) -> SlurmRequest:
-        """Read what ``to_json`` has made.
+        """Decode the result of ``to_json``.
 
         Raises:
-            codec.DecodeError: it is no request; the message says what is wrong where.
+            codec.DecodeError: ``data`` is no valid request; the message names the field and what is wrong with it.
         """
         return codec.decode(cls, data)
 
     def __str__(self) -> str:
-        """What a dry run shows."""
+        """Return the text that a dry run shows."""
         lines = [shlex.join(self.command(f"{self.folder}/job.sh")), "", "# job.sh", self.script]
         for role in self.roles:
             lines.append(f"# role {role.name}: {role.replicas} x, in {role.cwd}")
@@ -187,11 +191,11 @@ class SlurmRequest:
 
 
 def decode_or_exit(paths: JobFolder, data: Any) -> SlurmRequest:
-    """Read the request in a step of the job; ends the process, with a message, where the file is damaged.
+    """Decode the request in a process of the job; exit the process with a message if the file is damaged.
 
     Args:
         paths: the job's folder.
-        data: what its request.json holds.
+        data: the content of its request.json.
     """
     try:
         return SlurmRequest.from_json(data)
@@ -200,5 +204,5 @@ def decode_or_exit(paths: JobFolder, data: Any) -> SlurmRequest:
 
 
 def option_words(options: dict[str, str | None] | dict[str, str]) -> list[str]:
-    """``{"nodes": "2", "exclusive": None}`` as the words ``--nodes=2 --exclusive``."""
+    """Return ``{"nodes": "2", "exclusive": None}`` as the arguments ``--nodes=2 --exclusive``."""
     return [f"--{name}" if value is None else f"--{name}={value}" for name, value in options.items()]
