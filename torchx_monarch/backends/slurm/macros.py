@@ -26,7 +26,7 @@ PORT_OFFSET = "MONARCH_PORT_OFFSET"
 
 
 def first_node(nodes: str) -> str:
-    """Return the first name of a node list: ``n08`` of ``n[08-11,20],m1``. (Running scontrol would delay each start.)"""
+    """Return the first name of a node list: ``n08`` of ``n[08-11,20],m1``. (Running scontrol would delay the start.)"""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     assert first is not None
     return re.sub(r"\[([^\]\-,]*)[^\]]*\]", r"\1", first[0])

@@ -2,8 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The TorchX scheduler that submits to Slurm.
 
-TorchX's own makes a job component of every replica, loses pending jobs to a KeyError (on Slurm 22.05), finds logs only
-in the folder of submission, and cuts environment values at commas. None of that could be mended from without.
+It does not extend TorchX's Slurm scheduler, which makes every replica a job component, fails on pending jobs with a
+KeyError (on Slurm 22.05), looks for logs in the directory of submission only, and cuts environment values at commas.
+None of these can be fixed from outside.
 """
 
 from __future__ import annotations
@@ -37,21 +38,21 @@ from torchx_monarch.insight import events
 from torchx_monarch.model.env_names import replica0_variable
 
 _ASK_EVERY = 5.0
-"""Seconds between two questions to Slurm while an end is waited for: the controller serves everybody."""
+"""Seconds between two queries to Slurm while waiting for an app to end: all users share slurmctld."""
 
 _ASK_AFTER_END = 0.5
-"""The same, once the job itself has said that it has ended."""
+"""Seconds between two queries to Slurm once the job's own record says that it has ended."""
 
 _POLL = 0.05
 
 _END_EXTRA = 60.0
-"""Seconds that a job may take to end beyond its grace."""
+"""Seconds beyond the grace period that a cancelled job may take to end before its deletion fails."""
 
 
 class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[misc]
-    """Runs each role as one component of a Slurm job, each replica as the task of one node.
+    """Run each role as a component of a Slurm job, and each replica as the task of one node.
 
-    Needs Slurm's commands, and a folder that all nodes see (the home directory usually is one).
+    It needs Slurm's commands, and a folder that all nodes see, such as, usually, the home directory.
     """
 
     def __init__(self, session_name: str) -> None:
@@ -62,10 +63,10 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
         return run_options(SlurmOpts)
 
     def _validate(self, app: AppDef, scheduler: str, cfg: Mapping[str, CfgVal]) -> None:
-        """Roles without resources get Slurm's defaults."""
+        """Accept roles without resources, which TorchX's check refuses; they get Slurm's defaults."""
 
     def replica0_host(self, app: AppDef, role: Role) -> str:
-        """The node of a role's replica 0 stands in a variable: only the job knows it."""
+        """Return ``@VARIABLE``; the job sets the variable to the node of the role's replica 0."""
         return f"@{replica0_variable(app.roles.index(role))}"
 
     # -- submitting ----------------------------------------------------------------------------------------------------
@@ -74,15 +75,16 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
         return AppDryRunInfo(render.render(app, cfg), str)
 
     def schedule(self, dryrun_info: AppDryRunInfo[SlurmRequest, SlurmOpts]) -> str:
-        """Submit the job; its id.
+        """Submit the job and return its id.
 
         Raises:
-            SlurmError: Slurm refuses it, or its folder cannot be written. Nothing is left.
+            ValueError: the dry run carries no AppDef.
+            SlurmError: sbatch fails, or the job's folder cannot be written. The folder is removed.
         """
         if dryrun_info.app is None:
             raise ValueError("the dry run carries no AppDef; it must come from submit_dryrun()")
         request = dryrun_info.request
-        if os.path.exists(request.folder):  # the same request may be submitted twice
+        if os.path.exists(request.folder):  # the same dry run may be submitted twice
             old = request.folder
             new = folder.new(request.name, os.path.dirname(old))
             options = {name: value and value.replace(old, new) for name, value in request.sbatch.items()}
@@ -119,10 +121,10 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
     # -- looking -------------------------------------------------------------------------------------------------------
 
     def describe(self, app_id: str) -> DescribeAppResponse | None:
-        """What is known of a job; None when there is none of this id, or it is not one of ours.
+        """Return the state of an app; None if no app of this scheduler has this id.
 
         Raises:
-            SlurmError: Slurm cannot be asked.
+            SlurmError: a command of Slurm's fails or cannot be run.
         """
         app = snapshot.look(app_id)
         if app is None:
@@ -146,10 +148,10 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
         )
 
     def list(self, cfg: Mapping[str, CfgVal] | None = None) -> list[ListAppResponse]:
-        """Our apps, each once, the newest first: those of this state directory, and this user's others in Slurm.
+        """List the apps of this state directory and this user's other apps that Slurm remembers, newest first.
 
         Raises:
-            SlurmError: Slurm cannot be asked.
+            SlurmError: a command of Slurm's fails or cannot be run.
         """
         live: dict[str, list[commands.Job]] = {}
         for job in commands.listed_jobs():
@@ -190,11 +192,12 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
         should_tail: bool = False,
         streams: Stream | None = None,
     ) -> Iterable[str]:
-        """The lines of one replica's log; both streams unless one is named. A line's time is right to 0.1 s.
+        """Return the lines of one replica's log; of both streams if ``streams`` is None. Times are exact to 0.1 s.
 
         Raises:
-            ValueError: there is no such app, role or replica, or the regular expression is none.
-            SlurmError: Slurm cannot be asked.
+            ValueError: the app, role or replica does not exist, app.json is missing or damaged, or the regular
+                expression is invalid.
+            SlurmError: a command of Slurm's fails or cannot be run.
         """
         app = snapshot.look(app_id)
         if app is None:
@@ -216,12 +219,12 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
         return matching(found, regex)
 
     def events_path(self, app_id: str) -> Path:
-        """The app's events file (see ``torchx_monarch.insight.events``)."""
+        """Return the app's events file (``torchx_monarch.insight.events``); /dev/null if its folder is unknown."""
         known = snapshot.folder_of(app_id)
         return Path(known.events if known else os.devnull)
 
     def wait_terminal(self, app_id: str, timeout: float) -> bool:
-        """Wait until the app has ended, for at most ``timeout`` seconds; whether it has (or does not exist)."""
+        """Wait at most ``timeout`` seconds for the app's end; return whether it has ended or does not exist."""
         deadline = time.monotonic() + timeout
         while not self._has_ended(app_id):
             if time.monotonic() >= deadline:
@@ -230,7 +233,7 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
         return True
 
     def _has_ended(self, app_id: str) -> bool:
-        """Whether an app has ended, for those who ask often: Slurm is asked seldom, or when the job says so."""
+        """Whether an app has ended, for frequent calls: queries Slurm every 5 s, or 0.5 s once its record says so."""
         now = time.monotonic()
         known = snapshot.folder_of(app_id)
         said = known is not None and snapshot.says_that_it_has_ended(known)
@@ -245,30 +248,31 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
     # -- ending --------------------------------------------------------------------------------------------------------
 
     def stop(self, app_id: str, grace: float | None) -> None:
-        """Ask for the end of the app and return at once.
+        """Cancel the app and return immediately.
 
         Args:
-            app_id: the job's id.
-            grace: None for the app's own; 0 kills now. (Others are not to be had from Slurm.)
+            app_id: the id of a job, an array or an array task.
+            grace: seconds from SIGTERM to SIGKILL: 0 to kill immediately; None, and any other value, for the app's run
+                option, since the batch step knows no other.
 
         Raises:
-            SlurmError: Slurm cannot be asked.
+            SlurmError: a command of Slurm's fails or cannot be run.
         """
         self._cancel_existing(app_id)
         if grace == 0:
             commands.run(["scancel", "--signal=KILL", app_id])
 
     def _cancel_existing(self, app_id: str) -> None:
-        """Ask for the end of a job and return at once. Its replicas have the grace that was asked for at submission."""
+        """Cancel an app and return immediately. Its replicas have the grace period of its run option."""
         app = snapshot.look(app_id)
         if app is not None and cancel.is_needed(app):
             cancel.cancel(app_id, app)
 
     def _delete_existing(self, app_id: str) -> None:
-        """End a job if it runs, and remove its folder.
+        """Cancel a job or an array if it runs, wait for its end and remove its folder.
 
         Raises:
-            SlurmError: it could not be ended.
+            SlurmError: the app is an array task, does not end in time, or a command of Slurm's fails.
         """
         app = snapshot.look(app_id)
         if app is None:
@@ -292,5 +296,5 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
 
 
 def create_scheduler(session_name: str, **kwargs: Any) -> SlurmScheduler:
-    """TorchX's factory; it asks nobody anything. Parameters meant for other schedulers are ignored."""
+    """Create the scheduler without running any command; ignore parameters for other schedulers."""
     return SlurmScheduler(session_name)

@@ -1,10 +1,10 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is known of an app: of a job, of a job array as a whole, or of one of its tasks (``123_7``).
+"""Compute the snapshot of an app: of a job, of a whole job array, or of an array task (``123_7``).
 
-Of an array Slurm says only what is left: those that wait are one record, each that has begun is one, one that was
-cancelled before it had begun is none, and one that has ended is none after a while. Each array task is therefore looked
-at as a job is (``truth``), with a folder of its own, and the array is what its tasks are.
+Slurm's records of an array are incomplete: one record for all waiting tasks, one for each task that has begun, none for
+a task that was cancelled before it began, and, after a while, none for a task that has ended. Each array task therefore
+has its own folder and snapshot, like a job (``job_status``), and the array's state is derived from those of its tasks.
 """
 
 from __future__ import annotations
@@ -27,14 +27,17 @@ from torchx_monarch.backends.slurm.records import BatchRecord, EndRecord, RunEnd
 from torchx_monarch.model import job_result
 
 _MOST_REPLICAS = 1 << 16
-"""Of one role, each on a node of its own: app.json states how many records are looked for."""
+"""Limit on the replicas of a role in app.json, which may be damaged: it decides how many records are read."""
 
 
 def look(app_id: str) -> SlurmSnapshot | None:
-    """Find out about an app; None when there is none, or when it is not one of ours.
+    """Return the snapshot of an app; None if no app of this scheduler has this id.
+
+    Args:
+        app_id: the id of a job, an array or an array task.
 
     Raises:
-        SlurmError: Slurm cannot be asked.
+        SlurmError: a command of Slurm's fails or cannot be run, and the folder has no final state.
     """
     parts = array.split(app_id)
     if parts is None:
@@ -47,9 +50,9 @@ def look(app_id: str) -> SlurmSnapshot | None:
     except SlurmError:
         if end is None:
             raise
-        components = []  # what has ended is known without Slurm
+        components = []  # end.json has the final state
     if components:
-        # Ids begin anew one day, and home directories are shared between clusters: Slurm's own note counts.
+        # Slurm reuses job ids, and clusters may share a home directory: the job's comment takes precedence.
         folder = folders.noted(components[0].comment) or folder
     if folder is None or components and folders.is_deleted(leader, folder):
         return None
@@ -58,19 +61,19 @@ def look(app_id: str) -> SlurmSnapshot | None:
 
 
 def folder_of(app_id: str) -> JobFolder | None:
-    """The folder of an app that was submitted with this state directory; of an array task its own."""
+    """Return the folder of an app, or of an array task, of this state directory; None if there is no such folder."""
     parts = array.split(app_id)
     folder = folders.find(parts[0]) if parts else None
     return folder.task(parts[1]) if folder and parts and parts[1] is not None else folder
 
 
 def says_that_it_has_ended(folder: JobFolder) -> bool:
-    """Whether the batch step has said so, or that of each array task; Slurm has the last word."""
+    """Whether the batch step's record, or that of every array task, has an end time. Slurm's state takes precedence."""
     if not os.path.isdir(folder.array):
         return _has_said_that_it_ended(folder)
     submission = records.read(Submission, folder.request)
     indices = submission.tasks if submission else []
-    # The last of them first: it is the last to end, mostly.
+    # Check the last task first: it usually ends last.
     return bool(indices) and all(_has_said_that_it_ended(folder.task(index)) for index in reversed(indices))
 
 
@@ -80,7 +83,7 @@ def _has_said_that_it_ended(run: JobFolder) -> bool:
 
 
 def submitted(folder: JobFolder) -> AppDef | None:
-    """The app as it was submitted; None when the file is not there, or does not hold an app that could be."""
+    """Read the submitted app; return None if app.json is missing, damaged or holds an impossible app."""
     found = appdef.load(folder.app)
     if found is None:
         return None
@@ -95,12 +98,12 @@ def submitted(folder: JobFolder) -> AppDef | None:
 
 
 def known(folder: JobFolder, components: list[Job], recorded: Callable[[], list[Job]]) -> SlurmSnapshot:
-    """Put together what Slurm says and what the folder of a job or an array holds.
+    """Compute the snapshot of a job or an array from Slurm's records and the files in its folder.
 
     Args:
-        folder: the job's.
-        components: as Slurm has them; empty when it has forgotten the job.
-        recorded: asks what accounting says; done only where that counts.
+        folder: the folder of the job or the array.
+        components: Slurm's records; empty if Slurm has forgotten the job.
+        recorded: queries the accounting database for more records; called only if they are needed.
     """
     submission = records.read(Submission, folder.request)
     indices = submission.tasks if submission else []
@@ -137,7 +140,7 @@ def _of_array(
                 tasks[index] = ended
                 continue
             if accounts is None:
-                # Of one that was cancelled before it had begun, the database may say for ever that it waits.
+                # The accounting database may report a task that was cancelled before it began as PENDING for ever.
                 accounts = by_task(
                     one for one in recorded() if not components or states.app_state(one.state) in TERMINAL
                 )
@@ -148,23 +151,30 @@ def _of_array(
     state, msg = together(folder, tasks)
     found = SlurmSnapshot(folder, state, msg, components=components, tasks=tasks)
     if found.terminal and all(task.is_settled for task in tasks.values()):
-        # Those that have never run have no folder of their own.
+        # Array tasks that never ran have no folder for an end.json.
         ends = {str(index): {"state": one.state.name, "msg": one.msg} for index, one in tasks.items() if not one.record}
         job_status.note_end(folder, {"state": state.name, "msg": msg, "tasks": ends})
     return found
 
 
 def by_task(jobs: Iterable[Job]) -> dict[int, Job]:
-    """The job that each array task is. A record of several says less than one of its own."""
+    """Index Slurm's records by array task. The record of a single task overrides one of several waiting tasks."""
     ordered = sorted(jobs, key=lambda job: -len(job.tasks))
     return {index: job for job in ordered for index in job.tasks}
 
 
 def together(folder: JobFolder, tasks: Mapping[int, SlurmSnapshot]) -> tuple[AppState, str]:
-    """The state of an array, and a word on it.
+    """Derive the state of an array and a message on it from its tasks.
 
-    It ends when all of its tasks have: FAILED when one has failed, else CANCELLED when one was cancelled. Until then it
-    is RUNNING while one of them is.
+    The array ends when all of its tasks have ended: FAILED if any failed, else CANCELLED if any was cancelled, else
+    SUCCEEDED. Until then it is RUNNING if any task is running, else PENDING.
+
+    Args:
+        folder: the array's folder.
+        tasks: the snapshots of its tasks, by index.
+
+    Returns:
+        The state, and the message; empty if all tasks have succeeded.
     """
     states_of = [task.state for task in tasks.values()]
     if not TERMINAL.issuperset(states_of):
@@ -185,13 +195,13 @@ def together(folder: JobFolder, tasks: Mapping[int, SlurmSnapshot]) -> tuple[App
 
 
 def first_failed(tasks: Mapping[int, SlurmSnapshot]) -> int | None:
-    """The array task that was the first to end in a failure; those that cannot say when are the last."""
+    """Return the index of the first array task to fail, None if none failed; unknown end times sort last."""
     failed = [(_ended_at(task), index) for index, task in tasks.items() if _has_failed(task)]
     return min(failed)[1] if failed else None
 
 
 def _ended_at(task: SlurmSnapshot) -> float:
-    """When an array task ended, in seconds since the epoch; infinity where it cannot say."""
+    """Return when an array task ended, in seconds since the epoch; infinity if unknown."""
     ended = task.record.ended if task.record else None
     return float("inf") if ended is None else ended
 
@@ -204,7 +214,16 @@ def _has_failed(task: SlurmSnapshot) -> bool:
 
 
 def report(app: SlurmSnapshot, roles: Sequence[Role]) -> tuple[list[RoleStatus], int, str]:
-    """The roles with their replicas, how often something was started again, and the root cause as JSON text."""
+    """Return the status of the roles, the number of restarts, and the root cause as JSON text.
+
+    Args:
+        app: the app's snapshot.
+        roles: the roles of the submitted app.
+
+    Returns:
+        The status of each role with its replicas; how often anything was restarted; the content of the root cause's
+        error file, ``torchx.specs.NONE`` if the app has not failed or left no error.
+    """
     if app.tasks:
         return _report_array(app, roles)
     statuses, by_role = [], {}
@@ -228,7 +247,7 @@ def _report_array(app: SlurmSnapshot, roles: Sequence[Role]) -> tuple[list[RoleS
 
 
 def prefixed(error: str, prefix: str) -> str:
-    """An error file's content with words before its message."""
+    """Return an error file's content with a prefix before its message; unchanged if it is not a JSON object."""
     data = dict(job_result.read_error_file(error))
     if not data:
         return error
@@ -240,13 +259,16 @@ def prefixed(error: str, prefix: str) -> str:
 
 
 def placed(app_id: str, app: SlurmSnapshot, replica: int, replicas: int) -> tuple[str, SlurmSnapshot, int]:
-    """Whose a replica is: the id of a job or array task, what is known of it, and its number there.
+    """Locate a replica in the job or array task that runs it.
 
     Args:
-        app_id: of the app.
-        app: what is known of it.
-        replica: of the app.
-        replicas: how many its role has in one run.
+        app_id: the app's id.
+        app: its snapshot.
+        replica: the replica's number in the app.
+        replicas: how many replicas its role has in one job or array task.
+
+    Returns:
+        The id of the job or array task, its snapshot, and the replica's number there.
     """
     if not app.tasks:
         return app_id, app, replica

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What Slurm's job states mean."""
+"""Map Slurm's job states to TorchX's and describe them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STATES = {
     "SUSPENDED": AppState.PENDING,
     "TIMEOUT": AppState.FAILED,
 }
-"""squeue(1), section JOB STATE CODES."""
+"""TorchX's state for each of Slurm's (squeue(1), section JOB STATE CODES)."""
 
 _REASONS = {
     "BOOT_FAIL": "a node could not be booted",
@@ -51,22 +51,22 @@ _REASONS = {
 
 
 def word(state: str) -> str:
-    """The state in ``CANCELLED by 1000``, ``CANCELLED+`` or ``RUNNING``."""
+    """Return the bare state: ``CANCELLED`` for ``CANCELLED by 1000`` or ``CANCELLED+``; empty for an empty string."""
     words = state.split()
     return words[0].rstrip("+") if words else ""
 
 
 def app_state(state: str) -> AppState:
-    """TorchX's word for it."""
+    """Return TorchX's state for one of Slurm's; UNKNOWN if there is no equivalent."""
     return STATES.get(word(state), AppState.UNKNOWN)
 
 
 def explanation(state: str, reason: str = "") -> str:
-    """A line for a person; empty where the state says all.
+    """Describe a state in one line for the user; empty if the state needs no explanation.
 
     Args:
-        state: Slurm's.
-        reason: why it waits, or why it ended, in Slurm's word.
+        state: Slurm's state.
+        reason: Slurm's reason why the job waits or ended; empty if there is none.
     """
     name = word(state)
     given = "" if reason in ("", "None", "(null)") else reason

@@ -1,12 +1,13 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""One node's task: runs the replica, keeps its logs and its record, starts it again where the policy says so.
+"""One node's task: run the replica, write its logs and its record, restart it if the retry policy is REPLICA.
 
-``srun ... start.py task FOLDER ROLE JOBID RESTART``; SLURM_PROCID says which replica it is. How it starts: ``begin``.
+It runs as ``srun ... entrypoint.py task FOLDER ROLE JOBID RESTART``; SLURM_PROCID is the replica's number.
+``task_start`` has the code that runs first.
 
-SIGURG, which no program minds, says that the replica is to stop: srun and scancel know signals for all processes of a
-step only, and this task passes SIGTERM on to the replica's host alone, which stops its own ranks in good order. Slurm's
-own SIGTERM (a time limit, a preemption, a plain scancel) means the same here.
+SIGURG, which programs ignore by default, requests a stop: srun and scancel can only signal all processes of a step. The
+task then sends SIGTERM to the replica's host alone, which stops its own ranks. Slurm's own SIGTERM (a time limit, a
+preemption, a plain scancel) has the same effect.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ from torchx_monarch.model import job_result
 from torchx_monarch.system import processes
 
 _KILL_EXTRA = 5.0
-"""Seconds beyond the grace: a host kills its ranks itself when the grace is over."""
+"""Seconds beyond the grace period before the host is killed: the host kills its ranks when the grace period ends."""
 
 _TOLD_WITHIN = 0.5
-"""Seconds between the death of a replica by SIGTERM and the same signal to this task, if both come from Slurm."""
+"""The most seconds between a replica's death by SIGTERM and the same signal to this task, if Slurm sends both."""
 
 
 class Task:
-    """Runs one replica.
+    """Run one replica.
 
     Args:
-        started_task: how it has begun.
-        request: what is in the job's folder.
+        started_task: the task as ``task_start.begin`` returns it.
+        request: the job's request.
     """
 
     def __init__(self, started_task: StartedTask, request: SlurmRequest) -> None:
@@ -60,7 +61,7 @@ class Task:
         self._replica = Replica(0, given, only, record, started_task.log_dir, started_task.environ, self._selector)
 
     def run(self) -> int:
-        """Run it to its end; its exit code, as a shell has it."""
+        """Run the replica to its end and return its exit code, 128+n for signal n."""
         self._selector.register(self._wake, selectors.EVENT_READ, None)
         if self._started_task.restart:
             self._replica.logs.say(
@@ -107,7 +108,7 @@ class Task:
     def _on_exit(self, pid: int, code: int) -> None:
         replica = self._replica
         if pid != replica.record.pid:
-            return  # an orphan that was taken in
+            return  # an orphan process: the task is a subreaper
         if code in (-signal.SIGTERM, 128 + signal.SIGTERM) and self._is_told():
             replica.stopping = True
         replica.exited(code)
@@ -119,7 +120,7 @@ class Task:
         self._start()
 
     def _is_told(self) -> bool:
-        """Whether this task was told to stop, or is about to be: Slurm's SIGTERM reaches all processes, one by one."""
+        """Whether a stop signal has arrived or arrives shortly: Slurm's SIGTERM reaches all processes, one by one."""
         until = time.monotonic() + _TOLD_WITHIN
         while not self._told and (left := until - time.monotonic()) > 0:
             if select.select([self._wake], [], [], left)[0]:
@@ -152,5 +153,5 @@ class Task:
 
 
 def run(started_task: StartedTask) -> NoReturn:
-    """Run the task that has begun, to its end."""
+    """Run a started task to its end and exit the process with the replica's exit code."""
     sys.exit(Task(started_task, decode_or_exit(started_task.paths, started_task.request)).run())

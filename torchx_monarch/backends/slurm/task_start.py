@@ -1,8 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""How a task begins: it starts the replica's process before it imports what it needs to look after it.
+"""Start the replica's process, before the imports that the task needs to supervise it.
 
-All nodes of a job do so at a time, and the last one counts: this imports little, and no data classes.
+All nodes of a job start together, and the slowest one determines the start time of the job. Therefore this module
+imports little, and no data classes.
 """
 
 from __future__ import annotations
@@ -19,29 +20,32 @@ from torchx_monarch.model.env_names import replica0_variable
 from torchx_monarch.system import processes, run_dirs
 
 _HEAD_START = 0.1
-"""Seconds that the replica's process has for itself."""
+"""Seconds in which the task leaves the processors to the replica's process."""
 
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGURG, signal.SIGINT, signal.SIGHUP}
 
 
 class StartedTask:
-    """A task whose process has been started, unless it is not the first or could not be.
+    """A task and its replica's process, which runs unless this is a restart or the start failed.
 
     Attributes:
-        paths: the job's folder, or the array task's.
-        request: what is in it, as read.
-        role: name of this task's.
-        replica: which replica of it.
-        app_id: the job's id, or the array task's.
-        restart: how often the job has been started again before.
-        node: name of this one.
-        run_dir: for sockets.
-        job: what marks every process of this task.
-        command, environ, cwd: of the replica.
-        wake: reads the numbers of the signals that come.
-        pid: of the process; None when it is still to be started.
-        started: when, in seconds since the epoch.
-        pipes: from its stdout and stderr.
+        paths: the folder of the job or the array task.
+        request: the content of request.json, not yet decoded.
+        role: name of the role.
+        replica: the replica's number in the role.
+        app_id: the id of the job or the array task.
+        restart: how often the job or the role was restarted before.
+        node: name of this node.
+        log_dir: folder of the replica's logs.
+        run_dir: folder for sockets.
+        job: value of ``processes.MARKER``, by which all processes of this task are found.
+        command: program and arguments of the replica.
+        environ: environment of the replica.
+        cwd: working directory of the replica.
+        wake: file descriptor from which the numbers of received signals are read.
+        pid: process id of the replica; None if it has not been started.
+        started: when ``start`` was called, in seconds since the epoch; 0.0 before.
+        pipes: file descriptors of its stdout and stderr; empty if it has not been started.
     """
 
     def __init__(self, argv: list[str]) -> None:
@@ -57,7 +61,7 @@ class StartedTask:
         self.log_dir = self.paths.replica_logs(self.role, self.replica)
         self.run_dir = run_dirs.new_run_dir()
         self.job = f"slurm:{self.app_id}:{os.path.basename(path)}"
-        # Where the replicas 0 are; the lists are no program's business.
+        # The replica gets the nodes of the replicas 0 only, not the node lists.
         nodes = [os.environ.pop(macros.nodes_variable(index)) for index in range(len(self.request["roles"]))]
         first = {replica0_variable(index): macros.first_node(each) for index, each in enumerate(nodes)}
         self.environ = {
@@ -80,7 +84,7 @@ class StartedTask:
         self.pipes: list[int] = []
 
     def start(self) -> None:
-        """Start the process; what cannot be started is left to ``Replica.start``, which says why."""
+        """Start the process. On failure ``pid`` stays None, and ``Replica.start`` retries and reports the error."""
         pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(2)]
         self.started = time.time()
         variables = spawn.variables(self.run_dir, 0, self.replica, 0)
@@ -96,20 +100,20 @@ class StartedTask:
 
 
 def begin(argv: list[str]) -> StartedTask:
-    """Begin the task that the command line names."""
+    """Start the task that the arguments (FOLDER ROLE JOBID RESTART) name."""
     try:
         started_task = StartedTask(argv)
     except (AttributeError, LookupError, StopIteration, TypeError, ValueError):
-        from torchx_monarch.backends.slurm.request import decode_or_exit  # it has data classes
+        from torchx_monarch.backends.slurm.request import decode_or_exit  # imported late: it has data classes
 
         paths = JobFolder(argv[0])
         decode_or_exit(paths, folder.read_request(paths, os.uname().nodename))
         raise
     processes.become_subreaper()
-    if not started_task.restart:  # else there is an old error file to be put aside, and something to be said
+    if not started_task.restart:  # on a restart, Task keeps the old error file and logs the restart first
         started_task.start()
     if started_task.pid is not None:
-        # Where processors are scarce the replica has them first, until it says something or ends, or a signal comes.
+        # On few processors, let the replica run first: wait until it prints something or ends, or a signal arrives.
         select.select([started_task.wake, *started_task.pipes], [], [], _HEAD_START)
     return started_task
 
@@ -119,7 +123,7 @@ def _watch_signals() -> int:
     for end in (wake, signalled):
         os.set_blocking(end, False)
     signal.set_wakeup_fd(signalled, warn_on_full_buffer=False)
-    # Those that only reach the ranks are named because they would end this process otherwise.
+    # SIGUSR1 and SIGUSR2 are meant for the ranks; without a handler they would end this process.
     for number in (signal.SIGCHLD, *STOP_SIGNALS, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, lambda *_: None)
     return wake
