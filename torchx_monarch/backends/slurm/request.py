@@ -41,7 +41,7 @@ class RoleRequest:
         env: variables that override the job's environment; with macros, too.
         cwd: working directory of the replicas.
         image: value of the macro ``img_root``.
-        replicas: number of replicas, each on a node of its own.
+        replicas: number of replicas, one per node.
         sbatch: sbatch options of its component, by name without dashes; None for an option without a value.
         srun: srun options of its step, by name without dashes.
         max_retries: how often the scope that ``retry_policy`` names is restarted.

@@ -140,7 +140,7 @@ def _of_array(
                 tasks[index] = ended
                 continue
             if accounts is None:
-                # The accounting database may report a task that was cancelled before it began as PENDING for ever.
+                # The accounting database may report a task that was cancelled before it began as PENDING forever.
                 accounts = by_task(
                     one for one in recorded() if not components or states.app_state(one.state) in TERMINAL
                 )
