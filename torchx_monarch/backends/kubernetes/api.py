@@ -1,9 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Requests to the API server: plain HTTP with the client's configuration, and what the answers mean.
+"""Send plain HTTP requests to the API server with the Kubernetes client's configuration, and explain its errors.
 
-The client's own calls differ between its releases and know objects only as its release does; what is needed of them is
-who we are and whom to trust.
+The client's own calls differ between its releases, and each release knows only the object fields of its time. So only
+its configuration is used: the server, the user's credentials and the trusted certificates.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from torchx_monarch.backends.kubernetes.request import Object
 from torchx_monarch.system.line_output import LineReader
 
 _CONNECT, _READ = 10.0, 60.0
-"""Seconds for a connection, and for an answer."""
+"""Timeouts in seconds: to connect, and to read an answer."""
 
 _WAITS = (0.2, 0.5, 1.0, 2.0)
-"""Seconds between two attempts at a request that might yet succeed."""
+"""Seconds between the attempts at a request that failed with a transient error."""
 
 _LONGEST_WAIT = 10.0
-"""Seconds that a server may ask to wait before the next attempt."""
+"""Longest Retry-After, in seconds, that is obeyed."""
 
 _AGAIN = (429, 500, 502, 503, 504)
 
 _PAGE = 500
 
 _NO_KUBECONFIG = (config.ConfigException, OSError, yaml.YAMLError, AttributeError, LookupError, TypeError, ValueError)
-"""What the client raises of a file that is not there, is not readable, or is something else."""
+"""Exceptions that the client raises for a kubeconfig that is missing, unreadable or malformed."""
 
 _NAMESPACE_FILE = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 
 
 class KubernetesError(ComponentValidationException, RuntimeError):  # type: ignore[misc]
-    """The cluster could not be asked, or refused. The torchx command shows the message without a traceback.
+    """The cluster is unreachable or refused a request. The torchx command shows the message without a traceback.
 
     Attributes:
-        status: the HTTP status; 0 where there was no answer.
-        reason: the server's word, such as ``Expired``.
+        status: the HTTP status; 0 without an answer.
+        reason: the ``reason`` of the server's Status object, such as ``Expired``; empty if it gave none.
     """
 
     def __init__(self, message: str, status: int = 0, reason: str = "") -> None:
@@ -60,11 +60,11 @@ class KubernetesError(ComponentValidationException, RuntimeError):  # type: igno
 
 
 class Api:
-    """Talks to one API server.
+    """Sends requests to one API server.
 
     Args:
-        configuration: the client's.
-        namespace: the one to use where none is named.
+        configuration: the Kubernetes client's ``Configuration``.
+        namespace: the default namespace.
     """
 
     def __init__(self, configuration: Any, namespace: str) -> None:
@@ -75,10 +75,10 @@ class Api:
 
     @classmethod
     def of_here(cls) -> Api:
-        """For the cluster that KUBECONFIG names; else the one that this process is in; else that of ~/.kube/config.
+        """Choose the cluster of KUBECONFIG; else the cluster that this process runs in; else that of ~/.kube/config.
 
         Raises:
-            KubernetesError: there is none.
+            KubernetesError: no usable configuration exists.
         """
         configuration = client.Configuration()
         in_cluster = "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ
@@ -88,7 +88,7 @@ class Api:
                 config.load_incluster_config(client_configuration=configuration)
                 with open(_NAMESPACE_FILE) as file:
                     return cls(configuration, file.read().strip() or "default")
-            # Named here: the client looks at the variable once, when it is imported.
+            # Passed explicitly: the client reads KUBECONFIG only once, when it is imported.
             where = os.environ.get("KUBECONFIG") or os.path.expanduser("~/.kube/config")
             config.load_kube_config(config_file=where, client_configuration=configuration)
             _, context = config.list_kube_config_contexts(config_file=where)
@@ -109,21 +109,21 @@ class Api:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def get(self, path: str, **query: str) -> Object:
-        """An object.
+        """Return an object.
 
         Raises:
-            KubernetesError: there is none, or another reason.
+            KubernetesError: the request failed; status 404 if the object does not exist.
         """
         return self._json("GET", path, query)
 
     def find(self, path: str) -> Object | None:
-        """An object; None when there is none."""
+        """Return an object, or None if it does not exist."""
         with _missing_is_none():
             return self.get(path)
         return None
 
     def items(self, path: str, selector: str) -> list[Object]:
-        """All objects with these labels, page by page."""
+        """Return all objects of a collection that match a label selector, fetched page by page."""
         found: list[Object] = []
         query = {"labelSelector": selector, "limit": str(_PAGE)}
         while True:
@@ -132,9 +132,9 @@ class Api:
             except KubernetesError as error:
                 if error.status != 410 or "continue" not in query:
                     raise
-                found, query = [], {"labelSelector": selector}  # the pages have expired: all at once
+                found, query = [], {"labelSelector": selector}  # the continue token has expired: list everything in one page
                 continue
-            # In a list no object says what it is.
+            # The API server omits apiVersion and kind on the objects of a list.
             kind = {"apiVersion": page.get("apiVersion"), "kind": str(page.get("kind", "")).removesuffix("List")}
             found += [{**kind, **one} for one in page.get("items") or ()]
             further = (page.get("metadata") or {}).get("continue")
@@ -143,52 +143,64 @@ class Api:
             query["continue"] = further
 
     def create(self, path: str, body: Object, dry_run: bool = False) -> Object:
-        """Make an object; as the server has it then.
+        """Create an object.
+
+        Args:
+            path: path of the collection.
+            body: the object.
+            dry_run: have the server validate the object without storing it.
+
+        Returns:
+            The object as the server has it, with defaults filled in.
 
         Raises:
-            KubernetesError: it is refused.
+            KubernetesError: the server refuses the object.
         """
         query = {"dryRun": "All"} if dry_run else {}
         unsure: list[str] = []
         try:
             return self._json("POST", path, query, body, unsure=unsure)
         except KubernetesError as error:
-            # An attempt of ours has got through whose answer was lost: names have random ends.
+            # Names end with random characters, so the object is from an earlier attempt whose answer was lost.
             if error.status != 409 or not unsure:
                 raise
             return self.get(f"{path}/{body['metadata']['name']}")
 
     def patch(self, path: str, body: Object) -> Object | None:
-        """Merge into an object; None when there is none."""
+        """Apply a JSON merge patch to an object and return the object, or None if it does not exist."""
         with _missing_is_none():
             return self._json("PATCH", path, {}, body, content="application/merge-patch+json")
         return None
 
     def replace_status(self, path: str, body: Object) -> Object:
-        """Replace an object's status, unless it has changed meanwhile (status 409)."""
+        """Replace an object's status.
+
+        Raises:
+            KubernetesError: the request failed; status 409 if the object has changed since it was read.
+        """
         return self._json("PUT", f"{path}/status", {}, body)
 
     def delete(self, path: str, propagation: str = "Background", **query: str) -> None:
-        """Delete an object, or all of a collection that have the labels; no matter if there is none.
+        """Delete an object, or the objects of a collection that match a selector; do nothing if none exists.
 
         Args:
-            path: of it.
-            propagation: what becomes of what it owns: ``Background`` deletes, ``Orphan`` leaves it.
-            query: ``labelSelector`` of a collection.
+            path: path of the object or the collection.
+            propagation: what happens to the objects that it owns: ``Background`` deletes them, ``Orphan`` keeps them.
+            query: ``labelSelector``, for a collection.
         """
         with _missing_is_none():
             self._json("DELETE", path, {**query, "propagationPolicy": propagation})
 
     def lines(self, path: str, **query: str) -> Iterator[bytes]:
-        """The lines of an answer as they come, each with its end; a broken connection ends them.
+        """Yield the lines of an answer as they arrive, each with its line end; stop when the connection breaks.
 
         Raises:
-            KubernetesError: the server refuses.
+            KubernetesError: the server is unreachable or refuses the request.
         """
+        # Without a read timeout: a quiet log may send nothing for hours.
         answer = self._send("GET", path, query, timeout=urllib3.Timeout(connect=_CONNECT, read=None))
         reader = LineReader()
         try:
-            # A follower of a quiet log hears nothing for hours.
             for chunk in answer.stream(1 << 16, decode_content=True):
                 yield from reader.feed(chunk)
             if rest := reader.rest():
@@ -227,6 +239,20 @@ class Api:
         timeout: urllib3.Timeout | None = None,
         unsure: list[str] | None = None,
     ) -> urllib3.BaseHTTPResponse:
+        """Send a request and repeat it after transient failures.
+
+        Args:
+            method: the HTTP method.
+            path: the URL path.
+            query: the query parameters.
+            body: sent as JSON; None for no body.
+            content: media type of the body.
+            timeout: None for the default. Without a read timeout the answer's body is left to the caller to read.
+            unsure: receives the errors of attempts that may nevertheless have taken effect; None if not wanted.
+
+        Raises:
+            KubernetesError: the server is unreachable or refuses the request.
+        """
         url = f"{self._host}{path}" + (f"?{urllib.parse.urlencode(query)}" if query else "")
         data = json.dumps(body).encode() if body is not None else None
         if timeout is None:
@@ -241,7 +267,7 @@ class Api:
                 )
                 if answer.status < 400:
                     if timeout.read_timeout is not None:
-                        _ = answer.data  # all of it is there, or the request failed
+                        _ = answer.data  # read the whole body here, so that a failure is retried
                     return answer
                 failure = self._refused(method, path, answer)
                 asked = answer.headers.get("Retry-After", "")
@@ -258,7 +284,7 @@ class Api:
 
     def _credentials(self) -> dict[str, str]:
         found = {}
-        for one in self._configuration.auth_settings().values():  # tokens are renewed here
+        for one in self._configuration.auth_settings().values():  # auth_settings() renews expired tokens
             if one.get("in") == "header" and one.get("value"):
                 if not one["value"].isprintable():
                     raise KubernetesError("the token of the kubeconfig holds a line end or the like, and can be none")
@@ -299,7 +325,7 @@ def _missing_is_none() -> Iterator[None]:
 
 @contextlib.contextmanager
 def cli_errors() -> Iterator[None]:
-    """In the torchx command, end it with the message of a ``KubernetesError``: a person wants no traceback."""
+    """Exit the torchx command with the message of a ``KubernetesError`` instead of a traceback."""
     try:
         yield
     except KubernetesError as error:

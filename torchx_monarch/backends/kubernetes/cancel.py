@@ -1,10 +1,10 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""How an app is ended: in mode ``job`` so that its logs stay.
+"""End an app; in mode ``job``, keep the logs of its pods.
 
-Kubernetes ends pods by deleting them, and their logs with them: so does a Job that is deleted or suspended. Here the
-Jobs are deleted and their pods left, and each pod is given a deadline that has passed: its node then ends it as any
-other, with SIGTERM and the grace, and it stays, with its log, until the app is deleted.
+Kubernetes ends pods by deleting them together with their logs; deleting or suspending a Job does the same. So the Jobs
+are deleted with their pods orphaned, and each pod gets an ``activeDeadlineSeconds`` that has already passed. The
+kubelet then ends the pod with SIGTERM and its grace period, and the pod stays, with its log, until the app is deleted.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from torchx_monarch.backends.kubernetes.status import DEADLINE, Ended, attempt
 
 
 def end(api: Api, namespace: str, name: str, jobs: Sequence[Object], living: Sequence[Object], ended: Ended) -> None:
-    """End what lives of an app; returns at once.
+    """Start to end the pods of an app in mode ``job``; return without waiting for them.
 
     Args:
         api: the cluster.
-        namespace: of the app.
-        name: of the app.
-        jobs: all of it.
-        living: those of them that may go on.
-        ended: what its record is to say.
+        namespace: the app's namespace.
+        name: the app's id without the namespace.
+        jobs: all Jobs of the app.
+        living: the Jobs among ``jobs`` that may still start or run pods.
+        ended: the result of the app, which is noted in its record.
 
     Raises:
-        KubernetesError: the record or the Jobs cannot be changed. All of it can be tried again.
+        KubernetesError: the record, a Job or a pod cannot be changed. The call can be repeated.
     """
     others = [owner(job) for job in jobs if job not in living]
-    # Without the Jobs that own it, the record would go as well.
+    # The record must no longer be owned by Jobs that are deleted below: Kubernetes would delete it with its last owner.
     changed = {"metadata": {"annotations": {names.ANNOTATION_ENDED: _note(ended)}, "ownerReferences": others or None}}
     api.patch(f"{collection('v1', 'Service', namespace)}/{name}", changed)
     for job in living:
@@ -43,10 +43,15 @@ def end(api: Api, namespace: str, name: str, jobs: Sequence[Object], living: Seq
 
 
 def abort(api: Api, path: str, ended: Ended) -> None:
-    """End Volcano's job at this path, as TorchX does.
+    """End a Volcano job as TorchX does, by setting its phase to Aborted.
+
+    Args:
+        api: the cluster.
+        path: URL path of the job.
+        ended: the result of the app, which is noted in the job's annotations.
 
     Raises:
-        KubernetesError: it cannot be changed.
+        KubernetesError: the job cannot be changed.
     """
     api.patch(path, {"metadata": {"annotations": {names.ANNOTATION_ENDED: _note(ended)}}})
     while (job := api.find(path)) is not None:
@@ -55,7 +60,7 @@ def abort(api: Api, path: str, ended: Ended) -> None:
             api.replace_status(path, job)
             return
         except KubernetesError as error:
-            if error.status != 409:  # Volcano has written meanwhile, at which upstream gives up
+            if error.status != 409:  # Volcano changed the job in between; TorchX gives up here
                 raise
 
 
@@ -64,7 +69,7 @@ def _note(ended: Ended) -> str:
 
 
 def _stop_pods(api: Api, namespace: str, name: str) -> None:
-    """Stop the pods that live; those that have no container yet are deleted."""
+    """End the running pods of an app by a deadline; delete its pending pods, which have no log."""
     path = collection("v1", "Pod", namespace)
     for pod in api.items(path, f"{names.LABEL_APP}={name}"):
         one = attempt(pod)
@@ -78,4 +83,4 @@ def _stop_pods(api: Api, namespace: str, name: str) -> None:
         except KubernetesError as error:
             if error.status != 403:
                 raise
-            api.delete(f"{path}/{one.pod}")  # who may not change pods may delete them, and loses the log
+            api.delete(f"{path}/{one.pod}")  # a user without the right to patch pods may have the right to delete them

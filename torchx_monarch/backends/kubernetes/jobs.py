@@ -1,10 +1,10 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Mode ``job``: one Indexed Job of core Kubernetes for each role, a headless Service and a Secret for all of them.
+"""Render the objects of mode ``job``: an Indexed Job for each role, one headless Service and one Secret for the app.
 
-The Service gives each pod a name in the DNS that is known before there is a pod, and it is the app's record: how the
-app was submitted and whether we have ended it stand in its annotations. It and the Secret are owned by all Jobs
-together, so they go when the last of those is gone, by whatever hand.
+The Service gives each pod a DNS name that is known before the pod exists. It is also the app's record: its annotations
+hold the submitted app and whether this scheduler has ended it. All Jobs together own the Service and the Secret, so
+Kubernetes deletes these two when the last Job is deleted, with whatever tool.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from torchx_monarch.backends.protocols import PLACEHOLDER
 
 
 def render(app: AppDef, cfg: KubernetesOpts, namespace: str, record: dict[str, str]) -> KubernetesRequest:
-    """The objects of an app.
+    """Return the request for an app.
 
     Args:
-        app: as it is to run.
+        app: the app, with wrapped commands.
         cfg: the run options.
-        namespace: where.
+        namespace: the namespace of all objects.
         record: the annotations of the app's record.
 
     Raises:
-        ValueError: a name has too many characters.
+        ValueError: the host name of a pod would be too long.
     """
     app_id = names.app_id(app.name)
     jobs = names.job_names(app_id, [role.name for role in app.roles])
     for role, job in zip(app.roles, jobs, strict=True):
         last = f"replica {role.name}/{role.num_replicas - 1}"
         names.check_host_name(f"{job}-{role.num_replicas - 1}", last)
-    # The Service's name is that of the pods' domain: this is enough within the namespace.
+    # The pods' subdomain is the Service's name. POD.SERVICE resolves within the namespace.
     hosts = [f"{job}-0.{app_id}" for job in jobs]
-    # The record first: a submission that is killed leaves what `torchx list` shows and `torchx delete` removes.
+    # The record first: after a submission that is killed, `torchx list` shows the app and `torchx delete` removes it.
     objects = [_service(app_id, cfg, record), secret(app_id, cfg)]
     objects += [_job(app, index, app_id, namespace, job, cfg, hosts) for index, job in enumerate(jobs)]
     return KubernetesRequest("job", namespace, app_id, objects)
 
 
 def secret(app_id: str, cfg: KubernetesOpts) -> Object:
-    """The Secret with an app's credentials."""
+    """Return the Secret that holds the credentials of an app's hosts."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -60,7 +60,7 @@ def _service(app_id: str, cfg: KubernetesOpts, record: dict[str, str]) -> Object
         "apiVersion": "v1",
         "kind": "Service",
         "metadata": {**_metadata(app_id, app_id, cfg), "annotations": record},
-        # Hosts look for each other before any of them is ready.
+        # Hosts resolve each other's names before their pods are ready.
         "spec": {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {names.LABEL_APP: app_id}},
     }
 
@@ -95,26 +95,31 @@ def _job(
 
 
 def _retries(role: Role, hosts: bool) -> Object:
-    """``max_retries`` as Kubernetes has it: how often each index may fail before the Job has.
+    """Return the fields of a Job that implement ``max_retries``: how often each index may fail before the Job fails.
 
-    One mapping does for all policies, for the hosts themselves tell them apart. Under APPLICATION and ROLE every host
-    of the role ends with the verdict when one is lost, and each of their pods is replaced once: that is one retry.
-    Under REPLICA the others live on, and the lost one alone is replaced.
+    One mapping serves all retry policies, because the hosts implement the policy. Under APPLICATION and ROLE every host
+    of the role exits with the verdict when one host is lost, and Kubernetes replaces each of their pods once: one
+    retry. Under REPLICA the other hosts go on, and Kubernetes replaces the lost pod alone.
+
+    Args:
+        role: the role.
+        hosts: whether its pods run host processes.
     """
     rules: list[Object] = [
-        # By this code a program asks for no other start. The index alone: with the Job, Kubernetes would delete the
-        # pods that are about to say why.
+        # A program exits with EX_CONFIG to ask for no restart. FailIndex, not FailJob: when a Job fails, Kubernetes
+        # deletes its running pods, which have yet to report the cause.
         {"action": "FailIndex", "onExitCodes": {"operator": "In", "values": [os.EX_CONFIG]}}
     ]
     if role.max_retries > 0:
-        # A pod that Kubernetes takes away (drained node, preemption, eviction) is replaced and costs no retry.
+        # Pods lost to a drained node, preemption or eviction are replaced without counting as a retry.
         rules.append({"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]})
     spec: Object = {
         "backoffLimitPerIndex": role.max_retries,
         "podFailurePolicy": {"rules": rules},
-        "podReplacementPolicy": "Failed",  # never two pods of one name at a time
+        "podReplacementPolicy": "Failed",  # never two pods with one host name at a time
     }
     if not hosts:
-        # Nobody tells the others that one has failed for good. (Hosts do, and Kubernetes would delete their logs.)
+        # Without host processes only the Job can end the other replicas. Host processes end each other, and a Job that
+        # fails would delete their pods and logs.
         spec["maxFailedIndexes"] = role.num_replicas - role.min_replicas if role.min_replicas is not None else 0
     return spec

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The lines of one replica's log, through all of its pods: whole, from and to a time, or followed to the app's end."""
+"""Read the log of one replica through all of its pods: all lines, a time window, or followed until the app ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchx_monarch.backends.kubernetes.api import Api, KubernetesError
 from torchx_monarch.backends.kubernetes.status import Attempt
 
 _POLL = 0.5
-"""Seconds between two looks at a replica that is followed and has no pod that runs."""
+"""Seconds between two polls of a followed replica that has no running pod."""
 
 
 def lines(
@@ -25,24 +25,27 @@ def lines(
     follow: bool,
     ended: Callable[[], bool],
 ) -> Iterator[str]:
-    """The lines, each with its end. Bytes that are no UTF-8 are replaced.
+    """Yield the lines, each with its line end. Bytes that are not UTF-8 are replaced.
 
     Args:
         api: the cluster.
-        path: of the pods' collection.
-        attempts: the replica's pods as they are now, the oldest first.
-        since: leave out lines written before; a time without zone is local time. (Upstream asks the server, which has
-            whole seconds, with a number that is wrong for a time with a zone.)
-        until: leave out lines written after. (Upstream refuses it.)
-        follow: wait for more until the app has ended. (Upstream stops with the pod.)
-        ended: whether the app has ended.
+        path: URL path of the pods' collection.
+        attempts: returns the replica's current pods, the oldest first.
+        since: omit lines written before this time; None for no limit. A time without a zone is local time. (TorchX
+            passes the server a number of seconds, which is wrong for a time with a zone.)
+        until: omit lines written after this time; None for no limit. (TorchX refuses this option.)
+        follow: wait for further lines until the app has ended. (TorchX stops when the pod ends.)
+        ended: returns whether the app has ended.
+
+    Raises:
+        KubernetesError: the server refuses; a missing pod or a container that has not started counts as an empty log.
     """
     first = _nanoseconds_of(since) if since else 0
     last = _nanoseconds_of(until) if until else None
     read: dict[str, int] = {}
     over: set[str] = set()
     while True:
-        # In this order: what was written before the end is read after it is known.
+        # Ask before reading: every line written before the end is then still read.
         final = not follow or ended()
         for one in attempts():
             if one.pod in over:
@@ -66,7 +69,7 @@ def _of_pod(api: Api, path: str, container: str, start: int, follow: bool) -> It
     if follow:
         query["follow"] = "true"
     if start:
-        whole = datetime.fromtimestamp(start // 10**9, timezone.utc)  # the server knows whole seconds alone
+        whole = datetime.fromtimestamp(start // 10**9, timezone.utc)  # the server accepts whole seconds only
         query["sinceTime"] = whole.strftime("%Y-%m-%dT%H:%M:%SZ")
     stamp = 0
     try:
@@ -75,18 +78,18 @@ def _of_pod(api: Api, path: str, container: str, start: int, follow: bool) -> It
             word, _, text = stamped.partition(" ")
             if moment := _nanoseconds(word):
                 stamp = moment
-            else:  # a further piece of a very long line
+            else:  # continuation of a very long line, which carries no timestamp
                 text = stamped
             if stamp >= start:
                 yield stamp, text
     except KubernetesError as error:
-        # Not there any more, or its container has not started.
+        # 404: the pod no longer exists. 400: its container has not started.
         if error.status not in (400, 404):
             raise
 
 
 def _nanoseconds(text: str) -> int:
-    """Of ``2026-11-20T10:11:12.123456789Z``, since the epoch; 0 for another word."""
+    """Convert ``2026-11-20T10:11:12.123456789Z`` to nanoseconds since the epoch; 0 for any other text."""
     head, dot, tail = text.partition(".")
     digits = tail[: -len(tail.lstrip("0123456789")) or None] if dot else ""
     zone = tail[len(digits) :] if dot else ""

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the objects of an app are called, and the marks by which they are found again. Pure functions."""
+"""The names of an app's objects, and the labels and annotations that identify them. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ from torchx.schedulers.ids import random_id
 from torchx_monarch.backends.errors import UserError
 
 LABEL_APP = "torchx-monarch/app"
-"""On every object of ours: the app's id without its namespace. Its presence tells ours from others'."""
+"""Label of every object of an app: the app's id without its namespace. Objects without it are not this scheduler's."""
 
 LABEL_ROLE = "torchx-monarch/role"
-"""On jobs and pods: which of the app's roles, by its position."""
+"""Label of Jobs and pods: the index of the role in the app."""
 
 ANNOTATION_APP = "torchx-monarch/appdef"
-"""On the record of an app: the app as ``blob.pack`` has it."""
+"""Annotation of an app's record: the app, packed by ``appdef_codec.pack``."""
 
 ANNOTATION_OPTIONS = "torchx-monarch/options"
-"""On the record: the run options that those who look at an app need, as JSON."""
+"""Annotation of the record: the run options that ``describe`` needs, as JSON: ``grace``, ``pull_timeout``."""
 
 ANNOTATION_ENDED = "torchx-monarch/ended"
-"""On the record: how the app was ended by one of us, as JSON: ``state``, ``msg``, ``time``."""
+"""Annotation of the record: how this scheduler ended the app, as JSON: ``state``, ``msg``, ``time``."""
 
 LARGEST_ANNOTATIONS = 256 << 10
-"""Bytes of all annotations of an object together; the API server refuses more."""
+"""Largest total size of an object's annotations in bytes; the API server refuses more."""
 
 _LONGEST = 63
-"""Of a host's name, of one label of a name in the DNS, and of a Service's name."""
+"""Longest host name, DNS label and Service name, in characters."""
 
 _LABEL = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
-"""What the DNS takes for one."""
+"""Pattern of a DNS label."""
 
 _LONGEST_APP = 22
 _LONGEST_ROLE = 18
-# With them: 22 + 1 + 14 random characters, 1 + 18 + 2 to tell two roles apart, 1 + 4 digits of the replica.
+# The sum is 63: app 22 + dash 1 + random 14, dash 1 + role 18 + role index 2 if names clash, dash 1 + replica 4.
 
 
 def app_id(name: str) -> str:
-    """A new id for an app of this name: a label of the DNS that begins with a letter, as a Service's name must."""
+    """Return a new app id, without namespace: a DNS label that begins with a letter, as a Service's name must."""
     return f"{short_app(name)}-{random_id(14)}"
 
 
 def short_app(name: str) -> str:
-    """What an app's name leaves of itself in its id."""
+    """Return the part of an app's id that comes from its name."""
     return _safe(name).lstrip("0123456789-")[:_LONGEST_APP].strip("-") or "app"
 
 
 def job_names(app_id: str, roles: Sequence[str]) -> list[str]:
-    """The name of each role's Job. The host name of its replica k is that with ``-k`` after it."""
+    """Return the name of each role's Job. The host name of replica k is this name followed by ``-k``."""
     short = [_safe(role)[:_LONGEST_ROLE].strip("-") or "role" for role in roles]
     if len(set(short)) < len(short):
         short = [f"{name}-{index}" for index, name in enumerate(short)]
@@ -59,10 +59,14 @@ def job_names(app_id: str, roles: Sequence[str]) -> list[str]:
 
 
 def check_host_name(name: str, what: str) -> None:
-    """Refuse the host name of a pod that has too many characters.
+    """Check the length of a pod's host name.
+
+    Args:
+        name: the host name.
+        what: the replica, for the message.
 
     Raises:
-        ValueError: it has.
+        ValueError: the name has more than 63 characters.
     """
     if len(name) > _LONGEST:
         raise UserError(
@@ -72,15 +76,15 @@ def check_host_name(name: str, what: str) -> None:
 
 
 def host(pod: str, service: str, namespace: str) -> str:
-    """The name by which a pod is reached from every namespace of its cluster."""
+    """Return the DNS name of a pod that resolves in every namespace of its cluster."""
     return f"{pod}.{service}.{namespace}.svc"
 
 
 def split(app_id: str) -> tuple[str, str]:
-    """Namespace and name of an app's id.
+    """Split an app's id into namespace and name.
 
     Raises:
-        ValueError: it has no namespace.
+        ValueError: the id does not have the form NAMESPACE:NAME.
     """
     namespace, colon, name = app_id.partition(":")
     if not colon or not is_namespace(namespace) or not re.fullmatch(_LABEL, name):
@@ -89,7 +93,7 @@ def split(app_id: str) -> tuple[str, str]:
 
 
 def is_namespace(name: str) -> bool:
-    """Whether there may be a namespace of this name: it becomes a part of URLs."""
+    """Whether this is a valid namespace name. Only such a name may become part of a URL."""
     return len(name) <= _LONGEST and re.fullmatch(_LABEL, name) is not None
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The run options of the Kubernetes scheduler; names are those of TorchX's own where it has them."""
+"""The run options of the Kubernetes scheduler. Options that TorchX's scheduler has too keep its names."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class KubernetesOpts(StructuredOpts):  # type: ignore[misc]
     """Run options of the Kubernetes scheduler."""
 
     mode: str = "auto"
-    """`job` needs nothing but Kubernetes (1.29 or later): an Indexed Job for each role. `volcano` submits a job of
-    Volcano's. `auto` is `volcano` where the cluster knows Volcano's jobs."""
+    """`job` needs Kubernetes 1.29 or later and nothing else: an Indexed Job for each role. `volcano` submits a Volcano
+    job. `auto` is `volcano` if Volcano is installed in the cluster, else `job`."""
 
     namespace: str | None = None
-    """The namespace. Default: that of the kubeconfig's context."""
+    """The namespace. Default: the namespace of the kubeconfig's context."""
 
     queue: str | None = None
-    """With `mode=volcano`: Volcano's queue. Default: `default`."""
+    """With `mode=volcano`: the Volcano queue. Default: `default`."""
 
     kueue_queue: str | None = None
     """With `mode=job`: the Kueue LocalQueue that admits the job; the label `kueue.x-k8s.io/queue-name`."""
@@ -42,47 +42,46 @@ class KubernetesOpts(StructuredOpts):  # type: ignore[misc]
     """The pods' PriorityClass."""
 
     image_secret: str | None = None
-    """The Secret of the namespace with which images are pulled."""
+    """The Secret, in the namespace, with the credentials for pulling images."""
 
     node_selector: dict[str, str] | None = None
-    """Labels that nodes must have: `node_selector=disk:ssd`. Capabilities of a role's resource whose name is that of a
-    node's label (`node.kubernetes.io/instance-type`) are required as well."""
+    """Labels that nodes must have: `node_selector=disk:ssd`. Capabilities of a role's resource that are named like node
+    labels (`node.kubernetes.io/instance-type`) are required too."""
 
     labels: dict[str, str] | None = None
-    """Further labels of all objects."""
+    """Additional labels of all objects."""
 
     annotations: dict[str, str] | None = None
-    """Further annotations of jobs and pods."""
+    """Additional annotations of jobs and pods."""
 
     ttl_seconds_after_finished: int | None = None
-    """With `mode=job`: seconds after the end of the app's last role until Kubernetes deletes all of it. Default:
-    never."""
+    """With `mode=job`: seconds from the end of the app's last role until Kubernetes deletes the app. Default: never."""
 
     pull_timeout: int = 300
-    """Seconds that a pod may fail to start for want of its image or of what its container refers to; the app then
-    fails."""
+    """Seconds after which the app fails if a pod cannot start because its image, or an object that its container refers
+    to, is missing."""
 
     validate_spec: bool = True
-    """Have the API server check the request (a dry run of its own) before anything is submitted."""
+    """Have the API server validate the request (server-side dry run) before it is submitted."""
 
     reserved_millicpu: int = RESERVED_MILLICPU
-    """CPU in millicores by which requests stay below what a role asks for, for what else runs on a node."""
+    """CPU in millicores by which a pod's request is lower than the role's, reserved for other processes of the node."""
 
     reserved_memmb: int = RESERVED_MEMMB
-    """Memory in MB by which requests stay below what a role asks for."""
+    """Memory in MB by which a pod's request is lower than the role's."""
 
     efa_device_count: int | None = None
-    """EFA devices of each pod in place of those of the role's resource."""
+    """Number of EFA devices of each pod. Default: that of the role's resource."""
 
     grace: int = 30
-    """Seconds that a replica has between SIGTERM and SIGKILL."""
+    """Seconds between SIGTERM and SIGKILL when a replica is ended."""
 
 
 def check(cfg: KubernetesOpts) -> None:
-    """Refuse what makes no sense.
+    """Check the run options.
 
     Raises:
-        InvalidRunConfigException: the message names the option, its value and what is allowed.
+        InvalidRunConfigException: a value is not allowed; the message names the option, its value and what is allowed.
     """
     options = {field.name: cfg[field.name] for field in fields(cfg) if not field.name.startswith("_")}
 

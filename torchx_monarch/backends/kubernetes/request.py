@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is submitted: the objects of one app, as the API server takes them."""
+"""The request for one app: its objects, in the form that the API server accepts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 Object = dict[str, Any]
-"""A Kubernetes object, as JSON has it."""
+"""A Kubernetes object, as decoded from JSON."""
 
 _PATHS = {
     ("v1", "Service"): "/api/v1/namespaces/{namespace}/services",
@@ -26,14 +26,14 @@ VOLCANO = "batch.volcano.sh/v1alpha1"
 
 @dataclass
 class KubernetesRequest:
-    """One app.
+    """The request for one app.
 
     Attributes:
         mode: ``job`` or ``volcano``.
-        namespace: where its objects are made.
-        app_id: without the namespace.
-        objects: in the order in which they are made; the last ones, the jobs, own the others.
-        images_to_push: as TorchX's ``DockerWorkspaceMixin`` has them.
+        namespace: the namespace of its objects.
+        app_id: the app's id without the namespace.
+        objects: the objects in the order of their creation; the last ones, the jobs, own the others.
+        images_to_push: the result of ``DockerWorkspaceMixin.dryrun_push_images``; empty for none.
     """
 
     mode: str
@@ -47,17 +47,17 @@ class KubernetesRequest:
 
 
 def collection(api_version: str, kind: str, namespace: str) -> str:
-    """The path of all objects of a kind in a namespace."""
+    """Return the URL path of all objects of a kind in a namespace."""
     return _PATHS[api_version, kind].format(namespace=namespace)
 
 
 def home(one: Object, namespace: str) -> str:
-    """The path of the collection that an object belongs to."""
+    """Return the URL path of the collection that an object belongs to."""
     return collection(one["apiVersion"], one["kind"], namespace)
 
 
 def owner(one: Object) -> Object:
-    """The reference by which an object is owned by this one, which exists: it goes when all of its owners have."""
+    """Return an owner reference to an existing object. Kubernetes deletes an object after the last of its owners."""
     return {
         "apiVersion": one["apiVersion"],
         "kind": one["kind"],

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Mode ``volcano``: the job that TorchX's KubernetesScheduler makes for Volcano, mended."""
+"""Render mode ``volcano``: the job that TorchX's KubernetesScheduler makes for Volcano, with corrections."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from torchx_monarch.backends.kubernetes.request import KubernetesRequest, Object
 
 
 def render(app: AppDef, cfg: KubernetesOpts, namespace: str, record: dict[str, str]) -> KubernetesRequest:
-    """The objects of an app: a Secret and Volcano's job, which makes the Service itself.
+    """Return the request for an app: a Secret and a Volcano job. Volcano creates the Service.
 
     Args:
-        app: as it is to run.
+        app: the app, with wrapped commands.
         cfg: the run options.
-        namespace: where.
+        namespace: the namespace of both objects.
         record: the annotations of the app's record, which is the job.
 
     Raises:
-        ValueError: a name has too many characters.
+        ValueError: the host name of a pod would be too long.
     """
     theirs = copy.deepcopy(app)
     theirs.name = names.short_app(app.name)
     for role in theirs.roles:
-        # Upstream names a variable after the role, and no shell takes one with a dash in it for a variable: the others
-        # then look for replica 0 under a piece of the name. And of several roles all get the first one's.
+        # TorchX derives the variable's name from the role's. A shell expands a name with a dash only up to the dash, so
+        # replicas get a wrong host name. With several roles, TorchX gives all of them the first role's variable.
         role.args = [word.replace(macros.rank0_env, pods.RANK0) for word in role.args]
         role.env = {name: value.replace(macros.rank0_env, pods.RANK0) for name, value in role.env.items()}
         if role.retry_policy is RetryPolicy.ROLE:
-            role.retry_policy = RetryPolicy.APPLICATION  # upstream ends with a KeyError; Volcano has nothing between
+            role.retry_policy = RetryPolicy.APPLICATION  # TorchX raises KeyError; Volcano has no policy per role
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of retries in Volcano 1.4
+        warnings.simplefilter("ignore")  # TorchX warns about retries in Volcano 1.4
         resource = app_to_resource(
             theirs,
             cfg.queue or "default",
@@ -51,7 +51,7 @@ def render(app: AppDef, cfg: KubernetesOpts, namespace: str, record: dict[str, s
     app_id = job["metadata"]["name"]
     job["metadata"]["labels"] = {names.LABEL_APP: app_id, **(cfg.labels or {})}
     job["metadata"]["annotations"] = {**record, **(cfg.annotations or {})}
-    # Volcano's plugin svc: a pod's host name is JOB-TASK-0, and the domain is called as the job.
+    # Volcano's plugin svc names a pod's host JOB-TASK-0 and its domain like the job.
     tasks, hosts = iter(job["spec"]["tasks"]), list[str]()
     placed: list[tuple[int, Object]] = []
     for index, role in enumerate(theirs.roles):
