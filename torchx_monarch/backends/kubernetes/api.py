@@ -132,7 +132,7 @@ class Api:
             except KubernetesError as error:
                 if error.status != 410 or "continue" not in query:
                     raise
-                found, query = [], {"labelSelector": selector}  # the continue token has expired: list everything in one page
+                found, query = [], {"labelSelector": selector}  # the token has expired: list in one page
                 continue
             # The API server omits apiVersion and kind on the objects of a list.
             kind = {"apiVersion": page.get("apiVersion"), "kind": str(page.get("kind", "")).removesuffix("List")}

@@ -1,8 +1,8 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The TorchX scheduler: TorchX's own for Kubernetes, for pods and workspaces; the rest is ours.
+"""The TorchX scheduler for Kubernetes. It extends TorchX's own, of which it uses pods and workspaces.
 
-All that is known of an app is with the API server. So it does not matter which process asks, or from which machine.
+The API server holds the whole state of an app, so any process on any machine can query and cancel it.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from torchx_monarch.model.env_names import replica0_variable
 _ENDED = (AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED)
 
 _NEEDED = ("completionMode", "backoffLimitPerIndex")
-"""What a server that is too old drops from a Job without a word."""
+"""Fields of a Job that a server older than 1.29 silently drops."""
 
 _IN_FLIGHT = 0.5
-"""Seconds that a request of ours whose answer we have not waited for may still take to have its effect."""
+"""Seconds after which an interrupted request has taken effect, if it takes effect at all."""
 
 _FRESH = 1.0
-"""Seconds for which what was found is good enough for those who follow logs."""
+"""Seconds for which log followers use a cached snapshot."""
 
 _log = logging.getLogger("torchx_monarch")
 
@@ -70,23 +70,26 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
     # -- submitting ----------------------------------------------------------------------------------------------------
 
     def replica0_host(self, app: AppDef, role: Role) -> str:
-        """The pod of the role's replica 0, by its name in the cluster's DNS."""
+        """Return the reference ``@VARIABLE`` to the variable that holds the DNS name of the role's replica 0."""
         return f"@{replica0_variable(app.roles.index(role))}"
 
     always_together = False
 
     def client_host(self, app_id: str, role: str) -> str:
-        """The address of the pod of the role's replica 0: its name is known to the cluster's DNS alone, and late."""
+        """Return the pod address of the role's replica 0; empty while it does not run.
+
+        Not its DNS name, which resolves only inside the cluster and only some seconds after the pod's start.
+        """
         found = self._find(app_id)
         replicas = [each for one in (found.roles if found else ()) if one.name == role for each in one.replicas]
         return next((each.last.address for each in replicas if each.id == 0 and each.last), "")
 
     def _pre_build_validate(self, app: AppDef, scheduler: str, cfg: KubernetesOpts) -> None:
-        """Check the options, and that a cluster is configured, before an image is built, which takes long.
+        """Check the options and the cluster's configuration before an image is built, since a build takes long.
 
         Raises:
-            InvalidRunConfigException: an option makes no sense.
-            KubernetesError: no cluster is configured, and one is needed.
+            InvalidRunConfigException: the value of an option is not allowed.
+            KubernetesError: no cluster is configured, and ``mode=auto`` or ``validate_spec`` needs one.
         """
         super()._pre_build_validate(app, scheduler, cfg)
         options.check(cfg)
@@ -94,12 +97,14 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
             _ = self._api
 
     def _submit_dryrun(self, app: AppDef, cfg: KubernetesOpts) -> AppDryRunInfo[KubernetesRequest, KubernetesOpts]:
-        """The request. The cluster is asked whether it has Volcano (``mode=auto``) and takes it (``validate_spec``).
+        """Render the request for an app.
+
+        Queries the cluster for Volcano (``mode=auto``) and has it validate the objects (``validate_spec``).
 
         Raises:
-            InvalidRunConfigException: an option makes no sense.
+            InvalidRunConfigException: the value of an option is not allowed.
             ValueError: the app cannot run on Kubernetes.
-            KubernetesError: the cluster cannot be asked, or would refuse it.
+            KubernetesError: the cluster is unreachable or would refuse the objects.
         """
         options.check(cfg)
         validation.check_names(app)
@@ -119,7 +124,7 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
             if mode == "auto":
                 mode = "volcano" if snapshot.has_volcano(self._api) else "job"
             render = volcano.render if mode == "volcano" else jobs.render
-            # Without a cluster, as in a dry run with mode=job,validate_spec=False, there is no context to look at.
+            # A dry run with mode=job,validate_spec=False needs no cluster, and may have no context with a namespace.
             offline = cfg.mode == "job" and not cfg.validate_spec
             namespace = cfg.namespace or ("default" if offline and not self._configured() else self._api.namespace)
             request = render(app, cfg, namespace, record)
@@ -136,10 +141,10 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
             return False
 
     def schedule(self, dryrun_info: AppDryRunInfo[KubernetesRequest, KubernetesOpts]) -> str:
-        """Make all objects.
+        """Create all objects of a request and return the app's id.
 
         Raises:
-            KubernetesError: one could not be made; all are removed.
+            KubernetesError: an object could not be created; those created before are removed.
         """
         request, api = dryrun_info.request, self._api
         with cli_errors():
@@ -158,7 +163,7 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
                         path = f"{home(one, request.namespace)}/{one['metadata']['name']}"
                         api.patch(path, {"metadata": {"ownerReferences": owners}})
             except BaseException as error:
-                # What was refused is not there, and one of that name may be another's.
+                # With a 4xx status the object was not created, and an object of that name may belong to another app.
                 if isinstance(error, KubernetesError) and 400 <= error.status < 500:
                     doubtful.clear()
                 self._remove([*doubtful, *reversed(made)], request.namespace)
@@ -169,7 +174,7 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
         return f"{request.namespace}:{request.app_id}"
 
     def _remove(self, objects: Sequence[Object], namespace: str) -> None:
-        """Remove what an app that cannot run has got already, and say what could not be."""
+        """Delete the objects of a failed submission; log a warning for each object that cannot be deleted."""
         for one in objects:
             name = one["metadata"]["name"]
             try:
@@ -178,18 +183,21 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
                 what = f"{one['kind'].lower()} {name} --namespace {namespace}"
                 _log.warning("not removed, to be done by `kubectl delete %s`: %s", what, error)
 
-    # -- looking -------------------------------------------------------------------------------------------------------
+    # -- querying ------------------------------------------------------------------------------------------------------
 
     def _find(self, app_id: str) -> KubernetesSnapshot | None:
         try:
             namespace, name = names.split(app_id)
         except ValueError:
-            return None  # there can be none
+            return None  # no app has such an id
         with cli_errors():
             return snapshot.find(self._api, namespace, name)
 
     def _glance(self, app_id: str) -> KubernetesSnapshot | None:
-        """The app as it was a moment ago: `torchx log` of an app of 500 replicas asks in 500 threads."""
+        """Return a snapshot that is at most ``_FRESH`` seconds old, as `torchx log` reads 500 replicas in 500 threads.
+
+        None if the app does not exist.
+        """
         with self._looking:
             when, found = self._seen.get(app_id, (0.0, None))
             if found is None or time.monotonic() > when + _FRESH:
@@ -199,11 +207,11 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
             return found
 
     def describe(self, app_id: str) -> DescribeAppResponse | None:
-        """The app, from its objects alone.
+        """Describe an app from its objects; None if it does not exist.
 
-        One that is decided and that nobody has ended in full (its sidecars, after the other roles have succeeded; the
-        other roles, after one has failed; pods that can never start) is ended by whoever looks: nothing of ours stays
-        behind to do it.
+        No process of this project keeps watching an app. So this call also ends the rest of an app whose result is
+        decided: sidecars after the other roles have succeeded, other roles after one has failed, pods that can never
+        start.
         """
         found = self._find(app_id)
         if found is None:
@@ -213,7 +221,7 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
         if evaluate.unended is not None:
             try:
                 self._end(found, evaluate.unended)
-            except KubernetesError as error:  # who looks may lack the right; the state is what it is
+            except KubernetesError as error:  # a user with read access only may still describe the app
                 _log.warning("%s is decided and could not be ended: %s", app_id, error)
         failed = evaluate.state is AppState.FAILED or evaluate.cause is not None
         return DescribeAppResponse(
@@ -243,7 +251,7 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
         )
 
     def describe_native(self, app_id: str) -> AppDryRunInfo[KubernetesRequest, KubernetesOpts] | None:
-        """The app's objects as they are with the API server."""
+        """Return the app's record and Jobs as the API server has them; None if the app does not exist."""
         found = self._find(app_id)
         if found is None:
             return None
@@ -251,7 +259,11 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
         return AppDryRunInfo(KubernetesRequest(found.mode, found.namespace, found.name, objects), str)
 
     def list(self, cfg: Mapping[str, CfgVal] | None = None) -> list[ListAppResponse]:
-        """Our apps of one namespace, each once, the newest first. (Upstream lists everybody's Volcano jobs.)"""
+        """List this scheduler's apps in one namespace, the newest first. (TorchX lists all Volcano jobs of all users.)
+
+        Args:
+            cfg: its ``namespace`` is the namespace; without it, that of the kubeconfig's context.
+        """
         with cli_errors():
             namespace = (cfg or {}).get("namespace") or self._api.namespace
             found = snapshot.find_all(self._api, str(namespace))
@@ -268,12 +280,12 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
         should_tail: bool = False,
         streams: Stream | None = None,
     ) -> Iterable[str]:
-        """The lines of one replica's log, both streams, of all of its pods that are left.
+        """Return the lines of one replica's log, from all of its pods that still exist.
 
         Raises:
-            ValueError: there is no such app, role or replica; the regular expression is none; one stream alone is asked
-                for, and Kubernetes keeps both as one.
-            KubernetesError: the cluster cannot be asked, or refuses.
+            ValueError: the app, role or replica does not exist; ``regex`` is invalid; or ``streams`` selects one
+                stream, while Kubernetes merges both.
+            KubernetesError: the cluster is unreachable or refuses.
         """
         if streams not in (None, Stream.COMBINED):
             raise UserError(f"Kubernetes keeps both streams of a container as one; {streams.value} alone is not there")
@@ -304,17 +316,17 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
         )
         return validation.matching(lines, regex)
 
-    # -- ending --------------------------------------------------------------------------------------------------------
+    # -- cancelling and deleting ---------------------------------------------------------------------------------------
 
     def _cancel_existing(self, app_id: str) -> None:
-        """Ask for the end of the app and return at once; one that has ended is left alone."""
+        """Start to end an app and return without waiting; do nothing if it has ended."""
         found = self._find(app_id)
         if found is not None and found.evaluate.state not in _ENDED:
             with cli_errors():
                 self._end(found, Ended(AppState.CANCELLED))
 
     def _end(self, found: KubernetesSnapshot, ended: Ended) -> None:
-        # What is noted already stays: two may look at a time.
+        # An earlier note wins: two processes may describe or cancel the app concurrently.
         before = snapshot.noted(found.record) or ended
         if found.mode == "job":
             open_roles = {str(index) for index, role in enumerate(found.roles) if role.open}
@@ -324,7 +336,7 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
             cancel.abort(self._api, f"{collection(VOLCANO, 'Job', found.namespace)}/{found.name}", before)
 
     def _delete_existing(self, app_id: str) -> None:
-        """Remove all of an app; what lives of it is ended, with its grace."""
+        """Delete all objects of an app; running pods get their grace period."""
         found = self._find(app_id)
         if found is None:
             return
@@ -340,10 +352,14 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
 
 
 def _check_kept(sent: Object, kept: Object) -> None:
-    """Make sure that the server knows what a Job of ours is made of.
+    """Check that the server has kept the fields of a Job that this scheduler needs.
+
+    Args:
+        sent: the object in the request.
+        kept: the object in the answer.
 
     Raises:
-        KubernetesError: it has dropped a part.
+        KubernetesError: the server has dropped a field.
     """
     dropped = [key for key in _NEEDED if key in sent.get("spec", {}) and key not in kept.get("spec", {})]
     if dropped:
@@ -353,10 +369,10 @@ def _check_kept(sent: Object, kept: Object) -> None:
 
 
 def _shown(each: status.KubernetesReplica, evaluate: status.KubernetesStatus) -> AppState:
-    """A replica's state beside the app's: one that was ended because all was over has not failed."""
+    """Return the state of a replica to show: CANCELLED, not FAILED, if it was ended because the app had ended."""
     state = evaluate.state
     if state is AppState.SUCCEEDED and each.state is AppState.FAILED and each.failed_at <= evaluate.decided:
-        return each.state  # a failure that the role tolerates
+        return each.state  # a failure before the app's success, which the role tolerates
     if state in (AppState.CANCELLED, AppState.SUCCEEDED) and each.state is not AppState.SUCCEEDED:
         return AppState.CANCELLED
     return each.state
@@ -369,5 +385,5 @@ def _error(each: status.KubernetesReplica) -> str:
 
 
 def create_scheduler(session_name: str, **kwargs: Any) -> MonarchKubernetesScheduler:
-    """TorchX's factory; it talks to no cluster yet. Parameters meant for other schedulers are ignored."""
+    """Create the scheduler (TorchX's factory). Connects to no cluster yet; ignores other schedulers' parameters."""
     return MonarchKubernetesScheduler(session_name)

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The apps of a namespace as the API server has them: records, jobs and pods, put together."""
+"""Read the records, Jobs and pods of a namespace from the API server and assemble them into apps."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _VOLCANO_ENDED = {AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED}
 
 @dataclass(frozen=True)
 class KubernetesSnapshot:
-    """An app.
+    """The state of an app at one time.
 
     Attributes:
         mode: ``job`` or ``volcano``.
-        namespace, name: its id.
-        record: the object with its annotations: the Service, or Volcano's job.
-        jobs: its Jobs in mode ``job``.
-        app: as it was submitted.
-        roles: how they stand.
-        evaluate: how it stands.
+        namespace, name: the two parts of its id.
+        record: the object that carries its annotations: the Service, or the Volcano job.
+        jobs: its existing Jobs in mode ``job``; empty in mode ``volcano``.
+        app: the app as submitted.
+        roles: the state of each role.
+        evaluate: the state of the app.
     """
 
     mode: str
@@ -55,17 +55,17 @@ class KubernetesSnapshot:
 
     @property
     def restarts(self) -> int:
-        """How often replicas were started again, and ranks within them, as far as their pods are still there."""
+        """The number of restarts of replicas, and of ranks within them, as far as their pods still exist."""
         counts = {role.name: [max(0, len(one.attempts) - 1) for one in role.replicas] or [0] for role in self.roles}
         pods = [one for role in self.roles for each in role.replicas for one in each.attempts]
         return validation.restarts(self.app, counts) + sum(one.rank_restarts for one in pods)
 
 
 def find(api: Api, namespace: str, name: str) -> KubernetesSnapshot | None:
-    """One app; None when there is none of ours of this id.
+    """Return the snapshot of an app; None if this scheduler has no app of this id.
 
     Raises:
-        KubernetesError: the cluster cannot be asked, or refuses.
+        KubernetesError: the cluster is unreachable or refuses.
     """
     selector = f"{names.LABEL_APP}={name}"
     record = api.find(f"{collection('v1', 'Service', namespace)}/{name}")
@@ -81,7 +81,10 @@ def find(api: Api, namespace: str, name: str) -> KubernetesSnapshot | None:
 
 
 def _refusals(api: Api, namespace: str, jobs: Sequence[Object], pods: Sequence[Object]) -> dict[str, str]:
-    """Why the controller of Jobs gets no pods, by the uid of a Job that goes on and has none: only events say it."""
+    """Return why the Job controller cannot create pods, by the uid of each unfinished Job that has none.
+
+    Only the Jobs' FailedCreate events contain the reason. Empty if the user may not read events.
+    """
     have = {owner["uid"] for pod in pods for owner in pod["metadata"].get("ownerReferences") or ()}
     found = {}
     for job in jobs:
@@ -92,7 +95,7 @@ def _refusals(api: Api, namespace: str, jobs: Sequence[Object], pods: Sequence[O
         try:
             events = api.get(collection("v1", "Event", namespace), fieldSelector=wanted)["items"]
         except KubernetesError as error:
-            if error.status != 403:  # who looks at jobs may yet not look at events
+            if error.status != 403:  # a user may have access to Jobs and not to events
                 raise
             return {}
         if events:
@@ -102,7 +105,11 @@ def _refusals(api: Api, namespace: str, jobs: Sequence[Object], pods: Sequence[O
 
 
 def find_all(api: Api, namespace: str) -> list[KubernetesSnapshot]:
-    """All apps of ours in a namespace, the newest first."""
+    """Return the snapshots of all apps of this scheduler in a namespace, the newest first.
+
+    Raises:
+        KubernetesError: the cluster is unreachable or refuses.
+    """
     ours = names.LABEL_APP
     jobs = _by_app(api.items(collection("batch/v1", "Job", namespace), ours))
     pods = _by_app(api.items(collection("v1", "Pod", namespace), ours))
@@ -120,12 +127,16 @@ def find_all(api: Api, namespace: str) -> list[KubernetesSnapshot]:
 
 
 def has_volcano(api: Api) -> bool:
-    """Whether the cluster knows Volcano's jobs."""
+    """Whether Volcano is installed in the cluster.
+
+    Raises:
+        KubernetesError: the cluster is unreachable or refuses.
+    """
     return api.find(f"/apis/{VOLCANO}") is not None
 
 
 def noted(record: Object) -> Ended | None:
-    """How one of us has ended the app, by its record."""
+    """Return how this scheduler has ended an app, from the app's record; None if it has not."""
     note = _json(record["metadata"]["annotations"].get(names.ANNOTATION_ENDED))
     return Ended(AppState[note["state"]], note.get("msg", "")) if note else None
 
@@ -168,7 +179,7 @@ def _understood(
 
 
 def _attempts(pods: Sequence[Object], role: int, replicas: int) -> list[list[Attempt]]:
-    """The pods of each replica of a role, the oldest first."""
+    """Return the pods of each replica of a role, the oldest first."""
     found: list[list[Attempt]] = [[] for _ in range(replicas)]
     for pod in pods:
         metadata = pod["metadata"]
@@ -189,12 +200,12 @@ def _work_of_volcano(job: Object) -> Work:
 
 def _state_of_volcano(job: Object) -> AppState:
     phase = ((job.get("status") or {}).get("state") or {}).get("phase", "")
-    # Upstream calls a job UNKNOWN that Volcano has not looked at yet (torchx#999), and one state is of another enum.
+    # TorchX reports a job without a phase as UNKNOWN (torchx#999). One value of JOB_STATE is of a different enum.
     return AppState[JOB_STATE[phase].name] if phase in JOB_STATE else AppState.PENDING
 
 
 def _standing_of_volcano(job: Object, roles: Sequence[KubernetesRole], rules: Rules) -> KubernetesStatus:
-    """Volcano's word is the app's state; why comes from the pods."""
+    """Return the status of a Volcano app: its state from the job's phase, its message and cause from the pods."""
     state = _state_of_volcano(job)
     told = status.evaluate(roles, rules)
     msg = told.msg
@@ -204,7 +215,7 @@ def _standing_of_volcano(job: Object, roles: Sequence[KubernetesRole], rules: Ru
     elif not msg and state in (AppState.FAILED, AppState.PENDING):
         msg = str((job["status"].get("state") or {}).get("message", ""))
     if state is AppState.CANCELLED and rules.ended is not None:
-        return KubernetesStatus(rules.ended.state, rules.ended.msg, told.cause)  # Aborted, but not because of a cancel
+        return KubernetesStatus(rules.ended.state, rules.ended.msg, told.cause)  # aborted by cancel.abort()
     if state is AppState.SUCCEEDED or state is AppState.CANCELLED:
         return KubernetesStatus(state)
     unended = told.unended if state not in _VOLCANO_ENDED else None

@@ -1,8 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the API server says of pods and jobs, what that means for a replica, and what follows for the app. Pure.
+"""Compute the states of replicas, roles and apps from pods and Jobs. Pure functions.
 
-Who decides the end is said in ``backends.outcome``. The app has ended when nothing of it lives any more.
+``backends.outcome`` defines when a role or an app has succeeded or failed. An app has ended when none of its pods runs
+or may still start.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from torchx_monarch.system import error_files
 from torchx_monarch.system.untrusted_text import one_line
 
 SETTLE = 10.0
-"""Seconds beyond the grace that the rest of a failed app gets to end by itself: its hosts carry the verdict out."""
+"""Seconds after the grace period in which a failed app may still end by itself: its hosts end each other."""
 
 DEADLINE = 1
-"""Seconds from a pod's start: the deadline of one that we have told to end."""
+"""The ``activeDeadlineSeconds`` that ``cancel`` sets on a running pod: seconds from the pod's start."""
 
 _NOT_STARTED = frozenset(
     {
@@ -40,30 +41,30 @@ _NOT_STARTED = frozenset(
         "RunContainerError",
     }
 )
-"""Why a container waits that kubelet cannot start: it tries again for ever (torchx#207)."""
+"""Reasons for which a container waits because the kubelet cannot start it. It retries for ever (torchx#207)."""
 
 _LONGEST_LINE = 300
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One pod: one start of one replica.
+    """One start of a replica: one pod.
 
     Attributes:
-        pod: its name.
-        container: the name of the container that runs the role's command: the first one.
-        host: its host name.
-        node: where it runs; empty while it has no place.
-        address: the pod's own, while it runs.
-        phase: Kubernetes' word.
-        created, ended: seconds since the epoch; 0 for not yet.
-        deleting: whether it is being deleted.
-        stopping: whether it was told to end, by a deadline.
-        waiting: why it does not run, where that is more than that it is about to.
-        stuck_since: when it became clear that it cannot start as things are; 0 where it may.
-        failure: how it failed, in words.
-        said: its termination message, where that is an error file (``error_files.cleaned``).
-        rank_restarts: how often it has started the ranks again, as far as a container of it that has ended says so.
+        pod: the pod's name.
+        container: name of the container that runs the role's command, which is the first one.
+        host: the pod's host name.
+        node: the node's name; empty while the pod is not scheduled.
+        address: the pod's IP address; empty unless it runs.
+        phase: the pod's phase in Kubernetes.
+        created, ended: seconds since the epoch; ``ended`` is 0 before the end.
+        deleting: whether the pod is being deleted.
+        stopping: whether ``cancel`` has ended it by a deadline.
+        waiting: why it cannot be scheduled or started; empty for normal progress.
+        stuck_since: seconds since the epoch from which the container could not be started; 0 if it could.
+        failure: how it failed, as a clause for messages; empty if it has not.
+        said: its termination message if that is an error file (``error_files.cleaned``), else empty.
+        rank_restarts: restarts of its ranks that its ended containers have reported.
     """
 
     pod: str
@@ -84,27 +85,27 @@ class Attempt:
 
     @property
     def lives(self) -> bool:
-        """Whether something of it runs or may yet run."""
+        """Whether the pod runs or may still start."""
         return self.phase not in ("Succeeded", "Failed")
 
     @property
     def error(self) -> Mapping[str, Any] | None:
-        """What a host has left as an error file would have it; None where nobody has."""
+        """The error file that the host has left as its termination message; None if it has left none."""
         left = read_error_file(self.said)
         return left if isinstance(left.get("message"), dict) else None
 
     @property
     def is_secondary(self) -> bool:
-        """Whether a host has said that it has only lost another, or ended because another had."""
+        """Whether the host reported a secondary failure: it lost another host, or ended because another had failed."""
         return is_secondary(self.said)
 
 
 def attempt(pod: Object) -> Attempt:
-    """From the object."""
+    """Convert a pod object."""
     metadata, spec, status = pod["metadata"], pod["spec"], pod.get("status") or {}
     conditions = {one["type"]: one for one in status.get("conditions") or ()}
     name = spec["containers"][0].get("name", "")
-    # A pod overlay may have added others.
+    # A pod overlay may have added further containers.
     statuses = status.get("containerStatuses") or ()
     container: Object = next((one for one in statuses if one.get("name") == name), {})
     state, before = container.get("state") or {}, (container.get("lastState") or {}).get("terminated") or {}
@@ -149,7 +150,7 @@ def _ended(conditions: Mapping[str, Object], phase: str) -> float:
 
 
 def _failure(status: Object, conditions: Mapping[str, Object], terminated: Object, spec: Object) -> str:
-    """As one clause."""
+    """Describe how a pod failed, as a clause whose subject is the replica."""
     code = terminated.get("exitCode", 0)
     how = describe_code(128 - code if code > 128 else code) if terminated else "failed"
     reason = terminated.get("reason")
@@ -171,13 +172,13 @@ def _failure(status: Object, conditions: Mapping[str, Object], terminated: Objec
 
 @dataclass(frozen=True)
 class Work:
-    """What a controller says of one role.
+    """The state of the Kubernetes or Volcano job that starts a role's pods.
 
     Attributes:
-        exists: whether there is a job that may start replicas.
-        finished: how the job has ended; None for not yet.
-        succeeded, failed: the indexes of replicas that have for good.
-        word: what the job waits for, or why it ended.
+        exists: whether a job exists that may start pods.
+        finished: the state in which the job has ended; None before its end.
+        succeeded, failed: indexes of the replicas that have finally succeeded or failed.
+        word: what the job waits for, or why it failed; empty if unknown.
     """
 
     exists: bool
@@ -188,7 +189,7 @@ class Work:
 
 
 def work_of_job(job: Object | None) -> Work:
-    """Of an Indexed Job; None for one that is gone."""
+    """Return the state of an Indexed Job; None stands for a deleted Job."""
     if job is None:
         return Work(False)
     status = job.get("status") or {}
@@ -207,7 +208,7 @@ def work_of_job(job: Object | None) -> Work:
 
 
 def indexes(text: str | None) -> frozenset[int]:
-    """The numbers that a Job's status writes as ``0,2-4``."""
+    """Parse the index list of a Job's status, such as ``0,2-4``; None and an empty text are an empty list."""
     found: set[int] = set()
     for part in (text or "").split(","):
         low, _, high = part.partition("-")
@@ -218,11 +219,13 @@ def indexes(text: str | None) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class KubernetesReplica:
-    """One replica.
+    """The state of a replica.
 
     Attributes:
+        role: name of its role.
+        id: its index in the role.
         attempts: its pods, the oldest first.
-        state: of this replica alone.
+        state: its state, regardless of the app's.
     """
 
     role: str
@@ -239,12 +242,12 @@ class KubernetesReplica:
         return self.last.ended if self.last else 0.0
 
     def place(self) -> tuple[bool, float]:
-        """Among those that have failed; the first is the cause."""
+        """Return the sort key that puts the root cause first among failed replicas."""
         return self.last is not None and self.last.is_secondary, self.failed_at
 
     @property
     def failure(self) -> str:
-        """Why it failed, in one line."""
+        """Why it failed, as one line."""
         if self.last is None:
             return f"replica {self.role}/{self.id} failed; its pod is gone"
         where = f" on node {self.last.node}" if self.last.node else ""
@@ -252,12 +255,14 @@ class KubernetesReplica:
 
 
 def replica(role: str, index: int, attempts: Sequence[Attempt], work: Work, max_retries: int) -> KubernetesReplica:
-    """How a replica stands.
+    """Compute the state of a replica.
 
     Args:
+        role: name of its role.
+        index: its index in the role.
         attempts: its pods, the oldest first.
-        work: what the controller says of its role.
-        max_retries: of the role.
+        work: the state of its role's job.
+        max_retries: the role's ``max_retries``.
     """
     last = attempts[-1] if attempts else None
     over = not work.exists or work.finished is not None
@@ -270,13 +275,18 @@ def replica(role: str, index: int, attempts: Sequence[Attempt], work: Work, max_
     elif index in work.failed or over or max_retries == 0:
         state = AppState.CANCELLED if last.stopping else AppState.FAILED
     else:
-        state = AppState.PENDING  # it is to be started again
+        state = AppState.PENDING  # Kubernetes will start it again
     return KubernetesReplica(role, index, attempts, state)
 
 
 @dataclass(frozen=True)
 class Ended:
-    """That one of us has ended the app, from its record."""
+    """A decision to end an app, as noted in its record.
+
+    Attributes:
+        state: the app's final state.
+        msg: the reason, for users; empty for none.
+    """
 
     state: AppState
     msg: str = ""
@@ -284,14 +294,14 @@ class Ended:
 
 @dataclass(frozen=True)
 class KubernetesStatus:
-    """How an app stands.
+    """The state of an app.
 
     Attributes:
-        state: its state; terminal only when nothing of it lives.
-        msg: for people: what it waits for, why it ended; empty when there is nothing to say.
-        cause: the replica that failed first; None where none has, or where that is not why it ended.
-        unended: how it is decided, where it still lives in part and nobody else is to end that part.
-        decided: when it had succeeded, in seconds since the epoch; 0 where it has not.
+        state: the state; terminal only when none of its pods runs or may still start.
+        msg: what it waits for or why it ended, for users; may be empty.
+        cause: the replica that failed first; None if none failed or the app did not end for a failure.
+        unended: the decided result, if pods are left that only ``describe`` can end; else None.
+        decided: the time of the app's success, in seconds since the epoch; 0 without success.
     """
 
     state: AppState
@@ -303,13 +313,13 @@ class KubernetesStatus:
 
 @dataclass(frozen=True)
 class Rules:
-    """What the standing of an app depends on beside its replicas.
+    """The inputs of an app's state besides its replicas.
 
     Attributes:
-        now: seconds since the epoch.
-        grace: seconds from SIGTERM to SIGKILL.
-        pull_timeout: seconds that a pod may be stuck.
-        ended: how one of us has ended it.
+        now: the current time, in seconds since the epoch.
+        grace: the grace period in seconds.
+        pull_timeout: seconds after which a pod that cannot start fails the app.
+        ended: how this scheduler has ended the app; None if it has not.
     """
 
     now: float
@@ -320,13 +330,13 @@ class Rules:
 
 @dataclass(frozen=True)
 class KubernetesRole:
-    """One role.
+    """The state of a role.
 
     Attributes:
-        name: its own.
-        replicas: all of them.
-        work: what its controller says.
-        policy: what decides how it ends.
+        name: the role's name.
+        replicas: all of its replicas, by index.
+        work: the state of its job.
+        policy: the rules for its success and failure.
     """
 
     name: str
@@ -339,31 +349,31 @@ class KubernetesRole:
 
     @property
     def over(self) -> bool:
-        """Whether all of its replicas have ended for good."""
+        """Whether all replicas have finally succeeded or failed."""
         return all(one.state in (AppState.SUCCEEDED, AppState.FAILED) for one in self.replicas)
 
     @property
     def open(self) -> bool:
-        """Whether there is a job that may go on. One whose replicas are all over only has to say so itself."""
+        """Whether its job may still run pods. A job whose replicas are all over only lacks its own final status."""
         return self.work.exists and self.work.finished is None and not self.over
 
     @property
     def failed(self) -> Sequence[KubernetesReplica]:
-        """Those of its replicas that have failed for good; none while the role tolerates that."""
+        """The replicas that have finally failed; empty while the role tolerates their failure."""
         if self.policy.tolerates(self._ids(AppState.FAILED)):
             return ()
         return [one for one in self.replicas if one.state is AppState.FAILED]
 
     @property
     def succeeded(self) -> bool:
-        """Whether it has, perhaps without some whose failure it tolerates."""
+        """Whether the role has succeeded, perhaps with failed replicas that it tolerates."""
         return self.work.finished is AppState.SUCCEEDED or self.policy.succeeded(
             self._ids(AppState.SUCCEEDED), self._ids(AppState.FAILED)
         )
 
 
 def evaluate(roles: Sequence[KubernetesRole], rules: Rules) -> KubernetesStatus:
-    """How an app stands whose roles these are."""
+    """Compute the state of an app from its roles."""
     everyone = [one for role in roles for one in role.replicas]
     pods = [one for each in everyone for one in each.attempts if one.lives]
     failed = sorted((one for role in roles for one in role.failed), key=KubernetesReplica.place)
@@ -403,7 +413,7 @@ def _is_stuck(one: Attempt, rules: Rules) -> bool:
 
 
 def _waiting(roles: Sequence[KubernetesRole]) -> str:
-    """What those wait for that wait, in one line."""
+    """Describe in one line what the first waiting replica, or else a role's job, waits for; empty if none waits."""
     waiting = [(each, each.last.waiting) for role in roles for each in role.replicas if each.last and each.last.waiting]
     if waiting:
         first, why = waiting[0]
@@ -413,9 +423,10 @@ def _waiting(roles: Sequence[KubernetesRole]) -> str:
 
 
 def root_cause(roles: Sequence[KubernetesRole]) -> str:
-    """The error that began the end, as JSON text; empty where no host has said any.
+    """Return the error file of the root cause as JSON text; empty if no host has left an error file.
 
-    The first to fail was perhaps killed; one that says only that it has lost another is not the cause if there is one.
+    This need not be the error of the first failed replica, which leaves none if it was killed. Secondary failures count
+    only without a primary one.
     """
     said = [
         (*each.place(), each.id, each.last.said)
@@ -427,5 +438,5 @@ def root_cause(roles: Sequence[KubernetesRole]) -> str:
 
 
 def seconds(text: str) -> float:
-    """Kubernetes' ``2026-11-20T10:11:12Z`` since the epoch; 0.0 for none."""
+    """Convert a Kubernetes time such as ``2026-11-20T10:11:12Z`` to seconds since the epoch; 0.0 for an empty text."""
     return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp() if text else 0.0
