@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What AWS Batch does not do with an app of Monarch hosts: refused, or told to who submits it."""
+"""Check an app of Monarch hosts against the limits of AWS Batch: refuse it, or warn the user."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ _log = logging.getLogger("torchx_monarch")
 
 
 def warn_of_unawaited(app: AppDef) -> None:
-    """Say which roles end with the first one though they are no sidecars: those that have no hosts, or it has none."""
+    """Warn of roles that Batch ends with the first role though they are not sidecars.
+
+    Only host processes wait for another role. So these are the roles without hosts, or all if the first has no hosts.
+    """
     runs_ranks = [CREDENTIALS in role.env for role in app.roles]
     ended = [
         role.name
@@ -32,10 +35,14 @@ def warn_of_unawaited(app: AppDef) -> None:
 
 
 def check_hosts(role: Role, main: Role) -> None:
-    """Refuse a role whose hosts could not find each other, or whose lost hosts would not be replaced.
+    """Check that the hosts of a role can find each other and that Batch can implement the role's retry policy.
+
+    Args:
+        role: the role.
+        main: the app's first role; its replica 0 is Batch's main node.
 
     Raises:
-        ValueError: its hosts cannot find each other, or are promised replacements.
+        ValueError: the hosts cannot find each other, or the role has retries with ``RetryPolicy.REPLICA``.
     """
     if CREDENTIALS not in role.env or role.num_replicas == 1:
         return

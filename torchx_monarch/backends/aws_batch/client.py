@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Talking to AWS: boto3's clients, made when they are first needed, and what its errors mean to a person."""
+"""Send requests to AWS through boto3 clients that are created on first use, and explain AWS's errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from botocore.config import Config
 from torchx.specs.finder import ComponentValidationException
 
 _ATTEMPTS = 8
-"""Of one request that AWS throttles or fails; the waits between them grow to 20 s."""
+"""Attempts at a request that AWS throttles or fails. boto3 waits up to 20 s between two attempts."""
 
 _THROTTLED = {
     "Throttling",
@@ -47,11 +47,11 @@ _HOW_TO_LOG_IN = (
 
 
 class AwsError(ComponentValidationException, RuntimeError):  # type: ignore[misc]
-    """AWS could not be asked, or refused. The torchx command shows the message without a traceback.
+    """AWS is unreachable or refused a request. The torchx command shows the message without a traceback.
 
     Attributes:
-        code: AWS's word for it; empty where AWS has not answered.
-        throttled: whether it may work a little later.
+        code: AWS's error code; empty without an answer.
+        throttled: whether AWS throttled the request, so that it may succeed later.
     """
 
     def __init__(self, message: str, code: str = "") -> None:
@@ -61,7 +61,7 @@ class AwsError(ComponentValidationException, RuntimeError):  # type: ignore[misc
 
 
 class Aws:
-    """The clients of one account and region: those of the environment and of AWS's own configuration files."""
+    """Creates clients and sends requests, with the account and region of the environment and AWS's configuration."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -69,10 +69,10 @@ class Aws:
         self._clients: dict[str, Any] = {}
 
     def client(self, service: str) -> Any:
-        """boto3's client.
+        """Return the boto3 client of a service.
 
         Raises:
-            AwsError: no region is set, or the configuration is wrong.
+            AwsError: no region is set, or the configuration is invalid.
         """
         with self._lock:
             if service not in self._clients:
@@ -80,8 +80,8 @@ class Aws:
                 if "AWS_MAX_ATTEMPTS" not in os.environ:
                     options["retries"] = {"mode": "standard", "total_max_attempts": _ATTEMPTS}
                 try:
-                    # Not boto3's default one, which is shared with whoever else uses it in this process.
-                    # It does not know AWS_REGION, which AWS's command and other SDKs heed first.
+                    # Not boto3's default session, which other code in this process shares.
+                    # boto3 ignores AWS_REGION, which the AWS CLI and other SDKs read first.
                     region = os.environ.get("AWS_REGION") or None
                     self._session = self._session or boto3.session.Session(region_name=region)
                     self._clients[service] = self._session.client(service, config=Config(**options))
@@ -90,15 +90,15 @@ class Aws:
             return self._clients[service]
 
     def call(self, service: str, operation: str, **arguments: Any) -> dict[str, Any]:
-        """One request.
+        """Send a request and return the answer.
 
         Args:
-            service: ``batch``.
-            operation: its name in AWS's documentation, ``SubmitJob``.
-            arguments: of the operation.
+            service: boto3's name of the service, such as ``batch``.
+            operation: the operation's name in AWS's documentation, such as ``SubmitJob``.
+            arguments: the operation's arguments.
 
         Raises:
-            AwsError: there was no answer, or a refusal.
+            AwsError: AWS is unreachable or refuses.
         """
         client = self.client(service)
         try:
@@ -108,10 +108,10 @@ class Aws:
         return answer
 
     def pages(self, service: str, operation: str, **arguments: Any) -> Iterator[dict[str, Any]]:
-        """The answers to a request whose answer comes in parts.
+        """Yield the pages of a paginated operation; arguments as for ``call``.
 
         Raises:
-            AwsError: as ``call`` does.
+            AwsError: AWS is unreachable or refuses.
         """
         while True:
             answer = self.call(service, operation, **arguments)

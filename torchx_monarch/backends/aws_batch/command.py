@@ -1,10 +1,10 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A role's command and environment with TorchX's macros replaced.
+"""Replace TorchX's macros in a role's command and environment.
 
-All nodes of a role have one definition, so which replica a node is it learns when it runs, from Batch's node index,
-which counts through all roles. Where a role of several replicas asks for its number, a shell works it out: no part of
-ours is needed in the image.
+All nodes of a role share one container definition. A node computes its replica number when it runs, from Batch's node
+index, which counts through all roles. If a role of several replicas uses its number, its command is wrapped in a shell
+that computes it. So the image needs no part of this package.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ import shlex
 from torchx.specs import Role, macros
 
 RANK0 = "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"
-"""Batch's variable with the address of the main node, replica 0 of the first role; not set on that node itself."""
+"""Batch's variable with the address of the main node (replica 0 of the first role); Batch leaves it unset there."""
 
 REPLICA = "TORCHX_REPLICA_ID"
-"""The variable in which the shell has the replica."""
+"""The shell variable that holds the replica number."""
 
 _UNKNOWN = "\0"
-"""Stands for the replica in a text. No word of a command and no variable can hold it."""
+"""Placeholder for the replica number. No argument and no environment variable can contain a null character."""
 
 
 def render(role: Role, app_id: str, first: int) -> tuple[list[str], dict[str, str]]:
-    """The words of the command, and the environment.
+    """Return the words of a role's command, and its environment.
 
     Args:
-        role: what runs.
+        role: the role.
         app_id: the app's id.
         first: node index of the role's replica 0.
 
     Raises:
-        ValueError: a variable whose value holds the replica's number has a name that no shell can set, or Batch keeps
-            its name for itself.
+        ValueError: a variable's name is reserved by Batch, or no shell can set it though its value uses the replica
+            number.
     """
     known = role.num_replicas == 1
     values = macros.Values(img_root="", app_id=app_id, replica_id="0" if known else _UNKNOWN, rank0_env=RANK0)
@@ -61,5 +61,5 @@ def render(role: Role, app_id: str, first: int) -> tuple[list[str], dict[str, st
 
 
 def _quoted(text: str) -> str:
-    """As a word of a shell, with the variable where the replica stands."""
+    """Quote a text as one shell word, with the placeholder replaced by the shell variable."""
     return f'"${REPLICA}"'.join(shlex.quote(part) if part else "" for part in text.split(_UNKNOWN)) or "''"

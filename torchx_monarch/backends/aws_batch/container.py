@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""One role as what Batch calls container properties: resources, devices, mounts, environment."""
+"""Render Batch's container properties of a role: resources, devices, mounts, environment."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from torchx_monarch.backends.aws_batch.options import AWSBatchOpts
 _PERMISSIONS = {"r": "READ", "w": "WRITE", "m": "MKNOD"}
 
 _LOWEST_MEMORY = 4
-"""MiB."""
+"""Smallest memory of a container that Batch accepts, in MiB."""
 
 
 def properties(role: Role, command: list[str], env: Mapping[str, str], cfg: AWSBatchOpts) -> dict[str, Any]:
-    """The container of every node of a role.
+    """Return the container properties of all nodes of a role.
 
     Args:
-        role: its image, resource and mounts.
-        command, env: with macros replaced.
+        role: the role.
+        command: the words of its command, with macros replaced.
+        env: its environment, with macros replaced.
         cfg: the run options.
 
     Raises:
-        ValueError: what the role asks for cannot be had.
+        ValueError: Batch cannot provide a resource or mount of the role, or a ulimit is malformed.
     """
     volumes, points, devices = _mounts(role)
     found: dict[str, Any] = {
@@ -38,9 +39,9 @@ def properties(role: Role, command: list[str], env: Mapping[str, str], cfg: AWSB
         "privileged": cfg.privileged,
         "resourceRequirements": _requirements(role),
         "linuxParameters": {
-            # As process 1 a program ignores every signal that it does not handle, SIGTERM among them.
+            # The kernel discards signals, SIGTERM among them, that process 1 of a container has no handler for.
             "initProcessEnabled": True,
-            # Data loaders need more than the 64 MB that containers usually have.
+            # Data loaders need more than 64 MB of shared memory, the usual size in a container.
             "sharedMemorySize": role.resource.memMB,
             "devices": devices,
         },
@@ -62,7 +63,7 @@ def properties(role: Role, command: list[str], env: Mapping[str, str], cfg: AWSB
 
 
 def instance_type(resource: Resource) -> str | None:
-    """The instance type that a named resource stands for (``aws_p4d.24xlarge``); None for plain numbers."""
+    """Return the instance type of a named resource (``aws_p4d.24xlarge``); None for other resources."""
     found = resource.capabilities.get(K8S_ITYPE)
     return str(found) if found else None
 
@@ -84,14 +85,17 @@ def _requirements(role: Role) -> list[dict[str, str]]:
 
 
 def resource(properties: Mapping[str, Any]) -> Resource:
-    """The inverse, as far as Batch knows it; it may still say it as it did before there were GPUs."""
+    """Convert container properties back to a resource.
+
+    Batch may return the older fields ``vcpus`` and ``memory`` instead of ``resourceRequirements``. -1 if unknown.
+    """
     known = {"VCPU": int(properties.get("vcpus", -1)), "MEMORY": int(properties.get("memory", -1))}
     known |= {each["type"]: int(float(each["value"])) for each in properties.get("resourceRequirements", ())}
     return Resource(cpu=known["VCPU"], gpu=known.get("GPU", 0), memMB=known["MEMORY"])
 
 
 def _mounts(role: Role) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
-    """Volumes, the points where they are mounted, and devices: those of the role and those that its resource has."""
+    """Return the volumes, mount points and devices of a role, including the devices of its resource."""
     volumes: list[dict[str, Any]] = []
     points, devices = [], []
     for index, mount in enumerate([*role.mounts, *get_device_mounts(role.resource.devices)]):
@@ -123,16 +127,16 @@ def _mounts(role: Role) -> tuple[list[dict[str, Any]], list[dict[str, Any]], lis
 
 
 def _efs(source: str) -> dict[str, str]:
-    """``fs-12345678``, or ``fs-12345678:/folder`` for a folder of it."""
+    """Convert ``fs-12345678``, or ``fs-12345678:/folder`` for one of its folders, to an EFS volume configuration."""
     system, _, folder = source.partition(":")
     return {"fileSystemId": system, **({"rootDirectory": folder} if folder else {})}
 
 
 def ulimits(texts: list[str]) -> list[dict[str, Any]]:
-    """From NAME:SOFT:HARD.
+    """Parse ulimits of the form NAME:SOFT:HARD; empty texts are skipped.
 
     Raises:
-        ValueError: a text is of another form.
+        ValueError: a text has another form.
     """
     found = []
     for text in filter(None, (each.strip() for each in texts)):

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The lines of one node's log in CloudWatch: whole, from and to a time, or followed through restarts to the end."""
+"""Read the log of one node from CloudWatch: all lines, a time window, or followed through restarts to the job's end."""
 
 from __future__ import annotations
 
@@ -12,43 +12,43 @@ from typing import Any
 from torchx_monarch.backends.aws_batch.client import Aws, AwsError
 
 _POLL = 2.0
-"""Seconds between two looks at a log that is followed; CloudWatch itself is some seconds behind."""
+"""Seconds between two polls of a followed log. CloudWatch itself lags by some seconds."""
 
 _POLL_THROTTLED = 15.0
-"""The same, after AWS has asked for patience."""
+"""Seconds until the next poll after AWS has throttled one."""
 
 _SETTLE = 5.0
-"""Seconds after a job's end in which its last lines may still come."""
+"""Seconds after a job's end in which CloudWatch may still receive its last lines."""
 
 _TAIL = 200
 
 Look = Callable[[], tuple[list[tuple[str, str]], bool]]
-"""Tells the streams of a node, (group, stream), one for each attempt, and whether the job has ended."""
+"""Returns a node's log streams as (group, stream), one for each attempt in order, and whether the job has ended."""
 
 
 def lines(aws: Aws, look: Look, *, since: datetime | None, until: datetime | None, follow: bool) -> Iterator[str]:
-    """The lines, each with its line end.
+    """Yield the lines, each with its line end.
 
     Args:
-        aws: where they are.
-        look: asked again and again when the log is followed.
-        since: leave out lines written before; a time without zone is local time.
-        until: leave out lines written after.
-        follow: wait for more until the job has ended.
+        aws: sends the requests.
+        look: called before each poll.
+        since: omit lines written before this time; None for no limit. A time without a zone is local time.
+        until: omit lines written after this time; None for no limit.
+        follow: wait for further lines until the job has ended.
 
     Raises:
-        AwsError: AWS refuses; while a log is followed, being throttled is waited out.
+        AwsError: AWS is unreachable or refuses; throttling of a followed log only delays the next poll.
     """
     window: dict[str, int] = {}
     if since is not None:
         window["startTime"] = int(since.timestamp() * 1000)
     if until is not None:
-        window["endTime"] = int(until.timestamp() * 1000) + 1  # the end itself is not part of the window
+        window["endTime"] = int(until.timestamp() * 1000) + 1  # GetLogEvents excludes endTime itself
     at, token, ended_at = 0, "", 0.0
     while True:
         try:
             found, ended = look()
-            # In this order: what was written before the end is read after it is known.
+            # Ask before reading: every line written before the end is then still read.
             ended_at = ended_at or (time.monotonic() if ended else 0.0)
             last = not follow or (ended_at > 0 and time.monotonic() >= ended_at + _SETTLE)
             last = last or (until is not None and time.time() > until.timestamp() + _SETTLE)
@@ -71,7 +71,7 @@ def lines(aws: Aws, look: Look, *, since: datetime | None, until: datetime | Non
 
 
 def _read(aws: Aws, stream: tuple[str, str], token: str, window: dict[str, int]) -> Iterator[tuple[str, str | None]]:
-    """What there is from a token on: the lines, each with the token to go on from, and at last the token alone."""
+    """Yield the lines of a stream from a token on, and None after each page, each with the token to continue from."""
     group, name = stream
     while True:
         arguments: dict[str, Any] = {"logGroupName": group, "logStreamName": name, "startFromHead": True, **window}
@@ -81,13 +81,13 @@ def _read(aws: Aws, stream: tuple[str, str], token: str, window: dict[str, int])
             answer = aws.call("logs", "GetLogEvents", **arguments)
         except AwsError as error:
             if error.code == "ResourceNotFoundException":
-                return  # nothing has been written yet
+                return  # the stream does not exist before its first line
             raise
-        # A page is read as a whole, or not at all: its token stands for the end of it.
+        # The token of a page stands for the page's end.
         after = answer["nextForwardToken"]
         for event in answer["events"]:
             yield after, event["message"].rstrip("\n") + "\n"
-        # Pages may be empty before the end, which is where the token stays what it was.
+        # An empty page is not the end. At the end, GetLogEvents returns the token of the request.
         if after == token:
             return
         token = after
@@ -95,10 +95,10 @@ def _read(aws: Aws, stream: tuple[str, str], token: str, window: dict[str, int])
 
 
 def tail(aws: Aws, stream: tuple[str, str]) -> list[str]:
-    """The last lines of a stream.
+    """Return the last lines of a stream, 200 at most, without their line ends.
 
     Raises:
-        AwsError: AWS refuses.
+        AwsError: AWS is unreachable or refuses.
     """
     group, name = stream
     answer = aws.call("logs", "GetLogEvents", logGroupName=group, logStreamName=name, startFromHead=False, limit=_TAIL)
