@@ -1,6 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What ``-s`` names: the factories that the entry points register. Light to import; a factory imports its backend."""
+"""The schedulers' factories, which the entry points register for ``torchx run -s NAME``.
+
+The module is light to import: a factory imports its backend when it is called.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ __all__ = ["aws_batch", "monarch_aws_batch", "monarch_docker", "monarch_kubernet
 
 
 def monarch_local(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
-    """The scheduler ``monarch_local``: Monarch hosts on this machine, detached from the terminal."""
+    """Create the scheduler ``monarch_local``: Monarch hosts on this machine, detached from the terminal."""
     from torchx_monarch.schedulers.compatibility import require_torchx_nightly
 
     require_torchx_nightly()
@@ -24,15 +27,15 @@ def monarch_local(session_name: str, **kwargs: object) -> Scheduler[dict[str, ob
     from torchx_monarch.backends.local.scheduler import create_scheduler
     from torchx_monarch.schedulers.monarch import wrap
 
-    # The submitter's interpreter: PATH may know no `python`, or one of another environment.
+    # The submitter's interpreter: PATH may have no `python`, or the `python` of another environment.
     return wrap("monarch_local", session_name, create_scheduler(session_name, **kwargs), python=sys.executable)
 
 
 def monarch_docker(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
-    """The scheduler ``monarch_docker``: Monarch hosts as containers of a Docker daemon.
+    """Create the scheduler ``monarch_docker``: Monarch hosts as containers of a Docker daemon.
 
     Raises:
-        ModuleNotFoundError: Docker's client for Python is not installed.
+        ModuleNotFoundError: the package ``docker`` is not installed.
     """
     from torchx_monarch.schedulers.compatibility import require_torchx_nightly
 
@@ -50,10 +53,10 @@ def monarch_docker(session_name: str, **kwargs: object) -> Scheduler[dict[str, o
 
 
 def monarch_kubernetes(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
-    """The scheduler ``monarch_kubernetes``: Monarch hosts as pods of a Kubernetes cluster.
+    """Create the scheduler ``monarch_kubernetes``: Monarch hosts as pods of a Kubernetes cluster.
 
     Raises:
-        ModuleNotFoundError: Kubernetes' client for Python is not installed.
+        ModuleNotFoundError: the package ``kubernetes`` is not installed.
     """
     from torchx_monarch.schedulers.compatibility import require_torchx_nightly
 
@@ -71,7 +74,7 @@ def monarch_kubernetes(session_name: str, **kwargs: object) -> Scheduler[dict[st
 
 
 def monarch_slurm(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
-    """The scheduler ``monarch_slurm``: Monarch hosts on the nodes of a Slurm job."""
+    """Create the scheduler ``monarch_slurm``: Monarch hosts on the nodes of a Slurm job."""
     from torchx_monarch.schedulers.compatibility import require_torchx_nightly
 
     require_torchx_nightly()
@@ -80,14 +83,14 @@ def monarch_slurm(session_name: str, **kwargs: object) -> Scheduler[dict[str, ob
     from torchx_monarch.backends.slurm.scheduler import create_scheduler
     from torchx_monarch.schedulers.monarch import wrap
 
-    # As above; the nodes see the submitter's environment, or they could not run its jobs.
+    # The submitter's interpreter, as in monarch_local: the nodes must share its Python environment to run its jobs.
     return wrap("monarch_slurm", session_name, create_scheduler(session_name, **kwargs), python=sys.executable)
 
 
 def aws_batch(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
-    """The scheduler ``aws_batch``: jobs of AWS Batch, without Monarch. TorchX had one until August 2026.
+    """Create the scheduler ``aws_batch``: jobs of AWS Batch, without Monarch. TorchX had one until August 2026.
 
-    Whoever has registered another one by that name, perhaps a copy of TorchX's, goes on using that.
+    If another plugin registers a scheduler of this name, perhaps a copy of TorchX's, return that one instead.
 
     Raises:
         ModuleNotFoundError: boto3 is not installed.
@@ -100,7 +103,7 @@ def aws_batch(session_name: str, **kwargs: object) -> Scheduler[dict[str, object
 
 
 def monarch_aws_batch(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
-    """The scheduler ``monarch_aws_batch``: Monarch hosts as the nodes of a job of AWS Batch.
+    """Create the scheduler ``monarch_aws_batch``: Monarch hosts as the nodes of a job of AWS Batch.
 
     Raises:
         ModuleNotFoundError: boto3 is not installed.
@@ -112,7 +115,14 @@ def monarch_aws_batch(session_name: str, **kwargs: object) -> Scheduler[dict[str
 
 
 def _boto3_needed(name: str) -> Any:
-    """The module of both schedulers of AWS Batch."""
+    """Import the module of both AWS Batch schedulers.
+
+    Args:
+        name: name of the requested scheduler, for the message.
+
+    Raises:
+        ModuleNotFoundError: boto3 is not installed.
+    """
     from torchx_monarch.schedulers.compatibility import require_torchx_nightly
 
     require_torchx_nightly()
@@ -127,7 +137,10 @@ def _boto3_needed(name: str) -> Any:
 
 
 def _registered_by_others(name: str) -> Callable[..., Any] | None:
-    """Another plugin's factory of a scheduler that TorchX, which knows one for each name, has taken ours for."""
+    """Return another plugin's factory for a scheduler's name; None if only this package registers the name.
+
+    TorchX keeps one factory per name, and it may have chosen this package's.
+    """
     import os
     from importlib.metadata import entry_points
 

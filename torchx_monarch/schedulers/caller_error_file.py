@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The error file of whoever calls ``torchx run --wait``: it gets the job's root cause, as torchrun's caller does.
+"""Write a job's root cause to the error file of the process that called ``torchx run --wait``, as torchrun does.
 
 torchrun's ``main`` is decorated with ``@record``, which copies the error file of the rank that failed first to the
 TORCHELASTIC_ERROR_FILE of its own environment (``ErrorHandler.dump_error_file`` of torch 2.13).
@@ -18,16 +18,16 @@ VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 
 def write_root_cause(response: DescribeAppResponse) -> None:
-    """Write why an app has failed to the caller's error file, if there is such a file to be written and a cause known.
+    """Write the root cause of a failed app to the file that TORCHELASTIC_ERROR_FILE names.
 
     Args:
-        response: the app; nothing is written unless it has failed.
+        response: the app. Nothing is written unless it has failed with a known cause and the variable is set.
     """
     path, cause = os.environ.get(VARIABLE), response.structured_error_msg
     if not path or response.state != AppState.FAILED or not cause or cause == NONE:
         return
     temporary = f"{path}.{os.getpid()}.tmp"
-    with contextlib.suppress(OSError):  # the command's exit code and `torchx status` tell all the same
+    with contextlib.suppress(OSError):  # the exit code and `torchx status` still report the failure
         with open(temporary, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             file.write(cause)
         os.replace(temporary, path)

@@ -1,10 +1,11 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the ``torchx`` command shows of a user's mistake: the message, and exit code 1, in place of a traceback.
+"""Have the ``torchx`` command report a user's mistake by its message and exit code 1 instead of a traceback.
 
-TorchX's command line catches such errors in ``torchx run`` alone (``torchx.cli.cmd_run.CmdRun._run_inner``), but not
-those of ``-cfg``, which it reads before (``_run_from_cli_args``), and none of ``log``, ``list``, ``cancel`` and the
-others. It leaves its runner, and so closes the schedulers, while the error is on its way: there it is taken up.
+TorchX's command line catches such errors only in ``torchx run`` (``torchx.cli.cmd_run.CmdRun._run_inner``). It does not
+catch those of ``-cfg``, which it parses earlier (``_run_from_cli_args``), nor those of ``log``, ``list``, ``cancel`` and
+the other subcommands. While such an error propagates, TorchX exits its runner's context and so closes the schedulers.
+``MonarchScheduler.close`` uses this to replace the error.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from torchx.specs.finder import ComponentValidationException
 from torchx.util.types import to_dict
 
 _MISTAKES = (ComponentValidationException, InvalidRunConfigException)
-"""The bases of all errors whose message is for a user."""
+"""Base classes of all errors whose message is meant for a user."""
 
 _SUBCOMMANDS = ("cancel", "delete", "describe", "list", "log", "run", "status")
 
 
 def subcommand() -> str:
-    """Which subcommand of ``torchx`` this process runs; empty in any other program."""
+    """Return the subcommand of ``torchx`` that this process runs; empty in any other program."""
     main = getattr(sys.modules.get("__main__"), "__spec__", None)
     if os.path.basename(sys.argv[0]) != "torchx" and getattr(main, "name", "") != "torchx.cli.main":
         return ""
@@ -32,10 +33,10 @@ def subcommand() -> str:
 
 
 def end_plainly() -> None:
-    """End the command with the message of the mistake that is on its way through it, if one is.
+    """Exit the ``torchx`` command with the message of the user's mistake that is being handled, if any.
 
     Raises:
-        SystemExit: with the message, for exit code 1.
+        SystemExit: a user's mistake is being handled; carries its message, for exit code 1.
     """
     error = sys.exc_info()[1]
     if isinstance(error, _MISTAKES) and subcommand():
@@ -43,7 +44,7 @@ def end_plainly() -> None:
 
 
 def keep_threads_quiet() -> None:
-    """Have a thread of ``torchx log`` that ends with a mistake print no traceback: the command raises it once more."""
+    """Suppress the tracebacks of threads that end with a user's mistake: ``torchx log`` raises it again."""
     before = threading.excepthook
     if not subcommand() or getattr(before, "quiet", False):
         return
@@ -57,13 +58,13 @@ def keep_threads_quiet() -> None:
 
 
 class RunOptions(runopts):  # type: ignore[misc]
-    """Run options that say which one has a value of another type."""
+    """Run options whose parse errors name the option that has a value of the wrong type."""
 
     def cfg_from_str(self, cfg_str: str) -> dict[str, CfgVal]:
-        """As TorchX's, whose error for ``grace=abc`` is that of ``int``.
+        """Parse the text of ``-cfg``. TorchX's error for ``grace=abc`` is only that of ``int``.
 
         Raises:
-            InvalidRunConfigException: an option is not known, or its value is of another type.
+            InvalidRunConfigException: the text is malformed, an option is unknown, or a value has the wrong type.
         """
         try:
             parsed: dict[str, CfgVal] = super().cfg_from_str(cfg_str)

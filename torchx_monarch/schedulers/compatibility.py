@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Tells when the distribution ``torchx`` sits beside ``torchx-nightly``: both own the same files."""
+"""Detect the distribution ``torchx`` installed instead of, or beside, ``torchx-nightly``: both own the same files."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _REMEDY = "run: pip uninstall -y torchx torchx-nightly && pip install torchx-nig
 
 
 def require_torchx_nightly() -> None:
-    """Check that what is imported as ``torchx`` is torchx-nightly.
+    """Check that the importable ``torchx`` is torchx-nightly.
 
-    Warns when both distributions are installed and the nightly's files are the ones there.
+    Log a warning if both distributions are installed and the nightly's files have overwritten the stable release's.
 
     Raises:
-        ImportError: they are the stable release's, which lacks what is needed (``Role.workspace`` and more). From the
-            ``torchx`` command, SystemExit with the same text instead: a person wants no traceback.
+        ImportError: ``torchx`` is the stable release, which lacks ``Role.workspace`` and more.
+        SystemExit: the same inside the ``torchx`` command, to avoid a traceback.
     """
     try:
         stable = metadata.version("torchx")

@@ -1,9 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Make what a job or a file says of itself fit for a terminal, and for TorchX's own formatting.
+"""Make the names, messages and error files of jobs safe for a terminal and for TorchX's formatting.
 
-Names, messages and error files come from programs, and from files that anybody may have written. TorchX prints them as
-they are, and parses error files with a parser that a few of them break.
+They come from programs, and from files that any user may have written. TorchX prints them unchanged, and its parser for
+error files fails on some of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchx_monarch.system.untrusted_text import one_line, printable
 
 
 def presentable(app: DescribeAppResponse) -> DescribeAppResponse:
-    """A copy of what a scheduler says of an app, with printable messages and names; its roles are as submitted."""
+    """Return a copy of an app's description with printable messages and names; ``roles`` stay as submitted."""
     return dataclasses.replace(
         app,
         msg=printable(app.msg),
@@ -32,7 +32,7 @@ def presentable(app: DescribeAppResponse) -> DescribeAppResponse:
 
 
 def presentable_list(apps: list[ListAppResponse]) -> list[ListAppResponse]:
-    """The same of a scheduler's list of apps."""
+    """Return a copy of a list of apps with printable names."""
     return [dataclasses.replace(app, name=one_line(app.name)) for app in apps]
 
 
@@ -46,7 +46,7 @@ def _replica(replica: ReplicaStatus) -> ReplicaStatus:
 
 
 def _error(text: str) -> str:
-    """The content of an error file with its texts printable; NONE where TorchX could not parse it."""
+    """Return an error file with printable texts; NONE if it is not valid JSON, which TorchX could not parse."""
     if text == NONE:
         return text
     try:

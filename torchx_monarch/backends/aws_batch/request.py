@@ -1,10 +1,10 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""From an app to a job definition of AWS Batch and a job. Pure, and what a dry run shows.
+"""Render the job definition and the job of an app, as a dry run shows them. Pure functions.
 
-An app of several replicas is one multi-node parallel job, with one node range for each role, so that Batch starts all
-of it or nothing. Such a job cannot run on Spot or beside other jobs; so an app of one replica is a plain container job,
-unless its resource names an instance type, which only a node range can ask for.
+An app of several replicas becomes one multi-node parallel job with a node range for each role, so that Batch starts all
+nodes or none. Such a job cannot run on Spot or share instances with other jobs. So an app of one replica becomes a
+container job, unless its resource names an instance type, which only a node range can request.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ TAG_VERSION = "torchx.pytorch.org/version"
 TAG_APP = "torchx.pytorch.org/app-name"
 TAG_USER = "torchx.pytorch.org/user"
 TAG_SCHEDULER = "torchx-monarch/scheduler"
-"""Which of our schedulers submitted the job; one without it that has the others is from TorchX's own."""
+"""Tag with the name of the scheduler that submitted the job; TorchX's former scheduler set the other tags only."""
 
 TAG_DELETED = "torchx-monarch/deleted"
-"""On jobs that were deleted: Batch itself remembers every job for a week."""
+"""Tag of deleted jobs. Batch itself keeps every job for a week after its end."""
 
 APP_PARAMETER = "torchx-monarch-app"
-"""Parameter of the job that holds the app as ``blob.pack`` has it. Parameters reach no container."""
+"""Job parameter that holds the app, packed by ``appdef_codec.pack``. Batch passes parameters to no container."""
 
 ROLE_NAME = "TORCHX_ROLE_NAME"
-"""Variable of each container, as TorchX's scheduler had it; what is known of roles where the app does not fit."""
+"""Variable of each container, from TorchX's former scheduler. It names the roles if the app is too large to store."""
 
 SECRET_ARN = "(ARN of the secret made when the job is submitted)"
-"""Stands for it in a dry run."""
+"""Placeholder for the secret's ARN until the job is submitted."""
 
 _MOST_ROLES = 5
-"""Node ranges of one job."""
+"""Most node ranges of one job."""
 
 _MOST_ATTEMPTS = 10
 
 _LARGEST_DEFINITION = 24 << 10
-"""Bytes; AWS Batch's quota for RegisterJobDefinition."""
+"""AWS Batch's quota for a RegisterJobDefinition request, in bytes."""
 
 _LARGEST_SUBMISSION = 30 << 10
-"""Bytes; the one for SubmitJob."""
+"""AWS Batch's quota for a SubmitJob request, in bytes."""
 
 _CREDENTIALS_SIZE = 2048
-"""Bytes, at most, of what takes the place of their placeholder."""
+"""Largest size in bytes of the credentials that replace their placeholder."""
 
 _LONGEST_NAME = 128
 
@@ -68,15 +68,15 @@ _MOST_TAGS = 50
 
 @dataclass
 class BatchJob:
-    """What is asked of AWS.
+    """The request for one app.
 
     Attributes:
-        name: of the job and of its definition.
+        name: name of the job and of its definition.
         queue: name of the queue.
         definition: arguments of RegisterJobDefinition.
-        submit: arguments of SubmitJob; the revision of the definition is filled in.
-        images_to_push: the local images with the repository and the tag that they get.
-        secret: arguments of Secrets Manager's CreateSecret; empty for none.
+        submit: arguments of SubmitJob; ``schedule`` replaces ``jobDefinition`` by the ARN of the registered revision.
+        images_to_push: repository and tag for each local image; empty for none.
+        secret: arguments of Secrets Manager's CreateSecret; empty for no secret.
     """
 
     name: str
@@ -88,11 +88,11 @@ class BatchJob:
 
     @property
     def app_id(self) -> str:
-        """QUEUE:NAME, as TorchX's scheduler had it."""
+        """The app's id, QUEUE:NAME, as in TorchX's former scheduler."""
         return f"{self.queue}:{self.name}"
 
     def __str__(self) -> str:
-        """What a dry run shows; the packed app is of no use to a person."""
+        """Return the request as YAML for a dry run, with the packed app replaced by its size."""
         shown = asdict(self)
         parameters = shown["submit"].get("parameters", {})
         if APP_PARAMETER in parameters:
@@ -101,13 +101,13 @@ class BatchJob:
 
 
 def new_name(app_name: str) -> str:
-    """A name that no other job has, of the characters that Batch allows."""
+    """Return a unique job name of the characters that Batch allows."""
     safe = re.sub(r"[^A-Za-z0-9_-]", "-", make_unique(app_name))[-_LONGEST_NAME:]
     return safe.lstrip("-_") or "app"
 
 
 def queue_name(queue: str) -> str:
-    """From a name or an ARN."""
+    """Return the name of a queue from its name or ARN."""
     return queue.rpartition("/")[2]
 
 
@@ -118,17 +118,17 @@ def render(
     finish: Callable[[Role, dict[str, str]], None] = lambda role, env: None,
     never_again: tuple[int, ...] = (),
 ) -> BatchJob:
-    """The request for an app.
+    """Return the request for an app.
 
     Args:
-        app: what to run; its images must be where the nodes find them.
+        app: the app; its images must be in a registry that the nodes can reach.
         cfg: the run options.
-        scheduler: the name of ours that submits it.
-        finish: adds to the environment of a role's containers.
-        never_again: exit codes after which Batch is not to start the job again.
+        scheduler: name of the submitting scheduler, for the job's tags.
+        finish: called with each role and its environment, which it may change in place.
+        never_again: exit codes after which Batch does not restart the job.
 
     Raises:
-        ValueError: AWS Batch cannot run it so; the message says what is allowed.
+        ValueError: AWS Batch cannot run the app; the message says what is allowed.
     """
     _check(app, cfg)
     name, queue = new_name(app.name), queue_name(cfg.queue)
@@ -161,10 +161,13 @@ def render(
 
 
 def fit(job: BatchJob) -> str:
-    """Leave the app out of the request where it is too large for AWS Batch; what is to be said of it, or nothing.
+    """Drop the packed app from a request that exceeds AWS Batch's quota.
+
+    Returns:
+        A warning for the user; empty if the request fits.
 
     Raises:
-        ValueError: the definition itself is too large.
+        ValueError: the job definition is too large.
     """
     text = json.dumps(job.definition)
     size = len(text.encode()) + _CREDENTIALS_SIZE * text.count(PLACEHOLDER)
@@ -225,9 +228,9 @@ def _nodes(app: AppDef, containers: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _retries(app: AppDef, cfg: AWSBatchOpts, never_again: tuple[int, ...]) -> dict[str, Any]:
-    """Batch starts all of a job again when its main node has failed, whatever the policy.
+    """Return Batch's retry strategy. Batch restarts a whole job when its main node has failed, whatever the policy.
 
-    (TorchX's scheduler took ``max_retries`` for the number of attempts, so that 1 meant none.)
+    (TorchX's former scheduler used ``max_retries`` as the number of attempts, so that 1 meant no retry.)
     """
     retries = max(role.max_retries for role in app.roles)
     attempts = 1 + (retries or cfg.host_retries)
@@ -236,14 +239,14 @@ def _retries(app: AppDef, cfg: AWSBatchOpts, never_again: tuple[int, ...]) -> di
         raise ValueError(f"{what} is {attempts - 1}; AWS Batch starts a job again at most {_MOST_ATTEMPTS - 1} times")
     rules = [{"onExitCode": str(code), "action": "EXIT"} for code in never_again]
     if not retries and cfg.host_retries:
-        # A machine that is shut down sends SIGTERM before it is gone.
+        # The instance sends its containers SIGTERM before it shuts down.
         told = {"onExitCode": str(128 + signal.SIGTERM), "action": "RETRY"}
         rules = [{"onStatusReason": "Host EC2*", "action": "RETRY"}, told, {"onReason": "*", "action": "EXIT"}]
     return {"attempts": attempts, **({"evaluateOnExit": rules} if attempts > 1 and rules else {})}
 
 
 def _tags(app: AppDef, cfg: AWSBatchOpts, scheduler: str) -> dict[str, str]:
-    """Those that TorchX's scheduler gave, and the app's metadata, with what AWS allows in a tag."""
+    """Return the job's tags: TorchX's former ones, the scheduler's name, and the app's metadata within AWS's limits."""
     ours = {
         TAG_VERSION: torchx.__version__,
         TAG_APP: app.name,
@@ -262,12 +265,12 @@ def _safe(text: str, longest: int) -> str:
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # a container without a name for its user
+    except (KeyError, OSError):  # no passwd entry for the user, as in some containers
         return "unknown"
 
 
 def roles_of(job: Mapping[str, Any]) -> list[Role]:
-    """The roles as a job definition, or a job, has them: what is known where the app itself is not."""
+    """Reconstruct the roles from a job or a job definition, for a job that does not hold its app."""
     nodes = job.get("nodeProperties")
     if nodes:
         return [
@@ -278,7 +281,7 @@ def roles_of(job: Mapping[str, Any]) -> list[Role]:
 
 
 def _count(target: str, nodes: int) -> int:
-    """Nodes of a range ``2:5``, ``:5``, ``2:`` or ``2``."""
+    """Return the number of nodes in a range ``2:5``, ``:5``, ``2:`` or ``2`` of a job of ``nodes`` nodes."""
     first, colon, last = target.partition(":")
     return int(last or nodes - 1) - int(first or 0) + 1 if colon else 1
 

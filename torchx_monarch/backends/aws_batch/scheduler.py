@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The TorchX schedulers: ``aws_batch``, and the one around which ``monarch_aws_batch`` is."""
+"""The TorchX schedulers for AWS Batch: ``aws_batch``, and the scheduler that ``monarch_aws_batch`` wraps."""
 
 from __future__ import annotations
 
@@ -34,26 +34,31 @@ from torchx_monarch.model.job_result import RANK_RESTARTS, read_error_file
 from torchx_monarch.system import error_files, signed_line
 
 _AT_A_TIME = 100
-"""Jobs of one DescribeJobs, by Batch's documentation."""
+"""Most jobs in one DescribeJobs request, by Batch's documentation."""
 
 _FORGOTTEN = "AWS Batch has forgotten the job, as it does a week after its end; only the job definition is left"
 
 _NO_OTHER_START = 78
-"""Exit code by which a program asks for no other start (EX_CONFIG)."""
+"""Exit code by which a program asks for no restart (EX_CONFIG)."""
 
 _ATTEMPT = "AWS_BATCH_JOB_ATTEMPT"
-"""Batch's variable with the number of the attempt, which all nodes begin together."""
+"""Batch's variable with the number of the job's attempt, the same on all nodes."""
 
 _log = logging.getLogger("torchx_monarch")
 
 
 class RequestError(ComponentValidationException, ValueError):  # type: ignore[misc]
-    """AWS Batch cannot run the app so. The torchx command shows the message without a traceback."""
+    """AWS Batch cannot run the app as specified. The torchx command shows the message without a traceback."""
 
 
 @dataclass(frozen=True)
 class _BatchSnapshot:
-    """An app: what Batch says of its job, or of its definition where the job is forgotten, and the app itself."""
+    """The state of an app at one time.
+
+    Attributes:
+        job: Batch's description of the job; empty if Batch keeps only the job definition.
+        app: the app as submitted, or as far as the job or its definition tells.
+    """
 
     job: Mapping[str, Any]
     app: AppDef
@@ -64,11 +69,11 @@ class _BatchSnapshot:
 
 
 class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type: ignore[misc]
-    """Runs an app as one job of AWS Batch, by the credentials and the region that boto3 finds.
+    """Runs an app as one job of AWS Batch, with boto3's credentials and region.
 
     Args:
-        session_name: as TorchX gives it.
-        name: ours; apps of another name of ours are not listed.
+        session_name: TorchX's session name.
+        name: the scheduler's registered name; ``list`` shows only apps that were submitted under this name.
     """
 
     def __init__(self, session_name: str, name: str = "aws_batch") -> None:
@@ -85,7 +90,7 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
         return run_options(AWSBatchOpts)
 
     def _validate(self, app: AppDef, scheduler: str, cfg: Mapping[str, CfgVal]) -> None:
-        """What a role lacks is said when the request is made."""
+        """Do nothing: ``_submit_dryrun`` reports what a role lacks."""
 
     # -- submitting ----------------------------------------------------------------------------------------------------
 
@@ -115,11 +120,11 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
         return pushed
 
     def schedule(self, dryrun_info: AppDryRunInfo[BatchJob, AWSBatchOpts]) -> str:
-        """Submit the job; QUEUE:NAME.
+        """Submit the job and return the app's id, QUEUE:NAME.
 
         Raises:
-            ValueError: it was submitted already.
-            AwsError: AWS refuses it. Nothing is left.
+            ValueError: this request was submitted before.
+            AwsError: AWS is unreachable or refuses; the secret and the job definition are removed again.
         """
         job = copy.deepcopy(dryrun_info.request)
         if job.app_id in self._ids:
@@ -147,10 +152,10 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
     def _delete_secret(self, secret: str) -> None:
         self._quietly("secretsmanager", "DeleteSecret", SecretId=secret, ForceDeleteWithoutRecovery=True)
 
-    # -- looking -------------------------------------------------------------------------------------------------------
+    # -- querying ------------------------------------------------------------------------------------------------------
 
     def _job(self, app_id: str) -> Mapping[str, Any] | None:
-        """What Batch says of the job; None when it knows of none, or it was deleted."""
+        """Return Batch's description of an app's job; None if Batch does not know it or it was deleted."""
         queue, _, name = app_id.rpartition(":")
         if not queue or not name:
             return None
@@ -158,7 +163,7 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
             by_name = [{"name": "JOB_NAME", "values": [name]}]
             for page in self._aws.pages("batch", "ListJobs", jobQueue=queue, filters=by_name):
                 for each in page["jobSummaryList"]:
-                    if each["jobName"] == name:  # the filter knows no capitals
+                    if each["jobName"] == name:  # the filter ignores case
                         self._ids[app_id] = each["jobId"]
         if app_id not in self._ids:
             return None
@@ -187,7 +192,7 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
         return _BatchSnapshot(job, _app(app_id, job))
 
     def _nodes(self, found: _BatchSnapshot) -> dict[int, Mapping[str, Any]]:
-        """What Batch says of each node that it knows of, by node index."""
+        """Return Batch's description of each node that Batch knows, by node index."""
         if not found.job:
             return {}
         if not found.is_multinode:
@@ -196,10 +201,10 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
         return {int(node["jobId"].rpartition("#")[2]): node for node in self._described(ids) if "#" in node["jobId"]}
 
     def describe(self, app_id: str) -> DescribeAppResponse | None:
-        """The app and its nodes, by what Batch says of them; the roles are the user's own.
+        """Describe an app and its nodes, with the roles as submitted; None if the app does not exist.
 
         Raises:
-            AwsError: AWS cannot be asked.
+            AwsError: AWS is unreachable or refuses.
         """
         with _cli_error():
             found = self._find(app_id)
@@ -229,7 +234,11 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
             )
 
     def _root_cause(self, found: _BatchSnapshot, nodes: Mapping[int, Mapping[str, Any]]) -> str:
-        """The verdict of the hosts, which the main node's log ends with, as a torchelastic error file has it."""
+        """Return the root cause in the form of a torchelastic error file; empty if unknown.
+
+        Hosts write it as a signed line at the end of their logs: replica 0 of the first role, else the node that failed
+        first.
+        """
         group, key = status.log_group(found.job), status.variable(found.job, signed_line.KEY_VARIABLE)
         for index in dict.fromkeys(each for each in (0, status.cause(nodes)) if each is not None):
             node = nodes.get(index, found.job)
@@ -240,14 +249,17 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
         return ""
 
     def _rank_restarts(self, found: _BatchSnapshot, nodes: Mapping[int, Mapping[str, Any]]) -> int:
-        """How often hosts have started ranks again, once the job has ended; here are none."""
+        """Return how often hosts have restarted their ranks, for a job that has ended: 0 without host processes."""
         return 0
 
     def list(self, cfg: Mapping[str, CfgVal] | None = None) -> list[ListAppResponse]:
-        """Our apps, each once, the newest first: of the queue that is named, else of all queues.
+        """List this scheduler's apps, the newest first.
+
+        Args:
+            cfg: its ``queue`` is the queue; without it, all queues are listed.
 
         Raises:
-            AwsError: AWS cannot be asked.
+            AwsError: AWS is unreachable or refuses.
         """
         with _cli_error():
             queue = dict(cfg or {}).get("queue")
@@ -267,14 +279,17 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
         return [queue["jobQueueName"] for page in pages for queue in page["jobQueues"]]
 
     def _ours(self, queue: str) -> Iterator[dict[str, Any]]:
-        """Those with our tags, which only the long description has. (Upstream looked at the first hundred.)"""
-        # Without a filter Batch lists running jobs alone.
+        """Yield the jobs of a queue that this scheduler submitted, by their tags, which only DescribeJobs returns.
+
+        (TorchX's former scheduler examined the first hundred jobs only.)
+        """
+        # Without a filter, ListJobs returns running jobs only.
         ever = [{"name": "AFTER_CREATED_AT", "values": ["1"]}]
         ids = [
             each["jobId"]
             for page in self._aws.pages("batch", "ListJobs", jobQueue=queue, filters=ever)
             for each in page["jobSummaryList"]
-            # Ours have a definition of their own, of the same name: nobody else's need a further look.
+            # This scheduler gives each job a definition of the same name. Other jobs need no DescribeJobs.
             if f"job-definition/{each['jobName']}:" in each.get("jobDefinition", f"job-definition/{each['jobName']}:")
         ]
         for job in self._described(ids):
@@ -294,12 +309,12 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
         should_tail: bool = False,
         streams: Stream | None = None,
     ) -> Iterable[str]:
-        """The lines of one replica's log, of all its attempts; CloudWatch has both streams as one.
+        """Return the lines of one replica's log, from all of its attempts.
 
         Raises:
-            ValueError: there is no such app, role or replica, one stream alone is asked for, or the regular expression
-                is none.
-            AwsError: AWS cannot be asked.
+            ValueError: the app, role or replica does not exist; ``regex`` is invalid; or ``streams`` selects one
+                stream, while CloudWatch merges both.
+            AwsError: AWS is unreachable or refuses.
         """
         if streams not in (None, Stream.COMBINED):
             raise UserError(f"AWS Batch writes both streams into one log; {streams.value} alone is not to be had")
@@ -319,13 +334,13 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
         lines = logs.lines(self._aws, look, since=since, until=until, follow=should_tail)
         return validation.matching(lines, regex)
 
-    # -- ending --------------------------------------------------------------------------------------------------------
+    # -- cancelling and deleting ---------------------------------------------------------------------------------------
 
     def _cancel_existing(self, app_id: str) -> None:
-        """Have Batch end the job, wherever it stands, and return at once. One that has ended is left alone.
+        """Have Batch end the job, in whatever state it is, and return without waiting; do nothing if it has ended.
 
         Raises:
-            AwsError: AWS cannot be asked.
+            AwsError: AWS is unreachable or refuses.
         """
         with _cli_error():
             job = self._job(app_id)
@@ -333,12 +348,12 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
                 self._aws.call("batch", "TerminateJob", jobId=job["jobId"], reason=status.CANCELLED)
 
     def _delete_existing(self, app_id: str) -> None:
-        """End the job, deregister its definition, remove its secret, and mark it as deleted.
+        """End the job, deregister its definition, delete its secret and tag the job as deleted.
 
-        Batch itself remembers jobs for a week. A job's lines stay in CloudWatch for as long as the log group says.
+        Batch itself keeps jobs for a week. Logs stay in CloudWatch for the retention time of the log group.
 
         Raises:
-            AwsError: AWS cannot be asked.
+            AwsError: AWS is unreachable or refuses.
         """
         with _cli_error():
             job = self._job(app_id)
@@ -357,32 +372,38 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
 
 
 class MonarchAWSBatchScheduler(AWSBatchScheduler, Scheduler[MonarchAWSBatchOpts]):  # type: ignore[misc]
-    """The same, for Monarch hosts: they learn where replica 0 is, and get the job's credentials."""
+    """Runs an app of Monarch hosts as one job of AWS Batch; passes them replica 0's address and the credentials."""
 
     def __init__(self, session_name: str) -> None:
         super().__init__(session_name, "monarch_aws_batch")
 
     def _run_opts(self) -> runopts:
         options = run_options(MonarchAWSBatchOpts)
-        options.update(run_options(AWSBatchOpts))  # of inherited fields TorchX finds no help
+        options.update(run_options(AWSBatchOpts))  # TorchX finds no help texts of inherited fields
         return options
 
     def replica0_host(self, app: AppDef, role: Role) -> str:
-        """The main node's address, which Batch tells all other nodes. It tells no other node's."""
+        """Return ``@VARIABLE`` with the main node's address for the first role; ``@`` (unknown) for others.
+
+        Batch gives the nodes no other node's address.
+        """
         return f"@{RANK0}" if role is app.roles[0] else "@"
 
     always_together = True
-    """Batch heeds the end of the main node alone, and starts all nodes again or none."""
+    """Batch ends a job with its main node, and restarts all nodes or none."""
 
     def client_host(self, app_id: str, role: str) -> str:
-        """The address of the role's replica 0, for a machine within the nodes' network."""
+        """Return the address of the role's replica 0, reachable inside the nodes' VPC only; empty if unknown."""
         found = self._find(app_id)
         if found is None or role not in [each.name for each in found.app.roles]:
             return ""
         return status.address(self._nodes(found).get(status.first_node(role, found.app.roles), {}))
 
     def _rank_restarts(self, found: _BatchSnapshot, nodes: Mapping[int, Mapping[str, Any]]) -> int:
-        """By what replica 0 of the first role has said at the end of each attempt; one that was killed has not."""
+        """Return the sum of the rank restarts that replica 0 of the first role has logged at the end of its attempts.
+
+        An attempt that was killed has logged none.
+        """
         count, key = 0, status.variable(found.job, signed_line.KEY_VARIABLE)
         with contextlib.suppress(AwsError):
             for stream in status.streams(nodes.get(0, found.job), status.log_group(found.job)):
@@ -403,7 +424,7 @@ class MonarchAWSBatchScheduler(AWSBatchScheduler, Scheduler[MonarchAWSBatchOpts]
 
         def finish(role: Role, env: dict[str, str]) -> None:
             env[signed_line.KEY_VARIABLE] = result_key
-            env.setdefault("PYTHONUNBUFFERED", "1")  # what goes into a pipe comes in blocks; people want lines
+            env.setdefault("PYTHONUNBUFFERED", "1")  # else Python buffers output to a pipe in blocks
             if len(app.roles) > 1 and CREDENTIALS in role.env:
                 env["MONARCH_START"] = f"@{_ATTEMPT}"
             if cfg.secret:
@@ -439,7 +460,7 @@ def _containers(definition: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _secrets(definition: Mapping[str, Any]) -> list[str]:
-    """ARNs of the secrets that were made for a job."""
+    """Return the ARNs of the secrets that ``schedule`` created for a job."""
     given = [each for one in _containers(definition) for each in one.get("secrets", ())]
     return [
         each["valueFrom"] for each in given if each["name"] == CREDENTIALS and ":torchx-monarch/" in each["valueFrom"]
@@ -456,7 +477,7 @@ def _replaced(value: Any, old: str, new: str) -> Any:
 
 @contextlib.contextmanager
 def _cli_error() -> Iterator[None]:
-    """Ends the torchx command with the message of an error, without a traceback."""
+    """Exit the torchx command with the message of an ``AwsError`` instead of a traceback."""
     try:
         yield
     except AwsError as error:
@@ -466,10 +487,10 @@ def _cli_error() -> Iterator[None]:
 
 
 def create_scheduler(session_name: str, **kwargs: Any) -> AWSBatchScheduler:
-    """TorchX's factory; it asks nobody anything. Parameters meant for other schedulers are ignored."""
+    """Create ``aws_batch`` (TorchX's factory). Sends no request yet; ignores other schedulers' parameters."""
     return AWSBatchScheduler(session_name)
 
 
 def create_monarch_scheduler(session_name: str, **kwargs: Any) -> MonarchAWSBatchScheduler:
-    """The scheduler that ``monarch_aws_batch`` wraps."""
+    """Create the scheduler that ``monarch_aws_batch`` wraps."""
     return MonarchAWSBatchScheduler(session_name)

@@ -1,9 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What AWS Batch says of a job and its nodes, and what that means for the app. Pure.
+"""Compute the states of replicas and apps from Batch's descriptions of a job and its nodes. Pure functions.
 
-The state of a multi-node job is Batch's: its main node's, which is replica 0 of the first role. When that one has
-ended, Batch stops the other nodes; so its host waits for the other roles before (``controller.role_coordinator``).
+Batch gives a multi-node job the state of its main node, which is replica 0 of the first role, and stops the other nodes
+when the main node ends. So the main node's host first waits for the other roles (``controller.role_coordinator``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchx.specs import NONE, AppState, ReplicaStatus, Role, RoleStatus
 from torchx_monarch.model.job_result import describe_code
 
 CANCELLED = "cancelled through torchx"
-"""The reason that a cancelled job is ended with; Batch itself knows FAILED alone."""
+"""The reason given to TerminateJob. It marks a job as cancelled, for which Batch has no state but FAILED."""
 
 DEFAULT_LOG_GROUP = "/aws/batch/job"
 
@@ -34,10 +34,10 @@ _STATES = {
 ENDED = (AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED)
 
 _EMPTY_WORDS = ("Essential container in task exited", "Task failed to start")
-"""What Batch says of a container that has ended, and why is said elsewhere."""
+"""Beginnings of status reasons that give no cause; another field of the job gives it."""
 
 _HINTS = (
-    # (beginning of a reason, what to do), longer beginnings first
+    # (beginning of a reason, advice), longer beginnings first
     (
         "MISCONFIGURATION:COMPUTE_ENVIRONMENT_MAX_RESOURCE",
         "the job wants more vCPUs than the maximum of the queue's compute environments",
@@ -70,7 +70,7 @@ _HINTS = (
 
 
 def state(job: Mapping[str, Any]) -> AppState:
-    """The state of a job or a node."""
+    """Return the state of a job or a node from Batch's description."""
     found = _STATES.get(job.get("status", ""), AppState.UNKNOWN)
     if found is AppState.FAILED and str(job.get("statusReason", "")).startswith(CANCELLED):
         return AppState.CANCELLED
@@ -78,7 +78,7 @@ def state(job: Mapping[str, Any]) -> AppState:
 
 
 def restarts(job: Mapping[str, Any]) -> int:
-    """How often Batch has started it again."""
+    """Return how often Batch has restarted a job."""
     ended = sum("stoppedAt" in attempt for attempt in job.get("attempts", ()))
     return max(0, ended - 1) if state(job) in ENDED else ended
 
@@ -86,12 +86,12 @@ def restarts(job: Mapping[str, Any]) -> int:
 def roles_statuses(
     job: Mapping[str, Any], nodes: Mapping[int, Mapping[str, Any]], roles: Sequence[Role]
 ) -> list[RoleStatus]:
-    """The replicas.
+    """Return the status of each role's replicas.
 
     Args:
-        job: the whole.
-        nodes: what Batch says of each node that it knows of, by node index.
-        roles: of the app.
+        job: Batch's description of the job.
+        nodes: Batch's description of each known node, by node index.
+        roles: the app's roles.
     """
     of_job, first, found = state(job), 0, []
     for role in roles:
@@ -114,7 +114,12 @@ def roles_statuses(
 
 
 def _shown(of_job: AppState, node: Mapping[str, Any] | None) -> AppState:
-    """A node's state beside the job's: one that was stopped because all was over has not failed."""
+    """Return the state of a node to show: CANCELLED, not FAILED, if it was stopped because the job had ended.
+
+    Args:
+        of_job: the job's state.
+        node: Batch's description of the node; None if Batch does not know it yet.
+    """
     if node is None:
         return of_job if of_job in ENDED else AppState.PENDING
     found = state(node)
@@ -124,19 +129,19 @@ def _shown(of_job: AppState, node: Mapping[str, Any] | None) -> AppState:
 
 
 def _container(node: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The latest container of a node: its own word, and its latest attempt's where that says more."""
+    """Return a node's latest container: the node's own fields, completed with those of its latest attempt."""
     attempts = node.get("attempts") or [{}]
     return {**attempts[-1].get("container", {}), **node.get("container", {})}
 
 
 def address(node: Mapping[str, Any]) -> str:
-    """A node's private address; empty where Batch tells none, as of a container on its host's network."""
+    """Return a node's private address; empty if Batch reports none, as for a container on its host's network."""
     interfaces = _container(node).get("networkInterfaces") or [{}]
     return str(interfaces[0].get("privateIpv4Address", ""))
 
 
 def _hostname(at: str, arn: str) -> str:
-    """The name that a VPC's DNS has for an address of it; Batch says addresses only."""
+    """Return the VPC's DNS name for an address, since Batch reports addresses only; empty for an empty address."""
     if not at:
         return ""
     region = (arn.split(":") + [""] * 4)[3]
@@ -145,7 +150,7 @@ def _hostname(at: str, arn: str) -> str:
 
 
 def explanation(job: Mapping[str, Any], nodes: Mapping[int, Mapping[str, Any]], roles: Sequence[Role]) -> str:
-    """Why it failed, or what it waits for, in one line; empty where there is nothing to say."""
+    """Return in one line why a job failed, or what it waits for; empty if neither applies or is known."""
     now = state(job)
     if now is AppState.PENDING:
         reason = str(job.get("statusReason", ""))
@@ -166,25 +171,25 @@ def explanation(job: Mapping[str, Any], nodes: Mapping[int, Mapping[str, Any]], 
 
 
 def variable(job: Mapping[str, Any], name: str) -> str:
-    """The value that the first role's containers have for an environment variable; empty where they have none."""
+    """Return the value of an environment variable in the first role's containers; empty if it is not set."""
     ranges = (job.get("nodeProperties") or {}).get("nodeRangeProperties") or [{}]
     container = ranges[0].get("container") or job.get("container") or {}
     return next((str(one.get("value", "")) for one in container.get("environment", ()) if one.get("name") == name), "")
 
 
 def cause(nodes: Mapping[int, Mapping[str, Any]]) -> int | None:
-    """The node that failed first, by its index; None where none has."""
+    """Return the index of the node that failed first; None if none has failed."""
     failed = [index for index, node in nodes.items() if state(node) is AppState.FAILED]
     return min(failed, key=lambda index: (nodes[index].get("stoppedAt", float("inf")), index), default=None)
 
 
 def exit_code(node: Mapping[str, Any]) -> int:
-    """Of its latest container; 1 where there was none."""
+    """Return the exit code of a failed node's latest container; 1 if unknown."""
     return int(_container(node).get("exitCode") or 1)
 
 
 def name(index: int, roles: Sequence[Role]) -> str:
-    """ROLE/REPLICA of a node."""
+    """Return ROLE/REPLICA of a node index."""
     for role in roles:
         if index < role.num_replicas:
             return f"{role.name}/{index}"
@@ -193,7 +198,7 @@ def name(index: int, roles: Sequence[Role]) -> str:
 
 
 def first_node(role_name: str, roles: Sequence[Role]) -> int:
-    """Node index of a role's replica 0."""
+    """Return the node index of a role's replica 0."""
     before = 0
     for role in roles:
         if role.name == role_name:
@@ -210,21 +215,21 @@ def _with_hint(reason: str, container: Mapping[str, Any]) -> str:
 
 
 def streams(node: Mapping[str, Any], group: str) -> list[tuple[str, str]]:
-    """The CloudWatch streams of a node's containers, one for each attempt, in order: (group, stream)."""
+    """Return the CloudWatch streams of a node as (group, stream), one for each attempt, in order."""
     found = [attempt.get("container", {}).get("logStreamName") for attempt in node.get("attempts", ())]
     found.append(node.get("container", {}).get("logStreamName"))
     return [(group, stream) for stream in dict.fromkeys(found) if stream]
 
 
 def log_group(job: Mapping[str, Any]) -> str:
-    """Where the containers of a job write to."""
+    """Return the CloudWatch log group of a job's containers."""
     nodes = job.get("nodeProperties", {}).get("nodeRangeProperties") or [job]
     options = nodes[0].get("container", {}).get("logConfiguration", {}).get("options", {})
     return str(options.get("awslogs-group", DEFAULT_LOG_GROUP))
 
 
 def console_url(arn: str, multinode: bool = False) -> str:
-    """The job's page in AWS's console; empty for what is no ARN of a job."""
+    """Return the URL of a job's page in the AWS console; empty if ``arn`` is not the ARN of a job."""
     found = re.fullmatch(r"arn:([a-z-]+):batch:([a-z0-9-]+):\d*:job/([a-zA-Z0-9-]+)", arn)
     if found is None:
         return ""
