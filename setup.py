@@ -1,9 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The one thing that setup.cfg cannot say: the order of the schedulers' entry points. All else is there.
+"""Set the order of the schedulers' entry points, which setup.cfg cannot; all other metadata is in setup.cfg.
 
-TorchX's default scheduler is the first one that is registered, in the order of entry_points.txt, which setuptools sorts
-by name: with ``aws_batch`` among ours, ``torchx run`` without ``-s`` would submit to AWS.
+TorchX's default scheduler is the first one in entry_points.txt, which setuptools sorts by name. Since this package
+registers ``aws_batch``, ``torchx run`` without ``-s`` would otherwise submit to AWS.
 """
 
 from pathlib import Path
@@ -16,7 +16,7 @@ GROUP = "[torchx.schedulers]\n"
 
 
 class InOrder(egg_info):
-    """Writes the file as setuptools does, and puts TorchX's own default first again."""
+    """Writes entry_points.txt like setuptools, then moves TorchX's own default scheduler to the first place."""
 
     def run(self) -> None:
         super().run()

@@ -1,10 +1,10 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The components of torchx-monarch: what stands after ``torchx run -s monarch_...``.
+"""The components of torchx-monarch, for ``torchx run -s monarch_... monarch.COMPONENT``.
 
-A component yields a plain torchrun app, which any TorchX scheduler can run; a scheduler of ours runs it on a Monarch
-mesh. TorchX lints and lists every function defined here, so helpers live in ``torchx_monarch.command.spmd``, and reads
-the annotations as they are, so they are not postponed and use ``Optional``, ``Dict`` and ``List``.
+``spmd`` returns a plain torchrun app, which any TorchX scheduler can run; the ``monarch_*`` schedulers run it on a
+Monarch mesh. TorchX lints and lists every function defined here, so helpers live in ``torchx_monarch.command.spmd``. It
+evaluates no postponed annotations, so they are not postponed and use ``Optional``, ``Dict`` and ``List``.
 """
 
 import inspect
@@ -53,12 +53,12 @@ def spmd(
     Args:
         script_args: the script and its arguments (only arguments when -m or --script names the program)
         m: module to run instead of a script, as `python -m` does
-        script: script to run (default: the first argument that is no option)
+        script: script to run (default: the first argument that is not an option)
         nproc: processes per node: a number, or auto, gpu, cpu, xpu (default: 2)
         nnodes: number of nodes (default: 1)
-        j: [NNODESx]NPROC in one; with -h a bare number is nodes, with a process for each GPU of the resource
-        name: {experiment}/{run}, {experiment}/, /{run} or {run}; the run is named after the program by default
-        image: image, or directory, that the job runs in
+        j: nodes and processes per node, [NNODESx]NPROC; with -h a bare number is nodes, one process per GPU
+        name: {experiment}/{run}, {experiment}/, /{run} or {run} (default run: the program's name)
+        image: container image, or directory, in which the job runs
         h: a registered named resource (takes precedence over cpu, gpu, memMB)
         cpu: cpus per node
         gpu: gpus per node
@@ -66,11 +66,11 @@ def spmd(
         env: environment variables for the job (A=1,B=2)
         metadata: metadata for the scheduler (A=1,B=2)
         mounts: mounts (type=bind,src=/host,dst=/job[,readonly])
-        max_restarts: how often the ranks are started again, on the same nodes, after a failure
-        max_retries: how often the scheduler may start a failed job again
+        max_restarts: how often the ranks are restarted on the same nodes after a failure
+        max_retries: how often the scheduler may restart a failed job
         tee: streams shown and also written to files: 0 none, 1 stdout, 2 stderr, 3 both; or LOCAL_RANK:STREAMS,...
-        log_dir: directory, on the nodes, for the files of each rank's streams
-        debug: set the environment variables that make CUDA, NCCL and torch.distributed report more
+        log_dir: directory on the nodes for the log files of each rank
+        debug: set the environment variables for debug output of CUDA, NCCL and torch.distributed
     """
     launch = plan.Launch.of(script_args, m, script)
     resource = plan.resource(h, cpu, gpu, memMB)
@@ -137,23 +137,23 @@ def hosts(
     max_retries: int = 0,
     idle_timeout: int = 1800,
 ) -> specs.AppDef:
-    """Take hosts that wait for runs: `torchx monarch exec HANDLE -- torchrun --nproc-per-node 4 train.py`.
+    """Allocate hosts that wait for runs: `torchx monarch exec HANDLE -- torchrun --nproc-per-node 4 train.py`.
 
-    They end when nobody has run anything for a while, or with `torchx monarch stop HANDLE`.
+    The hosts end after idle_timeout seconds without a run, or with `torchx monarch stop HANDLE`.
 
     Args:
-        j: [NNODESx]NPROC: nodes, and for how many processes on each interpreters are kept ready (0 for none)
+        j: [NNODESx]NPROC: nodes, and spare interpreters to keep ready on each node (0 for none)
         name: name of the app
-        image: image, or directory, that the job runs in
+        image: container image, or directory, in which the hosts run
         h: a registered named resource (takes precedence over cpu, gpu, memMB)
         cpu: cpus per node
         gpu: gpus per node
         memMB: memory per node in MB
-        env: environment variables for the hosts and everything that runs there (A=1,B=2)
+        env: environment variables for the hosts and all of their runs (A=1,B=2)
         metadata: metadata for the scheduler (A=1,B=2)
         mounts: mounts (type=bind,src=/host,dst=/job[,readonly])
-        max_retries: how often a host that is lost is replaced while the others wait
-        idle_timeout: seconds without a run after which the hosts end; 0 for never
+        max_retries: how often a lost host is replaced while the others wait
+        idle_timeout: seconds without a run after which the hosts end (0: never)
     """
     nodes, nproc = plan.hosts(j, h)
     plan.require_counts(max_retries=max_retries, idle_timeout=idle_timeout)
@@ -197,16 +197,16 @@ def controller(
 ) -> specs.AppDef:
     """Run a Monarch program that controls meshes of hosts: ``monarch.controller --meshes trainers=2 main.py --lr 0.1``.
 
-    The script runs once, on host 0 of the first mesh. ``torchx_monarch.this_job().state().trainers`` is the HostMesh;
-    the job ends with the script, with its exit code. Needs a scheduler of ours (monarch_local, monarch_slurm, ...).
+    The script runs once, on host 0 of the first mesh. ``torchx_monarch.this_job().state().trainers`` is the HostMesh.
+    The job ends with the script and its exit code. Needs a monarch_* scheduler (monarch_local, monarch_slurm, ...).
 
     Args:
         script_args: the script and its arguments (only arguments when -m or --script names the program)
         m: module to run instead of a script, as `python -m` does
-        script: script to run (default: the first argument that is no option)
-        meshes: how many hosts each mesh has: NAME=N,NAME=N (default: hosts=1)
-        name: {experiment}/{run}, {experiment}/, /{run} or {run}; the run is named after the program by default
-        image: image, or directory, that the job runs in
+        script: script to run (default: the first argument that is not an option)
+        meshes: number of hosts of each mesh: NAME=N,NAME=N (default: hosts=1)
+        name: {experiment}/{run}, {experiment}/, /{run} or {run} (default run: the program's name)
+        image: container image, or directory, in which the job runs
         h: a registered named resource of each host (takes precedence over cpu, gpu, memMB)
         cpu: cpus per host
         gpu: gpus per host
@@ -214,7 +214,7 @@ def controller(
         env: environment variables for the job (A=1,B=2)
         metadata: metadata for the scheduler (A=1,B=2)
         mounts: mounts (type=bind,src=/host,dst=/job[,readonly])
-        max_retries: how often the scheduler may start a failed job again
+        max_retries: how often the scheduler may restart a failed job
     """
     launch = plan.Launch.of(script_args, m, script)
     resource = plan.resource(h, cpu, gpu, memMB)

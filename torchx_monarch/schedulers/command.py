@@ -2,10 +2,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Have the ``torchx`` command report a user's mistake by its message and exit code 1 instead of a traceback.
 
-TorchX's command line catches such errors only in ``torchx run`` (``torchx.cli.cmd_run.CmdRun._run_inner``). It does not
-catch those of ``-cfg``, which it parses earlier (``_run_from_cli_args``), nor those of ``log``, ``list``, ``cancel`` and
-the other subcommands. While such an error propagates, TorchX exits its runner's context and so closes the schedulers.
-``MonarchScheduler.close`` uses this to replace the error.
+TorchX's command line catches such errors only in ``torchx run`` (``torchx.cli.cmd_run.CmdRun._run_inner``). It catches
+neither those of ``-cfg``, which it parses earlier (``_run_from_cli_args``), nor those of ``log``, ``list``, ``cancel``
+and the other subcommands. While such an error propagates, TorchX leaves its runner's context and so closes the
+schedulers. ``MonarchScheduler.close`` then calls ``end_plainly``.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ _REMEDY = "run: pip uninstall -y torchx torchx-nightly && pip install torchx-nig
 def require_torchx_nightly() -> None:
     """Check that the importable ``torchx`` is torchx-nightly.
 
-    Log a warning if both distributions are installed and the nightly's files have overwritten the stable release's.
+    Log a warning if both distributions are installed and the files in place are the nightly's.
 
     Raises:
         ImportError: ``torchx`` is the stable release, which lacks ``Role.workspace`` and more.

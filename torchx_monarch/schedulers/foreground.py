@@ -1,15 +1,15 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What ``torchx run --wait`` or ``--log`` adds: progress, a prompt end, and that a signal to it ends the job.
+"""Extend ``torchx run --wait`` and ``--log``: show progress, return promptly, cancel the app on a signal.
 
-Ctrl-C cancels the app. So do SIGTERM and SIGHUP, which would otherwise leave an app that nobody watches on its GPUs:
-torchrun passes them on to its workers (``torch.distributed.elastic.agent.server.api.SimpleElasticAgent.run``), and
-``LocalScheduler`` ends its apps (``torchx.schedulers.local_scheduler._register_termination_signals``). The command ends
-when the app has, which has its grace, with 128 and the number of the signal.
+Ctrl-C, SIGTERM and SIGHUP cancel the app. Without this, the latter two would leave an unattended app on its GPUs.
+torchrun passes them to its workers too (``torch.distributed.elastic.agent.server.api.SimpleElasticAgent.run``), and
+``LocalScheduler`` ends its apps (``torchx.schedulers.local_scheduler._register_termination_signals``). The command
+exits when the app has ended, within its grace period, with 128 plus the signal's number.
 
-TorchX's command line polls once a second and knows nothing of the job between two polls. Apps submitted elsewhere, or
-from Python, are not touched: only in the process of a ``torchx run``, only for what it submitted, and only in its main
-thread, does ``describe`` wait a while for the end before it answers.
+TorchX's command line polls once a second and learns nothing between two polls. So ``describe`` waits up to 30 s for the
+app's end before it answers, but only in the main thread of a ``torchx run`` and only for an app that this process has
+submitted. Other apps, and apps submitted from Python, are described immediately.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from torchx_monarch.insight import events
 from torchx_monarch.system.untrusted_text import one_line
 
 _LONGEST_WAIT = 30.0
-"""Seconds that one poll may last; the command line then polls again."""
+"""Longest duration of one poll in seconds; the command line then polls again."""
 
 _SLICE = 0.05
-"""Seconds between two looks at the events."""
+"""Seconds between two reads of the events file."""
 
 _KILL_TIMEOUT = 15.0
 
 _ASK_EVERY = 1.0
-"""Seconds between two questions to a backend that is no ``Waitable``, as TorchX has it."""
+"""Seconds between two ``describe`` calls to a backend that is not ``Waitable``, TorchX's own interval."""
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGHUP)
 
 
 class _Signalled(KeyboardInterrupt):
-    """A signal has asked this process to end. As Ctrl-C, no ``except Exception`` stops it.
+    """This process received SIGTERM or SIGHUP. As a ``KeyboardInterrupt``, it passes ``except Exception``.
 
     Args:
-        number: of the signal.
+        number: the signal's number.
     """
 
     def __init__(self, number: int) -> None:
@@ -64,24 +64,24 @@ class _Termination:
         self._pending = 0
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Raise ``_Signalled``, now or when signals are no longer held back."""
+        """Raise ``_Signalled``, or record the signal while signals are held back."""
         for each in _PASSED_ON:  # a closed terminal sends SIGHUP twice, and systemd SIGTERM and SIGHUP
             if signal.getsignal(each) is self:
-                # Not SIG_IGN: Python complains of a signal that has arrived already and is ignored now.
+                # Not SIG_IGN: Python reports an error for a pending signal that is ignored meanwhile.
                 signal.signal(each, lambda *_: None)
         if not self._is_held:
             raise _Signalled(number)
         self._pending = number
 
     def install(self) -> None:
-        """Handle the signals that have no other handler and are not ignored (nohup)."""
+        """Install the handler for signals that have their default action; under nohup, SIGHUP stays ignored."""
         if threading.current_thread() is threading.main_thread():
             for number in _PASSED_ON:
                 if signal.getsignal(number) is signal.SIG_DFL:
                     signal.signal(number, self)
 
     def remove(self) -> None:
-        """Leave the signals to their default action again."""
+        """Restore the default action of the signals that this handler serves."""
         if threading.current_thread() is threading.main_thread():
             for number in _PASSED_ON:
                 if signal.getsignal(number) is self:
@@ -89,10 +89,10 @@ class _Termination:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Hold signals back; the first of them is raised at the end, unless an exception is.
+        """Hold signals back during the block; raise the first one at its end, unless the block raises.
 
         Raises:
-            _Signalled: a signal has arrived meanwhile.
+            _Signalled: a signal arrived during the block.
         """
         self._is_held = True
         try:
@@ -108,30 +108,30 @@ _termination = _Termination()
 
 
 class Waitable(Protocol):
-    """What a wrapped scheduler may offer beyond TorchX's interface."""
+    """The methods that a wrapped scheduler may have beyond TorchX's interface."""
 
     def wait_terminal(self, app_id: str, timeout: float) -> bool:
-        """Wait until the app has ended; whether it has."""
+        """Wait up to ``timeout`` seconds for the app's end; return whether it has ended."""
 
     def events_path(self, app_id: str) -> Path:
-        """The app's events file."""
+        """Return the path of the app's events file."""
 
     def stop(self, app_id: str, grace: float | None) -> None:
-        """Ask for the end; SIGKILL after ``grace`` seconds, None for the grace that was asked for at submission."""
+        """Cancel the app; SIGKILL follows after ``grace`` seconds, or after the run option's grace if None."""
 
 
 class _Polled:
-    """The part of that which can be had from any scheduler: whether an app has ended, and cancel.
+    """Implements waiting and cancelling for a scheduler that is not ``Waitable``, through TorchX's interface.
 
     Args:
-        inner: the scheduler.
+        inner: the wrapped scheduler.
     """
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
 
     def wait_terminal(self, app_id: str, timeout: float) -> bool:
-        """Wait until the app has ended, or is not known; whether it has."""
+        """Wait up to ``timeout`` seconds for the app's end; return whether it has ended or does not exist."""
         until = time.monotonic() + timeout
         while (app := self._inner.describe(app_id)) is not None and not is_terminal(app.state):
             if time.monotonic() >= until:
@@ -140,17 +140,17 @@ class _Polled:
         return True
 
     def stop(self, app_id: str, grace: float | None) -> None:
-        """Cancel. There is nothing harder than that."""
+        """Cancel the app if ``grace`` is None; do nothing otherwise, since TorchX's interface has no kill."""
         if grace is None:
             self._inner._cancel_existing(app_id)
 
 
 class Foreground:
-    """Watches what a ``torchx run`` in this process has submitted.
+    """Watches the apps that a ``torchx run`` in this process has submitted.
 
     Args:
         inner: the wrapped scheduler.
-        backend: the name under which users address it.
+        backend: the registered name of the wrapper, for app handles.
     """
 
     def __init__(self, inner: Any, backend: str) -> None:
@@ -162,10 +162,13 @@ class Foreground:
 
     @contextlib.contextmanager
     def submission(self) -> Iterator[Callable[[str], None]]:
-        """Surround the submission of an app; gives the function to call with its id.
+        """Enclose the submission of an app; yield the function to call with its id.
 
-        Where the command is to wait for the app, SIGTERM and SIGHUP are handled from here on. During the submission
-        they are held back: an app whose id is not known yet could not be cancelled.
+        If the command will wait for the app, SIGTERM and SIGHUP are handled from now on. They are held back during the
+        submission, because an app cannot be cancelled before its id is known.
+
+        Raises:
+            _Signalled: a signal arrived during the submission.
         """
         in_command = os.environ.get(TORCHX_CONTEXT_NAME) == "cli_run"
         if in_command and _is_to_wait(sys.argv):
@@ -179,9 +182,9 @@ class Foreground:
             yield submitted
 
     def polled(self, app_id: str) -> None:
-        """Note a poll. From the second on the command line is waiting: wait with it for the end, and show progress.
+        """Record a poll of an app. From the second poll on, wait for the app's end and show progress.
 
-        The first poll prints the state after submission, whether or not the user waits.
+        TorchX polls once after each submission to print the state; a second poll means that it waits for the app.
         """
         if app_id not in self._polls or threading.current_thread() is not threading.main_thread():
             return
@@ -191,7 +194,7 @@ class Foreground:
         _termination.install()
         if self._waitable is None:
             return
-        # With --log another thread prints the job's log, where the same lines stand.
+        # With --log another thread prints the job's log, which contains the same lines.
         shows = sys.stderr is not None and sys.stderr.isatty() and threading.active_count() == 1
         until = time.monotonic() + _LONGEST_WAIT
         ended = False
@@ -201,14 +204,16 @@ class Foreground:
                 self._show(app_id, self._waitable)
 
     def has_submitted(self, app_id: str) -> bool:
-        """Whether an app is one that a ``torchx run`` in this process has submitted."""
+        """Whether a ``torchx run`` in this process has submitted the app."""
         return app_id in self._polls
 
     def closing(self) -> None:
-        """Called when the command line leaves its runner. After Ctrl-C: cancel what it waits for, twice: kill.
+        """Cancel the apps that the command waits for, if it exits because of a signal; kill them on a second Ctrl-C.
+
+        Called when TorchX's command line leaves its runner.
 
         Raises:
-            SystemExit: after Ctrl-C with 130, after SIGTERM with 143, after SIGHUP with 129; without a traceback.
+            SystemExit: with 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP; TorchX then prints no traceback.
         """
         error = sys.exc_info()[1]
         if not isinstance(error, KeyboardInterrupt):
@@ -219,7 +224,7 @@ class Foreground:
             if self._inner.wait_terminal(app_id, 0.0):
                 continue
             handle = f"{self._backend}://torchx/{app_id}"
-            # Before the second poll the options of the command line alone tell.
+            # Before the second poll, only the command line's options show whether the command waits.
             if polls < 2 and not _is_to_wait(sys.argv):
                 _say(f"\n{handle} goes on; to end it: torchx cancel {handle}")
                 continue
@@ -255,7 +260,7 @@ _WITH_VALUE = ("-s", "--scheduler", "-cfg", "--scheduler_args", "--workspace", "
 
 
 def _is_to_wait(argv: Sequence[str]) -> bool:
-    """Whether this is a ``torchx run`` that is to wait for the end, by its options, which precede the component."""
+    """Whether this is a ``torchx run`` that will wait for the app, by its options, which precede the component."""
     words = iter(argv[1:])
     if next(words, "") != "run":
         return False

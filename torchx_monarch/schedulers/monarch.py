@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A TorchX scheduler around another one: rewrites what it submits, restores what it describes, delegates the rest."""
+"""The TorchX scheduler that wraps another: it rewrites submitted apps, restores described apps, delegates the rest."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from torchx_monarch.schedulers.presentable import presentable, presentable_list
 Cfg = Mapping[str, CfgVal]
 
 _NAMED = {*DEFAULT_SCHEDULER_MODULES, "aws_batch"}
-"""Schedulers that can be wrapped and are registered by themselves, so that they have a section of their own."""
+"""Wrapped schedulers that are also registered themselves, and so may have a section in ``.torchxconfig``."""
 
 _log = logging.getLogger(__name__)
 
@@ -52,56 +52,61 @@ class WorkspaceError(ComponentValidationException, RuntimeError):  # type: ignor
 
 @dataclasses.dataclass
 class MonarchOpts(StructuredOpts):  # type: ignore[misc]
-    """Run options that every ``monarch_*`` scheduler has, beside those of the scheduler it wraps."""
+    """Run options of every ``monarch_*`` scheduler, in addition to those of the scheduler that it wraps."""
 
     grace: int = 30
-    """Seconds that ranks have between SIGTERM and SIGKILL."""
+    """Seconds between SIGTERM and SIGKILL when ranks are ended."""
 
     host_timeout: int = 300
-    """Seconds that the hosts of a role have to arrive before the job fails."""
+    """Seconds after which the job fails if the hosts of a role have not all joined."""
 
     lease: int = 30
-    """Seconds for which a host or its agent may be silent, stopped or hung, until it counts as lost."""
+    """Seconds without a heartbeat after which a host, or its agent, counts as lost, also if it is stopped or hung."""
 
     preload: str = "torch"
-    """Modules, separated by `+`, that interpreters of a torchrun command import while the mesh forms; `none` for
-    programs that must set environment variables before torch is first imported."""
+    """Modules, separated by `+`, that the interpreters of a torchrun command import while the mesh forms; `none` for
+    programs that must set environment variables before the first import of torch."""
 
     retry_on: str = ""
-    """Exit codes after which ranks are started again while torchrun's `--max-restarts` lasts: numbers, and signals by
-    name, separated by `+` (`1+134+SIGKILL`); empty for any. On monarch_local, monarch_slurm and monarch_docker also
-    their hosts, while `max_retries` lasts. Exit code 78 asks for no other start, always."""
+    """Exit codes after which ranks are restarted, within torchrun's `--max-restarts`: numbers and names of signals,
+    separated by `+` (`1+134+SIGKILL`); empty for any. On monarch_local, monarch_slurm and monarch_docker this also
+    applies to restarts of hosts within `max_retries`. Exit code 78 always prevents a restart."""
 
 
 @dataclasses.dataclass
 class NetworkOpts(StructuredOpts):  # type: ignore[misc]
-    """Run options of the schedulers whose hosts are on a network."""
+    """Run options of schedulers whose hosts communicate over a network."""
 
     rendezvous_port: int = 0
-    """Port on which replica 0 listens for the other hosts; 0 draws one for each job."""
+    """Port on which replica 0 listens for the other hosts; 0 for a random one per job."""
 
     ports: str = ""
-    """LOW-HIGH: the ports that Monarch may listen on, for firewalls; empty for any."""
+    """The range LOW-HIGH of ports that Monarch may listen on, for firewalls; empty for any."""
 
     bind: str = ""
-    """Address or interface that hosts open their ports on; empty for all."""
+    """Address or interface on which hosts listen; empty for all."""
 
     peer_timeout: int = 5
-    """Seconds of a machine's silence until it counts as lost."""
+    """Seconds without network traffic from a machine after which it counts as lost."""
 
     rejoin_timeout: int = 60
-    """Seconds that a host which has lost replica 0 looks for another before it gives up."""
+    """Seconds for which a host that has lost replica 0 tries to reach its replacement."""
 
     insecure_plain_tcp: bool = False
-    """No TLS between the hosts: whoever reaches a port of theirs can run code there."""
+    """Use no TLS between the hosts. Anyone who can reach one of their ports can run code there."""
 
 
 _PORTS_DRAWN = range(20000, 30000)
-"""Below the range that Linux gives to outgoing connections."""
+"""Below Linux's default range of ephemeral ports, which outgoing connections use."""
 
 
 class _SubmitInfo(AppDryRunInfo[Any, Cfg]):  # type: ignore[misc]
-    """The wrapped scheduler's request, where hosts meet, and what that scheduler wants back when it is submitted."""
+    """A dry run's result: the wrapped scheduler's request.
+
+    Args:
+        inner: the wrapped scheduler's own result, which its ``schedule`` needs.
+        rendezvous: the rendezvous address of each role, by name; empty without a network.
+    """
 
     def __init__(self, inner: AppDryRunInfo[Any, Any], rendezvous: Mapping[str, str]) -> None:
         super().__init__(inner.request, inner._fmt)
@@ -110,10 +115,10 @@ class _SubmitInfo(AppDryRunInfo[Any, Cfg]):  # type: ignore[misc]
 
 
 def _own_options(cfg: Cfg) -> MonarchOpts:
-    """The options that are this module's own.
+    """Return and check the options of ``MonarchOpts``.
 
     Raises:
-        InvalidRunConfigException: one of them is out of range; the message names it.
+        InvalidRunConfigException: a value is out of range; the message names the option.
     """
     options: MonarchOpts = MonarchOpts.from_cfg({name: cfg[name] for name in cfg if name in MonarchOpts()})
     for name, lowest in (("grace", 0), ("host_timeout", 1), ("lease", 1)):
@@ -126,13 +131,13 @@ def _own_options(cfg: Cfg) -> MonarchOpts:
 class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
     """Submits roles as Monarch hosts through any TorchX scheduler.
 
-    The application that users see, in a dry run and in ``describe``, is theirs; the request shows the wrapped commands.
+    A dry run and ``describe`` show the user's own app; the request shows the wrapped commands.
 
     Args:
-        backend: our registered name.
-        session_name: as TorchX gives it.
-        inner: the scheduler that submits.
-        python: the interpreter of the hosts.
+        backend: the registered name of this scheduler.
+        session_name: TorchX's session name.
+        inner: the wrapped scheduler, which submits.
+        python: the Python interpreter of the hosts.
     """
 
     def __init__(self, backend: str, session_name: str, inner: Scheduler[Any], python: str = "python") -> None:
@@ -144,7 +149,10 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
     # -- options -------------------------------------------------------------------------------------------------------
 
     def run_opts(self) -> runopts:
-        """Ours and the wrapped scheduler's, the latter with the defaults of its own section in ``.torchxconfig``."""
+        """Return the options of this and of the wrapped scheduler.
+
+        The latter's defaults come from the wrapped scheduler's own section in ``.torchxconfig``, if it has one.
+        """
         options = RunOptions()
         options.update(run_options(MonarchOpts))
         if isinstance(self.inner, NetworkBackend):
@@ -158,17 +166,20 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         return options
 
     def _inner_section(self) -> dict[str, CfgVal]:
-        """``[slurm]`` for ``monarch_slurm``; nothing where the wrapped scheduler is not registered under a name."""
+        """Return the wrapped scheduler's section of ``.torchxconfig``, such as ``[slurm]`` for ``monarch_slurm``.
+
+        Empty if the wrapped scheduler is not registered itself.
+        """
         section: dict[str, CfgVal] = {}
         if self.inner.backend in _NAMED & set(get_scheduler_factories()):
             for path in config.find_configs():
                 text = Path(path).read_text()
-                if f"[{self.inner.backend}]" in text:  # TorchX first makes every registered scheduler known to it
+                if f"[{self.inner.backend}]" in text:  # config.load is slow: it collects all registered schedulers
                     config.load(self.inner.backend, io.StringIO(text), section)
         return section
 
     def _inner_cfg(self, cfg: Cfg) -> Any:
-        """The part of our resolved options that is the wrapped scheduler's, in the type that it wants."""
+        """Return the wrapped scheduler's part of the resolved options, in the wrapped scheduler's own type."""
         names = {name for name, _ in self.inner.run_opts()}
         return self.inner._resolve_cfg({name: value for name, value in cfg.items() if name in names})
 
@@ -208,7 +219,11 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         return _SubmitInfo(info, hosts.rendezvous)
 
     def _network(self, app: AppDef, cfg: Cfg) -> dict[str, Any]:
-        """The part of the hosts' options that says how they meet; nothing for those of one machine."""
+        """Return the fields of ``WrapOptions`` for hosts on a network; empty if the hosts share one machine.
+
+        Raises:
+            InvalidRunConfigException: ``rendezvous_port`` is out of range.
+        """
         if not isinstance(self.inner, NetworkBackend):
             return {}
         options = NetworkOpts.from_cfg({name: cfg[name] for name in cfg if name in NetworkOpts()})
@@ -221,7 +236,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         for name in ("ports", "bind", "peer_timeout", "rejoin_timeout"):
             if options[name] != NetworkOpts()[name]:
                 words += [f"--{name.replace('_', '-')}", str(options[name])]
-        # Two roles' replicas 0 may be on one machine.
+        # A port per role: the replicas 0 of two roles may run on one machine.
         rendezvous = {
             role.name: f"{scheme}:{self.inner.replica0_host(app, role)}:{port + index}"
             for index, role in enumerate(app.roles)
@@ -233,7 +248,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         return found
 
     def schedule(self, dryrun_info: AppDryRunInfo[Any, Cfg]) -> str:
-        """Submit what a dry run returned, its request as it is now."""
+        """Submit the result of a dry run, including changes made to its request since, and return the app's id."""
         assert isinstance(dryrun_info, _SubmitInfo), "the request of another scheduler"
         inner = copy.copy(dryrun_info.inner)
         inner.request = dryrun_info.request
@@ -244,7 +259,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
 
                 hosts, for_client = credentials.create()
                 client = for_client.to_text()
-                # In a copy: whoever shows the request again shows the placeholder.
+                # A copy: the caller's request keeps the placeholder, so printing it reveals no private key.
                 inner.request = with_credentials(inner.request, hosts.to_text())
             app_id: str = self.inner.schedule(inner)
             submitted(app_id)
@@ -265,12 +280,16 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
     # -- a submitted app -----------------------------------------------------------------------------------------------
 
     def describe(self, app_id: str) -> DescribeAppResponse | None:
-        """What the wrapped scheduler knows, with the roles as the user wrote them."""
+        """Describe an app through the wrapped scheduler, with the roles as the user wrote them; None if unknown.
+
+        Raises:
+            ValueError: the app does not exist, and the process runs `torchx cancel`, `delete` or `log`.
+        """
         self._foreground.polled(app_id)
         keep_threads_quiet()
         response = self.inner.describe(app_id)
         if response is None and subcommand() in ("cancel", "delete", "log"):
-            # TorchX's command does nothing then, or waits, and ends with 0.
+            # For an unknown app these subcommands do nothing, or wait, and exit with 0.
             raise UserError(f"there is no app {app_id!r} of {self.backend}; `torchx list -s {self.backend}` shows all")
         if response is not None:
             response.roles = [restore(role) for role in response.roles]
@@ -281,11 +300,11 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         return response and presentable(response)
 
     def describe_native(self, app_id: str) -> AppDryRunInfo[Any, Any] | None:
-        """The wrapped scheduler's request."""
+        """Return the wrapped scheduler's native description."""
         return self.inner.describe_native(app_id)
 
     def list(self, cfg: Cfg | None = None) -> list[ListAppResponse]:
-        """The wrapped scheduler's apps."""
+        """List the wrapped scheduler's apps."""
         return presentable_list(self.inner.list(self._inner_cfg(cfg) if cfg else None))
 
     def log_iter(
@@ -299,7 +318,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         should_tail: bool = False,
         streams: Stream | None = None,
     ) -> Iterable[str]:
-        """The wrapped scheduler's logs of one replica."""
+        """Return the log lines of one replica from the wrapped scheduler."""
         lines: Iterable[str] = self.inner.log_iter(app_id, role_name, k, regex, since, until, should_tail, streams)
         return lines
 
@@ -311,10 +330,10 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         client_credentials.forget(self.backend, app_id)
 
     def close(self) -> None:
-        """Release what the wrapped scheduler holds; a signal that ended a waiting ``torchx run`` cancels its apps.
+        """Close the wrapped scheduler. If a signal has ended a waiting ``torchx run``, cancel its apps first.
 
         Raises:
-            SystemExit: the torchx command is ending because of that, or of a user's mistake.
+            SystemExit: the torchx command exits because of a signal or a user's mistake.
         """
         try:
             self._foreground.closing()
@@ -324,13 +343,13 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
 
 
 class MonarchWorkspaceScheduler(WorkspaceMixin[Any], MonarchScheduler):  # type: ignore[misc]
-    """As above, around a scheduler that builds workspaces; TorchX tells them by the mix-in."""
+    """Wraps a scheduler that builds workspaces, which TorchX detects by the base class ``WorkspaceMixin``."""
 
     def build_workspaces(self, roles: list[Role], cfg: Cfg) -> None:
-        """Have the wrapped scheduler build; its options for that are among ours.
+        """Build the workspaces through the wrapped scheduler, with its part of the options.
 
         Raises:
-            WorkspaceError: TorchX cannot pack a file of it, or cannot build its image for want of Docker.
+            WorkspaceError: TorchX cannot pack a file of the workspace, or Docker cannot build the image.
         """
         assert isinstance(self.inner, WorkspaceMixin)
         try:
@@ -351,13 +370,13 @@ class MonarchWorkspaceScheduler(WorkspaceMixin[Any], MonarchScheduler):  # type:
 
 
 def wrap(backend: str, session_name: str, inner: Scheduler[Any], python: str = "python") -> MonarchScheduler:
-    """The scheduler around ``inner``, of the kind that TorchX needs to see.
+    """Wrap a scheduler, with ``WorkspaceMixin`` as a base class if ``inner`` has it.
 
     Args:
-        backend: our registered name.
-        session_name: as TorchX gives it.
-        inner: the scheduler that submits.
-        python: the interpreter of the hosts.
+        backend: the registered name of the wrapper.
+        session_name: TorchX's session name.
+        inner: the scheduler to wrap.
+        python: the Python interpreter of the hosts.
     """
     kind = MonarchWorkspaceScheduler if isinstance(inner, WorkspaceMixin) else MonarchScheduler
     return kind(backend, session_name, inner, python)

@@ -1,9 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The second channel: registers our schedulers where TorchX is told to look at no entry points.
+"""Register this package's schedulers when TorchX is configured to ignore entry points.
 
-TorchX reads entry points and namespace packages (``TORCHX_PLUGINS_SOURCE=3``) unless told otherwise, and warns on every
-command of a name that both register. So this module registers names only under ``TORCHX_PLUGINS_SOURCE=1``.
+By default TorchX reads entry points and namespace packages (``TORCHX_PLUGINS_SOURCE=3``), and each command warns of a
+name that both register. So this module registers names only under ``TORCHX_PLUGINS_SOURCE=1``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torchx.schedulers.api import Scheduler
 if os.environ.get("TORCHX_PLUGINS_SOURCE") == "1":
     _name, _module = next(iter(DEFAULT_SCHEDULER_MODULES.items()))
 
-    # The first registered name is TorchX's default scheduler, and names of this module are registered in the order of
-    # dir(): this one, TorchX's own default, comes first.
+    # TorchX's default scheduler is the first registered name, and TorchX registers the functions of this module in the
+    # order of dir(). The name `_0_default` sorts first and keeps TorchX's own default.
     @register.scheduler(name=_name)  # type: ignore[untyped-decorator]
     def _0_default(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
         scheduler: Scheduler[dict[str, object]] = importlib.import_module(_module).create_scheduler(
