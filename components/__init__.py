@@ -4,7 +4,7 @@
 
 ``spmd`` returns a plain torchrun app, which any TorchX scheduler can run; the ``monarch_*`` schedulers run it on a
 Monarch mesh. TorchX lints and lists every function defined here, so helpers live in ``torchx_monarch.command.spmd``. It
-evaluates no postponed annotations, so they are not postponed and use ``Optional``, ``Dict`` and ``List``.
+reads annotations as they are, so they are not postponed and use ``Optional``, ``Dict`` and ``List``.
 """
 
 import inspect

@@ -174,7 +174,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         if self.inner.backend in _NAMED & set(get_scheduler_factories()):
             for path in config.find_configs():
                 text = Path(path).read_text()
-                if f"[{self.inner.backend}]" in text:  # config.load is slow: it collects all registered schedulers
+                if f"[{self.inner.backend}]" in text:  # config.load first loads all schedulers
                     config.load(self.inner.backend, io.StringIO(text), section)
         return section
 

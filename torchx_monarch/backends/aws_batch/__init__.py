@@ -4,7 +4,7 @@
 
 - ``options``: the run options.
 - ``command``: a role's command with its macros, some of which only the node itself can replace.
-- ``check``: refuses or warns of apps that AWS Batch cannot run as asked.
+- ``check``: refuses apps that AWS Batch cannot run as specified, or warns of them.
 - ``container``: the container properties of a role.
 - ``request``: the job definition and the job of an app.
 - ``client``: requests to AWS and the meaning of its errors.
@@ -12,6 +12,6 @@
 - ``logs``: the log of one node in CloudWatch.
 - ``scheduler``: the TorchX schedulers: ``aws_batch``, and the scheduler that ``monarch_aws_batch`` wraps.
 
-This project runs nothing beside the job and stores nothing on the submitting machine for it: Batch restarts failed jobs
-and holds the state of an app.
+This project runs nothing beside the job and keeps no state of it elsewhere: Batch restarts failed jobs and holds the
+whole state of an app.
 """

@@ -83,7 +83,7 @@ def _read(aws: Aws, stream: tuple[str, str], token: str, window: dict[str, int])
             if error.code == "ResourceNotFoundException":
                 return  # the stream does not exist before its first line
             raise
-        # The token of a page stands for the page's end.
+        # A page's token marks the end of the page, so each of its lines is yielded with that token.
         after = answer["nextForwardToken"]
         for event in answer["events"]:
             yield after, event["message"].rstrip("\n") + "\n"

@@ -150,7 +150,7 @@ def _ended(conditions: Mapping[str, Object], phase: str) -> float:
 
 
 def _failure(status: Object, conditions: Mapping[str, Object], terminated: Object, spec: Object) -> str:
-    """Describe how a pod failed, as a clause whose subject is the replica."""
+    """Describe how a pod failed, as a clause that follows the replica's name."""
     code = terminated.get("exitCode", 0)
     how = describe_code(128 - code if code > 128 else code) if terminated else "failed"
     reason = terminated.get("reason")
@@ -189,7 +189,7 @@ class Work:
 
 
 def work_of_job(job: Object | None) -> Work:
-    """Return the state of an Indexed Job; None stands for a deleted Job."""
+    """Return the state of an Indexed Job; ``job`` is None if the Job was deleted."""
     if job is None:
         return Work(False)
     status = job.get("status") or {}
