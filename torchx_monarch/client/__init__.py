@@ -1,3 +1,3 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The user's side of a live allocation: taking one, running on it, giving it back."""
+"""The client API of live allocations: take hosts, execute runs on them, and release them."""

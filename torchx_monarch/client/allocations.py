@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The live allocations that this machine knows of and can reach."""
+"""List the live allocations that this machine has a record of and can reach, for ``torchx monarch ps``."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from torchx_monarch.client.target import Target
 from torchx_monarch.exceptions import RefusedError, UnreachableError
 
 _PATIENCE = 3.0
-"""Seconds for each."""
+"""Seconds to wait for one allocation's answer."""
 
 
 @dataclass(frozen=True)
 class FoundAllocation:
-    """One role of an app.
+    """Represent one role of an app whose replica 0 answered.
 
     Attributes:
-        handle: of the app.
-        hosts: how many have come.
-        live: what its replica 0 says of itself.
+        handle: the app's TorchX handle.
+        hosts: number of hosts that have joined.
+        live: the ``live`` field of replica 0's answer to ``look`` (``controller.run_queue.RunQueue.state``).
     """
 
     handle: str
@@ -37,7 +37,11 @@ class FoundAllocation:
 
 
 def waiting_hosts() -> Iterator[FoundAllocation]:
-    """Those that answer; apps that have ended do not."""
+    """Yield the allocations that answer; apps that have ended do not answer.
+
+    Raises:
+        UnreachableError: the state directory of this machine's apps cannot be listed.
+    """
     for handle, roles in [*_of_this_machine(), *_elsewhere()]:
         for role in roles:
             with contextlib.suppress(UnreachableError, RefusedError):
@@ -47,7 +51,7 @@ def waiting_hosts() -> Iterator[FoundAllocation]:
 
 
 def _of_this_machine() -> list[tuple[str, list[str]]]:
-    from torchx_monarch.command.command import HOSTS_MODULE  # not for `torchx --help`, which imports this module
+    from torchx_monarch.command.command import HOSTS_MODULE  # `torchx --help` imports this module; keep it fast
 
     found = []
     try:

@@ -1,6 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Connect this process, as a Monarch client, to the hosts of a job (see ``controller.actor_controller``)."""
+"""Connect this process, as a Monarch client, to the hosts of a job.
+
+``controller.actor_controller`` describes the host side of the connection.
+"""
 
 from __future__ import annotations
 
@@ -25,25 +28,26 @@ from torchx_monarch.transport.address import Address
 from torchx_monarch.transport.local_addresses import NetworkOptions
 
 _ANSWER_EVERY = 5.0
-"""Seconds of waiting for hosts after which the caller looks whether the job still lives."""
+"""Seconds to wait for replica 0's answer; then the caller checks whether the job is still alive, and retries."""
 
 _STOP_TIMEOUT = 5.0
-"""Seconds that Monarch has to stop what this process has started on hosts that are to end."""
+"""Seconds that Monarch gets to stop this process's meshes before the hosts end."""
 
 
 class NotYetError(Exception):
-    """The hosts of a role are not there yet; the message says why."""
+    """The hosts of a role have not all started yet; the message says why."""
 
 
 @dataclasses.dataclass
 class Attachment:
-    """An open connection to replica 0 of a role: as long as it is open, the hosts have a client.
+    """Hold a connection to replica 0 of a role. The hosts count this process as their client while it is open.
 
     Attributes:
         link: the connection.
         address: where replica 0 listens.
-        addresses: Monarch's, of the hosts, by replica.
-        leaf: certificate, key and authority for Monarch's TLS, as PEM; None on one machine.
+        addresses: Monarch addresses of the hosts, ordered by replica id.
+        leaf: ``certificate``, ``key`` and ``authority`` for Monarch's TLS, as PEM; None if all hosts run on this
+            machine.
     """
 
     link: Connection
@@ -56,13 +60,13 @@ class Attachment:
         """Attach to the hosts of a role.
 
         Args:
-            handle: TorchX's, of the app.
-            role: whose hosts.
-            runner: to ask where they are.
+            handle: the app's TorchX handle.
+            role: name of the role.
+            runner: the TorchX runner, used to ask the scheduler for the address of replica 0.
 
         Raises:
-            NotYetError: they are not all there.
-            RefusedError: replica 0 lets nobody attach.
+            NotYetError: not all hosts of the role have started, or replica 0 cannot be reached.
+            RefusedError: replica 0 does not accept clients.
         """
         try:
             target = Target.of(handle, role, runner=runner)
@@ -80,26 +84,29 @@ class Attachment:
             raise NotYetError(f"replica 0 of role {role} hung up")
         hosts = sorted(answer["hosts"], key=lambda host: int(host["replica"]))
         first, *others = (str(host["address"]) for host in hosts)
-        if target.address.networked:  # this machine may know replica 0 by another name than the other hosts do
+        if target.address.networked:  # the hosts may know replica 0 by a name that this machine cannot resolve
             first = re.sub(r"://[^:/]+:", f"://{target.address.host}:", first)
         return cls(link, target.address, [first, *others], answer["leaf"])
 
     @property
     def is_open(self) -> bool:
-        """Whether the hosts are still there."""
+        """Whether replica 0 still holds the connection."""
         try:
             return self.link.receive(0.001) is not None
-        except TimeoutError:  # they have nothing to say
+        except TimeoutError:  # an idle connection: replica 0 sends nothing after its answer
             return True
         except (UnreachableError, OSError, ValueError):
             return False
 
 
 class Live:
-    """What a job has open in this process.
+    """Hold the TorchX runner, the connections and the meshes that one job uses in this process.
+
+    Attributes:
+        meshes: Monarch host meshes to stop in ``close``.
 
     Args:
-        stop_mesh: has Monarch stop a mesh within a number of seconds.
+        stop_mesh: called with a mesh and a timeout in seconds; stops the mesh.
     """
 
     def __init__(self, stop_mesh: Callable[[Any, float], None]) -> None:
@@ -110,18 +117,18 @@ class Live:
 
     @property
     def runner(self) -> Runner:
-        """TorchX's."""
+        """The TorchX runner, created on first use."""
         if self._runner is None:
             self._runner = get_runner()
         return self._runner
 
     def attachment(self, role: str) -> Attachment | None:
-        """The open connection to the hosts of a role."""
+        """Return the open connection to the hosts of a role; None if there is no connection or it is closed."""
         found = self._attachments.get(role)
         return found if found is not None and found.is_open else None
 
     def keep(self, role: str, attachment: Attachment) -> None:
-        """Hold on to a connection, and let go of the one before it."""
+        """Store the connection to a role, and close the previous connection to that role."""
         before = self._attachments.pop(role, None)
         self._attachments[role] = attachment
         if before is not None:
@@ -129,11 +136,11 @@ class Live:
 
     @property
     def is_open(self) -> bool:
-        """Whether there are hosts at the other end."""
+        """Whether at least one connection is open."""
         return any(attachment.is_open for attachment in self._attachments.values())
 
     def close(self) -> None:
-        """Stop what this process has started on the hosts, if they are there, and hang up."""
+        """Stop this process's meshes if the hosts are still connected, then close all connections."""
         for mesh in self.meshes if self.is_open else ():
             with contextlib.suppress(Exception):
                 self._stop_mesh(mesh, _STOP_TIMEOUT)
@@ -144,7 +151,11 @@ class Live:
 
 
 class _Client:
-    """This process as a Monarch client over a network: one address, one certificate."""
+    """Manage this process's identity as a Monarch client over a network.
+
+    Monarch allows one listening address and one certificate for each process, so a process can be a client of one
+    networked job at a time.
+    """
 
     def __init__(self) -> None:
         self._folder = ""
@@ -152,15 +163,19 @@ class _Client:
         self._lives: dict[Live, str] = {}
 
     def join(self, handle: str, live: Live, attachment: Attachment) -> tuple[str, list[str]]:
-        """Where to listen as a client of these hosts, and the files for TLS; both empty on one machine.
+        """Return the URL to listen on as a client of these hosts, and the paths of the TLS files.
 
         Args:
-            handle: of the app.
-            live: to whom the attachment belongs.
-            attachment: to the hosts.
+            handle: the app's TorchX handle.
+            live: the owner of the attachment.
+            attachment: the connection to the hosts.
+
+        Returns:
+            The URL, and the paths of certificate, key and authority. The URL is empty if the hosts run on this machine;
+            the paths are empty without TLS.
 
         Raises:
-            ClientError: it is the client of another job over a network.
+            ClientError: this process is the client of another job over a network.
         """
         address = attachment.address
         if not address.networked:
@@ -192,4 +207,4 @@ class _Client:
 
 
 client = _Client()
-"""Of this process."""
+"""The client identity of this process."""

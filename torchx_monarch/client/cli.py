@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""``torchx monarch``: running things on hosts that wait for them, from any shell."""
+"""The ``torchx monarch`` command: run commands on the hosts of a live allocation from a shell."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from torchx_monarch.client.workspace_sync import When, current_workspace
 from torchx_monarch.exceptions import AllocationError, CodeError, RefusedError, UnreachableError
 
 _NO_ANSWER = 69
-"""EX_UNAVAILABLE: the hosts cannot be reached, or refuse."""
+"""Exit code when the hosts cannot be reached or refuse the request: EX_UNAVAILABLE of ``sysexits.h``."""
 
 _USAGE = "usage: torchx monarch exec HANDLE [options] [-- torchrun --nproc-per-node 4 train.py ...]"
 
 
 class CmdMonarch(SubCommand):  # type: ignore[misc]
-    """The sub-command, which has sub-commands of its own."""
+    """Implement ``torchx monarch`` with its sub-commands ``exec``, ``follow``, ``ps`` and ``stop``."""
 
     def add_arguments(self, subparser: argparse.ArgumentParser) -> None:
-        """Describe the command line."""
+        """Define the arguments of ``torchx monarch``."""
         commands = subparser.add_subparsers(title="commands", required=True, metavar="COMMAND")
         one = commands.add_parser("exec", help="run a command on an allocation's hosts")
         one.add_argument("handle", help="as torchx run printed it")
@@ -54,12 +54,12 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
         one.set_defaults(monarch=_stop)
 
     def run(self, args: argparse.Namespace) -> None:
-        """Do what was typed."""
+        """Execute the sub-command; exit with its exit code, or with an error message if the hosts are unreachable."""
         try:
             args.monarch(args)
         except KeyboardInterrupt:
             sys.exit(130)
-        except BrokenPipeError:  # as a program does whose reader is gone; a run goes on
+        except BrokenPipeError:  # 141 is the shell's code for SIGPIPE; the run continues on the hosts
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             sys.exit(141)
         except (UnreachableError, RefusedError, AllocationError, CodeError) as error:
@@ -138,7 +138,10 @@ def _exec(args: argparse.Namespace) -> None:
 
 
 def _words(args: argparse.Namespace) -> list[str]:
-    """What is to run. Options behind the handle, which argparse takes for a part of that, are taken up."""
+    """Return the words of the command to run.
+
+    ``argparse.REMAINDER`` swallows options that follow the handle; this function parses them into ``args``.
+    """
     typed: list[str] = args.command
     if not typed or not typed[0].startswith("-") or typed[0] == "-m":
         return typed
@@ -158,7 +161,14 @@ def _follow(args: argparse.Namespace) -> None:
 
 
 def _see_to_its_end(job: SPMDJob, records: Records, verbose: bool, ends: bool = True) -> NoReturn:
-    """Show a run's output, and leave with its exit code; Ctrl-C ends the run where it was begun here."""
+    """Show a run's output, and exit with its exit code.
+
+    Args:
+        job: the allocation.
+        records: the records of the run.
+        verbose: whether to show the phases of the run as well.
+        ends: whether Ctrl-C stops the run; otherwise Ctrl-C only ends this command.
+    """
     collector = Collector("stream", say if verbose else None)
     try:
         result = interruptibly(job.hosts, records, collector, say) if ends else collector.collect(records)
@@ -210,4 +220,4 @@ def _stop(args: argparse.Namespace) -> None:
     try:
         ask(job.target, {"type": "stop"})
     except UnreachableError:
-        job.kill()  # not reached, or not there yet: its scheduler can do it
+        job.kill()  # unreachable hosts may still be queued: the scheduler can cancel them

@@ -1,6 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A client's connection to the replica 0 of a role: blocking, for programs and notebooks that have no event loop."""
+"""Connect a client to replica 0 of a role.
+
+The connection is blocking, because programs and notebooks that use it have no event loop.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,15 @@ from torchx_monarch.transport import messages
 from torchx_monarch.transport.address import REPLICA0_NAME, Address, explain
 
 TIMEOUT = 15.0
-"""Seconds for a connection, and for an answer that is not waited for otherwise."""
+"""Seconds for establishing a connection, and the default number of seconds for an answer."""
 
 
 class Connection:
-    """One connection; a context manager.
+    """A blocking connection to replica 0; a context manager that closes it.
 
     Args:
-        connection: the socket.
-        where: what it leads to, for messages.
+        connection: the connected socket.
+        where: the address of replica 0, for error messages.
     """
 
     def __init__(self, connection: socket.socket, where: Address) -> None:
@@ -39,12 +42,12 @@ class Connection:
         """Connect and send the greeting.
 
         Args:
-            target: where to.
-            greeting: with its ``type``.
-            timeout: seconds.
+            target: the role to connect to.
+            greeting: the first message, with its ``type``; the protocol version and the role are added.
+            timeout: seconds for the connection to be established.
 
         Raises:
-            UnreachableError: there is no connection; the message says why.
+            UnreachableError: the connection cannot be established; the message says why.
         """
         try:
             data = messages.encode({"version": messages.VERSION, "role": target.role, **greeting})
@@ -59,10 +62,10 @@ class Connection:
         return link
 
     def send_bytes(self, data: bytes) -> None:
-        """Send something beyond the greeting.
+        """Send bytes after the greeting.
 
         Raises:
-            UnreachableError: the connection is broken.
+            UnreachableError: the connection broke.
         """
         try:
             self._socket.settimeout(None)
@@ -71,15 +74,15 @@ class Connection:
             raise UnreachableError(f"{self._where}: the connection broke: {error.strerror or error}") from None
 
     def receive(self, timeout: float | None = TIMEOUT) -> dict[str, Any] | None:
-        """The next message; None at the end of the connection.
+        """Return the next message; None if the connection is closed.
 
         Args:
             timeout: seconds; None for no limit.
 
         Raises:
-            TimeoutError: nothing has come in time; one may go on.
-            RefusedError: the other end refuses what it was asked; the message is its own.
-            UnreachableError: what has come is no message of ours.
+            TimeoutError: no message arrived in time. The connection stays usable.
+            RefusedError: replica 0 refuses the request; the error carries its message.
+            UnreachableError: another program listens at the address: TLS failed, or the data is not a message.
         """
         while not self._lines:
             try:
@@ -99,14 +102,14 @@ class Connection:
             message = messages.decode(self._lines.pop(0))
         except messages.ProtocolError:
             raise UnreachableError(f"{self._where}: what listens there is another program") from None
-        if "frame" in message:  # a longer line, which is read as any other
+        if "frame" in message:  # the header of a long message (transport.messages); lines have no size limit here
             return self.receive(timeout)
         if message.get("type") == "refused":
             raise RefusedError(str(message.get("reason")))
         return message
 
     def close(self) -> None:
-        """Hang up; a thread that is receiving gets None."""
+        """Close the connection. A ``receive`` that blocks in another thread returns None."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -119,11 +122,16 @@ class Connection:
 
 
 def ask(target: Target, greeting: dict[str, Any], timeout: float = TIMEOUT) -> dict[str, Any]:
-    """Send one request and return its one answer.
+    """Send one request on a new connection, and return its answer.
+
+    Args:
+        target: the role to connect to.
+        greeting: the request, with its ``type``.
+        timeout: seconds for the connection, and again for the answer.
 
     Raises:
-        UnreachableError: there is no connection, or no answer within ``timeout`` seconds.
-        RefusedError: the other end refuses.
+        UnreachableError: the connection failed, or no answer arrived in time.
+        RefusedError: replica 0 refuses the request.
     """
     with Connection.open(target, greeting, timeout) as link:
         try:
@@ -158,8 +166,8 @@ def _connected(target: Target, timeout: float) -> socket.socket:
         if address.networked and not isinstance(error, ssl.SSLError):
             hint = ". From outside its network: forward the port, and give its near end as address (docs/live.md)"
         why = explain(error, address)
-        # At an address that the scheduler gives, another program may listen until the host there is ready: addresses of
-        # pods are used again.
+        # An address from the scheduler may not belong to replica 0 yet: Kubernetes reuses the addresses of pods, so
+        # another program may listen there until the host is ready. Only an address from the user is final.
         raise UnreachableError(f"{why}{hint}", why.final and target.given) from None
 
 
@@ -176,7 +184,7 @@ def _context(target: Target) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.load_verify_locations(cadata=credentials.authority)
-    # Python reads a certificate from files alone.
+    # SSLContext.load_cert_chain reads certificates from files only.
     with tempfile.TemporaryDirectory(prefix="tm-client") as folder:
         path = os.path.join(folder, "client.pem")
         with open(path, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:

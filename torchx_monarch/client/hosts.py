@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The hosts of a live allocation as this process reaches them: found, waited for, and missed when they have ended."""
+"""Reach the hosts of a live allocation: query their state, wait for them, and detect that they have ended."""
 
 from __future__ import annotations
 
@@ -20,42 +20,43 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 START_TIMEOUT = 600.0
-"""Seconds that a request waits for hosts that are not there yet, where its user does not say another number."""
+"""Default number of seconds that a request waits for hosts that have not started yet."""
 
 _POLL = 0.05
-"""Seconds between two looks at hosts that are not ready."""
+"""Seconds between the first two status requests to hosts that are not ready; each pause is longer than the last."""
 
 _POLL_AT_MOST = 2.0
+"""Longest pause between two status requests, in seconds."""
 
 _ASK_SCHEDULER_EVERY = 5.0
-"""Seconds; it serves everybody."""
+"""Seconds between two status requests to the scheduler, which all users of a cluster share."""
 
 _SAY_WHY_AFTER = 5.0
-"""Seconds of waiting until it is said why hosts that run are not reached: they may be about to listen."""
+"""Seconds of waiting before progress lines include the connection error: hosts that just started do not listen yet."""
 
 _ENDED = ("SUCCEEDED", "FAILED", "CANCELLED")
 
 
 def say(text: str) -> None:
-    """Show a line about the hosts to a person."""
+    """Print a progress line about the hosts to stderr."""
     print(f"[monarch] {text}", file=sys.stderr, flush=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class JobStatus:
-    """A live allocation.
+    """The state of a live allocation. All fields but ``state`` and ``message`` are empty if it cannot be reached.
 
     Attributes:
-        state: TorchX's name of the app's state.
-        ready: whether runs can begin at once.
-        hosts: names of the machines that have come, by replica.
-        missing: replicas that have not.
-        run: the run that is going on; None for none.
-        runs: how many have ended.
-        warm: interpreters of the first host that wait with torch imported.
-        idle: seconds since the last run.
-        idle_timeout: after how many of them the hosts end; 0 for never.
-        message: why it cannot be reached, or what its scheduler says of its end.
+        state: name of the app's TorchX state, such as ``RUNNING``; ``UNKNOWN`` if neither hosts nor scheduler tell it.
+        ready: whether a run can start immediately.
+        hosts: hostnames of the hosts that have joined, by replica id.
+        missing: ids of the replicas whose hosts have not joined.
+        run: number of the current run; None if no run is active.
+        runs: number of runs that have ended.
+        warm: number of spare interpreters on the first host that have imported torch.
+        idle: seconds since the hosts were last used; 0 during a run.
+        idle_timeout: seconds of idleness after which the hosts end; 0 for never.
+        message: why the allocation cannot be reached, or the scheduler's reason for its end; empty if it is reachable.
     """
 
     state: str
@@ -71,15 +72,18 @@ class JobStatus:
 
 
 class Hosts:
-    """Reaches the replica 0 of one role of an app.
+    """Send requests to replica 0 of one role of an app.
+
+    Attributes:
+        handle: the app's TorchX handle.
 
     Args:
-        handle: of the app.
-        role: name of the role; empty for the first.
-        address: where replica 0 is reached from here, where the scheduler cannot say: it is out of reach as well, and
-            not asked for the app's state.
-        runner: TorchX's; one is made where none is given.
-        start_timeout: seconds that ``reach`` waits for hosts; None for no limit.
+        handle: the app's TorchX handle.
+        role: name of the role; empty for the first role.
+        address: ``HOST:PORT`` at which this machine reaches replica 0; empty to ask the scheduler. With an address, the
+            scheduler counts as unreachable too, and is never asked for the app's state.
+        runner: the TorchX runner; None to create one on first use.
+        start_timeout: seconds that ``reach`` waits for the hosts; None for no limit.
     """
 
     def __init__(
@@ -104,12 +108,12 @@ class Hosts:
         self._scheduler_asked = -_ASK_SCHEDULER_EVERY
 
     def __getstate__(self) -> dict[str, Any]:
-        asked = -_ASK_SCHEDULER_EVERY  # the clock is that of this boot of this machine
+        asked = -_ASK_SCHEDULER_EVERY  # time.monotonic() has no meaning on another machine or after a reboot
         return {**self.__dict__, "_runner": None, "_target": None, "_scheduler_asked": asked}
 
     @property
     def runner(self) -> Runner:
-        """TorchX's."""
+        """The TorchX runner, created on first use."""
         if self._runner is None:
             from torchx.runner import get_runner
 
@@ -118,10 +122,10 @@ class Hosts:
 
     @property
     def target(self) -> Target:
-        """Where replica 0 listens.
+        """The address and credentials of replica 0.
 
         Raises:
-            UnreachableError: that is not known here, or the app was killed from here.
+            UnreachableError: this machine has no address or certificate for replica 0, or ``kill`` was called.
         """
         if self._killed:
             raise UnreachableError(f"{self.handle} was killed")
@@ -130,13 +134,13 @@ class Hosts:
         return self._target
 
     def kill(self) -> None:
-        """Have the scheduler end the app; one that has ended is left alone."""
+        """Cancel the app through its scheduler; does nothing if the app has ended."""
         self.runner.cancel(self.handle)
         self._killed = True
         self._scheduler_asked = -_ASK_SCHEDULER_EVERY
 
     def look(self) -> JobStatus | None:
-        """What the hosts say of themselves; None where they cannot be reached, or are being ended from here."""
+        """Ask replica 0 for the state of the allocation; return None if it cannot be reached or is ending."""
         try:
             answer = ask(self.target, {"type": "look"})
         except (UnreachableError, RefusedError) as error:
@@ -161,26 +165,30 @@ class Hosts:
         )
 
     def status(self) -> JobStatus:
-        """What the hosts say, or where they cannot be reached their scheduler."""
+        """Return the state of the allocation, from replica 0 or, if that cannot be reached, from the scheduler."""
         if (status := self.look()) is not None:
             return status
         state, message = self._ask_scheduler() if not self._address else ("UNKNOWN", "")
         return JobStatus(state, message=message or str(self._unreached))
 
     def reach(self, operation: Callable[[Target], T], ready: bool = False, wait: bool = True) -> T:
-        """Do something with the hosts; where they cannot be reached, wait for them and do it then.
+        """Call ``operation``; if the hosts cannot be reached, wait for them and call it again.
 
-        A given address that has answered before is not waited for: no scheduler can say whether its hosts have ended.
+        An address from the user that has answered before is not waited for: no scheduler can tell whether the hosts
+        behind it have ended.
 
         Args:
-            operation: gets where replica 0 listens; it may be done again when it has raised ``UnreachableError``.
-            ready: wait until runs can begin, where these hosts have not been seen like that before.
-            wait: whether to wait at all.
+            operation: called with the address of replica 0; must be repeatable after it raises ``UnreachableError``.
+            ready: whether to wait until a run can start, unless these hosts have been ready before.
+            wait: whether to wait for hosts that cannot be reached.
+
+        Returns:
+            The result of ``operation``.
 
         Raises:
-            AllocationError: the hosts have ended, or are not there in time.
-            UnreachableError: they cannot be reached, and waiting does not help, or is not wanted.
-            RefusedError: replica 0 does not answer this client.
+            AllocationError: the hosts have ended, or did not start within ``start_timeout``.
+            UnreachableError: the hosts cannot be reached, and ``wait`` is False or waiting does not help.
+            RefusedError: replica 0 refuses this client.
         """
         if self._were_ready or not ready:
             try:
@@ -196,11 +204,11 @@ class Hosts:
         return operation(self.target)
 
     def open(self, greeting: dict[str, Any], ready: bool = False, wait: bool = True) -> Connection:
-        """Connect and send a greeting; arguments and exceptions are those of ``reach``."""
+        """Connect to replica 0 and send a greeting. Arguments and exceptions are those of ``reach``."""
         return self.reach(lambda target: Connection.open(target, greeting), ready, wait)
 
     def ask(self, greeting: dict[str, Any], wait: bool = True) -> dict[str, Any]:
-        """Send a request that may be sent twice, and return its answer; arguments and exceptions as for ``reach``."""
+        """Send an idempotent request to replica 0, and return its answer. Exceptions are those of ``reach``."""
         return self.reach(lambda target: ask(target, greeting), wait=wait)
 
     def wait(
@@ -214,14 +222,14 @@ class Hosts:
 
         Args:
             timeout: seconds; None for no limit.
-            on_progress: called with a line whenever what is waited for changes.
-            ready: wait as well until runs can begin at once.
-            warm: wait as well until interpreters have imported torch.
+            on_progress: called with a line each time the reason for waiting changes; None for no progress lines.
+            ready: whether to wait until a run can start immediately.
+            warm: whether to wait until spare interpreters have imported torch.
 
         Raises:
-            AllocationError: they have ended, or it takes longer.
-            UnreachableError: they cannot be reached, and waiting does not help.
-            RefusedError: replica 0 does not answer this client.
+            AllocationError: the hosts have ended, or did not answer in time.
+            UnreachableError: the hosts cannot be reached, and waiting does not help.
+            RefusedError: replica 0 refuses this client.
         """
         started, pause, said = time.monotonic(), _POLL, ""
         while True:
@@ -247,10 +255,10 @@ class Hosts:
             pause = min(pause * 1.2, _POLL_AT_MOST)
 
     def check_alive(self) -> None:
-        """Refuse to go on where the scheduler says that there are no hosts any more; it is asked every few seconds.
+        """Raise if the scheduler reports that the app has ended. Asks the scheduler at most every few seconds.
 
         Raises:
-            AllocationError: naming the state in which they have ended.
+            AllocationError: the app has ended or does not exist; the message names its final state.
         """
         if self._address and not self._killed:
             return
@@ -263,7 +271,11 @@ class Hosts:
             raise AllocationError(f"{self.handle} has ended ({state}){': ' + message if message else ''}")
 
     def _missing_since(self, started: float) -> str:
-        """Describe what is waited for while replica 0 cannot be reached; raise where waiting does not help."""
+        """Describe why replica 0 cannot be reached yet; raise if waiting does not help.
+
+        Args:
+            started: ``time.monotonic()`` at the start of the wait.
+        """
         self.check_alive()
         if isinstance(self._unreached, RefusedError) or self._unreached.final:
             raise self._unreached
@@ -278,11 +290,12 @@ class Hosts:
     def _miss(self, error: UnreachableError | RefusedError) -> None:
         self._unreached = error
         self._were_ready = False
-        self._target = None  # a host that was replaced may be elsewhere
+        self._target = None  # the scheduler may have restarted replica 0 at another address
 
     def _ask_scheduler(self) -> tuple[str, str]:
-        """The app's state by its scheduler, and why it has ended."""
-        from torchx.specs import NONE  # half of what torchx costs to import; a run on hosts that live needs none of it
+        """Return the app's state from its scheduler, and the reason for its end; empty if the app has not ended."""
+        # torchx.specs is half of the import time of torchx, and a run on hosts that answer does not need it.
+        from torchx.specs import NONE
 
         self._scheduler_asked = time.monotonic()
         status = self.runner.status(self.handle)
