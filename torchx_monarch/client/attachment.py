@@ -84,7 +84,7 @@ class Attachment:
             raise NotYetError(f"replica 0 of role {role} hung up")
         hosts = sorted(answer["hosts"], key=lambda host: int(host["replica"]))
         first, *others = (str(host["address"]) for host in hosts)
-        if target.address.networked:  # the hosts may know replica 0 by a name that this machine cannot resolve
+        if target.address.networked:  # this machine may reach replica 0 under another name than the other hosts do
             first = re.sub(r"://[^:/]+:", f"://{target.address.host}:", first)
         return cls(link, target.address, [first, *others], answer["leaf"])
 

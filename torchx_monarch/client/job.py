@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A live allocation in a program's or a notebook's hands."""
+"""The Python API of a live allocation, for programs and notebooks."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _COMMAND = re.compile(r"torchrun|python(3(\.\d+)?)?")
 
 
 def words_of(command: str | Sequence[str]) -> list[str]:
-    """The words of a command; a text is split as a shell would.
+    """Return the words of a command. A string is split as a shell splits it.
 
     Raises:
-        ValueError: a quotation in the text does not end.
+        ValueError: the string has an unclosed quotation.
     """
     if not isinstance(command, str):
         return [str(word) for word in command]
@@ -41,21 +41,38 @@ def words_of(command: str | Sequence[str]) -> list[str]:
 
 
 class SPMDJob:
-    """Hosts that wait for runs: one role of an app. A context manager, which gives them back at its end.
+    """Represent a live allocation: the hosts of one role, which wait for runs.
 
-    Whatever needs the hosts waits for them and says so on stderr, and raises ``AllocationError`` once they have ended.
+    ``serve`` takes new hosts and returns an ``SPMDJob``; ``SPMDJob.attach`` returns one for hosts that were taken
+    elsewhere. As a context manager, it releases the hosts on exit::
+
+        with serve("torchrun --nproc-per-node 4 train.py", scheduler="monarch_slurm") as job:
+            job.run_spmd()
+            job.run_spmd(["train.py", "--lr", "0.2"])
+
+    Methods that need the hosts wait for them to start and print the reason for waiting on stderr. They raise
+    ``AllocationError`` if the hosts have ended. An ``SPMDJob`` can be pickled and used in another process.
 
     Attributes:
-        hosts: how they are reached.
+        handle: the app's TorchX handle.
+        role: name of the role; empty for the first role.
+        workspace: absolute path of the folder with the code; None if the hosts use the code that they have.
+        sync: when the hosts get a copy of the workspace.
+        hosts: the client that sends requests to the hosts.
 
     Args:
-        handle: of the app.
-        role: which of its roles; empty for the first.
-        address: ``HOST:PORT`` where its replica 0 is reached from here, where the scheduler cannot say.
-        runner: TorchX's; one is made where none is given.
-        workspace: folder with the code, which the hosts are to have as it is when a run begins; None for what is there.
-        sync: when they get a copy; see ``client.workspace_sync.When``.
-        start_timeout: seconds that anything waits for hosts which are not there yet; None for no limit.
+        handle: the app's TorchX handle, ``SCHEDULER://SESSION/APP``, as ``torchx run`` prints it.
+        role: name of the role; empty for the first role.
+        address: ``HOST:PORT`` at which this machine reaches replica 0, such as the local end of a tunnel; empty to ask
+            the scheduler.
+        runner: the TorchX runner; None to create one when it is needed.
+        workspace: folder with the code. Each run uses its state at the start of the run. None to use the code that the
+            hosts have.
+        sync: when the hosts get a copy of the workspace; see ``client.workspace_sync.When``.
+        start_timeout: seconds that a method waits for hosts that have not started; None for no limit.
+
+    Raises:
+        ValueError: ``sync`` is not a value of ``client.workspace_sync.When``.
     """
 
     def __init__(
@@ -77,13 +94,18 @@ class SPMDJob:
 
     @classmethod
     def attach(cls, handle: str, role: str = "", address: str = "", **more: Any) -> SPMDJob:
-        """The allocation of that handle, from any process.
+        """Return the allocation with this handle, from any process on a machine that can reach its hosts.
 
         Args:
-            handle: as for ``SPMDJob``, and so are ``runner``, ``workspace``, ``sync`` and ``start_timeout``.
+            handle: the app's TorchX handle.
+            role: name of the role; empty for the first role.
+            address: ``HOST:PORT`` at which this machine reaches replica 0; empty to ask the scheduler.
+            **more: ``runner``, ``workspace``, ``sync`` and ``start_timeout``, as for ``SPMDJob``.
 
         Raises:
-            UnreachableError: it is not known here how to reach it, and waiting does not help.
+            UnreachableError: this machine cannot reach the allocation, and waiting does not help: it has no certificate
+                for the app, or the app has no such role.
+            ValueError: ``sync`` is not a value of ``client.workspace_sync.When``.
         """
         job = cls(handle, role, address, **more)
         try:
@@ -105,7 +127,7 @@ class SPMDJob:
     # -- the allocation ------------------------------------------------------------------------------------------------
 
     def status(self) -> JobStatus:
-        """What its hosts say, or where they cannot be reached its scheduler."""
+        """Return the state of the allocation, from its hosts or, if they cannot be reached, from its scheduler."""
         return self.hosts.status()
 
     def wait_ready(
@@ -114,32 +136,35 @@ class SPMDJob:
         on_progress: Callable[[str], None] | None = None,
         warm: bool = False,
     ) -> SPMDJob:
-        """Wait until runs can begin at once.
+        """Wait until a run can start immediately.
 
         Args:
             timeout: seconds; None for no limit.
-            on_progress: called with a line whenever what is waited for changes.
-            warm: wait as well until interpreters have imported torch, so that the next run need not.
+            on_progress: called with a line each time the reason for waiting changes; None for no progress lines.
+            warm: whether to wait until spare interpreters have imported torch, which saves the next run the import.
+
+        Returns:
+            This job.
 
         Raises:
-            AllocationError: it has ended, or is not ready in time; the message says what was waited for.
-            UnreachableError: its hosts cannot be reached from here, and waiting does not help.
-            RefusedError: its hosts do not answer this client.
+            AllocationError: the hosts have ended, or are not ready in time; the message gives the reason.
+            UnreachableError: the hosts cannot be reached, and waiting does not help.
+            RefusedError: the hosts refuse this client.
         """
         self.hosts.wait(timeout, on_progress, warm=warm)
         return self
 
     @property
     def target(self) -> Target:
-        """Where its replica 0 is reached.
+        """The address and credentials of replica 0.
 
         Raises:
-            UnreachableError: that is not known here.
+            UnreachableError: this machine has no address or certificate for replica 0, or ``kill`` was called.
         """
         return self.hosts.target
 
     def kill(self) -> None:
-        """Give the hosts back, and end what runs on them; an app that has ended is left alone."""
+        """Release the hosts and end their runs, by cancelling the app. Does nothing if the app has ended."""
         self.hosts.kill()
 
     # -- runs ----------------------------------------------------------------------------------------------------------
@@ -159,30 +184,42 @@ class SPMDJob:
         check: bool = True,
         on_phase: Callable[[str], None] | None = None,
     ) -> RunResult:
-        """Run something on all hosts, and wait for its end. Ctrl-C stops the run and keeps the hosts; twice kills it.
+        """Execute a command on all hosts, and wait for its end.
+
+        Ctrl-C stops the run and keeps the hosts; a second Ctrl-C kills the run. Both raise ``KeyboardInterrupt`` when
+        the run has ended. A third Ctrl-C raises it immediately and leaves the run alone.
 
         Args:
-            script_args: a script with its arguments, or ``-m``, a module and its, in place of those of the command that
-                the allocation was taken with; or a whole torchrun or Python command; None for that command as it is. A
-                text is split as a shell would.
-            env: variables that the ranks get beside those of the hosts.
-            nproc: processes on each host, where not as the command says: a number, or auto, gpu, cpu, xpu.
-            timeout: seconds after which the hosts end the run.
-            output: what happens to what the ranks print; see ``client.run.Output``.
-            cwd: folder on the hosts that the ranks start in, as it is there; None for the workspace, or without one
-                the hosts' own.
-            workspace: folder with the code for this run; None for the job's.
-            sync: when the hosts get a copy of it for this run; None for the job's. See ``client.workspace_sync.When``.
-            queue: wait for runs that have not ended yet; else one that has not makes this call fail.
-            check: whether a failure raises; else it is in the result.
-            on_phase: called with each line about the run itself.
+            script_args: what to run, as a list of words or as a string that is split as a shell splits it. One of:
+                a script and its arguments, or ``-m``, a module and its arguments, which replace the program of the
+                allocation's command and keep its torchrun options; a whole torchrun or Python command; or None for the
+                allocation's command unchanged.
+            env: environment variables of the ranks, in addition to those of the hosts; None for no others.
+            nproc: processes per host: a number, ``auto``, ``gpu``, ``cpu`` or ``xpu``; None for the command's number.
+            timeout: seconds after which the hosts end the run; None for no limit.
+            output: where the output of the ranks goes; see ``client.run.Output``.
+            cwd: folder on the hosts in which the ranks start; no code is sent. None for the workspace or, without a
+                workspace, the working directory of the host process.
+            workspace: folder with the code for this run; None for the job's workspace.
+            sync: when the hosts get a copy of the workspace for this run; None for the job's setting. See
+                ``client.workspace_sync.When``.
+            queue: whether to wait for the end of earlier runs. Otherwise the hosts refuse the run if another one is
+                active.
+            check: whether a failed run raises ``SPMDError``. Otherwise the failure is in the result.
+            on_phase: called with each progress line of the run, such as its start and its attempts; None to drop them.
+
+        Returns:
+            The result of the run, with the exit code of each rank.
 
         Raises:
-            SPMDError: it has failed, or was ended.
-            CodeError: the workspace was not brought to the hosts.
-            RefusedError: the hosts do not run it: another run has not ended, or the request makes no sense.
-            AllocationError: the hosts have ended, or are not there in time.
-            UnreachableError: they cannot be reached, and waiting does not help.
+            SPMDError: the run failed or was stopped, and ``check`` is True.
+            CodeError: the workspace could not be sent to the hosts.
+            RefusedError: the hosts do not accept the run: another run is active, or the request is invalid.
+            AllocationError: the hosts have ended, or did not start within ``start_timeout``.
+            UnreachableError: the hosts cannot be reached, and waiting does not help.
+            KeyboardInterrupt: the user pressed Ctrl-C.
+            ValueError: ``script_args`` is empty or has an unclosed quotation, both ``cwd`` and ``workspace`` are given,
+                or ``output`` or ``sync`` has a value that does not exist.
         """
         request = self.request(script_args, env, nproc, timeout, cwd, queue, workspace, sync)
         records = Records.of(self.hosts, request)
@@ -209,40 +246,51 @@ class SPMDJob:
         check: bool = True,
         on_phase: Callable[[str], None] | None = None,
     ) -> RunHandle:
-        """As ``run_spmd``, without waiting for the end; the run goes on when this process ends.
+        """Start a run on all hosts, and return a handle to it without waiting for its end.
+
+        The arguments are those of ``run_spmd``. The run continues if this process ends; ``follow`` finds it again.
+
+        Returns:
+            A handle like ``concurrent.futures.Future``. With ``check``, its ``result`` raises ``SPMDError`` if the run
+            failed.
 
         Raises:
-            CodeError: the workspace was not brought to the hosts.
-            RefusedError: the hosts do not run it: another run has not ended, or the request makes no sense.
-            AllocationError: the hosts have ended, or are not there in time.
-            UnreachableError: they cannot be reached, and waiting does not help.
+            CodeError: the workspace could not be sent to the hosts.
+            RefusedError: the hosts do not accept the run: another run is active, or the request is invalid.
+            AllocationError: the hosts have ended, or did not start within ``start_timeout``.
+            UnreachableError: the hosts cannot be reached, and waiting does not help.
+            ValueError: an argument is invalid, as for ``run_spmd``.
         """
         request = self.request(script_args, env, nproc, timeout, cwd, queue, workspace, sync)
         records = Records.of(self.hosts, request)
         return RunHandle(self.hosts, records, Collector(output, on_phase), check)
 
     def follow(self, run: int | None = None, *, output: Output = "stream", check: bool = True) -> RunHandle:
-        """A run that somebody else has begun, or the last one: its output from the start, and its result.
+        """Follow a run that any process has started: receive its output from the beginning, and its result.
 
         Args:
-            run: its number; None for the one that is going on, or else the last.
-            output: what happens to what the ranks print.
-            check: whether a failure is an exception of the handle.
+            run: number of the run; None for the current run or, if no run is active, the last one.
+            output: where the output of the ranks goes; see ``client.run.Output``.
+            check: whether the handle's ``result`` raises ``SPMDError`` if the run failed.
 
         Raises:
-            RefusedError: there is none.
-            AllocationError: the hosts have ended, or are not there in time.
-            UnreachableError: they cannot be reached, and waiting does not help.
+            RefusedError: the hosts do not know this run.
+            AllocationError: the hosts have ended, or did not start within ``start_timeout``.
+            UnreachableError: the hosts cannot be reached, and waiting does not help.
         """
         records = Records.of(self.hosts, {"type": "follow", "run": run})
         return RunHandle(self.hosts, records, Collector(output), check)
 
     def runs(self) -> list[dict[str, Any]]:
-        """The runs that the hosts know, the eldest first: number, state, command, who, when, exit code, reason.
+        """List the runs that the hosts know, the ended ones first, then the current one and the queue.
+
+        Returns:
+            A dictionary for each run: its number (``run``), state, command, submitter (``by``), times, exit code and
+            reason, among others (``controller.run_queue.Run.to_json``).
 
         Raises:
-            AllocationError: the hosts have ended, or are not there in time.
-            UnreachableError: they cannot be reached, and waiting does not help.
+            AllocationError: the hosts have ended, or did not start within ``start_timeout``.
+            UnreachableError: the hosts cannot be reached, and waiting does not help.
         """
         found: list[dict[str, Any]] = []
         with self.hosts.open({"type": "runs"}) as link:
@@ -253,31 +301,31 @@ class SPMDJob:
         return found
 
     def end_run(self, run: int | None = None, kill: bool = False) -> None:
-        """Stop a run, and keep the hosts; returns at once.
+        """Stop a run, and keep the hosts. Does not wait for the end of the run.
 
         Args:
-            run: its number; None for the one that is going on.
-            kill: do not wait for the ranks' grace.
+            run: number of the run; None for the current run.
+            kill: whether to send the ranks SIGKILL immediately, instead of SIGTERM and SIGKILL after the grace period.
 
         Raises:
-            RefusedError: there is none.
-            AllocationError: the hosts have ended, or are not there in time.
-            UnreachableError: they cannot be reached, and waiting does not help.
+            RefusedError: the hosts do not know this run.
+            AllocationError: the hosts have ended, or did not start within ``start_timeout``.
+            UnreachableError: the hosts cannot be reached, and waiting does not help.
         """
         self.hosts.ask({"type": "end-run", "run": run, "kill": kill})
 
     def logs(self, rank: int | None = None, follow: bool = False, run: int | None = None) -> Iterator[str]:
-        """The lines that the ranks of a run have printed, in the order in which they came.
+        """Yield the lines that the ranks of a run printed on stdout and stderr, in the order of their arrival.
 
         Args:
-            rank: of one rank alone; None for all.
-            follow: go on to the end of the run; else to what is there now.
-            run: its number; None for the one that is going on, or else the last.
+            rank: global rank whose lines to yield; None for all ranks.
+            follow: whether to wait for new lines until the run ends. Otherwise yield the lines printed so far.
+            run: number of the run; None for the current run or, if no run is active, the last one.
 
         Raises:
-            RefusedError: there is no such run, or it has no such rank.
-            AllocationError: the hosts have ended, or are not there in time.
-            UnreachableError: they cannot be reached, and waiting does not help.
+            RefusedError: the hosts do not know this run, or it has no such rank.
+            AllocationError: the hosts have ended, or did not start within ``start_timeout``.
+            UnreachableError: the hosts cannot be reached, and waiting does not help.
         """
         greeting = {"type": "follow", "run": run, "rank": rank, "wait": follow}
         readers: dict[tuple[int, str], LineReader] = {}
@@ -302,7 +350,12 @@ class SPMDJob:
         workspace: str | None = None,
         sync: When | None = None,
     ) -> dict[str, Any]:
-        """What is sent for ``run_spmd`` with these arguments; the code that it needs is there by then."""
+        """Synchronise the workspace, and return the ``run`` message for these arguments of ``run_spmd``.
+
+        Raises:
+            ValueError: ``script_args`` is empty or has an unclosed quotation, both ``cwd`` and ``workspace`` are given,
+                or ``sync`` has a value that does not exist.
+        """
         words = words_of(script_args) if script_args is not None else None
         if words == []:
             raise ValueError("script_args is empty; None runs the allocation's own command")
@@ -325,7 +378,7 @@ class SPMDJob:
         return request
 
     def _sync_workspace(self, workspace: str | None, sync: When | None) -> SyncResult:
-        """Have the hosts see the workspace as it is now, if there is one."""
+        """Give the hosts the current state of the workspace; do nothing if the job has no workspace."""
         folder = os.path.abspath(os.path.expanduser(workspace)) if workspace else self.workspace
         when = self.sync if sync is None else sync
         check_when(when)

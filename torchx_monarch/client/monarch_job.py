@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Any app on any scheduler of ours as a Monarch job: it stands where LocalJob, ProcessJob or SlurmJob stands."""
+"""A Monarch job on any ``monarch_*`` scheduler. It replaces Monarch's LocalJob, ProcessJob and SlurmJob."""
 
 from __future__ import annotations
 
@@ -29,47 +29,55 @@ from monarch.job import JobState, JobTrait  # noqa: E402
 _log = logging.getLogger("torchx_monarch")
 
 _ATTACH_TIMEOUT = 60.0
-"""Seconds for Monarch's own connections to the hosts of a mesh, once these have said that they are there."""
+"""Seconds for Monarch to connect to the hosts of a mesh, after all hosts have joined."""
 
 _ASK_EVERY = 1.0
-"""Seconds between two looks at a job; the first are closer."""
+"""Longest pause between two status requests for a job, in seconds; the first pauses are shorter."""
 
 _ASK_QUEUE_EVERY = 5.0
-"""The same for one that waits in a queue, whose scheduler serves everybody."""
+"""Longest pause in seconds while a job is pending: all users of a cluster share its scheduler."""
 
 _SAY_EVERY = 30.0
-"""Seconds between two words on what is waited for."""
+"""Seconds between two log lines about the reason for waiting."""
 
 _END_TIMEOUT = 15.0
 """Seconds that ``kill`` waits for the end of the hosts."""
 
 _UNMOUNT_TIMEOUT = 15.0
-"""Seconds for which ``kill`` tries to remove mounts that are busy: a closed file is released a moment later."""
+"""Seconds for which ``kill`` retries to remove busy mounts: a closed file keeps its mount busy for a moment."""
 
 _CACHE = ".monarch/job_state.pkl"
-"""Where Monarch keeps the state of a job, and where a script started by ``apply(client_script=...)`` looks for it."""
+"""File in which Monarch caches a job's state. A script started by ``apply(client_script=...)`` reads it there."""
 
 
 class MonarchJob(JobTrait):  # type: ignore[misc]
-    """An app as a Monarch job: each role is a mesh, its replicas the hosts; its command is not run.
+    """Run a TorchX app as a Monarch job: each role becomes a host mesh, each of its replicas a host.
 
-    Everything that Monarch's ``JobTrait`` promises holds: ``apply``, ``state``, ``kill``, ``dump``, ``job_load``,
-    ``enable_admin``, ``enable_telemetry``, ``remote_mount``, ``gather_mount``, and the cached state file, which is used
-    again while the job lives and is the one that is asked for.
+    The hosts wait for actors; the commands of the roles are not run::
+
+        job = MonarchJob({"trainers": 2, "dataloaders": 1}, scheduler="monarch_slurm")
+        procs = job.state().trainers.spawn_procs(per_host={"gpus": 8})
+        ...
+        job.kill()
+
+    The class implements Monarch's ``JobTrait`` completely: ``apply``, ``state``, ``kill``, ``dump``, ``job_load``,
+    ``enable_admin``, ``enable_telemetry``, ``remote_mount``, ``gather_mount``, and the cached state file, which Monarch
+    reuses while the job is alive and its arguments are the same.
 
     Args:
-        appdef: the roles; or ``{"trainers": 2, "dataloaders": 1}``, as Monarch's own jobs have it.
-        scheduler: one of the ``monarch_*`` schedulers.
-        scheduler_cfg: its run options.
-        env: variables for the hosts of all roles, and so for their actors.
+        appdef: the app; or the number of hosts of each mesh by name, such as ``{"trainers": 2, "dataloaders": 1}``, as
+            for Monarch's own jobs.
+        scheduler: name of a ``monarch_*`` scheduler.
+        scheduler_cfg: run options of the scheduler; None for its defaults.
+        env: environment variables of all hosts, and thus of their actors; None for no others.
         idle_timeout: seconds without a client after which the hosts end; 0 for never.
-        start_timeout: seconds until ``state()`` gives up waiting for hosts; None for no limit, as a queue may be long.
-        out_of_cluster: go through replica 0 of the first role alone, for clients that hosts cannot dial back (behind
-            NAT or a firewall). Monarch allows one such job in the life of a process.
-        workspace: as for ``Runner.run``.
+        start_timeout: seconds that ``state`` waits for the hosts; None for no limit, because a queue may be long.
+        out_of_cluster: whether to route all connections through replica 0 of the first role, for clients that hosts
+            cannot dial back (behind NAT or a firewall). Monarch allows one such job in the lifetime of a process.
+        workspace: the workspace for ``torchx.runner.Runner.run``; None for no workspace.
 
     Raises:
-        ValueError: a role has a name that cannot be a mesh's, which is an attribute of ``state()``.
+        ValueError: the name of a role cannot be an attribute of ``state()``.
     """
 
     def __init__(
@@ -100,17 +108,17 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
 
     @property
     def handle(self) -> str | None:
-        """TorchX's handle of the job, for ``torchx status`` and ``torchx log``; None before it is applied."""
+        """The job's TorchX handle, for ``torchx status`` and ``torchx log``; None before ``apply``."""
         running = self._running
         return running._handle if isinstance(running, MonarchJob) else self._handle
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_live": None}  # connections are this process's
+        return {**self.__dict__, "_live": None}  # sockets cannot be pickled
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _live=Live(monarch_api.stop_mesh))
 
-    # -- what JobTrait asks for ----------------------------------------------------------------------------------------
+    # -- the abstract methods and hooks of JobTrait --------------------------------------------------------------------
 
     def _create(self, client_script: str | None) -> None:
         if self._is_this_job():
@@ -130,7 +138,8 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
         _log.info("%s", self._handle)
 
     def _connect_host_meshes(self, running_job: JobTrait) -> dict[str, Any]:
-        # Mounts and telemetry are a process of their own, which is started next and reaches hosts as this one does.
+        # super() starts Monarch's sidecar process for mounts and telemetry, which reaches the hosts the same way as
+        # this process: attach first.
         if isinstance(running_job, MonarchJob) and not running_job._is_this_job():
             running_job._attach()
         meshes: dict[str, Any] = super()._connect_host_meshes(running_job)
@@ -147,7 +156,7 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
         return JobState(meshes)
 
     def can_run(self, spec: JobTrait) -> bool:
-        """Whether ``spec`` asks for what this job is, and it lives."""
+        """Whether this job is alive and has the app, scheduler, run options, idle timeout and workspace of ``spec``."""
         return isinstance(spec, MonarchJob) and spec._wanted() == self._wanted() and self._is_running()
 
     def _is_running(self) -> bool:
@@ -160,7 +169,7 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
         """End the job and remove its mounts.
 
         Raises:
-            RuntimeError: a mount stays busy. The job goes on, and ``kill`` may be called again.
+            RuntimeError: a mount stays busy. The job continues, and ``kill`` can be called again.
         """
         until = time.monotonic() + _UNMOUNT_TIMEOUT
         while True:
@@ -174,7 +183,7 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
 
     def _kill(self) -> None:
         if self._is_this_job():
-            return  # it ends with its script
+            return  # the host ends the job when this script exits
         self._live.close()
         if self._handle is None:
             return
@@ -208,7 +217,7 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
         return self._app, self._scheduler, self._cfg, self._idle_timeout, self._workspace
 
     def _is_this_job(self) -> bool:
-        """Whether this process is the script of a job with these meshes."""
+        """Whether this process is the client script of a job with the same meshes."""
         if not monarch_api.in_batch_job() or not os.environ.get(this_job.VARIABLE):
             return False
         return this_job.this_job().sizes == {role.name: role.num_replicas for role in self._app.roles}
@@ -217,7 +226,7 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
         return self._live.runner.status(self._handle) if self._handle else None
 
     def _attach(self) -> dict[str, Attachment]:
-        """Be a client of the hosts of every role."""
+        """Register this process as a Monarch client of the hosts of every role; return the connections by role."""
         deadline = None if self._start_timeout is None else time.monotonic() + self._start_timeout
         found = {role.name: self._attach_to(role.name, deadline) for role in self._app.roles}
         first = found[self._app.roles[0].name]

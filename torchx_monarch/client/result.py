@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""How a run on a live allocation ended: plain values that can be pickled."""
+"""The result of a run on a live allocation, as data classes that can be pickled."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torchx_monarch.model.job_result import RankExit
 
 @dataclasses.dataclass(frozen=True)
 class RankOutput:
-    """What one rank has printed, where a run was told to store it.
+    """The output of one rank, if the run was started with ``output="store"``.
 
     Attributes:
-        stdout: as it was shown, whole lines.
-        stderr: likewise.
+        stdout: the text that the rank printed on stdout, in whole lines.
+        stderr: the text that the rank printed on stderr, in whole lines.
     """
 
     stdout: str = ""
@@ -26,20 +26,20 @@ class RankOutput:
 
 @dataclasses.dataclass(frozen=True)
 class RankResult:
-    """One rank of the last attempt of a run.
+    """The end of one rank in the last attempt of a run.
 
     Attributes:
         rank: global rank.
-        local_rank: its number on its host.
-        replica: id of its host's replica.
-        hostname: where it ran.
-        pid: its process.
-        exit_code: -n for death by signal n.
-        seconds: from the start of its program to its end.
-        failed: whether it failed by itself, and was not stopped.
-        message: the exception, in one line, where there was one.
-        traceback: likewise; empty without one.
-        log_path: its stderr, on its host; ``stdout.log`` lies beside it.
+        local_rank: local rank on its host.
+        replica: replica id of its host.
+        hostname: hostname of its host.
+        pid: its process id on that host.
+        exit_code: its exit code; -n if signal n killed it.
+        seconds: seconds from the start of the program to its end; 0 if the start is unknown.
+        failed: whether it failed by itself; False if it succeeded or failed only because it was stopped.
+        message: the Python exception in one line; empty if the host has no exception from the rank.
+        traceback: the Python traceback; empty if the host has none.
+        log_path: path of its stderr log on its host, with ``stdout.log`` in the same folder; empty without log files.
     """
 
     rank: int
@@ -56,7 +56,7 @@ class RankResult:
 
     @classmethod
     def of(cls, exit: RankExit) -> RankResult:
-        """From what its host says."""
+        """Convert the record that the host sent."""
         return cls(
             rank=exit.rank,
             local_rank=exit.local_rank,
@@ -74,19 +74,19 @@ class RankResult:
 
 @dataclasses.dataclass(frozen=True)
 class RunResult:
-    """One run.
+    """The result of one run.
 
     Attributes:
-        run: its number on its allocation, from 1.
-        exit_code: 0, or that of the rank that began the failure; 128+n for a signal.
-        reason: one line for a person.
-        ranks: those of the last attempt, by rank; empty when none was started.
-        attempts: how often they were started.
-        seconds: from the start of the run to its end, without the time that it waited for another.
-        code: hash of the code that was brought; empty where none was.
-        stopped: whether it was told to end, by a client, its timeout or the end of the hosts.
-        cause: the rank that began the failure; None where no rank did.
-        output: what each rank has printed, where it was stored.
+        run: number of the run on its allocation, from 1.
+        exit_code: 0, or the exit code of the root cause; 128+n for signal n.
+        reason: why the run ended, in one line.
+        ranks: results of the ranks of the last attempt, by global rank; empty if no rank was started.
+        attempts: number of attempts.
+        seconds: seconds from the start of the run to its end, without the time in the queue.
+        code: hash of the workspace; empty if it is unknown.
+        stopped: whether the run was stopped, by a client, its timeout or the end of the hosts.
+        cause: global rank of the root cause; None if no rank caused the failure, or the run succeeded.
+        output: output of each rank, by global rank; empty unless the run was started with ``output="store"``.
     """
 
     run: int
@@ -102,14 +102,21 @@ class RunResult:
 
     @property
     def exit_codes(self) -> dict[int, int]:
-        """By rank."""
+        """The exit code of each rank, by global rank."""
         return {rank: one.exit_code for rank, one in self.ranks.items()}
 
     @classmethod
     def of(
         cls, message: Mapping[str, Any], exits: Mapping[int, RankExit], attempts: int, output: Mapping[int, RankOutput]
     ) -> RunResult:
-        """From a run's last records."""
+        """Build the result from the records of a run.
+
+        Args:
+            message: the ``result`` record.
+            exits: the ``exit`` records of the last attempt, by global rank.
+            attempts: number of attempts.
+            output: stored output, by global rank.
+        """
         return cls(
             run=message["run"],
             exit_code=message["exit_code"],

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""One run on a live allocation, as its user sees it: what it prints, and how it ends."""
+"""Receive the output and the result of a run on a live allocation."""
 
 from __future__ import annotations
 
@@ -20,19 +20,22 @@ from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.system.line_output import LineOutput
 
 Output = Literal["stream", "store", "none"] | Callable[[int, str, str], None]
-"""What happens to the ranks' output: it goes to ``sys.stdout`` and ``sys.stderr``, or into ``RunResult.output``, or
-nowhere; or a function is called with rank, ``stdout`` or ``stderr``, and text."""
+"""Where the output of the ranks goes. ``stream``: to ``sys.stdout`` and ``sys.stderr``; ``store``: to
+``RunResult.output``; ``none``: nowhere. A function is called with the rank, ``stdout`` or ``stderr``, and the text."""
 
 _RECONNECT_FOR = 30.0
-"""Seconds in which a broken connection is made again, before a run is given up: it may go on without us."""
+"""Seconds for which a broken connection is retried. After that the client gives up; the run itself continues."""
 
 
 class Records:
-    """The records of a run, from its first; a connection that breaks is made again.
+    """Iterate over the records of a run, from the first one; reconnect if the connection breaks.
+
+    Attributes:
+        run: number of the run.
 
     Args:
-        hosts: of the allocation.
-        link: has been told ``run`` or ``follow``.
+        hosts: the hosts of the allocation.
+        link: a connection whose greeting was ``run`` or ``follow``.
     """
 
     def __init__(self, hosts: Hosts, link: Connection) -> None:
@@ -44,12 +47,16 @@ class Records:
 
     @classmethod
     def of(cls, hosts: Hosts, greeting: dict[str, Any]) -> Records:
-        """Begin or follow a run; hosts that are not there yet are waited for.
+        """Start or follow a run, after waiting for hosts that have not started yet.
+
+        Args:
+            hosts: the hosts of the allocation.
+            greeting: the ``run`` or ``follow`` message.
 
         Raises:
-            AllocationError: the hosts have ended, or are not there in time.
-            UnreachableError: the allocation cannot be reached.
-            RefusedError: it refuses.
+            AllocationError: the hosts have ended, or did not start in time.
+            UnreachableError: the hosts cannot be reached.
+            RefusedError: the hosts refuse the request.
         """
         link = hosts.open(greeting, ready=greeting["type"] == "run")
         try:
@@ -71,10 +78,10 @@ class Records:
         self.run = answer["run"]
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """The records to the last one, ``result``.
+        """Yield the records up to the last one, ``result``. Stop early if ``close`` is called.
 
         Raises:
-            UnreachableError: the connection is broken and cannot be made again, or the hosts no longer know the run.
+            UnreachableError: the connection broke and could not be restored, or the hosts no longer know the run.
         """
         while not self._closed:
             record = self._link.receive(None)
@@ -107,17 +114,20 @@ class Records:
         raise UnreachableError(f"run {self.run} was lost from sight: {why}")
 
     def close(self) -> None:
-        """Look no longer; the run goes on."""
+        """Stop receiving records; the run continues."""
         self._closed = True
         self._link.close()
 
 
 class Collector:
-    """Takes a run's records: shows or stores its output, and makes its result.
+    """Process the records of a run: show or store its output, and build its result.
 
     Args:
-        output: what happens to the ranks' output.
-        on_phase: called with each line about the run itself; None for nothing.
+        output: where the output of the ranks goes.
+        on_phase: called with each progress line of the run; None to drop them.
+
+    Raises:
+        ValueError: ``output`` is not a value of ``Output``.
     """
 
     def __init__(self, output: Output, on_phase: Callable[[str], None] | None = None) -> None:
@@ -131,10 +141,10 @@ class Collector:
         self._lines = {"stdout": LineOutput(), "stderr": LineOutput()}
 
     def collect(self, records: Records) -> RunResult:
-        """Take all of them; the result.
+        """Process all records, and return the result of the run.
 
         Raises:
-            UnreachableError: they ended before the result.
+            UnreachableError: the records ended before the result.
         """
         for record in records:
             kind = record["type"]
@@ -166,16 +176,16 @@ class Collector:
 
 
 def interruptibly(hosts: Hosts, records: Records, collector: Collector, say: Callable[[str], None]) -> RunResult:
-    """Take all records; Ctrl-C stops the run, another kills it, and only a third leaves it alone.
+    """Wait for the result of a run. The first Ctrl-C stops the run, the second kills it, the third leaves it alone.
 
     Args:
-        hosts: of the allocation.
-        records: of the run.
-        collector: takes them.
-        say: called with a line for a person.
+        hosts: the hosts of the allocation.
+        records: the records of the run.
+        collector: processes the records.
+        say: called with a line for the user about each Ctrl-C.
 
     Raises:
-        KeyboardInterrupt: there was a Ctrl-C, and the run has ended, or it was the third.
+        KeyboardInterrupt: the run has ended after a Ctrl-C, or the user pressed Ctrl-C a third time.
     """
     interrupts = 0
     while True:
@@ -196,29 +206,31 @@ def interruptibly(hosts: Hosts, records: Records, collector: Collector, say: Cal
 
 
 def show(stream: str, text: str) -> None:
-    """Print what a rank has printed, to ``sys.stdout`` or ``sys.stderr``, byte for byte where that is possible."""
+    """Write a rank's output to ``sys.stdout`` or ``sys.stderr``, byte for byte if the stream has a buffer."""
     file = sys.stdout if stream == "stdout" else sys.stderr
     buffer = getattr(file, "buffer", None)
     if buffer is not None:
         file.flush()
         buffer.write(text.encode(errors="surrogateescape"))
         buffer.flush()
-    else:  # a notebook's
+    else:  # the streams of a notebook take text only
         file.write(text.encode(errors="surrogateescape").decode(errors="replace"))
         file.flush()
 
 
 class RunHandle:
-    """A run that goes on while its user does something else; like ``concurrent.futures.Future``.
+    """A handle to a run that executes in the background, with the methods of ``concurrent.futures.Future``.
+
+    ``SPMDJob.run_spmd_async`` and ``SPMDJob.follow`` return it. A daemon thread receives the output.
 
     Attributes:
-        run: its number on its allocation.
+        run: number of the run on its allocation.
 
     Args:
-        hosts: of the allocation.
-        records: of the run.
-        collector: takes them.
-        check: whether a failure is an exception.
+        hosts: the hosts of the allocation.
+        records: the records of the run.
+        collector: processes the records.
+        check: whether ``result`` raises ``SPMDError`` if the run failed.
     """
 
     def __init__(self, hosts: Hosts, records: Records, collector: Collector, check: bool) -> None:
@@ -245,40 +257,52 @@ class RunHandle:
             self._records.close()
 
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Whether the run has ended, or its connection was lost."""
         return self._future.done()
 
     def running(self) -> bool:
-        """Whether it has not."""
+        """Whether the run has not ended."""
         return not self._future.done()
 
     def result(self, timeout: float | None = None) -> RunResult:
-        """Wait for it.
+        """Wait for the end of the run, and return its result.
+
+        Args:
+            timeout: seconds; None for no limit.
 
         Raises:
-            TimeoutError: it has not ended within ``timeout`` seconds; it goes on.
-            SPMDError: it has failed.
-            UnreachableError: it was lost from sight; the message says whether its hosts have ended.
+            TimeoutError: the run has not ended in time; it continues.
+            SPMDError: the run failed or was stopped, and ``check`` was True.
+            UnreachableError: the connection to the run was lost; the message says whether the hosts have ended.
         """
         return self._future.result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for it; what ``result`` would raise.
+        """Wait for the end of the run, and return the exception that ``result`` raises; None if it raises none.
+
+        Args:
+            timeout: seconds; None for no limit.
 
         Raises:
-            TimeoutError: it has not ended within ``timeout`` seconds.
+            TimeoutError: the run has not ended in time.
         """
         return self._future.exception(timeout)
 
     def add_done_callback(self, function: Callable[[RunHandle], object]) -> None:
-        """Call a function with this handle when it has ended."""
+        """Call a function with this handle when the run has ended; immediately if it has ended already."""
         self._future.add_done_callback(lambda _: function(self))
 
     def cancel(self, kill: bool = False) -> bool:
-        """Stop the run, and keep the hosts; whether it had not ended yet. ``result`` then raises ``SPMDError``.
+        """Stop the run, and keep the hosts. Does not wait for the end of the run; ``result`` then raises ``SPMDError``.
 
         Args:
-            kill: do not wait for the ranks' grace.
+            kill: whether to send the ranks SIGKILL immediately, instead of SIGTERM and SIGKILL after the grace period.
+
+        Returns:
+            Whether the run was asked to stop; False if it has ended already.
+
+        Raises:
+            UnreachableError: the hosts cannot be reached.
         """
         if self._future.done():
             return False
@@ -288,7 +312,7 @@ class RunHandle:
         return self._cancelled
 
     def cancelled(self) -> bool:
-        """Whether it has ended because it was cancelled here."""
+        """Whether the run has ended after ``cancel`` was called on this handle."""
         return self._cancelled and self._future.done()
 
     def __repr__(self) -> str:

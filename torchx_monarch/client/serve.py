@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Taking a live allocation."""
+"""Submit an app or a command as a live allocation."""
 
 from __future__ import annotations
 
@@ -29,27 +29,42 @@ def serve(
     start_timeout: float | None = START_TIMEOUT,
     runner: Runner | None = None,
 ) -> SPMDJob:
-    """Take hosts that wait for runs, from any of our schedulers; returns as soon as they are asked for.
+    """Request hosts that wait for runs, from any ``monarch_*`` scheduler.
 
-    The arguments of ``monarch.job.spmd.serve`` mean what they mean there. The app is not changed: a copy of it is
-    submitted, whose commands wait instead of running.
+    Returns when the job is submitted, without waiting for the hosts to start::
+
+        job = serve("torchrun --nnodes 2 --nproc-per-node 4 train.py", scheduler="monarch_slurm")
+        job.run_spmd()
+        job.run_spmd(["train.py", "--lr", "0.2"])
+        job.kill()
+
+    The parameters of ``monarch.job.spmd.serve`` have the same meaning here. The app itself is not changed: the function
+    submits a copy whose roles wait for runs instead of executing their commands. The command of a role becomes the
+    default command of its runs.
 
     Args:
-        appdef: an app; or a torchrun or Python command, with a host for each of its ``--nnodes``. A text is split as a
-            shell would.
-        scheduler: one of ours: ``monarch_local``, ``monarch_slurm``, ….
-        scheduler_cfg: its run options.
-        idle_timeout: seconds without a run after which the hosts end by themselves; 0 for never.
-        workspace: folder with the code: the hosts begin with it as with ``torchx run --workspace``, and are brought
-            what has changed in it before each run. None, with a command, for the current folder; with an app for none.
-        sync: whether the hosts get a copy of it before each run; see ``client.workspace_sync.When``.
-        role: the role whose hosts runs are for; empty for the first.
-        start_timeout: seconds that a run, or anything else that needs the hosts, waits for them; None for no limit.
-        runner: TorchX's; one is made where none is given.
+        appdef: an AppDef; or a torchrun or Python command, as a list of words or as a string that is split as a shell
+            splits it. A torchrun command gets as many hosts as the maximum of its ``--nnodes``, a Python command one.
+        scheduler: name of a ``monarch_*`` scheduler, such as ``monarch_local`` or ``monarch_slurm``.
+        scheduler_cfg: run options of the scheduler; None for its defaults.
+        idle_timeout: seconds without a run after which the hosts end; 0 for never.
+        workspace: folder with the code. The hosts start with it, as with ``torchx run --workspace``, and each run first
+            sends its changes. None for the current folder if ``appdef`` is a command (then only runs send it; ``/`` and
+            the home folder are never sent), and for no workspace if ``appdef`` is an AppDef.
+        sync: when the hosts get a copy of the workspace; see ``client.workspace_sync.When``.
+        role: name of the role whose hosts execute the runs; empty for the first role.
+        start_timeout: seconds that a run, or any other request, waits for hosts that have not started; None for no
+            limit.
+        runner: the TorchX runner; None to create one.
+
+    Returns:
+        The allocation, with which runs are started.
 
     Raises:
-        ValueError: the command is none, or the scheduler is not one of ours.
-        Exception: what the scheduler raises when it does not take the app.
+        ValueError: ``appdef`` is not a torchrun or Python command, or an app without such a command; or ``scheduler``
+            is not a ``monarch_*`` scheduler; or ``sync`` has a value that does not exist.
+        TypeError: ``appdef`` is neither an AppDef, a string nor a list.
+        Exception: the scheduler rejects the app.
     """
     from torchx_monarch.command.command import CommandError
     from torchx_monarch.command.rewrite import hold

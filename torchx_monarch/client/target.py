@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Where the replica 0 of a role listens, as its user's machine reaches it."""
+"""Resolve an app handle to the address and the credentials of replica 0 of a role."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class Target:
-    """One role of an app.
+    """The address of one role of an app, with the credentials to connect to it.
 
     Attributes:
-        address: where its replica 0 listens, as seen from here.
-        role: its name; empty for the one that listens there.
-        credentials: text of ``credentials.ClientCredentials``; empty where none are needed.
-        given: whether the user has said where it listens, and not its scheduler.
+        address: address of replica 0, as this machine reaches it.
+        role: name of the role; empty for the role that listens at the address.
+        credentials: text of ``transport.credentials.ClientCredentials``; empty if this machine has none.
+        given: whether the user gave the address; otherwise it comes from the scheduler or this machine's records.
     """
 
     address: Address
@@ -39,17 +39,19 @@ class Target:
 
     @classmethod
     def of(cls, handle: str, role: str = "", address: str = "", runner: Runner | None = None) -> Target:
-        """Find it by the app's handle.
+        """Resolve the handle of an app.
 
         Args:
             handle: ``SCHEDULER://SESSION/APP``, as ``torchx run`` prints it.
-            role: name of the role; empty for the first.
-            address: ``HOST:PORT`` to dial instead of what the scheduler says: the near end of a tunnel; or a whole
-                address, ``unix:PATH`` or ``tls:HOST:PORT``.
-            runner: to ask about the app; one is made where it is needed.
+            role: name of the role; empty for the first role.
+            address: ``HOST:PORT`` to dial instead of the scheduler's address, such as the local end of a tunnel; or a
+                complete address, ``unix:PATH``, ``tls:HOST:PORT`` or ``insecure-tcp:HOST:PORT``. Empty to ask the
+                scheduler.
+            runner: the TorchX runner that is asked about the app; None to create one when it is needed.
 
         Raises:
-            UnreachableError: it is not known from here how to reach it; the message says what is missing.
+            UnreachableError: this machine cannot determine the address, or has no record of the app or of the role; the
+                message says what is missing.
         """
         from torchx.specs import parse_app_handle
 
@@ -94,10 +96,10 @@ def _on_this_machine(handle: str, app_id: str, role: str) -> Address:
 
 
 def _request(app_id: str) -> DetachedRequest | None:
-    """The request of an app of this machine; None when there is none.
+    """Return the stored request of an app of this machine; None if there is no such app.
 
     Raises:
-        UnreachableError: it is damaged, or somebody else's.
+        UnreachableError: the stored request is damaged or belongs to another user.
     """
     try:
         return load_request(state_files.app_paths(app_id)) if state_files.is_app_id(app_id) else None
@@ -106,7 +108,11 @@ def _request(app_id: str) -> DetachedRequest | None:
 
 
 def _host(handle: str, app_id: str, role: str, known: str, runner: Runner | None) -> str:
-    """The host of a role's replica 0: the one that the job was given, or else what its scheduler says."""
+    """Return the hostname of a role's replica 0: ``known``, or the scheduler's answer if ``known`` starts with ``@``.
+
+    Raises:
+        UnreachableError: the scheduler does not know the host yet.
+    """
     if not known.startswith("@"):
         return known
     with contextlib.ExitStack() as stack:

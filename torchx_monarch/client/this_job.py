@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The job that a script of ``monarch.controller`` runs in: the hosts of all its roles, as Monarch meshes."""
+"""Give a controller script access to the hosts of its own job, as Monarch meshes."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ monarch_api.log_to_stderr()
 from monarch.job import JobState  # noqa: E402
 
 VARIABLE = "MONARCH_THIS_JOB"
-"""In the environment of the script: the file that its host has written (``host.actor_host``)."""
+"""Environment variable of the script: path of the JSON file with the hosts, which ``host.actor_host`` writes."""
 
 _ATTACH_TIMEOUT = 60.0
-"""Seconds for the hosts of a mesh, which were there when the script was started."""
+"""Seconds for Monarch to connect to the hosts of a mesh, all of which run before the script starts."""
 
 
 class ThisJob:
-    """The job around this process.
+    """The job that this process is the controller script of. ``this_job`` returns it.
 
     Args:
-        path: the file that says where its hosts are.
+        path: path of the JSON file with the Monarch addresses of the hosts.
 
     Raises:
-        RuntimeError: it cannot be read.
+        RuntimeError: the file cannot be read.
     """
 
     def __init__(self, path: str) -> None:
@@ -42,7 +42,7 @@ class ThisJob:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """How many hosts each role has."""
+        """The number of hosts of each role."""
         return {name: len(addresses) for name, addresses in self._job["meshes"].items()}
 
     @functools.cached_property
@@ -55,20 +55,26 @@ class ThisJob:
         }
 
     def state(self) -> JobState:
-        """The hosts: ``state().trainers`` is the HostMesh of role ``trainers``.
+        """Return the host meshes: ``state().trainers`` is the HostMesh of role ``trainers``.
 
         Raises:
-            ClientError: Monarch was used in this process before and listens elsewhere, or hosts cannot be reached.
+            ClientError: this process has used Monarch before, with another address; or the hosts cannot be reached.
         """
         return JobState(self.meshes)
 
 
 @functools.cache
 def this_job() -> ThisJob:
-    """The job that this script is the controller of.
+    """Return the job that this process is the controller script of.
+
+    In the script::
+
+        from torchx_monarch import this_job
+
+        procs = this_job().state().trainers.spawn_procs(per_host={"gpus": 8})
 
     Raises:
-        RuntimeError: this process is no script of ``monarch.controller`` or ``MonarchJob.apply(client_script=...)``.
+        RuntimeError: neither ``monarch.controller`` nor ``MonarchJob.apply(client_script=...)`` started this process.
     """
     path = os.environ.get(VARIABLE)
     if not path:

@@ -1,6 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Send a workspace to the hosts of a live allocation: the parts that they lack (see ``host.code_distribution``)."""
+"""Send a workspace to the hosts of a live allocation, without the files that they already have.
+
+``host.code_distribution`` describes the messages.
+"""
 
 from __future__ import annotations
 
@@ -24,43 +27,45 @@ if TYPE_CHECKING:
     from torchx_monarch.code_sync.scan import StatCache
 
 When = Literal["auto", "always", "never"]
-"""``auto``: unless all hosts see the folder itself; ``always``: in any case; ``never``: not at all."""
+"""When each host gets its own copy of the workspace. ``auto``: unless all hosts see the folder itself, for example on a
+shared file system; ``always``: before each run; ``never``: not at all, the hosts use the code that they have."""
 
 _FRAME = 1 << 19
-"""Bytes; ``host.code_distribution.FRAME``."""
+"""Largest frame in bytes, as ``host.code_distribution.FRAME``."""
 
 _TRIES = 5
-"""How often the workspace is looked at again because it has changed before all of it was sent."""
+"""Number of attempts to send a workspace that changes between scan and transfer."""
 
 _READ_AGAIN = 100
-"""Files of which it is not kept what was found of them."""
+"""The stat cache is written to disk only if more than this number of its entries changed: reading a few files again is
+faster than writing the whole cache."""
 
 _ANSWER_TIMEOUT = 300.0
-"""Seconds for an answer: every host unpacks what it got, on whatever disk it has."""
+"""Seconds for an answer: all hosts unpack the files first, possibly on slow disks."""
 
 
 _memories: dict[str, StatCache] = {}
-"""What is kept in files, by their names."""
+"""Stat caches in memory, by the path of the file that stores each."""
 
 
 _not_code: set[str] = set()
-"""Folders that have more in them than code: it would take as long to find that again."""
+"""Folders that exceed the limits of a workspace; scanning one again would take as long as the first time."""
 
 _brought: dict[str, Tree] = {}
-"""What was brought last, by workspace: most of the next is the same."""
+"""The tree that was sent last, by workspace. The next tree is sent as the difference from it."""
 
 
 @dataclass(frozen=True)
 class SyncResult:
-    """What a run works with.
+    """The code that a run uses, and the cost of sending it.
 
     Attributes:
-        code: hash of the workspace; empty where it is not known: with ``never``, or of a folder that all hosts see and
-            that has more in it than code has.
-        cwd: the folder, where the hosts see it themselves; empty where each has a copy, or its own.
-        synced: whether each has a copy.
-        sent: bytes that went over the network for it.
-        seconds: that it took.
+        code: hash of the workspace; empty with ``never``, and for a shared folder that exceeds the limits of a
+            workspace.
+        cwd: the workspace, if all hosts see the folder itself; empty if each host has a copy, and with ``never``.
+        synced: whether each host has a copy.
+        sent: bytes sent to replica 0.
+        seconds: duration of the synchronisation in seconds.
     """
 
     code: str = ""
@@ -70,22 +75,23 @@ class SyncResult:
     seconds: float = 0.0
 
     def request(self) -> dict[str, Any]:
-        """The fields of a request for a run."""
+        """Return the fields of a ``run`` message that select this code."""
         return {"code": self.code, "cwd": self.cwd, "synced": self.synced}
 
 
 def sync_workspace(target: Target, workspace: str, when: When = "auto") -> SyncResult:
-    """Have every host see a workspace as it is now.
+    """Make the current state of a workspace available on every host.
 
     Args:
-        target: the allocation.
-        workspace: a folder; what ``.torchxignore`` and ``.gitignore`` name is left out.
-        when: ``auto``, ``always`` or ``never``; see ``When``.
+        target: replica 0 of the allocation.
+        workspace: path of the folder. Files that ``.torchxignore`` or ``.gitignore`` exclude are not sent.
+        when: when each host gets its own copy; see ``When``.
 
     Raises:
-        CodeError: it is not a workspace that can be brought, or a host has no room, or could not write it.
+        CodeError: the workspace cannot be read, exceeds the limits or keeps changing; or a host could not store it.
         UnreachableError: the allocation cannot be reached.
-        RefusedError: it refuses.
+        RefusedError: the allocation refuses the request.
+        ValueError: ``when`` is not a value of ``When``.
     """
     check_when(when)
     if when == "never":
@@ -114,26 +120,26 @@ def sync_workspace(target: Target, workspace: str, when: When = "auto") -> SyncR
 
 
 def check_when(when: str) -> None:
-    """Refuse what is none of ``When``.
+    """Check that a string is a value of ``When``.
 
     Raises:
-        ValueError: naming those.
+        ValueError: it is not; the message lists the values.
     """
     if when not in get_args(When):
         raise ValueError(f"sync={when!r} is none of {', '.join(get_args(When))}")
 
 
 def current_workspace() -> str | None:
-    """The current folder, if it can be one with code alone: not the home folder, and not all of the machine."""
+    """Return the current folder; None if it is the home folder or ``/``, which hold more than code."""
     current = os.getcwd()
     return None if current in ("/", os.path.expanduser("~")) else current
 
 
 def look(root: str) -> Tree:
-    """The tree of a workspace; what was found of it is remembered in the state directory.
+    """Scan a workspace, and update its stat cache in the state directory.
 
     Raises:
-        ScanError: it cannot be brought to hosts as it is.
+        ScanError: the workspace cannot be read, or exceeds the limits.
     """
     from torchx_monarch.code_sync.scan import StatCache, scan
 
@@ -142,7 +148,6 @@ def look(root: str) -> Tree:
     memory = _memories.get(kept) or _memories.setdefault(kept, StatCache.load(kept, root))
     before = memory.files, memory.rules, memory.left_out
     tree = scan(root, memory)
-    # To read some files again is quicker than to write all that is known.
     much = len(memory.files.items() ^ before[0].items()) > _READ_AGAIN
     if much or (memory.rules, memory.left_out) != before[1:]:
         memory.save(kept, root)
@@ -150,7 +155,7 @@ def look(root: str) -> Tree:
 
 
 def _hash_of(root: str) -> str:
-    """Of a folder that is not to be brought anywhere, and may be anything."""
+    """Return the hash of a folder that all hosts see; empty if it exceeds the limits of a workspace."""
     from torchx_monarch.code_sync.scan import ScanError
 
     try:
@@ -161,14 +166,14 @@ def _hash_of(root: str) -> str:
 
 
 def _is_seen(link: Connection, root: str) -> bool:
-    """Whether all hosts see this very folder, under the same path: they see a file that is made in it for a moment."""
+    """Whether all hosts see the same folder at the same path. They are asked for a temporary file created in it."""
     name = os.path.join(root, f"{MARKER}{uuid.uuid4().hex}")
     text = uuid.uuid4().hex
     try:
         with open(name, "x", encoding="utf-8", opener=lambda path, flags: os.open(path, flags, 0o644)) as file:
             file.write(text)
     except OSError:
-        return False  # no folder, or none to write in: whether it is the same cannot be told
+        return False  # not a writable folder: the hosts cannot be tested for it
     try:
         _say(link, {"type": "probe", "path": name, "text": text})
         return _answer(link, "shared")["shared"] is True
@@ -178,10 +183,10 @@ def _is_seen(link: Connection, root: str) -> bool:
 
 
 def _send(link: Connection, root: str, tree: Tree) -> int:
-    """Send what is missing; how many bytes.
+    """Send the tree and the file contents that a host lacks; return the number of bytes sent.
 
     Raises:
-        ChangedError: the workspace is no longer what it was.
+        ChangedError: a file of the workspace changed after the scan.
     """
     base = _brought.get(root)
     _say(link, {"type": "tree", "tree": tree.hash, "base": base.hash if base else ""})
