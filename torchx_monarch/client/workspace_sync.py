@@ -37,8 +37,8 @@ _TRIES = 5
 """Number of attempts to send a workspace that changes between scan and transfer."""
 
 _READ_AGAIN = 100
-"""The stat cache is written to disk only if more than this number of its entries changed: reading a few files again is
-faster than writing the whole cache."""
+"""The stat cache is written to disk only if the ignore rules or more than this number of entries changed: reading a few
+files again is faster than writing the whole cache."""
 
 _ANSWER_TIMEOUT = 300.0
 """Seconds for an answer: all hosts unpack the files first, possibly on slow disks."""
@@ -49,7 +49,7 @@ _memories: dict[str, StatCache] = {}
 
 
 _not_code: set[str] = set()
-"""Folders that exceed the limits of a workspace; scanning one again would take as long as the first time."""
+"""Shared folders that could not be scanned, mostly because they exceed the limits; another scan would take as long."""
 
 _brought: dict[str, Tree] = {}
 """The tree that was sent last, by workspace. The next tree is sent as the difference from it."""
@@ -155,7 +155,7 @@ def look(root: str) -> Tree:
 
 
 def _hash_of(root: str) -> str:
-    """Return the hash of a folder that all hosts see; empty if it exceeds the limits of a workspace."""
+    """Return the hash of a folder that all hosts see; empty if it cannot be scanned or exceeds the limits."""
     from torchx_monarch.code_sync.scan import ScanError
 
     try:

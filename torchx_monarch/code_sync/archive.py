@@ -1,6 +1,10 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Contents of files on their way: one zlib stream of records, each digest (32 bytes), size (8) and the bytes."""
+"""Pack and unpack file contents for the network.
+
+An archive is one zlib stream of records. Each record is a SHA-256 digest (32 bytes), a size (8 bytes, big endian) and
+the content.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +14,32 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 PIECE = 1 << 19
-"""Bytes of a piece on the way, at most; and of what is held in memory of a file."""
+"""Largest piece of an archive, and largest part of a file held in memory, in bytes."""
 
 _LEVEL = 1
-"""Of zlib: 100 MB/s of sources, at a quarter of their size; the higher ones take longer than they save."""
+"""The zlib level. It compresses source code to a quarter at 100 MB/s; higher levels take longer than they save."""
 
 _HEAD = 40
+"""Length of a record's header (digest and size) in bytes."""
 
 
 class ChangedError(Exception):
-    """A file is no longer what it was when the workspace was looked at; its path is the message."""
+    """A file has changed since the workspace was scanned; the message is its path."""
 
 
 class PackError(ValueError):
-    """What came are no contents that were waited for; the message says why."""
+    """The received data is not the expected archive; the message says why."""
 
 
 def pack(files: Iterable[tuple[str, int, str]]) -> Iterator[bytes]:
-    """The bytes to send, in pieces.
+    """Yield the archive of some files in pieces of at most ``PIECE`` bytes.
 
     Args:
-        files: digest, size and path of each.
+        files: digest (hex), size in bytes and path of each file.
 
     Raises:
-        ChangedError: one of them has another content than that.
-        OSError: one cannot be read.
+        ChangedError: the content of a file does not match its size or digest.
+        OSError: a file cannot be read.
     """
     packer = zlib.compressobj(_LEVEL)
     waiting = b""
@@ -68,13 +73,14 @@ def _record(digest: str, size: int, path: str) -> Iterator[bytes]:
 
 
 class Unpacker:
-    """Takes the pieces and has the contents written, each when it is complete and what it should be.
+    """Unpack an archive piece by piece, and check the digest of each content.
 
     Args:
-        expected: sizes of the contents that may come, by digest.
-        wanted: those of them that must; the others are for somebody else.
-        folder: for one that is not complete yet.
-        keep: called with the digest and the file of one that is; moves it away.
+        expected: sizes in bytes of the contents that the archive may hold, by digest.
+        wanted: digests of the contents to keep. The others are skipped: an archive for all hosts may hold contents that
+            this host has already.
+        folder: folder for contents that are not complete yet.
+        keep: called with the digest and the path of each complete content; must move the file away.
     """
 
     def __init__(
@@ -93,15 +99,15 @@ class Unpacker:
 
     @property
     def missing(self) -> int:
-        """How many of the contents have not come."""
+        """The number of wanted contents that have not been received."""
         return len(self._wanted)
 
     def feed(self, piece: bytes) -> None:
-        """Take a piece.
+        """Unpack the next piece of the archive.
 
         Raises:
-            PackError: it is none of what was wanted.
-            OSError: it cannot be written.
+            PackError: the data is not zlib, or a content is not expected or has the wrong digest.
+            OSError: a content cannot be written.
         """
         while piece:
             try:
@@ -114,7 +120,7 @@ class Unpacker:
                 break
 
     def close(self) -> None:
-        """Drop what is not complete."""
+        """Delete the content that is not complete yet, if there is one."""
         if self._file >= 0:
             os.close(self._file)
             os.unlink(self._path)

@@ -1,9 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What one host keeps of the workspaces that it was sent: trees, the contents of their files, and folders to work in.
+"""Store the workspaces that a host receives: trees, file contents, and the working folders of runs.
 
-All of it belongs to one life of one host process, in a folder of its own that goes with it. So nothing is read back
-from the disk; what is not known in memory is not there. Methods may be called from any thread.
+The store belongs to one host process, and its folder is deleted with that process. So the index is in memory only: the
+store never reads back what is on the disk. Methods may be called from any thread.
 """
 
 from __future__ import annotations
@@ -19,52 +19,54 @@ from torchx_monarch.code_sync.manifest import Tree, brief
 from torchx_monarch.code_sync.work_folder import WorkFolder
 
 _TREES = 32
-"""How many trees are kept: who goes back to an earlier state sends nothing, and runs may wait for others."""
+"""Number of trees to keep. A client that returns to an earlier state of its code sends nothing, and queued runs find
+their code."""
 
 
 class StoreError(Exception):
-    """The code cannot be kept or handed out here; the message says why."""
+    """This host cannot store the code, or does not have it; the message says why."""
 
 
 class CodeStore:
-    """The store.
+    """Keep the trees and file contents of one host, and check them out for runs.
 
     Args:
-        folder: to be made, mode 0700; of a life of a host alone.
+        folder: path of the store, which is created with mode 0700 when it is needed; must not be shared with another
+            host process.
     """
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._lock = threading.RLock()
-        self._trees: dict[str, Tree] = {}  # the newest last
+        self._trees: dict[str, Tree] = {}  # by hash, the most recently used last
         self._contents: set[str] = set()
-        self._folders: list[WorkFolder] = []  # the last used last
+        self._folders: list[WorkFolder] = []  # the most recently used last
         self._made = 0
         self._unpacker: Unpacker | None = None
         self._coming: Tree | None = None
 
-    # -- what comes ----------------------------------------------------------------------------------------------------
+    # -- receive a tree ------------------------------------------------------------------------------------------------
 
     def known(self, tree_hash: str) -> Tree | None:
-        """A tree, if it is here with all that belongs to it."""
+        """Return a tree; None unless the store has it with all of its contents."""
         with self._lock:
             return self._trees.get(tree_hash)
 
     def expect(self, tree: Tree) -> list[str]:
-        """Be ready for the contents of a tree that are not here; those that did not all come before are forgotten.
+        """Prepare to receive the contents of a tree that the store lacks. Cancels an earlier, incomplete transfer.
 
         Returns:
-            their digests, in order.
+            The digests of the missing contents, in ascending order.
 
         Raises:
-            StoreError: there is no room for them.
+            StoreError: the disk has too little space, or the folder cannot be created.
         """
         with self._lock, self._telling("make"):
             self.forget_coming()
             os.makedirs(self._folder, mode=0o700, exist_ok=True)
             missing = {digest: size for digest, size in tree.contents.items() if digest not in self._contents}
             needed, free = sum(missing.values()), _free(self._folder)
-            # What is kept, and a copy to work in.
+            # Twice: the stored contents, and their copies in a working folder.
             if needed * 2 > free:
                 raise StoreError(f"{self._folder} has {free} bytes left, and the code needs {needed * 2}")
             self._coming = tree
@@ -72,11 +74,11 @@ class CodeStore:
             return list(missing)
 
     def take(self, piece: bytes) -> None:
-        """Take a piece of the contents that are expected.
+        """Unpack a piece of the archive of the expected contents.
 
         Raises:
-            StoreError: it cannot be written.
-            PackError: it is something else.
+            StoreError: no contents are expected, or the piece cannot be written.
+            PackError: the piece does not belong to the expected contents.
         """
         with self._lock, self._telling("write"):
             if self._unpacker is None:
@@ -84,13 +86,13 @@ class CodeStore:
             self._unpacker.feed(piece)
 
     def complete(self) -> str:
-        """The tree that was expected is here.
+        """Finish the transfer, and add the expected tree to the store.
 
         Returns:
-            its hash.
+            The hash of the tree.
 
         Raises:
-            StoreError: not all of its contents have come.
+            StoreError: contents of the tree are missing.
         """
         with self._lock:
             if self._coming is None or self._unpacker is None or self._unpacker.missing:
@@ -104,19 +106,19 @@ class CodeStore:
             return tree.hash
 
     def forget_coming(self) -> None:
-        """Those who send have given up. What has come of the contents is kept."""
+        """Cancel the current transfer. Contents that are complete stay in the store."""
         with self._lock:
             if self._unpacker is not None:
                 self._unpacker.close()
             self._unpacker = self._coming = None
 
-    # -- what goes on to the others ------------------------------------------------------------------------------------
+    # -- send to other hosts -------------------------------------------------------------------------------------------
 
     def tree(self, tree_hash: str) -> Tree:
-        """A tree that is here.
+        """Return a tree by its hash.
 
         Raises:
-            StoreError: it is not.
+            StoreError: the store does not have it.
         """
         tree = self.known(tree_hash)
         if tree is None:
@@ -124,16 +126,16 @@ class CodeStore:
         return tree
 
     def pieces(self, tree: Tree, digests: list[str]) -> Iterator[bytes]:
-        """Some of its contents, as ``take`` takes them."""
+        """Yield the archive of some contents of a tree, in pieces for ``take``."""
         return pack((digest, tree.contents[digest], self._content(digest)) for digest in digests)
 
-    # -- what runs work in ---------------------------------------------------------------------------------------------
+    # -- working folders of runs ---------------------------------------------------------------------------------------
 
     def acquire(self, tree_hash: str) -> str:
-        """A folder that holds a tree, for a run; the same as for another of that tree that still runs.
+        """Check out a tree for a run, and return the path of the folder. Active runs of the same tree share a folder.
 
         Raises:
-            StoreError: the tree is not here, or the folder cannot be made.
+            StoreError: the store does not have the tree, or the folder cannot be written.
         """
         with self._lock, self._telling("make"):
             tree = self.tree(tree_hash)
@@ -150,14 +152,14 @@ class CodeStore:
             return folder.path
 
     def release(self, path: str) -> None:
-        """The run that got this folder is over."""
+        """Record that a run no longer uses the folder that ``acquire`` returned."""
         with self._lock:
             for folder in self._folders:
                 if folder.path == path:
                     folder.users -= 1
 
     def _idle(self, tree_hash: str) -> WorkFolder:
-        """The folder to bring to a tree: the one that holds it, else the last that was used, else a new one."""
+        """Choose an unused folder for a tree: one that holds it, else the most recently used, else a new one."""
         idle = [each for each in self._folders if not each.users]
         chosen = next((each for each in idle if each.tree == tree_hash), idle[-1] if idle else None)
         if chosen is None:
@@ -166,21 +168,21 @@ class CodeStore:
             self._folders.append(chosen)
         elif chosen.tree != tree_hash:
             self._made += 1
-            self._name(chosen, f"new-{self._made}")  # nobody sees half of it under the name of either
+            self._name(chosen, f"new-{self._made}")  # a half-written folder must not have the name of a tree
         return chosen
 
     def _name(self, folder: WorkFolder, name: str) -> None:
         path = os.path.join(self._folder, name)
         if folder.path != path:
-            if os.path.lexists(path):  # of a run that was left half-way
+            if os.path.lexists(path):  # left by an aborted run
                 raise StoreError(f"{path} is in the way")
             os.rename(folder.path, path)
             folder.path = path
 
-    # -- room ----------------------------------------------------------------------------------------------------------
+    # -- disk space ----------------------------------------------------------------------------------------------------
 
     def _prune(self) -> None:
-        """Remove what is of no use any more: old trees, contents of no tree, folders with nothing of a run's own."""
+        """Delete the oldest trees, contents that no tree uses, and unused folders without outputs of a run."""
         used = {folder.tree for folder in self._folders if folder.users}
         for old in list(self._trees)[:-_TREES]:
             if old not in used:

@@ -1,14 +1,14 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What of a workspace is left out: what ``.torchxignore`` says as TorchX reads it, and ``.gitignore`` as git does.
+"""Decide which paths of a workspace are ignored, by the rules of ``.torchxignore`` (TorchX) and ``.gitignore`` (git).
 
-A path is left out if ``.torchxignore`` of the workspace names it. A line of it that begins with ``!`` takes back
-earlier ones, and what ``.gitignore`` says. Else the ``.gitignore`` files decide: of the workspace, of its folders, and
-of the folders around it up to the one with ``.git``. Nothing below a folder that is left out can be taken back. Beside
-these, what no host has a use for is left out (``ALWAYS``).
+The last matching line of the workspace's ``.torchxignore`` decides. A line that begins with ``!`` includes paths that
+earlier lines or a ``.gitignore`` exclude. If no line matches, the ``.gitignore`` files decide: those of the workspace,
+of its folders, and of its parent folders up to the one with ``.git``. Nothing below an ignored folder can be included
+again. The names in ``ALWAYS`` are always ignored.
 
-TorchX's patterns are not git's: they are matched against the whole path below the workspace, where ``*`` also stands
-for ``/`` (``torchx.workspace.api.walk_workspace``, which a test compares with this). git's are pathspec's affair.
+TorchX's patterns differ from git's: they match the whole path below the workspace, and ``*`` matches ``/`` as well
+(``torchx.workspace.api.walk_workspace``; a test compares this module with it). ``pathspec`` implements git's patterns.
 """
 
 from __future__ import annotations
@@ -28,18 +28,19 @@ TORCHX_IGNORE = ".torchxignore"
 GIT_IGNORE = ".gitignore"
 
 ALWAYS = frozenset({".git", ".hg", ".svn", "__pycache__"})
-"""Histories, and bytecode, which Python makes again and takes for stale by the times of its sources."""
+"""Version control data; and bytecode, which Python regenerates, and whose validity depends on the times of its sources
+(which are not sent)."""
 
 _NEVER_BY_TORCHX = "Dockerfile.torchx"
-"""TorchX builds images from this file at the top of a workspace, and never leaves it out. A folder of this name has no
-such right: ``walk_workspace`` asks for it as ``./Dockerfile.torchx``, which its ``_ignore`` does not exempt."""
+"""TorchX builds images from this file at the top of a workspace, and never ignores it. A folder of this name can be
+ignored: ``walk_workspace`` tests it as ``./Dockerfile.torchx``, which its ``_ignore`` does not exempt."""
 
 
 class TorchXIgnore:
-    """The patterns of a ``.torchxignore``.
+    """Match paths against the patterns of a ``.torchxignore``.
 
     Args:
-        text: of the file.
+        text: content of the file; empty for no patterns.
     """
 
     def __init__(self, text: str) -> None:
@@ -49,16 +50,17 @@ class TorchXIgnore:
         ]
 
     def verdict(self, path: str, is_folder: bool, first: int = 0) -> tuple[bool | None, int]:
-        """Whether a path is left out, by the pattern that matches last; None when none does.
+        """Decide whether a path is ignored.
 
         Args:
-            path: below the workspace.
-            is_folder: whether it is one.
-            first: the pattern to begin with.
+            path: path below the workspace.
+            is_folder: whether the path is a folder.
+            first: index of the first pattern to match.
 
         Returns:
-            the answer, and the pattern from which on paths below this one are matched: as in TorchX, those up to the
-            last that matched a folder do not count for what is in it.
+            Whether the last matching pattern ignores the path, None if no pattern matches; and the value of ``first``
+            for paths below this one. As in TorchX, patterns up to the last one that matched a folder do not apply to
+            its content.
         """
         answer: bool | None = None
         last = first
@@ -68,17 +70,17 @@ class TorchXIgnore:
             taken_back, pattern = self._patterns[number]
             if taken_back and taken_back.match(path):
                 answer, last = False, number + 1
-            elif pattern.match(path):  # as in TorchX, also with the ! where that is part of a name
+            elif pattern.match(path):  # as in TorchX, a pattern with its ! may also match a name that begins with !
                 answer, last = True, number + 1
         return answer, last
 
 
 class _Git(NamedTuple):
-    """One ``.gitignore``.
+    """One ``.gitignore`` file.
 
     Attributes:
-        folder: where it lies, below the workspace and with ``/``; empty for the workspace itself and what is around it.
-        way: from where it lies to the workspace, with ``/``; empty for one within.
+        folder: its folder relative to the workspace, ending in ``/``; empty for the workspace and its parent folders.
+        way: the workspace relative to the file's folder, ending in ``/``; empty for a file within the workspace.
         spec: its patterns.
     """
 
@@ -88,47 +90,48 @@ class _Git(NamedTuple):
 
 
 class Rules:
-    """What counts in one folder.
+    """The ignore rules that apply to one folder.
 
     Attributes:
-        digest: of everything that it follows from; two with the same digest leave out the same.
+        digest: hash of all files and decisions that the rules depend on; equal digests mean that the same paths are
+            ignored.
     """
 
     def __init__(self, torchx: TorchXIgnore, first: int, git: Sequence[_Git], digest: str) -> None:
         self._torchx = torchx
         self._first = first
-        self._git = tuple(git)  # the innermost last
+        self._git = tuple(git)  # outermost folder first
         self.digest = digest
 
     @classmethod
     def of(cls, root: str) -> Rules:
-        """Those of a workspace, but for ``.gitignore`` files within, which ``below`` adds.
+        """Return the rules of a workspace without the ``.gitignore`` files within it, which ``below`` adds.
 
         Raises:
-            OSError: a file of patterns cannot be read.
+            OSError: an ignore file cannot be read.
         """
         torchx = _text(os.path.join(root, TORCHX_IGNORE))
         around = _around(root)
         if _by_git(around[0], ""):
-            around = [], ""  # it was asked for by name
+            around = [], ""  # git ignores the workspace itself, but the user has named it: parent folders do not count
         return cls(TorchXIgnore(torchx), 0, around[0], _digest(torchx, around[1]))
 
     def below(self, root: str, folder: str) -> Rules:
-        """Those of a folder that has a ``.gitignore``.
+        """Return the rules of a folder that has a ``.gitignore``.
 
         Args:
-            root: the workspace.
-            folder: path below it; empty for itself.
+            root: path of the workspace.
+            folder: path of the folder below the workspace; empty for the workspace itself.
 
         Raises:
-            OSError: that cannot be read.
+            OSError: the ``.gitignore`` cannot be read.
         """
         text = _text(os.path.join(root, folder, GIT_IGNORE))
         added = _Git(f"{folder}/" if folder else "", "", _spec(text))
         return Rules(self._torchx, self._first, [*self._git, added], _digest(self.digest, text))
 
     def leave_out(self, path: str, is_folder: bool) -> tuple[bool, Rules]:
-        """Whether a path of the folder is left out, and what counts below it."""
+        """Return whether a path of the folder is ignored, and the rules for paths below it."""
         name = path.rpartition("/")[2]
         if name in ALWAYS or name.startswith(MARKER):
             return True, self
@@ -141,7 +144,7 @@ class Rules:
 
 
 def _by_git(git: Sequence[_Git], path: str) -> bool:
-    """Whether git leaves out a path, which ends in ``/`` for a folder: the innermost file that names it decides."""
+    """Whether git ignores a path, which ends in ``/`` for a folder: the innermost ``.gitignore`` that matches decides."""
     for folder, way, spec in reversed(git):
         answer = spec.check_file(way + path[len(folder) :]).include
         if answer is not None:
@@ -150,7 +153,11 @@ def _by_git(git: Sequence[_Git], path: str) -> bool:
 
 
 def _around(root: str) -> tuple[list[_Git], str]:
-    """The ``.gitignore`` files of the folders around a workspace within its repository, and what stands in them."""
+    """Read the ``.gitignore`` files of a workspace's parent folders up to the root of its git repository.
+
+    Returns:
+        The files, outermost first, and their text for a digest. Both are empty outside a repository.
+    """
     found: list[_Git] = []
     texts: list[str] = []
     folder, way = root, ""
@@ -174,7 +181,7 @@ def _spec(text: str) -> GitIgnoreSpec:
 
 
 def _text(path: str) -> str:
-    """What stands in a file of patterns; nothing where there is none."""
+    """Return the text of an ignore file; empty if there is no such file."""
     try:
         with open(path, encoding="utf-8", errors="surrogateescape") as file:
             return file.read()

@@ -1,9 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a workspace consists of, file by file, and the hash of it all that is recorded with a run.
+"""List the files of a workspace with their digests, and compute the hash that is recorded with a run.
 
-Paths are relative, with ``/``; bytes that are no UTF-8 stand in them as Python's surrogate escapes. Of a mode only
-counts whether its user may execute the file, as with git; of times nothing.
+Paths are relative, with ``/``; bytes that are not UTF-8 are Python's surrogate escapes. As in git, the only part of a
+mode that counts is whether the owner may execute the file, and times do not count.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from typing import NamedTuple
 FILE, EXECUTABLE, LINK, FOLDER = "f", "x", "l", "d"
 
 MARKER = ".torchx-monarch-"
-"""How the files begin that clients make in a workspace for a moment; they are none of it."""
+"""Prefix of the temporary files that clients create in a workspace; they do not belong to its tree."""
 
 MAX_ENTRIES = 200_000
-"""Files, links and empty folders of a workspace. One with more of them is hardly code."""
+"""Largest number of files, links and empty folders in a workspace. A folder with more is unlikely to be code."""
 
 MAX_TREE = 100 << 20
-"""Bytes of the text of a tree; 200,000 paths of 400 characters."""
+"""Largest JSON text of a tree in bytes, enough for 200,000 paths of 400 characters."""
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _NO_PATH = re.compile(r"\0|(^|/)\.{0,2}(/|\Z)")
 
 
 class TreeError(ValueError):
-    """What came is no tree that may be made on a disk; the message says why."""
+    """The received data is not a valid tree, or is unsafe to write to a disk; the message says why."""
 
 
 class Entry(NamedTuple):
-    """One thing of a workspace.
+    """A file, symbolic link or empty folder of a workspace.
 
     Attributes:
-        kind: ``FILE``, ``EXECUTABLE``, ``LINK``, or ``FOLDER`` for one in which there is nothing else of the tree.
-        content: SHA-256 of a file in hex; what a link points to; nothing for a folder.
-        size: of a file, in bytes; else 0.
+        kind: ``FILE``, ``EXECUTABLE``, ``LINK``, or ``FOLDER`` for a folder without other entries of the tree.
+        content: SHA-256 of a file in hex; target of a link; empty for a folder.
+        size: size of a file in bytes; 0 for a link or folder.
     """
 
     kind: str
@@ -51,39 +51,43 @@ class Entry(NamedTuple):
 
     @property
     def is_file(self) -> bool:
-        """Whether it has a content that is to be sent."""
+        """Whether the entry is a file, whose content is sent separately."""
         return self.kind in (FILE, EXECUTABLE)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """All of a workspace.
+    """The files, links and empty folders of a workspace at one moment.
 
     Attributes:
-        entries: by path.
+        entries: the entries by path.
     """
 
     entries: Mapping[str, Entry]
 
     @functools.cached_property
     def hash(self) -> str:
-        """SHA-256 in hex over all paths, kinds, contents and links: two trees are the same if this is."""
-        # None of the three can hold a zero byte, so no two trees give the same text.
+        """SHA-256 in hex over all paths, kinds, digests and link targets; equal for equal trees only."""
+        # Paths, kinds and contents cannot hold a zero byte, so different trees give different texts.
         text = "\0".join(f"{path}\0{entry.kind}\0{entry.content}" for path, entry in sorted(self.entries.items()))
         return hashlib.sha256(_raw(text)).hexdigest()
 
     @functools.cached_property
     def contents(self) -> dict[str, int]:
-        """The sizes of the files' different contents by digest, in the order of the digests."""
+        """Sizes in bytes of the distinct file contents, by digest, in ascending order of the digests."""
         return dict(sorted((entry.content, entry.size) for entry in self.entries.values() if entry.is_file))
 
     @property
     def size(self) -> int:
-        """Bytes of the files in all."""
+        """Total size of the files in bytes."""
         return sum(entry.size for entry in self.entries.values())
 
     def encode(self, base: Tree | None = None) -> bytes:
-        """As bytes that ``decode`` reads; what differs from another tree, if one is given."""
+        """Serialise the tree for ``decode``.
+
+        Args:
+            base: a tree that the receiver has; only the difference from it is serialised. None for the whole tree.
+        """
         before = base.entries if base is not None else {}
         values = {
             "base": base.hash if base is not None else "",
@@ -94,14 +98,14 @@ class Tree:
 
     @classmethod
     def decode(cls, data: bytes, known: Callable[[str], Tree | None] = lambda base: None) -> Tree:
-        """The inverse of ``encode``, for bytes that may be anything.
+        """Deserialise a tree from untrusted bytes.
 
         Args:
-            data: the bytes.
-            known: the tree of a hash, if it is known here.
+            data: the bytes that ``encode`` returned.
+            known: called with the hash of the base tree; returns the tree, or None if it is unknown.
 
         Raises:
-            TreeError: they are no tree, or one that would reach out of its folder, or differ from one unknown here.
+            TreeError: the bytes are not a tree, the base tree is unknown, or a path is not inside the workspace.
         """
         try:
             unpacker = zlib.decompressobj()
@@ -130,10 +134,10 @@ class Tree:
         return tree
 
     def check(self) -> None:
-        """Make sure that it can be made in a folder, and that nothing of it lies outside.
+        """Check that the tree can be written into a folder, without any path outside the folder.
 
         Raises:
-            TreeError: naming the path.
+            TreeError: a path or entry is invalid; the message names the path.
         """
         sizes: dict[str, int] = {}
         folders = {""}
@@ -151,7 +155,7 @@ class Tree:
 
 
 def brief(tree_hash: str) -> str:
-    """A tree's hash as a person sees it."""
+    """Shorten the hash of a tree for messages and folder names."""
     return tree_hash[:12]
 
 

@@ -1,10 +1,10 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The tree of a workspace as it lies on this machine's disk, without reading again what has not changed.
+"""Scan a workspace on the local disk into a tree, without reading unchanged files again.
 
-What is known of a file's content is kept with its size, times and inode, as in git's index. As there, times may be too
-coarse to show that a file has changed right after it was read: nothing is kept of one that was touched less than
-``_SETTLED_AFTER`` before. (git: Documentation/technical/racy-git.)
+The scan caches the digest of each file with its size, times and inode number, as git's index does. File times may be
+too coarse to reveal a change that happens right after a file is read. So a file that changed less than
+``_SETTLED_AFTER`` seconds before the scan is not cached (see Documentation/technical/racy-git in git).
 """
 
 from __future__ import annotations
@@ -24,31 +24,33 @@ from torchx_monarch.code_sync.manifest import EXECUTABLE, FILE, FOLDER, LINK, MA
 _VERSION = 1
 
 _SETTLED_AFTER = 2.0
-"""Seconds. The coarsest times, of FAT, are even numbers of seconds; those of local disks are a tick of the kernel."""
+"""Seconds. FAT has the coarsest file times, a resolution of 2 s; local file systems have that of a kernel tick."""
 
 _READ = 1 << 20
+"""Bytes of a file to read with one call."""
 
 _PASSES = 5
-"""How often a workspace is looked at again because something has changed meanwhile."""
+"""Largest number of passes over a workspace that changes during the scan."""
 
 _TRIES = 20
-"""How often a file is read again that changes while it is read."""
+"""Largest number of times that a file is read if it changes while it is read."""
 
 _PAUSE = 0.02
+"""Seconds between two attempts to read a changing file."""
 
 
 class ScanError(Exception):
-    """A workspace cannot be brought to hosts as it is; the message says what to do about it."""
+    """A workspace cannot be scanned or exceeds the limits; the message says what to do about it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What is still taken for code.
+    """The limits of a workspace; a larger folder is assumed to hold more than code.
 
     Attributes:
-        file: bytes of one file.
-        total: bytes of all files.
-        entries: files, links and empty folders.
+        file: largest size of a file in bytes.
+        total: largest total size of all files in bytes.
+        entries: largest number of files, links and empty folders.
     """
 
     file: int = 100 << 20
@@ -57,17 +59,17 @@ class Limits:
 
 
 Known = tuple[int, int, int, int, str]
-"""Of a file: size, when its content and when its inode changed in ns, number of the inode, digest."""
+"""Cached values of a file: size in bytes, mtime and ctime in nanoseconds, inode number, digest."""
 
 
 @dataclasses.dataclass
 class StatCache:
-    """What earlier looks at a workspace have found.
+    """The cached results of earlier scans of a workspace.
 
     Attributes:
-        files: contents that are known.
-        rules: the digest of the rules of each folder, by its path.
-        left_out: what was left out by them.
+        files: cached values of each file, by path.
+        rules: digest of the ignore rules of each folder, by path.
+        left_out: paths that the rules ignore; a folder's path ends in ``/``.
     """
 
     files: dict[str, Known] = dataclasses.field(default_factory=dict)
@@ -76,7 +78,12 @@ class StatCache:
 
     @classmethod
     def load(cls, path: str, root: str) -> StatCache:
-        """That of a workspace; an empty one where there is none that can be used."""
+        """Read the cache of a workspace; return an empty one if the file is missing or unusable.
+
+        Args:
+            path: path of the cache file.
+            root: path of the workspace.
+        """
         try:
             with open(path, encoding="utf-8") as file:
                 values: Any = json.load(file)
@@ -87,7 +94,12 @@ class StatCache:
         return cls()
 
     def save(self, path: str, root: str) -> None:
-        """Keep it. What cannot be written is found again next time."""
+        """Write the cache to a file. Ignores errors: without a cache, the next scan reads all files.
+
+        Args:
+            path: path of the cache file.
+            root: path of the workspace.
+        """
         values = {
             "version": _VERSION,
             "root": root,
@@ -107,18 +119,18 @@ class StatCache:
 
 
 def scan(root: str, memory: StatCache, limits: Limits = Limits()) -> Tree:
-    """What a workspace consists of, as it was at one moment.
+    """Scan a workspace into a tree that represents one moment.
 
-    Looks again until nothing has changed in between: who saves several files, or checks out another branch, does so
-    within a moment. What changes all the time counts as it was last read.
+    Repeats the scan until a pass reads no file or agrees with the one before, because saving several files or checking
+    out another branch takes a moment. Files that change all the time count as last read.
 
     Args:
-        root: the workspace, an absolute path.
-        memory: of earlier looks; becomes that of this one. The same object is left as it is when nothing has changed.
-        limits: of what is taken.
+        root: absolute path of the workspace.
+        memory: the cache of earlier scans. The values of its fields are replaced, not mutated.
+        limits: limits of the workspace.
 
     Raises:
-        ScanError: it is no folder, or something in it cannot be read, or is over the limits.
+        ScanError: the workspace is not a folder, cannot be read, or exceeds the limits.
     """
     if not os.path.isdir(root):
         raise ScanError(f"the workspace {root} is no folder")
@@ -140,11 +152,11 @@ def scan(root: str, memory: StatCache, limits: Limits = Limits()) -> Tree:
 
 
 class _Pass:
-    """One look at all of it.
+    """One pass over a workspace.
 
     Attributes:
-        read: how many files had to be read, or were gone when they were to be.
-        files, rules, left_out: as in ``StatCache``.
+        read: number of files that were read, or disappeared before they were read; 0 if the cache held everything.
+        files, rules, left_out: the new content of the ``StatCache``.
     """
 
     def __init__(self, root: str, memory: StatCache, limits: Limits) -> None:
@@ -161,7 +173,7 @@ class _Pass:
         self._size = 0
 
     def run(self) -> Tree:
-        """All of it; what is over the limits shows before anything is read."""
+        """Walk the folders, then read the files that are not cached. Checks the limits before reading."""
         folders = [("", Rules.of(self._root))]
         while folders:
             folder, rules = folders.pop()
@@ -174,7 +186,7 @@ class _Pass:
             if any(each.name == GIT_IGNORE for each in inside):
                 rules = rules.below(self._root, folder)
             self.rules[folder] = rules.digest
-            # Patterns are matched only where they, or the path, are new.
+            # Matching patterns is slow: skip it for paths that the cache has under the same rules.
             known = self._memory.rules.get(folder) == rules.digest
             empty = True
             for each in inside:
@@ -213,7 +225,7 @@ class _Pass:
         return Tree(self._entries)
 
     def _is_as_it_was(self, path: str, found: os.DirEntry[str]) -> bool:
-        """Take a file whose content is known; most of them are."""
+        """Add a file from the cache; return False if the file has changed since it was cached."""
         try:
             status = found.stat(follow_symlinks=False)
         except FileNotFoundError:
@@ -236,7 +248,7 @@ class _Pass:
         except FileNotFoundError:
             self.read += 1
             return
-        if stat.S_ISREG(status.st_mode):  # a socket or a pipe is a process's, and of this machine
+        if stat.S_ISREG(status.st_mode):  # sockets and pipes are meaningless on another machine
             self._limit(path, status.st_size)
             self._found.append((path, found.path))
             self._size += status.st_size
@@ -266,9 +278,10 @@ def _key(status: os.stat_result) -> tuple[int, int, int, int]:
 
 
 def _hash(path: str) -> tuple[os.stat_result, int, str]:
-    """The status of a file, its size and its digest, as it was at one moment.
+    """Read a file until its status is the same before and after; return its status, size in bytes and digest.
 
-    Of one that changes all the time the three need not agree; a log that grows counts with what was read of it.
+    For a file that changes all the time, such as a growing log, size and digest are those of the last read, and the
+    status may not match them.
     """
     for _ in range(_TRIES):
         digest, size = hashlib.sha256(), 0

@@ -1,10 +1,10 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A host's copy of a workspace: a folder that runs work in, brought from one tree to the next while none does.
+"""Check out trees into the folder in which runs work.
 
-Its files are copies of the kept contents and no links to them: a run may write into its folder, and what is kept must
-not change by that. (Where the disk can, a copy shares its blocks.) What runs have changed in the tree's own files is
-put right before the next run; what they have added, results and checkpoints, stays.
+The files are copies of the stored contents, not links to them, because a run may write to its files and must not change
+the store. (On file systems that support it, a copy shares its blocks.) Before the next run, a checkout restores the
+files of the tree that runs have changed, and keeps the files that they have added, such as results and checkpoints.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from torchx_monarch.code_sync.manifest import EXECUTABLE, FOLDER, LINK, Entry, T
 BYTECODE = "__pycache__"
 
 _SMALL = 1 << 20
-"""Bytes of a file that is copied by reading and writing it, which is two calls less."""
+"""Largest file in bytes that is copied with read and write, which takes two system calls less than copy_file_range."""
 
 _Mark = tuple[int, int, int, int]
-"""By which a changed file shows: mode, size, time of change of the inode in ns, its number. The second time nobody can
-set."""
+"""Values that reveal a changed file: mode, size in bytes, ctime in nanoseconds, inode number. Unlike mtime, ctime
+cannot be set by a program."""
 
 
 class WorkFolder:
-    """One copy.
+    """A folder with a checked-out tree, in which runs work.
 
     Attributes:
-        path: where it lies now.
-        users: how many runs work in it.
-        tree: hash of what it holds; empty when it had to be left half-way.
+        path: current path of the folder.
+        users: number of runs that use it.
+        tree: hash of the tree that it holds; empty before the first checkout and after a failed one.
 
     Args:
-        path: a folder to make.
+        path: path of the folder to create.
     """
 
     def __init__(self, path: str) -> None:
@@ -48,16 +48,16 @@ class WorkFolder:
         self._holds: dict[str, tuple[Entry, _Mark]] = {}
 
     def checkout(self, tree: Tree, source: Callable[[str], str]) -> None:
-        """Make it hold a tree; nobody may work in it meanwhile.
+        """Check out a tree. No run may use the folder meanwhile.
 
-        It can be tried again after an error, for this tree or another.
+        After an error, the checkout can be repeated with this tree or another.
 
         Args:
-            tree: what it is to hold.
-            source: the file with the content of a digest.
+            tree: the tree to check out.
+            source: called with a digest; returns the path of the file with that content.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: a file cannot be read or written.
         """
         self.tree = ""
         gone = [path for path, (entry, _) in self._holds.items() if tree.entries.get(path) != entry]
@@ -74,12 +74,12 @@ class WorkFolder:
             self._clear(where, entry)
             _make(where, entry, source)
             mark = _mark(where, entry)
-            if mark is not None:  # else it is gone again, and will be made the next time
+            if mark is not None:  # None if a process has deleted the file already; the next checkout writes it again
                 self._holds[path] = entry, mark
         self.tree = tree.hash
 
     def has_outputs(self) -> bool:
-        """Whether there is something in it that is not of the tree, but for bytecode: results of a run."""
+        """Whether the folder holds files or folders that are neither in the tree nor bytecode: outputs of a run."""
         own = _folders({path: entry for path, (entry, _) in self._holds.items()})
         for folder, inside, files in os.walk(self.path):
             inside[:] = [name for name in inside if name != BYTECODE]
@@ -91,7 +91,7 @@ class WorkFolder:
         return False
 
     def _remove(self, path: str) -> None:
-        """Take away what is no longer of the tree, unless a run has put something else in its place."""
+        """Delete an entry of the previous tree, unless a run has replaced it with something of another kind."""
         entry, mark = self._holds.pop(path)
         where = os.path.join(self.path, path)
         if entry.kind != FOLDER and self._is_within(os.path.dirname(path)) and _mark(where, entry) is not None:
@@ -99,7 +99,12 @@ class WorkFolder:
             _forget_bytecode(where)
 
     def _remove_empty(self, candidates: set[str], needed: set[str]) -> None:
-        """Take away folders in which nothing is left that is worth anything."""
+        """Delete folders that hold nothing but bytecode, and their parents if those become empty.
+
+        Args:
+            candidates: paths of the folders to check.
+            needed: paths of folders that belong to the new tree.
+        """
         for path in sorted(candidates, key=len, reverse=True):
             while path and path not in needed and self._is_within(path):
                 where = os.path.join(self.path, path)
@@ -109,7 +114,7 @@ class WorkFolder:
                 path = os.path.dirname(path)
 
     def _is_within(self, path: str) -> bool:
-        """Whether this is a folder of ours, and no link to another that a run has put there."""
+        """Whether a path is a real folder within this one, and not a symbolic link that a run has created."""
         where = self.path
         for name in path.split("/") if path else ():
             where = os.path.join(where, name)
@@ -132,7 +137,7 @@ class WorkFolder:
         made.add(path)
 
     def _clear(self, where: str, entry: Entry) -> None:
-        """Make room, for the tree comes first; a folder of a run, with all that is in it, only moves aside."""
+        """Delete a file that is in the way of an entry; rename a folder, which may hold outputs of a run."""
         status = _status(where)
         if status is None:
             return
@@ -144,7 +149,7 @@ class WorkFolder:
 
 
 def _folders(entries: Mapping[str, Entry]) -> set[str]:
-    """The folders that are needed for something, and those that are there for themselves."""
+    """Return the folders of a tree: the parents of all entries, and the empty folders."""
     found: set[str] = set()
     for path, entry in entries.items():
         above = path if entry.kind == FOLDER else os.path.dirname(path)
@@ -155,7 +160,7 @@ def _folders(entries: Mapping[str, Entry]) -> set[str]:
 
 
 def _status(where: str) -> os.stat_result | None:
-    """Of what lies there, no link followed at the end; None for nothing, or nothing that can be reached."""
+    """Return the status of a path without following a final symbolic link; None if the path does not exist."""
     try:
         return os.lstat(where)
     except OSError as error:
@@ -165,7 +170,7 @@ def _status(where: str) -> os.stat_result | None:
 
 
 def _mark(where: str, entry: Entry) -> _Mark | None:
-    """That of what lies there, if it is of the entry's kind."""
+    """Return the mark of a path; None if there is nothing at the path, or it is not of the entry's kind."""
     status = _status(where)
     if status is None:
         return None
@@ -204,7 +209,7 @@ def _copy(source: int, target: int, size: int) -> None:
             data = data[os.write(target, data) :]
         return
     left = size
-    with contextlib.suppress(AttributeError, OSError):  # not everywhere; what it did not copy is copied below
+    with contextlib.suppress(AttributeError, OSError):  # not on every platform and file system; the loop below copies
         while left and (copied := os.copy_file_range(source, target, left)):
             left -= copied
     while left and (read := os.read(source, min(left, _SMALL))):
@@ -222,7 +227,11 @@ def _set_aside(where: str) -> None:
 
 
 def _forget_bytecode(source: str) -> None:
-    """Python knows stale bytecode by the size of its source and the time to the second: too coarse for us."""
+    """Delete the bytecode of a source file that was deleted.
+
+    Python detects stale bytecode by the size of its source and the mtime in whole seconds, which is too coarse here: a
+    checkout can replace a source file within the same second.
+    """
     folder, name = os.path.split(source)
     stem, extension = os.path.splitext(name)
     if extension == ".py":
