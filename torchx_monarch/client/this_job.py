@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Give a controller script access to the hosts of its own job, as Monarch meshes."""
+"""Give a controller script access to the hosts of the job that it runs in, as Monarch meshes."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@
 
 The last matching line of the workspace's ``.torchxignore`` decides. A line that begins with ``!`` includes paths that
 earlier lines or a ``.gitignore`` exclude. If no line matches, the ``.gitignore`` files decide: those of the workspace,
-of its folders, and of its parent folders up to the one with ``.git``. Nothing below an ignored folder can be included
-again. The names in ``ALWAYS`` are always ignored.
+of its folders, and of its parent folders up to the root of the repository. Nothing below an ignored folder can be
+included again. The names in ``ALWAYS`` are always ignored.
 
 TorchX's patterns differ from git's: they match the whole path below the workspace, and ``*`` matches ``/`` as well
 (``torchx.workspace.api.walk_workspace``; a test compares this module with it). ``pathspec`` implements git's patterns.
@@ -59,8 +59,8 @@ class TorchXIgnore:
 
         Returns:
             Whether the last matching pattern ignores the path, None if no pattern matches; and the value of ``first``
-            for paths below this one. As in TorchX, patterns up to the last one that matched a folder do not apply to
-            its content.
+            for paths below this one. As in TorchX, patterns up to the last match of a folder do not apply to its
+            content.
         """
         answer: bool | None = None
         last = first
@@ -144,7 +144,7 @@ class Rules:
 
 
 def _by_git(git: Sequence[_Git], path: str) -> bool:
-    """Whether git ignores a path, which ends in ``/`` for a folder: the innermost ``.gitignore`` that matches decides."""
+    """Whether git ignores a path, which ends in ``/`` for a folder. The innermost matching ``.gitignore`` decides."""
     for folder, way, spec in reversed(git):
         answer = spec.check_file(way + path[len(folder) :]).include
         if answer is not None:

@@ -121,8 +121,8 @@ class StatCache:
 def scan(root: str, memory: StatCache, limits: Limits = Limits()) -> Tree:
     """Scan a workspace into a tree that represents one moment.
 
-    Repeats the scan until a pass reads no file or agrees with the one before, because saving several files or checking
-    out another branch takes a moment. Files that change all the time count as last read.
+    Repeats the scan until a pass reads no file or agrees with the previous pass, because saving several files or
+    checking out another branch takes a moment. Files that change all the time count as last read.
 
     Args:
         root: absolute path of the workspace.

@@ -1,9 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Roles whose hosts run no ranks: a Monarch client's actors run there, or a script on replica 0 that is such a client.
+"""Build and parse the command of roles whose hosts run the actors of a Monarch client, and no ranks.
 
-The command is ``python -m torchx_monarch.actors [--idle-timeout S] [-- python SCRIPT ARGS]``; the schedulers wrap it as
-they wrap any other.
+The command is ``python -m torchx_monarch.actors [--idle-timeout S] [-- python SCRIPT ARGS]``. The script is a client
+that runs on replica 0; without a script, clients connect from outside. The schedulers wrap the command like any other.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torchx_monarch.command.command import ACTORS_MODULE, Command, CommandError,
 
 @dataclass(frozen=True)
 class Actors:
-    """What such a command says.
+    """The options of an actors command.
 
     Attributes:
-        idle_timeout: seconds without a client until the hosts end; 0 for never.
-        script: the client that runs on replica 0; None where clients come from without.
+        idle_timeout: seconds without a client after which the hosts end; 0 for never.
+        script: the client that runs on replica 0; None if clients connect from outside.
     """
 
     idle_timeout: float
@@ -29,31 +29,31 @@ class Actors:
 
 
 def actors_command(idle_timeout: float, script: Sequence[str] = (), python: str = "python") -> list[str]:
-    """The words of such a command.
+    """Return the words of an actors command.
 
     Args:
-        idle_timeout: seconds without a client until the hosts end; 0 for never.
-        script: a python command, ``("python", "client.py")``.
-        python: the interpreter, as the replica finds it.
+        idle_timeout: seconds without a client after which the hosts end; 0 for never.
+        script: a Python command, such as ``("python", "client.py")``; empty for no script.
+        python: name or path of the Python interpreter on the hosts.
     """
     words = [python, "-m", ACTORS_MODULE, "--idle-timeout", f"{idle_timeout:g}"]
     return [*words, "--", *script] if script else words
 
 
 def is_actors(words: Sequence[str]) -> bool:
-    """Whether these are the words of such a command."""
+    """Whether the words are an actors command."""
     return "-m" in words and list(words[words.index("-m") + 1 :])[:1] == [ACTORS_MODULE]
 
 
 def parse_actors(command: Command, env: Mapping[str, str]) -> Actors:
-    """Read the options of a command of kind ``actors``.
+    """Parse the options of a command of kind ``actors``.
 
     Args:
-        command: what ``command.parse`` returned.
-        env: the environment that it runs in.
+        command: the result of ``command.parse``.
+        env: environment variables of the command.
 
     Raises:
-        CommandError: they are not as above.
+        CommandError: an option is invalid, or the command after ``--`` is not a Python command.
     """
     words, idle_timeout = list(command.program.args), IDLE_TIMEOUT
     if words[:1] == ["--idle-timeout"] and len(words) > 1:

@@ -1,8 +1,8 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""An allocation that waits for runs: what its command means, and what a run of it runs.
+"""Parse the command of an allocation, and the commands of its runs.
 
-``python -m torchx_monarch.hosts [--idle-timeout SECONDS] [--nproc N] [-- COMMAND]``
+The command of an allocation is ``python -m torchx_monarch.hosts [--idle-timeout SECONDS] [--nproc N] [-- COMMAND]``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchx_monarch.command.command import Command, CommandError, check, is_proc
 from torchx_monarch.command.torchrun_options import HelpRequested
 
 IDLE_TIMEOUT = 1800.0
-"""Seconds without a run after which hosts end, unless told otherwise."""
+"""Default number of seconds without a run (or without a client of actors) after which the hosts end."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -34,14 +34,14 @@ def _parser() -> _Parser:
 
 @dataclass(frozen=True)
 class AllocationSpec:
-    """An allocation's command.
+    """The options of an allocation, parsed from its command.
 
     Attributes:
         idle_timeout: seconds without a run after which the hosts end; 0 for never.
-        nproc: for how many ranks interpreters are kept ready before the first run: as torchrun's ``--nproc-per-node``,
-            or ``0``.
-        words: what a run runs that names nothing else; empty for nothing.
-        command: the same, parsed; None for nothing.
+        nproc: number of spare interpreters per host before the first run: a value of torchrun's ``--nproc-per-node``,
+            or ``0`` for none.
+        words: default command of a run; empty if each run must name a command.
+        command: the default command, parsed; None if there is no default.
     """
 
     idle_timeout: float
@@ -51,16 +51,16 @@ class AllocationSpec:
 
     @classmethod
     def of(cls, command: Command, env: Mapping[str, str], replicas: int, role: str) -> AllocationSpec:
-        """What a command of kind ``hosts`` says.
+        """Parse the options of a command of kind ``hosts``.
 
         Args:
-            command: of kind ``hosts``.
-            env: the environment that it runs in.
-            replicas: the role's.
-            role: its name, for messages.
+            command: the result of ``command.parse``.
+            env: environment variables of the command.
+            replicas: number of replicas of the role.
+            role: name of the role, for error messages.
 
         Raises:
-            CommandError: an option makes no sense, or the command after ``--`` cannot be run.
+            CommandError: an option is invalid, or the command after ``--`` cannot run on the allocation.
         """
         args = list(command.program.args)
         end = args.index("--") if "--" in args else len(args)
@@ -81,17 +81,17 @@ class AllocationSpec:
 
 
 def run_command(words: Sequence[str], env: Mapping[str, str], replicas: int, role: str, nproc: str = "") -> Command:
-    """What a run's command means on an allocation: without ``--nnodes`` it is for all its hosts.
+    """Parse the command of a run. Without ``--nnodes`` it uses all hosts of the allocation.
 
     Args:
         words: a torchrun or Python command.
-        env: the environment that it runs in.
-        replicas: the allocation's hosts.
-        role: for messages.
-        nproc: processes for each host, instead of what the command says; empty for that.
+        env: environment variables of the command.
+        replicas: number of hosts of the allocation.
+        role: name of the role, for error messages.
+        nproc: processes per host, which replaces ``--nproc-per-node`` of the command; empty to keep it.
 
     Raises:
-        CommandError: it cannot be run on them.
+        CommandError: the words are not a torchrun or Python command, or the command cannot run on these hosts.
     """
     command = parse(words, {"PET_NNODES": str(replicas), **env})
     if command is None or command.kind == "hosts":
@@ -107,10 +107,14 @@ def run_command(words: Sequence[str], env: Mapping[str, str], replicas: int, rol
 
 
 def with_program(held: Command | None, program: Sequence[str]) -> Command:
-    """The allocation's command with another program: its script (or ``-m`` and a module) and the arguments.
+    """Replace the program of the allocation's default command.
+
+    Args:
+        held: the default command; None for torchrun with its default options.
+        program: a script or ``-m`` and a module, followed by its arguments.
 
     Raises:
-        CommandError: the program is none.
+        CommandError: ``program`` has neither form.
     """
     module = list(program[:1]) == ["-m"]
     try:

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a role's command means: which program the ranks run, how many of them, and under which torchrun options."""
+"""Parse the command of a role: the program of the ranks, their number, and the torchrun options."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ HOST_MODULE = "torchx_monarch.host"
 """The module that runs in every replica: ``python -m torchx_monarch.host [options] -- COMMAND``."""
 
 ACTORS_MODULE = "torchx_monarch.actors"
-"""``python -m torchx_monarch.actors [options] [-- SCRIPT]``: the command of hosts that run a client's actors."""
+"""The module of the command of hosts that run a client's actors (``command.actors``)."""
 
 HOSTS_MODULE = "torchx_monarch.hosts"
-"""The command of an allocation (``command.allocation_spec``): ``python -m torchx_monarch.hosts [options]``."""
+"""The module of the command of an allocation (``command.allocation_spec``)."""
 
 _TORCHRUN_MODULES = ("torch.distributed.run", "torchrun")
 PROCESS_COUNTS = ("auto", "gpu", "cpu", "xpu")
+"""Values of ``--nproc-per-node`` that are not numbers."""
 
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 _PYTHON_FLAGS = frozenset("bBdEIOPqRsStuvx")
@@ -45,11 +46,13 @@ _PYTHON_FLAGS_WITH_VALUE = frozenset("WX")
 
 @dataclass(frozen=True)
 class Program:
-    """What each rank runs.
+    """The program that each rank executes.
 
     Attributes:
         mode: ``script``: ``python TARGET ARGS``; ``module``: ``python -m TARGET ARGS``; ``code``:
-            ``python -c TARGET ARGS``; ``exec``: ``TARGET ARGS``, without python.
+            ``python -c TARGET ARGS``; ``exec``: ``TARGET ARGS``, without Python.
+        target: path of the script or executable, name of the module, or code, depending on ``mode``.
+        args: arguments of the program.
     """
 
     mode: Literal["script", "module", "code", "exec"]
@@ -59,16 +62,17 @@ class Program:
 
 @dataclass(frozen=True)
 class Command:
-    """A command whose meaning is known.
+    """A parsed command.
 
     Attributes:
-        kind: ``torchrun``, or ``python`` for a plain python command: one process per replica; ``hosts`` for an
-            allocation that waits for runs (``command.allocation_spec``) and ``actors`` for hosts that wait for a
-            client's actors (``command.actors``), whose program holds the rest.
-        options: torchrun's options; for the other kinds the defaults.
-        interpreter: how the ranks' python is called. For kind ``python`` the interpreter with its own flags, as typed.
-            For kind ``torchrun`` what torchrun would use if the command tells: ``$PYTHON_EXEC``, or the X of
-            ``X -m torch.distributed.run``; otherwise empty, which means the python that the host runs in.
+        kind: ``torchrun``; ``python`` for a plain Python command, which runs one process per replica; ``hosts`` for an
+            allocation (``command.allocation_spec``); ``actors`` for hosts that run a client's actors
+            (``command.actors``).
+        options: the torchrun options; the defaults for all other kinds.
+        program: the program of the ranks; for the kinds ``hosts`` and ``actors``, the module with its options.
+        interpreter: command line of the ranks' Python. For kind ``python``, the interpreter with its flags, as typed.
+            For kind ``torchrun``, the interpreter that torchrun would use: ``$PYTHON_EXEC``, or X in
+            ``X -m torch.distributed.run``. Empty for the interpreter of the host process.
     """
 
     kind: Literal["torchrun", "python", "hosts", "actors"]
@@ -77,9 +81,10 @@ class Command:
     interpreter: tuple[str, ...] = ()
 
     def program_of(self, local_rank: int) -> Program:
-        """The program of one rank, with torchrun's macro ``${local_rank}`` replaced where torchrun replaces it.
+        """Return the program of one rank, with torchrun's macro ``${local_rank}`` replaced.
 
-        That is in every word that it passes to Python, or to a program of another kind; a plain python has no macros.
+        Like torchrun, replaces the macro in all words but the executable of mode ``exec``. Commands of other kinds have
+        no macros.
         """
         if self.kind != "torchrun":
             return self.program
@@ -90,22 +95,24 @@ class Command:
         return Program(program.mode, program.target if program.mode == "exec" else target, tuple(args))
 
     def fewest(self, replicas: int) -> int:
-        """How many of a role's ``replicas`` the job needs at least: MIN of torchrun's ``--nnodes MIN:MAX``."""
+        """Return the least number of replicas that the job needs: MIN of torchrun's ``--nnodes MIN:MAX``, else all."""
         return self.options.min_nodes if self.kind == "torchrun" else replicas
 
 
 def parse(argv: Sequence[str], env: Mapping[str, str] = MappingProxyType({})) -> Command | None:
-    """Read a command as torchrun and CPython would.
+    """Parse a command as torchrun and CPython do.
 
     Args:
-        argv: the command; its first word is the program.
-        env: the environment it runs in: ``PET_*`` variables supply torchrun's options, PYTHON_EXEC its interpreter.
+        argv: the words of the command, the executable first.
+        env: environment variables of the command: ``PET_*`` set torchrun's options, ``PYTHON_EXEC`` its interpreter.
 
     Returns:
-        None when there is no rank program in it (``echo hello``, ``python -V``, ``torchrun --help``): run it as it is.
+        The parsed command; None if the command starts no ranks (``echo hello``, ``python -V``, ``torchrun --help``) and
+        runs unchanged.
 
     Raises:
-        CommandError: a torchrun command that torchrun itself would not take, or ``torch.distributed.launch``.
+        CommandError: torchrun itself would reject the command, or the command is not supported
+            (``torch.distributed.launch``, or one that is wrapped already).
     """
     if not argv:
         return None
@@ -139,7 +146,7 @@ def _torchrun(arguments: Sequence[str], env: Mapping[str, str], interpreter: tup
     except HelpRequested:
         return None
     mode: Literal["script", "module", "exec"]
-    # As in torchrun, --run-path takes precedence over the other two.
+    # As in torchrun (config_from_args), --run-path takes precedence over --no-python and --module.
     mode = "script" if options.run_path else "exec" if options.no_python else "module" if options.module else "script"
     if "PYTHON_EXEC" in env:
         interpreter = (env["PYTHON_EXEC"],)
@@ -147,11 +154,13 @@ def _torchrun(arguments: Sequence[str], env: Mapping[str, str], interpreter: tup
 
 
 def _python(argv: Sequence[str]) -> tuple[tuple[str, ...], Program] | None:
-    """Split a python command into the interpreter with its flags and the program; None when it runs no program.
+    """Split a Python command into the interpreter with its flags, and the program.
 
-    The flags are read as CPython reads them: letters may be joined (``-um mod``), a value may be joined or follow.
-    Anything that CPython answers itself (``-V``, ``--help``, an unknown flag) or reads from a terminal (``-``, ``-i``)
-    is no program for a rank.
+    Parses the flags as CPython does: letters may be joined (``-um mod``), a value may be joined or follow.
+
+    Returns:
+        None if a rank cannot execute the command: CPython answers it (``-V``, ``--help``, an unknown flag), or reads a
+        terminal (``-``, ``-i``).
     """
     position = 1
     while position < len(argv):
@@ -188,17 +197,18 @@ def _script(interpreter: tuple[str, ...], words: Sequence[str]) -> tuple[tuple[s
 
 
 def check(command: Command, *, replicas: int, role: str) -> None:
-    """Refuse what cannot be run, or not yet, before anything is started.
+    """Check that a command can run on its role, before the job is submitted.
 
-    Options whose value a shell has yet to expand are not judged; the host judges them.
+    Skips options whose value contains an unexpanded shell expression; the host checks them.
 
     Args:
-        command: what :func:`parse` returned.
-        replicas: the role's number of replicas: the nodes that torchrun's ``--nnodes`` speaks of.
-        role: the role's name, for the message.
+        command: the result of :func:`parse`.
+        replicas: number of replicas of the role, which correspond to torchrun's nodes.
+        role: name of the role, for error messages.
 
     Raises:
-        CommandError: naming the role, the option, its value and what to use instead.
+        CommandError: torchrun options contradict each other or ``replicas``, or are not supported. The message names
+            the role, the option, its value and the alternative.
     """
     if command.kind == "torchrun":
         reason = _contradiction(command.options, replicas) or _unsupported(command.options)
@@ -253,6 +263,7 @@ def _nnodes(options: TorchrunOptions) -> str:
 
 
 def is_process_count(text: str) -> bool:
+    """Whether a string is a value of ``--nproc-per-node``: a number above 0, or one of ``PROCESS_COUNTS``."""
     try:
         return int(text) > 0
     except ValueError:

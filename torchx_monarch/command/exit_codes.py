@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Exit codes as people write them: ``1+134+SIGKILL``."""
+"""Parse lists of exit codes such as ``1+134+SIGKILL``."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import re
 import signal
 
 NEVER_AGAIN = os.EX_CONFIG
-"""78, the configuration error of ``sysexits.h``: so a program says that another start would end in the same way."""
+"""Exit code with which a program asks not to be restarted: 78, the configuration error of ``sysexits.h``."""
 
 
 def parse_exit_codes(text: str) -> tuple[int, ...]:
-    """Read numbers and names of signals, separated by ``+`` or commas; a signal N is the shell's 128 + N.
+    """Parse numbers and names of signals, separated by ``+`` or commas. Signal N becomes 128 + N, as in a shell.
 
     Returns:
-        the codes in ascending order; none for an empty text.
+        The exit codes in ascending order; empty for an empty string.
 
     Raises:
-        ValueError: naming the word that is none of them, and what is allowed.
+        ValueError: a word is neither an exit code from 1 to 255 nor the name of a signal, or is ``NEVER_AGAIN``.
     """
     return tuple(sorted({_exit_code(word.strip()) for word in re.split("[+,]", text)})) if text.strip() else ()
 

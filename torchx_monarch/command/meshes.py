@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Build apps whose roles are Monarch meshes: their hosts wait for actors (``command.actors``) and run no command."""
+"""Build apps whose roles are Monarch meshes: the hosts wait for actors (``command.actors``) instead of commands."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from torchx_monarch.command.actors import actors_command
 from torchx_monarch.model import sidecars
 
 _TAKEN = ("query_engine", "query_engine_client", "telemetry_url", "dashboard_url", "admin_url")
-"""Attributes of Monarch's JobState, which a mesh of the same name would not be found behind."""
+"""Attributes of Monarch's JobState. They would hide a mesh of the same name."""
 
 
 def waiting(app: AppDef, idle_timeout: float, script: Sequence[str] = (), python: str = "python") -> AppDef:
-    """A copy of an app whose hosts wait for actors instead of running their commands.
+    """Return a copy of an app whose hosts wait for actors instead of executing their commands.
 
-    The app ends with its first role: the hosts of the others are sidecars, for they would wait for ever.
+    The app ends with its first role. The other roles are marked as sidecars, because their hosts would wait forever.
 
     Args:
-        app: stays as it is.
-        idle_timeout: seconds without a client until the hosts end; 0 for never.
-        script: a python command that runs once, on replica 0 of the first role.
-        python: the interpreter, as the replica finds it.
+        app: the app, which is not changed.
+        idle_timeout: seconds without a client after which the hosts end; 0 for never.
+        script: a Python command that runs once, on replica 0 of the first role; empty for no script.
+        python: name or path of the Python interpreter on the hosts.
 
     Raises:
-        ValueError: the name of a role cannot be that of a mesh.
+        ValueError: the app has no roles, or the name of a role cannot be the name of a mesh.
     """
     ours = copy.deepcopy(app)
     if not ours.roles:
@@ -44,10 +44,14 @@ def waiting(app: AppDef, idle_timeout: float, script: Sequence[str] = (), python
 
 
 def app_of_meshes(meshes: Mapping[str, int]) -> AppDef:
-    """An app with a role for each mesh: what Monarch's own jobs take, ``{"trainers": 2, "dataloaders": 1}``.
+    """Build an app with a role for each mesh.
+
+    Args:
+        meshes: number of hosts of each mesh by name, such as ``{"trainers": 2, "dataloaders": 1}``, as for Monarch's
+            own jobs.
 
     Raises:
-        ValueError: a mesh has no hosts, or its name cannot be one.
+        ValueError: the number of hosts is not positive, or a name cannot be the name of a mesh.
     """
     for mesh, hosts in meshes.items():
         check_mesh_name(mesh)
@@ -61,10 +65,10 @@ def app_of_meshes(meshes: Mapping[str, int]) -> AppDef:
 
 
 def check_mesh_name(name: str) -> None:
-    """Make sure that ``state().NAME`` can be written.
+    """Check that a mesh of this name can be accessed as ``state().NAME``.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: the name is not a Python identifier, begins with ``_``, or is an attribute of Monarch's JobState.
     """
     if not name.isidentifier() or keyword.iskeyword(name):
         raise ValueError(

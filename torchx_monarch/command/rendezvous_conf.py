@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What torchrun's rendezvous options say: how long hosts wait for each other, and where the ranks meet."""
+"""Parse torchrun's rendezvous options: how long hosts wait for each other, and where the ranks meet."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _FORM = "use KEY=VALUE,..., such as join_timeout=600,last_call_timeout=30"
 
 @dataclass(frozen=True)
 class RendezvousConf:
-    """The keys that have a meaning here; any other key (``close_timeout``, ``timeout``, ...) is read and left alone.
+    """The supported keys of ``--rdzv-conf``; other keys (``close_timeout``, ``timeout``, ...) are ignored.
 
     Attributes:
-        join_timeout: seconds in which the fewest hosts that the job runs on have to arrive; None leaves it to the host.
-        last_call_timeout: seconds that the job then waits for more of them.
+        join_timeout: seconds in which the minimum number of hosts must join; None for the host's default.
+        last_call_timeout: seconds to wait for further hosts after that.
     """
 
     join_timeout: int | None = None
@@ -24,10 +24,11 @@ class RendezvousConf:
 
     @classmethod
     def parse(cls, text: str) -> RendezvousConf:
-        """Read ``KEY=VALUE,...`` as torch's ``_parse_rendezvous_config`` does, and seconds as its c10d rendezvous.
+        """Parse ``KEY=VALUE,...`` as torch's ``_parse_rendezvous_config`` does, and seconds as its c10d rendezvous.
 
         Raises:
-            ValueError: another form, or a timeout that is no whole number above 0; the message says what is allowed.
+            ValueError: the text has another form, or a timeout is not a whole number above 0; the message says what is
+                allowed.
         """
         values: dict[str, str] = {}
         for pair in text.split(",") if text.strip() else ():
@@ -51,10 +52,10 @@ def _seconds(key: str, text: str) -> int:
 
 
 def parse_static_endpoint(text: str) -> tuple[str, int]:
-    """Read HOST:PORT as torch's ``parse_rendezvous_endpoint`` does for its static rendezvous, which needs the port.
+    """Parse HOST:PORT as torch's ``parse_rendezvous_endpoint`` does for its static rendezvous, which needs the port.
 
     Raises:
-        ValueError: another form; the message says what is allowed.
+        ValueError: the text has another form; the message says what is allowed.
     """
     host, separator, port = text.strip().rpartition(":")
     if len(host) > 1 and host[0] == "[" and host[-1] == "]":

@@ -1,10 +1,10 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""From the app a user submits to the app a backend runs, and back.
+"""Rewrite the app that a user submits into the app that a backend runs, and back.
 
-Rewriting is wrapping: ``torchrun train.py`` becomes ``python -m torchx_monarch.host [options] -- torchrun train.py``,
-where the command stands: as the role's own command, inside the string of a ``bash -c``, or among the arguments of a
-set-up script. The words of the command and everything else of the role stay as they are.
+Rewriting puts the host process before the rank program: ``torchrun train.py`` becomes ``python -m torchx_monarch.host
+[options] -- torchrun train.py``. The rank program may be the role's command, part of the string of a ``bash -c``, or
+among the arguments of a set-up script. The words of the command and the rest of the role do not change.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from torchx_monarch.model import sidecars
 
 @dataclass(frozen=True)
 class WrapOptions:
-    """How the host process of each replica is started.
+    """The options of the host processes.
 
     Attributes:
-        python: the interpreter, as the replica finds it.
-        grace: seconds from SIGTERM to SIGKILL when ranks are stopped.
-        host_timeout: seconds to wait for all hosts to arrive.
-        preload: the modules, separated by commas, that rank interpreters import while they wait; empty for none.
-        retry_on: the exit codes, as a shell has them, after which ranks are started again; empty for any.
-        rendezvous: where replica 0 of each role listens, by the role's name; roles of one machine have none. Where its
-            host is ``@`` alone, nobody knows that before it runs.
-        network: further words of the host's command line, each option with its value.
-        application: where all roles find replica 0 of the first one, on backends that let each role end by itself;
-            empty for others.
-        always_together: whether there the failure of one role is to end all, whatever the policy, and the end of the
-            first one ends all: it waits for the others that are no sidecars.
-        lease: seconds for which a host or its agent may be silent until it counts as lost; None for the hosts' default.
+        python: name or path of the Python interpreter on the hosts.
+        grace: grace period in seconds, from SIGTERM to SIGKILL, when ranks are stopped.
+        host_timeout: seconds to wait for all hosts to join.
+        preload: comma-separated modules that spare interpreters import; empty for none.
+        retry_on: exit codes, 128 + N for signal N, after which the ranks are restarted; empty for any failure.
+        rendezvous: address of replica 0 of each role, by role name; empty if all roles run on one machine. The host of
+            an address is ``@`` if it is unknown before replica 0 runs.
+        network: further words of the host's command line, each option followed by its value.
+        application: address of the first role's replica 0, on backends that end each role separately; empty for other
+            backends.
+        always_together: whether, on those backends, the failure of one role ends all roles whatever their retry policy,
+            and the end of the first role ends all. The first role then waits for the other roles that are not sidecars.
+        lease: seconds after which a silent host or agent counts as lost; None for the host's default.
     """
 
     python: str = "python"
@@ -57,13 +57,13 @@ class WrapOptions:
 
 
 def rewrite(app: AppDef, options: WrapOptions) -> AppDef:
-    """A copy of ``app`` in which every role that has a rank program runs it through the host process.
+    """Return a copy of ``app`` in which the host process starts the rank program of every role that has one.
 
     Raises:
-        CommandError: the command of a role cannot be run; the message names the role.
+        CommandError: the command of a role is invalid or not supported; the message names the role.
     """
     rewritten = copy.deepcopy(app)
-    # What roles are to each other: those on one machine have nobody to ask for, and one role has nobody.
+    # Replicas 0 of different roles connect to each other if there are several roles, and they have network addresses.
     meet = len(app.roles) > 1 and bool(options.rendezvous or options.application)
     ranks = [role for role in app.roles if _runs_ranks(role)] if meet else []
     has_main = bool(ranks) and ranks[0] is app.roles[0]
@@ -76,9 +76,10 @@ def rewrite(app: AppDef, options: WrapOptions) -> AppDef:
 
 
 def _end_together(ranks: Sequence[Role], always: bool) -> int:
-    """How many roles of ranks beside the first are to end when one has failed; 0 where each ends by itself.
+    """Return the number of further rank roles that end together with the first role; 0 if each role ends by itself.
 
-    They are to end where they are to begin again together; with one that has no retries left to begin with, none would.
+    Roles end together if the backend always requires it, or if all of them restart together: each has the policy
+    APPLICATION and retries. Roles that wait for runs or actors never end together.
     """
     waiting = any(module in word for role in ranks for word in role.args for module in (HOSTS_MODULE, ACTORS_MODULE))
     every = all(role.retry_policy is RetryPolicy.APPLICATION and role.max_retries > 0 for role in ranks)
@@ -86,14 +87,15 @@ def _end_together(ranks: Sequence[Role], always: bool) -> int:
 
 
 def _awaited(others: Sequence[Role]) -> list[str]:
-    """The names of the roles beside the first that an app waits for."""
+    """Return the names of the roles whose success the first role waits for: all but sidecars."""
     return [role.name for role in others if not sidecars.is_sidecar(role)]
 
 
 def _directory(ranks: Sequence[Role], options: WrapOptions) -> Mapping[str, str]:
-    """Map each role to the role registry (``controller.role_registry``) that it uses, where the backend has no names.
+    """Return the address of the role registry (``controller.role_registry``) for each role that uses it.
 
-    It is replica 0 of the first role of ranks that knows.
+    Replica 0 of the first rank role keeps the registry. It is needed only for roles whose replica 0 has no address
+    before it runs (``@``), and that have several replicas or run actors.
     """
     main, *others = ranks
     roles = [
@@ -110,17 +112,18 @@ def _runs_ranks(role: Role) -> bool:
 
 
 def hold(app: AppDef, idle_timeout: float = IDLE_TIMEOUT, python: str = "python") -> AppDef:
-    """A copy of ``app`` whose hosts wait for runs; what its roles run now is what a run runs that names nothing else.
+    """Return a copy of ``app`` whose hosts wait for runs. A role's rank program becomes its default run command.
 
-    Roles without a rank program stay as they are. The app ends with its first role, and the others are sidecars.
+    Roles without a rank program do not change. The app ends with its first role; the other roles become sidecars.
 
     Args:
-        app: as a component makes it.
+        app: the app, which is not changed.
         idle_timeout: seconds without a run after which the hosts end; 0 for never.
-        python: the interpreter in the command; the hosts' own is the scheduler's choice.
+        python: the Python interpreter named in the command; the scheduler chooses that of the host processes.
 
     Raises:
-        CommandError: the command of a role cannot be run, or no role has one; the message names the role.
+        CommandError: the command of a role is invalid or not supported, or no role has a rank program; the message
+            names the role.
     """
     held = copy.deepcopy(app)
     words = ["-m", HOSTS_MODULE, "--idle-timeout", _seconds(idle_timeout), "--"]
@@ -134,7 +137,7 @@ def hold(app: AppDef, idle_timeout: float = IDLE_TIMEOUT, python: str = "python"
 
 
 def restore(role: Role) -> Role:
-    """A copy of ``role`` as it was before :func:`rewrite`; a role that was not rewritten comes back as it is."""
+    """Return a copy of ``role`` as it was before :func:`rewrite`; an equal copy if it was not rewritten."""
     restored = copy.deepcopy(role)
     string = command_string(role.entrypoint, role.args)
     if string is not None:
@@ -151,13 +154,19 @@ def restore(role: Role) -> Role:
 
 
 def wrap_role(role: Role, python: str, words: Sequence[str], but: str = "") -> bool:
-    """Put ``python`` and further words before the rank program of a role, in place; whether it has one.
+    """Insert a command prefix before the rank program of a role, in place.
 
     Args:
         role: the role.
-        python: the first word.
-        words: those that follow, escaped for TorchX.
-        but: kind of command that is left as it is.
+        python: first word of the prefix, not escaped.
+        words: further words of the prefix, escaped for TorchX.
+        but: kind of command that is not wrapped; empty to wrap all.
+
+    Returns:
+        Whether the role has a rank program.
+
+    Raises:
+        CommandError: the command of the role is invalid or not supported.
     """
     string = command_string(role.entrypoint, role.args)
     if string is not None:
@@ -170,7 +179,8 @@ def wrap_role(role: Role, python: str, words: Sequence[str], but: str = "") -> b
     for position in range(len(role.args)):
         command_found = _command(plain[position + 1 :], role)
         if command_found is not None:
-            # A script that sets things up and then runs torchrun; what it does with a plain python is its own affair.
+            # A set-up script that executes its arguments. A torchrun among them is the rank program; a plain python may
+            # be an argument with another meaning.
             if command_found.kind not in ("python", but):
                 role.args[position:position] = [escape(python), *words]
             return command_found.kind != "python"
@@ -194,14 +204,14 @@ def _wrap_string(role: Role, string: int, words: Sequence[str], but: str) -> boo
         if kind == but:
             continue
         start = simple.words[0].start
-        # The values of macros may be variables of the shell (Slurm: $SLURM_JOB_ID): double quotes let them expand.
+        # The value of a macro may be a shell variable (Slurm: $SLURM_JOB_ID), which expands within double quotes.
         quoted = [f'"{word}"' if word in (macros.app_id, macros.replica_id) else shlex.quote(word) for word in words]
         role.args[string] = f"{text[:start]}{' '.join(quoted)} {text[start:]}"
     return bool(found)
 
 
 def _rank_commands(text: str, role: Role) -> list[tuple[SimpleCommand, str]]:
-    """The rank programs in a shell's string, each with the kind of its command."""
+    """Find the rank programs in a shell string, each with the kind of its command."""
     found: list[tuple[SimpleCommand, str]] = []
     for simple in simple_commands(text):
         command = _command([word.value for word in simple.words], role)
@@ -219,7 +229,11 @@ def _restore_string(text: str) -> str:
 
 
 def _command(words: Sequence[str], role: Role) -> Command | None:
-    """The rank program that ``words`` are, checked against the role."""
+    """Parse ``words`` and check the command against the role; return None if it starts no ranks.
+
+    Raises:
+        CommandError: the command is invalid or not supported; the message names the role.
+    """
     env = {name: substitute(value)[0] for name, value in role.env.items()}
     try:
         command = parse(words, env)
@@ -235,7 +249,7 @@ def _command(words: Sequence[str], role: Role) -> Command | None:
 def _host_arguments(
     role: Role, options: WrapOptions, directory: Mapping[str, str], beside: int, awaited: Sequence[str]
 ) -> list[str]:
-    """The arguments of the host process, which follow the interpreter and precede the command."""
+    """Return the words between the interpreter and the command: the host module and its options, up to ``--``."""
     return [
         *("-m", HOST_MODULE),
         *("--app", macros.app_id),
@@ -263,7 +277,7 @@ def _peers(options: WrapOptions) -> str:
 
 
 def _are_replaced(role: Role) -> bool:
-    """Whether the backend starts a lost replica again while the others live."""
+    """Whether the backend restarts a lost replica while the others are alive."""
     return role.retry_policy is RetryPolicy.REPLICA and role.max_retries > 0 and role.num_replicas > 1
 
 
@@ -272,7 +286,7 @@ def _seconds(value: float) -> str:
 
 
 def _host_words(argv: Sequence[str]) -> int | None:
-    """How many words at the start of ``argv`` start the host process; None when they do not."""
+    """Return the number of words that :func:`rewrite` put before the command; None if ``argv`` is not wrapped."""
     if tuple(argv[1:3]) != ("-m", HOST_MODULE):
         return None
     end = 3

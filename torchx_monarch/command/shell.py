@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Find the commands inside the string of a ``bash -c STRING``.
 
-The string is scanned as a shell reads it (quotes, expansions, operators, redirections, here-documents), never searched
-as text: a torchrun in a comment, in an argument or in ``$(…)`` is not a command. Nothing is expanded: what the shell
-would expand is marked in the words, and the shell itself still does it when the job runs.
+The scanner parses the string as a shell does (quotes, expansions, operators, redirections, here-documents) instead of
+searching its text: a torchrun in a comment, in an argument or in ``$(…)`` is not a command. It expands nothing, and
+marks expansions in the words; the shell expands them when the job runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OPERATOR = re.compile(r"&&|\|\||;;&|;;|;&|\|&|[\n;&|()]")
 _PROCESS_SUBSTITUTION = re.compile(r"[<>]\(")
 _WORD_END = " \t\n;&|()<>"
 
-# Words after which a command stands: the shell's own, and programs that run their arguments.
+# Words that precede a command: reserved words of the shell, and programs that execute their arguments.
 _RESERVED = frozenset({"!", "{", "if", "then", "else", "elif", "while", "until", "do", "time"})
 _RUNNERS = frozenset({"exec", "command", "nohup", "env"})
 _LOOPS = frozenset({"for", "while", "until", "select"})
@@ -38,9 +38,9 @@ class Word:
     """One word of a command.
 
     Attributes:
-        start: where it starts in the string.
-        value: the word without its quotes; UNEXPANDED stands for each expansion in it.
-        bare: it holds neither quotes nor expansions, so it can be a reserved word.
+        start: index of its first character in the string.
+        value: the word without its quotes, with UNEXPANDED in place of each expansion.
+        bare: whether it has neither quotes nor expansions, and so can be a reserved word.
     """
 
     start: int
@@ -50,13 +50,13 @@ class Word:
 
 @dataclass(frozen=True)
 class SimpleCommand:
-    """A command that stands where the shell runs commands.
+    """A command that the shell would execute.
 
     Attributes:
-        words: its words, without redirections, and without what may stand before a command: assignments, ``exec``,
-            ``env``, ``then`` and the like. Never empty.
-        alone: the string holds no other command and no operator.
-        looped: it stands in a loop.
+        words: its words, without redirections and without a prefix such as assignments, ``exec``, ``env`` or ``then``.
+            Never empty.
+        alone: whether the string holds no other command and no operator.
+        looped: whether it is inside a loop.
     """
 
     words: tuple[Word, ...]
@@ -65,7 +65,7 @@ class SimpleCommand:
 
 
 def command_string(entrypoint: str, args: Sequence[str]) -> int | None:
-    """The index in ``args`` of the string that a shell is told to run with ``-c``; None when there is none."""
+    """Return the index in ``args`` of the string of ``-c``; None if ``entrypoint`` is not a shell or has no ``-c``."""
     if os.path.basename(entrypoint) not in _SHELLS:
         return None
     position, reads_string = 0, False
@@ -86,12 +86,12 @@ def command_string(entrypoint: str, args: Sequence[str]) -> int | None:
 
 
 def simple_commands(text: str) -> Iterator[SimpleCommand]:
-    """Every command in ``text`` that the shell would run, except those inside ``$(…)``.
+    """Yield the commands in ``text`` that the shell would execute, except those inside ``$(…)``.
+
+    Yields nothing if a quote or bracket is never closed: the shell reports the error when the job runs.
 
     Args:
-        text: the string as it stands in the role's arguments, TorchX's macros and ``$$`` included.
-
-    A text with an open quote or bracket has no commands: the shell will say what is wrong with it.
+        text: the string as in the role's arguments, with TorchX's macros and ``$$``.
     """
     shell_text, offsets = substitute(text)
     scanner = _Scanner(shell_text)
@@ -113,7 +113,7 @@ def simple_commands(text: str) -> Iterator[SimpleCommand]:
 
 
 def _prefix(words: Sequence[Word]) -> int:
-    """How many of ``words`` stand before the command itself."""
+    """Return the number of ``words`` that precede the command itself."""
     for count, word in enumerate(words):
         reserved = word.bare and word.value in _RESERVED
         if not (reserved or word.value in _RUNNERS or _ASSIGNMENT.match(word.value)):
@@ -126,11 +126,11 @@ class _OpenEnded(Exception):
 
 
 class _Scanner:
-    """Splits shell text into simple commands.
+    """Split shell text into simple commands.
 
     Attributes:
-        commands: the words of each, without redirections.
-        compound: an operator other than ``;`` and a line's end was met.
+        commands: the words of each command, without redirections.
+        compound: whether the text has an operator other than ``;`` and the end of a line.
     """
 
     def __init__(self, text: str) -> None:
@@ -160,7 +160,7 @@ class _Scanner:
                 self._operator(operator[0])
             else:
                 word = self._word()
-                descriptor = word.bare and word.value.isdigit() and self._peek() in ("<", ">")  # the 2 of 2>
+                descriptor = word.bare and word.value.isdigit() and self._peek() in ("<", ">")  # the 2 in 2>
                 if not descriptor:
                     self._words.append(word)
         self._end_command()
@@ -254,7 +254,7 @@ class _Scanner:
         raise _OpenEnded
 
     def _expansion(self, *, quoted: bool) -> str:
-        """Pass one ``$…`` or backquoted command; return what stands for it in the word."""
+        """Skip one ``$…`` or backquoted command; return its replacement in the word."""
         following = self._peek(1)
         if self._peek() == "`":
             self._position += 1
@@ -286,7 +286,7 @@ class _Scanner:
         self._position += 1
 
     def _nested(self, closing: str, *, quoted: bool = False) -> None:
-        """Pass everything up to and with the bracket that closes what was just opened."""
+        """Skip the text up to and including the closing bracket of the bracket that was just read."""
         while (character := self._peek()) != closing:
             if not character:
                 raise _OpenEnded

@@ -1,8 +1,8 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What ``monarch.spmd`` makes of the options that people type: the parts of a plain torchrun app.
+"""Convert the options of the components ``monarch.spmd``, ``monarch.hosts`` and ``monarch.controller``.
 
-Everything a user can get wrong raises TorchX's ComponentValidationException, which its CLI prints without a traceback.
+Invalid options raise TorchX's ComponentValidationException, which its CLI prints without a traceback.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DEBUG_ENV = {
     "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
     "TORCH_SHOW_CPP_STACKTRACES": "1",
 }
-"""What ``--debug`` sets, as dist.torchrun's does."""
+"""Environment variables that ``--debug`` sets, as for TorchX's dist.torchrun."""
 
 _DEFAULT_J = "1x2"
 _FALLBACK_NAME = "spmd"
@@ -44,8 +44,9 @@ class Launch:
     """The program of the ranks.
 
     Attributes:
-        target: a script, or a module when ``module`` is set.
-        args: the program's own arguments.
+        target: path of a script, or name of a module.
+        args: arguments of the program.
+        module: whether ``target`` is a module.
     """
 
     target: str
@@ -54,7 +55,16 @@ class Launch:
 
     @classmethod
     def of(cls, script_args: Sequence[str], m: str | None, script: str | None) -> Launch:
-        """The program that ``-m``, ``--script`` or else the first positional argument names."""
+        """Build the program from ``-m``, ``--script`` or the first positional argument.
+
+        Args:
+            script_args: the positional arguments.
+            m: value of ``-m``; None if it is not given.
+            script: value of ``--script``; None if it is not given.
+
+        Raises:
+            ComponentValidationException: two programs are given, or none.
+        """
         if m and script:
             _refuse(f"-m {m} and --script {script} contradict each other: give one program.")
         if m:
@@ -72,23 +82,23 @@ class Launch:
 
     @property
     def role(self) -> str:
-        """The role's name: letters and digits only, which every backend takes as it is."""
+        """The name of the role, made from the program: letters and digits only, which every backend accepts."""
         stem = self.target.rpartition(".")[2] if self.module else PurePath(self.target).stem
         return re.sub(r"[^a-z0-9]", "", stem.lower()).lstrip(string.digits) or _FALLBACK_NAME
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The end of the torchrun command."""
+        """The program's part of the torchrun command."""
         return (*(("-m",) if self.module else ()), self.target, *self.args)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How many nodes, and how many processes on each.
+    """The number of nodes, and of processes per node.
 
     Attributes:
-        nnodes: as torchrun takes it: a number, or MIN:MAX.
-        nproc: as torchrun takes it: a number, or auto, gpu, cpu, xpu.
+        nnodes: value of torchrun's ``--nnodes``: a number, or MIN:MAX.
+        nproc: value of torchrun's ``--nproc-per-node``: a number, or auto, gpu, cpu, xpu.
     """
 
     nnodes: str
@@ -96,10 +106,13 @@ class Shape:
 
     @classmethod
     def of(cls, j: str | None, nnodes: str | None, nproc: str | None, h: str | None) -> Shape:
-        """Join ``-j [NNODESx]NPROC``, ``--nnodes`` and ``--nproc``; each may be left out, none may contradict another.
+        """Combine ``-j [NNODESx]NPROC``, ``--nnodes`` and ``--nproc``, each of which may be None.
 
-        As in dist.torchrun a bare ``-j N`` is N processes on one node, or, with a named resource, N nodes with a
-        process for each of its GPUs.
+        As in dist.torchrun, ``-j N`` without ``x`` means N processes on one node or, with a named resource ``h``, N
+        nodes with one process per GPU.
+
+        Raises:
+            ComponentValidationException: the options contradict each other, or a value is invalid.
         """
         shape = cls._from_j(j or _DEFAULT_J, h)
         if j:
@@ -127,18 +140,26 @@ class Shape:
 
     @property
     def min_replicas(self) -> int:
-        """The fewest nodes."""
+        """The minimum number of nodes."""
         return node_range(self.nnodes)[0]
 
     @property
     def replicas(self) -> int:
-        """The most nodes."""
+        """The maximum number of nodes."""
         return node_range(self.nnodes)[1]
 
 
 def hosts(j: str, h: str | None) -> tuple[int, str]:
-    """What ``-j`` of ``monarch.hosts`` means: the nodes, and the processes on each."""
-    if j.endswith("x0") or j == "0":  # no rank program: nothing to keep ready
+    """Parse ``-j`` of ``monarch.hosts``; return the number of nodes, and of processes per node.
+
+    Args:
+        j: value of ``-j``, NNODESxNPROC. NPROC 0 means that the hosts keep no spare interpreters.
+        h: named resource; None for none.
+
+    Raises:
+        ComponentValidationException: the value is invalid, or a range of nodes.
+    """
+    if j.endswith("x0") or j == "0":  # Shape.of rejects 0 processes
         nodes = j.removesuffix("0").removesuffix("x") or "1"
         if not nodes.isdigit() or not int(nodes):
             _refuse(f"-j {j}: use NNODESxNPROC, such as 2x8.")
@@ -150,12 +171,16 @@ def hosts(j: str, h: str | None) -> tuple[int, str]:
 
 
 def app_name(run_name: str, role: str) -> str:
-    """``run_name`` as a name that can be part of a path; ``role`` when nothing of it is left."""
+    """Convert ``run_name`` to a name that can be part of a path; return ``role`` if no characters remain."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", run_name).strip("-.") or role
 
 
 def resource(h: str | None, cpu: int, gpu: int, mem_mb: int) -> specs.Resource:
-    """The named resource ``h``, or else the one that the numbers describe."""
+    """Return the named resource ``h``; without it, the resource of the given sizes.
+
+    Raises:
+        ComponentValidationException: no resource has this name.
+    """
     try:
         return specs.resource(cpu=cpu, gpu=gpu, memMB=mem_mb, h=h)
     except KeyError as error:
@@ -163,7 +188,11 @@ def resource(h: str | None, cpu: int, gpu: int, mem_mb: int) -> specs.Resource:
 
 
 def mounts(options: Sequence[str] | None) -> list[specs.BindMount | specs.VolumeMount | specs.DeviceMount]:
-    """The mounts that ``--mounts`` describes."""
+    """Parse ``--mounts``; return an empty list for None.
+
+    Raises:
+        ComponentValidationException: a mount has another form than TorchX's.
+    """
     parsed: list[specs.BindMount | specs.VolumeMount | specs.DeviceMount]
     try:
         parsed = specs.parse_mounts(list(options or ()))
@@ -176,7 +205,11 @@ def mounts(options: Sequence[str] | None) -> list[specs.BindMount | specs.Volume
 
 
 def tee(text: str) -> str:
-    """``text`` when it is a value of torchrun's ``--tee``."""
+    """Return ``text`` unchanged if it is a valid value of torchrun's ``--tee``.
+
+    Raises:
+        ComponentValidationException: it is not.
+    """
     try:
         Streams.parse(text)
     except ValueError as error:
@@ -185,14 +218,22 @@ def tee(text: str) -> str:
 
 
 def require_counts(**options: int) -> None:
-    """Refuse an option whose value is no count."""
+    """Check that options, given by name, are not negative.
+
+    Raises:
+        ComponentValidationException: an option is negative.
+    """
     for name, value in options.items():
         if value < 0:
             _refuse(f"--{name} {value}: use 0 or more.")
 
 
 def mesh_sizes(meshes: Mapping[str, str]) -> dict[str, int]:
-    """How many hosts each mesh has, of ``--meshes NAME=N,NAME=N``."""
+    """Parse ``--meshes NAME=N,NAME=N``; return the number of hosts of each mesh.
+
+    Raises:
+        ComponentValidationException: a number is not positive, or a name cannot be the name of a mesh.
+    """
     sizes = {}
     for name, hosts in meshes.items():
         if not hosts.isdigit() or int(hosts) < 1:
@@ -206,6 +247,6 @@ def mesh_sizes(meshes: Mapping[str, str]) -> dict[str, int]:
 
 
 def misplaced(script_args: Sequence[str], options: Collection[str]) -> list[str]:
-    """Which of the script's arguments are spelled like ``options`` of the component (``nproc``: ``--nproc``)."""
+    """Return the script's arguments that are spelled like ``options`` of the component (``nproc``: ``--nproc``)."""
     flags = {f"--{name}" for name in options} | {f"-{name}" for name in options if len(name) == 1}
     return [flag for argument in script_args if (flag := argument.partition("=")[0]) in flags]

@@ -1,9 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What becomes of the text of a role's arguments and environment before a process sees it.
+"""Apply TorchX's template substitution to the arguments and environment of a role.
 
-TorchX passes both through ``string.Template``: ``$$`` becomes ``$`` and a macro such as ``${app_id}`` its value, which
-is not known before the job is submitted (and may itself be a variable of a shell, as on Slurm). Any other ``$`` stays.
+TorchX passes both through ``string.Template``: ``$$`` becomes ``$``, and a macro such as ``${app_id}`` becomes its
+value. The value is unknown before the job is submitted, and may be a shell variable (Slurm). Any other ``$`` stays.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ _MACROS = frozenset(macros.Values("", "", "", "").to_dict())
 
 
 def substitute(text: str) -> tuple[str, list[int]]:
-    """``text`` as the process will see it, with UNEXPANDED for each macro, and where each character comes from."""
+    """Substitute ``text`` as TorchX does, with UNEXPANDED in place of each macro.
+
+    Returns:
+        The substituted text, and for each of its characters the index in ``text``.
+    """
     characters: list[str] = []
     offsets: list[int] = []
     position = 0
@@ -36,10 +40,10 @@ def substitute(text: str) -> tuple[str, list[int]]:
 
 
 def escape(text: str) -> str:
-    """The template that stands for ``text`` as it is."""
+    """Return a template whose substitution is ``text``."""
     return text.replace("$", "$$")
 
 
 def unescape(template: str) -> str:
-    """The inverse of :func:`escape`."""
+    """Reverse :func:`escape`."""
     return template.replace("$$", "$")

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The options of torchrun: one table that says what each one is and what becomes of it here.
+"""Parse torchrun's options, from one table that defines each option and how this package treats it.
 
 The argument parser is built from the table, so an option cannot be parsed without a decision about it. A test compares
 the table with ``torch.distributed.run.get_args_parser()`` and fails when torch adds, drops or changes an option.
@@ -20,19 +20,19 @@ from typing import Any, NoReturn
 from torchx_monarch.command.rendezvous_conf import RendezvousConf, parse_static_endpoint
 
 UNEXPANDED = "\0"
-"""Stands, in a word of a shell string, for text that the shell has yet to expand. No real argument can hold a NUL."""
+"""Placeholder in the words of a shell string for text that the shell will expand. Real arguments cannot hold a NUL."""
 
 
 class CommandError(ValueError):
-    """A command that cannot be run as it stands. The message is complete: what, with which value, what is allowed."""
+    """A command is invalid or not supported; the message names the option, its value and the allowed values."""
 
 
 class HelpRequested(Exception):
-    """The command asks torchrun for its help text or a shell's completions: there is nothing to launch."""
+    """The command asks torchrun for its help text or for shell completions, and starts no ranks."""
 
 
 class Use(Enum):
-    """What becomes of an option here."""
+    """How this package treats an option."""
 
     HONOURED = "honoured"
     IMPLIED = "accepted, the value is not needed"
@@ -41,13 +41,13 @@ class Use(Enum):
 
 @dataclass(frozen=True)
 class Streams:
-    """Which of a rank's streams an option (``--redirects``, ``--tee``) selects.
+    """The streams of each rank that an option (``--redirects``, ``--tee``) selects.
 
     A stream set is torch's ``Std``: 0 none, 1 stdout, 2 stderr, 3 both.
 
     Attributes:
-        every: the set for every local rank that ``ranks`` does not name.
-        ranks: pairs of local rank and set.
+        every: stream set of all local ranks that ``ranks`` does not name.
+        ranks: pairs of local rank and stream set.
     """
 
     every: int = 0
@@ -55,7 +55,7 @@ class Streams:
 
     @classmethod
     def parse(cls, text: str) -> Streams:
-        """Read ``"3"`` (all ranks) or ``"0:1,1:2"`` (the ranks named, no others), as torch's ``Std.from_str`` does.
+        """Parse ``"3"`` (all ranks) or ``"0:1,1:2"`` (only the named ranks), as torch's ``Std.from_str`` does.
 
         Raises:
             ValueError: ``text`` has neither form.
@@ -83,12 +83,17 @@ class Streams:
 
 
 def _comma_separated_list(text: str) -> tuple[str, ...]:
-    """Split at commas; a doubled comma is a comma within an item (torchrun's own rule)."""
+    """Split at commas; as in torchrun, a doubled comma is a comma within an item."""
     placeholder = "<COMMA_PLACEHOLDER>"
     return tuple(item.replace(placeholder, ",") for item in text.replace(",,", placeholder).split(","))
 
 
 def node_range(text: str) -> tuple[int, int]:
+    """Parse a value of ``--nnodes``, N or MIN:MAX; return its minimum and maximum.
+
+    Raises:
+        ValueError: the text has neither form; the message says what is allowed.
+    """
     reason = "use a number of nodes above 0, or MIN:MAX with 0 < MIN <= MAX"
     try:
         bounds = [int(part) for part in text.split(":")]
@@ -134,7 +139,7 @@ def _interval(text: str) -> float:
 
 
 def _rendezvous_backend(text: str) -> str:
-    # Torch's own (``_register_default_handlers``). One that a package adds is a part of torchelastic's agent.
+    # The backends of torch (_register_default_handlers). Third-party backends work only within torchelastic's agent.
     if text not in (known := ("static", "c10d", "etcd", "etcd-v2")):
         raise ValueError(f"use one of {', '.join(known)}, or leave it out: {_MESH}")
     return text
@@ -170,14 +175,15 @@ class Option:
 
     Attributes:
         flags: its spellings, in torchrun's order.
-        use: what becomes of it here.
-        why: the reason, for everything that is not simply honoured; for a refused one also what to do instead.
-        default: as torchrun declares it.
-        type: the type torchrun converts the value to; bool for a switch, which takes no value.
-        parse: what the value means beyond ``type``; raises ValueError with what is allowed.
-        choices: the values allowed; empty for any.
-        env: whether ``PET_<DEST>`` supplies the value when the option is not given.
-        since: the first release of torch whose torchrun has it; empty where all supported ones do.
+        use: how this package treats it.
+        why: reason for the treatment, and the alternative to a refused option; may be empty for an honoured option.
+        default: default value, as torchrun declares it.
+        type: type to which torchrun converts the value; bool for a switch, which takes no value.
+        parse: converts and checks the value instead of ``type``; raises ValueError with the allowed values. None to use
+            ``type``.
+        choices: allowed values; empty for any.
+        env: whether ``PET_<DEST>`` supplies the value if the option is not given.
+        since: first release of torch whose torchrun has the option; empty if all supported releases have it.
     """
 
     flags: tuple[str, ...]
@@ -192,24 +198,28 @@ class Option:
 
     @property
     def name(self) -> str:
-        """The first long spelling: the one used in messages, and the one argparse takes ``dest`` from."""
+        """The first long spelling, which messages use and from which argparse derives ``dest``."""
         return next(flag for flag in self.flags if flag.startswith("--"))
 
     @property
     def dest(self) -> str:
-        """argparse's name of the value."""
+        """The attribute name of the value in argparse's namespace."""
         return self.name[2:].replace("-", "_")
 
     @property
     def variable(self) -> str:
-        """The environment variable that can supply the value."""
+        """The environment variable that supplies the value if ``env`` is True."""
         return f"PET_{self.dest.upper()}"
 
     def convert(self, text: str, source: str) -> Any:
-        """The value that ``text``, given by ``source``, stands for.
+        """Convert the text of a value.
+
+        Args:
+            text: the text.
+            source: spelling of the option, or name of the environment variable, for error messages.
 
         Raises:
-            CommandError: naming source and text, and what is allowed.
+            CommandError: the text is not a valid value; the message says what is allowed.
         """
         try:
             value = (self.parse or _PARSERS.get(self.type, self.type))(text)
@@ -338,12 +348,12 @@ class TorchrunOptions:
     """torchrun's options as values, one field per option.
 
     Attributes:
-        min_nodes, max_nodes: the two ends of ``--nnodes``.
-        nproc_per_node: as typed: a number or ``auto``, ``gpu``, ``cpu``, ``xpu``. The host resolves it.
-        local_ranks_filter: None shows every rank.
-        shutdown_timeout: seconds; None leaves it to the environment or the default.
-        unexpanded: names of the options whose value a shell has yet to expand: they hold their defaults here and are
-            checked on the host. Always empty for a command that is not part of a shell string.
+        min_nodes, max_nodes: minimum and maximum of ``--nnodes``.
+        nproc_per_node: as typed: a number, or ``auto``, ``gpu``, ``cpu``, ``xpu``. The host resolves it.
+        local_ranks_filter: local ranks whose output is shown; None for all.
+        shutdown_timeout: seconds; None for the value of the environment variable, or the default.
+        unexpanded: names of the options whose value the shell will expand. They have their default values here, and the
+            host checks them. Empty for a command that is not part of a shell string.
     """
 
     min_nodes: int
@@ -382,9 +392,9 @@ class TorchrunOptions:
 
     @property
     def static_endpoint(self) -> tuple[str, int] | None:
-        """MASTER_ADDR and MASTER_PORT of torchrun's static rendezvous; port 0 where the user leaves it open.
+        """MASTER_ADDR and MASTER_PORT of torchrun's static rendezvous; port 0 if the user gives none.
 
-        None for any other rendezvous, whose ports torchrun chooses (``run`` and ``get_rdzv_endpoint`` in
+        None for any other rendezvous, whose port torchrun chooses (``run`` and ``get_rdzv_endpoint`` in
         ``torch.distributed.run``).
 
         Raises:
@@ -410,7 +420,7 @@ class _Prints(argparse.Action):
 
 
 def _build_parser() -> _Parser:
-    # Values stay text here: what a shell has yet to expand has no type.
+    # Values stay text: UNEXPANDED, which stands for a shell's expansion, cannot be converted to a type.
     parser = _Parser(prog="torchrun", add_help=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("-h", "--help", action=_Prints, nargs=0)
     parser.add_argument("--print-completion", "--print_completion", action=_Prints)  # since torch 2.14
@@ -421,39 +431,43 @@ def _build_parser() -> _Parser:
 
 
 def parse_options(arguments: Sequence[str], env: Mapping[str, str]) -> tuple[TorchrunOptions, str, tuple[str, ...]]:
-    """Read torchrun's command line, by its own rules (abbreviations, ``PET_*`` defaults, the rest after the script).
+    """Parse torchrun's command line with its own rules: abbreviations, ``PET_*`` defaults, all words after the script.
+
+    Args:
+        arguments: the words after ``torchrun``.
+        env: environment variables of the command.
 
     Returns:
         The options, the training script (or module, or program) and its arguments.
 
     Raises:
-        CommandError: an option that torchrun does not have, a value that it does not take, or no script.
+        CommandError: torchrun does not have an option or does not accept its value, or there is no script.
         HelpRequested: ``--help`` or ``--print-completion`` is among the options.
     """
     given, unknown, end = _up_to_script(arguments)
     if unknown:
         raise CommandError(_unknown_option(unknown[0].partition("=")[0]))
-    # argparse takes away one `--`: that before the script, or else the one right after it.
+    # argparse removes one `--`: before the script or, if there is no `--` before it, right after it.
     if "--" not in arguments[:end] and list(arguments[end : end + 1]) == ["--"]:
         end += 1
     return _values(vars(given), env), given.training_script, tuple(arguments[end:])
 
 
 def _up_to_script(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str], int]:
-    """Parse no more than it takes to meet the script.
+    """Parse the words up to and including the script.
 
-    argparse never sees the script's own arguments: before Python 3.12 it refuses an ambiguous abbreviation even among
-    them (``torchrun train.py --nproc 4``).
+    argparse must not see the arguments of the script: before Python 3.12 it rejects an ambiguous abbreviation even
+    among them (``torchrun train.py --nproc 4``).
 
     Returns:
-        What is given, the options that torchrun does not have, and where the script's arguments start.
+        The options and the script, the options that torchrun does not have, and the index of the script's arguments.
     """
     parser = _build_parser()
     for end in range(len(arguments)):
         try:
             return *parser.parse_known_args(arguments[:end]), end
         except CommandError:
-            continue  # no script yet, or an option still without its value
+            continue  # the words end before the script, or between an option and its value
     return *parser.parse_known_args(arguments), len(arguments)
 
 
@@ -467,7 +481,7 @@ def _values(texts: Mapping[str, Any], env: Mapping[str, str]) -> TorchrunOptions
         if isinstance(text, str) and UNEXPANDED in text:
             unexpanded.add(option.dest)
             text = None
-        # As argparse does: a default that is a string is converted like a value.
+        # Like argparse, convert a default that is a string in the same way as a value.
         value = option.default if text is None else text
         values[option.dest] = option.convert(value, source) if isinstance(value, str) else value
     min_nodes, max_nodes = values.pop("nnodes")
@@ -475,7 +489,7 @@ def _values(texts: Mapping[str, Any], env: Mapping[str, str]) -> TorchrunOptions
 
 
 def _unknown_option(flag: str) -> str:
-    # Compared with as much of each name as was typed: --nprocs is meant to be --nproc-per-node, not --nnodes.
+    # Compare with a prefix of each name, as long as the typed name: --nprocs suggests --nproc-per-node, not --nnodes.
     typed = flag.strip("-").replace("_", "-")
     names = {option.name[2:][: len(typed)]: option.name for option in OPTIONS}
     near = difflib.get_close_matches(typed, names, n=1, cutoff=0.7)
@@ -484,4 +498,4 @@ def _unknown_option(flag: str) -> str:
 
 
 DEFAULTS = _values({}, {})
-"""What every option is when neither the command line nor the environment says anything."""
+"""The options of torchrun without arguments and environment variables."""
