@@ -1,9 +1,10 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Build data classes from parsed JSON that may hold anything: each value is checked against its field's type.
+"""Decode parsed JSON into data classes and check each value against the type of its field.
 
-Files that were written by us may be damaged, edited, or written by another version. What passes ``decode`` has the
-types that its annotations state, so no reader of it meets a string where it expects a number. Standard library only.
+Files that this package writes may be damaged, edited, or written by another version. The values that ``decode`` returns
+have the types that their annotations state, so no reader meets a string where it expects a number. Standard library
+only.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ _Decoder = Callable[[Any, str], Any]
 
 
 class DecodeError(ValueError):
-    """A value does not have the type that its field states; the message says where and what it is."""
+    """Raised when a value does not have the type of its field; the message names the field and shows the value."""
 
 
 def decode(cls: type[T], data: Any, where: str = "") -> T:
-    """Build a data class or named tuple from a JSON object.
+    """Decode a JSON object into a data class or named tuple.
 
-    Fields may be bool, int, float, str, None, unions of these, lists, mappings with string keys, ``Any``, and further
-    data classes or named tuples. An int stands for a float, too; a float that is not finite is refused. Keys that name
-    no field, as a newer version may write them, are left out.
+    Types of fields may be bool, int, float, str, None, unions of these, lists, mappings with string keys, ``Any``, and
+    further data classes or named tuples. An int is accepted for a float. A float that is not finite is refused. Keys
+    without a field are ignored: a newer version may write them.
 
     Args:
-        cls: the class.
-        data: what a JSON parser gave.
-        where: what messages call ``data``; empty for the whole document.
+        cls: the data class or named tuple to build.
+        data: the output of a JSON parser.
+        where: the name of ``data`` in messages; empty for the whole document.
 
     Raises:
-        DecodeError: a value has another type, or a field without a default is missing.
+        DecodeError: a value has the wrong type, or a required field is missing.
     """
     built: T = _decoder(typing.cast(collections.abc.Hashable, cls))(data, where)
     return built
@@ -47,7 +48,7 @@ def decode(cls: type[T], data: Any, where: str = "") -> T:
 
 @functools.cache
 def _decoder(hint: Any) -> _Decoder:
-    """What builds a value of an annotated type."""
+    """Return the function that decodes values of an annotated type."""
     if hint is Any:
         return lambda value, where: value
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
@@ -64,7 +65,7 @@ def _decoder(hint: Any) -> _Decoder:
 
 def _scalar(cls: type[Any]) -> _Decoder:
     def convert(value: Any, where: str) -> Any:
-        if type(value) is cls:  # a bool is no int here
+        if type(value) is cls:  # isinstance() would accept a bool for an int
             if cls is float and not math.isfinite(value):
                 raise _wrong(value, where, "a finite number")
             return value

@@ -1,45 +1,46 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The environment variables through which a backend talks to the host processes that it starts.
+"""Name the environment variables that a backend sets for the host processes that it starts.
 
-Ranks do not get them, and an app that is submitted from within another one's replica does not inherit them.
+Ranks do not inherit them. An app that is submitted from inside a replica of another app does not inherit them either.
 """
 
 import re
 
 FOR_HOSTS = (
-    "MONARCH_RENDEZVOUS",
-    "MONARCH_CREDENTIALS",
-    "MONARCH_RUN_DIR",
-    "MONARCH_EVENTS",
-    "MONARCH_LOG_DIR",
-    "MONARCH_RESTART",
-    "MONARCH_STOP_FILE",
-    "MONARCH_PEERS",
-    "MONARCH_START",
-    "MONARCH_HOST_ADDRESS",
-    "MONARCH_TERMINATION_LOG",
-    "MONARCH_PORT_OFFSET",
-    "MONARCH_STARTS",
-    "MONARCH_RESULT_KEY",
+    "MONARCH_RENDEZVOUS",  # address of the rendezvous
+    "MONARCH_CREDENTIALS",  # credentials for the rendezvous
+    "MONARCH_RUN_DIR",  # folder for sockets
+    "MONARCH_EVENTS",  # the events file
+    "MONARCH_LOG_DIR",  # folder for logs
+    "MONARCH_RESTART",  # how often the backend has restarted the host
+    "MONARCH_STOP_FILE",  # a file that exists once the host is asked to stop
+    "MONARCH_PEERS",  # addresses of replica 0 of each role
+    "MONARCH_START",  # distinguishes this start of all roles from an earlier one
+    "MONARCH_HOST_ADDRESS",  # address of the host's machine
+    "MONARCH_TERMINATION_LOG",  # file for the termination message of a pod
+    "MONARCH_PORT_OFFSET",  # number by which the port of replica 0 is shifted
+    "MONARCH_STARTS",  # file in which the host may record that it must not be restarted
+    "MONARCH_RESULT_KEY",  # key with which the host signs its result
 )
-"""Where hosts meet and by what credentials; where sockets, events and logs go; how often it was started again; the file
-that announces a stop; the address of the host's own machine; the file with a pod's last word;
-where replica 0 of each role listens; what tells this start of all roles from an earlier one; how far the port of
-replica 0 is shifted; where a host may note that it is not to be started again; by what key it signs its result."""
+"""The variables that a backend sets for host processes."""
 
 _REPLICA0 = re.compile(r"MONARCH_REPLICA0_\d+")
 
 
 def replica0_variable(role: int) -> str:
-    """The variable in which every replica of an app finds the host of replica 0 of a role, by the role's index."""
+    """Return the name of the variable in which every replica of an app finds the host of a role's replica 0.
+
+    Args:
+        role: index of the role in the app.
+    """
     return f"MONARCH_REPLICA0_{role}"
 
 
 def is_for_hosts(name: str) -> bool:
-    """Whether it is one of those through which a backend talks to hosts."""
+    """Return whether a variable is set by a backend for its host processes."""
     return name in FOR_HOSTS or _REPLICA0.fullmatch(name) is not None
 
 
 OF_A_JOB = (*FOR_HOSTS, "MONARCH_JOB", "TORCHELASTIC_ERROR_FILE")
-"""All that describes the job around a submitter, whose own job is another one."""
+"""All variables that describe the job around a submitter. A job that it submits must not inherit them."""

@@ -1,9 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The exits of ranks, the root cause among them, and the result of a job.
+"""Describe how ranks and jobs end, and choose the root cause.
 
-``RankExit`` is how one rank ended, ``JobResult`` how the job ended; ``root_cause`` picks the rank that failed first.
-All are plain values that survive JSON and pickling.
+``RankExit`` is the exit of one rank, ``JobResult`` the result of the job. ``root_cause`` chooses the rank that failed
+first. All are plain values that survive JSON and pickling.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchx_monarch.system import safe_files
 from torchx_monarch.system.untrusted_text import one_line
 
 _PEER_IS_GONE = re.compile(
-    # What gloo, NCCL, TCPStore and sockets say of a connection whose other end has died.
+    # Messages of gloo, NCCL, TCPStore and sockets about a connection whose peer has died.
     r"Connection (reset|closed) by peer|Connection refused|Broken pipe|recvValue failed|failed to recv|"
     r"Socket Timeout|NCCL communicator was aborted|ncclRemoteError|remote process exited"
 )
@@ -30,7 +30,7 @@ _RANKS_SHOWN = 3
 
 
 def describe_code(code: int) -> str:
-    """An exit code in words: ``exited with code 3``, ``was killed by signal 9 (SIGKILL)`` for -9."""
+    """Describe an exit code in words: ``exited with code 3``, ``was killed by signal 9 (SIGKILL)`` for -9."""
     if code >= 0:
         return f"exited with code {code}"
     try:
@@ -41,19 +41,19 @@ def describe_code(code: int) -> str:
 
 
 def shell_code(code: int) -> int:
-    """A shell's exit status for a wait status: 128+n for death by signal n (code -n)."""
+    """Convert an exit code to a shell's exit status: 128+n for death by signal n (code -n)."""
     return 128 - code if code < 0 else code
 
 
 FINAL = "final"
-"""In an error file, beside torch's ``message``: why a host is not to be started again; absent where it may be."""
+"""Key in an error file, beside torch's ``message``: why the host must not be restarted; absent where it may be."""
 
 RANK_RESTARTS = "rank_restarts"
-"""In a termination message: how often this start of a replica 0 has started the ranks again."""
+"""Key in a termination message: how often the current start of a replica 0 has restarted the ranks."""
 
 
 def read_error_file(error: str | None) -> Mapping[str, Any]:
-    """What an error file holds, or a container's termination message; empty where it is none of ours or torch's."""
+    """Parse an error file or the termination message of a container; empty if it is None or holds no JSON object."""
     try:
         data = safe_files.parse_json(error or "null")
     except ValueError:
@@ -62,23 +62,23 @@ def read_error_file(error: str | None) -> Mapping[str, Any]:
 
 
 def extra_info(error: str | None) -> Mapping[str, Any]:
-    """What an error file says beside its message (``JobResult.error_file``); empty where it says nothing."""
+    """Return the ``extraInfo`` of an error file (``JobResult.error_file``); empty if the file has none."""
     message = read_error_file(error).get("message")
     extra = message.get("extraInfo") if isinstance(message, dict) else None
     return extra if isinstance(extra, dict) else {}
 
 
 def is_secondary(error: str | None) -> bool:
-    """Whether a replica's error file says only that it has lost another, or has ended because another had."""
+    """Return whether a replica's error file reports only that it lost another replica or ended because of it."""
     return extra_info(error).get("consequence") is True
 
 
 def no_retry_reason(code: int, error: str | None) -> str:
-    """Why a replica that has failed is not to be started again; empty where it may be.
+    """Return why a failed replica must not be restarted; empty if it may be.
 
     Args:
         code: its exit code.
-        error: the content of its error file; None without one.
+        error: the content of its error file; None if it wrote none.
     """
     if code == os.EX_CONFIG:
         return f"exit code {code} (EX_CONFIG) asks for no other start"
@@ -87,22 +87,22 @@ def no_retry_reason(code: int, error: str | None) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class RankExit:
-    """How one rank ended.
+    """The exit of one rank.
 
     Attributes:
         rank: global rank.
-        local_rank: its number on its host.
+        local_rank: rank within its host.
         replica: id of its host's replica.
-        hostname: where it ran.
-        pid: its process.
+        hostname: name of its host.
+        pid: id of its process.
         code: exit code, -n for death by signal n.
-        time: seconds since the epoch.
-        stopped_at: when we told it to stop; None when we did not.
-        stderr_path: its own log file on its host.
-        error: what its torchelastic error file holds, if it wrote one.
-        timer: scope of the timer that expired, where its end is the watchdog's doing.
+        time: when the process ended, in seconds since the epoch.
+        stopped_at: when the host asked the rank to stop, in seconds since the epoch; None if it did not.
+        stderr_path: path of its stderr log on its host.
+        error: parsed content of its torchelastic error file; None if it wrote none.
+        timer: scope of the timer that expired, if the watchdog ended the rank; else empty.
         started: when its program was started, in seconds since the epoch.
-        out_of_memory: what says that the kernel killed it for want of memory; empty where nothing does.
+        out_of_memory: evidence that the kernel killed the rank for lack of memory; empty without evidence.
     """
 
     rank: int
@@ -121,40 +121,43 @@ class RankExit:
 
     @property
     def failed(self) -> bool:
-        """Whether it failed by itself, not because we had told it to stop."""
+        """Whether the rank failed by itself: it had not been asked to stop before."""
         return self.code != 0 and (self.stopped_at is None or self.failed_at < self.stopped_at)
 
     @property
     def failed_at(self) -> float:
-        """When it went wrong: when the exception was raised, where it says so. An interpreter's end takes a while."""
+        """Time of the failure in seconds since the epoch: of the exception, if the error file has it, else of the exit.
+
+        The interpreter may take a while to exit after the exception.
+        """
         raised = self._extra.get("raised_at")
         return float(raised) if isinstance(raised, (int, float)) else self.time
 
     @property
     def began(self) -> bool:
-        """Whether the first line of the program ran; a script that cannot be compiled is no use to start again."""
+        """Whether the first line of the program ran. A script that does not compile is not restarted."""
         return self._extra.get("began", True) is not False
 
     @property
     def joined(self) -> bool | None:
-        """Whether it had been in a process group, of a rank that failed in forming one; None of any other."""
+        """Whether a rank that failed to form a process group had been in one before; None for any other failure."""
         joined = self._extra.get("joined")
         return joined if isinstance(joined, bool) else None
 
     @property
     def is_collateral(self) -> bool:
-        """Whether it says of itself that a peer had gone: the consequence of another's failure, if there is one."""
+        """Whether the error message blames a lost peer: a secondary failure if another rank failed by itself."""
         return bool(_PEER_IS_GONE.search(self.message))
 
     @property
     def message(self) -> str:
-        """``ValueError: boom`` from the error file; empty without one."""
+        """The message of the error file, such as ``ValueError: boom``; empty without an error file."""
         message = (self.error or {}).get("message", "")
         return str(message.get("message", "") if isinstance(message, Mapping) else message)
 
     @property
     def traceback(self) -> str:
-        """The Python traceback from the error file; empty without one."""
+        """The Python traceback of the error file; empty without one."""
         return str(self._extra.get("py_callstack", ""))
 
     @property
@@ -164,7 +167,7 @@ class RankExit:
         return extra if isinstance(extra, Mapping) else {}
 
     def describe(self) -> str:
-        """One line: who, where, how."""
+        """Describe the exit in one line: rank, host, pid, exit code, reason."""
         where = f"local rank {self.local_rank} on {self.hostname}, pid {self.pid}"
         timer = f": its timer {self.timer!r} expired" if self.timer else ""
         memory = f": {self.out_of_memory}" if self.out_of_memory else ""
@@ -172,26 +175,26 @@ class RankExit:
         return f"rank {self.rank} ({where}) {describe_code(self.code)}{timer}{memory}{said}"
 
     def to_json(self) -> dict[str, Any]:
-        """As the plain values that a message carries."""
+        """Return the exit as plain values for a message."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> RankExit:
-        """The inverse of ``to_json``."""
+        """Build an exit from the output of ``to_json``."""
         return cls(**values)
 
 
 @dataclasses.dataclass(frozen=True)
 class JobResult:
-    """How the job ended.
+    """The result of a job.
 
     Attributes:
         code: exit code of the job, 0..255; the root cause's, 128+n for a signal.
         reason: one line for a person.
-        cause: the rank that began it, where a rank did.
-        stopped: whether it was told to end.
-        consequence: whether it says only that a host was lost: not why, which that host or its backend may know.
-        replica: of the host to which it happened, where it is no rank's; -1 for none.
+        cause: the root cause, if it is a rank; else None.
+        stopped: whether the job ended because it was asked to stop.
+        consequence: whether the result only reports that a host was lost; that host or its backend may know why.
+        replica: id of the replica where the failure happened, if the cause is not a rank; -1 for none.
     """
 
     code: int
@@ -202,17 +205,18 @@ class JobResult:
     replica: int = -1
 
     def error_file(self, limit: int = 0, **further: object) -> str:
-        """The content of a torchelastic error file that says this (see torch's ``ErrorHandler.record_exception``).
+        """Return the result as a torchelastic error file (see torch's ``ErrorHandler.record_exception``).
 
         Args:
-            limit: bytes that it may have; 0 for any number. Of a traceback its beginning goes, then the reason's end.
-            further: what else it is to hold beside torch's own ``message``.
+            limit: the maximum size in bytes; 0 for no limit. The beginning of the traceback is cut first, then the end
+                of the reason.
+            further: keys to add beside torch's ``message``.
         """
         when = self.cause.time if self.cause else time.time()
         extra: dict[str, object] = {
             "py_callstack": self.cause.traceback if self.cause else "",
             "timestamp": str(int(when)),
-            # For the backend, which has such a file from every replica and shows one.
+            # The backend gets an error file from every replica and chooses the one to show by these two.
             "consequence": self.consequence,
             "replica": self.cause.replica if self.cause else self.replica,
         }
@@ -220,18 +224,18 @@ class JobResult:
         text = json.dumps({"message": message, **further})
         for holder, key, end in ((extra, "py_callstack", 0), (message, "message", -1)):
             while limit and len(text) > limit and (value := str(holder[key])):
-                over = max(1, (len(text) - limit) // 6)  # JSON writes some characters as six
+                over = max(1, (len(text) - limit) // 6)  # JSON escapes some characters to six
                 holder[key] = value[:-over] if end else value[over:]
                 text = json.dumps({"message": message, **further})
         return text
 
     def to_json(self) -> dict[str, Any]:
-        """As the plain values that a message carries."""
+        """Return the result as plain values for a message."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> JobResult:
-        """The inverse of ``to_json``; what else the message holds is left out."""
+        """Build a result from the output of ``to_json``; ignore other keys of the message."""
         cause = values.get("cause")
         exit = RankExit.from_json(cause) if cause else None
         others = [field.name for field in dataclasses.fields(cls) if field.name != "cause"]
@@ -239,15 +243,19 @@ class JobResult:
 
 
 def root_cause(exits: Iterable[RankExit]) -> RankExit | None:
-    """The rank that began it: the first that failed by itself, and one that blames a peer only if none else has."""
+    """Return the rank that failed first; None if no rank failed by itself.
+
+    A rank that blames a lost peer is chosen only if no other rank failed.
+    """
     failed = (one for one in exits if one.failed)
     return min(failed, key=lambda one: (one.is_collateral, one.failed_at, one.rank), default=None)
 
 
 def others_in_words(exits: Iterable[RankExit], cause: RankExit) -> list[str]:
-    """A line for each way in which ranks other than the cause failed: ``ranks 3, 7 and 510 more: ...``.
+    """Describe how the ranks other than the root cause failed, one line per kind: ``ranks 3, 7 and 510 more: ...``.
 
-    Complaints about a peer that differ in numbers alone, an address or a port, are one; the lowest rank's is shown.
+    Messages about a lost peer that differ only in numbers, such as an address or a port, are one kind. Its line shows
+    the message of the lowest rank.
     """
     groups: dict[str, tuple[str, list[int]]] = {}
     for one in sorted(exits, key=lambda each: each.rank):

@@ -1,9 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Marks roles that end with the rest of their app, by role metadata: ``{"monarch": {"sidecar": True}}``.
+"""Mark sidecar roles, which end with the rest of their app, in role metadata: ``{"monarch": {"sidecar": True}}``.
 
-TorchX keeps what is a scheduler's own under a key of ``Role.metadata``, such as ``kubernetes`` for the pod overlay of
-``torchx.schedulers.kubernetes_scheduler``; this is ours.
+TorchX stores settings of one scheduler under a key of ``Role.metadata``, such as ``kubernetes`` for the pod overlay of
+``torchx.schedulers.kubernetes_scheduler``. The key of this package is ``monarch``.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ _SIDECAR = "sidecar"
 
 
 class SidecarError(ValueError):
-    """The metadata of a role does not say whether it is a sidecar."""
+    """Raised when the sidecar mark of a role is not a boolean."""
 
 
 class HasMetadata(Protocol):
-    """A ``torchx.specs.Role``, which this module does not import."""
+    """The interface of ``torchx.specs.Role``, which this module does not import."""
 
     name: str
     metadata: dict[str, Any]
 
 
 def mark(role: HasMetadata) -> None:
-    """Mark a role as a sidecar, in place; a mark of the user's own stays."""
+    """Mark a role as a sidecar, in place; keep a mark that the user has set."""
     ours = role.metadata.get(_KEY)
     role.metadata[_KEY] = {_SIDECAR: True, **(ours if isinstance(ours, Mapping) else {})}
 
 
 def is_sidecar(role: HasMetadata) -> bool:
-    """Whether a role is marked.
+    """Return whether a role is marked as a sidecar.
 
     Raises:
-        SidecarError: the mark is neither true nor false.
+        SidecarError: the mark is not a boolean.
     """
     ours = role.metadata.get(_KEY, {})
     marked = ours.get(_SIDECAR, False) if isinstance(ours, Mapping) else ours

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The ranks of one attempt, as the controller tells every host, and the error of a host that cannot launch its own."""
+"""The ranks of one attempt, as the controller sends them to every host, and the error for ranks that do not start."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any
 
 
 class LaunchError(Exception):
-    """The ranks of this host could not be started; the message says why."""
+    """Raised when a host cannot start its ranks; the message gives the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """The ranks of one attempt and where they meet.
+    """The ranks of one attempt and the address of their store.
 
     Attributes:
-        attempt: counts from 0.
-        log_attempt: N of the folders ``attempt_N``; runs on when the backend has started the job again.
-        restart_count: TORCHELASTIC_RESTART_COUNT: the attempts before this one, but for those that ended because a host
-            joined, which torchrun does not count either.
-        replicas: ids of the replicas that take part, in order; the position of one is its GROUP_RANK.
-        local_world_sizes: ranks of each of them.
-        master_addr: what the ranks dial.
+        attempt: number of the attempt, from 0.
+        log_attempt: N of the log folders ``attempt_N``; it keeps counting when the backend restarts the job.
+        restart_count: TORCHELASTIC_RESTART_COUNT: the number of earlier attempts, without those that ended because a
+            host joined, which torchrun does not count either.
+        replicas: ids of the participating replicas, in order; the position of a replica is its GROUP_RANK.
+        local_world_sizes: number of ranks of each of these replicas.
+        master_addr: the host of the store, to which the ranks connect.
         master_port: the TCP port of the store.
-        agent_store: whether a TCPStore is already served there (else rank 0's program serves it).
+        agent_store: whether a TCPStore already listens there (else rank 0's program serves it).
         run_id: TORCHELASTIC_RUN_ID.
     """
 
@@ -42,23 +42,23 @@ class World:
 
     @property
     def size(self) -> int:
-        """Ranks in all."""
+        """The number of ranks on all hosts."""
         return sum(self.local_world_sizes)
 
     def first_rank(self, replica: int) -> int:
-        """The global rank of a replica's local rank 0: ranks are numbered replica by replica."""
+        """Return the global rank of a replica's local rank 0: ranks are numbered replica by replica."""
         return sum(self.local_world_sizes[: self.group_rank(replica)])
 
     def group_rank(self, replica: int) -> int:
-        """Which of those that take part a replica is."""
+        """Return the GROUP_RANK of a replica: its position among the participating replicas."""
         return self.replicas.index(replica)
 
     def to_json(self) -> dict[str, Any]:
-        """As the plain values that a message carries."""
+        """Return the world as plain values for a message."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> World:
-        """The inverse of ``to_json``."""
+        """Build a world from the output of ``to_json``."""
         tuples = {name: tuple(values[name]) for name in ("replicas", "local_world_sizes")}
         return cls(**{**values, **tuples})

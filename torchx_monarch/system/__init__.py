@@ -1,3 +1,3 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The operating system: processes, files that other users or ranks may have changed, and lines of text output."""
+"""Access to the operating system: processes, files and text that other users or ranks may have changed, text output."""

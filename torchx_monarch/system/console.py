@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The stdout and stderr of a host process, which its ranks and the host itself write whole lines to."""
+"""The stdout and stderr of a host process, to which the host writes its own lines and those of its ranks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from torchx_monarch.system.line_output import LineOutput
 
 
 def write_all(fd: int, data: bytes) -> bool:
-    """Write everything to ``fd``; False when it cannot be (nobody reads, the disk is full)."""
+    """Write all bytes to a descriptor.
+
+    Returns:
+        False if they could not be written: the reader has closed the pipe, or the disk is full.
+    """
     view = memoryview(data)
     while view:
         try:
             view = view[os.write(fd, view) :]
-        except BlockingIOError:  # whoever gave us the descriptor made it so; it is shared, and not ours to change
+        except BlockingIOError:  # O_NONBLOCK is inherited and shared with other processes: clearing it affects them
             select.select([], [fd], [])
         except OSError:
             return False
@@ -25,11 +29,12 @@ def write_all(fd: int, data: bytes) -> bool:
 
 
 class Console:
-    """The host's stdout or stderr, which all of its ranks and the host itself write to.
+    """The host's stdout or stderr, shared by the host and all of its ranks.
 
     Args:
         fd: the descriptor.
-        same: the other of the two; both know of each other's unfinished lines where they are one file or terminal.
+        same: the other of the two consoles; None for the first. If both are the same file or terminal, they share the
+            state of unfinished lines.
     """
 
     def __init__(self, fd: int, same: Console | None = None) -> None:
@@ -39,7 +44,7 @@ class Console:
             self._lines = same._lines
 
     def write(self, writer: object, text: bytes, prefix: bytes = b"") -> None:
-        """Write whole lines, or a line that goes on (see ``LineOutput.place``)."""
+        """Write whole lines, or part of a line that continues later (see ``LineOutput.place``)."""
         write_all(self._fd, self._lines.place(writer, text, prefix))
 
     def end(self, writer: object) -> None:
@@ -48,15 +53,15 @@ class Console:
 
 
 class LineSink(Protocol):
-    """What else gets what goes onto the host's output (see ``FilteredFile``)."""
+    """A further consumer of the text that is written to the host's output (see ``FilteredFile``)."""
 
     def write(self, text: bytes, shown: bytes) -> None:
-        """Take whole lines, or a line or a piece of one that goes on.
+        """Take whole lines, or part of a line that continues later.
 
         Args:
-            text: as the rank wrote it.
-            shown: the same with the prefix before each line that begins in it.
+            text: the bytes that the rank wrote.
+            shown: the same bytes, with the prefix before each line that starts in them.
         """
 
     def close(self) -> None:
-        """There are no more."""
+        """Close the sink; no text follows."""

@@ -1,9 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Read a torchelastic error file, which the program that failed could have made anything.
+"""Read and write torchelastic error files, to which a failed program may have written anything.
 
-Of the JSON that torch's ``ErrorHandler`` and our hosts write, the fields that somebody reads are kept, of the type and
-at most of the length that they should have. Everything else is left out.
+Of the JSON that torch's ``ErrorHandler`` and this package's hosts write, ``read`` keeps the fields that this package
+uses, if they have the expected type, and cuts them to a maximum length. It drops everything else.
 """
 
 from __future__ import annotations
@@ -20,30 +20,32 @@ from torchx_monarch.system import safe_files
 from torchx_monarch.system.untrusted_text import printable
 
 MESSAGE_BYTES = 8 * 1024
-"""The most that is kept of a message, as JSON."""
+"""The maximum size of a message, in bytes of JSON."""
 
 TRACEBACK_BYTES = 64 * 1024
-"""The most that is kept of a traceback, as JSON: its end."""
+"""The maximum size of a traceback, in bytes of JSON; its end is kept."""
 
 
 RESERVE_BYTES = 16 * 1024
-"""The size of the reserve file beside an error file: ``error.json.reserve`` beside ``error.json``."""
+"""The size in bytes of the reserve file beside an error file: ``error.json.reserve`` beside ``error.json``."""
 
 
 class UnreadableError(ValueError):
-    """There is an error file that cannot be used; the message says why."""
+    """Raised when an error file exists but cannot be used; the message gives the reason."""
 
 
 def read(path: str, since: float = 0.0, traceback_bytes: int = TRACEBACK_BYTES) -> dict[str, Any] | None:
-    """Read an error file; None when there is none.
+    """Read an error file; return None if there is no such file.
 
     Args:
         path: the file.
-        since: what was written before this time, in seconds since the epoch, is another failure's: there is none.
-        traceback_bytes: the most that is kept of a traceback, as JSON.
+        since: a time in seconds since the epoch. A file that was written before belongs to another failure and counts
+            as missing.
+        traceback_bytes: the maximum size of the traceback, in bytes of JSON.
 
     Raises:
-        UnreadableError: it is no regular file of ours, larger than ``safe_files.MAX_JSON_BYTES``, or no JSON object.
+        UnreadableError: it is no regular file of the caller, larger than ``safe_files.MAX_JSON_BYTES``, or no JSON
+            object.
     """
     try:
         if os.lstat(path).st_mtime < since:
@@ -63,28 +65,29 @@ def read(path: str, since: float = 0.0, traceback_bytes: int = TRACEBACK_BYTES) 
 
 
 def make_reserve(path: str) -> None:
-    """Make a reserve file beside an error file that may have to be written when the disk is full.
+    """Make a reserve file beside an error file, so that the error can be written when the disk is full.
 
-    Without room for it there is none: that the job runs matters more.
+    Without room for a reserve, make none: it must not keep the job from running.
     """
     with contextlib.suppress(OSError):
         safe_files.make_reserve(_reserve(path), RESERVE_BYTES)
 
 
 def remove_reserve(path: str) -> None:
-    """Remove the reserve file beside an error file, if there is one."""
+    """Remove the reserve file beside an error file, if it exists."""
     with contextlib.suppress(OSError):
         os.unlink(_reserve(path))
 
 
 def write(path: str, text: Callable[[int], str]) -> None:
-    """Write an error file, into its reserve where the disk is full.
+    """Write an error file; on a full disk, write into its reserve file.
 
     Args:
-        text: gives the content, of at most so many bytes; 0 is any number.
+        path: the file.
+        text: returns the content, in at most the given number of bytes; 0 means no limit.
 
     Raises:
-        OSError: it could not be written.
+        OSError: the file could not be written.
     """
     try:
         safe_files.replace_file(path, text(0).encode())
@@ -99,7 +102,7 @@ def _reserve(path: str) -> str:
 
 
 def cleaned(text: str) -> str:
-    """The content of an error file without what nobody reads (``known_fields``); empty where it is no JSON object."""
+    """Reduce the content of an error file to its known fields (``known_fields``); empty if it is no JSON object."""
     try:
         data = safe_files.parse_json(text or "null")
     except ValueError:
@@ -108,11 +111,11 @@ def cleaned(text: str) -> str:
 
 
 def known_fields(data: dict[str, Any], traceback_bytes: int = TRACEBACK_BYTES) -> dict[str, Any]:
-    """The fields of an error file that somebody reads, or a flat one's, where they are of the right type.
+    """Return the known fields of an error file, nested as torch writes it or flat, where they have the right type.
 
     Args:
         data: the JSON object.
-        traceback_bytes: as for ``read``.
+        traceback_bytes: the maximum size of the traceback, in bytes of JSON.
     """
     kept = _scalars(data)
     message = data.get("message")
@@ -144,7 +147,7 @@ def _scalars(data: dict[str, Any]) -> dict[str, Any]:
 
 def _beginning(text: str, limit: int) -> str:
     while (over := len(json.dumps(text)) - limit) > 0:
-        text = text[: -max(1, over // 6)]  # JSON writes some characters as six
+        text = text[: -max(1, over // 6)]  # JSON escapes some characters to six
     return text
 
 

@@ -1,11 +1,10 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Lines of several writers in one output, and lines that are too long to wait for their end.
+"""Keep the lines of several writers apart in one output, and split lines that are too long to hold.
 
-A line that has not ended is normally held until it has, so that lines of two writers are never mixed. Two kinds cannot
-be: one that is longer than ``LONGEST``, and a progress bar, which is drawn again and again after a carriage return.
-Those go out in pieces. When another writer's line comes between two pieces, the next piece starts a line of its own,
-marked with ``CONTINUED``.
+An unfinished line is normally held until it ends, so that the lines of two writers never mix. Two kinds cannot be held:
+a line longer than ``LONGEST``, and a progress bar, which is redrawn after a carriage return. Both are written in
+pieces. If another writer's line comes between two pieces, the next piece starts a new line, marked with ``CONTINUED``.
 """
 
 from __future__ import annotations
@@ -13,31 +12,31 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 LONGEST = 64 * 1024
-"""Bytes of a line that are held until it ends."""
+"""The maximum bytes of an unfinished line that are held."""
 
 LONGEST_READ = 1024 * 1024
-"""Bytes of a line that a reader of a log is given in one piece."""
+"""The maximum bytes of a line that the reader of a log gets in one piece."""
 
 CONTINUED = b"[continued] "
-"""Stands before a piece of a line whose earlier pieces are not directly before it."""
+"""Marks a piece of a line that does not directly follow the earlier pieces."""
 
 
 class LineOutput:
-    """Knows how the last line of an output ends, and so what has to stand before the next text."""
+    """Track how the last line of an output ends, to decide what must precede the next text."""
 
     def __init__(self) -> None:
         self._last: object = None
-        """The writer whose unfinished line stands at the end of the output; None when that ends in a line feed."""
+        """The writer of the unfinished line at the end of the output; None if the output ends in a line feed."""
         self._unfinished: set[object] = set()
-        """Writers that have begun a line and not ended it, whether or not another has written since."""
+        """Writers of unfinished lines, whether or not another writer has written since."""
 
     def place(self, writer: object, text: bytes, prefix: bytes = b"") -> bytes:
-        """The bytes to write so that ``text`` does not run into another writer's line.
+        """Return the bytes to write so that ``text`` does not run into another writer's line.
 
         Args:
-            writer: who writes; compared by identity or value.
-            text: whole lines, or a line or piece of one that goes on. Not empty.
-            prefix: stands before a piece that starts a new line of the output; ``text`` has its own elsewhere.
+            writer: the writer of the text; compared by identity or value.
+            text: whole lines, or part of a line that continues later. Not empty.
+            prefix: goes before a piece that starts a new line of the output; ``text`` contains all other prefixes.
         """
         same = self._last == writer and self._last is not None
         placed = text
@@ -55,7 +54,7 @@ class LineOutput:
         return placed
 
     def end(self, writer: object) -> bytes:
-        """The bytes to write when a writer has ended: a line feed if its unfinished line stands at the end."""
+        """Return the bytes to write when a writer has ended: a line feed if the output ends in its unfinished line."""
         at_end = self._last == writer and self._last is not None
         self._unfinished.discard(writer)
         if at_end:
@@ -64,10 +63,10 @@ class LineOutput:
 
 
 def complete(text: bytes) -> int:
-    """The number of bytes of ``text`` that do not belong to a UTF-8 character whose end is missing."""
+    """Return the number of bytes of ``text`` without an incomplete UTF-8 character at the end."""
     for back in range(1, min(4, len(text)) + 1):
         byte = text[-back]
-        if byte & 0xC0 == 0x80:  # a continuation byte: its first byte is further back
+        if byte & 0xC0 == 0x80:  # a continuation byte: the character's first byte is further back
             continue
         length = 4 if byte >= 0xF0 else 3 if byte >= 0xE0 else 2 if byte >= 0xC0 else 1
         return len(text) - back if length > back else len(text)
@@ -75,10 +74,10 @@ def complete(text: bytes) -> int:
 
 
 class LineReader:
-    """Makes lines of the bytes of a log as they come.
+    """Split the bytes of a log into lines as they arrive.
 
     Args:
-        longest: bytes of a line after which its pieces are lines of their own, all but the first marked.
+        longest: the bytes of a line after which it is split; each piece becomes a line, all but the first marked.
     """
 
     def __init__(self, longest: int = LONGEST_READ) -> None:
@@ -88,7 +87,7 @@ class LineReader:
         self._goes_on = False
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Take bytes; the lines that have ended, each with its line feed."""
+        """Take bytes and yield the lines that have ended, each with its line feed."""
         start = 0
         while (end := data.find(b"\n", start) + 1) > 0:
             self._held.append(data[start:end])
@@ -107,9 +106,9 @@ class LineReader:
             self._held, self._size = [text[end:]], len(text) - end
 
     def drawn(self) -> bytes:
-        """The part of an unfinished line that a carriage return has begun: a progress bar, as it stands; b"" for none.
+        """Return the part of an unfinished line that uses carriage returns, such as a progress bar; b"" if none does.
 
-        A carriage return at the end is held: it comes before the next picture, or belongs to the line's end.
+        A carriage return at the end is held: it precedes the next drawing, or belongs to the line's end.
         """
         if not any(b"\r" in piece for piece in self._held):
             return b""
@@ -119,7 +118,7 @@ class LineReader:
         return text[:end]
 
     def rest(self) -> bytes:
-        """The line that has no end, when there is no more to come; b"" for none."""
+        """Return the last, unfinished line when the log has ended; b"" if the log ends in a line feed."""
         return self._piece() if self._size else b""
 
     def _piece(self) -> bytes:

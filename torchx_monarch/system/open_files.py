@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The limit of open files: whether a host can do with it, and what to say of an error for want of descriptors."""
+"""Check the limit on open files: whether it suffices for a host, and which errors it explains."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import errno
 import resource
 
 _OF_A_HOST = 40
-"""Open files of a host process with Monarch and a controller: with 32 the import of Monarch fails, with 44 and one rank
-a job runs."""
+"""Open files of a host process with Monarch and a controller: with a limit of 32 the import of Monarch fails, with 44 a
+job with one rank runs."""
 
 _OF_A_RANK = 6
-"""Of a host process for each rank: its channel, its two pipes, its pidfd, its two log files."""
+"""Open files of a host process for each rank: a channel, two pipes, a pidfd, two log files."""
 
 
 def shortage(ranks: int) -> str:
-    """Why a host with this many ranks cannot run under the limit of this process; empty where it can."""
+    """Return why a host with this many ranks cannot run under this process' limit; empty if it can."""
     limit, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], _OF_A_HOST + _OF_A_RANK * ranks
     if limit == resource.RLIM_INFINITY or limit >= needed:
         return ""
@@ -25,7 +25,7 @@ def shortage(ranks: int) -> str:
 
 
 def hint(error: BaseException) -> str:
-    """What to add to an error for want of descriptors: the limit that was reached; empty for any other error."""
+    """Return what to add to an error that the limit on open files has caused; empty for any other error."""
     number = error.errno if isinstance(error, OSError) else None
     if number == errno.EMFILE:
         return f" ({_limit()})"

@@ -1,10 +1,10 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Processes: which one is meant, who belongs to whom, and how to end all of them.
+"""Identify processes, decide to which app they belong, and end them.
 
-A pid alone names nothing for long: pids are used again. A process is named by its pid and its start time. A process
-belongs to an app when it descends from one that does, or carries the app's marker in its environment: the marker finds
-those whose ancestors are dead.
+A pid alone does not identify a process, because the kernel reuses pids: a pid and a start time do. A process belongs to
+an app if it descends from a process of the app, or has the app's marker in its environment. The marker identifies
+processes whose ancestors are dead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 #: The environment variable that marks every process of an app.
 MARKER = "MONARCH_JOB"
-#: The module whose processes end their own children when they get SIGTERM.
+#: The module of host processes, which end their own children when they get SIGTERM.
 HOST_MODULE = b"torchx_monarch.host"
 
 _PR_SET_PDEATHSIG = 1
@@ -29,11 +29,11 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def raise_file_limit() -> tuple[int, int] | None:
-    """Let this process have as many files open as it may; it holds several for each of its children.
+    """Raise the limit on open files as far as allowed: this process holds several files for each of its children.
 
     Returns:
-        The limit that it was given, which its children should get: programs that use select() break with more. None
-        when there was nothing to raise.
+        The soft and hard limit before. Children should get them back: programs that use select() fail with more files.
+        None if the limit could not be raised further.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == hard:
@@ -43,12 +43,12 @@ def raise_file_limit() -> tuple[int, int] | None:
 
 
 def become_subreaper() -> None:
-    """From now on, orphans among this process' descendants become its children."""
+    """Make orphans among this process' descendants its children from now on."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def ignore_signals(numbers: Iterable[int]) -> None:
-    """Ignore signals in a thread that is not the main one, where Python's own ``signal.signal`` refuses."""
+    """Ignore signals from a thread that is not the main thread, where Python's ``signal.signal`` refuses."""
     function = _libc.signal
     function.argtypes, function.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
     for number in numbers:
@@ -56,20 +56,22 @@ def ignore_signals(numbers: Iterable[int]) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent thread ends; exit now when the parent is not ``parent``."""
+    """Have the kernel kill this process when its parent thread ends; exit now if the parent is not ``parent``."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         os._exit(1)
 
 
 class Identity(NamedTuple):
-    """A process: pid, and start time in clock ticks since boot."""
+    """The identity of a process: pid, and start time in clock ticks since boot."""
 
     pid: int
     start: int
 
 
 class Process(NamedTuple):
+    """A process as /proc/PID/stat describes it; the start time is in clock ticks since boot."""
+
     pid: int
     parent: int
     state: str
@@ -77,28 +79,28 @@ class Process(NamedTuple):
 
 
 def process(pid: int) -> Process | None:
-    """What /proc says about a pid; None when there is no such process."""
+    """Read the state of a process from /proc; None if the pid is not in use."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read()
     except OSError:
         return None
-    # The second field is the name in brackets, which may itself hold blanks and brackets.
+    # The second field is the command name in parentheses, which may itself contain blanks and parentheses.
     fields = text[text.rindex(b")") + 2 :].split()
     return Process(pid, int(fields[1]), fields[0].decode(), int(fields[19]))
 
 
 def identity(pid: int) -> Identity | None:
-    """The identity of a living process (a zombie is not living); None when there is none of this pid."""
+    """Return the identity of a living process; None if no process has this pid, or it is a zombie."""
     found = _living(pid)
     return Identity(pid, found.start) if found else None
 
 
 def send(target: Identity, signum: int) -> bool:
-    """Signal exactly this process, never another that has got its pid; False when it is gone."""
+    """Signal exactly this process, never another one with the same pid; return False if it has ended."""
     try:
         fd = os.pidfd_open(target.pid)
-    except (AttributeError, OSError):  # a Python or a kernel without pidfds, or no such process
+    except (AttributeError, OSError):  # Python or the kernel has no pidfds, or the process has ended
         if identity(target.pid) != target:
             return False
         with contextlib.suppress(ProcessLookupError):
@@ -106,7 +108,7 @@ def send(target: Identity, signum: int) -> bool:
             return True
         return False
     try:
-        # The descriptor holds the process: if it is the right one now, it stays the right one.
+        # The descriptor keeps referring to one process: if its identity is right now, it stays right.
         if identity(target.pid) != target:
             return False
         signal.pidfd_send_signal(fd, signum)
@@ -122,7 +124,7 @@ def _pids() -> Iterable[int]:
 
 
 def _variables(pid: int) -> list[bytes]:
-    """The environment a process was started with; empty when it may not be read."""
+    """Return the environment with which a process was started; empty if it may not be read."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             return file.read().split(b"\0")
@@ -136,21 +138,21 @@ def _carries(pid: int, marks: Iterable[bytes]) -> bool:
 
 
 def mark(name: str, value: str) -> bytes:
-    """The form in which an environment variable stands in /proc/PID/environ."""
+    """Return an environment variable in the form that /proc/PID/environ shows."""
     return os.fsencode(f"{name}={value}")
 
 
 def marked(job: str) -> list[int]:
-    """Every living process with this app's marker, but not the calling one."""
+    """Return all living processes with this app's marker, except the calling one."""
     wanted = [mark(MARKER, job)]
     return [pid for pid in _pids() if pid != os.getpid() and _carries(pid, wanted) and identity(pid)]
 
 
 def running_script(script: str) -> list[tuple[Identity, str]]:
-    """The living processes of this user that run a certain Python script, each with the script's first argument.
+    """Return this user's living processes that run a certain Python script, each with the script's first argument.
 
     Args:
-        script: how the path of the script ends.
+        script: the end of the script's path.
     """
     path = os.fsencode(script)
     found = []
@@ -164,10 +166,10 @@ def running_script(script: str) -> list[tuple[Identity, str]]:
 
 
 def _families() -> Callable[[int], list[int]]:
-    """What tells the living children of a process."""
+    """Return a function that lists the living children of a process."""
     if os.path.exists(f"/proc/self/task/{os.getpid()}/children"):
         return _listed_children
-    # A kernel without CONFIG_PROC_CHILDREN: all processes of the machine have to be looked at, once.
+    # The kernel has no CONFIG_PROC_CHILDREN: read all processes of the machine once.
     children: dict[int, list[int]] = {}
     for pid in _pids():
         if found := _living(pid):
@@ -177,9 +179,9 @@ def _families() -> Callable[[int], list[int]]:
 
 def _listed_children(pid: int) -> list[int]:
     found: list[int] = []
-    with contextlib.suppress(OSError):  # it has ended
+    with contextlib.suppress(OSError):  # the process has ended
         for thread in os.listdir(f"/proc/{pid}/task"):
-            # A thread may end meanwhile; its children are then another's, at which whoever looks again finds them.
+            # A thread may end meanwhile. Another thread then gets its children, and the caller's next scan lists them.
             with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
                 found += map(int, file.read().split())
     return [child for child in found if _living(child)]
@@ -191,9 +193,13 @@ def _living(pid: int) -> Process | None:
 
 
 def descendants(root: int, job: str) -> list[int]:
-    """The living descendants of a process, elders first, without those that belong to another app.
+    """Return the living descendants of a process, parents before children, without those that belong to another app.
 
-    An app that was submitted from within this one is an app of its own: its keeper is a descendant, and is left alone.
+    An app that was submitted from inside this one is separate: its keeper is a descendant, but is left alone.
+
+    Args:
+        root: pid of the process.
+        job: the app's marker.
     """
     children_of = _families()
     foreign = MARKER.encode() + b"="
@@ -211,16 +217,15 @@ def descendants(root: int, job: str) -> list[int]:
 
 
 def adopted(marks: Iterable[bytes]) -> list[int]:
-    """The children of this process that carry all these marks: its own, and orphans that it has taken in."""
+    """Return the children of this process that carry all these marks, among them orphans that it has adopted."""
     marks = list(marks)
     return [pid for pid in _families()(os.getpid()) if _carries(pid, marks)]
 
 
 def hosts(roots: Iterable[int]) -> dict[int, list[int]]:
-    """For each process, the topmost host processes at or below it.
+    """Return, for each process, the topmost host processes at or below it.
 
-    A host ends its own family in good order, and forks of a host share its command line: only the topmost is to be
-    told.
+    Only these need a signal: a host ends its own descendants, and forks of a host have the same command line.
     """
     children_of = _families()
     found: dict[int, list[int]] = {}
@@ -237,7 +242,7 @@ def hosts(roots: Iterable[int]) -> dict[int, list[int]]:
 
 
 def is_host(command: Sequence[bytes]) -> bool:
-    """Whether this is ``python [flags] -m HOST_MODULE ...``, and not a command that has such words as arguments."""
+    """Return whether a command is ``python [flags] -m HOST_MODULE ...``, not one with such words as arguments."""
     words = iter(command)
     if not os.path.basename(next(words, b"")).startswith(b"python"):
         return False
@@ -260,21 +265,21 @@ def _command(pid: int) -> list[bytes]:
 
 
 def kill(pids: Iterable[int]) -> None:
-    """SIGKILL each; those that are gone already are fine."""
+    """Send SIGKILL to each process; ignore those that have ended already."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
 
 
 def kill_until_gone(find: Callable[[], list[int]], timeout: float = 5.0) -> list[int]:
-    """SIGKILL what ``find`` finds until it finds nothing: families may still grow while they are being killed.
+    """Send SIGKILL to what ``find`` returns until it returns nothing: processes may fork while they are being killed.
 
     Returns:
-        Those that live on after ``timeout`` seconds (in an uninterruptible wait, say).
+        The processes that are still alive after ``timeout`` seconds (in an uninterruptible wait, say).
     """
     deadline = time.monotonic() + timeout
     pause = 0.001
-    # Twice: a list of children may miss one when another leaves it at that moment.
+    # Call find() twice: a list of children may miss one child while another leaves the list.
     while found := find() or find():
         kill(found)
         if time.monotonic() > deadline:
@@ -285,7 +290,7 @@ def kill_until_gone(find: Callable[[], list[int]], timeout: float = 5.0) -> list
 
 
 def reap(on_exit: Callable[[int, int], None] = lambda pid, code: None) -> bool:
-    """Collect every child that has ended, calling ``on_exit(pid, exit code)``; -N is the code of signal N.
+    """Collect every child that has ended and call ``on_exit(pid, exit code)``; the code is -N for signal N.
 
     Returns:
         Whether this process still has children.
@@ -301,20 +306,24 @@ def reap(on_exit: Callable[[int, int], None] = lambda pid, code: None) -> bool:
 
 
 def dead_children() -> set[int]:
-    """The children of this process that have ended and that nobody has collected."""
+    """Return the children of this process that have ended and have not been collected."""
     found = (process(pid) for pid in _pids())
     return {one.pid for one in found if one is not None and one.parent == os.getpid() and one.state in "ZX"}
 
 
 def kill_descendants(job: str, timeout: float = 5.0) -> list[int]:
-    """End everything of the app below this process, however it has tried to get away, and collect it.
+    """Kill and collect every descendant of this process that belongs to the app, orphans included.
+
+    Args:
+        job: the app's marker.
+        timeout: in seconds.
 
     Returns:
-        Those that could not be ended within ``timeout`` seconds.
+        The processes that are still alive after the timeout.
     """
 
     def find() -> list[int]:
-        # Orphans become children of this process, so when it has no child there is no descendant.
+        # Orphans become children of this process (a subreaper), so without children it has no descendants.
         return descendants(os.getpid(), job) if reap() else []
 
     return kill_until_gone(find, timeout)

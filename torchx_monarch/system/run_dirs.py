@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""New folders that only their owner may enter, among them those for sockets, whose paths must be short."""
+"""Make folders that only their owner may enter, among them folders for sockets, whose paths must be short."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import contextlib
 import os
 
 RUN_PREFIX = "tm-run-"
-"""What the name of a folder for sockets begins with where it does not lie in an app's own."""
+"""Prefix of the name of a folder for sockets that is not inside an app's folder."""
 
 MAX_RUN_DIR = 74
-"""Longest path, in bytes, of the folder for sockets: a socket's own path has at most 107, and Monarch makes some two
-folders deeper, `hXXXXXXXX/.tmpXXXXXX/XXXXXXXXXXX`."""
+"""The maximum path length, in bytes, of a folder for sockets. A socket's path has at most 107 bytes, and Monarch makes
+sockets about two folders deeper: `hXXXXXXXX/.tmpXXXXXX/XXXXXXXXXXX`."""
 
 
 def new_dir(prefix: str) -> str:
-    """Make a folder that only its owner may enter, named by the prefix and a random word; its path.
+    """Make a folder that only its owner may enter; return its path, which is the prefix and a random suffix.
 
     (``tempfile`` does the same, at several times the cost of the rest of the supervisor's imports.)
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder could not be made.
     """
     path = f"{prefix}{os.urandom(8).hex()}"
     os.mkdir(path, 0o700)
@@ -29,24 +29,29 @@ def new_dir(prefix: str) -> str:
 
 
 def new_run_dir() -> str:
-    """A new folder for sockets: in TMPDIR, or where that is too long for a socket or not ours to write to, in /tmp.
+    """Make a folder for sockets in TMPDIR, or in /tmp if TMPDIR is too long for a socket or not writable.
 
     Raises:
-        OSError: no folder could be made.
+        OSError: the folder could not be made.
     """
     base = os.path.abspath(os.environ.get("TMPDIR") or "/tmp")
     random_word = 16
     if len(os.fsencode(os.path.join(base, RUN_PREFIX))) + random_word <= MAX_RUN_DIR:
-        with contextlib.suppress(OSError):  # a TMPDIR that is not there, or not ours to write to
+        with contextlib.suppress(OSError):  # TMPDIR does not exist or is not writable
             return new_dir(os.path.join(base, RUN_PREFIX))
     return new_dir(os.path.join("/tmp", RUN_PREFIX))
 
 
 def private_dir(within: str) -> str:
-    """For sockets and keys: of this life of this replica alone, and short: a socket's path has at most 107 bytes.
+    """Make a folder for the sockets and keys of one start of one replica; return its path.
+
+    Its name is short, because a socket's path has at most 107 bytes.
+
+    Args:
+        within: the folder to make it in.
 
     Raises:
-        ValueError: it cannot be made.
+        ValueError: the folder could not be made.
     """
     import tempfile
 

@@ -2,12 +2,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Open and read files that another user or a rank may have planted, replaced or filled.
 
-The rule for every file that somebody else can reach: it is a regular file, it is the caller's, its name is no symbolic
-link, and no more than a stated number of bytes is read from it. A FIFO, a device or a link to one neither blocks the
-caller nor is read. Where a trusted folder is named, each folder between it and the file is checked in the same way, and
-each step is relative to a descriptor of the folder before it, so that no name can be exchanged between check and use.
+The rule for every file that others can reach: it is a regular file, the caller owns it, its name is no symbolic link,
+and at most a stated number of bytes is read from it. A FIFO, a device or a link to one neither blocks the caller nor is
+read. If the caller names a trusted folder, each folder between it and the file is checked in the same way. Each folder
+is opened relative to a descriptor of its parent, so that no name can be exchanged between check and use.
 
-Standard library only: submit side and job side both import this.
+Standard library only: the submit side and the job side both import this module.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import stat
 from typing import Any
 
 MAX_JSON_BYTES = 1024 * 1024
-"""The most that is read of a rank's error file, which torch itself keeps to a few kilobytes."""
+"""The maximum bytes read of a rank's error file, which torch itself keeps to a few kilobytes."""
 
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-#: O_NONBLOCK: opening a FIFO neither waits nor succeeds for writing; O_NOCTTY: a terminal does not become the caller's.
+#: O_NONBLOCK: opening a FIFO does not wait, and fails for writing. O_NOCTTY: a terminal does not become the caller's.
 _FILE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 _KINDS = {
@@ -37,7 +37,7 @@ _KINDS = {
 
 
 class UnsafeFileError(OSError):
-    """A file or folder must not be used, because of what it is, whose it is, or how large it is.
+    """Raised when a file or folder must not be used because of its type, its owner or its size.
 
     Attributes:
         filename: its path.
@@ -58,19 +58,19 @@ def open_file(
     *,
     below: str | os.PathLike[str] | None = None,
 ) -> int:
-    """Open a regular file of the caller's, never through a symbolic link; its descriptor.
+    """Open a regular file of the caller, never through a symbolic link; return its descriptor.
 
     Args:
         path: the file.
-        flags: as for ``os.open``; O_CREAT makes a file that is not there. Do not give O_TRUNC: it would take effect
-            before the file has been checked.
-        mode: of a file that is made.
-        below: a folder above ``path`` that must be the caller's, and may be reached through links; the folders between
-            it and the file are the caller's and no links. None: the folder that holds the file is taken as it is.
+        flags: as for ``os.open``; O_CREAT makes a missing file. Do not give O_TRUNC: it would take effect before the
+            file has been checked.
+        mode: permissions of a file that is made.
+        below: a folder above ``path`` that the caller must own, and whose path may contain links; the folders between
+            it and the file must belong to the caller and be no links. None: the folder of the file is not checked.
 
     Raises:
         UnsafeFileError: the file, or a folder between ``below`` and it, breaks the rule.
-        FileNotFoundError: it is not there.
+        FileNotFoundError: the file does not exist.
         OSError: the system refuses.
     """
     path = os.fspath(path)
@@ -84,16 +84,16 @@ def open_file(
 
 
 def open_folder(path: str | os.PathLike[str], *, below: str | os.PathLike[str]) -> int:
-    """Open a folder of the caller's that is ``below`` or lies below it; its descriptor, for ``dir_fd`` and scandir.
+    """Open a folder of the caller; return its descriptor, for ``dir_fd`` and scandir.
 
     Args:
-        path: the folder.
+        path: the folder: ``below`` or a folder inside it.
         below: as for ``open_file``.
 
     Raises:
-        ValueError: ``path`` does not lie below ``below``.
-        UnsafeFileError: it, or a folder on the way to it, breaks the rule.
-        OSError: it is not there, or the system refuses.
+        ValueError: ``path`` is not inside ``below``.
+        UnsafeFileError: the folder, or one between ``below`` and it, breaks the rule.
+        OSError: the folder does not exist, or the system refuses.
     """
     current = os.path.abspath(below)
     way = os.path.relpath(os.path.abspath(path), current)
@@ -107,7 +107,7 @@ def open_folder(path: str | os.PathLike[str], *, below: str | os.PathLike[str]) 
             current = os.path.join(current, part)
             try:
                 inner = os.open(part, _DIRECTORY_FLAGS | os.O_NOFOLLOW, dir_fd=fd)
-            except NotADirectoryError:  # so the kernel says of a link, too
+            except NotADirectoryError:  # the kernel reports a link in this way, too
                 raise _explain(fd, part, current, "is not a folder") from None
             os.close(fd)
             fd = inner
@@ -121,16 +121,16 @@ def open_folder(path: str | os.PathLike[str], *, below: str | os.PathLike[str]) 
 def read_file(
     path: str | os.PathLike[str], *, limit: int = MAX_JSON_BYTES, below: str | os.PathLike[str] | None = None
 ) -> bytes:
-    """Read a regular file of the caller's (``open_file``) whole.
+    """Read all of a regular file of the caller (``open_file``).
 
     Args:
         path: the file.
-        limit: bytes that it may have.
+        limit: the maximum size of the file, in bytes.
         below: as for ``open_file``.
 
     Raises:
         UnsafeFileError: the file breaks the rule, or is larger than ``limit``.
-        OSError: it is not there, or cannot be read.
+        OSError: the file does not exist, or cannot be read.
     """
     fd = open_file(path, below=below)
     try:
@@ -148,13 +148,13 @@ def read_file(
 def read_json(
     path: str | os.PathLike[str], *, limit: int = MAX_JSON_BYTES, below: str | os.PathLike[str] | None = None
 ) -> Any:
-    """Read and parse a JSON file of the caller's.
+    """Read and parse a JSON file of the caller.
 
     Args:
         path, limit, below: as for ``read_file``.
 
     Raises:
-        ValueError: it is not JSON, or nested too deeply for the parser.
+        ValueError: the content is not JSON, or is nested too deeply for the parser.
         UnsafeFileError, OSError: as for ``read_file``.
     """
     return parse_json(read_file(path, limit=limit, below=below))
@@ -164,7 +164,7 @@ def parse_json(text: str | bytes) -> Any:
     """Parse JSON from an untrusted source.
 
     Raises:
-        ValueError: it is not JSON, or nested too deeply for the parser.
+        ValueError: the text is not JSON, or is nested too deeply for the parser.
     """
     try:
         return json.loads(text)
@@ -173,10 +173,10 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def replace_file(path: str, data: bytes) -> None:
-    """Write a file of the caller's alone, whole or not at all, in the place of whatever has its name.
+    """Write a file that only the caller may read, atomically, and replace any file of that name.
 
     Raises:
-        OSError: it cannot be written, or its name is a folder's.
+        OSError: the file cannot be written, or its name is a folder's.
     """
     aside = f"{path}.{os.urandom(8).hex()}.tmp"
     fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -191,17 +191,18 @@ def replace_file(path: str, data: bytes) -> None:
 
 
 def make_reserve(path: str, size: int) -> None:
-    """Make a file that holds disk space, for ``write_into_reserve`` when the disk is full.
+    """Make a file that holds disk space, for ``write_into_reserve`` to use when the disk is full.
 
     Args:
+        path: the reserve file.
         size: in bytes.
 
     Raises:
-        OSError: there is none left; then there is no such file.
+        OSError: the disk is full already; the reserve file does not exist then.
     """
     fd = open_file(path, os.O_WRONLY | os.O_CREAT)
     try:
-        # Zeros would do on most file systems; some (compressing ones) store them in no space at all.
+        # Zeros take space on most file systems, but not on compressing ones.
         _write_all(fd, os.urandom(size))
     except OSError:
         os.unlink(path)
@@ -211,10 +212,10 @@ def make_reserve(path: str, size: int) -> None:
 
 
 def write_into_reserve(reserve: str, path: str, data: bytes) -> None:
-    """Replace the file at ``path`` by a reserve file with other content, which needs no new space and no new inode.
+    """Replace the file at ``path`` by a reserve file with new content, which needs no new space and no new inode.
 
     Raises:
-        OSError: there is no such reserve, or it is smaller than the data and the disk is full.
+        OSError: the reserve does not exist, or it is smaller than the data and the disk is full.
     """
     fd = open_file(reserve, os.O_WRONLY)
     try:
@@ -232,11 +233,11 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 def _open_file_at(folder: int | None, name: str, path: str, flags: int, mode: int) -> int:
-    """Open ``name`` in a folder; ``path`` is what messages call it."""
+    """Open ``name`` in a folder; error messages call the file ``path``."""
     try:
         fd = os.open(name, flags | _FILE_FLAGS, mode, dir_fd=folder)
     except OSError as error:
-        # ELOOP: a link. ENXIO: a FIFO without a reader, opened for writing, or a socket. EISDIR: a folder, for writing.
+        # ELOOP: a link. ENXIO: a socket, or a FIFO without a reader opened for writing. EISDIR: a folder, for writing.
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV):
             raise _explain(folder, name, path, "is not a regular file") from None
         error.filename = path
@@ -253,7 +254,7 @@ def _open_file_at(folder: int | None, name: str, path: str, flags: int, mode: in
 
 
 def _explain(folder: int | None, name: str, path: str, otherwise: str) -> UnsafeFileError:
-    """Say what kind of thing the kernel would not open."""
+    """Return the error for a file that the kernel refused to open: it states the file's type, else ``otherwise``."""
     with contextlib.suppress(OSError):
         kind = _KINDS.get(stat.S_IFMT(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode))
         if kind:
@@ -262,18 +263,18 @@ def _explain(folder: int | None, name: str, path: str, otherwise: str) -> Unsafe
 
 
 def _check_owner(found: os.stat_result, path: str) -> None:
-    """Refuse what is not the caller's.
+    """Check that the caller owns a file or folder.
 
     Raises:
-        UnsafeFileError: it is somebody else's.
+        UnsafeFileError: another user owns it.
     """
     if found.st_uid != os.geteuid():
         raise UnsafeFileError(path, f"belongs to {_user(found.st_uid)}, not to {_user(os.geteuid())}")
 
 
 def _user(uid: int) -> str:
-    """``alice (uid 1000)``, or ``uid 1000`` where the id has no name."""
-    import pwd  # only where something is wrong: the name service may be slow
+    """Return ``alice (uid 1000)``, or ``uid 1000`` if the id has no name."""
+    import pwd  # called for errors alone: the name service may be slow
 
     try:
         return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"

@@ -1,9 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A host's result as a line of its log, for a backend that has nothing else to read it from.
+"""Sign a host's result as a line of its log, for backends that can read it from the log alone.
 
-Ranks write to the same log. So the line carries a message authentication code under a key that the backend draws for
-each job and gives to its hosts alone: what merely looks like such a line is not believed.
+Ranks write to the same log. The line therefore carries a message authentication code under a key that the backend
+creates for each job and gives only to its hosts. Lines that merely look like results are ignored.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ import re
 from collections.abc import Iterable
 
 KEY_VARIABLE = "MONARCH_RESULT_KEY"
-"""Holds the key, in the environment of hosts; absent where the backend reads the result elsewhere."""
+"""The environment variable with the key of a host; unset where the backend does not read the result from the log."""
 
 _LINE = re.compile(r"\[monarch\] result ([0-9a-f]{64}) (\{.*\})\s*")
 
 
 def sign(text: str, key: str) -> str:
-    """The line, without the ``[monarch]`` before it.
+    """Return the signed line, without the ``[monarch]`` before it.
 
     Args:
-        text: a JSON object in one line.
-        key: of the job.
+        text: a JSON object on one line.
+        key: the key of the job.
     """
     return f"result {_code(text, key)} {text}"
 
 
 def verified(lines: Iterable[str], key: str) -> list[str]:
-    """The texts of those lines that were signed with the key, in order; none where the key is empty.
+    """Return the texts of the lines that were signed with the key, in order; none if the key is empty.
 
     Args:
-        lines: of a log, with ``[monarch]`` before ours.
-        key: of the job.
+        lines: lines of a log; a signed line starts with ``[monarch]``.
+        key: the key of the job.
     """
     found = [match for line in lines if (match := _LINE.fullmatch(line))] if key else []
     return [match[2] for match in found if hmac.compare_digest(match[1], _code(match[2], key))]

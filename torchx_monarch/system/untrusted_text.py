@@ -1,20 +1,20 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Show text that a rank, or another user, has chosen: it cannot begin a line of its own, nor command a terminal.
+"""Escape text from a rank or another user, so that it can neither start a new line nor control a terminal.
 
-Every character that is not printable (``str.isprintable``: control characters, escape sequences, line and paragraph
-separators, marks that change the direction of text, lone surrogates) is written as Python writes it in a string.
+Characters that are not printable by ``str.isprintable`` (control characters, escape sequences, line and paragraph
+separators, marks that change the direction of text, lone surrogates) are escaped as in a Python string literal.
 """
 
 from __future__ import annotations
 
 
 def one_line(text: str, limit: int = 0) -> str:
-    """The text as one line, for a line of ours.
+    """Escape a text so that it fits on one line.
 
     Args:
-        text: from anybody. What has been through here is not changed any more.
-        limit: characters of ``text`` that are shown; 0 for all.
+        text: untrusted text; text that is already escaped is not changed again.
+        limit: the maximum number of characters of ``text`` to show; 0 for all.
     """
     if limit and len(text) > limit:
         text = text[:limit] + "..."
@@ -22,12 +22,12 @@ def one_line(text: str, limit: int = 0) -> str:
 
 
 def lines(text: str) -> list[str]:
-    """The lines of a text that may have several, each as ``one_line`` has it but for its tabs."""
+    """Split a text into lines and escape each as ``one_line`` does, but keep its tabs."""
     return ["\t".join(map(one_line, line.split("\t"))) for line in text.rstrip("\n").split("\n")]
 
 
 def printable(text: str) -> str:
-    """The text with its lines and tabs, and nothing else that is not printable."""
+    """Escape a text, but keep its line feeds and tabs."""
     return "\n".join(lines(text)) if text else ""
 
 
