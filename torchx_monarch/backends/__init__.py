@@ -1,3 +1,3 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""TorchX schedulers that are ours, or that mend TorchX's own."""
+"""TorchX schedulers: those of this package, and adapted ones of TorchX."""

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""An app as one word of text, for backends that keep what they are given in labels, comments or annotations."""
+"""Encode an AppDef as one word of text, for backends that store it in labels, comments or annotations."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torchx_monarch.system import safe_files
 
 
 def pack(app: AppDef) -> str:
-    """The app as base64: JSON, compressed, since environments and arguments repeat themselves."""
+    """Encode an app as base64 of compressed JSON; environments and arguments are repetitive and compress well."""
     text = json.dumps(appdef.to_json(app), default=str, separators=(",", ":"))
     return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
 
 
 def unpack(blob: str) -> AppDef | None:
-    """The inverse of ``pack``; None for what is no app, as when somebody has cut or changed it."""
+    """Decode the output of ``pack``; return None if the text is no app, for example because it was cut or edited."""
     try:
         return appdef.from_json(safe_files.parse_json(zlib.decompress(base64.b64decode(blob, validate=True))))
-    except (zlib.error, ValueError):  # binascii's error is a ValueError, too
+    except (zlib.error, ValueError):  # binascii.Error is a ValueError
         return None

@@ -1,9 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The certificates with which the machine that submitted a job reaches it over the network (``controller.run_queue``).
+"""Store the certificates with which the submitting machine reaches a job over the network (``controller.run_queue``).
 
-One file of mode 0600 for each app, below the state directory (``backends.local.state_files``):
-``clients/SCHEDULER/APP``. It is there until the app is deleted.
+Each app has one file of mode 0600 below the state directory (``backends.local.state_files``):
+``clients/SCHEDULER/APP``. It exists until the app is deleted.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ _log = logging.getLogger("torchx_monarch")
 
 @dataclass
 class _Kept:
-    """The content of the file."""
+    """The content of the file: the arguments of ``keep`` with the same names."""
 
     credentials: str = ""
     rendezvous: dict[str, str] = field(default_factory=dict)
 
 
 def path(scheduler: str, app_id: str) -> str:
-    """Where an app's is."""
+    """Return the path of an app's file."""
     return os.path.join(state_files.state_dir(), "clients", scheduler, urllib.parse.quote(app_id, safe=""))
 
 
 def keep(scheduler: str, app_id: str, credentials: str, rendezvous: Mapping[str, str]) -> None:
-    """Keep what a client needs.
+    """Store what a client needs to reach an app.
 
     Args:
-        scheduler: our registered name.
-        app_id: the app.
+        scheduler: the name under which this package registers the scheduler.
+        app_id: id of the app.
         credentials: the text of its ``credentials.ClientCredentials``.
-        rendezvous: where replica 0 of each role listens, by the role's name; the host may be ``@NAME``, which only the
-            hosts know.
+        rendezvous: the address of replica 0 of each role, by the role's name; the host may be ``@NAME``, which only the
+            hosts can resolve.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     where = path(scheduler, app_id)
     for folder in (state_files.state_dir(), os.path.dirname(os.path.dirname(where)), os.path.dirname(where)):
@@ -55,7 +55,7 @@ def keep(scheduler: str, app_id: str, credentials: str, rendezvous: Mapping[str,
 
 
 def kept(scheduler: str, app_id: str) -> tuple[str, dict[str, str]]:
-    """What ``keep`` was given: the credentials and the addresses; empty where there is nothing."""
+    """Return the credentials and addresses that ``keep`` has stored; empty if nothing usable is stored."""
     try:
         found = state_files.load(_Kept, path(scheduler, app_id), state_files.state_dir())
     except state_files.DamagedFileError as error:
@@ -65,7 +65,7 @@ def kept(scheduler: str, app_id: str) -> tuple[str, dict[str, str]]:
 
 
 def known() -> list[tuple[str, str]]:
-    """All that are kept, as scheduler and app."""
+    """List all stored apps as pairs of scheduler and app id."""
     root = os.path.join(state_files.state_dir(), "clients")
     found = []
     with contextlib.suppress(OSError):
@@ -76,6 +76,6 @@ def known() -> list[tuple[str, str]]:
 
 
 def forget(scheduler: str, app_id: str) -> None:
-    """Remove an app's, if there is one."""
+    """Remove the file of an app, if it exists."""
     with contextlib.suppress(OSError):
         os.unlink(path(scheduler, app_id))

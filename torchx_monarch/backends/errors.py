@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a user has got wrong."""
+"""Errors that the user has caused."""
 
 from __future__ import annotations
 
@@ -8,4 +8,7 @@ from torchx.specs.finder import ComponentValidationException
 
 
 class UserError(ComponentValidationException, ValueError):  # type: ignore[misc]
-    """What was asked for is not there or cannot be done. The torchx command shows the message without a traceback."""
+    """Raised when a request is impossible or names something that does not exist.
+
+    The torchx command shows the message without a traceback.
+    """

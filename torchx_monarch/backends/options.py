@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The run options that a class of TorchX's ``StructuredOpts`` describes."""
+"""Read the run options that a subclass of TorchX's ``StructuredOpts`` describes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _known: dict[object, runopts] = {}
 
 
 def run_options(kind: type[StructuredOpts]) -> runopts:
-    """As ``kind.as_runopts()``, which parses the class's source text, and is wanted a dozen times a submission."""
+    """Return a copy of ``kind.as_runopts()``.
+
+    The result is cached: the method parses the source text of the class, and one submission calls it a dozen times.
+    """
     if kind not in _known:
         _known[kind] = kind.as_runopts()
     return copy.deepcopy(_known[kind])

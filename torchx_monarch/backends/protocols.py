@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What a backend whose hosts are on a network adds to a TorchX scheduler, and the credentials that it carries."""
+"""Interfaces of a backend whose hosts reach each other over a network, and the credentials in its requests."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 from torchx.specs import AppDef, Role
 
 CREDENTIALS = "MONARCH_CREDENTIALS"
-"""The variable in which host processes get them (``credentials.VARIABLE``, whose import costs)."""
+"""The variable that carries the credentials to hosts (``credentials.VARIABLE``, whose module is slow to import)."""
 
 PLACEHOLDER = "(made when the job is submitted)"
-"""Stands for the credentials in a dry run, in ``describe`` and wherever else a request is shown."""
+"""Replaces the credentials in a dry run, in ``describe`` and wherever else a request is shown."""
 
 T = TypeVar("T")
 
@@ -24,22 +24,22 @@ class NetworkBackend(Protocol):
     """A scheduler whose replicas reach each other over a network."""
 
     def replica0_host(self, app: AppDef, role: Role) -> str:
-        """The name by which all replicas of a role reach its replica 0.
+        """Return the name by which all replicas of a role reach its replica 0.
 
-        It may hold macros. ``@NAME`` stands for the value that the environment variable NAME has on each host; unset or
-        ``localhost`` on replica 0 itself, it means that machine. ``@`` alone: nobody knows it before that replica runs,
-        and it tells replica 0 of the first role, which the others ask.
+        It may contain macros. ``@NAME`` stands for the value of the environment variable NAME on each host. If that is
+        unset or ``localhost`` on replica 0, replica 0 uses its machine's name. ``@`` alone means that the name is not
+        known until replica 0 runs: it then registers with replica 0 of the first role, which the other hosts query.
         """
         ...
 
 
 @runtime_checkable
 class RolesApart(Protocol):
-    """A scheduler that lets each role end and begin again by itself: it is the hosts who see to the others.
+    """A scheduler that lets each role end and restart separately; the hosts coordinate the roles.
 
     Attributes:
-        always_together: whether roles can only begin again together, so that the end of one must end all, whatever the
-            policy.
+        always_together: whether the scheduler can restart roles only together. The end of one role must then end all,
+            whatever the policy.
     """
 
     always_together: bool
@@ -47,15 +47,15 @@ class RolesApart(Protocol):
 
 @runtime_checkable
 class Reachable(Protocol):
-    """A scheduler that knows better than by a replica's host name how its machine reaches a role's replica 0."""
+    """A scheduler that knows an address of replica 0 that suits clients better than the replica's host name."""
 
     def client_host(self, app_id: str, role: str) -> str:
-        """The name or address; empty when it is not known, for one that has ended or not begun."""
+        """Return the name or address; empty if it is unknown, as before replica 0 starts and after it ends."""
         ...
 
 
 def with_credentials(request: T, credentials: str) -> T:
-    """A copy of a request in which every placeholder is the credentials: dataclasses, dicts, lists and strings."""
+    """Copy a request and replace every placeholder by the credentials, in dataclasses, dicts, lists, tuples and strings."""
     filled: T = _fill(copy.deepcopy(request), credentials)
     return filled
 

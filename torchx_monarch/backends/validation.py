@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What every scheduler asks of an app's roles, and of a request for the log of one of their replicas."""
+"""Checks that every scheduler makes: of an app's roles, and of a request for the log of one of their replicas."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ _TOGETHER = re.compile(r"-m torchx_monarch\.host (?:(?! -- ).)*--application ", 
 
 
 def check_names(app: AppDef) -> None:
-    """Each role needs a name of its own: status and logs know it by that. (TorchX takes two of one name for one role.)
+    """Check that no two roles of an app have the same name: status and logs identify a role by its name.
+
+    TorchX would treat them as one role.
 
     Raises:
-        UserError: two have one name.
+        UserError: two roles have the same name.
     """
     names = [role.name for role in app.roles]
     for name in names:
@@ -30,16 +32,16 @@ def check_names(app: AppDef) -> None:
 
 
 def check_replica(app_id: str, sizes: Mapping[str, int], role: str, replica: int) -> None:
-    """Whether an app has such a replica.
+    """Check that an app has a replica.
 
     Args:
-        app_id: of the app.
-        sizes: how many replicas each of its roles has.
-        role: the role asked for.
-        replica: the replica asked for.
+        app_id: id of the app, for the message.
+        sizes: number of replicas of each of its roles, by the role's name.
+        role: name of the role.
+        replica: id of the replica.
 
     Raises:
-        UserError: there is no such role or replica.
+        UserError: the app has no such role, or the role no such replica.
     """
     if role not in sizes:
         raise UserError(f"app {app_id} has no role {role!r}; its roles are {', '.join(sizes)}")
@@ -48,10 +50,10 @@ def check_replica(app_id: str, sizes: Mapping[str, int], role: str, replica: int
 
 
 def matching(lines: Iterable[str], regex: str | None) -> Iterable[str]:
-    """The lines in which a regular expression is found; all of them without one.
+    """Return the lines in which a regular expression matches; all of them if it is empty or None.
 
     Raises:
-        UserError: it is no regular expression.
+        UserError: it is not a valid regular expression.
     """
     if not regex:
         return lines
@@ -63,11 +65,11 @@ def matching(lines: Iterable[str], regex: str | None) -> Iterable[str]:
 
 
 def restarts(app: AppDef, counts: Mapping[str, Sequence[int]]) -> int:
-    """How often an app was started again: when one replica's failure starts others again too, that is one restart.
+    """Count how often an app was restarted; count restarts that one replica's failure has caused in others as one.
 
     Args:
-        app: as it was submitted, with our commands.
-        counts: how often each replica of each role was started again.
+        app: the app as submitted, with this package's commands.
+        counts: how often each replica of each role was restarted, by the role's name.
     """
     alone, together = 0, 0
     roles = {role.name: role for role in app.roles}

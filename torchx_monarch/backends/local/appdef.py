@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""AppDef <-> JSON: what app.json keeps, so that ``torchx describe`` gives back what was submitted."""
+"""Convert an AppDef to JSON and back: app.json keeps it, so that ``torchx describe`` returns what was submitted."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ T = TypeVar("T")
 
 
 def to_json(app: AppDef) -> dict[str, Any]:
-    """The app as JSON can hold it.
+    """Return the app as JSON values.
 
-    Metadata, and tags and capabilities of resources, may hold any object in TorchX: what JSON does not know is kept as
-    its ``str`` when the result is written. Overrides of a role are resolved.
+    In TorchX, metadata, and tags and capabilities of resources, may hold any object. Objects that JSON does not support
+    become their ``str`` when the result is written. Overrides of a role are resolved.
     """
     return {"name": app.name, "metadata": dict(app.metadata), "roles": [_role_to_json(role) for role in app.roles]}
 
 
 @dataclass
 class _Essential:
-    """The fields of a role that programs of ours read, with the types on which they rely."""
+    """The fields of a role that this package reads, with the types on which it relies."""
 
     name: str
     image: str
@@ -42,10 +42,10 @@ class _Essential:
 
 @dataclass
 class Submitted:
-    """What app.json keeps.
+    """The content of app.json.
 
     Attributes:
-        app: the app as it was submitted.
+        app: the app as submitted.
         cfg: the run options.
     """
 
@@ -54,11 +54,11 @@ class Submitted:
 
 
 def load(path: str, below: str | None = None) -> Submitted | None:
-    """Read what was submitted; None when the file is not there, or damaged.
+    """Read app.json; return None if the file is missing or damaged.
 
     Args:
-        path: of app.json.
-        below: as for ``store.read_json``.
+        path: path of app.json.
+        below: as for ``state_files.read_json``.
     """
     data = state_files.read_json(path, below)
     cfg = data.get("cfg") if data else None
@@ -69,10 +69,10 @@ def load(path: str, below: str | None = None) -> Submitted | None:
 
 
 def from_json(data: Any) -> AppDef:
-    """The app that ``to_json`` was given. Fields this version of TorchX does not know are left out.
+    """Build an app from the output of ``to_json``; ignore fields that this version of TorchX does not know.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the data is no app.
     """
     try:
         for role in data["roles"]:
@@ -85,7 +85,7 @@ def from_json(data: Any) -> AppDef:
 
 
 def _role_to_json(role: Role) -> dict[str, Any]:
-    # Read attribute by attribute: a role gives an override's value only to one who asks for the attribute.
+    # Read attribute by attribute: a role resolves an override only when its attribute is read.
     data = {field.name: getattr(role, field.name) for field in fields(Role) if field.name != "overrides"}
     data["retry_policy"] = RetryPolicy(role.retry_policy).value
     data["resource"] = asdict(role.resource)

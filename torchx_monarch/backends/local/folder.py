@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Making and removing the folder of an app: other processes see all of it or nothing."""
+"""Make and remove the folder of an app atomically: other processes see all of it or nothing."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ TRASH_PREFIX = ".trash-"
 
 
 def remove_tree(path: str) -> None:
-    """Remove a folder with everything in it, as far as that can be done."""
-    import shutil  # imports more than all else that a task or a supervisor needs at its start
+    """Remove a folder with its content, as far as possible."""
+    import shutil  # it imports more than everything else that a task or a supervisor needs at its start
 
     shutil.rmtree(path, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def staged(apps: str) -> Iterator[str]:
-    """A new folder to fill; it is gone afterwards unless it was published.
+    """Make a folder to fill, and remove it afterwards unless it was published.
+
+    Args:
+        apps: the folder of all apps.
 
     Raises:
-        safe_files.UnsafeFileError: the state directory, or the folder of all apps, is somebody else's.
-        OSError: it cannot be made.
+        safe_files.UnsafeFileError: another user owns the state directory or the folder of all apps.
+        OSError: the folder cannot be made.
     """
     root = os.path.dirname(apps)
     os.makedirs(root, mode=0o700, exist_ok=True)
@@ -42,7 +45,7 @@ def staged(apps: str) -> Iterator[str]:
 
 
 def publish(folder: str, final: str) -> bool:
-    """Give a complete folder its final name; False when an app of that name exists already."""
+    """Give a complete folder its final name; return False if an app of that name exists already."""
     try:
         os.rename(folder, final)
     except OSError:
@@ -53,7 +56,7 @@ def publish(folder: str, final: str) -> bool:
 
 
 def remove_app(paths: AppPaths) -> None:
-    """Remove an app's folder with everything in it; other processes see all of it or nothing."""
+    """Remove an app's folder with its content; other processes see all of it or nothing."""
     trash = os.path.join(os.path.dirname(paths.root), f"{TRASH_PREFIX}{os.getpid()}-{paths.app_id}")
     try:
         os.rename(paths.root, trash)
@@ -63,7 +66,7 @@ def remove_app(paths: AppPaths) -> None:
 
 
 def make_run_dir(paths: AppPaths) -> str:
-    """Where the app's sockets are made: below its folder, or where that path is too long for a socket, elsewhere.
+    """Return the folder for the app's sockets: inside the app's folder, or elsewhere if that path is too long.
 
     Raises:
         OSError: no folder could be made.
@@ -72,6 +75,6 @@ def make_run_dir(paths: AppPaths) -> str:
 
 
 def remove_run_dir(paths: AppPaths, run_dir: str) -> None:
-    """Remove what ``make_run_dir`` gave; anything else is left alone."""
+    """Remove a folder that ``make_run_dir`` has returned; leave any other folder alone."""
     if run_dir == paths.run or os.path.basename(run_dir).startswith(run_dirs.RUN_PREFIX):
         remove_tree(run_dir)

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which replica sees which GPU: values of CUDA_VISIBLE_DEVICES, dealt out in the order of roles and replicas."""
+"""Assign GPUs to replicas: values of CUDA_VISIBLE_DEVICES, in the order of roles and replicas."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _log = logging.getLogger("torchx_monarch")
 
 
 def devices(environ: Mapping[str, str]) -> list[str]:
-    """The GPUs that this process may use, by the names that CUDA_VISIBLE_DEVICES takes.
+    """Return the GPUs that this process may use, by the names that CUDA_VISIBLE_DEVICES takes.
 
-    Those of CUDA_VISIBLE_DEVICES when it is set (as CUDA does, up to the first one that is no device), else those
-    nvidia-smi lists.
+    If CUDA_VISIBLE_DEVICES is set, they are its entries (as CUDA does, up to the first one that is no device), else the
+    GPUs that nvidia-smi lists.
     """
     visible = environ.get(CUDA_VISIBLE_DEVICES)
     if visible is not None:
@@ -35,15 +35,15 @@ def devices(environ: Mapping[str, str]) -> list[str]:
 
 
 def assign(roles: Sequence[tuple[int, int]], available: Sequence[str]) -> list[list[str | None]] | None:
-    """Deal the devices out.
+    """Divide the devices between replicas.
 
     Args:
-        roles: for each role its replicas and the GPUs that each of them asks for.
+        roles: for each role, its number of replicas and the GPUs that each of them requests.
         available: the devices.
 
     Returns:
-        For each role and replica the value of CUDA_VISIBLE_DEVICES, None where the role asks for no GPU;
-        None for the whole when there are fewer devices than were asked for.
+        For each role and replica the value of CUDA_VISIBLE_DEVICES, None if the role requests no GPU. None instead of
+        the list if there are fewer devices than requested.
     """
     if sum(replicas * max(gpus, 0) for replicas, gpus in roles) > len(available):
         return None

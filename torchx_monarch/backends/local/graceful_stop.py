@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Ending a set of replicas: let them end by themselves, ask them (SIGTERM), end them (SIGKILL), and then go on."""
+"""Stop a set of replicas: let them end by themselves, send SIGTERM, send SIGKILL, and then call back."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Protocol
 from torchx_monarch.backends.local.replica import Replica
 from torchx_monarch.system import processes
 
-#: Seconds that the siblings of a failed replica get to end by themselves: they usually carry the verdict out.
+#: Seconds in which the siblings of a failed replica may end by themselves: hosts usually do, by the job's verdict.
 SETTLE = 5.0
-#: Seconds that a host gets beyond the grace: within the grace it ends its own ranks.
+#: Seconds that a host gets beyond the grace period, within which it ends its ranks.
 HOST_EXTRA = 5.0
 
 
 class Timers(Protocol):
-    """What calls back later."""
+    """An event loop that calls functions at a later time."""
 
     def at(self, when: float, call: Callable[[], None]) -> None:
-        """Call at ``time.monotonic() == when``."""
+        """Call the function when ``time.monotonic()`` reaches ``when``."""
 
 
 class GracefulStop:
-    """One such ending.
+    """One graceful stop of a set of replicas.
 
-    It calls ``then`` once, when none of its replicas lives. ``drop`` makes it inert: another one has taken over.
+    It calls ``then`` once, when none of its replicas is alive. ``drop`` makes it inert when another stop replaces it.
     """
 
     def __init__(
@@ -39,12 +39,14 @@ class GracefulStop:
         grace: float,
         settling: Collection[Replica] = (),
     ) -> None:
-        """Nothing happens before ``begin``.
+        """Prepare the stop; ``begin`` starts it.
 
         Args:
-            scope: the replicas to end.
-            grace: seconds from SIGTERM to SIGKILL; with 0 there is no SIGTERM.
-            settling: replicas that first get SETTLE seconds to end by themselves; nobody is told to end before.
+            timers: the event loop.
+            scope: the replicas to stop.
+            then: called when all of them have ended.
+            grace: seconds from SIGTERM to SIGKILL; 0 for SIGKILL without SIGTERM.
+            settling: replicas that first get SETTLE seconds to end by themselves; no replica gets a signal before.
         """
         self.scope = scope
         self._timers = timers
@@ -56,7 +58,7 @@ class GracefulStop:
         self._over = False
 
     def begin(self) -> None:
-        """Start ending them. When none of them lives, this calls ``then``."""
+        """Start the stop. If no replica in scope is alive, call ``then``."""
         if self._waiting_to_settle():
             self._timers.at(time.monotonic() + SETTLE, self._tell)
         self.check()
@@ -65,7 +67,7 @@ class GracefulStop:
         return any(replica.alive for replica in self._settling)
 
     def check(self) -> None:
-        """Look again; to be called when a replica has ended."""
+        """Check which replicas are alive; the caller does this when a replica has ended."""
         if self._over:
             return
         if not any(replica.alive for replica in self.scope):
@@ -94,7 +96,7 @@ class GracefulStop:
         self._timers.at(now + self._grace + HOST_EXTRA, lambda: self._kill(self.scope))
 
     def hurry(self, grace: float) -> None:
-        """End it sooner: SIGTERM now if that is still to come, SIGKILL in ``grace`` seconds at the latest."""
+        """Shorten the stop: send SIGTERM now if it was not sent yet, and SIGKILL in ``grace`` seconds at the latest."""
         if grace <= 0:
             self._grace, self._told = 0.0, True
             self._kill(self.scope)

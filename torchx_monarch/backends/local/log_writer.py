@@ -1,14 +1,14 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""From a replica's pipes to its log files.
+"""Copy a replica's pipes to its log files.
 
-    stdout.log, stderr.log   the bytes as they came
+    stdout.log, stderr.log   the bytes as received
     combined.log             whole lines of both, in the order in which they ended
 
-A log that cannot be written (a full disk) loses text, counted and noted in the log when there is room again; it never
-holds up the job. Beside each log lies a sparse index of times, ``<log>.idx``: records of (offset, time), each at the
-start of a line, at most one in RESOLUTION seconds. A line's time is that of the last record at or before it, so it is
-right to RESOLUTION.
+A log that cannot be written (a full disk) loses text. The lost bytes are counted, and noted in the log when the disk
+has room again; the job is never blocked. Beside each log is a sparse index of times, ``<log>.idx``: records of (offset,
+time), each at the start of a line, at most one in RESOLUTION seconds. A line's time is that of the last record at or
+before it, so it is right to RESOLUTION.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ RESOLUTION = 0.1
 #: One record of the index: offset in bytes, seconds since the epoch.
 RECORD = struct.Struct("<Qd")
 
-#: An unfinished line waits this long (seconds) for its end before the combined log shows it, if it is no longer than
-#: ``line_output.LONGEST``.
+#: Seconds that the combined log holds an unfinished line, if it is no longer than ``line_output.LONGEST``.
 PATIENCE = 0.2
 
 #: Bytes read from a pipe at a time: the capacity of a pipe.
@@ -47,7 +46,7 @@ def index_name(stream: str) -> str:
 
 
 class LogFile:
-    """One append-only log and its index of times. Writing never raises and never blocks on anything but the disk."""
+    """One append-only log and its index of times. Writing never raises, and waits for nothing but the disk."""
 
     def __init__(self, folder: str, stream: str) -> None:
         self.lost = 0
@@ -68,11 +67,11 @@ class LogFile:
 
     @property
     def at_line_start(self) -> bool:
-        """Whether what is written next starts a line."""
+        """Whether the next byte written starts a line."""
         return self._at_line_start
 
     def write(self, data: bytes) -> None:
-        """Append; what cannot be written is counted in ``lost``."""
+        """Append data; count the bytes that cannot be written in ``lost``."""
         if not data:
             return
         if self._unnoted:
@@ -88,7 +87,7 @@ class LogFile:
             self._at_line_start = data[done - 1 : done] == b"\n"
 
     def _append(self, data: bytes) -> int:
-        """Write as much as there is room for; the number of bytes written."""
+        """Write as much as the disk has room for; return the number of bytes written."""
         done = 0
         while done < len(data) and self._fd >= 0:
             try:
@@ -105,7 +104,7 @@ class LogFile:
             return
         offset = self._size
         if not self._at_line_start:
-            # The unfinished line keeps the time at which it began.
+            # A record must be at the start of a line, so that the unfinished line keeps the time at which it began.
             newline = data.find(b"\n")
             if newline < 0 or newline + 1 == len(data):
                 return
@@ -124,7 +123,7 @@ class LogFile:
 
 
 class ReplicaLogs:
-    """The three logs of one replica, through all its starts."""
+    """The three logs of one replica, across all its starts."""
 
     def __init__(self, folder: str) -> None:
         self._files = {stream: LogFile(folder, stream) for stream in (STDOUT, STDERR, COMBINED)}
@@ -134,16 +133,21 @@ class ReplicaLogs:
 
     @property
     def lost(self) -> int:
-        """Bytes of output that some log lacks."""
+        """Bytes of output that are missing from a log."""
         return max(self._files[STDOUT].lost + self._files[STDERR].lost, self._files[COMBINED].lost)
 
     @property
     def reason(self) -> str:
-        """Why bytes were lost; "" when none were."""
+        """Why bytes were lost; "" if none were."""
         return next((file.reason for file in self._files.values() if file.lost), "")
 
     def feed(self, stream: str, data: bytes) -> None:
-        """Take what a pipe gave."""
+        """Write data that was read from a pipe.
+
+        Args:
+            stream: STDOUT or STDERR.
+            data: the bytes.
+        """
         self._files[stream].write(data)
         pending = self._pending[stream] + data if self._pending[stream] else data
         end = pending.rfind(b"\n") + 1
@@ -162,11 +166,11 @@ class ReplicaLogs:
         self._files[COMBINED].write(self._lines.place(stream, data))
 
     def next_flush(self) -> float | None:
-        """When (``time.monotonic``) to call ``flush_old``; None while no line is unfinished."""
+        """Return when (``time.monotonic``) to call ``flush_old``; None if no line is unfinished."""
         return min((self._since[s] + PATIENCE for s, data in self._pending.items() if data), default=None)
 
     def flush_old(self, now: float) -> None:
-        """Show the unfinished lines that have waited long enough."""
+        """Write to the combined log the unfinished lines that have waited for PATIENCE seconds."""
         for stream, data in self._pending.items():
             if data and self._since[stream] + PATIENCE <= now:
                 self._flush(stream)
@@ -176,7 +180,7 @@ class ReplicaLogs:
         self._pending[stream] = b""
 
     def say(self, text: str) -> None:
-        """Write lines of our own to stderr and combined log, each marked as ours."""
+        """Write messages of the supervisor to the stderr and combined logs, each line marked with ``[monarch]``."""
         self._flush_all()
         lines = b"".join(b"[monarch] " + line.encode(errors="surrogateescape") + b"\n" for line in text.splitlines())
         stderr = self._files[STDERR]
@@ -185,7 +189,7 @@ class ReplicaLogs:
             self._files[COMBINED].write(self._lines.place(self, lines))
 
     def end_lines(self) -> None:
-        """Show what is left of a process that has ended, and end its unfinished lines: the next has its own."""
+        """Write the rest of an ended process' output and end its unfinished lines: the next start begins a new line."""
         self._flush_all()
         for stream in (STDOUT, STDERR):
             self._files[COMBINED].write(self._lines.end(stream))
@@ -196,14 +200,14 @@ class ReplicaLogs:
                 self._flush(stream)
 
     def close(self) -> None:
-        """Show what is left and close the files."""
+        """Write the rest of the output and close the files."""
         self._flush_all()
         for file in self._files.values():
             file.close()
 
 
 def read_available(fd: int, limit: int) -> Iterator[bytes]:
-    """What a non-blocking pipe holds now, up to about ``limit`` bytes; a last b"" says that its writers are gone."""
+    """Yield what a non-blocking pipe holds, up to about ``limit`` bytes; a last b"" means that all writers are gone."""
     while limit > 0:
         try:
             data = os.read(fd, CHUNK)

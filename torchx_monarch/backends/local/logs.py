@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Reading logs: whole, from and to a time, filtered, or followed until the app has ended."""
+"""Read logs: whole, from and to a time, filtered, or followed until the app has ended."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torchx_monarch.backends.local import log_writer
 from torchx_monarch.system import safe_files
 from torchx_monarch.system.line_output import LineReader
 
-#: Seconds between two looks at a log that is followed.
+#: Seconds between two reads of a log that is followed.
 _POLL = 0.05
-#: Looks at the log for one look at the app's state, which costs more.
+#: Reads of the log for each check of the app's state, which costs more.
 _LOOKS_PER_STATE = 4
 
 _MAX_INDEX = 256 * 1024 * 1024
-"""The most bytes that are read of an index: the times of weeks."""
+"""The maximum bytes read of an index: the times of weeks."""
 
 
 class _Index:
@@ -31,7 +31,11 @@ class _Index:
         self._below = below
 
     def offset(self, when: float) -> int | None:
-        """Where the first line written at or after ``when`` starts; None when there is none yet."""
+        """Return where the first line written at or after ``when`` starts; None if it is not written yet.
+
+        Args:
+            when: seconds since the epoch.
+        """
         try:
             data = safe_files.read_file(self._path, limit=_MAX_INDEX, below=self._below)
         except OSError:
@@ -52,19 +56,20 @@ def lines(
     follow: bool = False,
     below: str | None = None,
 ) -> Iterator[str]:
-    """The lines of one log, each with its line end. Bytes that are no UTF-8 are replaced.
+    """Yield the lines of one log, each with its line end. Bytes that are not UTF-8 are replaced.
 
-    A line longer than ``line_output.LONGEST_READ`` comes in several. While a log is followed, what a carriage return
-    begins comes as it stands, without a line end: TorchX prints it in the place of what was there before.
+    A line longer than ``line_output.LONGEST_READ`` is split. While a log is followed, text after a carriage return is
+    yielded as it stands, without a line end: TorchX prints it over the text before it.
 
     Args:
+        log_dir: the folder of the replica's logs.
         stream: stdout, stderr or combined.
-        since: leave out lines written before; a time without zone is local time.
-        until: leave out lines written at this time or later.
-        ended: whether the app has ended; it may be slow.
+        since: leave out lines written before; a time without zone is local time. None for the beginning.
+        until: leave out lines written at this time or later. None for the end.
+        ended: returns whether the app has ended; it may be slow.
         follow: wait for more until the app has ended (or ``until`` has passed).
-        below: a folder of the caller's from which on no link is followed (``safe_files.open_file``). A log that is
-            refused is one line that says why.
+        below: a folder of the caller inside which no link is followed (``safe_files.open_file``). A log that is refused
+            yields one line with the reason.
     """
     index = _Index(log_dir, stream, below)
     path = os.path.join(log_dir, log_writer.log_name(stream))
@@ -72,7 +77,7 @@ def lines(
     reader = LineReader()
     looks = 0
     while True:
-        # The order matters: what was written before the end is read after it is known.
+        # Check for the end before reading, so that text that was written just before the end is read, too.
         last = not follow or (looks % _LOOKS_PER_STATE == 0 and ended())
         last = last or (until is not None and time.time() > until.timestamp() + 2 * log_writer.RESOLUTION)
         looks += 1
@@ -103,7 +108,7 @@ def _chunks(path: str, start: int, limit: int | None, below: str | None) -> Iter
             yield f"[monarch] this log cannot be read: {error}\n".encode(errors="backslashreplace")
         return
     with open(fd, "rb") as file:
-        file.seek(min(start, os.fstat(fd).st_size))  # an index may be damaged
+        file.seek(min(start, os.fstat(fd).st_size))  # a damaged index may have an offset beyond the end
         while True:
             size = log_writer.CHUNK if limit is None else min(log_writer.CHUNK, limit - file.tell())
             data = file.read(size) if size > 0 else b""

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Who watches over an app, on which machine, and whether they live: the content of supervisor.json."""
+"""Record which processes own an app, on which machine, and check whether they are alive (supervisor.json)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchx_monarch.system.processes import Identity, identity
 
 @dataclass(frozen=True)
 class Machine:
-    """Where pids mean something: one boot of one machine, and one pid namespace on it."""
+    """Where pids are valid: one boot of one machine, and one pid namespace on it."""
 
     hostname: str
     machine_id: str
@@ -31,7 +31,7 @@ def _first_line(path: str) -> str:
 
 
 def this_machine() -> Machine:
-    """The machine this process runs on."""
+    """Return the machine on which this process runs."""
     try:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -41,7 +41,7 @@ def this_machine() -> Machine:
 
 
 class Life(Enum):
-    """What can be said about a process that was recorded earlier, perhaps elsewhere."""
+    """Whether a process is alive that was recorded earlier, perhaps on another machine."""
 
     ALIVE = "alive"
     DEAD = "dead"
@@ -51,22 +51,32 @@ class Life(Enum):
 
 @dataclass(frozen=True)
 class Owners:
-    """The processes that watch over an app: the content of supervisor.json."""
+    """The content of supervisor.json: the processes that own an app.
+
+    Attributes:
+        machine: where they run.
+        keeper: the process that records the app's end if the supervisor dies.
+        supervisor: the process that runs the app.
+    """
 
     machine: Machine
     keeper: Identity
     supervisor: Identity
 
     def to_json(self) -> dict[str, Any]:
-        # asdict() leaves named tuples as they are, which JSON knows as lists.
+        # asdict() leaves named tuples as they are, and JSON would write them as lists.
         watchers = {name: each._asdict() for name, each in (("keeper", self.keeper), ("supervisor", self.supervisor))}
         return {"machine": asdict(self.machine), **watchers}
 
     def life(self, which: Identity) -> Life:
-        """Whether the process ``which``, recorded with this machine, lives."""
+        """Return whether a process of this record is alive.
+
+        Args:
+            which: ``keeper`` or ``supervisor``.
+        """
         here = this_machine()
         if self.machine.boot_id != here.boot_id:
-            # A home directory may be shared by many machines: another boot is a reboot only of the same machine.
+            # Many machines may share a home directory: another boot id means a reboot only on the same machine.
             same = self.machine.hostname == here.hostname or (
                 self.machine.machine_id == here.machine_id and here.machine_id != ""
             )

@@ -1,10 +1,10 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Which old apps are removed.
+"""Remove old apps.
 
 The rule: an app that has ended is removed when its end is more than 14 days ago (``MONARCH_KEEP_DAYS`` sets another
 number of days), or when 1000 apps ended after it (``MONARCH_KEEP_APPS`` sets another number of apps). An app that has
-not ended is never removed. The keeper of each app applies the rule when its app has ended, so nobody waits for it.
+not ended is never removed. The keeper of each app applies the rule after its app has ended, so no command waits for it.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from torchx_monarch.backends.local import folder, state_files, status
 KEEP_DAYS = 14.0
 KEEP_APPS = 1000
 
-#: Half-made and half-removed folders are left to whoever works on them for this long, in seconds.
+#: Seconds for which a half-made or half-removed folder is kept, because another process may still work on it.
 _WORK_TIME = 3600.0
 
 
 def keep_days() -> float:
-    """For how many days an ended app is kept."""
+    """Return the number of days for which an ended app is kept."""
     with contextlib.suppress(ValueError):
         return max(0.0, float(os.environ["MONARCH_KEEP_DAYS"])) if "MONARCH_KEEP_DAYS" in os.environ else KEEP_DAYS
     return KEEP_DAYS
 
 
 def keep_apps() -> int:
-    """How many ended apps are kept."""
+    """Return the number of ended apps to keep."""
     with contextlib.suppress(ValueError):
         return max(0, int(os.environ["MONARCH_KEEP_APPS"])) if "MONARCH_KEEP_APPS" in os.environ else KEEP_APPS
     return KEEP_APPS
@@ -46,7 +46,7 @@ def prune(apps: str, *, days: float | None = None, newest: int | None = None) ->
         newest: how many ended apps are kept; None for ``keep_apps``.
 
     Returns:
-        The ids of the apps that were removed.
+        The ids of the removed apps.
     """
     oldest_end = time.time() - (keep_days() if days is None else days) * 86400
     ended: list[tuple[float, str]] = []

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""AppDef -> request: macros, environments, working folders, GPUs."""
+"""Render an AppDef into a request: macros, environments, working folders, GPUs."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from torchx_monarch.backends.validation import check_names
 from torchx_monarch.model.env_names import OF_A_JOB
 from torchx_monarch.model.sidecars import is_sidecar
 
-#: The variable in which a replica finds the host of the main role's first replica (TorchX's macro rank0_env).
+#: The variable that gives each replica the host of the main role's first replica (TorchX's macro rank0_env).
 RANK0_HOST = "TORCHX_RANK0_HOST"
 
-#: A folder's name may have 255 bytes; TorchX's random word and our own prefixes want some of them.
+#: A folder's name may have 255 bytes; TorchX's random suffix and this package's prefixes need some of them.
 _MAX_NAME = 100
 
 _log = logging.getLogger("torchx_monarch")
 
 
 def safe_name(name: str) -> str:
-    """The name of an app as far as a folder, a handle, or a container can hold it."""
+    """Return the name of an app, changed and cut as far as a folder, a handle or a container requires."""
     safe = "".join(c if c.isascii() and (c.isalnum() or c in "_-.") else "-" for c in name)
     return safe[:_MAX_NAME].lstrip("-._") or "app"
 
 
 def new_app_id(name: str) -> str:
-    """An id for an app of this name: the safe name, and a random word."""
+    """Return an id for an app of this name: the safe name and a random suffix."""
     app_id: str = make_unique(safe_name(name))
     return app_id
 
@@ -42,13 +42,14 @@ def new_app_id(name: str) -> str:
 def render(
     app: AppDef, *, grace: float, assign_gpus: bool, environ: Mapping[str, str], lease: float = 30.0
 ) -> DetachedRequest:
-    """What is to be run for this app.
+    """Return the request that runs an app.
 
     Args:
+        app: the app.
         grace: seconds from SIGTERM to SIGKILL when the app is stopped.
-        assign_gpus: deal out this machine's GPUs by CUDA_VISIBLE_DEVICES.
+        assign_gpus: whether to divide this machine's GPUs between the replicas by CUDA_VISIBLE_DEVICES.
         environ: the submitter's environment.
-        lease: seconds for which a host may be stopped until it counts as lost.
+        lease: seconds for which a host may be stopped (SIGSTOP) until it counts as lost.
 
     Raises:
         ValueError: the app cannot be run as it is.
@@ -107,8 +108,12 @@ def _give_gpus(app: AppDef, roles: list[RoleRequest], assign_gpus: bool, environ
 
 
 def submitter_env(environ: Mapping[str, str], job: str) -> dict[str, str]:
-    """The environment to start an app's supervisor with, and the base of its replicas' environments.
+    """Return the environment to start an app's supervisor with, on which its replicas' environments are based.
 
-    An app may be submitted from within another one's replica: what names that other app is left out.
+    An app may be submitted from inside a replica of another app: the variables that describe that app are left out.
+
+    Args:
+        environ: the submitter's environment.
+        job: the app's marker (``DetachedRequest.job``).
     """
     return {**{name: value for name, value in environ.items() if name not in OF_A_JOB}, "MONARCH_JOB": job}
