@@ -55,7 +55,7 @@ class Reachable(Protocol):
 
 
 def with_credentials(request: T, credentials: str) -> T:
-    """Copy a request and replace every placeholder by the credentials, in dataclasses, dicts, lists, tuples and strings."""
+    """Copy a request, with the credentials for every placeholder in dataclasses, dicts, lists, tuples and strings."""
     filled: T = _fill(copy.deepcopy(request), credentials)
     return filled
 

@@ -20,21 +20,25 @@ from torchx_monarch.model import job_result
 from torchx_monarch.system import error_files, open_files, processes, safe_files
 from torchx_monarch.system.untrusted_text import one_line
 
-#: The most that a pipe can hold for an unprivileged process.
+#: The maximum capacity of a pipe of an unprivileged process.
 _PIPE_BYTES = 1024 * 1024
 
-#: As shells have it.
+#: The exit status of shells for a command that was not found.
 EXIT_NOT_STARTED = 127
 
 
 class Replica:
-    """What the supervisor knows about one replica.
+    """One replica, as the supervisor manages it.
 
     Attributes:
-        record: what the status file says about it.
-        stopping: it has been told to end, so its end is no failure of its own.
-        final: it is not retried: its command cannot be started at all, or has asked for no other start.
-        failure: why it failed, in words; "" while it has not.
+        role_index: index of its role in the app.
+        role: the request of its role.
+        record: its entry in the status file.
+        log_dir: the folder of its logs.
+        logs: its log files.
+        stopping: whether the supervisor has asked it to stop, so that its end is not a failure.
+        final: whether it must not be retried: its command cannot be started, or it has asked for no restart.
+        failure: why it failed, in words; "" while it has not failed.
     """
 
     def __init__(
@@ -77,18 +81,22 @@ class Replica:
 
     @property
     def is_host(self) -> bool:
-        """Whether it is a Monarch host, which ends as the other hosts of its role do."""
+        """Whether it runs a Monarch host, which ends together with the other hosts of its role."""
         return processes.is_host([os.fsencode(word) for word in self._request.args])
 
     @property
     def indirectness(self) -> tuple[bool, bool]:
-        """How far what it says of its failure is from the cause: it only lost another; it happened to another."""
+        """How far its error file is from the root cause, as a sort key.
+
+        The first value is whether it reports only a secondary failure, the second whether the failure happened in
+        another replica.
+        """
         error, own = self.record.error, self.record.id
         return job_result.is_secondary(error), job_result.extra_info(error).get("replica", own) != own
 
     @property
     def _stop_file(self) -> str:
-        """Is there when we tell this start of it to end: any other SIGTERM means that it is preempted."""
+        """A file that exists once the supervisor has asked this start to stop; any other SIGTERM means preemption."""
         return self._variables["MONARCH_STOP_FILE"]
 
     @property
@@ -98,11 +106,11 @@ class Replica:
 
     @property
     def marks(self) -> list[bytes]:
-        """What every process of this replica has in its environment, unless it took it out."""
+        """Environment entries that every process of this replica has, unless it has removed them."""
         return [processes.mark(name, self._env[name]) for name in (processes.MARKER, "MONARCH_LOG_DIR")]
 
     def start(self) -> bool:
-        """Start its process; when that fails, the replica has ended with EXIT_NOT_STARTED and False is returned."""
+        """Start the process; if that fails, return False: the replica has ended with EXIT_NOT_STARTED."""
         self.stopping = self.final = False
         self.failure = self._killed_for = ""
         self.record.pid = self.record.exit_code = self.record.error = self.record.ended = None
@@ -126,12 +134,12 @@ class Replica:
         return True
 
     def adopt(self, pid: int, started: float, pipes: Sequence[int]) -> None:
-        """Look after a process that was started as ``start`` does it.
+        """Manage a process that was started as ``start`` does.
 
         Args:
-            pid: of the process.
-            started: when, in seconds since the epoch.
-            pipes: from its stdout and stderr.
+            pid: pid of the process.
+            started: when it was started, in seconds since the epoch.
+            pipes: read ends of its stdout and stderr.
         """
         self.record.pid, self.record.state, self.record.started = pid, RUNNING, started
         for stream, end in zip((log_writer.STDOUT, log_writer.STDERR), pipes, strict=True):
@@ -140,8 +148,8 @@ class Replica:
             self._selector.register(end, selectors.EVENT_READ, self)
 
     def read(self, fd: int) -> None:
-        """Take what one of its pipes holds."""
-        # The pipes of an earlier start may still be in the batch of events that led here.
+        """Read what one of its pipes holds."""
+        # A pipe of an earlier start may still be in the batch of events that the selector has returned.
         if fd in self._pipes:
             self._drain(fd, 4 * log_writer.CHUNK)
 
@@ -158,15 +166,19 @@ class Replica:
         os.close(fd)
 
     def close_pipes(self) -> None:
-        """Take what is left in the pipes and close them, whoever still holds their other ends."""
+        """Read what is left in the pipes and close them, even if other processes still hold the write ends."""
         for fd in list(self._pipes):
-            # A pipe holds no more than its capacity; a stray that writes without end is not waited for.
+            # Read at most a pipe's capacity: an orphan process may write without end.
             self._drain(fd, _PIPE_BYTES)
             if fd in self._pipes:
                 self._close_pipe(fd)
 
     def exited(self, code: int) -> None:
-        """Its process has ended."""
+        """Record that its process has ended.
+
+        Args:
+            code: exit code, -N for signal N.
+        """
         for fd in list(self._pipes):
             self._drain(fd, _PIPE_BYTES)
         text = f"replica {self.name} (pid {self.record.pid}) {job_result.describe_code(code)}"
@@ -196,13 +208,13 @@ class Replica:
             if message:
                 self.failure += f": {message}"
             if self.record.error is None:
-                # In the flat form that TorchX shows: the exit code is then seen in `torchx status`.
+                # `torchx status` shows this flat form, and thereby the exit code.
                 flat = {"message": text, "errorCode": code, "timestamp": int(self.record.ended)}
                 self.record.error = json.dumps(flat)
 
     def read_error(self) -> str | None:
-        """The content of its error file, as far as it is of use; None where there is none that can be read."""
-        # A role may name a file of its own, which can be there from another time.
+        """Return the known fields of its error file as JSON; None if the file is missing or unreadable."""
+        # A role may set TORCHELASTIC_ERROR_FILE itself; that file may be left over from an earlier job.
         since = (self.record.started or 0.0) - 0.1
         self._unreadable = ""
         try:
@@ -218,7 +230,7 @@ class Replica:
                 os.rename(self._error_file, f"{self._error_file}.{self.record.restarts - 1}")
 
     def prepare_restart(self) -> None:
-        """Make ready for another start: nothing of the last one lives on, and the logs say that a new one begins."""
+        """Prepare another start: kill what is left of the last start, and note the restart in the logs."""
         processes.kill_until_gone(lambda: processes.adopted(self.marks))
         self.close_pipes()
         self.logs.end_lines()
@@ -227,7 +239,7 @@ class Replica:
         self.logs.say(f"replica {self.name} is started again (restart {self.record.restarts})")
 
     def terminate(self, hosts: Sequence[int]) -> None:
-        """Ask it to end, once: SIGTERM to its hosts, or where there is none to its process group.
+        """Ask the replica to stop, once: send SIGTERM to its hosts, or to its process group if it has none.
 
         Args:
             hosts: the host processes of this replica (``processes.hosts``).
@@ -236,9 +248,9 @@ class Replica:
         if self.stopping or pid is None or not self.alive:
             return
         self.stopping = True
-        with contextlib.suppress(OSError):  # a full disk: its log will speak of a preemption
+        with contextlib.suppress(OSError):  # on a full disk, the host reports a preemption in its log instead
             os.close(safe_files.open_file(self._stop_file, os.O_WRONLY | os.O_CREAT))
-        # A stopped process would not see the first before the second: systemd and Slurm send both as well.
+        # A stopped process handles SIGTERM only after SIGCONT: systemd and Slurm send both as well.
         for number in (signal.SIGTERM, signal.SIGCONT):
             for host in hosts:
                 with contextlib.suppress(OSError):
@@ -248,10 +260,10 @@ class Replica:
                     os.killpg(pid, number)
 
     def kill(self, failure: str = "") -> None:
-        """End it and everything it has started, now.
+        """Kill the replica and everything that it has started, immediately.
 
         Args:
-            failure: what it has done wrong; empty where its end is no failure of its own.
+            failure: why the replica has failed; empty if its end is not a failure.
         """
         self.stopping, self._killed_for = not failure, failure
         pid = self.record.pid
@@ -262,7 +274,7 @@ class Replica:
 
 
 def error_message(error: str | None) -> str:
-    """The first line of the message in an error file; "" when it has none."""
+    """Return the first line of the message in an error file; "" if it has none."""
     data: Any = job_result.read_error_file(error)
     for _ in range(2):
         data = data.get("message") if isinstance(data, dict) else data

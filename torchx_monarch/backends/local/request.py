@@ -1,9 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the supervisor is asked to run: the content of request.json, and what ``torchx run --dryrun`` shows.
+"""What the supervisor runs: the content of request.json, which ``torchx run --dryrun`` shows.
 
 Environments hold the role's own variables only. The supervisor inherits the submitter's environment and adds these to
-it: what is in the user's shell (tokens, passwords) is not written to disk.
+it, so that secrets in the user's shell (tokens, passwords) are not written to disk.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class ReplicaRequest:
 
     Attributes:
         args: the command; its first word is looked up on the PATH of the replica's environment, then in ``cwd``.
-        env: set over the submitter's environment.
+        env: variables that are set over the submitter's environment.
+        cwd: the working directory.
     """
 
     args: list[str]
@@ -34,8 +35,11 @@ class RoleRequest:
     """One role to run.
 
     Attributes:
+        name: name of the role.
+        replicas: its processes, by replica id.
+        max_retries: how often a replica, the role or the app is restarted after a failure.
         retry_policy: APPLICATION, ROLE or REPLICA.
-        min_replicas: how many replicas it can do with, replica 0 among them; None for all.
+        min_replicas: how many replicas the role needs, replica 0 among them; None for all.
         sidecar: whether it ends with the other roles.
     """
 
@@ -48,7 +52,7 @@ class RoleRequest:
 
     @property
     def policy(self) -> RolePolicy:
-        """What decides how it and the app end."""
+        """The properties that decide how the role and its app end."""
         return RolePolicy(len(self.replicas), self.min_replicas, self.sidecar)
 
 
@@ -57,10 +61,13 @@ class DetachedRequest:
     """One app to run.
 
     Attributes:
+        app_id: id of the app.
+        name: the AppDef's name.
+        roles: the roles to run.
         grace: seconds from SIGTERM to SIGKILL when the app is stopped.
-        run_dir: where sockets are made; "" until the app is submitted.
-        job: ``<app id>:<random>``: every process of the app has it in its environment as MONARCH_JOB; "" until the app
-            is submitted.
+        run_dir: the folder for sockets; "" until the app is submitted.
+        job: the app's marker, ``<app id>:<random>``, which all of its processes have in their environment as
+            MONARCH_JOB; "" until the app is submitted.
         lease: seconds for which a host may be stopped (SIGSTOP) until it counts as lost.
     """
 
@@ -73,10 +80,10 @@ class DetachedRequest:
     lease: float = 30.0
 
     def renamed(self, app_id: str) -> DetachedRequest:
-        """The same request under another id.
+        """Return the same request under another id.
 
-        The id also stands in commands and environments (the macro ``${app_id}``). It ends in a random word, so it
-        stands there for nothing else and can be replaced as text.
+        The id also occurs in commands and environments (the macro ``${app_id}``). It ends in a random suffix, so every
+        occurrence of its text is the id and can be replaced.
         """
 
         def new(text: str) -> str:
@@ -93,9 +100,9 @@ class DetachedRequest:
 
 
 def load(paths: state_files.AppPaths) -> DetachedRequest | None:
-    """The request of an app as it was submitted; None when there is no such app.
+    """Read the request of an app as submitted; return None if the app does not exist.
 
     Raises:
-        store.DamagedFileError: there is a file, and no request in it.
+        state_files.DamagedFileError: the file exists but does not hold a request.
     """
     return state_files.load(DetachedRequest, paths.request, paths.trusted)

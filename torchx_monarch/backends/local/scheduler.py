@@ -1,9 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The TorchX scheduler that runs apps on this machine and forgets nothing about them.
+"""The TorchX scheduler that runs apps on this machine and keeps their state on disk.
 
-Every question is answered from the app's folder, so it does not matter which process asks: the one that submitted the
-app, another shell, or one after a reboot.
+It answers every query from the app's folder, so any process may ask: the submitter, another shell, or a process after
+a reboot.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from torchx_monarch.insight import events
 
 _log = logging.getLogger("torchx_monarch")
 
-#: Seconds between two looks at the status of an app that is waited for.
+#: Seconds between two checks of an app's status while waiting for its end.
 _POLL = 0.02
-#: Looks at the status file for one look at the processes.
+#: Reads of the status file for each check of the processes.
 _LOOKS_PER_TRUTH = 25
-#: Seconds that ending an app may take beyond its grace: hosts have some extra, and much memory takes time to free.
+#: Seconds that an app may take to end beyond its grace period: hosts get some extra, and freeing memory takes time.
 _END_EXTRA = 20.0
 
 
@@ -62,11 +62,11 @@ class DetachedOpts(StructuredOpts):  # type: ignore[misc]
 
 
 class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
-    """Runs each replica as a process on this machine, under a supervisor that outlives whoever submitted the app.
+    """Runs each replica as a process on this machine, under a supervisor that outlives the submitter.
 
-    The replicas run in the current folder, or in ``role.image`` where that is a folder. Requested CPUs and memory are
-    not enforced. Everything about an app lies in one folder below the state directory (see ``store``) until it is
-    deleted or pruned (see ``prune``).
+    The replicas run in the current folder, or in ``role.image`` if that is a folder. Requested CPUs and memory are not
+    enforced. All data of an app is in one folder below the state directory (see ``state_files``) until it is deleted or
+    pruned (see ``prune``).
     """
 
     def __init__(self, session_name: str) -> None:
@@ -76,9 +76,9 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
         return run_options(DetachedOpts)
 
     def _validate(self, app: AppDef, scheduler: str, cfg: Mapping[str, CfgVal]) -> None:
-        """Resources are not enforced here, so roles without any are welcome."""
+        """Accept roles without resources, because resources are not enforced here."""
 
-    # --- submitting
+    # --- submission
 
     def _submit_dryrun(self, app: AppDef, cfg: DetachedOpts) -> AppDryRunInfo[DetachedRequest, DetachedOpts]:
         made = render.render(
@@ -91,9 +91,10 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
         return AppDryRunInfo(made, _show)
 
     def schedule(self, dryrun_info: AppDryRunInfo[DetachedRequest, DetachedOpts]) -> str:
-        """Start the app and return its id, which is the request's unless an app of that id exists.
+        """Start the app and return its id: the request's, or another one if an app of that id exists.
 
         Raises:
+            ValueError: the dry run carries no AppDef.
             StateDirError: the state directory cannot be written; nothing was started.
             SubmitError: the supervisor could not be started; nothing is left of the app.
         """
@@ -101,7 +102,7 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
             raise ValueError("the dry run carries no AppDef; it must come from submit_dryrun()")
         return submit.submit(dryrun_info.request, dryrun_info.app, dict(dryrun_info.cfg or {}))
 
-    # --- looking
+    # --- queries
 
     def _find(self, app_id: str) -> tuple[state_files.AppPaths, AppRecord] | None:
         if not state_files.is_app_id(app_id):
@@ -123,7 +124,7 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
         return DescribeAppResponse(
             app_id=app_id,
             state=AppState[record.state],
-            # Those of the backend, and those of the ranks within one start of it, which the job itself reports.
+            # Restarts by the backend, and restarts of the ranks within one start, which the job reports as events.
             num_restarts=record.restarts + sum(event["kind"] == "rank_restart" for event in happened),
             msg=record.msg or NONE,
             structured_error_msg=record.error or NONE,
@@ -149,7 +150,7 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
         )
 
     def describe_native(self, app_id: str) -> AppDryRunInfo[DetachedRequest, DetachedOpts] | None:
-        """The request as it was submitted; None when there is no such app, or what is kept of it is damaged."""
+        """Return the request as submitted; None if the app does not exist or its files are damaged."""
         if not state_files.is_app_id(app_id):
             return None
         paths = state_files.app_paths(app_id)
@@ -163,10 +164,10 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
         return info
 
     def list(self, cfg: Mapping[str, CfgVal] | None = None) -> list[ListAppResponse]:
-        """All apps in the state directory, the newest first; a warning names what is not the caller's.
+        """List all apps in the state directory, newest first; warn of folders that belong to other users.
 
         Raises:
-            StateAccessError: the state directory is somebody else's.
+            StateAccessError: another user owns the state directory.
         """
         try:
             app_ids = [*state_files.app_ids(), *state.removed_but_running(state_files.apps_dir())]
@@ -195,10 +196,10 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
         should_tail: bool = False,
         streams: Stream | None = None,
     ) -> Iterable[str]:
-        """The lines of one replica's log; the combined log unless a stream is named. A line's time is right to 0.1 s.
+        """Return the lines of one replica's log; the combined log if no stream is named. Times are right to 0.1 s.
 
         Raises:
-            ValueError: there is no such app, role or replica, or the regular expression is none.
+            ValueError: the app, role or replica does not exist, or the regular expression is invalid.
         """
         found = self._find(app_id)
         if found is None:
@@ -223,18 +224,18 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
         return matching(lines, regex)
 
     def events_path(self, app_id: str) -> Path:
-        """The app's events file (see ``torchx_monarch.insight.events``)."""
+        """Return the path of the app's events file (see ``torchx_monarch.insight.events``)."""
         return Path(state_files.app_paths(app_id).events)
 
     def wait_terminal(self, app_id: str, timeout: float) -> bool:
-        """Wait until the app has ended, for at most ``timeout`` seconds; whether it has (or does not exist)."""
+        """Wait at most ``timeout`` seconds for the app to end; return whether it has ended or does not exist."""
         deadline = time.monotonic() + timeout
         paths = state_files.app_paths(app_id)
         looks = 0
         while True:
             now = _look(paths) if looks % _LOOKS_PER_TRUTH == 0 else state.recorded(paths)
             if now is None and looks % _LOOKS_PER_TRUTH:
-                now = _look(paths)  # a removed app may still run
+                now = _look(paths)  # an app whose folder was removed may still run
             if now is None or now.terminal:
                 return True
             if time.monotonic() >= deadline:
@@ -242,13 +243,14 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
             looks += 1
             time.sleep(_POLL)
 
-    # --- ending
+    # --- cancellation and deletion
 
     def stop(self, app_id: str, grace: float | None) -> None:
-        """Ask for the end of the app and return at once; an app that has ended, or does not exist, is left alone.
+        """Ask the app to end and return immediately; do nothing if the app has ended or does not exist.
 
         Args:
-            grace: seconds from SIGTERM to SIGKILL; 0 kills now; None is the app's own run option.
+            app_id: id of the app.
+            grace: seconds from SIGTERM to SIGKILL; 0 sends SIGKILL immediately; None for the app's own run option.
 
         Raises:
             RuntimeError: the app runs on another machine.
@@ -257,7 +259,7 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
         if found is None:
             return
         paths, record = found
-        # Whatever the files say, a supervisor that runs is told.
+        # A supervisor that runs is asked to end the app, whatever the files say.
         if not state.supervisors(paths):
             if record.terminal:
                 return
@@ -267,7 +269,7 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
         state.ask_to_end(paths, grace)
 
     def _cancel_existing(self, app_id: str) -> None:
-        """End the app; returns when it has ended, as ``LocalScheduler`` does, or when it should have and has not.
+        """End the app and wait for that, as ``LocalScheduler`` does; give up some seconds after its grace period.
 
         Raises:
             RuntimeError: the app runs on another machine.
@@ -277,17 +279,17 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
             self._end(found[0])
 
     def _end(self, paths: state_files.AppPaths) -> bool:
-        """Ask for the end of an app and wait for it, for its grace and some seconds; whether it has ended."""
+        """Ask an app to end and wait for its grace period and some seconds; return whether it has ended."""
         rendered = _request(paths)
         self.stop(paths.app_id, None)
         grace = rendered.grace if rendered else float(DetachedOpts.grace)
         return self.wait_terminal(paths.app_id, grace + _END_EXTRA)
 
     def _delete_existing(self, app_id: str) -> None:
-        """Remove everything about an app, after ending it if it runs.
+        """Remove an app's folder; if the app runs, end it first.
 
         Raises:
-            RuntimeError: it could not be ended.
+            RuntimeError: the app could not be ended.
         """
         found = self._find(app_id)
         if found is None:
@@ -299,10 +301,10 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
 
 
 def _look(paths: state_files.AppPaths) -> AppRecord | None:
-    """The state of an app as it is now; None when there is no such app.
+    """Return the current state of an app; None if it does not exist.
 
     Raises:
-        StateAccessError: there is something by that name that is not a folder of the caller's.
+        StateAccessError: the app's folder is a link, belongs to another user, or may not be read.
     """
     try:
         paths.check_owner()
@@ -316,7 +318,7 @@ def _look(paths: state_files.AppPaths) -> AppRecord | None:
 
 
 def _request(paths: state_files.AppPaths) -> DetachedRequest | None:
-    """The request of an app; None when there is none, or it is damaged."""
+    """Read the request of an app; return None if it is missing or damaged."""
     with contextlib.suppress(state_files.DamagedFileError):
         return request.load(paths)
     return None
@@ -327,5 +329,5 @@ def _show(rendered: DetachedRequest) -> str:
 
 
 def create_scheduler(session_name: str, **kwargs: Any) -> DetachedScheduler:
-    """TorchX's factory; it touches neither disk nor network. Parameters meant for other schedulers are ignored."""
+    """Create the scheduler for TorchX; touch neither disk nor network. Parameters of other schedulers are ignored."""
     return DetachedScheduler(session_name)

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Starting one process with a clean slate: own session, default signals, gone when its parent is gone."""
+"""Start a process in a clean state: in a new session, with default signals, killed when its parent ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from torchx_monarch.system import processes
 
-#: What the supervisor (or the shell that the submitter sat in) may have set to be ignored; that would be inherited.
+#: Signals that the supervisor or the submitter's shell may ignore; a child would inherit that.
 _RESET = (
     signal.SIGHUP,
     signal.SIGINT,
@@ -24,25 +24,30 @@ _RESET = (
 )
 
 
-#: The limit on open files that this process was given, once it has raised it for itself.
+#: The limit on open files before this process raised it; None if it did not.
 _given_files: tuple[int, int] | None = None
 
 
 def raise_file_limit() -> None:
-    """Let this process have as many files open as it may; what is started from here gets the limit that it had."""
+    """Raise this process' limit on open files as far as allowed; processes that it starts get the previous limit."""
     global _given_files
     _given_files = processes.raise_file_limit()
 
 
 class SpawnError(OSError):
-    """A command could not be started; the text is one complete sentence."""
+    """Raised when a command cannot be started; the text is one complete sentence."""
 
 
 def find_program(name: str, path: str, cwd: str) -> str:
-    """The file that a command's first word means: on PATH, then in the working directory.
+    """Return the path of a command's program: the first match on PATH, then in the working directory.
+
+    Args:
+        name: the first word of the command.
+        path: the value of PATH.
+        cwd: the working directory.
 
     Raises:
-        SpawnError: there is none, or it may not be executed.
+        SpawnError: the program does not exist, or is not executable.
     """
     if "/" in name:
         candidates = [os.path.join(cwd, name)]
@@ -63,20 +68,30 @@ def find_program(name: str, path: str, cwd: str) -> str:
 
 
 def variables(run_dir: str, role: int, replica: int, restarts: int) -> dict[str, str]:
-    """What is told to one start of a replica alone: its number, and the file that is there when we tell it to end (any
-    other SIGTERM means that it is preempted)."""
+    """Return the variables that differ between the starts of a replica: the restart number and the stop file.
+
+    The stop file exists once the supervisor has asked this start to stop: any other SIGTERM means preemption.
+
+    Args:
+        run_dir: the app's folder for sockets.
+        role: index of the role.
+        replica: id of the replica.
+        restarts: how often the replica was restarted.
+    """
     stop_file = os.path.join(run_dir, f"stop.{role}.{replica}.{restarts}")
     return {"MONARCH_RESTART": str(restarts), "MONARCH_STOP_FILE": stop_file}
 
 
 def spawn(argv: Sequence[str], env: Mapping[str, str], cwd: str, stdout: int, stderr: int) -> int:
-    """Start a process and return its pid when it runs its own program.
+    """Start a process and return its pid when it runs its program.
 
-    It leads its own session, reads /dev/null, has every signal at its default, and is killed when the calling thread
-    ends.
+    It leads a new session, reads /dev/null, has default signals, and is killed when the calling thread ends.
 
     Args:
-        stdout, stderr: descriptors that become the process' own.
+        argv: the command.
+        env: its whole environment.
+        cwd: its working directory.
+        stdout, stderr: descriptors that become the process' stdout and stderr.
 
     Raises:
         SpawnError: the program or the working directory cannot be used.
@@ -88,7 +103,7 @@ def spawn(argv: Sequence[str], env: Mapping[str, str], cwd: str, stdout: int, st
     null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     failed, report = os.pipe()
     try:
-        # No handler may run in the child: it would write to the wake-up pipe that it shares with its parent.
+        # Block signals: a handler in the child would write to the wake-up pipe that it shares with its parent.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             pid = os.fork()
@@ -98,7 +113,7 @@ def spawn(argv: Sequence[str], env: Mapping[str, str], cwd: str, stdout: int, st
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.close(report)
         report = -1
-        # End of file without a word means that exec() has closed the other end.
+        # End of file without data means that exec() has closed the write end.
         if said := os.read(failed, 8192):
             os.waitpid(pid, 0)
             number, _, what = said.decode(errors="surrogateescape").partition(" ")
@@ -120,7 +135,7 @@ def _become(
     parent: int,
     report: int,
 ) -> None:
-    """In the child: set everything up and run the program. Never returns."""
+    """Set up the child process and run the program. Never returns."""
     refused = "a process cannot be set up"
     try:
         os.setsid()

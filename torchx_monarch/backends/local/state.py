@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The truth about an app: what the status file says, checked against the processes it speaks of."""
+"""Determine the current state of an app: its status file, checked against the processes that it names."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from torchx_monarch.backends.local.request import load as load_request
 from torchx_monarch.insight import events
 from torchx_monarch.system import processes
 
-#: Seconds from the making of an app's folder to its supervisor's first word, at the very most.
+#: Maximum seconds from the creation of an app's folder until its supervisor has written supervisor.json.
 _START_TIME = 60.0
 
 SUPERVISE_FILE = os.path.join("backends", "local", "supervise.py")
-"""Ends the path of the file that keeper and supervisor are started with."""
+"""The end of the path of the script that keeper and supervisor run."""
 
 
 def watched_by(paths: state_files.AppPaths) -> owners.Owners | None:
-    """Who watches over the app; None until the supervisor has started, or where the file that says so is damaged."""
+    """Read which processes own the app; return None if the supervisor has not started yet, or the file is damaged."""
     try:
         return state_files.load(owners.Owners, paths.supervisor, paths.trusted)
     except state_files.DamagedFileError:
@@ -32,33 +32,32 @@ def watched_by(paths: state_files.AppPaths) -> owners.Owners | None:
 
 
 def ask_to_end(paths: state_files.AppPaths, grace: float | None) -> None:
-    """Tell the app's supervisor to end it; a supervisor that is still starting finds the wish on disk.
+    """Ask the app's supervisor to end the app; a supervisor that is still starting reads the request from disk.
 
     Args:
-        grace: seconds from SIGTERM to SIGKILL; None is the app's own run option.
+        paths: paths of the app.
+        grace: seconds from SIGTERM to SIGKILL; None for the app's own run option.
 
     Raises:
-        OSError: no supervisor runs that could be told, and the wish could not be written; or the supervisor belongs to
-            another user.
+        OSError: no supervisor runs and the request could not be written, or the supervisor belongs to another user.
     """
     unwritten: OSError | None = None
     try:
         state_files.write_json(paths.cancel, {"grace": grace})
-    except OSError as error:  # a full disk, or a folder of that name: a supervisor that runs ends the app all the same
+    except OSError as error:  # a full disk, or a folder of that name: a running supervisor ends the app all the same
         unwritten = error
     found = supervisors(paths)
     for each in found:
         processes.send(each, signal.SIGTERM)
-        processes.send(each, signal.SIGCONT)  # one that was stopped would not hear it
+        processes.send(each, signal.SIGCONT)  # a stopped process handles SIGTERM only after it
     if unwritten is not None and not found:
         raise unwritten
 
 
 def supervisors(paths: state_files.AppPaths) -> list[processes.Identity]:
-    """The app's supervisor, if it lives on this machine: as recorded, or where that leads nowhere, by its command line.
+    """Return the app's supervisor if it is alive on this machine: as recorded, else as its command line shows.
 
-    A process that is found by its command line may also be the keeper, which ignores the signals that a supervisor
-    minds.
+    A command line may also be the keeper's, which ignores the signals that a supervisor handles.
     """
     who = watched_by(paths)
     if who is not None and who.life(who.supervisor) is owners.Life.ALIVE:
@@ -68,9 +67,9 @@ def supervisors(paths: state_files.AppPaths) -> list[processes.Identity]:
 
 
 def removed_but_running(apps: str) -> list[str]:
-    """The ids of apps that a supervisor of this machine still runs though their folder has gone.
+    """Return the ids of apps whose folder was removed while their supervisor still runs on this machine.
 
-    A supervisor ends such an app within seconds, unless it has been stopped.
+    A supervisor ends such an app within seconds, unless it is stopped (SIGSTOP).
 
     Args:
         apps: the folder of all apps.
@@ -81,7 +80,7 @@ def removed_but_running(apps: str) -> list[str]:
 
 
 def without_folder(paths: state_files.AppPaths) -> status.AppRecord | None:
-    """What is known of an app whose folder is not there: that it runs, or nothing."""
+    """Return a record of an app whose folder does not exist but which still runs; None if it does not run."""
     if not supervisors(paths):
         return None
     said = f"its folder {paths.root} was removed, so it ends within seconds; torchx cancel ends it now"
@@ -89,7 +88,7 @@ def without_folder(paths: state_files.AppPaths) -> status.AppRecord | None:
 
 
 def recorded(paths: state_files.AppPaths) -> status.AppRecord | None:
-    """The state of an app as last written: cheaper than ``truth``, and right while the supervisor lives."""
+    """Return the state of an app as last written: cheaper than ``truth``, and right while the supervisor lives."""
     try:
         return status.load(paths)
     except state_files.DamagedFileError:
@@ -97,11 +96,11 @@ def recorded(paths: state_files.AppPaths) -> status.AppRecord | None:
 
 
 def truth(paths: state_files.AppPaths) -> status.AppRecord | None:
-    """The state of an app as it is now; None when there is no such app.
+    """Return the current state of an app; None if the app does not exist.
 
-    An app whose keeper and supervisor are dead has ended, whatever its status file says. Whoever finds that out ends
-    what is left of it and writes the end down. An app whose status file is damaged is one whose processes tell its
-    state; nothing is written then.
+    An app whose keeper and supervisor are dead has ended, whatever its status file says. The first process that detects
+    this kills what is left of the app and records its end. If the status file is damaged, the state follows from the
+    processes, and nothing is written.
     """
     try:
         record = status.load(paths)
@@ -123,15 +122,15 @@ def truth(paths: state_files.AppPaths) -> status.AppRecord | None:
         if life is owners.Life.ALIVE:
             return record
         if who.life(who.keeper) is owners.Life.ALIVE:
-            # It is writing the end; one that was stopped writes it when it is continued.
+            # The keeper is recording the end; if it is stopped, it does so after SIGCONT.
             processes.send(who.keeper, signal.SIGCONT)
             return record
-        if supervisors(paths):  # the file names others
+        if supervisors(paths):  # supervisor.json names other processes
             return record
         if life is owners.Life.ELSEWHERE:
             record.msg = f"as last written by {who.machine.hostname}, which cannot be checked from here"
             return record
-        # The supervisor may have written the end and left between the two looks.
+        # The supervisor may have recorded the end and exited between the two checks.
         try:
             record = status.load(paths)
         except state_files.DamagedFileError as error:
@@ -146,7 +145,7 @@ def truth(paths: state_files.AppPaths) -> status.AppRecord | None:
 
 
 def _without_status(paths: state_files.AppPaths, damage: str) -> status.AppRecord | None:
-    """What can be said about an app whose status file is damaged: what was asked for, and whether it runs."""
+    """Return a record of an app whose status file is damaged: its request, and whether it runs."""
     try:
         created = os.stat(paths.root, follow_symlinks=False).st_mtime
     except OSError:
@@ -167,13 +166,13 @@ def _without_status(paths: state_files.AppPaths, damage: str) -> status.AppRecor
 
 
 def _mark_dead_once(paths: state_files.AppPaths, reason: str) -> status.AppRecord | None:
-    """``mark_dead`` by one of those who find the app dead at the same time; the record as it then is."""
+    """Call ``mark_dead`` in only one of the processes that detect the end at the same time; return the final record."""
     try:
         fd = os.open(paths.root, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:  # removed meanwhile
         return None
     try:
-        with contextlib.suppress(OSError):  # a file system without locks: it is then said twice
+        with contextlib.suppress(OSError):  # without file locks, two processes may record the end
             fcntl.flock(fd, fcntl.LOCK_EX)
         try:
             record = status.load(paths)
@@ -195,7 +194,7 @@ def _mark_dead_once(paths: state_files.AppPaths, reason: str) -> status.AppRecor
 def mark_dead(
     paths: state_files.AppPaths, record: status.AppRecord, request: DetachedRequest | None, reason: str
 ) -> None:
-    """Write down that an app has ended without its supervisor, where people look: status, events, logs."""
+    """Record that an app has ended without its supervisor: in its status, its events and its logs."""
     for role in record.roles:
         for replica in role.replicas:
             if not status.is_terminal(replica.state):
@@ -203,7 +202,7 @@ def mark_dead(
     if request is not None:
         folder.remove_run_dir(paths, request.run_dir)
     events.append(paths.events, "ended", f"FAILED: {reason}")
-    # A read-only or full disk: the truth is then found anew each time it is asked for.
+    # On a read-only or full disk, each later query determines the state again.
     with contextlib.suppress(OSError):
         status.close_for_dead(paths, record, reason)
 

@@ -1,12 +1,12 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Where everything about an app lies on disk, and how it is written.
+"""Name the files of all apps on disk, and read and write them.
 
 The state directory is ``$MONARCH_STATE_DIR``, else ``$XDG_STATE_HOME/torchx-monarch``, else
 ``~/.local/state/torchx-monarch``. Below it ``apps/<app id>/`` is one app. Folders have mode 0700, files 0600. A file
 that another process reads is written aside and renamed, so a reader sees the old content or the new, never half of it;
-events and logs are append-only. A folder appears under its final name only when it is complete, and leaves that name
-before it is taken apart.
+events and logs are append-only. A folder appears under its final name only when it is complete, and is renamed before
+it is removed.
 """
 
 from __future__ import annotations
@@ -23,31 +23,35 @@ from torchx_monarch.system import safe_files
 T = TypeVar("T")
 
 MAX_FILE_BYTES = 256 * 1024 * 1024
-"""The most that is read of a file: the status of hundreds of replicas holds the error file of each."""
+"""The maximum bytes read of a file: the status of hundreds of replicas holds the error file of each."""
 
 
 class DamagedFileError(ValueError):
-    """A file of the state directory does not hold what was written to it; the message says which, and what is wrong."""
+    """Raised when a file of the state directory does not hold what was written; the message names file and reason."""
 
 
 def state_dir(environ: Mapping[str, str] = os.environ) -> str:
-    """The absolute path of the state directory; it need not exist."""
+    """Return the absolute path of the state directory, which need not exist."""
     if chosen := environ.get("MONARCH_STATE_DIR"):
         return os.path.abspath(os.path.expanduser(chosen))
     base = environ.get("XDG_STATE_HOME", "")
-    # The XDG specification has relative values ignored.
+    # The XDG specification requires that relative values be ignored.
     if not os.path.isabs(base):
         base = os.path.expanduser("~/.local/state")
     return os.path.abspath(os.path.join(base, "torchx-monarch"))
 
 
 def apps_dir(root: str | None = None) -> str:
-    """The folder that holds one folder per app."""
+    """Return the folder that holds one folder per app.
+
+    Args:
+        root: the state directory; None for ``state_dir()``.
+    """
     return os.path.join(root if root is not None else state_dir(), "apps")
 
 
 def path_name(name: str) -> str:
-    """``name`` as one path component: unchanged where it is safe, percent-encoded where it is not.
+    """Return ``name`` as one path component: unchanged if it is safe, percent-encoded if not.
 
     Different names give different components.
     """
@@ -59,12 +63,16 @@ def path_name(name: str) -> str:
 
 
 def is_app_id(app_id: str) -> bool:
-    """Whether ``app_id`` can be the id of an app, and so the name of its folder."""
+    """Return whether a text can be the id of an app, and so the name of its folder."""
     return bool(app_id) and not app_id.startswith(".") and path_name(app_id) == app_id
 
 
 class AppPaths(NamedTuple):
-    """Every path below one app's folder."""
+    """All paths below one app's folder.
+
+    Attributes:
+        root: the app's folder.
+    """
 
     root: str
 
@@ -74,36 +82,36 @@ class AppPaths(NamedTuple):
 
     @property
     def trusted(self) -> str:
-        """The state directory: everything from it on belongs to the caller and is no symbolic link (``safe_files``)."""
+        """The state directory: everything below it belongs to the caller and is no symbolic link (``safe_files``)."""
         return os.path.dirname(os.path.dirname(self.root))
 
     def check_owner(self) -> None:
-        """Check that the app's folder is one of the caller's.
+        """Check that the app's folder belongs to the caller.
 
         Raises:
-            safe_files.UnsafeFileError: it, or a folder above it, is a link or belongs to somebody else.
-            OSError: it is not there, or may not be entered.
+            safe_files.UnsafeFileError: the folder, or one above it, is a link or belongs to another user.
+            OSError: the folder does not exist, or may not be entered.
         """
         os.close(safe_files.open_folder(self.root, below=self.trusted))
 
     @property
     def app(self) -> str:
-        """The AppDef as it was submitted, the run options, when, by whom."""
+        """The AppDef and the run options as submitted, and when."""
         return os.path.join(self.root, "app.json")
 
     @property
     def request(self) -> str:
-        """The replicas to start: commands, environments, folders."""
+        """The replicas to start: commands, environments, working directories."""
         return os.path.join(self.root, "request.json")
 
     @property
     def supervisor(self) -> str:
-        """Who watches over the app: machine, keeper, supervisor."""
+        """The processes that own the app: machine, keeper, supervisor."""
         return os.path.join(self.root, "supervisor.json")
 
     @property
     def supervisor_log(self) -> str:
-        """What keeper and supervisor wrote to their own stderr."""
+        """Output of the keeper and the supervisor themselves."""
         return os.path.join(self.root, "supervisor.log")
 
     @property
@@ -112,7 +120,7 @@ class AppPaths(NamedTuple):
 
     @property
     def cancel(self) -> str:
-        """The wish to end the app: ``{"grace": seconds}``."""
+        """The request to end the app: ``{"grace": seconds}``, null for the app's own run option."""
         return os.path.join(self.root, "cancel.json")
 
     @property
@@ -121,12 +129,12 @@ class AppPaths(NamedTuple):
 
     @property
     def reserve(self) -> str:
-        """Disk space put by for the final status."""
+        """Disk space that is reserved for the final status."""
         return os.path.join(self.root, "reserve")
 
     @property
     def run(self) -> str:
-        """Where sockets lie while the app runs, unless the path is too long for a socket."""
+        """The folder for sockets while the app runs, unless its path is too long for a socket."""
         return os.path.join(self.root, "run")
 
     @property
@@ -134,21 +142,29 @@ class AppPaths(NamedTuple):
         return os.path.join(self.root, "logs")
 
     def replica_logs(self, role: str, replica: int) -> str:
-        """The folder of one replica's logs."""
+        """Return the folder of one replica's logs."""
         return os.path.join(self.logs, path_name(role), str(replica))
 
 
 def app_paths(app_id: str, root: str | None = None) -> AppPaths:
-    """The paths of the app with this id, whether it exists or not."""
+    """Return the paths of the app with this id, whether it exists or not.
+
+    Args:
+        app_id: id of the app.
+        root: the state directory; None for ``state_dir()``.
+    """
     return AppPaths(os.path.join(apps_dir(root), app_id))
 
 
 def app_ids(root: str | None = None) -> list[str]:
-    """The ids of all apps on disk, in no order.
+    """Return the ids of all apps on disk, in no order.
+
+    Args:
+        root: the state directory; None for ``state_dir()``.
 
     Raises:
-        safe_files.UnsafeFileError: the state directory is somebody else's.
-        PermissionError: it may not be read.
+        safe_files.UnsafeFileError: another user owns the state directory.
+        PermissionError: the state directory may not be read.
     """
     root = root if root is not None else state_dir()
     try:
@@ -162,20 +178,22 @@ def app_ids(root: str | None = None) -> list[str]:
 
 
 def write_json(path: str, value: object, *, durable: bool = False) -> None:
-    """Replace the file at ``path`` in one step.
+    """Replace the file at ``path`` atomically.
 
     Args:
-        durable: also ask for it to be on the disk itself, after readers can see it.
+        path: the file.
+        value: the content; objects that JSON does not support are written as their ``str``.
+        durable: whether to sync the file to disk, after readers can see it.
 
     Raises:
-        OSError: it could not be written; what was there before is untouched.
+        OSError: the file could not be written; its old content is unchanged.
     """
     data = json.dumps(value, default=str, separators=(",", ":")).encode()
     aside = f"{path}.{os.getpid()}.tmp"
     fd = safe_files.open_file(aside, os.O_WRONLY | os.O_CREAT)
     try:
         try:
-            os.ftruncate(fd, 0)  # of a process that was killed and had this pid
+            os.ftruncate(fd, 0)  # a killed process with the same pid may have left the file
             write_all(fd, data)
             os.rename(aside, path)
         except OSError:
@@ -190,13 +208,15 @@ def write_json(path: str, value: object, *, durable: bool = False) -> None:
 
 
 def write_last_json(path: str, value: object, reserve: str) -> None:
-    """``write_json`` for the last word about an app, which must reach the disk even when that is full.
+    """Write the final content of a file, even if the disk is full.
 
     Args:
-        reserve: a file made by ``safe_files.make_reserve``; it is gone afterwards.
+        path: the file.
+        value: the content, as for ``write_json``.
+        reserve: a file made by ``safe_files.make_reserve``; it does not exist afterwards.
 
     Raises:
-        OSError: not even that could be done.
+        OSError: the file could not be written into the reserve either.
     """
     try:
         write_json(path, value, durable=True)
@@ -215,11 +235,11 @@ def write_all(fd: int, data: bytes) -> None:
 
 
 def read_json(path: str, below: str | None = None) -> dict[str, Any] | None:
-    """Read the JSON object in a file; None when the file is not there, damaged, or not the caller's.
+    """Read the JSON object in a file; return None if the file is missing, damaged, or not the caller's.
 
     Args:
         path: the file.
-        below: a folder of the caller's from which on no link is followed (``safe_files.open_file``).
+        below: a folder of the caller inside which no link is followed (``safe_files.open_file``); None for no check.
     """
     try:
         value = safe_files.read_json(path, limit=MAX_FILE_BYTES, below=below)
@@ -229,7 +249,7 @@ def read_json(path: str, below: str | None = None) -> dict[str, Any] | None:
 
 
 def load(cls: type[T], path: str, below: str | None = None) -> T | None:
-    """Read a file of the state directory into a data class; None when the file is not there.
+    """Read a file of the state directory into a data class; return None if the file does not exist.
 
     Args:
         cls: the class that was written with ``write_json``.
@@ -237,7 +257,7 @@ def load(cls: type[T], path: str, below: str | None = None) -> T | None:
         below: as for ``read_json``.
 
     Raises:
-        DamagedFileError: it cannot be read, or does not hold a ``cls``.
+        DamagedFileError: the file cannot be read, or does not hold a ``cls``.
     """
     try:
         return codec.decode(cls, safe_files.read_json(path, limit=MAX_FILE_BYTES, below=below))

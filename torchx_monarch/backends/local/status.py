@@ -1,8 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What is known about an app: its state, its replicas, why it ended. The content of status.json.
+"""The record of an app: its state, its replicas, why it ended. The content of status.json.
 
-The supervisor writes it while it lives; whoever finds the supervisor dead writes the end (``close_for_dead``).
+The supervisor writes it while it lives. A process that detects the supervisor's death records the end
+(``close_for_dead``).
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ CANCELLED = "CANCELLED"
 TERMINAL = frozenset({SUCCEEDED, FAILED, CANCELLED})
 STATES = TERMINAL | {PENDING, RUNNING}
 
-#: Characters of a message in the brief form, of six bytes each at most.
+#: Maximum characters of a message in the brief form, of six bytes each at most.
 _BRIEF_TEXT = 4000
-#: Bytes of the brief form on disk, for the app (names among them) and for each replica; at least.
+#: Minimum bytes to reserve for the brief form: for the app (names among them) and for each replica.
 _BRIEF_BASE = 64 * 1024
 _BRIEF_REPLICA = 256
 
 
 def is_terminal(state: str) -> bool:
-    """Whether an app or a replica in this state has ended. The names are those of torchx.specs.AppState."""
+    """Return whether an app or a replica in this state has ended. The names are those of torchx.specs.AppState."""
     return state in TERMINAL
 
 
@@ -39,10 +40,14 @@ class ReplicaRecord:
     """One replica, in its latest start.
 
     Attributes:
-        exit_code: as ``subprocess`` has it, -N for signal N; None while it runs, or when nobody was there to see it.
-        restarts: how many times it was started again.
-        error: the content of its error file (or one in the same form made up from the exit code), as JSON text.
-        started, ended: seconds since the epoch.
+        id: id of the replica.
+        state: a state of torchx.specs.AppState.
+        pid: its process; None before the start.
+        exit_code: as in ``subprocess``, -N for signal N; None while it runs, or if no process observed the end.
+        restarts: how often it was restarted.
+        error: the content of its error file, or of a substitute made from the exit code, as JSON text; None without
+            failure.
+        started, ended: seconds since the epoch; None if that has not happened.
     """
 
     id: int
@@ -57,6 +62,8 @@ class ReplicaRecord:
 
 @dataclass
 class RoleRecord:
+    """The replicas of one role."""
+
     name: str
     replicas: list[ReplicaRecord] = field(default_factory=list)
 
@@ -66,11 +73,15 @@ class AppRecord:
     """One app.
 
     Attributes:
+        app_id: id of the app.
         name: the AppDef's name.
-        msg: for people: why it ended as it did, and what else they should know; "" when there is nothing to say.
-        error: the error file's content of the replica that decided the end, as JSON text.
-        restarts: how many times the app, a role or a replica was started again.
-        created, ended: seconds since the epoch.
+        created: when it was submitted, in seconds since the epoch.
+        state: a state of torchx.specs.AppState.
+        msg: for people: why it ended as it did, and what else they should know; "" for no message.
+        error: the content of the error file of the replica that caused the end, as JSON text; None without one.
+        restarts: how often the app, a role or a replica was restarted.
+        ended: seconds since the epoch; None before the end.
+        roles: its roles.
     """
 
     app_id: str
@@ -91,7 +102,7 @@ class AppRecord:
         return asdict(self)
 
     def brief(self) -> dict[str, Any]:
-        """As ``to_json``, with texts of bounded length: for a disk with little room."""
+        """Return the record as ``to_json`` does, with texts of bounded length: for a disk with little room."""
         data = self.to_json()
         data["msg"], data["error"] = self.msg[:_BRIEF_TEXT], None
         for role in data["roles"]:
@@ -101,15 +112,15 @@ class AppRecord:
 
 
 def new_roles(request: DetachedRequest) -> list[RoleRecord]:
-    """The records of an app's roles before anything was started."""
+    """Return the records of an app's roles before any replica was started."""
     return [RoleRecord(r.name, [ReplicaRecord(id=k) for k in range(len(r.replicas))]) for r in request.roles]
 
 
 def load(paths: state_files.AppPaths) -> AppRecord | None:
-    """The record on file; None when there is none.
+    """Read the record of an app; return None if it does not exist.
 
     Raises:
-        store.DamagedFileError: there is a file, and no record in it.
+        state_files.DamagedFileError: the file exists but does not hold a valid record.
     """
     record = state_files.load(AppRecord, paths.status, paths.trusted)
     if record is not None:
@@ -121,10 +132,10 @@ def load(paths: state_files.AppPaths) -> AppRecord | None:
 
 
 def close_for_dead(paths: state_files.AppPaths, record: AppRecord, reason: str) -> None:
-    """End the record of an app whose supervisor is gone: FAILED, for this reason.
+    """Record the end of an app whose supervisor is dead: FAILED, for this reason.
 
     Raises:
-        OSError: it could not be written. The record is changed all the same.
+        OSError: the record could not be written. It is changed in memory all the same.
     """
     now = time.time()
     for role in record.roles:
@@ -136,15 +147,15 @@ def close_for_dead(paths: state_files.AppPaths, record: AppRecord, reason: str) 
 
 
 def reserve_bytes(record: AppRecord) -> int:
-    """Disk space that is enough for the last word about this app, at least for its ``brief`` form."""
+    """Return the disk space that suffices for the final record of this app, at least in its ``brief`` form."""
     return _BRIEF_BASE + _BRIEF_REPLICA * sum(len(role.replicas) for role in record.roles)
 
 
 def save_last(paths: state_files.AppPaths, record: AppRecord) -> None:
-    """Write the last word about an app; on a full disk without what needs much space.
+    """Write the final record of an app; if the disk is full, in its ``brief`` form.
 
     Raises:
-        OSError: not even that could be done.
+        OSError: the brief form could not be written either.
     """
     try:
         state_files.write_last_json(paths.status, record.to_json(), paths.reserve)

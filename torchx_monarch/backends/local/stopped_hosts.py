@@ -1,9 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Finds host processes that are stopped (SIGSTOP) for longer than their lease.
+"""Detect host processes that are stopped (SIGSTOP) for longer than their lease.
 
-The hosts of a role find each other by their own leases (``transport.lease``). What they cannot do is end a stopped
-host, so that it is replaced, nor find one when all of them, or the only one, are stopped.
+The hosts of a role detect the loss of each other by their own leases (``transport.lease``). They cannot end a stopped
+host, so that it is replaced, and cannot detect one if all of them, or the only one, are stopped.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from torchx_monarch.system import processes
 
 
 class StoppedHosts:
-    """Counts for how many looks in a row a host has been found stopped.
+    """Count in how many consecutive checks each host was stopped.
 
-    Looks, not seconds: the supervisor may have been stopped as well, and all of them go on together.
+    It counts checks, not seconds: the supervisor may have been stopped as well, and then continues with the hosts.
 
     Args:
         lease: seconds for which a host may be stopped.
-        every: seconds between two looks.
+        every: seconds between two checks.
     """
 
     def __init__(self, lease: float, every: float) -> None:
-        # One look more than the lease: the other hosts, whose leases have expired before, say more of it.
+        # One check more than the lease: the leases of the other hosts expire first, and these hosts report more.
         self._looks = int(lease / every) + 1
         self._every = every
         self._found: dict[int, int] = {}
 
     def look(self, replicas: Iterable[int]) -> dict[int, str]:
-        """Look once.
+        """Check all hosts once.
 
         Args:
-            replicas: the process of each replica.
+            replicas: the pid of each replica.
 
         Returns:
-            What is to be said of each whose lease has expired, by process.
+            A message for each replica with a host whose lease has expired, by the replica's pid.
         """
         hosts = processes.hosts(replicas)
         stopped = {host for found in hosts.values() for host in found if _is_stopped(host)}

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Submitting: write an app's folder, start its supervisor, and know that it runs."""
+"""Submit an app: write its folder, start its supervisor, and wait until that runs."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from torchx_monarch.backends.local.request import DetachedRequest
 from torchx_monarch.insight import events
 from torchx_monarch.system import processes, safe_files
 
-#: Seconds that a supervisor has to say that it runs; it takes a few hundredths of one.
+#: Seconds in which a supervisor must report that it runs; it takes a few hundredths of one.
 _START_TIMEOUT = 60.0
 _READY = b"ok"
 
 
 class SubmitError(ComponentValidationException, RuntimeError):  # type: ignore[misc]
-    """The app could not be started; nothing is left of it. The torchx command shows the message without a traceback."""
+    """Raised when an app could not be started; nothing is left of it. The torchx command shows no traceback."""
 
 
 class StateDirError(SubmitError):
-    """The state directory cannot be used.
+    """Raised when the state directory cannot be written.
 
     Attributes:
         path: the file or folder that could not be written.
-        reason: what the system said.
+        reason: the system's error message.
     """
 
     def __init__(self, path: str, reason: str) -> None:
@@ -51,11 +51,11 @@ class StateDirError(SubmitError):
 
 
 class StateAccessError(ComponentValidationException, RuntimeError):  # type: ignore[misc]
-    """Something in the state directory is not to be used by this user. The torchx command shows no traceback of it.
+    """Raised when this user must not use a part of the state directory. The torchx command shows no traceback.
 
     Attributes:
         path: the file or folder.
-        reason: why not.
+        reason: why it must not be used.
     """
 
     def __init__(self, path: str, reason: str) -> None:
@@ -65,11 +65,11 @@ class StateAccessError(ComponentValidationException, RuntimeError):  # type: ign
 
     @classmethod
     def of(cls, error: OSError, path: str) -> StateAccessError:
-        """The same as an error of the system.
+        """Build the error from an error of the system.
 
         Args:
-            error: what was raised.
-            path: what was used, if the error does not say.
+            error: the error.
+            path: the path in use; it counts if ``error`` names none.
         """
         return cls(str(error.filename or path), error.strerror or str(error))
 
@@ -82,14 +82,15 @@ class StateAccessError(ComponentValidationException, RuntimeError):  # type: ign
 
 
 def submit(request: DetachedRequest, app: AppDef, cfg: dict[str, CfgVal]) -> str:
-    """Run the request; returns as soon as its supervisor is on its own feet.
+    """Start the supervisor of a request; return when the supervisor runs independently of this process.
 
     Args:
-        app: kept as it is, for those who ask what was submitted.
-        cfg: the run options, kept likewise.
+        request: the request.
+        app: the app as submitted, stored for ``describe``.
+        cfg: the run options, stored for ``describe``.
 
     Returns:
-        The app's id: the request's, or another one when an app of that id exists.
+        The app's id: the request's, or another one if an app of that id exists.
 
     Raises:
         StateDirError: the folder could not be written.
@@ -113,7 +114,7 @@ def submit(request: DetachedRequest, app: AppDef, cfg: dict[str, CfgVal]) -> str
             raise SubmitError(f"the supervisor of {request.app_id} could not be started: {e}") from e
         raise
     except BaseException:
-        # Ctrl-C: nobody will ever hear the app's id, so it must not go on.
+        # Ctrl-C: the caller never gets the app's id, so the app must not continue.
         state.ask_to_end(paths, grace=0)
         raise
     return request.app_id
@@ -122,7 +123,7 @@ def submit(request: DetachedRequest, app: AppDef, cfg: dict[str, CfgVal]) -> str
 def _publish(
     apps: str, request: DetachedRequest, app: AppDef, cfg: dict[str, CfgVal], created: float
 ) -> DetachedRequest:
-    """Write the app's folder; the request as it stands there."""
+    """Write the app's folder; return the request as written there."""
     with folder.staged(apps) as staging:
         _make_log_dirs(state_files.AppPaths(staging), request)
         # The same request may be submitted twice.

@@ -1,15 +1,15 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The processes that watch over one app.
+"""The processes that own one app.
 
     submitter ── first process ── keeper ── supervisor ── replicas
-                 (gone at once)
+                 (exits immediately)
 
-The first process only makes the keeper nobody's child. The supervisor runs the app (``loop``). The keeper sleeps until
-the supervisor has ended; when that left no final status behind, the keeper ends everything of the app and writes the
-status itself. Both adopt orphans, so a process of the app that has left its family is still found below them. When both
-are killed, the kernel kills the replicas, and the next one who looks at the app (``state``) finds the rest by its
-marker and writes the status.
+The first process exits so that the keeper has no parent among the submitter's processes. The supervisor runs the app
+(``supervisor_loop``). The keeper sleeps until the supervisor has ended; if that left no final status behind, the keeper
+kills every process of the app and writes the status itself. Both are subreapers, so a process of the app that has lost
+its parent remains below them. If both are killed, the kernel kills the replicas, and the next process that queries the
+app (``state``) finds the rest by the app's marker and writes the status.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from torchx_monarch.insight import events
 from torchx_monarch.model import job_result
 from torchx_monarch.system import processes
 
-#: What the supervisor writes to the submitter when the app is under way.
+#: What the supervisor writes to the submitter when the app has been started.
 READY = b"ok"
 
 
 def main(root: str, ready: int) -> None:
-    """Start keeper and supervisor for the app in the folder ``root``, and return at once in the first process.
+    """Start keeper and supervisor of an app, and return immediately in the first process.
 
     Args:
-        ready: a pipe; READY is written to it when the app is under way, and it is closed in any case.
+        root: the app's folder.
+        ready: the write end of a pipe; READY is written to it when the app has been started. It is closed in any case.
     """
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     os.set_inheritable(ready, False)
@@ -45,7 +46,7 @@ def main(root: str, ready: int) -> None:
 
 
 def _fork(run: Callable[[], None]) -> int:
-    """Run in a child, which leaves with 0, or with 1 and a traceback; the child's pid."""
+    """Call a function in a child process, which exits with 0, or with 1 and a traceback; return its pid."""
     pid = os.fork()
     if pid:
         return pid
@@ -87,7 +88,7 @@ def _keep(paths: state_files.AppPaths, ready: int) -> None:
     processes.kill_descendants(request.job)
     try:
         record = status.load(paths)
-    except state_files.DamagedFileError:  # a job may have written to it; what the supervisor died of is to be known
+    except state_files.DamagedFileError:  # a job may have written to it; still record why the supervisor died
         record = status.AppRecord(request.app_id, request.name, created, roles=status.new_roles(request))
     if record is not None and not record.terminal:
         code = os.waitstatus_to_exitcode(result)
@@ -117,11 +118,11 @@ def _supervise(paths: state_files.AppPaths, request: DetachedRequest, keeper: in
     state_files.write_json(paths.supervisor, ours.to_json())
 
     def on_ready() -> None:
-        # The submitter may have died meanwhile; the app goes on.
+        # The submitter may have died meanwhile; the app continues.
         with contextlib.suppress(OSError):
             os.write(ready, READY)
         os.close(ready)
 
     events.append(paths.events, "supervised", f"the supervisor (pid {mine.pid}) watches over the app", pid=mine.pid)
     Loop(paths, request, record).run(on_ready, alive)
-    processes.send(keepers, signal.SIGCONT)  # one that was stopped would stay for ever
+    processes.send(keepers, signal.SIGCONT)  # a stopped keeper would never exit

@@ -1,16 +1,16 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The supervisor's event loop: start the replicas, watch them, retry, stop, and say how it ended.
+"""The supervisor's event loop: start the replicas, watch them, retry, stop, and record the result.
 
-One thread sleeps in a selector until something happens: a pipe has text, a child has ended, a signal asks for the end,
-a deadline has come. Nothing is polled but whether the app's folder is still there.
+One thread sleeps in a selector until a pipe has data, a child has ended, a signal asks for the end, or a deadline has
+passed. Two things are polled: whether the app's folder still exists, and whether hosts are stopped.
 
 The rules:
 
-- How the app and its roles have ended is decided by ``backends.outcome``; sidecars that still run then are stopped.
-- A replica that fails is started again while its role has retries left: alone (REPLICA), with its role (ROLE), or with
+- ``backends.outcome`` decides how the app and its roles have ended; sidecars that still run then are stopped.
+- A replica that fails is restarted while its role has retries left: alone (REPLICA), with its role (ROLE), or with
   the whole app (APPLICATION). The count is per replica, per role, per app.
-- A role with min_replicas goes on without a replica whose failure it tolerates; only REPLICA starts it again first.
+- A role with min_replicas continues without a replica whose failure it tolerates; only REPLICA restarts it first.
   The replica stays FAILED, and the app may still succeed.
 - Otherwise the app has FAILED: the failed replica's siblings get a few seconds to end by themselves, then everything is
   stopped.
@@ -47,19 +47,23 @@ from torchx_monarch.insight import events
 from torchx_monarch.model import job_result
 from torchx_monarch.system import processes
 
-#: Seconds between two looks whether the app's folder is still there, and whether a host is stopped.
+#: Seconds between two checks whether the app's folder still exists, and whether a host is stopped.
 _LOOK_EVERY = 3.0
 
 
 @dataclass
 class _CancelWish:
-    """The content of cancel.json: seconds from SIGTERM to SIGKILL, None for the app's own."""
+    """The content of cancel.json.
+
+    Attributes:
+        grace: seconds from SIGTERM to SIGKILL; None for the app's own run option.
+    """
 
     grace: float | None = None
 
 
 def _cancel_wish(paths: state_files.AppPaths) -> _CancelWish | None:
-    """The wish to end the app; None where none was written."""
+    """Read the request to end the app; return None if none was written. A damaged file is a request, too."""
     try:
         return state_files.load(_CancelWish, paths.cancel, paths.trusted)
     except state_files.DamagedFileError:
@@ -67,7 +71,7 @@ def _cancel_wish(paths: state_files.AppPaths) -> _CancelWish | None:
 
 
 class Loop:
-    """The life of one app, from its request to its final status."""
+    """Run one app from its request to its final status."""
 
     def __init__(self, paths: state_files.AppPaths, request: DetachedRequest, record: AppRecord) -> None:
         self._paths = paths
@@ -88,7 +92,7 @@ class Loop:
         self._given_up: set[Replica] = set()
         self._stopped = StoppedHosts(request.lease, _LOOK_EVERY)
         self._unneeded: set[Replica] = set()
-        """Hosts whose role has succeeded as a job, whatever their own exit code."""
+        """Hosts whose role has succeeded, whatever their own exit code."""
         awaited = {role.name for role in outcome.awaited(request.roles)}
         self._awaited = [index for index, role in enumerate(request.roles) if role.name in awaited]
         self._dirty = False
@@ -101,7 +105,7 @@ class Loop:
         for record, request in zip(records, role.replicas, strict=True):
             log_dir = self._paths.replica_logs(role.name, record.id)
             env = {**os.environ, **request.env}
-            # A program whose output goes to a file writes it in blocks; people who follow a log want lines.
+            # Python writes to a pipe in blocks; users who follow a log expect lines.
             env.setdefault("PYTHONUNBUFFERED", "1")
             env.update(
                 {
@@ -127,13 +131,13 @@ class Loop:
     def _socket(self, role_index: int) -> str:
         return os.path.join(self._request.run_dir, f"{role_index}.sock")
 
-    # --- running
+    # --- event loop
 
     def run(self, on_ready: Callable[[], None], keeper_pipe: int) -> None:
         """Run the app to its end.
 
         Args:
-            on_ready: called when all replicas have been started and the status says so. A submitter who waits for that
+            on_ready: called when all replicas have been started and the status says so. A submitter that waits for it
                 never sees PENDING, for which TorchX's commands sleep a second.
             keeper_pipe: a descriptor that becomes readable when the keeper dies.
         """
@@ -176,7 +180,7 @@ class Loop:
         return max(0.0, min(flushes) - time.monotonic()) if flushes else None
 
     def at(self, when: float, call: Callable[[], None]) -> None:
-        """Call at ``time.monotonic() == when``."""
+        """Call the function when ``time.monotonic()`` reaches ``when``."""
         heapq.heappush(self._timers, (when, next(self._timer_ids), call))
 
     def _on_time(self) -> None:
@@ -198,7 +202,7 @@ class Loop:
             self._unfinished.add(replica)
 
     def _on_signals(self, numbers: bytes) -> None:
-        # In this order: what ended before the wish came has not ended because of it.
+        # Children first: a replica that ended before the request has not ended because of it.
         if signal.SIGCHLD in numbers:
             processes.reap(self._on_exit)
         if signal.SIGTERM in numbers and not self._done:
@@ -206,13 +210,13 @@ class Loop:
 
     def _write_status(self) -> None:
         if self._dirty and not self._done:
-            # A full disk costs intermediate states only: the next one, or the last, is written again.
+            # A full disk costs intermediate states only: the next or the final state is written again.
             with contextlib.suppress(OSError):
                 state_files.write_json(self._paths.status, self._record.to_json())
             self._dirty = False
 
     def _look_for_folder(self) -> None:
-        """Stop a job whose folder was removed: nobody can see it or cancel it any more."""
+        """End an app whose folder was removed: users can no longer see or cancel it."""
         if self._verdict is None:
             if self._is_removed():
                 self._end(CANCELLED, f"its folder {self._paths.root} was removed")
@@ -220,7 +224,7 @@ class Loop:
                 self.at(time.monotonic() + _LOOK_EVERY, self._look_for_folder)
 
     def _look_for_stopped(self) -> None:
-        """Kill hosts that have been stopped for too long; that is a failure of theirs."""
+        """Kill hosts that have been stopped for too long, and count that as their failure."""
         if self._verdict is None:
             ending = {replica for graceful_stop in self._graceful_stops for replica in graceful_stop.scope}
             living = {r.record.pid: r for r in self._all if r.alive and r.record.pid is not None and r not in ending}
@@ -230,7 +234,7 @@ class Loop:
 
     def _is_removed(self) -> bool:
         try:
-            os.stat(self._paths.request)  # written before we start, and never again
+            os.stat(self._paths.request)  # written before the supervisor starts, and never again
         except FileNotFoundError:
             return True
         except OSError:  # a network file system that does not answer
@@ -240,13 +244,13 @@ class Loop:
     def _event(self, kind: str, message: str, *, seconds: float | None = None, **fields: object) -> None:
         events.append(self._paths.events, kind, message, seconds=seconds, **fields)
 
-    # --- starting and ending of replicas
+    # --- starts and ends of replicas
 
     def _start(self, replicas: Collection[Replica]) -> None:
         self._dirty = True
         for replica in replicas:
             if replica.record.id == 0:
-                # The socket of an earlier start would keep this one from binding its own.
+                # If the socket of an earlier start exists, the new replica cannot bind to the same path.
                 with contextlib.suppress(OSError):
                     os.unlink(self._socket(replica.role_index))
             began = time.monotonic()
@@ -275,7 +279,7 @@ class Loop:
     def _on_exit(self, pid: int, code: int) -> None:
         replica = self._by_pid.pop(pid, None)
         if replica is None:
-            return  # an orphan that was taken in
+            return  # an orphan process that was adopted
         self._dirty = True
         replica.exited(code)
         self._note_unfinished(replica)
@@ -317,7 +321,7 @@ class Loop:
         return {r.record.id for r in self._roles[role_index] if r in self._given_up}
 
     def _end_latecomers(self, first: Replica) -> None:
-        """End hosts of an elastic role that were started too late to hear that its job is over.
+        """Stop hosts of an elastic role that were started too late to learn that its job is over.
 
         Args:
             first: replica 0 of the role, which has succeeded some seconds ago.
@@ -344,7 +348,7 @@ class Loop:
         failed = self._failed_for_good(index) | {replica.record.id}
         spare = not replica.final and role.policy.tolerates(failed)
         if replica.is_host and any(sibling.succeeded for sibling in siblings):
-            # Hosts end with 0 once all ranks of their role have: this one was killed after that.
+            # Hosts exit with 0 once all ranks of their role have: this host was killed after that.
             self._unneeded.add(replica)
             self._event(
                 "replica_spared",
@@ -406,7 +410,7 @@ class Loop:
         self._graceful_stops.append(graceful_stop)
         graceful_stop.begin()
 
-    # --- ending
+    # --- end of the app
 
     def _on_cancel(self) -> None:
         wish = _cancel_wish(self._paths)
@@ -435,7 +439,7 @@ class Loop:
         self._stop_gracefully(self._all, self._finish, grace=grace, settling=settling)
 
     def _finish(self) -> None:
-        """Write the last word. No replica lives any more, but what they have started may."""
+        """Write the final status. No replica is alive any more, but processes that it has started may be."""
         assert self._verdict is not None
         state, message = self._verdict
         failed = self._failed() if state == FAILED else []
@@ -461,7 +465,7 @@ class Loop:
             "ended", f"{state}: {message}" if message else state, seconds=self._record.ended - self._record.created
         )
         if self._is_removed():
-            folder.remove_app(self._paths)  # what the job has put there since
+            folder.remove_app(self._paths)  # the job may have made it again
         else:
             try:
                 status.save_last(self._paths, self._record)
@@ -470,9 +474,9 @@ class Loop:
         self._done = True
 
     def _failed(self) -> list[Replica]:
-        """The replicas that failed: in the order of their ends, but first those that know the cause at first hand.
+        """Return the failed replicas by the time of their end, those that report the root cause directly first.
 
-        On a full disk those without an error file come last: they may have had no room for one.
+        On a full disk, replicas without an error file come last: there may have been no room for it.
         """
         no_room = bool(self._note_on_disk())
         failed = [replica for replica in self._all if replica.record.state == FAILED and replica not in self._given_up]
@@ -481,7 +485,7 @@ class Loop:
         )
 
     def _note_on_disk(self) -> str:
-        """What is to be said of a state directory that is full: files that would name the cause may be missing."""
+        """Describe a full state directory, for which files that name the cause may be missing; empty if it has room."""
         with contextlib.suppress(OSError):
             found = os.statvfs(self._paths.root)
             if found.f_blocks and not found.f_bavail:
