@@ -14,6 +14,7 @@ from torchx.specs import AppDef, AppState, RetryPolicy, Role
 
 from tests.local.detached import Detached, lives, pid_in, sh
 from torchx_monarch.command.rewrite import WrapOptions, rewrite
+from torchx_monarch.model.host_spec import HostSpec
 
 Eventually = Callable[..., object]
 
@@ -67,7 +68,7 @@ def test_a_program_asks_for_no_retry_by_what_retry_on_names(
     path = tmp_path / "prog.py"
     path.write_text(f"open({str(tmp_path / 'starts')!r}, 'a').write('x')\nraise SystemExit({code})\n")
     role = Role("r", "", entrypoint="torchrun", args=["--nproc-per-node", "1", str(path)], max_retries=2)
-    (role,) = rewrite(AppDef("app", [role]), WrapOptions(python=sys.executable, preload="", retry_on=(4,))).roles
+    (role,) = rewrite(AppDef("app", [role]), WrapOptions(sys.executable, HostSpec(preload=(), retry_on=(4,)))).roles
     app_id = apps.run(role)
     status = apps.wait(app_id)
     assert (status.state, status.num_restarts) == (F, times - 1)

@@ -8,6 +8,7 @@ import socket
 
 import pytest
 
+from torchx_monarch.model.host_spec import parse_ports
 from torchx_monarch.transport import local_addresses
 from torchx_monarch.transport.connections import Address
 from torchx_monarch.transport.local_addresses import NetworkError, NetworkOptions
@@ -15,13 +16,13 @@ from torchx_monarch.transport.local_addresses import NetworkError, NetworkOption
 
 @pytest.mark.parametrize(("text", "ports"), [("26600", (26600, 26600)), ("1-65535", (1, 65535))])
 def test_reads_ports(text: str, ports: tuple[int, int]) -> None:
-    assert local_addresses.parse_ports(text) == ports
+    assert parse_ports(text) == ports
 
 
 @pytest.mark.parametrize("text", ["", "0", "65536", "5-4", "1-", "-5", "1-2-3", "1,2", "ports", "1 - 2", "²"])
 def test_says_what_ports_are(text: str) -> None:
     with pytest.raises(ValueError, match="is no port and no range of ports such as 26600-26699"):
-        local_addresses.parse_ports(text)
+        parse_ports(text)
 
 
 def test_binds_to_addresses_and_interfaces() -> None:

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import pytest
 
-from torchx_monarch.command.exit_codes import parse_exit_codes
 from torchx_monarch.controller.retry import Backoff, never_joined, why_not
+from torchx_monarch.model.exit_codes import parse_exit_codes
 from torchx_monarch.model.job_result import RankExit
 
 

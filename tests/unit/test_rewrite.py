@@ -22,6 +22,7 @@ from torchx.specs import AppDef, RetryPolicy, Role, macros
 from torchx_monarch.command.command import CommandError, parse
 from torchx_monarch.command.rewrite import WrapOptions, restore, rewrite
 from torchx_monarch.components import spmd
+from torchx_monarch.model.host_spec import HostSpec
 
 OPTIONS = WrapOptions()
 HOST = [
@@ -80,7 +81,9 @@ def test_only_the_command_changes() -> None:
 
 
 def test_host_options() -> None:
-    role = rewritten(app("torchrun", "a.py"), WrapOptions("/opt/a b/python", 0.5, 1234567.0, preload=""))
+    role = rewritten(
+        app("torchrun", "a.py"), WrapOptions("/opt/a b/python", HostSpec(grace=0.5, host_timeout=1234567.0, preload=()))
+    )
     assert role.entrypoint == "/opt/a b/python"
     assert role.args[8:] == [
         *("--replicas", "1", "--grace", "0.5", "--host-timeout", "1234567", "--preload", "", "--"),

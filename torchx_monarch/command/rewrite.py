@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torchx.specs import AppDef, RetryPolicy, Role, macros
 
@@ -22,6 +22,7 @@ from torchx_monarch.command.command import ACTORS_MODULE, HOST_MODULE, HOSTS_MOD
 from torchx_monarch.command.shell import SimpleCommand, command_string, simple_commands
 from torchx_monarch.command.template import escape, substitute, unescape
 from torchx_monarch.model import sidecars
+from torchx_monarch.model.host_spec import HostSpec, show_seconds
 
 
 @dataclass(frozen=True)
@@ -30,30 +31,20 @@ class WrapOptions:
 
     Attributes:
         python: name or path of the Python interpreter on the hosts.
-        grace: grace period in seconds, from SIGTERM to SIGKILL, when ranks are stopped.
-        host_timeout: seconds to wait for all hosts to join.
-        preload: comma-separated modules that spare interpreters import; empty for none.
-        retry_on: exit codes, 128 + N for signal N, after which the ranks are restarted; empty for any failure.
+        spec: the options that the hosts of all roles share; those of one role are filled in for each role.
         rendezvous: address of replica 0 of each role, by role name; empty if all roles run on one machine. The host of
             an address is ``@`` if it is unknown before replica 0 runs.
-        network: further words of the host's command line, each option followed by its value.
         application: address of the first role's replica 0, on backends that end each role separately; empty for other
             backends.
         always_together: whether, on those backends, the failure of one role ends all roles whatever their retry policy,
             and the end of the first role ends all. The first role then waits for the other roles that are not sidecars.
-        lease: seconds after which a silent host or agent counts as lost; None for the host's default.
     """
 
     python: str = "python"
-    grace: float = 30.0
-    host_timeout: float = 300.0
-    preload: str = "torch"
-    retry_on: tuple[int, ...] = ()
+    spec: HostSpec = HostSpec()
     rendezvous: Mapping[str, str] = field(default_factory=dict)
-    network: Sequence[str] = ()
     application: str = ""
     always_together: bool = False
-    lease: float | None = None
 
 
 def rewrite(app: AppDef, options: WrapOptions) -> AppDef:
@@ -126,7 +117,7 @@ def hold(app: AppDef, idle_timeout: float = IDLE_TIMEOUT, python: str = "python"
             names the role.
     """
     held = copy.deepcopy(app)
-    words = ["-m", HOSTS_MODULE, "--idle-timeout", _seconds(idle_timeout), "--"]
+    words = ["-m", HOSTS_MODULE, "--idle-timeout", show_seconds(idle_timeout), "--"]
     found = [wrap_role(role, python, words, but="hosts") for role in held.roles]
     if not any(found):
         roles = ", ".join(repr(role.name) for role in held.roles) or "none"
@@ -249,27 +240,28 @@ def _command(words: Sequence[str], role: Role) -> Command | None:
 def _host_arguments(
     role: Role, options: WrapOptions, directory: Mapping[str, str], beside: int, awaited: Sequence[str]
 ) -> list[str]:
-    """Return the words between the interpreter and the command: the host module and its options, up to ``--``."""
-    return [
-        *("-m", HOST_MODULE),
-        *("--app", macros.app_id),
-        *("--role", escape(role.name)),
-        *("--replica", macros.replica_id),
-        *("--replicas", str(role.num_replicas)),
-        *("--grace", _seconds(options.grace)),
-        *("--host-timeout", _seconds(options.host_timeout)),
-        *("--preload", escape(options.preload)),
-        *(("--lease", _seconds(options.lease)) if options.lease is not None else ()),
-        *(("--retry-on", ",".join(map(str, options.retry_on))) if options.retry_on else ()),
-        *(("--replacements", str(role.max_retries)) if _are_replaced(role) else ()),
-        *(("--rendezvous", options.rendezvous[role.name]) if role.name in options.rendezvous else ()),
-        *(("--peers", _peers(options)) if options.rendezvous and is_actors([role.entrypoint, *role.args]) else ()),
-        *(("--directory", directory[role.name]) if role.name in directory else ()),
-        *(("--application", options.application, "--beside", str(beside)) if beside else ()),
-        *(word for name in awaited for word in ("--await-role", escape(name))),
-        *(escape(word) for word in options.network),
-        "--",
-    ]
+    """Return the arguments of the host process, which follow the interpreter and precede the command."""
+    rendezvous = options.rendezvous.get(role.name, "")
+    is_for_actors = bool(options.rendezvous) and is_actors([role.entrypoint, *role.args])
+    # TorchX or the backend fills in what these hold: an app's id, or the name of a host in it.
+    placeholders = {
+        "app": macros.app_id,
+        "replica": macros.replica_id,
+        "rendezvous": rendezvous,
+        "peers": _peers(options) if is_for_actors else "",
+        "directory": directory.get(role.name, ""),
+        "application": options.application if beside else "",
+    }
+    spec = replace(
+        options.spec,
+        role=role.name,
+        replicas=role.num_replicas,
+        replacements=role.max_retries if _are_replaced(role) else 0,
+        beside=beside,
+        await_role=tuple(awaited),
+    )
+    words = spec.to_argv(escape, {name: text for name, text in placeholders.items() if text})
+    return ["-m", HOST_MODULE, *words, "--"]
 
 
 def _peers(options: WrapOptions) -> str:
@@ -279,10 +271,6 @@ def _peers(options: WrapOptions) -> str:
 def _are_replaced(role: Role) -> bool:
     """Whether the backend restarts a lost replica while the others are alive."""
     return role.retry_policy is RetryPolicy.REPLICA and role.max_retries > 0 and role.num_replicas > 1
-
-
-def _seconds(value: float) -> str:
-    return str(value).removesuffix(".0")
 
 
 def _host_words(argv: Sequence[str]) -> int | None:

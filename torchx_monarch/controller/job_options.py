@@ -10,7 +10,7 @@ from typing import Any
 from torchx_monarch.command.command import Command
 from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.host_options import HostOptions
+from torchx_monarch.model.host_spec import HostSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class JobOptions:
 
     @classmethod
     def of(
-        cls, options: HostOptions, command: Command | None, node_range: NodeRange, network: HostNetwork, **more: Any
+        cls, options: HostSpec, command: Command | None, node_range: NodeRange, network: HostNetwork, **more: Any
     ) -> JobOptions:
         """Derive the options from those of replica 0's host.
 
@@ -69,7 +69,7 @@ class JobOptions:
             master_addr=network.advertised,
             store_bind=network.bind,
             # Over a network, the loss of a machine is noticed only after peer_timeout seconds of silence.
-            said_within=options.network.peer_timeout + 3.0 if network.rendezvous.networked else 1.0,
+            said_within=options.peer_timeout + 3.0 if network.rendezvous.networked else 1.0,
             lease=options.lease,
             **more,
         )

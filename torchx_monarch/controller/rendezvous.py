@@ -28,10 +28,11 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 
+from torchx_monarch.model.host_spec import LEASE, PEER_TIMEOUT
 from torchx_monarch.model.job_result import JobResult, describe_code
 from torchx_monarch.transport import connections, messages
-from torchx_monarch.transport.connections import PEER_TIMEOUT, Address, ConnectError, Identity
-from torchx_monarch.transport.lease import LEASE, Leases
+from torchx_monarch.transport.connections import Address, ConnectError, Identity
+from torchx_monarch.transport.lease import Leases
 from torchx_monarch.transport.listener import Listener
 
 _GREETING_TIMEOUT = 10.0

@@ -12,10 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 from torchx_monarch.controller.rendezvous import Registration, RendezvousError
+from torchx_monarch.model.host_spec import LEASE, PEER_TIMEOUT
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.transport import connections, messages
-from torchx_monarch.transport.connections import PEER_TIMEOUT, Address, ConnectError, Identity
-from torchx_monarch.transport.lease import LEASE, Leases
+from torchx_monarch.transport.connections import Address, ConnectError, Identity
+from torchx_monarch.transport.lease import Leases
 
 _ANSWER_TIMEOUT = 60.0
 """Seconds for replica 0 to answer a greeting: it may be busy with thousands of them."""

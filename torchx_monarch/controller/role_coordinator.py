@@ -22,10 +22,10 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
 from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.host_options import HostOptions
 from torchx_monarch.controller.rendezvous import JOINED, HostEvent, LaterError, Rendezvous
 from torchx_monarch.controller.role_registry import role_of, start_of_app
 from torchx_monarch.insight.progress import Reporter
+from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.transport import connections, local_addresses, messages
 from torchx_monarch.transport.connections import Address, ConnectError
@@ -64,7 +64,7 @@ class RoleCoordinator:
 
     @staticmethod
     def of(
-        options: HostOptions, environ: Mapping[str, str], rendezvous: Rendezvous, host_network: HostNetwork
+        options: HostSpec, environ: Mapping[str, str], rendezvous: Rendezvous, host_network: HostNetwork
     ) -> RoleCoordinator:
         """Create the coordinator for a replica 0 from its options and environment.
 
@@ -79,8 +79,8 @@ class RoleCoordinator:
         is_first = options.application.rpartition(":")[2] == str(host_network.rendezvous).rpartition(":")[2]
         first = Address.parse(local_addresses.expanded(options.application, environ, is_first), "--application")
         if is_first:
-            return _MainRole(role, rendezvous, start, options.beside, options.await_roles)
-        told_within = options.host_timeout if role in options.await_roles else 0.0
+            return _MainRole(role, rendezvous, start, options.beside, options.await_role)
+        told_within = options.host_timeout if role in options.await_role else 0.0
         return _OtherRole(role, rendezvous, start, first, host_network, told_within)
 
     async def begin(self, reporter: Reporter, timeout: float) -> None:

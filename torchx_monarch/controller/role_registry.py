@@ -22,10 +22,10 @@ import dataclasses
 from collections.abc import Callable, Mapping
 
 from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.host_options import HostOptions
 from torchx_monarch.controller.rendezvous import HostEvent, LaterError, Rendezvous, RendezvousError
 from torchx_monarch.controller.rendezvous_client import handshake
 from torchx_monarch.insight.progress import Reporter
+from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.transport import connections, local_addresses, messages
 from torchx_monarch.transport.connections import Address, AddressError
@@ -143,7 +143,7 @@ class RegistryClient:
     is_main: bool
 
     @classmethod
-    def of(cls, options: HostOptions, rendezvous: str, environ: Mapping[str, str]) -> RegistryClient | None:
+    def of(cls, options: HostSpec, rendezvous: str, environ: Mapping[str, str]) -> RegistryClient | None:
         """Create the client from a host's options and environment; return None if there is no registry.
 
         Args:

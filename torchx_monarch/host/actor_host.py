@@ -127,7 +127,7 @@ class ActorHost(HostProcess):
             options.replicas,
             host_network.identity,
             host_network.bind,
-            options.network.peer_timeout,
+            options.peer_timeout,
             options.lease,
         )
         credentials = self._environ.get("MONARCH_CREDENTIALS", "")
@@ -224,7 +224,7 @@ class ActorHost(HostProcess):
         return dict(zip(peers, found, strict=True))
 
     async def _look(self, address: Address, host_network: HostNetwork) -> dict[str, Any]:
-        reader, writer = await connections.connect(address, host_network.identity, self._options.network.peer_timeout)
+        reader, writer = await connections.connect(address, host_network.identity, self._options.peer_timeout)
         try:
             await messages.send(writer, {"type": "look", "version": messages.VERSION})
             state = await messages.receive(reader, _PEER_TIMEOUT)

@@ -23,7 +23,6 @@ from torchx_monarch.controller import retry
 from torchx_monarch.controller.controller import Controller
 from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.host_options import HostOptions
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import Registration, Rendezvous, RendezvousError, agent_lost, signalled
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
@@ -35,6 +34,7 @@ from torchx_monarch.host.rank_environment import env_number
 from torchx_monarch.host.rank_pool import HostContext, RankPool
 from torchx_monarch.host.watchdog import ENABLED, FILE
 from torchx_monarch.insight.progress import Reporter, write_failure_report
+from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.world import LaunchError, World
 from torchx_monarch.system import error_files, open_files, processes, run_dirs, safe_files
@@ -42,6 +42,7 @@ from torchx_monarch.system.console import Console
 from torchx_monarch.transport import local_addresses
 from torchx_monarch.transport.agent_rpc import SOCKET_VARIABLE, AgentServer
 from torchx_monarch.transport.connections import Address
+from torchx_monarch.transport.local_addresses import NetworkOptions
 
 _HOST_EXIT_TIMEOUT = 5.0
 """Seconds that replica 0 waits for the other hosts to exit before it exits."""
@@ -60,7 +61,7 @@ class HostProcess:
         environ: environment in which the backend started the host process.
     """
 
-    def __init__(self, options: HostOptions, environ: Mapping[str, str]) -> None:
+    def __init__(self, options: HostSpec, environ: Mapping[str, str]) -> None:
         self._options = options
         self._environ = dict(environ)
         os.environ.pop("MONARCH_CREDENTIALS", None)  # Monarch's processes inherit this environment
@@ -159,7 +160,7 @@ class HostProcess:
         try:
             credentials = self._environ.get("MONARCH_CREDENTIALS", "")
             host_network = HostNetwork.setup(
-                rendezvous, advertised, options.network, credentials, self._sockets, options.replica == 0
+                rendezvous, advertised, NetworkOptions.of(options), credentials, self._sockets, options.replica == 0
             )
         except ValueError as failure:
             return self._conclude(JobResult(1, f"host {options.replica}: {failure}"))
@@ -253,7 +254,7 @@ class HostProcess:
             self._reporter.line(
                 f"INSECURE: host {self._options.replica} uses plain TCP: whoever can reach its ports can run code here"
             )
-        options = self._options.network
+        options = NetworkOptions.of(self._options)
         if command is not None and command.options.local_addr and not options.advertise:
             options = dataclasses.replace(options, advertise=command.options.local_addr)
         advertised = local_addresses.advertised(
@@ -325,7 +326,7 @@ class HostProcess:
             options.replicas,
             host_network.identity,
             host_network.bind,
-            options.network.peer_timeout,
+            options.peer_timeout,
             options.lease,
             sizes.fewest,
         )

@@ -19,7 +19,6 @@ from torchx_monarch.command.command import Command, CommandError, Program, parse
 from torchx_monarch.command.torchrun_options import DEFAULTS
 from torchx_monarch.controller.controller import Controller
 from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.host_options import HostOptions
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.run_queue import RunQueue
@@ -31,6 +30,7 @@ from torchx_monarch.host.rank_pool import HostContext
 from torchx_monarch.host.session_pool import SessionPool
 from torchx_monarch.host.watchdog import ENABLED, FILE
 from torchx_monarch.insight.run_log import RunLog
+from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.world import LaunchError
 
 _MESSAGE = 30_000
@@ -39,7 +39,7 @@ _MESSAGE = 30_000
 Op = Callable[["SessionHost", dict[str, Any]], Awaitable[Any]]
 
 
-def is_session(options: HostOptions, environ: Mapping[str, str]) -> bool:
+def is_session(options: HostSpec, environ: Mapping[str, str]) -> bool:
     """Return whether a host's command is that of a live allocation."""
     try:
         command = parse(options.command, environ)
@@ -57,7 +57,7 @@ class SessionHost(HostProcess):
 
     OPS: dict[str, Op] = dict(OPS)
 
-    def __init__(self, options: HostOptions, environ: Mapping[str, str]) -> None:
+    def __init__(self, options: HostSpec, environ: Mapping[str, str]) -> None:
         super().__init__(options, environ)
         self._allocation_spec = AllocationSpec(0.0, "0", (), None)
         self._run_queue: RunQueue | None = None

@@ -26,8 +26,9 @@ from torchx_monarch.backends.errors import UserError
 from torchx_monarch.backends.options import run_options
 from torchx_monarch.backends.protocols import CREDENTIALS, PLACEHOLDER, NetworkBackend, RolesApart, with_credentials
 from torchx_monarch.command.command import CommandError
-from torchx_monarch.command.exit_codes import parse_exit_codes
 from torchx_monarch.command.rewrite import WrapOptions, restore, rewrite
+from torchx_monarch.model.exit_codes import parse_exit_codes
+from torchx_monarch.model.host_spec import HostSpec, parse_ports
 from torchx_monarch.model.sidecars import SidecarError, is_sidecar
 from torchx_monarch.schedulers.caller_error_file import write_root_cause
 from torchx_monarch.schedulers.command import RunOptions, end_plainly, keep_threads_quiet, subcommand
@@ -192,16 +193,15 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         except ValueError as error:
             reason = f"Run option `retry_on` is {options.retry_on}: {error}"
             raise InvalidRunConfigException(reason, "retry_on", cfg) from None
-        preload = "" if options.preload == "none" else options.preload.replace("+", ",")
-        hosts = WrapOptions(
-            python=self._python,
+        preload = [] if options.preload == "none" else options.preload.replace("+", ",").split(",")
+        spec = HostSpec(
             grace=float(options.grace),
             host_timeout=float(options.host_timeout),
-            preload=preload,
+            preload=tuple(filter(None, preload)),
             retry_on=retry_on,
-            lease=float(options.lease) if options.lease != MonarchOpts().lease else None,
-            **self._network(app, cfg),
+            lease=float(options.lease),
         )
+        hosts = self._wrap_options(app, cfg, spec)
         try:
             for role in app.roles:
                 is_sidecar(role)
@@ -218,34 +218,40 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             role.image = ours.image  # a scheduler that pushes images writes the pushed name
         return _SubmitInfo(info, hosts.rendezvous)
 
-    def _network(self, app: AppDef, cfg: Cfg) -> dict[str, Any]:
-        """Return the fields of ``WrapOptions`` for hosts on a network; empty if the hosts share one machine.
+    def _wrap_options(self, app: AppDef, cfg: Cfg, spec: HostSpec) -> WrapOptions:
+        """Return the options of the host processes; add those of the network unless the hosts share one machine.
 
         Raises:
-            InvalidRunConfigException: ``rendezvous_port`` is out of range.
+            InvalidRunConfigException: ``rendezvous_port`` or ``ports`` is invalid.
         """
         if not isinstance(self.inner, NetworkBackend):
-            return {}
+            return WrapOptions(self._python, spec)
         options = NetworkOpts.from_cfg({name: cfg[name] for name in cfg if name in NetworkOpts()})
         port = options.rendezvous_port or random.choice(_PORTS_DRAWN)
         if not 0 < port < 65536:
             reason = f"Run option `rendezvous_port` is {port}; it is a port, 1 to 65535, or 0 to draw one"
             raise InvalidRunConfigException(reason, "rendezvous_port", cfg)
         scheme = "insecure-tcp" if options.insecure_plain_tcp else "tls"
-        words = []
-        for name in ("ports", "bind", "peer_timeout", "rejoin_timeout"):
-            if options[name] != NetworkOpts()[name]:
-                words += [f"--{name.replace('_', '-')}", str(options[name])]
+        try:
+            ports = parse_ports(options.ports) if options.ports else None
+        except ValueError as error:
+            raise InvalidRunConfigException(f"Run option `ports`: {error}", "ports", cfg) from None
+        spec = dataclasses.replace(
+            spec,
+            ports=ports,
+            bind=options.bind,
+            peer_timeout=float(options.peer_timeout),
+            rejoin_timeout=float(options.rejoin_timeout),
+        )
         # A port per role: the replicas 0 of two roles may run on one machine.
         rendezvous = {
             role.name: f"{scheme}:{self.inner.replica0_host(app, role)}:{port + index}"
             for index, role in enumerate(app.roles)
         }
-        found: dict[str, Any] = {"rendezvous": rendezvous, "network": words}
-        if isinstance(self.inner, RolesApart):
-            found["application"] = rendezvous[app.roles[0].name]
-            found["always_together"] = self.inner.always_together
-        return found
+        if not isinstance(self.inner, RolesApart):
+            return WrapOptions(self._python, spec, rendezvous)
+        main = rendezvous[app.roles[0].name]
+        return WrapOptions(self._python, spec, rendezvous, main, self.inner.always_together)
 
     def schedule(self, dryrun_info: AppDryRunInfo[Any, Cfg]) -> str:
         """Submit the result of a dry run, including changes made to its request since, and return the app's id."""

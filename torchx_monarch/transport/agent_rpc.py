@@ -22,8 +22,9 @@ import struct
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from torchx_monarch.model.host_spec import LEASE
 from torchx_monarch.transport import messages
-from torchx_monarch.transport.lease import LEASE, Leases
+from torchx_monarch.transport.lease import Leases
 
 SOCKET_VARIABLE = "MONARCH_AGENT_SOCKET"
 """The variable that holds the socket's path. The host process sets it; the Monarch process of the agent inherits it."""

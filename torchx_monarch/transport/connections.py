@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Address", "AddressError", "ConnectError", "Identity", "connect", "explain", "is_client", "listen"]
 
-PEER_TIMEOUT = 5.0
-"""Default number of seconds after which the kernel breaks a network connection whose peer does not answer."""
-
 IMPATIENCE = 3.0
 """Seconds for the TLS handshake of the first try. A waiting host can then soon report that there is no answer."""
 

@@ -18,9 +18,6 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-LEASE = 30.0
-"""Default number of seconds of silence after which a process counts as lost."""
-
 _HEARTBEATS = 3
 """Heartbeats per lease, so that two may be late. For four thousand hosts, one heartbeat every 5 s would cost replica 0
 a tenth of a core, and one every 10 s costs half of that."""

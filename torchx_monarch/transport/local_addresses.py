@@ -8,12 +8,12 @@ import contextlib
 import dataclasses
 import fcntl
 import ipaddress
-import re
 import socket
 import struct
 from collections.abc import Mapping
 
-from torchx_monarch.transport.connections import PEER_TIMEOUT, Address
+from torchx_monarch.model.host_spec import PEER_TIMEOUT, HostSpec
+from torchx_monarch.transport.connections import Address
 
 _SIOCGIFADDR = 0x8915
 
@@ -39,18 +39,10 @@ class NetworkOptions:
     ports: tuple[int, int] | None = None
     peer_timeout: float = PEER_TIMEOUT
 
-
-def parse_ports(text: str) -> tuple[int, int]:
-    """Parse a port or a range of ports, ``26600`` or ``26600-26699``.
-
-    Raises:
-        ValueError: the text has neither form; the message says which values are allowed.
-    """
-    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
-    low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
-    if not 0 < low <= high < 65536:
-        raise ValueError(f"{text!r} is no port and no range of ports such as 26600-26699, within 1 to 65535")
-    return low, high
+    @classmethod
+    def of(cls, spec: HostSpec) -> NetworkOptions:
+        """Return the network options of a host."""
+        return cls(spec.bind, spec.advertise, spec.ports, spec.peer_timeout)
 
 
 def interfaces() -> dict[str, str]:

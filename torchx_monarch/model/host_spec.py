@@ -1,0 +1,203 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The options of a host process: each field of ``HostSpec`` is a flag of ``python -m torchx_monarch.host``.
+
+Submission turns a ``HostSpec`` into words of a command line (``to_argv``), and the host process turns these words back
+into a ``HostSpec`` (``from_argv``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torchx_monarch.model.exit_codes import parse_exit_codes
+
+LEASE = 30.0
+"""Seconds without a message after which a host or its agent counts as lost, unless the user chooses others."""
+
+PEER_TIMEOUT = 5.0
+"""Seconds without an answer after which a machine counts as lost, unless the user chooses others."""
+
+
+def parse_ports(text: str) -> tuple[int, int]:
+    """Read ``26600`` or ``26600-26699``.
+
+    Raises:
+        ValueError: the text is neither; the message says what is allowed.
+    """
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    low, high = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 0 < low <= high < 65536:
+        raise ValueError(f"{text!r} is no port and no range of ports such as 26600-26699, within 1 to 65535")
+    return low, high
+
+
+def show_seconds(value: float) -> str:
+    """Return seconds as a user would type them: ``30``, not ``30.0``."""
+    return str(value).removesuffix(".0")
+
+
+def _parse_names(text: str) -> tuple[str, ...]:
+    return tuple(name for name in text.split(",") if name)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Flag:
+    """How a field appears on the command line.
+
+    Attributes:
+        help: the text of ``--help``.
+        parse: turns the text of the flag into the value of the field.
+        show: turns the value into text.
+        lowest: the lowest value of a number of seconds; None for fields of other kinds.
+        always: whether the flag is given even where the field has its default value.
+        repeated: whether the flag is given once for each element of the field.
+    """
+
+    help: str
+    parse: Callable[[str], Any] = str
+    show: Callable[[Any], str] = str
+    lowest: float | None = None
+    always: bool = False
+    repeated: bool = False
+
+
+def _flag(default: Any, help: str, **more: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"flag": _Flag(help, **more)})
+
+
+def _seconds(default: float, help: str, lowest: float, always: bool = False) -> Any:
+    return _flag(default, help, parse=float, show=show_seconds, lowest=lowest, always=always)
+
+
+@dataclasses.dataclass(frozen=True)
+class HostSpec:
+    """The command line of the host process of one replica. The flag of a field is its name, with dashes."""
+
+    app: str = _flag("", "id of the app", always=True)
+    role: str = _flag("", "name of the role", always=True)
+    replica: int = _flag(0, "number of the replica in its role, from 0", parse=int, always=True)
+    replicas: int = _flag(1, "how many replicas the role has", parse=int, always=True)
+    grace: float = _seconds(30.0, "seconds between SIGTERM and SIGKILL of ranks", 0, always=True)
+    host_timeout: float = _seconds(300.0, "seconds that all hosts have to arrive", 0.001, always=True)
+    preload: tuple[str, ...] = _flag(
+        ("torch",),
+        "modules that rank interpreters import before they know their program, separated by commas",
+        parse=_parse_names,
+        show=",".join,
+        always=True,
+    )
+    lease: float = _seconds(LEASE, "seconds without a message after which a host or its agent counts as lost", 1)
+    retry_on: tuple[int, ...] = _flag(
+        (),
+        "exit codes and signals after which ranks are started again, separated by commas (default: any)",
+        parse=parse_exit_codes,
+        show=lambda codes: ",".join(map(str, codes)),
+    )
+    replacements: int = _flag(0, "how many lost hosts the backend replaces while the job goes on", parse=int)
+    rendezvous: str = _flag(
+        "",
+        "where replica 0 listens: unix:PATH, tls:HOST:PORT or insecure-tcp:HOST:PORT. @NAME as HOST is the value of "
+        "that environment variable; @ alone is registered with the --directory by replica 0 "
+        "(default: MONARCH_RENDEZVOUS, else a socket of this machine)",
+    )
+    peers: str = _flag(
+        "", "NAME=RENDEZVOUS of each role, separated by commas, for a script that uses the hosts of all of them"
+    )
+    directory: str = _flag(
+        "", "where replica 0 of the first role listens, with which replicas 0 of the other roles register their address"
+    )
+    application: str = _flag(
+        "", "where replica 0 of the first role listens, which ends and restarts all roles when one has failed"
+    )
+    beside: int = _flag(0, "how many roles are ended and restarted with the first one", parse=int)
+    await_role: tuple[str, ...] = _flag(
+        (), "name of a role whose success the first role waits for before it ends; may be repeated", repeated=True
+    )
+    ports: tuple[int, int] | None = _flag(
+        None,
+        "LOW-HIGH: the ports that Monarch may listen on (default: any)",
+        parse=parse_ports,
+        show=lambda ports: "-".join(map(str, ports)),
+    )
+    bind: str = _flag("", "address or interface to open ports on (default: all)")
+    advertise: str = _flag("", "name or address by which other hosts connect to this one (default: as they see it)")
+    peer_timeout: float = _seconds(PEER_TIMEOUT, "seconds without an answer after which a machine counts as lost", 1)
+    rejoin_timeout: float = _seconds(60.0, "seconds that a host which has lost replica 0 looks for another one", 0)
+    command: tuple[str, ...] = ()
+    """The command of the role: the words after ``--``."""
+
+    def to_argv(self, escape: Callable[[str], str] = str, placeholders: Mapping[str, str] | None = None) -> list[str]:
+        """Return the flags that differ from their defaults, and those that are always given; ``--`` is not among them.
+
+        Args:
+            escape: applied to each value, so that the backend does not replace what looks like a macro of TorchX in it.
+            placeholders: by field, the text that stands for a value which only the backend knows. Not escaped.
+        """
+        words: list[str] = []
+        for name, flag in _flags().items():
+            value, given = getattr(self, name), (placeholders or {}).get(name)
+            if given is not None:
+                words += [_option(name), given]
+            elif flag.repeated:
+                words += [word for each in value for word in (_option(name), escape(each))]
+            elif flag.always or value != _defaults()[name]:
+                words += [_option(name), escape(flag.show(value))]
+        return words
+
+    @classmethod
+    def from_argv(cls, argv: Sequence[str], description: str) -> HostSpec:
+        """Parse the words that follow ``python -m torchx_monarch.host``.
+
+        Args:
+            argv: the words.
+            description: the first paragraph of ``--help``.
+
+        Raises:
+            SystemExit: a word is wrong, and stderr says which and what is allowed; or ``--help`` was asked for.
+        """
+        parser = argparse.ArgumentParser("python -m torchx_monarch.host", description=description, allow_abbrev=False)
+        for name, flag in _flags().items():
+            kind = flag.parse if flag.parse in (int, float) else str
+            parser.add_argument(
+                _option(name),
+                type=kind,
+                required=name in ("app", "role"),
+                action="append" if flag.repeated else "store",
+                help=flag.help,
+            )
+        parser.add_argument("command", nargs="+", metavar="COMMAND", help="after `--`: the command of the role")
+        words = vars(parser.parse_args(argv))
+        given: dict[str, Any] = {name: value for name, value in words.items() if value is not None}
+        for name, flag in _flags().items():
+            if name in given and not flag.repeated and flag.parse not in (int, float):
+                try:
+                    given[name] = flag.parse(given[name])
+                except ValueError as error:
+                    parser.error(f"{_option(name)} {given[name]}: {error}")
+        for name in given:
+            if isinstance(given[name], list):
+                given[name] = tuple(given[name])
+        spec = cls(**given)
+        if not 0 <= spec.replica < spec.replicas:
+            parser.error(f"--replica {spec.replica} is not one of {spec.replicas} replicas, which count from 0")
+        for name, flag in _flags().items():
+            if flag.lowest is not None and not flag.lowest <= getattr(spec, name) < float("inf"):
+                parser.error(f"{_option(name)} {getattr(spec, name):g}: give seconds, {flag.lowest:g} or more")
+        return spec
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _flags() -> dict[str, _Flag]:
+    return {field.name: field.metadata["flag"] for field in dataclasses.fields(HostSpec) if "flag" in field.metadata}
+
+
+def _defaults() -> dict[str, Any]:
+    return {field.name: field.default for field in dataclasses.fields(HostSpec)}
