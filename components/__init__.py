@@ -78,11 +78,11 @@ def spmd(
     plan.require_counts(max_restarts=max_restarts, max_retries=max_retries)
     names = StructuredNameArgument.parse_from(name=name, m=m, script=None if launch.module else launch.target)
 
-    misplaced = plan.misplaced(launch.args, inspect.signature(spmd).parameters)
-    if misplaced:
+    misplaced_options = plan.misplaced_options(launch.args, inspect.signature(spmd).parameters)
+    if misplaced_options:
         _log.warning(
             "%s after %s: passed to it as its own. Options of monarch.spmd come before the program.",
-            ", ".join(misplaced),
+            ", ".join(misplaced_options),
             launch.target,
         )
 

@@ -80,7 +80,7 @@ class Detached:
         return state_files.app_paths(app_id)
 
     def watchers(self, app_id: str) -> owners.Owners:
-        watchers = state.watched_by(self.paths(app_id))
+        watchers = state.load_owners(self.paths(app_id))
         assert watchers is not None
         return watchers
 

@@ -39,7 +39,7 @@ def start(
     def run(scheme: str = "unix", wrapper: tuple[str, ...] = ()) -> Hosts:
         environ = {}
         if scheme == "tls":
-            with local_addresses.bound(NetworkOptions(bind="127.0.0.1")) as free:
+            with local_addresses.bind_port(NetworkOptions(bind="127.0.0.1")) as free:
                 port = free.getsockname()[1]
             hosts, _ = credentials.create()
             environ = {"MONARCH_RENDEZVOUS": f"tls:127.0.0.1:{port}", "MONARCH_CREDENTIALS": hosts.to_text()}

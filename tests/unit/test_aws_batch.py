@@ -23,7 +23,7 @@ from torchx.specs import AppDef, BindMount, DeviceMount, Resource, RetryPolicy, 
 
 from torchx_monarch import schedulers
 from torchx_monarch.backends.aws_batch import command, container, request, status
-from torchx_monarch.backends.aws_batch.request import BatchJob, fit, new_name
+from torchx_monarch.backends.aws_batch.request import BatchJob, drop_app_if_too_large, new_name
 from torchx_monarch.backends.protocols import PLACEHOLDER
 from torchx_monarch.transport import credentials
 
@@ -277,13 +277,13 @@ def test_names_are_valid(name: str) -> None:
 
 def test_the_app_is_left_out_where_it_does_not_fit() -> None:
     made = job(role())
-    assert fit(made) == ""
+    assert drop_app_if_too_large(made) == ""
     made.submit["parameters"]["torchx-monarch-app"] = "x" * (31 << 10)
-    assert "too large to travel with its job" in fit(made)
+    assert "too large to travel with its job" in drop_app_if_too_large(made)
     assert "parameters" not in made.submit
     made.definition["tags"]["x"] = "x" * (21 << 10)  # with the credentials it is more
     with pytest.raises(ValueError, match=r"the job definition has \d+ bytes; AWS Batch takes 24576"):
-        fit(made)
+        drop_app_if_too_large(made)
     assert len(credentials.create()[0].to_text()) <= request._CREDENTIALS_SIZE
 
 

@@ -35,7 +35,7 @@ _LIFE = (_NOW - _HOUR, _NOW + _HOUR)
 _PAST = (_NOW - 3 * _HOUR, _NOW - 2 * _HOUR)
 _FUTURE = (_NOW + 2 * _HOUR, _NOW + 3 * _HOUR)
 
-Life = tuple[datetime.datetime, datetime.datetime]
+ProcessStatus = tuple[datetime.datetime, datetime.datetime]
 
 
 class Authority:
@@ -49,12 +49,16 @@ class Authority:
         self.certificate = self._build(self._name, self._key, _LIFE).add_extension(constraints, True)
         self._signed = self.certificate.sign(self._key, hashes.SHA256())
 
-    def _build(self, name: x509.Name, key: ec.EllipticCurvePrivateKey, life: Life) -> x509.CertificateBuilder:
+    def _build(self, name: x509.Name, key: ec.EllipticCurvePrivateKey, life: ProcessStatus) -> x509.CertificateBuilder:
         builder = x509.CertificateBuilder(self._name, name, key.public_key(), x509.random_serial_number())
         return builder.not_valid_before(life[0]).not_valid_after(life[1])
 
     def identity(
-        self, life: Life = _LIFE, address: str = "127.0.0.1", usage: str = "both", trusts: Authority | None = None
+        self,
+        life: ProcessStatus = _LIFE,
+        address: str = "127.0.0.1",
+        usage: str = "both",
+        trusts: Authority | None = None,
     ) -> Identity:
         """A host's, that trusts this authority or another."""
         usages = {"server": [ExtendedKeyUsageOID.SERVER_AUTH], "client": [ExtendedKeyUsageOID.CLIENT_AUTH]}
@@ -241,7 +245,7 @@ def host_network(address: Address, identity: Identity) -> HostNetwork:
 def test_replica_0_tries_the_monarch_port_of_every_host(
     authority: Authority, foreign: Authority, address: Address, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wires_module, "_CHECK_PATIENCE", 0.5)
+    monkeypatch.setattr(wires_module, "_CHECK_TIMEOUT", 0.5)
 
     async def check(server: Identity | None, worker: str) -> dict[int, str]:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -288,7 +292,9 @@ def test_strangers_make_room_for_hosts(authority: Authority, address: Address, m
         rendezvous = Rendezvous(address, 2, authority.identity())
         await rendezvous.start()
         rendezvous_client = await join(address, authority.identity())
-        silent = [await asyncio.open_connection(address.host, address.port) for _ in range(3 * listener._STRANGERS)]
+        silent = [
+            await asyncio.open_connection(address.host, address.port) for _ in range(3 * listener._MAX_UNAUTHENTICATED)
+        ]
         reader, writer = await connections.connect(address, authority.identity(), 5.0)
         await messages.send(writer, {"type": "look", "version": messages.VERSION})
         state = await messages.receive(reader, 10.0)

@@ -254,20 +254,20 @@ def test_a_life_is_told_by_machine_boot_and_start() -> None:
     here, me = owners.this_machine(), processes.identity(os.getpid())
     assert me is not None
 
-    def life(which: processes.Identity = me, **changes: str) -> owners.Life:
+    def life(which: processes.Identity = me, **changes: str) -> owners.ProcessStatus:
         machine = owners.Machine(**{**vars(here), **changes})
         return owners.Owners(machine, me, me).life(which)
 
-    assert life() is owners.Life.ALIVE
-    assert life(processes.Identity(me.pid, me.start + 1)) is owners.Life.DEAD
-    assert life(boot_id="x") is owners.Life.REBOOTED
+    assert life() is owners.ProcessStatus.ALIVE
+    assert life(processes.Identity(me.pid, me.start + 1)) is owners.ProcessStatus.DEAD
+    assert life(boot_id="x") is owners.ProcessStatus.REBOOTED
     assert life(boot_id="x", hostname="renamed", machine_id=here.machine_id or "y") in (
-        (owners.Life.REBOOTED,) if here.machine_id else (owners.Life.ELSEWHERE,)
+        (owners.ProcessStatus.REBOOTED,) if here.machine_id else (owners.ProcessStatus.ELSEWHERE,)
     )
-    assert life(boot_id="x", hostname="other", machine_id="other") is owners.Life.ELSEWHERE
-    assert life(pid_namespace="x") is owners.Life.ELSEWHERE
+    assert life(boot_id="x", hostname="other", machine_id="other") is owners.ProcessStatus.ELSEWHERE
+    assert life(pid_namespace="x") is owners.ProcessStatus.ELSEWHERE
     # A laptop that changes its name with its network.
-    assert life(hostname="other") is owners.Life.ALIVE
+    assert life(hostname="other") is owners.ProcessStatus.ALIVE
 
 
 def test_json_files_are_replaced_whole(tmp_path: Path) -> None:

@@ -141,8 +141,8 @@ def one(role: str, status: str = "exited", code: int = 0, ended: float = NOW - 1
 def facts_of(*replicas: DockerReplica, size: int = 1, fewest: int | None = None, removed: bool = False) -> DockerRole:
     size = max(size, len(replicas))
     policy = RolePolicy(size, fewest, sidecar=any(each.role == "sidecar" for each in replicas))
-    gone = frozenset(range(size)) - {each.id for each in replicas} if removed else frozenset()
-    return DockerRole(policy, replicas, gone)
+    describe_removed = frozenset(range(size)) - {each.id for each in replicas} if removed else frozenset()
+    return DockerRole(policy, replicas, describe_removed)
 
 
 RUNS = one("main", "running")
@@ -171,9 +171,11 @@ RUNS = one("main", "running")
         (one("main"), one("o"), NOW - 99, AppState.SUCCEEDED, False),  # too late
     ],
 )
-def test_standing(main: DockerReplica, other: DockerReplica, cancelled: float, state: AppState, unended: bool) -> None:
+def test_standing(
+    main: DockerReplica, other: DockerReplica, cancelled: float, state: AppState, needs_stop: bool
+) -> None:
     found = evaluate([facts_of(main), facts_of(other)], cancelled, NOW, grace=30)
-    assert (found.state, found.unended) == (state, unended)
+    assert (found.state, found.needs_stop) == (state, needs_stop)
 
 
 @pytest.mark.parametrize(
@@ -187,11 +189,11 @@ def test_standing(main: DockerReplica, other: DockerReplica, cancelled: float, s
     ],
 )
 def test_standing_without_some_containers(
-    main: list[DockerReplica], other: list[DockerReplica], size: int, lost: bool, state: AppState, unended: bool
+    main: list[DockerReplica], other: list[DockerReplica], size: int, lost: bool, state: AppState, needs_stop: bool
 ) -> None:
     roles = [facts_of(*each, size=size, removed=lost) for each in (main, other)]
     found = evaluate(roles, 0, NOW, grace=30)
-    assert (found.state, found.unended, found.cause) == (state, unended, None)
+    assert (found.state, found.needs_stop, found.cause) == (state, needs_stop, None)
 
 
 @pytest.mark.parametrize(
@@ -206,14 +208,14 @@ def test_standing_without_some_containers(
     ],
 )
 def test_an_elastic_role_does_without_some(
-    codes: tuple[int | None, ...], removed: bool, state: AppState, unended: bool
+    codes: tuple[int | None, ...], removed: bool, state: AppState, needs_stop: bool
 ) -> None:
     """Three replicas of which two are enough, replica 0 among them; None for one that runs."""
     replicas = [
         one("main", "running", id=k) if code is None else one("main", code=code, id=k) for k, code in enumerate(codes)
     ]
     found = evaluate([facts_of(*replicas, size=3, fewest=2, removed=removed)], 0, NOW, grace=30)
-    assert (found.state, found.unended) == (state, unended)
+    assert (found.state, found.needs_stop) == (state, needs_stop)
 
 
 def test_the_first_to_fail_is_the_cause() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from torchx_monarch.model.job_result import JobResult, RankExit, describe_code, others_in_words, root_cause, shell_code
+from torchx_monarch.model.job_result import JobResult, RankExit, describe_code, describe_others, root_cause, shell_code
 
 
 def exit_of(rank: int, code: int, at: float = 10.0, **fields: Any) -> RankExit:
@@ -61,7 +61,7 @@ def test_others_are_grouped_by_how_they_failed() -> None:
     same = [exit_of(rank, 1, error=error("ValueError: x")) for rank in (3, 7, 8, 9, 11)]
     said = "RuntimeError: Connection closed by peer [127.0.0.1]:3145"
     peers = [exit_of(rank, 1, error=error(f"{said}{rank}")) for rank in (0, 1)]
-    assert others_in_words([*same, cause, *peers, exit_of(12, -6)], cause) == [
+    assert describe_others([*same, cause, *peers, exit_of(12, -6)], cause) == [
         f"ranks 0 and 1 exited with code 1: {said}0 (a consequence)",
         "ranks 3, 7, 8 and 2 more exited with code 1: ValueError: x",
         "rank 12 was killed by signal 6 (SIGABRT)",

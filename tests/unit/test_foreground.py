@@ -44,12 +44,12 @@ def test_ctrl_c_cancels_what_is_waited_for(
     foreground = Foreground(backend, "plain")
     submit(foreground)
     for _ in range(polls):
-        foreground.polled("a-1")
+        foreground.on_poll("a-1")
     try:
         raise KeyboardInterrupt
     except KeyboardInterrupt:
         with pytest.raises(SystemExit, match="130"):
-            foreground.closing()
+            foreground.on_close()
     said = capsys.readouterr().err
     assert backend.cancelled == polls - 1  # after the first poll nobody is known to wait
     assert ("goes on; to end it: torchx cancel plain://torchx/a-1" in said) is (polls == 1)
@@ -70,16 +70,16 @@ def test_signals_are_heeded_by_a_command_that_waits_alone(
     try:
         submit(foreground)
         for _ in range(polls):
-            foreground.polled("a-1")
+            foreground.on_poll("a-1")
         assert (signal.getsignal(number) != signal.SIG_DFL) is heeded
         if heeded:
             with pytest.raises(SystemExit, match=str(128 + number)):
                 try:
                     signal.raise_signal(number)
                 except KeyboardInterrupt:
-                    foreground.closing()
+                    foreground.on_close()
         else:
-            foreground.closing()
+            foreground.on_close()
             assert signal.getsignal(number) == signal.SIG_DFL
         assert backend.cancelled == heeded
     finally:
@@ -102,7 +102,7 @@ def test_a_signal_during_the_submission_cancels_what_is_submitted(monkeypatch: p
                     signal.raise_signal(signal.SIGHUP)  # a closed terminal sends both
                     submitted("a-1")
             except KeyboardInterrupt:
-                foreground.closing()
+                foreground.on_close()
         assert backend.cancelled == 1
     finally:
         for each, handler in before.items():
@@ -118,7 +118,7 @@ def test_a_disposition_of_the_users_stays(handler: Any, monkeypatch: pytest.Monk
     try:
         submit(foreground)
         assert signal.getsignal(signal.SIGHUP) is handler
-        foreground.closing()
+        foreground.on_close()
         assert signal.getsignal(signal.SIGHUP) is handler
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -149,6 +149,6 @@ def test_the_options_tell_before_the_command_waits(
         raise KeyboardInterrupt
     except KeyboardInterrupt:
         with pytest.raises(SystemExit, match="130"):
-            foreground.closing()
+            foreground.on_close()
     assert backend.cancelled == waits
     assert ("goes on" in capsys.readouterr().err) is not waits

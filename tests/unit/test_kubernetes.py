@@ -29,7 +29,7 @@ from torchx.specs.finder import ComponentValidationException
 from tests.clusters.kubernetes.kubelet import expanded
 from torchx_monarch.backends import appdef_codec
 from torchx_monarch.backends.kubernetes import names, status
-from torchx_monarch.backends.kubernetes.status import Attempt, Ended, KubernetesRole, Rules, Work, evaluate
+from torchx_monarch.backends.kubernetes.status import Attempt, Ended, KubernetesRole, Rules, WorkStatus, evaluate
 from torchx_monarch.backends.outcome import RolePolicy
 from torchx_monarch.backends.protocols import PLACEHOLDER
 from torchx_monarch.model.job_result import JobResult, RankExit
@@ -338,13 +338,13 @@ def test_numbers_of_indexes() -> None:
 # -- what follows
 
 NOW = Rules(now=1000.0, grace=5.0, pull_timeout=60.0)
-OPEN, GONE = Work(True), Work(False)
+OPEN, GONE = WorkStatus(True), WorkStatus(False)
 
 
 def role(
     name: str,
     *attempts: list[Attempt],
-    work: Work = OPEN,
+    work: WorkStatus = OPEN,
     retries: int = 0,
     fewest: int | None = None,
     sidecar: bool = False,
@@ -358,33 +358,33 @@ def run(phase: str = "Running", at: float = 0.0, **more: Any) -> Attempt:
 
 
 def test_succeeds_when_all_roles_have_and_ends_sidecars() -> None:
-    done = role("main", [run("Succeeded", 900.0)], work=Work(True, AppState.SUCCEEDED))
+    done = role("main", [run("Succeeded", 900.0)], work=WorkStatus(True, AppState.SUCCEEDED))
     found = evaluate([done, role("other", [run()])], NOW)
-    assert (found.state, found.unended) == (AppState.RUNNING, None)
-    failed = evaluate([done, role("other", [run("Failed", 950.0)], work=Work(True, AppState.FAILED))], NOW)
+    assert (found.state, found.pending_decision) == (AppState.RUNNING, None)
+    failed = evaluate([done, role("other", [run("Failed", 950.0)], work=WorkStatus(True, AppState.FAILED))], NOW)
     assert failed.state is AppState.FAILED and failed.cause is not None and failed.cause.role == "other"
     found = evaluate([done, role("other", [run()], sidecar=True)], NOW)
-    assert (found.state, found.unended) == (AppState.RUNNING, Ended(AppState.SUCCEEDED))
-    over = evaluate([done, role("other", [run("Failed", 950.0, stopping=True)], work=GONE, sidecar=True)], NOW)
-    assert (over.state, over.cause) == (AppState.SUCCEEDED, None)
+    assert (found.state, found.pending_decision) == (AppState.RUNNING, Ended(AppState.SUCCEEDED))
+    from_socket = evaluate([done, role("other", [run("Failed", 950.0, stopping=True)], work=GONE, sidecar=True)], NOW)
+    assert (from_socket.state, from_socket.cause) == (AppState.SUCCEEDED, None)
 
 
 def test_leaves_a_job_alone_that_has_only_to_say_that_it_is_over() -> None:
     found = evaluate([role("main", [run("Succeeded", 900.0)])], NOW)
-    assert (found.state, found.unended) == (AppState.RUNNING, None)
+    assert (found.state, found.pending_decision) == (AppState.RUNNING, None)
 
 
 def test_fails_when_nothing_lives_and_waits_for_the_hosts_before_it_ends_them() -> None:
     lost = [run("Failed", 995.0)]
     found = evaluate([role("main", lost, [run()])], NOW)
-    assert (found.state, found.unended) == (AppState.RUNNING, None)
+    assert (found.state, found.pending_decision) == (AppState.RUNNING, None)
     assert found.msg == "replica main/0 exited with code 1"
     later = evaluate([role("main", lost, [run()])], Rules(1011.0, 5.0, 60.0))
-    assert later.unended is not None and later.unended.state is AppState.FAILED
-    work = Work(True, AppState.FAILED)
-    over = evaluate([role("main", lost, [run("Failed", 996.0)], work=work)], NOW)
-    assert over.state is AppState.FAILED
-    assert over.cause is not None and over.cause.id == 0
+    assert later.pending_decision is not None and later.pending_decision.state is AppState.FAILED
+    work = WorkStatus(True, AppState.FAILED)
+    from_socket = evaluate([role("main", lost, [run("Failed", 996.0)], work=work)], NOW)
+    assert from_socket.state is AppState.FAILED
+    assert from_socket.cause is not None and from_socket.cause.id == 0
 
 
 def test_waits_for_a_replacement() -> None:
@@ -392,20 +392,22 @@ def test_waits_for_a_replacement() -> None:
     assert (found.state, found.cause) == (AppState.RUNNING, None)
     found = evaluate([role("main", [run("Failed", 995.0)], retries=1)], NOW)
     assert found.state is AppState.PENDING
-    for_good = evaluate([role("main", [run("Failed", 995.0)], work=Work(True, failed=frozenset({0})), retries=1)], NOW)
+    for_good = evaluate(
+        [role("main", [run("Failed", 995.0)], work=WorkStatus(True, failed=frozenset({0})), retries=1)], NOW
+    )
     assert for_good.cause is not None
 
 
 def test_an_elastic_role_does_without_some() -> None:
     lost, well = run("Failed", 900.0), run("Succeeded", 950.0)
-    over = Work(True, AppState.FAILED)
+    from_socket = WorkStatus(True, AppState.FAILED)
     some = role("main", [run()], [lost], [run()], fewest=2)
-    assert (evaluate([some], NOW).state, evaluate([some], NOW).unended) == (AppState.RUNNING, None)
-    done = role("main", [well], [lost], [well], work=over, fewest=2)
+    assert (evaluate([some], NOW).state, evaluate([some], NOW).pending_decision) == (AppState.RUNNING, None)
+    done = role("main", [well], [lost], [well], work=from_socket, fewest=2)
     assert evaluate([done], NOW).state is AppState.SUCCEEDED
-    too_few = role("main", [well], [lost], [lost], work=over, fewest=2)
+    too_few = role("main", [well], [lost], [lost], work=from_socket, fewest=2)
     assert evaluate([too_few], NOW).state is AppState.FAILED
-    first = role("main", [lost], [well], [well], work=over, fewest=2)
+    first = role("main", [lost], [well], [well], work=from_socket, fewest=2)
     assert evaluate([first], NOW).state is AppState.FAILED
 
 
@@ -413,11 +415,11 @@ def test_cancelled_is_cancelled_unless_all_was_over() -> None:
     rules = Rules(1000.0, 5.0, 60.0, Ended(AppState.CANCELLED))
     stopping = role("main", [run(stopping=True)], work=GONE)
     assert evaluate([stopping], rules).state is AppState.RUNNING
-    assert evaluate([stopping], rules).unended is None
+    assert evaluate([stopping], rules).pending_decision is None
     forgotten = evaluate([role("main", [run()], work=GONE)], rules)
-    assert forgotten.unended == Ended(AppState.CANCELLED)
+    assert forgotten.pending_decision == Ended(AppState.CANCELLED)
     assert evaluate([role("main", [], work=GONE)], rules).state is AppState.CANCELLED
-    done = role("main", [run("Succeeded", 900.0)], work=Work(True, AppState.SUCCEEDED))
+    done = role("main", [run("Succeeded", 900.0)], work=WorkStatus(True, AppState.SUCCEEDED))
     assert evaluate([done], rules).state is AppState.SUCCEEDED
 
 
@@ -426,8 +428,8 @@ def test_a_pod_that_can_never_start_fails_the_app_after_a_while() -> None:
     found = evaluate([role("main", [stuck], [run()])], NOW)
     assert (found.state, found.msg) == (AppState.RUNNING, "replica main/0: ErrImagePull: not found")
     later = evaluate([role("main", [stuck])], Rules(1020.0, 5.0, 60.0))
-    assert later.unended == Ended(AppState.FAILED, "replica main/0 cannot start: ErrImagePull: not found")
-    queued = Work(True, word="waits for Kueue to admit it to the queue a")
+    assert later.pending_decision == Ended(AppState.FAILED, "replica main/0 cannot start: ErrImagePull: not found")
+    queued = WorkStatus(True, word="waits for Kueue to admit it to the queue a")
     assert evaluate([role("main", [], work=queued)], NOW).msg == "role main waits for Kueue to admit it to the queue a"
 
 
@@ -437,9 +439,9 @@ def test_the_cause_is_said_by_who_does_not_blame_another() -> None:
 
     lost = run("Failed", 990.0, said=said("host 1 lost replica 0", True))
     cause = run("Failed", 995.0, said=said("rank 3 failed", False))
-    over = Work(True, AppState.FAILED)
-    assert "rank 3 failed" in status.root_cause([role("main", [lost], [cause], [run("Failed", 1.0)], work=over)])
-    assert status.root_cause([role("main", [run("Failed", 1.0, said="last words")], work=over)]) == ""
+    from_socket = WorkStatus(True, AppState.FAILED)
+    assert "rank 3 failed" in status.root_cause([role("main", [lost], [cause], [run("Failed", 1.0)], work=from_socket)])
+    assert status.root_cause([role("main", [run("Failed", 1.0, said="last words")], work=from_socket)]) == ""
 
 
 def test_termination_messages_fit() -> None:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torchx_monarch.backends.local import log_writer, logs
 from torchx_monarch.host.filtered_output import FilteredFile
 from torchx_monarch.host.rank_output import OutputPipe
-from torchx_monarch.insight.run_log import RunLog, RunLogSink, Sinks
+from torchx_monarch.insight.run_log import RunLog, RunLogSink, SinkGroup
 from torchx_monarch.system.console import Console
 from torchx_monarch.system.line_output import CONTINUED, LONGEST, LineOutput, LineReader, complete
 
@@ -26,7 +26,9 @@ PIECES = st.lists(st.text("ab\r\n", min_size=1, max_size=4).map(str.encode), max
 class Rank:
     """One stream of a rank: what it writes, and its output on a console of the host."""
 
-    def __init__(self, console: Console, prefix: str = "", file: str | None = None, sink: Sinks | None = None) -> None:
+    def __init__(
+        self, console: Console, prefix: str = "", file: str | None = None, sink: SinkGroup | None = None
+    ) -> None:
         end, self._pipe = os.pipe()
         self.output = OutputPipe(os.fdopen(end, "rb", 0), lambda: None)
         self.output.assign(file, console, prefix, sink)
@@ -134,7 +136,7 @@ def test_pieces_in_a_journal_and_in_a_filtered_file(tmp_path: Path) -> None:
     async def program(out: Console) -> None:
         run_log = RunLog(str(tmp_path / "run" / "journal"))
         filtered = FilteredFile(str(tmp_path / "filtered"), ["needle"], b"p:")
-        rank = Rank(out, "p:", sink=Sinks([RunLogSink(run_log, 3, "stdout"), filtered]))
+        rank = Rank(out, "p:", sink=SinkGroup([RunLogSink(run_log, 3, "stdout"), filtered]))
         await rank.write(text)
         await rank.write(b"\none needle\nnone\n")
         await rank.end()

@@ -39,24 +39,24 @@ def test_takes_the_ports_of_its_range_and_no_other() -> None:
     port = probe.getsockname()[1]
     probe.close()
     options = NetworkOptions(bind="127.0.0.1", ports=(port, port))
-    with local_addresses.bound(options) as taken:
+    with local_addresses.bind_port(options) as taken:
         assert taken.getsockname() == ("127.0.0.1", port)
         with pytest.raises(NetworkError, match=rf"none of the ports {port}-{port} \(--ports\) .* 127.0.0.1: Address"):
-            local_addresses.bound(options)
+            local_addresses.bind_port(options)
     with pytest.raises(NetworkError, match="no port can be opened on 203.0.113.1: Cannot assign"):
-        local_addresses.bound(NetworkOptions(bind="203.0.113.1"))
+        local_addresses.bind_port(NetworkOptions(bind="203.0.113.1"))
 
 
 def test_finds_replica_0_through_a_variable() -> None:
     address = "tls:@MAIN:26599"
-    assert local_addresses.expanded(address, {"MAIN": "10.0.0.1"}, False) == "tls:10.0.0.1:26599"
-    assert local_addresses.expanded("tls:node0:26599", {}, True) == "tls:node0:26599"
+    assert local_addresses.expand_address(address, {"MAIN": "10.0.0.1"}, False) == "tls:10.0.0.1:26599"
+    assert local_addresses.expand_address("tls:node0:26599", {}, True) == "tls:node0:26599"
     with pytest.raises(NetworkError, match="MAIN='' does not say where replica 0 is"):
-        local_addresses.expanded(address, {}, False)
+        local_addresses.expand_address(address, {}, False)
     name = socket.gethostname()
     for environ in ({}, {"MAIN": "localhost"}):
         # On replica 0 itself; where its name is that of the loopback, others may know better what to make of the name.
-        assert local_addresses.expanded(address, environ, True) in {
+        assert local_addresses.expand_address(address, environ, True) in {
             f"tls:{each}:26599" for each in (name, resolved(name))
         }
 

@@ -127,13 +127,13 @@ def test_dry_run_shows_what_runs_and_no_secret(runner: Runner) -> None:
     assert "tls:@MONARCH_REPLICA0_0:" in shown
     assert PLACEHOLDER in shown
     hosts, _ = credentials.create()
-    filled = with_credentials(request, hosts.to_text())
-    assert filled.roles[0].env["MONARCH_CREDENTIALS"] == hosts.to_text()
+    substitute = with_credentials(request, hosts.to_text())
+    assert substitute.roles[0].env["MONARCH_CREDENTIALS"] == hosts.to_text()
     # Neither the command line nor the script, which Slurm keeps, hold what is for the hosts alone.
-    for public in (shlex.join(filled.command("x")), filled.script, str(request)):
+    for public in (shlex.join(substitute.command("x")), substitute.script, str(request)):
         assert hosts.to_text() not in public
         assert "x y" not in public or public == str(request)
-    assert SlurmRequest.from_json(json.loads(json.dumps(asdict(filled)))) == filled
+    assert SlurmRequest.from_json(json.loads(json.dumps(asdict(substitute)))) == substitute
 
 
 def test_hosts_look_after_each_other_and_other_programs_do_not(runner: Runner) -> None:
@@ -145,9 +145,9 @@ def test_hosts_look_after_each_other_and_other_programs_do_not(runner: Runner) -
 
 def test_macros_are_filled_in_on_the_node(runner: Runner) -> None:
     _, reader = dryrun(runner, app()).roles
-    assert reader.filled("42", 2)[0] == ["sh", "-c", "echo 2 $x 42"]
+    assert reader.substitute("42", 2)[0] == ["sh", "-c", "echo 2 $x 42"]
     trainer, _ = dryrun(runner, app(env={"WHERE": "${rank0_env}", "K": "${replica_id}$$"})).roles
-    env = trainer.filled("42", 1)[1]
+    env = trainer.substitute("42", 1)[1]
     assert (env["WHERE"], env["K"], env["TORCHX_JOB_ID"]) == ("TORCHX_RANK0_HOST", "1$", "monarch_slurm://torchx/42")
 
 
@@ -281,7 +281,7 @@ OVER = {"state": "FAILED", "msg": "role r ended with exit code 3"}
 )
 def test_state_of_a_job(said: Job | None, record: dict[str, Any], cancelled: bool, state: str, words: str) -> None:
     written = codec.decode(BatchRecord, record) if record else None
-    found, message = job_status.decide(said, written, cancelled)
+    found, message = job_status.derive_state(said, written, cancelled)
     assert found is AppState[state]
     assert words in message
     assert words or not message
@@ -291,7 +291,7 @@ def test_deleted_jobs_stay_deleted_while_slurm_remembers_them() -> None:
     paths = folder.JobFolder(folder.new("a b/c", None))
     assert "/a-b-c-" in paths.root
     os.makedirs(paths.root)
-    folder.remember("7", paths.root)
+    folder.link_id("7", paths.root)
     assert set(folder.known()) == {"7"}
     folder.delete("7", paths)
     assert folder.known() == {}
@@ -306,7 +306,7 @@ def test_folders_of_jobs_that_ended_long_ago_are_removed(monkeypatch: pytest.Mon
     def job_folder(app_id: str, days: float, ended: bool) -> folder.JobFolder:
         paths = folder.JobFolder(folder.new("app", None))
         os.makedirs(paths.root)
-        folder.remember(app_id, paths.root)
+        folder.link_id(app_id, paths.root)
         if ended:
             state_files.write_json(paths.end, {"state": "FAILED", "msg": ""})
         for path in (paths.root, os.path.join(folder.ids_dir(), app_id)):

@@ -134,7 +134,7 @@ def test_submitting_takes_no_array_from_the_environment() -> None:
 )
 def test_array_tasks_on_one_node_meet_at_ports_of_their_own(port: int, offset: str, shifted: int) -> None:
     environ = {"N": "n1", "MONARCH_PORT_OFFSET": offset}
-    assert local_addresses.expanded(f"tls:@N:{port}", environ, False) == f"tls:n1:{shifted}"
+    assert local_addresses.expand_address(f"tls:@N:{port}", environ, False) == f"tls:n1:{shifted}"
 
 
 # -- what Slurm says ---------------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def submitted(spec: str = "1,4,6") -> JobFolder:
     paths = JobFolder(folder.new("app", None))
     os.makedirs(paths.array)
     state_files.write_json(paths.request, {"sbatch": {"array": spec}})
-    folder.remember("12", paths.root)
+    folder.link_id("12", paths.root)
     return paths
 
 
@@ -185,8 +185,8 @@ def has_run(paths: JobFolder, index: int, state: str, ended: float = 0.0, **more
     """An array task's word on its end, and that of its one replica."""
     task = paths.task(index)
     os.makedirs(task.replica_logs("r", 0))
-    over = {"state": state, "msg": f"says {index}", "ended": ended} if ended else {}
-    state_files.write_json(task.job, {"role": "r", **over, **more})
+    from_socket = {"state": state, "msg": f"says {index}", "ended": ended} if ended else {}
+    state_files.write_json(task.job, {"role": "r", **from_socket, **more})
     error = json.dumps({"message": {"message": f"boom {index}"}}) if state == "FAILED" else None
     record = {"state": state, "error": error, "ended": ended, "hostname": "n1", "restarts": 0, "job_restart": 0}
     state_files.write_json(task.record("r", 0), record)
@@ -238,9 +238,10 @@ def test_first_failure_is_the_cause_and_replicas_count_through() -> None:
     (status,), _, cause = snapshot.report(app.tasks[1], [role(replicas=1)])
     assert json.loads(cause)["message"]["message"] == "boom 1"
     assert snapshot.report(app.tasks[6], [role(replicas=1)])[2] == NONE
-    assert [snapshot.placed("12", app, 5, 2)[::2], snapshot.placed("12_6", app.tasks[6], 1, 2)[::2]] == [
-        ("12_6", 1)
-    ] * 2
+    assert [
+        snapshot.locate_replica("12", app, 5, 2)[::2],
+        snapshot.locate_replica("12_6", app.tasks[6], 1, 2)[::2],
+    ] == [("12_6", 1)] * 2
 
 
 def test_tasks_that_slurm_has_forgotten() -> None:
@@ -308,12 +309,12 @@ def test_wish_to_cancel_the_array_is_one_for_each_task() -> None:
 def test_an_array_has_said_that_it_has_ended_when_all_of_its_tasks_have() -> None:
     paths = submitted()
     for index in (1, 4, 6):
-        assert not snapshot.says_that_it_has_ended(paths)
+        assert not snapshot.has_recorded_end(paths)
         has_run(paths, index, "SUCCEEDED", ended=1.0)
-    assert snapshot.says_that_it_has_ended(paths)
+    assert snapshot.has_recorded_end(paths)
     only = snapshot.folder_of("12_4")
     assert only is not None
-    assert snapshot.says_that_it_has_ended(only)
+    assert snapshot.has_recorded_end(only)
     assert (only.app, only.request) == (paths.app, paths.request)
 
 

@@ -95,9 +95,9 @@ def test_which_jobs_go_on(faults: list[tuple[str, str, int]], plan: dict[str, An
 
 
 def test_plans_cover_every_fault_at_every_moment() -> None:
-    drawn = [fault for number in range(3000) for fault in plans.draw(1, number).faults]
+    pending_progress = [fault for number in range(3000) for fault in plans.draw(1, number).faults]
     signals = {"kill", "term", "stop", "freeze"}
-    found = {(one.action, one.target, one.moment.phase) for one in drawn if one.action in signals}
+    found = {(one.action, one.target, one.moment.phase) for one in pending_progress if one.action in signals}
     targets = ("submitter", "keeper", "supervisor", "host", "agent", "rank")
     phases = (*plans.PHASES, "with")
     wanted = {(action, target, phase) for action in signals for target in targets for phase in phases}

@@ -28,7 +28,7 @@ from tests.unit.damage import contents
 from torchx_monarch.backends import client_credentials
 from torchx_monarch.backends.local import owners, prune, state_files, status, submit
 from torchx_monarch.backends.local.render import render
-from torchx_monarch.client.allocations import waiting_hosts
+from torchx_monarch.client.allocations import list_allocations
 from torchx_monarch.client.target import Target
 from torchx_monarch.command.command import HOSTS_MODULE
 from torchx_monarch.exceptions import UnreachableError
@@ -170,7 +170,7 @@ def ask_everything(app: RunningApp) -> None:
             list(app.scheduler.log_iter(app.app_id, "r", 0, since=since, until=now))
     app.scheduler._foreground._show(app.app_id, app.scheduler.inner)
     app.scheduler.inner.wait_terminal(app.app_id, 0.0)
-    list(waiting_hosts())
+    list(list_allocations())
     with contextlib.suppress(UnreachableError):
         Target.of(app.handle)
     prune.prune(os.path.dirname(app.paths.root))

@@ -214,10 +214,10 @@ def test_new_patterns_count_for_what_is_known(tmp_path: Path) -> None:
 
 def test_a_growing_log_and_files_that_come_and_go_do_not_matter(tmp_path: Path) -> None:
     write(tmp_path, {"a.py": "1", "train.log": ""})
-    over = threading.Event()
+    from_socket = threading.Event()
 
     def work() -> None:
-        while not over.is_set():
+        while not from_socket.is_set():
             with open(tmp_path / "train.log", "a") as log:
                 log.write("x" * 100)
             write(tmp_path, {"temporary": ""})
@@ -229,7 +229,7 @@ def test_a_growing_log_and_files_that_come_and_go_do_not_matter(tmp_path: Path) 
         for _ in range(5):
             assert {"a.py", "train.log"} <= paths(tmp_path)
     finally:
-        over.set()
+        from_socket.set()
         thread.join()
 
 

@@ -252,7 +252,7 @@ def test_what_is_torn_changes_nothing(tmp_path: Path, store: CodeStore) -> None:
         store.take(piece)
     with pytest.raises(StoreError, match="not complete"):
         store.complete()
-    store.forget_coming()
+    store.cancel_transfer()
     assert store.known(tree.hash) is None and not list((tmp_path / "store").glob("*.part"))
     send(root, store)
     assert held(store.acquire(tree.hash)) == tree

@@ -22,7 +22,7 @@ _log = logging.getLogger("torchx_monarch")
 
 
 @dataclass
-class _Kept:
+class _StoredCredentials:
     """The content of the file: the arguments of ``keep`` with the same names."""
 
     credentials: str = ""
@@ -57,7 +57,7 @@ def keep(scheduler: str, app_id: str, credentials: str, rendezvous: Mapping[str,
 def kept(scheduler: str, app_id: str) -> tuple[str, dict[str, str]]:
     """Return the credentials and addresses that ``keep`` has stored; empty if nothing usable is stored."""
     try:
-        found = state_files.load(_Kept, path(scheduler, app_id), state_files.state_dir())
+        found = state_files.load(_StoredCredentials, path(scheduler, app_id), state_files.state_dir())
     except state_files.DamagedFileError as error:
         _log.warning("the certificate of %s is not used: %s", app_id, error)
         found = None

@@ -65,7 +65,7 @@ class RolePolicy:
         return len(succeeded) + len(failed) >= self.replicas and self.tolerates(failed)
 
 
-class HasPolicy(Protocol):
+class RoleWithPolicy(Protocol):
     """The role of an app, as a backend represents it."""
 
     @property
@@ -73,7 +73,7 @@ class HasPolicy(Protocol):
         """The policy of the role."""
 
 
-R = TypeVar("R", bound=HasPolicy)
+R = TypeVar("R", bound=RoleWithPolicy)
 
 
 def awaited(roles: Sequence[R]) -> list[R]:

@@ -34,7 +34,7 @@ class NetworkBackend(Protocol):
 
 
 @runtime_checkable
-class RolesApart(Protocol):
+class IndependentRoles(Protocol):
     """A scheduler that lets each role end and restart separately; the hosts coordinate the roles.
 
     Attributes:

@@ -22,7 +22,7 @@ _PATIENCE = 3.0
 
 
 @dataclass(frozen=True)
-class FoundAllocation:
+class AllocationInfo:
     """Represent one role of an app whose replica 0 answered.
 
     Attributes:
@@ -36,21 +36,21 @@ class FoundAllocation:
     live: dict[str, Any]
 
 
-def waiting_hosts() -> Iterator[FoundAllocation]:
+def list_allocations() -> Iterator[AllocationInfo]:
     """Yield the allocations that answer; apps that have ended do not answer.
 
     Raises:
         UnreachableError: the state directory of this machine's apps cannot be listed.
     """
-    for handle, roles in [*_of_this_machine(), *_elsewhere()]:
+    for handle, roles in [*_local_apps(), *_remote_apps()]:
         for role in roles:
             with contextlib.suppress(UnreachableError, RefusedError):
                 answer = ask(Target.of(handle, role), {"type": "look"}, _PATIENCE)
                 if "live" in answer:
-                    yield FoundAllocation(handle, len(answer["hosts"]), answer["live"])
+                    yield AllocationInfo(handle, len(answer["hosts"]), answer["live"])
 
 
-def _of_this_machine() -> list[tuple[str, list[str]]]:
+def _local_apps() -> list[tuple[str, list[str]]]:
     from torchx_monarch.command.command import HOSTS_MODULE  # `torchx --help` imports this module; keep it fast
 
     found = []
@@ -70,7 +70,7 @@ def _of_this_machine() -> list[tuple[str, list[str]]]:
     return found
 
 
-def _elsewhere() -> list[tuple[str, list[str]]]:
+def _remote_apps() -> list[tuple[str, list[str]]]:
     return [
         (f"{scheduler}://torchx/{app_id}", list(client_credentials.kept(scheduler, app_id)[1]))
         for scheduler, app_id in client_credentials.known()

@@ -34,7 +34,7 @@ _STOP_TIMEOUT = 5.0
 """Seconds that Monarch gets to stop this process's meshes before the hosts end."""
 
 
-class NotYetError(Exception):
+class HostsNotReadyError(Exception):
     """The hosts of a role have not all started yet; the message says why."""
 
 
@@ -65,7 +65,7 @@ class Attachment:
             runner: the TorchX runner, used to ask the scheduler for the address of replica 0.
 
         Raises:
-            NotYetError: not all hosts of the role have started, or replica 0 cannot be reached.
+            HostsNotReadyError: not all hosts of the role have started, or replica 0 cannot be reached.
             RefusedError: replica 0 does not accept clients.
         """
         try:
@@ -73,15 +73,15 @@ class Attachment:
             names = sorted({*local_addresses.interfaces().values(), socket.gethostname()})
             link = Connection.open(target, {"type": "attach", "names": names})
         except UnreachableError as error:
-            raise NotYetError(str(error)) from None
+            raise HostsNotReadyError(str(error)) from None
         try:
             answer = link.receive(_ANSWER_EVERY)
         except (UnreachableError, TimeoutError) as error:
             link.close()
-            raise NotYetError(f"the hosts of role {role} are not all there: {error}") from None
+            raise HostsNotReadyError(f"the hosts of role {role} are not all there: {error}") from None
         if answer is None:
             link.close()
-            raise NotYetError(f"replica 0 of role {role} hung up")
+            raise HostsNotReadyError(f"replica 0 of role {role} hung up")
         hosts = sorted(answer["hosts"], key=lambda host: int(host["replica"]))
         first, *others = (str(host["address"]) for host in hosts)
         if target.address.networked:  # this machine may reach replica 0 under another name than the other hosts do
@@ -99,7 +99,7 @@ class Attachment:
             return False
 
 
-class Live:
+class JobConnections:
     """Hold the TorchX runner, the connections and the meshes that one job uses in this process.
 
     Attributes:
@@ -160,9 +160,9 @@ class _Client:
     def __init__(self) -> None:
         self._folder = ""
         self._url = ""
-        self._lives: dict[Live, str] = {}
+        self._lives: dict[JobConnections, str] = {}
 
-    def join(self, handle: str, live: Live, attachment: Attachment) -> tuple[str, list[str]]:
+    def join(self, handle: str, live: JobConnections, attachment: Attachment) -> tuple[str, list[str]]:
         """Return the URL to listen on as a client of these hosts, and the paths of the TLS files.
 
         Args:

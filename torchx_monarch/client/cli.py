@@ -14,12 +14,12 @@ from torchx.cli.cmd_base import SubCommand
 from torchx.specs import MalformedAppHandleException
 from torchx.specs.api import UnknownSchedulerException
 
-from torchx_monarch.client.allocations import FoundAllocation, waiting_hosts
+from torchx_monarch.client.allocations import AllocationInfo, list_allocations
 from torchx_monarch.client.connection import ask
 from torchx_monarch.client.hosts import say
 from torchx_monarch.client.job import SPMDJob
-from torchx_monarch.client.run import Collector, Records, interruptibly
-from torchx_monarch.client.workspace_sync import When, current_workspace
+from torchx_monarch.client.run import Collector, Records, collect_with_interrupts
+from torchx_monarch.client.workspace_sync import SyncMode, current_workspace
 from torchx_monarch.exceptions import AllocationError, CodeError, RefusedError, UnreachableError
 
 _NO_ANSWER = 69
@@ -82,7 +82,7 @@ def _exec_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--sync",
-        choices=get_args(When),
+        choices=get_args(SyncMode),
         default="auto",
         help="whether the hosts get a copy of it; auto: unless they see the folder itself",
     )
@@ -134,7 +134,7 @@ def _exec(args: argparse.Namespace) -> None:
         print(records.run)
         records.close()
         return
-    _see_to_its_end(job, records, args.verbose)
+    _stream_and_exit(job, records, args.verbose)
 
 
 def _words(args: argparse.Namespace) -> list[str]:
@@ -157,10 +157,10 @@ def _words(args: argparse.Namespace) -> list[str]:
 
 def _follow(args: argparse.Namespace) -> None:
     job = _job(args)
-    _see_to_its_end(job, Records.of(job.hosts, {"type": "follow", "run": args.run}), args.verbose, ends=False)
+    _stream_and_exit(job, Records.of(job.hosts, {"type": "follow", "run": args.run}), args.verbose, ends=False)
 
 
-def _see_to_its_end(job: SPMDJob, records: Records, verbose: bool, ends: bool = True) -> NoReturn:
+def _stream_and_exit(job: SPMDJob, records: Records, verbose: bool, ends: bool = True) -> NoReturn:
     """Show a run's output, and exit with its exit code.
 
     Args:
@@ -171,7 +171,7 @@ def _see_to_its_end(job: SPMDJob, records: Records, verbose: bool, ends: bool = 
     """
     collector = Collector("stream", say if verbose else None)
     try:
-        result = interruptibly(job.hosts, records, collector, say) if ends else collector.collect(records)
+        result = collect_with_interrupts(job.hosts, records, collector, say) if ends else collector.collect(records)
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
@@ -188,7 +188,7 @@ def _see_to_its_end(job: SPMDJob, records: Records, verbose: bool, ends: bool = 
 
 def _ps(args: argparse.Namespace) -> None:
     if args.handle is None:
-        _table(["HANDLE", "ROLE", "HOSTS", "STATE", "RUNS", "IDLE"], [_row(found) for found in waiting_hosts()])
+        _table(["HANDLE", "ROLE", "HOSTS", "STATE", "RUNS", "IDLE"], [_row(found) for found in list_allocations()])
         return
     rows = []
     for run in _job(args).runs():
@@ -199,7 +199,7 @@ def _ps(args: argparse.Namespace) -> None:
     _table(["RUN", "STATE", "CODE", "TIME", "BY", "SOURCE", "COMMAND"], rows)
 
 
-def _row(found: FoundAllocation) -> list[str]:
+def _row(found: AllocationInfo) -> list[str]:
     live = found.live
     state = f"run {live['run']}" if live["run"] else "ready" if live["ready"] else "starting"
     limit = f" of {live['idle_timeout']:.0f}" if live["idle_timeout"] else ""

@@ -31,7 +31,7 @@ _POLL_AT_MOST = 2.0
 _ASK_SCHEDULER_EVERY = 5.0
 """Seconds between two status requests to the scheduler, which all users of a cluster share."""
 
-_SAY_WHY_AFTER = 5.0
+_SHOW_ERROR_AFTER = 5.0
 """Seconds of waiting before progress lines include the connection error: hosts that just started do not listen yet."""
 
 _ENDED = ("SUCCEEDED", "FAILED", "CANCELLED")
@@ -43,7 +43,7 @@ def say(text: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class JobStatus:
+class AllocationStatus:
     """The state of a live allocation. All fields but ``state`` and ``message`` are empty if it cannot be reached.
 
     Attributes:
@@ -104,7 +104,7 @@ class Hosts:
         self._were_ready = False
         self._was_reached = False
         self._killed = False
-        self._scheduler_says = ("", "")
+        self._scheduler_state = ("", "")
         self._scheduler_asked = -_ASK_SCHEDULER_EVERY
 
     def __getstate__(self) -> dict[str, Any]:
@@ -139,20 +139,20 @@ class Hosts:
         self._killed = True
         self._scheduler_asked = -_ASK_SCHEDULER_EVERY
 
-    def look(self) -> JobStatus | None:
+    def look(self) -> AllocationStatus | None:
         """Ask replica 0 for the state of the allocation; return None if it cannot be reached or is ending."""
         try:
             answer = ask(self.target, {"type": "look"})
         except (UnreachableError, RefusedError) as error:
-            self._miss(error)
+            self._mark_unreachable(error)
             return None
         if answer.get("over"):
-            self._miss(UnreachableError("they are ending"))
+            self._mark_unreachable(UnreachableError("they are ending"))
             return None
         live = answer.get("live")
         if live is None:
-            return JobStatus("RUNNING", message=f"{self.handle} is no allocation that waits for runs")
-        return JobStatus(
+            return AllocationStatus("RUNNING", message=f"{self.handle} is no allocation that waits for runs")
+        return AllocationStatus(
             state="RUNNING",
             ready=live["ready"],
             hosts={host["replica"]: host["hostname"] for host in answer["hosts"]},
@@ -164,12 +164,12 @@ class Hosts:
             idle_timeout=live["idle_timeout"],
         )
 
-    def status(self) -> JobStatus:
+    def status(self) -> AllocationStatus:
         """Return the state of the allocation, from replica 0 or, if that cannot be reached, from the scheduler."""
         if (status := self.look()) is not None:
             return status
         state, message = self._ask_scheduler() if not self._address else ("UNKNOWN", "")
-        return JobStatus(state, message=message or str(self._unreached))
+        return AllocationStatus(state, message=message or str(self._unreached))
 
     def reach(self, operation: Callable[[Target], T], ready: bool = False, wait: bool = True) -> T:
         """Call ``operation``; if the hosts cannot be reached, wait for them and call it again.
@@ -196,7 +196,7 @@ class Hosts:
                 self._was_reached = True
                 return result
             except UnreachableError as error:
-                self._miss(error)
+                self._mark_unreachable(error)
                 if not wait or (self._address and self._was_reached):
                     self.check_alive()
                     raise
@@ -264,7 +264,7 @@ class Hosts:
             return
         if time.monotonic() > self._scheduler_asked + _ASK_SCHEDULER_EVERY:
             self._ask_scheduler()
-        state, message = self._scheduler_says
+        state, message = self._scheduler_state
         if state == "UNKNOWN" and message:
             raise AllocationError(message)
         if state in _ENDED:
@@ -283,11 +283,11 @@ class Hosts:
             return "the end of the hosts"
         if self._address:
             return f"an answer at {self._address}: {self._unreached}"
-        state, _ = self._scheduler_says
-        why = state == "RUNNING" and time.monotonic() > started + _SAY_WHY_AFTER
+        state, _ = self._scheduler_state
+        why = state == "RUNNING" and time.monotonic() > started + _SHOW_ERROR_AFTER
         return f"the hosts ({state}){f': {self._unreached}' if why else ''}"
 
-    def _miss(self, error: UnreachableError | RefusedError) -> None:
+    def _mark_unreachable(self, error: UnreachableError | RefusedError) -> None:
         self._unreached = error
         self._were_ready = False
         self._target = None  # the scheduler may have restarted replica 0 at another address
@@ -300,8 +300,8 @@ class Hosts:
         self._scheduler_asked = time.monotonic()
         status = self.runner.status(self.handle)
         if status is None:
-            self._scheduler_says = "UNKNOWN", f"{self.handle} does not exist"
+            self._scheduler_state = "UNKNOWN", f"{self.handle} does not exist"
         else:
             said = status.is_terminal() and status.msg != NONE
-            self._scheduler_says = str(status.state.name), status.msg if said else ""
-        return self._scheduler_says
+            self._scheduler_state = str(status.state.name), status.msg if said else ""
+        return self._scheduler_state

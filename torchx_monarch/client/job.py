@@ -12,11 +12,11 @@ import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torchx_monarch.client.hosts import START_TIMEOUT, Hosts, JobStatus, say
+from torchx_monarch.client.hosts import START_TIMEOUT, AllocationStatus, Hosts, say
 from torchx_monarch.client.result import RunResult
-from torchx_monarch.client.run import Collector, Output, Records, RunHandle, interruptibly
+from torchx_monarch.client.run import Collector, Output, Records, RunHandle, collect_with_interrupts
 from torchx_monarch.client.target import Target
-from torchx_monarch.client.workspace_sync import SyncResult, When, check_when, sync_workspace
+from torchx_monarch.client.workspace_sync import SyncMode, SyncResult, check_when, sync_workspace
 from torchx_monarch.exceptions import SPMDError, UnreachableError
 from torchx_monarch.system.line_output import LineReader
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _COMMAND = re.compile(r"torchrun|python(3(\.\d+)?)?")
 
 
-def words_of(command: str | Sequence[str]) -> list[str]:
+def split_command(command: str | Sequence[str]) -> list[str]:
     """Return the words of a command. A string is split as a shell splits it.
 
     Raises:
@@ -68,11 +68,11 @@ class SPMDJob:
         runner: the TorchX runner; None to create one when it is needed.
         workspace: folder with the code. Each run uses its state at the start of the run. None to use the code that the
             hosts have.
-        sync: when the hosts get a copy of the workspace; see ``client.workspace_sync.When``.
+        sync: when the hosts get a copy of the workspace; see ``client.workspace_sync.SyncMode``.
         start_timeout: seconds that a method waits for hosts that have not started; None for no limit.
 
     Raises:
-        ValueError: ``sync`` is not a value of ``client.workspace_sync.When``.
+        ValueError: ``sync`` is not a value of ``client.workspace_sync.SyncMode``.
     """
 
     def __init__(
@@ -82,14 +82,14 @@ class SPMDJob:
         address: str = "",
         runner: Runner | None = None,
         workspace: str | None = None,
-        sync: When = "auto",
+        sync: SyncMode = "auto",
         start_timeout: float | None = START_TIMEOUT,
     ) -> None:
         check_when(sync)
         self.handle = handle
         self.role = role
         self.workspace = os.path.abspath(os.path.expanduser(workspace)) if workspace else None
-        self.sync: When = sync
+        self.sync: SyncMode = sync
         self.hosts = Hosts(handle, role, address, runner, start_timeout)
 
     @classmethod
@@ -105,7 +105,7 @@ class SPMDJob:
         Raises:
             UnreachableError: this machine cannot reach the allocation, and waiting does not help: it has no certificate
                 for the app, or the app has no such role.
-            ValueError: ``sync`` is not a value of ``client.workspace_sync.When``.
+            ValueError: ``sync`` is not a value of ``client.workspace_sync.SyncMode``.
         """
         job = cls(handle, role, address, **more)
         try:
@@ -126,7 +126,7 @@ class SPMDJob:
 
     # -- the allocation ------------------------------------------------------------------------------------------------
 
-    def status(self) -> JobStatus:
+    def status(self) -> AllocationStatus:
         """Return the state of the allocation, from its hosts or, if they cannot be reached, from its scheduler."""
         return self.hosts.status()
 
@@ -179,7 +179,7 @@ class SPMDJob:
         output: Output = "stream",
         cwd: str | None = None,
         workspace: str | None = None,
-        sync: When | None = None,
+        sync: SyncMode | None = None,
         queue: bool = False,
         check: bool = True,
         on_phase: Callable[[str], None] | None = None,
@@ -202,7 +202,7 @@ class SPMDJob:
                 workspace, the working directory of the host process.
             workspace: folder with the code for this run; None for the job's workspace.
             sync: when the hosts get a copy of the workspace for this run; None for the job's setting. See
-                ``client.workspace_sync.When``.
+                ``client.workspace_sync.SyncMode``.
             queue: whether to wait for the end of earlier runs. Otherwise the hosts refuse the run if another one is
                 active.
             check: whether a failed run raises ``SPMDError``. Otherwise the failure is in the result.
@@ -224,7 +224,7 @@ class SPMDJob:
         request = self.request(script_args, env, nproc, timeout, cwd, queue, workspace, sync)
         records = Records.of(self.hosts, request)
         try:
-            result = interruptibly(self.hosts, records, Collector(output, on_phase), say)
+            result = collect_with_interrupts(self.hosts, records, Collector(output, on_phase), say)
         finally:
             records.close()
         if check and result.exit_code != 0:
@@ -241,7 +241,7 @@ class SPMDJob:
         output: Output = "stream",
         cwd: str | None = None,
         workspace: str | None = None,
-        sync: When | None = None,
+        sync: SyncMode | None = None,
         queue: bool = False,
         check: bool = True,
         on_phase: Callable[[str], None] | None = None,
@@ -348,7 +348,7 @@ class SPMDJob:
         cwd: str | None,
         queue: bool,
         workspace: str | None = None,
-        sync: When | None = None,
+        sync: SyncMode | None = None,
     ) -> dict[str, Any]:
         """Synchronise the workspace, and return the ``run`` message for these arguments of ``run_spmd``.
 
@@ -356,7 +356,7 @@ class SPMDJob:
             ValueError: ``script_args`` is empty or has an unclosed quotation, both ``cwd`` and ``workspace`` are given,
                 or ``sync`` has a value that does not exist.
         """
-        words = words_of(script_args) if script_args is not None else None
+        words = split_command(script_args) if script_args is not None else None
         if words == []:
             raise ValueError("script_args is empty; None runs the allocation's own command")
         whole = words is not None and _COMMAND.fullmatch(os.path.basename(words[0])) is not None
@@ -377,7 +377,7 @@ class SPMDJob:
             raise ValueError(f"give cwd={cwd!r}, a folder that the hosts have, or workspace={workspace!r}, not both")
         return request
 
-    def _sync_workspace(self, workspace: str | None, sync: When | None) -> SyncResult:
+    def _sync_workspace(self, workspace: str | None, sync: SyncMode | None) -> SyncResult:
         """Give the hosts the current state of the workspace; do nothing if the job has no workspace."""
         folder = os.path.abspath(os.path.expanduser(workspace)) if workspace else self.workspace
         when = self.sync if sync is None else sync

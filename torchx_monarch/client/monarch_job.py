@@ -16,7 +16,7 @@ from typing import Any
 from torchx.specs import NONE, AppDef, AppState, AppStatus, CfgVal, is_terminal
 
 from torchx_monarch.client import this_job
-from torchx_monarch.client.attachment import Attachment, Live, NotYetError, client
+from torchx_monarch.client.attachment import Attachment, HostsNotReadyError, JobConnections, client
 from torchx_monarch.command.allocation_spec import IDLE_TIMEOUT
 from torchx_monarch.command.meshes import app_of_meshes, check_mesh_name, waiting
 from torchx_monarch.monarch_adapter import monarch_api
@@ -104,7 +104,7 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
         self._out_of_cluster = out_of_cluster
         self._workspace = workspace
         self._handle: str | None = None
-        self._live = Live(monarch_api.stop_mesh)
+        self._connections = JobConnections(monarch_api.stop_mesh)
 
     @property
     def handle(self) -> str | None:
@@ -116,14 +116,14 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
         return {**self.__dict__, "_live": None}  # sockets cannot be pickled
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _live=Live(monarch_api.stop_mesh))
+        self.__dict__.update(state, _connections=JobConnections(monarch_api.stop_mesh))
 
     # -- the abstract methods and hooks of JobTrait --------------------------------------------------------------------
 
     def _create(self, client_script: str | None) -> None:
         if self._is_this_job():
             return
-        runner = self._live.runner
+        runner = self._connections.runner
         if not isinstance(runner._scheduler(self._scheduler), MonarchScheduler):
             raise ValueError(f"scheduler {self._scheduler!r} starts no Monarch hosts: use one of monarch_*")
         words = shlex.split(client_script or "")
@@ -152,12 +152,12 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
             role: monarch_api.host_mesh(role, attachment.addresses, _ATTACH_TIMEOUT)
             for role, attachment in self._attach().items()
         }
-        self._live.meshes += meshes.values()
+        self._connections.meshes += meshes.values()
         return JobState(meshes)
 
     def can_run(self, spec: JobTrait) -> bool:
         """Whether this job is alive and has the app, scheduler, run options, idle timeout and workspace of ``spec``."""
-        return isinstance(spec, MonarchJob) and spec._wanted() == self._wanted() and self._is_running()
+        return isinstance(spec, MonarchJob) and spec._spec_key() == self._spec_key() and self._is_running()
 
     def _is_running(self) -> bool:
         if self._is_this_job():
@@ -184,11 +184,11 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
     def _kill(self) -> None:
         if self._is_this_job():
             return  # the host ends the job when this script exits
-        self._live.close()
+        self._connections.close()
         if self._handle is None:
             return
         with contextlib.suppress(ValueError):
-            self._live.runner.cancel(self._handle)
+            self._connections.runner.cancel(self._handle)
         until, pause = time.monotonic() + _END_TIMEOUT, 0.05
         while self._is_running() and time.monotonic() < until:
             time.sleep(pause)
@@ -213,7 +213,7 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
 
     # -- helpers -------------------------------------------------------------------------------------------------------
 
-    def _wanted(self) -> tuple[object, ...]:
+    def _spec_key(self) -> tuple[object, ...]:
         return self._app, self._scheduler, self._cfg, self._idle_timeout, self._workspace
 
     def _is_this_job(self) -> bool:
@@ -223,7 +223,7 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
         return this_job.this_job().sizes == {role.name: role.num_replicas for role in self._app.roles}
 
     def _status_of_app(self) -> AppStatus | None:
-        return self._live.runner.status(self._handle) if self._handle else None
+        return self._connections.runner.status(self._handle) if self._handle else None
 
     def _attach(self) -> dict[str, Attachment]:
         """Register this process as a Monarch client of the hosts of every role; return the connections by role."""
@@ -233,25 +233,25 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
         gateway = first.addresses[0] if self._out_of_cluster and first.address.networked else ""
         for attachment in found.values():
             assert self._handle is not None
-            url, tls = client.join(self._handle, self._live, attachment)
+            url, tls = client.join(self._handle, self._connections, attachment)
             monarch_api.become_client(url, tls, lambda text: _log.warning("INSECURE: %s", text), gateway)
         return found
 
     def _attach_to(self, role: str, deadline: float | None) -> Attachment:
-        if (open_one := self._live.attachment(role)) is not None:
+        if (open_one := self._connections.attachment(role)) is not None:
             return open_one
         assert self._handle is not None
         pause, say = 0.05, time.monotonic() + _SAY_EVERY
         while True:
             status = self._status_of_app()
             if status is None or is_terminal(status.state):
-                self._live.close()
+                self._connections.close()
                 raise RuntimeError(f"the job {self._handle} is no longer active: {_in_words(status)}")
             try:
-                attachment = Attachment.open(self._handle, role, self._live.runner)
-                self._live.keep(role, attachment)
+                attachment = Attachment.open(self._handle, role, self._connections.runner)
+                self._connections.keep(role, attachment)
                 return attachment
-            except NotYetError as error:
+            except HostsNotReadyError as error:
                 if deadline is not None and time.monotonic() > deadline:
                     waited = f"{self._start_timeout:g} s (start_timeout)"
                     raise RuntimeError(f"{self._handle} is {status.state.name} after {waited}: {error}") from None

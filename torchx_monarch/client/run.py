@@ -175,7 +175,9 @@ class Collector:
             show(stream, placed.decode(errors="surrogateescape"))
 
 
-def interruptibly(hosts: Hosts, records: Records, collector: Collector, say: Callable[[str], None]) -> RunResult:
+def collect_with_interrupts(
+    hosts: Hosts, records: Records, collector: Collector, say: Callable[[str], None]
+) -> RunResult:
     """Wait for the result of a run. The first Ctrl-C stops the run, the second kills it, the third leaves it alone.
 
     Args:

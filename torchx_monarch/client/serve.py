@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchx_monarch.client.hosts import START_TIMEOUT
-from torchx_monarch.client.job import SPMDJob, words_of
-from torchx_monarch.client.workspace_sync import When, check_when, current_workspace
+from torchx_monarch.client.job import SPMDJob, split_command
+from torchx_monarch.client.workspace_sync import SyncMode, check_when, current_workspace
 from torchx_monarch.command.allocation_spec import IDLE_TIMEOUT
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def serve(
     *,
     idle_timeout: float = IDLE_TIMEOUT,
     workspace: str | None = None,
-    sync: When = "auto",
+    sync: SyncMode = "auto",
     role: str = "",
     start_timeout: float | None = START_TIMEOUT,
     runner: Runner | None = None,
@@ -51,7 +51,7 @@ def serve(
         workspace: folder with the code. The hosts start with it, as with ``torchx run --workspace``, and each run first
             sends its changes. None for the current folder if ``appdef`` is a command (then only runs send it; ``/`` and
             the home folder are never sent), and for no workspace if ``appdef`` is an AppDef.
-        sync: when the hosts get a copy of the workspace; see ``client.workspace_sync.When``.
+        sync: when the hosts get a copy of the workspace; see ``client.workspace_sync.SyncMode``.
         role: name of the role whose hosts execute the runs; empty for the first role.
         start_timeout: seconds that a run, or any other request, waits for hosts that have not started; None for no
             limit.
@@ -72,7 +72,7 @@ def serve(
     check_when(sync)
     is_command = isinstance(appdef, (str, list, tuple))
     code = workspace or (current_workspace() if is_command else None)
-    app = _app(words_of(appdef)) if is_command else appdef
+    app = _app(split_command(appdef)) if is_command else appdef
     if not hasattr(app, "roles"):
         raise TypeError(
             f"appdef={appdef!r}: give an AppDef, or a torchrun or Python command as a text or a list of words"

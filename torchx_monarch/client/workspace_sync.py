@@ -26,7 +26,7 @@ from torchx_monarch.exceptions import CodeError, UnreachableError
 if TYPE_CHECKING:
     from torchx_monarch.code_sync.scan import StatCache
 
-When = Literal["auto", "always", "never"]
+SyncMode = Literal["auto", "always", "never"]
 """When each host gets its own copy of the workspace. ``auto``: unless all hosts see the folder itself, for example on a
 shared file system; ``always``: before each run; ``never``: not at all, the hosts use the code that they have."""
 
@@ -36,7 +36,7 @@ _FRAME = 1 << 19
 _TRIES = 5
 """Number of attempts to send a workspace that changes between scan and transfer."""
 
-_READ_AGAIN = 100
+_SAVE_THRESHOLD = 100
 """The stat cache is written to disk only if the ignore rules or more than this number of entries changed: reading a few
 files again is faster than writing the whole cache."""
 
@@ -44,14 +44,14 @@ _ANSWER_TIMEOUT = 300.0
 """Seconds for an answer: all hosts unpack the files first, possibly on slow disks."""
 
 
-_memories: dict[str, StatCache] = {}
+_stat_caches: dict[str, StatCache] = {}
 """Stat caches in memory, by the path of the file that stores each."""
 
 
-_not_code: set[str] = set()
+_unscannable: set[str] = set()
 """Shared folders that could not be scanned, mostly because they exceed the limits; another scan would take as long."""
 
-_brought: dict[str, Tree] = {}
+_last_sent: dict[str, Tree] = {}
 """The tree that was sent last, by workspace. The next tree is sent as the difference from it."""
 
 
@@ -79,19 +79,19 @@ class SyncResult:
         return {"code": self.code, "cwd": self.cwd, "synced": self.synced}
 
 
-def sync_workspace(target: Target, workspace: str, when: When = "auto") -> SyncResult:
+def sync_workspace(target: Target, workspace: str, when: SyncMode = "auto") -> SyncResult:
     """Make the current state of a workspace available on every host.
 
     Args:
         target: replica 0 of the allocation.
         workspace: path of the folder. Files that ``.torchxignore`` or ``.gitignore`` exclude are not sent.
-        when: when each host gets its own copy; see ``When``.
+        when: when each host gets its own copy; see ``SyncMode``.
 
     Raises:
         CodeError: the workspace cannot be read, exceeds the limits or keeps changing; or a host could not store it.
         UnreachableError: the allocation cannot be reached.
         RefusedError: the allocation refuses the request.
-        ValueError: ``when`` is not a value of ``When``.
+        ValueError: ``when`` is not a value of ``SyncMode``.
     """
     check_when(when)
     if when == "never":
@@ -101,7 +101,7 @@ def sync_workspace(target: Target, workspace: str, when: When = "auto") -> SyncR
     began, root = time.monotonic(), os.path.abspath(workspace)
     for _ in range(_TRIES):
         with Connection.open(target, {"type": "sync"}) as link:
-            if when == "auto" and _is_seen(link, root):
+            if when == "auto" and _is_shared(link, root):
                 return SyncResult(_hash_of(root), root, seconds=time.monotonic() - began)
             try:
                 tree = look(root)
@@ -120,13 +120,13 @@ def sync_workspace(target: Target, workspace: str, when: When = "auto") -> SyncR
 
 
 def check_when(when: str) -> None:
-    """Check that a string is a value of ``When``.
+    """Check that a string is a value of ``SyncMode``.
 
     Raises:
         ValueError: it is not; the message lists the values.
     """
-    if when not in get_args(When):
-        raise ValueError(f"sync={when!r} is none of {', '.join(get_args(When))}")
+    if when not in get_args(SyncMode):
+        raise ValueError(f"sync={when!r} is none of {', '.join(get_args(SyncMode))}")
 
 
 def current_workspace() -> str | None:
@@ -145,10 +145,10 @@ def look(root: str) -> Tree:
 
     name = hashlib.sha256(os.fsencode(root)).hexdigest()[:32]
     kept = os.path.join(state_files.state_dir(), "sync", f"{name}.json")
-    memory = _memories.get(kept) or _memories.setdefault(kept, StatCache.load(kept, root))
+    memory = _stat_caches.get(kept) or _stat_caches.setdefault(kept, StatCache.load(kept, root))
     before = memory.files, memory.rules, memory.left_out
     tree = scan(root, memory)
-    much = len(memory.files.items() ^ before[0].items()) > _READ_AGAIN
+    much = len(memory.files.items() ^ before[0].items()) > _SAVE_THRESHOLD
     if much or (memory.rules, memory.left_out) != before[1:]:
         memory.save(kept, root)
     return tree
@@ -159,13 +159,13 @@ def _hash_of(root: str) -> str:
     from torchx_monarch.code_sync.scan import ScanError
 
     try:
-        return look(root).hash if root not in _not_code else ""
+        return look(root).hash if root not in _unscannable else ""
     except ScanError:
-        _not_code.add(root)
+        _unscannable.add(root)
         return ""
 
 
-def _is_seen(link: Connection, root: str) -> bool:
+def _is_shared(link: Connection, root: str) -> bool:
     """Whether all hosts see the same folder at the same path. They are asked for a temporary file created in it."""
     name = os.path.join(root, f"{MARKER}{uuid.uuid4().hex}")
     text = uuid.uuid4().hex
@@ -188,11 +188,11 @@ def _send(link: Connection, root: str, tree: Tree) -> int:
     Raises:
         ChangedError: a file of the workspace changed after the scan.
     """
-    base = _brought.get(root)
+    base = _last_sent.get(root)
     _say(link, {"type": "tree", "tree": tree.hash, "base": base.hash if base else ""})
     answer = _answer(link, "have")
     if answer["have"]:
-        _brought[root] = tree
+        _last_sent[root] = tree
         return 0
     encoded = tree.encode(base if answer["base"] else None)
     sent = _send_frames(link, (encoded[at : at + _FRAME] for at in range(0, len(encoded), _FRAME)))
@@ -202,7 +202,7 @@ def _send(link: Connection, root: str, tree: Tree) -> int:
     files = ((digest, tree.contents[digest], os.path.join(root, paths[digest])) for digest in missing)
     sent += _send_frames(link, pack(files))
     _answer(link, "done")
-    _brought[root] = tree
+    _last_sent[root] = tree
     return sent
 
 

@@ -43,7 +43,7 @@ class CodeStore:
         self._folders: list[WorkFolder] = []  # the most recently used last
         self._made = 0
         self._unpacker: Unpacker | None = None
-        self._coming: Tree | None = None
+        self._incoming: Tree | None = None
 
     # -- receive a tree ------------------------------------------------------------------------------------------------
 
@@ -61,15 +61,15 @@ class CodeStore:
         Raises:
             StoreError: the disk has too little space, or the folder cannot be created.
         """
-        with self._lock, self._telling("make"):
-            self.forget_coming()
+        with self._lock, self._as_store_error("make"):
+            self.cancel_transfer()
             os.makedirs(self._folder, mode=0o700, exist_ok=True)
             missing = {digest: size for digest, size in tree.contents.items() if digest not in self._contents}
             needed, free = sum(missing.values()), _free(self._folder)
             # Twice: the stored contents, and their copies in a working folder.
             if needed * 2 > free:
                 raise StoreError(f"{self._folder} has {free} bytes left, and the code needs {needed * 2}")
-            self._coming = tree
+            self._incoming = tree
             self._unpacker = Unpacker(tree.contents, missing, self._folder, self._keep)
             return list(missing)
 
@@ -80,7 +80,7 @@ class CodeStore:
             StoreError: no contents are expected, or the piece cannot be written.
             PackError: the piece does not belong to the expected contents.
         """
-        with self._lock, self._telling("write"):
+        with self._lock, self._as_store_error("write"):
             if self._unpacker is None:
                 raise StoreError("contents came that nobody had announced")
             self._unpacker.feed(piece)
@@ -95,22 +95,22 @@ class CodeStore:
             StoreError: contents of the tree are missing.
         """
         with self._lock:
-            if self._coming is None or self._unpacker is None or self._unpacker.missing:
+            if self._incoming is None or self._unpacker is None or self._unpacker.missing:
                 missing = self._unpacker.missing if self._unpacker else "all"
                 raise StoreError(f"the code is not complete: {missing} contents are missing")
-            tree = self._coming
-            self.forget_coming()
+            tree = self._incoming
+            self.cancel_transfer()
             self._trees.pop(tree.hash, None)
             self._trees[tree.hash] = tree
             self._prune()
             return tree.hash
 
-    def forget_coming(self) -> None:
+    def cancel_transfer(self) -> None:
         """Cancel the current transfer. Contents that are complete stay in the store."""
         with self._lock:
             if self._unpacker is not None:
                 self._unpacker.close()
-            self._unpacker = self._coming = None
+            self._unpacker = self._incoming = None
 
     # -- send to other hosts -------------------------------------------------------------------------------------------
 
@@ -137,11 +137,11 @@ class CodeStore:
         Raises:
             StoreError: the store does not have the tree, or the folder cannot be written.
         """
-        with self._lock, self._telling("make"):
+        with self._lock, self._as_store_error("make"):
             tree = self.tree(tree_hash)
             folder = next((each for each in self._folders if each.tree == tree_hash and each.users), None)
             if folder is None:
-                folder = self._idle(tree_hash)
+                folder = self._choose_folder(tree_hash)
                 folder.checkout(tree, self._content)
                 self._name(folder, brief(tree_hash))
             self._folders.remove(folder)
@@ -158,7 +158,7 @@ class CodeStore:
                 if folder.path == path:
                     folder.users -= 1
 
-    def _idle(self, tree_hash: str) -> WorkFolder:
+    def _choose_folder(self, tree_hash: str) -> WorkFolder:
         """Choose an unused folder for a tree: one that holds it, else the most recently used, else a new one."""
         idle = [each for each in self._folders if not each.users]
         chosen = next((each for each in idle if each.tree == tree_hash), idle[-1] if idle else None)
@@ -206,7 +206,7 @@ class CodeStore:
         self._contents.add(digest)
 
     @contextlib.contextmanager
-    def _telling(self, what: str) -> Iterator[None]:
+    def _as_store_error(self, what: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:

@@ -191,7 +191,7 @@ class _Pass:
             empty = True
             for each in inside:
                 path = f"{folder}/{each.name}" if folder else each.name
-                if known and path in self._memory.files and self._is_as_it_was(path, each):
+                if known and path in self._memory.files and self._reuse_cached(path, each):
                     empty = False
                     continue
                 below = rules
@@ -224,7 +224,7 @@ class _Pass:
             self._read(path, where)
         return Tree(self._entries)
 
-    def _is_as_it_was(self, path: str, found: os.DirEntry[str]) -> bool:
+    def _reuse_cached(self, path: str, found: os.DirEntry[str]) -> bool:
         """Add a file from the cache; return False if the file has changed since it was cached."""
         try:
             status = found.stat(follow_symlinks=False)

@@ -246,7 +246,7 @@ def mesh_sizes(meshes: Mapping[str, str]) -> dict[str, int]:
     return sizes
 
 
-def misplaced(script_args: Sequence[str], options: Collection[str]) -> list[str]:
+def misplaced_options(script_args: Sequence[str], options: Collection[str]) -> list[str]:
     """Return the script's arguments that are spelled like ``options`` of the component (``nproc``: ``--nproc``)."""
     flags = {f"--{name}" for name in options} | {f"-{name}" for name in options if len(name) == 1}
     return [flag for argument in script_args if (flag := argument.partition("=")[0]) in flags]

@@ -52,5 +52,5 @@ class Agent(Actor):  # type: ignore[misc]
             AgentError: the host process answered with an error, or is gone.
         """
         if self._link is None:
-            self._link = asyncio.ensure_future(AgentClient.over(self._socket))
+            self._link = asyncio.ensure_future(AgentClient.from_socket(self._socket))
         return await (await self._link).request(op, args)

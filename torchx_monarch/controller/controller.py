@@ -26,7 +26,7 @@ from torchx_monarch.controller.rendezvous import (
     joined,
 )
 from torchx_monarch.insight.progress import Reporter
-from torchx_monarch.model.job_result import JobResult, RankExit, others_in_words, root_cause, shell_code
+from torchx_monarch.model.job_result import JobResult, RankExit, describe_others, root_cause, shell_code
 from torchx_monarch.model.world import World
 from torchx_monarch.transport import agent_rpc
 
@@ -41,7 +41,7 @@ _MESH_TIMEOUT = 60.0
 _STOP_MARGIN = 10.0
 """Seconds beyond the grace period that hosts have to report that their ranks have ended."""
 
-_SAID_ANYWAY = 1.0
+_NAMED_HOST_REPORT_TIMEOUT = 1.0
 """Seconds to wait for a host's own report when the failure names the host already and no replacement will come."""
 
 
@@ -122,7 +122,7 @@ class Controller:
             except HostEventArrived as came:
                 host_event = came.host_event
             self._reporter.note(host_event.kind, host_event.verdict.reason, replica=host_event.replica)
-            leaves = await self._let_go(host_event)
+            leaves = await self._dismiss_host(host_event)
             if leaves:
                 self._members.discard(host_event.replica)
             # The controller runs on replica 0, so an event of replica 0 ends the job.
@@ -138,7 +138,7 @@ class Controller:
                 return JobResult(1, f"{host_event.verdict.reason}; {shortage}")
             wait = self._next_wait(host_event)
 
-    async def _let_go(self, host_event: HostEvent) -> bool:
+    async def _dismiss_host(self, host_event: HostEvent) -> bool:
         """Return whether the host of an event has left.
 
         A preempted host leaves an elastic job alone, if more hosts than the minimum are present.
@@ -192,9 +192,9 @@ class Controller:
         if wrong := await self._unless_host_event(self._gatherer.unreachable(hosts)):
             if refused := await self._gatherer.refuse(wrong):
                 raise HostEventArrived(refused)
-            within = self._options.said_within if self._replacements_left else _SAID_ANYWAY
+            within = self._options.report_timeout if self._replacements_left else _NAMED_HOST_REPORT_TIMEOUT
             first = HostEvent(0, JobResult(1, next(iter(wrong.values()))))
-            raise HostEventArrived(await self._host_event_behind(first, within))
+            raise HostEventArrived(await self._await_host_report(first, within))
         try:
             addresses, number = [host.address for host in hosts], self._meshes
             self._meshes += 1
@@ -208,7 +208,7 @@ class Controller:
             why = _first_line(error) if place is None else f"the agent of {hosts[place].name} did not start"
             reason = f"the mesh could not be formed: {why}; see {self._options.monarch_log}"
             host_event = HostEvent(0, JobResult(1, reason, replica=-1 if place is None else place))
-            behind = await self._host_event_behind(host_event, self._options.said_within)
+            behind = await self._await_host_report(host_event, self._options.report_timeout)
             if behind is host_event:  # no host reported a failure: a connection between hosts that Monarch needs failed
                 suspects = self._newcomers(hosts) if place is None else [hosts[place]]
                 behind = await self._gatherer.refuse({host.replica: reason for host in suspects}) or host_event
@@ -231,7 +231,7 @@ class Controller:
         began = clock()
         while cause := await self._attempt(hosts, self._attempt_number):
             lived = clock() - began
-            for line in others_in_words(self._exits.values(), cause):
+            for line in describe_others(self._exits.values(), cause):
                 self._reporter.line(f"also: {line}")
             before, never_joined = never_joined, retry.never_joined(self._exits.values())
             reason = retry.why_not(cause, never_joined, before, self._options.retry_on)
@@ -326,7 +326,7 @@ class Controller:
             # Not cancelled with this call: the next request would read the answer that is still due to this one.
             asking = asyncio.ensure_future(self._own_host(op, args))
             asking.add_done_callback(lambda done: done.cancelled() or done.exception())
-            return _granted(await self._unless_host_event(asyncio.wait_for(asyncio.shield(asking), timeout)))
+            return _raise_if_refused(await self._unless_host_event(asyncio.wait_for(asyncio.shield(asking), timeout)))
         except (HostEventArrived, HostRefused):
             raise
         except asyncio.TimeoutError:
@@ -349,9 +349,9 @@ class Controller:
             answer = await self._unless_host_event(answers.get())
             if isinstance(answer, Exception):
                 host_event = self._agent_lost(answer) or HostEvent(0, JobResult(1, _first_line(answer)))
-                within = self._options.said_within if _AGENT_ERROR in str(answer) else self._options.lease
-                raise HostEventArrived(await self._host_event_behind(host_event, within))
-            yield _granted(answer)
+                within = self._options.report_timeout if _AGENT_ERROR in str(answer) else self._options.lease
+                raise HostEventArrived(await self._await_host_report(host_event, within))
+            yield _raise_if_refused(answer)
 
     def _agent_lost(self, error: Exception) -> HostEvent | None:
         """Return the event of a host whose agent died before it connected to the host process; None for other errors.
@@ -363,7 +363,7 @@ class Controller:
         place = host_without_agent(error)
         return agent_lost(self._hosts[place]) if place is not None else None
 
-    async def _host_event_behind(self, host_event: HostEvent, within: float) -> HostEvent:
+    async def _await_host_report(self, host_event: HostEvent, within: float) -> HostEvent:
         """Wait ``within`` seconds for a host's own report; return ``host_event`` if none arrives.
 
         The host's report names the cause better than Monarch's error, but may arrive some seconds later.
@@ -468,7 +468,7 @@ class Controller:
                 task.cancel()
 
 
-def _granted(answer: Any) -> Any:
+def _raise_if_refused(answer: Any) -> Any:
     """Return the answer of a host.
 
     Raises:

@@ -23,7 +23,7 @@ from torchx_monarch.transport.local_addresses import NetworkOptions
 
 _CHECKS_AT_A_TIME = 64
 
-_CHECK_PATIENCE = 10.0
+_CHECK_TIMEOUT = 10.0
 """Seconds for the handshake when replica 0 checks a host, which is busy with importing torch at that time."""
 
 _MONARCH_SCHEMES = {"tls": "tls", "insecure-tcp": "tcp"}
@@ -94,7 +94,7 @@ class HostNetwork:
             names |= {REPLICA0_NAME} if first else set()
             identity = Identity.of(HostCredentials.load(credentials), names, folder)
         scheme = _MONARCH_SCHEMES[rendezvous.scheme]
-        client_socket, worker_socket = local_addresses.bound(options), local_addresses.bound(options)
+        client_socket, worker_socket = local_addresses.bind_port(options), local_addresses.bind_port(options)
         port = worker_socket.getsockname()[1]
         client_url, serve_url = (
             f"{scheme}://{advertised}:fd{each.detach()}" for each in (client_socket, worker_socket)
@@ -147,7 +147,7 @@ class HostNetwork:
             async with at_a_time:
                 try:
                     _, writer = await connections.connect(
-                        address, self.identity, self.options.peer_timeout, _CHECK_PATIENCE
+                        address, self.identity, self.options.peer_timeout, _CHECK_TIMEOUT
                     )
                     writer.close()
                 except ConnectError as error:

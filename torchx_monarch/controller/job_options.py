@@ -28,7 +28,7 @@ class JobOptions:
         grace: seconds from SIGTERM to SIGKILL for ranks.
         master_addr: address by which ranks dial rank 0, unless the user names one.
         store_bind: local address on which rank 0's store listens, unless the user names one; empty for all.
-        said_within: seconds to wait for a host's own report after a Monarch call has failed.
+        report_timeout: seconds to wait for a host's own report after a Monarch call has failed.
         lease: seconds to wait for that report if a host or an agent may be silent, but not gone.
         monarch_log: path of Monarch's log, for messages.
     """
@@ -43,7 +43,7 @@ class JobOptions:
     grace: float
     master_addr: str
     store_bind: str
-    said_within: float
+    report_timeout: float
     lease: float
     monarch_log: str
 
@@ -69,7 +69,7 @@ class JobOptions:
             master_addr=network.advertised,
             store_bind=network.bind,
             # Over a network, the loss of a machine is noticed only after peer_timeout seconds of silence.
-            said_within=options.peer_timeout + 3.0 if network.rendezvous.networked else 1.0,
+            report_timeout=options.peer_timeout + 3.0 if network.rendezvous.networked else 1.0,
             lease=options.lease,
             **more,
         )

@@ -62,10 +62,10 @@ async def handshake(
         RendezvousError: replica 0 refused the greeting, or did not send the expected answer within ``timeout`` seconds.
     """
     started = time.monotonic()
-    pause, why, patience = _RETRY_EVERY, "", connections.IMPATIENCE
+    pause, why, handshake_timeout = _RETRY_EVERY, "", connections.FIRST_HANDSHAKE_TIMEOUT
     while time.monotonic() < started + timeout:
         try:
-            reader, writer = await connections.connect(address, identity, peer_timeout, patience)
+            reader, writer = await connections.connect(address, identity, peer_timeout, handshake_timeout)
             await messages.send(writer, {**greeting, "version": messages.VERSION})
             try:
                 answer = await messages.receive(reader, _ANSWER_TIMEOUT)
@@ -92,7 +92,7 @@ async def handshake(
         except ConnectError as error:
             why = str(error)
             on_failure(why)
-            patience = connections.PATIENCE
+            handshake_timeout = connections.LATER_HANDSHAKE_TIMEOUT
             if error.final and time.monotonic() > started + _STALE_FOR * peer_timeout:
                 raise RendezvousError(why) from None
         await asyncio.sleep(pause)

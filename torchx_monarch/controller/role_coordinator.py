@@ -44,7 +44,7 @@ _TOLD_WITHIN = 1.0
 
 _ANSWER_TIMEOUT = 10.0
 
-_AGAIN = "the application begins again, while retries are left"
+_RESTART_NOTE = "the application begins again, while retries are left"
 
 
 class RoleCoordinator:
@@ -77,7 +77,7 @@ class RoleCoordinator:
             return RoleCoordinator(role, rendezvous)
         # Each role has its own port or socket file, so this part of the address identifies the role.
         is_first = options.application.rpartition(":")[2] == str(host_network.rendezvous).rpartition(":")[2]
-        first = Address.parse(local_addresses.expanded(options.application, environ, is_first), "--application")
+        first = Address.parse(local_addresses.expand_address(options.application, environ, is_first), "--application")
         if is_first:
             return _MainRole(role, rendezvous, start, options.beside, options.await_role)
         told_within = options.host_timeout if role in options.await_role else 0.0
@@ -120,15 +120,15 @@ class RoleCoordinator:
         verdict = JobResult(code or 1, reason, stopped=stopped, consequence=True, replica=0)
         self._rendezvous.host_events.put_nowait(HostEvent(0, verdict, lost=False))
 
-    def _word(self, kind: str, verdict: JobResult) -> messages.Message:
+    def _result_message(self, kind: str, verdict: JobResult) -> messages.Message:
         """Return the message with the result of this role. A reason that came from another role is kept unchanged."""
         replica = verdict.cause.replica if verdict.cause else max(0, verdict.replica)
         reason = verdict.reason[: messages.MAX_ERROR]
         if verdict.reason != self._told:
-            reason = f"{self._role}/{replica} failed: {reason}; {_AGAIN}"
+            reason = f"{self._role}/{replica} failed: {reason}; {_RESTART_NOTE}"
         return {"type": kind, "code": verdict.code, "reason": reason, "stopped": verdict.stopped}
 
-    def _heed(self, word: messages.Message) -> None:
+    def _adopt_result(self, word: messages.Message) -> None:
         """End this role with the result of another role."""
         code = word.get("code")
         self._fail(code if isinstance(code, int) else 1, str(word.get("reason")), word.get("stopped") is True)
@@ -189,7 +189,7 @@ class _MainRole(RoleCoordinator):
 
     async def end(self, verdict: JobResult, timeout: float) -> None:
         self._ending = True
-        message = self._word("again", verdict) if verdict.code else {"type": "over"}
+        message = self._result_message("again", verdict) if verdict.code else {"type": "over"}
         for writer in list(self._links.values()):
             await messages.send(writer, message)
         until = asyncio.get_running_loop().time() + (timeout if verdict.code else 0.0)
@@ -203,7 +203,7 @@ class _MainRole(RoleCoordinator):
     ) -> None:
         role = role_of(greeting, writer, self._start, "link a role")
         if role in self._links and not self._ending:
-            self._lose({"reason": f"replica 0 of role {role!r} was started again; {_AGAIN}"})
+            self._fail_with({"reason": f"replica 0 of role {role!r} was started again; {_RESTART_NOTE}"})
         if self._ending:
             raise LaterError(f"the hosts of role {self._role!r} are ending, to begin again")
         self._links[role] = writer
@@ -214,23 +214,25 @@ class _MainRole(RoleCoordinator):
             self._arrived.add(role)
             if len(self._links) >= self._beside:
                 self._complete.set()
-            word = await messages.receive(reader) or {"reason": f"replica 0 of role {role!r} was lost; {_AGAIN}"}
+            word = await messages.receive(reader) or {"reason": f"replica 0 of role {role!r} was lost; {_RESTART_NOTE}"}
             if word.get("code") != 0:
-                self._lose(word)
+                self._fail_with(word)
             await reader.read(1)  # replica 0 is the last host of its role to end
             if word.get("code") == 0:
                 self._succeeded.add(role)
         except (messages.ProtocolError, TimeoutError) as error:
-            self._lose({"reason": f"replica 0 of role {role!r} does not speak as it should: {error}; {_AGAIN}"})
+            self._fail_with(
+                {"reason": f"replica 0 of role {role!r} does not speak as it should: {error}; {_RESTART_NOTE}"}
+            )
         finally:
             del self._links[role]
             self._changed.set()
             self._changed = asyncio.Event()
 
-    def _lose(self, word: messages.Message) -> None:
+    def _fail_with(self, word: messages.Message) -> None:
         if not self._ending:
             self._ending = True  # from here on, a replica 0 that connects belongs to the next start
-            self._heed(word)
+            self._adopt_result(word)
 
 
 class _OtherRole(RoleCoordinator):
@@ -260,7 +262,7 @@ class _OtherRole(RoleCoordinator):
         self._linked = asyncio.Event()
         self._writer: asyncio.StreamWriter | None = None
         self._ended = False
-        self._keeping = asyncio.ensure_future(self._keep())
+        self._keeping = asyncio.ensure_future(self._stay_linked())
 
     async def begin(self, reporter: Reporter, timeout: float) -> None:
         await self._until(self._clear, reporter, timeout, lambda: f"the first role's replica 0 ({self._why})")
@@ -271,9 +273,9 @@ class _OtherRole(RoleCoordinator):
         if within and not self._linked.is_set():
             await asyncio.wait([asyncio.ensure_future(self._linked.wait())], timeout=within)
         if self._writer is not None:
-            await messages.send(self._writer, self._word("ended", verdict))
+            await messages.send(self._writer, self._result_message("ended", verdict))
 
-    async def _keep(self) -> None:
+    async def _stay_linked(self) -> None:
         """Keep trying to connect to the first role. This role starts without it if nothing listens there."""
         pause = _TRY_EVERY
         while True:
@@ -317,5 +319,5 @@ class _OtherRole(RoleCoordinator):
         if message and message.get("type") == "over":
             return
         if not self._ended:
-            self._heed(message or {"reason": f"replica 0 of the first role was lost; {_AGAIN}"})
+            self._adopt_result(message or {"reason": f"replica 0 of the first role was lost; {_RESTART_NOTE}"})
         await asyncio.Event().wait()  # keep the connection open: it shows that hosts of this role still exist

@@ -33,11 +33,11 @@ from torchx_monarch.transport.connections import Address, AddressError
 _ASKED_FOR = 3.0
 """Seconds for which the registry delays its answer to a lookup. Then the host retries, and can report why it waits."""
 
-_AGAIN = 0.5
+_RETRY_PAUSE = 0.5
 """Seconds between the loss of the registry and the next try to reach it."""
 
 
-def is_told(rendezvous: str) -> bool:
+def is_registered_address(rendezvous: str) -> bool:
     """Return whether only the registry knows the address: ``tls:@:PORT``, with no name after the ``@``."""
     return ":@:" in rendezvous
 
@@ -86,9 +86,9 @@ class RoleRegistry:
         self._start = start
         self._places: dict[str, list[tuple[str, int]]] = {}  # addresses by role, newest last
         self._changed = asyncio.Event()
-        rendezvous.clients.update(here=self._note, where=self._tell)
+        rendezvous.clients.update(here=self._register, where=self._lookup)
 
-    async def _note(
+    async def _register(
         self, greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         role, host, port = self._role(greeting, writer), greeting.get("host"), greeting.get("port")
@@ -106,7 +106,7 @@ class RoleRegistry:
             if not places and self._places.get(role) is places:
                 del self._places[role]
 
-    async def _tell(
+    async def _lookup(
         self, greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         role = self._role(greeting, writer)
@@ -157,8 +157,8 @@ class RegistryClient:
         """
         if not options.directory:
             return None
-        is_main = not is_told(rendezvous)
-        where = local_addresses.expanded(options.directory, environ, is_main and options.replica == 0)
+        is_main = not is_registered_address(rendezvous)
+        where = local_addresses.expand_address(options.directory, environ, is_main and options.replica == 0)
         return cls(options.role, Address.parse(where, "--directory"), start_of_app(environ), is_main)
 
     def serve(self, rendezvous: Rendezvous) -> None:
@@ -196,7 +196,7 @@ class RegistryClient:
                 await reader.read(1)  # returns when the registry's host ends or the network fails
             finally:
                 writer.close()
-            await asyncio.sleep(_AGAIN)
+            await asyncio.sleep(_RETRY_PAUSE)
 
     async def find(
         self,

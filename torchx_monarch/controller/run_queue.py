@@ -44,7 +44,7 @@ TIMED_OUT = 124
 _RUNS_KEPT = 1000
 """Number of runs that replica 0 remembers; each takes some kilobytes."""
 
-_FAREWELL = 5.0
+_CLOSE_TIMEOUT = 5.0
 """Seconds for clients to receive the last records when the hosts end."""
 
 Handler = Callable[["RunQueue", messages.Message, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -128,7 +128,7 @@ class RunQueue:
         ready: whether the mesh is formed.
         broadcast: ``SessionController.broadcast``.
         codes: hashes of the code that every host of this mesh has.
-        hand_on: copies the code with a given hash from replica 0's host to hosts that joined after its distribution.
+        distribute_code: copies the code with a given hash from replica 0's host to hosts that joined later.
 
     Args:
         rendezvous: the rendezvous to which clients connect.
@@ -156,7 +156,7 @@ class RunQueue:
         self.ready = False
         self.broadcast: Callable[[str, dict[str, Any]], Awaitable[dict[int, Any]]] | None = None
         self.codes: set[str] = set()
-        self.hand_on: Callable[[str], Awaitable[None]] | None = None
+        self.distribute_code: Callable[[str], Awaitable[None]] | None = None
         self.idle_timeout = idle_timeout
         self._rendezvous = rendezvous
         self._app = app
@@ -261,7 +261,7 @@ class RunQueue:
             self.finish(run, JobResult(verdict.code or 1, reason, stopped=verdict.stopped), [])
         self._queue.clear()
         if self._feeding:
-            await asyncio.wait(self._feeding, timeout=_FAREWELL)
+            await asyncio.wait(self._feeding, timeout=_CLOSE_TIMEOUT)
 
     # -- for clients ---------------------------------------------------------------------------------------------------
 

@@ -110,16 +110,16 @@ class SessionController(Controller):
                         text = f"nobody has run anything for {run_queue.idle_timeout:g} s: the hosts end"
                         return JobResult(0, text, stopped=True)
                     run = self._begin(run_queue.begin())
-                await self._finish(run, await self._one(run, hosts))
+                await self._finish(run, await self._execute_run(run, hosts))
         finally:
             run_queue.ready = False
 
     async def _unless_ended(self, awaitable: Awaitable[T]) -> T:
         """Call ``_unless_host_event`` after dropping requests to end a run that has ended already."""
-        self._drop_orders()
+        self._drop_end_run_events()
         return await self._unless_host_event(awaitable)
 
-    def _drop_orders(self) -> None:
+    def _drop_end_run_events(self) -> None:
         for _ in range(self._rendezvous.host_events.qsize()):
             host_event = self._rendezvous.host_events.get_nowait()
             if host_event.kind != END_RUN:
@@ -133,11 +133,11 @@ class SessionController(Controller):
         self._reporter.note("run", f"run {run.number}: {run.request.shown}", run=run.number)
         return run
 
-    async def _one(self, run: Run, hosts: list[Registration]) -> JobResult:
+    async def _execute_run(self, run: Run, hosts: list[Registration]) -> JobResult:
         """Execute a run, or continue it on a new mesh, and return its result. A host event raises."""
         try:
             if run.request.synced:
-                await self._hand_on(run.request.code)
+                await self._distribute_code(run.request.code)
             args = {"run": run.number, "token": run.token, **run.request.to_json()}
             answers = {}
             async for answer in self._each_host("begin", args, hosts):
@@ -162,13 +162,13 @@ class SessionController(Controller):
             self._requeue(await self._stop_ranks(came.host_event.signal))
             return run.ending or came.host_event.verdict
 
-    async def _hand_on(self, code: str) -> None:
+    async def _distribute_code(self, code: str) -> None:
         """Copy the code of a run to the hosts that joined after it was distributed."""
         if code in self._run_queue.codes:
             return
-        assert self._run_queue.hand_on is not None
+        assert self._run_queue.distribute_code is not None
         try:
-            await self._unless_host_event(self._run_queue.hand_on(code))
+            await self._unless_host_event(self._run_queue.distribute_code(code))
         except (HostsError, LaunchError) as error:
             raise HostRefused(str(error), 1) from None
 
@@ -189,7 +189,7 @@ class SessionController(Controller):
             # The loss of a host is reported by a host event.
             self._reporter.line(f"some output of run {run.number} may be missing: {error or 'it did not come in time'}")
         self._reporter.echo = None
-        self._drop_orders()
+        self._drop_end_run_events()
         exits = [{"type": "exit", "exit": self._exits[rank].to_json()} for rank in sorted(self._exits)]
         self._reporter.note("run_end", f"run {run.number} {word}: {verdict.reason}", run=run.number, code=verdict.code)
         self._run_queue.finish(run, verdict, [{"type": "attempts", "count": self._attempt_number + 1}, *exits])

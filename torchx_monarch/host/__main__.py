@@ -27,12 +27,12 @@ def main(argv: list[str]) -> NoReturn:
     from torchx_monarch.model.host_spec import HostSpec
 
     spec = HostSpec.from_argv(argv, __doc__ or "")
-    kind: type[HostProcess] = SessionHost if is_session(spec, os.environ) else HostProcess
+    host_class: type[HostProcess] = SessionHost if is_session(spec, os.environ) else HostProcess
     if is_actors(spec.command):
         from torchx_monarch.host.actor_host import ActorHost
 
-        kind = ActorHost
-    kind(spec, os.environ).main()
+        host_class = ActorHost
+    host_class(spec, os.environ).main()
 
 
 if __name__ == "__main__":

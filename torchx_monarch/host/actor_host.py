@@ -21,7 +21,7 @@ from torchx_monarch.command.torchrun_options import DEFAULTS
 from torchx_monarch.controller.actor_controller import ActorController
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import Registration, Rendezvous, RendezvousError
-from torchx_monarch.controller.role_registry import is_told
+from torchx_monarch.controller.role_registry import is_registered_address
 from torchx_monarch.host.host_process import _HOST_EXIT_TIMEOUT, HostProcess
 from torchx_monarch.host.rank_environment import env_number
 from torchx_monarch.host.rank_output import OutputPipe
@@ -33,12 +33,12 @@ from torchx_monarch.system import processes
 from torchx_monarch.transport import connections, local_addresses, messages
 from torchx_monarch.transport.connections import Address, ConnectError
 
-_NO_NEWS = re.compile(rb"(Monarch internal logs are being written to|unable to create log file in) .*")
+_MONARCH_NOISE = re.compile(rb"(Monarch internal logs are being written to|unable to create log file in) .*")
 """Lines that Monarch prints whenever it starts a process; ``monarch_api`` keeps Monarch's log out of ``/tmp``."""
 
 
 def _is_shown(line: bytes) -> bool:
-    return _NO_NEWS.fullmatch(line) is None
+    return _MONARCH_NOISE.fullmatch(line) is None
 
 
 _PEER_TIMEOUT = 10.0
@@ -131,7 +131,7 @@ class ActorHost(HostProcess):
             options.lease,
         )
         credentials = self._environ.get("MONARCH_CREDENTIALS", "")
-        attendance = ActorController(
+        actor_controller = ActorController(
             rendezvous,
             host_network,
             self._reporter,
@@ -141,29 +141,32 @@ class ActorHost(HostProcess):
             self._shut_down,
             self._actors.script is not None,
         )
-        self._meet_other_roles(rendezvous, host_network)
+        self._join_registry(rendezvous, host_network)
         try:
             await rendezvous.start()
         except RendezvousError as error:
             return self._conclude(JobResult(1, str(error)))
         rendezvous.register(host)
-        hosts = await attendance.gather()
+        hosts = await actor_controller.gather()
         if isinstance(hosts, JobResult):
             verdict = hosts
         elif self._actors.script is None:
-            verdict = await attendance.wait()
+            verdict = await actor_controller.wait()
         else:
-            verdict = await self._run_script(attendance, hosts, host_network)
+            verdict = await self._run_script(actor_controller, hosts, host_network)
         self._conclude(verdict)
         await rendezvous.announce(verdict, _HOST_EXIT_TIMEOUT + self._grace)
         return verdict
 
     async def _run_script(
-        self, attendance: ActorController, hosts: list[Registration], host_network: HostNetwork
+        self, actor_controller: ActorController, hosts: list[Registration], host_network: HostNetwork
     ) -> JobResult:
         assert self._pool is not None
         try:
-            meshes = {self._options.role: [host.address for host in hosts], **await self._others(host_network)}
+            meshes = {
+                self._options.role: [host.address for host in hosts],
+                **await self._hosts_of_other_roles(host_network),
+            }
             if host_network.identity is None:
                 url = host_network.client_url.partition(":")[0]
                 where = f"ipc://{self._sockets}/script" if url == "ipc" else f"{url}://{host_network.advertised}:0"
@@ -188,9 +191,9 @@ class ActorHost(HostProcess):
         except (LaunchError, local_addresses.NetworkError, ConnectError, RendezvousError) as error:
             return JobResult(1, f"host 0: {error}")
         self._reporter.phase("ranks", "script started")
-        return await attendance.run(self._pool, self._grace)
+        return await actor_controller.run(self._pool, self._grace)
 
-    async def _others(self, host_network: HostNetwork) -> dict[str, list[str]]:
+    async def _hosts_of_other_roles(self, host_network: HostNetwork) -> dict[str, list[str]]:
         """Wait for the hosts of the other roles and return their Monarch addresses by role, in the order of replicas.
 
         Raises:
@@ -203,13 +206,15 @@ class ActorHost(HostProcess):
 
         async def ask(role: str, where: str) -> list[str]:
             until = asyncio.get_running_loop().time() + self._options.host_timeout
-            if self._registry_client is not None and is_told(where):
+            if self._registry_client is not None and is_registered_address(where):
                 address = await self._registry_client.find(role, host_network, self._options.host_timeout)
             else:
-                address = Address.parse(local_addresses.expanded(where, self._environ, is_first=False), f"role {role}")
+                address = Address.parse(
+                    local_addresses.expand_address(where, self._environ, is_first=False), f"role {role}"
+                )
             while True:
                 try:
-                    state = await self._look(address, host_network)
+                    state = await self._query_rendezvous(address, host_network)
                     if not state["missing"]:
                         return [host["address"] for host in sorted(state["hosts"], key=lambda one: one["replica"])]
                     why = f"replica {', '.join(map(str, state['missing']))} of role {role} is missing"
@@ -223,7 +228,7 @@ class ActorHost(HostProcess):
         found = await self._reporter.while_waiting(waiting, lambda: f"the hosts of {', '.join(peers)}")
         return dict(zip(peers, found, strict=True))
 
-    async def _look(self, address: Address, host_network: HostNetwork) -> dict[str, Any]:
+    async def _query_rendezvous(self, address: Address, host_network: HostNetwork) -> dict[str, Any]:
         reader, writer = await connections.connect(address, host_network.identity, self._options.peer_timeout)
         try:
             await messages.send(writer, {"type": "look", "version": messages.VERSION})

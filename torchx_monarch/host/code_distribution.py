@@ -64,7 +64,7 @@ class HostCode:
         self._text = bytearray()
         self._working = ""
 
-    async def enter(self, tree_hash: str) -> str:
+    async def checkout(self, tree_hash: str) -> str:
         """Check out a tree for the next run.
 
         Returns:
@@ -76,7 +76,7 @@ class HostCode:
         self._working = await self._in_thread(self._store.acquire, tree_hash)
         return self._working
 
-    async def leave(self) -> None:
+    async def release(self) -> None:
         """Release the folder of the last run, if a run had one."""
         working, self._working = self._working, ""
         if working:
@@ -86,7 +86,7 @@ class HostCode:
         """Return, for each hash in ``args["trees"]``, whether the tree is on this host."""
         return [self._store.known(tree_hash) is not None for tree_hash in args["trees"]]
 
-    async def hand_on(self, broadcast: Broadcast, tree_hash: str) -> None:
+    async def distribute_code(self, broadcast: Broadcast, tree_hash: str) -> None:
         """Send a tree from this host to all hosts if one lacks it, such as a replacement for a lost host.
 
         Raises:
@@ -97,8 +97,8 @@ class HostCode:
         tree = await self._in_thread(self._store.tree, tree_hash)
         encoded = await self._in_thread(tree.encode)
         parts = (encoded[at : at + FRAME] for at in range(0, len(encoded), FRAME))
-        missing = _missing(tree, await spread(broadcast, tree_hash, _from(parts), "code-tree"))
-        await spread(broadcast, tree_hash, _from(self._store.pieces(tree, missing)), "code-contents")
+        missing = _missing(tree, await send_to_all(broadcast, tree_hash, _from(parts), "code-tree"))
+        await send_to_all(broadcast, tree_hash, _from(self._store.pieces(tree, missing)), "code-contents")
 
     async def take_tree(self, args: dict[str, Any]) -> str | None:
         """Take a frame of an encoded tree.
@@ -157,11 +157,11 @@ class HostCode:
 
 def _missing(tree: Tree, answers: list[str]) -> list[str]:
     """Return the digests of a tree's contents that at least one host lacks."""
-    bits = _either(answers)
+    bits = _union(answers)
     return [digest for number, digest in enumerate(tree.contents) if bits >> number & 1]
 
 
-def _either(answers: list[str]) -> int:
+def _union(answers: list[str]) -> int:
     bits = 0
     for each in answers:
         bits |= int(each, 16)
@@ -174,7 +174,7 @@ async def _from(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
         yield piece
 
 
-async def spread(broadcast: Broadcast, tree_hash: str, frames: AsyncIterator[bytes], op: str) -> list[Any]:
+async def send_to_all(broadcast: Broadcast, tree_hash: str, frames: AsyncIterator[bytes], op: str) -> list[Any]:
     """Send frames to all hosts, one after the other.
 
     Args:
@@ -190,7 +190,7 @@ async def spread(broadcast: Broadcast, tree_hash: str, frames: AsyncIterator[byt
         SyncError: not all hosts have taken a frame within ``_HOSTS_TIMEOUT`` seconds.
     """
     first, waiting = True, b""
-    async for frame in _and_end(frames):
+    async for frame in _with_terminator(frames):
         if waiting or not frame:
             args = {"tree": tree_hash, "data": base64.b64encode(waiting).decode(), "first": first, "last": not frame}
             try:
@@ -202,7 +202,7 @@ async def spread(broadcast: Broadcast, tree_hash: str, frames: AsyncIterator[byt
     return list(answers.values())
 
 
-async def _and_end(frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _with_terminator(frames: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     async for frame in frames:
         yield frame
     yield b""
@@ -225,11 +225,11 @@ async def _frames(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
         raise SyncError("the client has gone") from None
 
 
-async def hand_on(run_queue: RunQueue, code: HostCode, tree_hash: str) -> None:
-    """Send a tree from replica 0 to all hosts of an allocation if one lacks it; see ``HostCode.hand_on``."""
+async def distribute_code(run_queue: RunQueue, code: HostCode, tree_hash: str) -> None:
+    """Send a tree from replica 0 to all hosts of an allocation if one lacks it; see ``HostCode.distribute_code``."""
     assert run_queue.broadcast is not None
     async with _locks.setdefault(run_queue, asyncio.Lock()):
-        await code.hand_on(run_queue.broadcast, tree_hash)
+        await code.distribute_code(run_queue.broadcast, tree_hash)
         run_queue.codes.add(tree_hash)
 
 
@@ -274,7 +274,7 @@ async def _serve(
     if have:
         run_queue.codes.add(tree_hash)
         return True
-    missing = _either(await _relay(broadcast, tree_hash, reader, "code-tree"))
+    missing = _union(await _relay(broadcast, tree_hash, reader, "code-tree"))
     await messages.send(writer, {"type": "missing", "missing": f"{missing:x}"})
     await _relay(broadcast, tree_hash, reader, "code-contents")
     run_queue.codes.add(tree_hash)
@@ -284,7 +284,7 @@ async def _serve(
 async def _relay(broadcast: Broadcast, tree_hash: str, reader: asyncio.StreamReader, op: str) -> list[Any]:
     frames = _frames(reader)
     try:
-        return await spread(broadcast, tree_hash, frames, op)
+        return await send_to_all(broadcast, tree_hash, frames, op)
     except Exception:
         async for _ in frames:  # the client reads the answer only after it has sent all frames
             pass

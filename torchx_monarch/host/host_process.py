@@ -47,7 +47,7 @@ from torchx_monarch.transport.local_addresses import NetworkOptions
 _HOST_EXIT_TIMEOUT = 5.0
 """Seconds that replica 0 waits for the other hosts to exit before it exits."""
 
-_LAST_WORDS_TIMEOUT = 10.0
+_ERROR_REPORT_TIMEOUT = 10.0
 """Seconds for which a host that cannot take part tries to report its error to replica 0."""
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -106,7 +106,7 @@ class HostProcess:
         if told := self._no_restart_marker.begin():
             verdict, why = told
             self._reporter.line(f"host {self._options.replica}: not started again: {why}")
-            await self._leave(verdict)
+            await self._report_and_exit(verdict)
         try:
             verdict = await self._job()
         except Exception as error:
@@ -115,10 +115,10 @@ class HostProcess:
                 1, f"internal error of the host process: {type(error).__name__}: {error}{open_files.hint(error)}"
             )
             self._reporter.line(f"{verdict.reason}; see {self._monarch_log}")
-        await self._leave(verdict)
+        await self._report_and_exit(verdict)
         raise AssertionError("unreachable")
 
-    async def _leave(self, verdict: JobResult) -> None:
+    async def _report_and_exit(self, verdict: JobResult) -> None:
         if self._pool is not None:
             await self._pool.stop(signal.SIGTERM, self._grace)
         final = retry.why_no_other_start(verdict, self._options.retry_on)
@@ -169,7 +169,7 @@ class HostProcess:
         host = Registration(options.replica, address, self._hostname, os.getpid(), nproc, error, code)
         self._registration = host
         return await (
-            self._control(host, host_network) if options.replica == 0 else self._take_part(host, host_network)
+            self._control(host, host_network) if options.replica == 0 else self._follow_controller(host, host_network)
         )
 
     # -- start ---------------------------------------------------------------------------------------------------------
@@ -195,7 +195,7 @@ class HostProcess:
         for number in {*_STOP_SIGNALS, *named}:
             loop.add_signal_handler(number, self._signalled, number)
         for number in {signal.SIGUSR1, signal.SIGUSR2} - named:
-            loop.add_signal_handler(number, self._pass_on, number)
+            loop.add_signal_handler(number, self._forward_signal, number)
 
     def _parse(self) -> Command:
         options = self._options
@@ -247,7 +247,7 @@ class HostProcess:
                 given.replace("@", registry_client.address.host),
                 False,
             )  # the route to the first role's replica 0 is also the route to the other hosts
-        rendezvous = Address.parse(local_addresses.expanded(given, self._environ, is_first), source)
+        rendezvous = Address.parse(local_addresses.expand_address(given, self._environ, is_first), source)
         if not rendezvous.networked:
             return rendezvous, "127.0.0.1"
         if rendezvous.scheme == "insecure-tcp":
@@ -330,7 +330,7 @@ class HostProcess:
             options.lease,
             sizes.fewest,
         )
-        self._meet_other_roles(rendezvous, host_network)
+        self._join_registry(rendezvous, host_network)
         try:
             self._role_coordinator = role_coordinator = RoleCoordinator.of(
                 options, self._environ, rendezvous, host_network
@@ -363,7 +363,7 @@ class HostProcess:
         """Whether replica 0 opens its listener: other hosts or roles connect to it."""
         return self._options.replicas > 1 or self._registry_client is not None or bool(self._options.application)
 
-    def _meet_other_roles(self, rendezvous: Rendezvous, host_network: HostNetwork) -> None:
+    def _join_registry(self, rendezvous: Rendezvous, host_network: HostNetwork) -> None:
         """Serve the role registry on replica 0 of the first role; register this replica 0 there for any other role."""
         if self._registry_client is not None and self._registry_client.is_main:
             self._registry_client.serve(rendezvous)
@@ -384,12 +384,12 @@ class HostProcess:
         self._reporter.phase("verdict", f"{word}: {verdict.reason}", code=verdict.code)
         return verdict
 
-    async def _take_part(self, host: Registration, host_network: HostNetwork) -> JobResult:
+    async def _follow_controller(self, host: Registration, host_network: HostNetwork) -> JobResult:
         """Run any other replica: register with replica 0 and wait for the result."""
         options = self._options
         # A host with an error only reports it. If replica 0 has the same error, it has already exited.
         join_timeout = self._sizes().join_timeout
-        timeout = min(join_timeout, _LAST_WORDS_TIMEOUT) if host.error else join_timeout
+        timeout = min(join_timeout, _ERROR_REPORT_TIMEOUT) if host.error else join_timeout
         try:
             self._rendezvous_client = await self._join(host, host_network, timeout, "replica 0")
         except RendezvousError as error:
@@ -484,9 +484,9 @@ class HostProcess:
         else:
             # No controller to decide: this host has not joined yet, or has lost replica 0.
             self._reporter.note(host_event.kind, host_event.verdict.reason, replica=host_event.replica)
-            self._spawn(self._leave(self._conclude(host_event.verdict)))
+            self._spawn(self._report_and_exit(self._conclude(host_event.verdict)))
 
-    def _pass_on(self, number: int) -> None:
+    def _forward_signal(self, number: int) -> None:
         self._reporter.line(f"host {self._options.replica}: passing {signal.Signals(number).name} on to its ranks")
         if self._pool is not None:
             self._pool.notify(number)

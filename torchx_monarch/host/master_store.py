@@ -14,7 +14,7 @@ from torchx_monarch.host.master_endpoint import MasterEndpoint
 from torchx_monarch.host.rank_process import RankProcess
 from torchx_monarch.host.store_process import StoreProcess, bound
 
-_PORT_PATIENCE = 5.0
+_PORT_TIMEOUT = 5.0
 """Seconds to wait for the user's port while the store of an attempt or a run that is ending still has it."""
 
 
@@ -28,7 +28,7 @@ class MasterStore:
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._current: StoreProcess | None = None
-        self._ahead: asyncio.Task[StoreProcess | None] | None = None
+        self._next_store: asyncio.Task[StoreProcess | None] | None = None
         self._reserved: socket.socket | None = None
         self._next_bind: str | None = None  # address for a store that is started early; None to start none
 
@@ -50,7 +50,7 @@ class MasterStore:
             EndpointError: the endpoint cannot be opened.
         """
         self.end()
-        until = time.monotonic() + _PORT_PATIENCE
+        until = time.monotonic() + _PORT_TIMEOUT
         while True:
             try:
                 return await self._open(endpoint, interpreter)
@@ -69,7 +69,7 @@ class MasterStore:
         return int(self._reserved.getsockname()[1]), False
 
     async def _serve(self, endpoint: MasterEndpoint, interpreter: RankProcess) -> StoreProcess | None:
-        ahead, self._ahead = self._ahead, None
+        ahead, self._next_store = self._next_store, None
         store = await ahead if ahead is not None else None
         if store is not None and store.address == endpoint.bind and not endpoint.port and not store.ended:
             return store
@@ -85,13 +85,13 @@ class MasterStore:
     @property
     def pids(self) -> list[int]:
         """Process ids of the stores of this attempt and of the next."""
-        ahead = self._ahead.result() if self._ahead is not None and self._ahead.done() else None
+        ahead = self._next_store.result() if self._next_store is not None and self._next_store.done() else None
         return [store.pid for store in (self._current, ahead) if store is not None]
 
     async def settled(self) -> None:
         """Wait until the store of the next attempt has a process, if it is being started."""
-        if self._ahead is not None:
-            await asyncio.wait([self._ahead])
+        if self._next_store is not None:
+            await asyncio.wait([self._next_store])
 
     def start_ahead(self, interpreter: RankProcess) -> None:
         """Start the next attempt's store, if the last attempt was served a store and the user has given no port.
@@ -99,8 +99,8 @@ class MasterStore:
         Args:
             interpreter: an interpreter that waits for the next attempt; forked once it has imported torch.
         """
-        if self._next_bind is not None and self._ahead is None:
-            self._ahead = asyncio.ensure_future(StoreProcess.start(interpreter, self._next_bind, self._say))
+        if self._next_bind is not None and self._next_store is None:
+            self._next_store = asyncio.ensure_future(StoreProcess.start(interpreter, self._next_bind, self._say))
 
     def take_over(self, before: MasterStore, keep: bool) -> None:
         """Take over the next attempt's store from another ``MasterStore``.
@@ -109,9 +109,9 @@ class MasterStore:
             before: the other one, which must not open a port any more.
             keep: whether the store may be used; it is closed otherwise.
         """
-        ahead, before._ahead = before._ahead, None
+        ahead, before._next_store = before._next_store, None
         if keep:
-            self._ahead = ahead
+            self._next_store = ahead
         elif ahead is not None:
             ahead.add_done_callback(_close)
 

@@ -366,10 +366,10 @@ def _run(mode: str, target: str, args: list[str]) -> None:
 def _record(error: BaseException, began: bool) -> None:
     """Write the torchelastic error file (``rank_errors.record``)."""
     with contextlib.suppress(OSError):  # a failure here must not hide the program's error
-        _run_beside("rank_errors.py")["record"](error, began)
+        _run_sibling_file("rank_errors.py")["record"](error, began)
 
 
-def _began(trace: types.TracebackType | None) -> bool:
+def _program_began(trace: types.TracebackType | None) -> bool:
     """Return whether a line of the program ran: a frame that is neither of this file nor of CPython's ``-m``."""
     return any(
         frame.f_code.co_filename != __file__
@@ -413,7 +413,7 @@ def _without_own_frames_for(hook: Callable[..., object] | None) -> Callable[...,
     return show
 
 
-def _run_beside(name: str) -> dict[str, Any]:
+def _run_sibling_file(name: str) -> dict[str, Any]:
     """Run a file of this folder, which is not in ``sys.path``; return its global names."""
     path = os.path.join(os.path.dirname(__file__), name)
     names: dict[str, Any] = {"__name__": name}
@@ -436,19 +436,19 @@ def main() -> None:
         _exec(target, args)
     sys.orig_argv = [sys.executable, *order["orig_argv"]]
     if "torch" in sys.modules and os.environ.get("RANK") == "0":
-        _run_beside("early_variables.py")["watch"]()
+        _run_sibling_file("early_variables.py")["watch"]()
     try:
         _run(mode, target, args)
     except SystemExit as error:
         # CPython raises SystemExit for a missing script or module; a program may raise it with a message.
-        began = _began(error.__traceback__)
+        began = _program_began(error.__traceback__)
         if not began or isinstance(error.code, str):
             _record(error, began)
         raise
     except BaseException as error:
         error.__traceback__ = _without_own_frames(error.__traceback__)
         if not isinstance(error, KeyboardInterrupt):
-            _record(error, _began(error.__traceback__))
+            _record(error, _program_began(error.__traceback__))
         # Re-raised, so that the interpreter ends as usual: exit code 1, or death by SIGINT for KeyboardInterrupt.
         # Re-raising adds the frames of this file to the traceback again; the hook removes them.
         sys.excepthook = _without_own_frames_for(getattr(sys, "excepthook", None))

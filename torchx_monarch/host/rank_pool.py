@@ -32,7 +32,7 @@ from torchx_monarch.host.out_of_memory import OutOfMemory
 from torchx_monarch.host.rank_environment import interpreter_environment, rank_environment
 from torchx_monarch.host.rank_process import RankProcess
 from torchx_monarch.host.watchdog import FILE, Watchdog, WatchdogError
-from torchx_monarch.insight.run_log import RunLog, RunLogSink, Sinks
+from torchx_monarch.insight.run_log import RunLog, RunLogSink, SinkGroup
 from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.model.world import LaunchError, World
 from torchx_monarch.system import error_files, open_files, processes, safe_files
@@ -90,7 +90,7 @@ class RankPool:
 
     Args:
         command: command of the role.
-        place: the host and the destinations of its ranks' output.
+        context: the host and the destinations of its ranks' output.
         environ: environment of the role.
         preload: modules that spare interpreters of a torchrun command import.
         on_first_output: called once, when a rank first prints.
@@ -101,7 +101,7 @@ class RankPool:
     def __init__(
         self,
         command: Command,
-        place: HostContext,
+        context: HostContext,
         environ: Mapping[str, str],
         preload: Sequence[str],
         on_first_output: Callable[[], None],
@@ -109,7 +109,7 @@ class RankPool:
         limits: tuple[tuple[int, int] | None, int] | None = None,
     ) -> None:
         self._command = command
-        self._place = place
+        self._context = context
         self._environ = environ
         self._preload = list(preload) if command.kind == "torchrun" and command.program.mode != "exec" else []
         self._on_first_output: Callable[[], None] | None = on_first_output
@@ -140,8 +140,8 @@ class RankPool:
         Raises:
             LaunchError: an interpreter cannot be started, torch rejects the name, or the open file limit is too low.
         """
-        if (node_rank := self._command.options.node_rank) not in (0, self._place.replica):
-            self._say(f"--node-rank={node_rank} is not used: this is the host of replica {self._place.replica}")
+        if (node_rank := self._command.options.node_rank) not in (0, self._context.replica):
+            self._say(f"--node-rank={node_rank} is not used: this is the host of replica {self._context.replica}")
         if nproc.isdigit():
             self._count = int(nproc)
             self._inherit()
@@ -202,7 +202,7 @@ class RankPool:
             self._watchdog = None
         self._store.release()
 
-    def _starter(self, program: Program) -> list[str]:
+    def _start_command(self, program: Program) -> list[str]:
         """Return the interpreter that starts a rank's process: the program's, or a bare one that execs it later."""
         options = self._command.options
         # Only torch can resolve the number of ranks and the CPUs, even if the program is not Python.
@@ -210,7 +210,7 @@ class RankPool:
         ahead = program.mode != "exec" and self._preload
         return self._python() if ahead or asks_torch else [sys.executable, "-I", "-S"]
 
-    def _becomes(self, program: Program) -> list[str]:
+    def _exec_command(self, program: Program) -> list[str]:
         """Return the interpreter that a rank's process execs when its rank is known; empty if it execs none.
 
         An interpreter without preload modules starts with the rank's whole environment, as under torchrun, so that code
@@ -239,9 +239,9 @@ class RankPool:
 
     def _start(self, local_rank: int) -> None:
         program = self._command.program_of(local_rank)
-        python = self._starter(program)
+        python = self._start_command(program)
         env = interpreter_environment(self._base_environ(), self._count)
-        if (later := self._becomes(program)) and not self._is_found(later[0]):
+        if (later := self._exec_command(program)) and not self._is_found(later[0]):
             raise LaunchError(f"cannot start the Python interpreter {later[0]!r}: {os.strerror(errno.ENOENT)}")
         folder = self._start_folder()
         try:
@@ -256,7 +256,7 @@ class RankPool:
     def _base_environ(self) -> Mapping[str, str]:
         return self._environ
 
-    def _kept(self) -> list[int]:
+    def _spare_pids(self) -> list[int]:
         """Return the process ids of the spare interpreters."""
         return [one.process.pid for one in self._waiting]
 
@@ -264,7 +264,7 @@ class RankPool:
         """Take over spare interpreters of an earlier pool; overridden by ``SessionPool``."""
 
     def _label(self, program: Program) -> list[str]:
-        return _typed(program)
+        return _program_argv(program)
 
     def _prepare(self, interpreter: RankProcess, program: Program, local_rank: int) -> None:
         interpreter.prepare(program.mode, program.target, self._preload)
@@ -321,7 +321,7 @@ class RankPool:
         self._waiting = self._waiting[self._count :]
         self.attempt = world.attempt
         self._memory = OutOfMemory()
-        pythons = [self._becomes(self._command.program_of(rank.local_rank)) for rank in self._ranks]
+        pythons = [self._exec_command(self._command.program_of(rank.local_rank)) for rank in self._ranks]
         each = zip(self._ranks, orders, pythons, strict=True)
         await asyncio.gather(*(rank.interpreter.run(order, python) for rank, order, python in each))
         if spares:
@@ -339,7 +339,7 @@ class RankPool:
                 for task in running:
                     task.cancel()
                 # Stop this host's ranks immediately; the controller then stops all others and waits for them.
-                self._tell(signal.SIGTERM)
+                self._signal_ranks(signal.SIGTERM)
                 return
         await self._drained(ranks)
 
@@ -349,7 +349,7 @@ class RankPool:
         Kill all processes that the ranks have started. A rank that is already shutting down gets SIGKILL only.
         """
         ranks = self._ranks
-        left = self._tell(number)
+        left = self._signal_ranks(number)
         if left:
             ends = [asyncio.ensure_future(rank.interpreter.ended.wait()) for rank in left]
             await asyncio.wait(ends, timeout=grace)
@@ -361,9 +361,9 @@ class RankPool:
         if ranks is self._ranks:  # otherwise a new attempt has started
             # Ranks of other hosts may still be shutting down and need the store.
             watchdog = [self._watchdog.pid] if self._watchdog is not None else []
-            end_orphans(self._environ.get(processes.MARKER, ""), [*self._store.pids, *watchdog, *self._kept()])
+            end_orphans(self._environ.get(processes.MARKER, ""), [*self._store.pids, *watchdog, *self._spare_pids()])
 
-    def _tell(self, number: int) -> list[Rank]:
+    def _signal_ranks(self, number: int) -> list[Rank]:
         """Signal the ranks that still run, each once unless by SIGKILL; return all ranks that still run."""
         left = [rank for rank in self._ranks if not rank.interpreter.ended.is_set()]
         for rank in left:
@@ -384,7 +384,7 @@ class RankPool:
 
     def last_logged(self) -> int:
         """Return the highest N of the existing log folders ``attempt_N``; -1 if there are none."""
-        folders = Path(self._place.log_dir).glob("attempt_*") if self._place.log_dir else ()
+        folders = Path(self._context.log_dir).glob("attempt_*") if self._context.log_dir else ()
         numbers = [each.name.partition("_")[2] for each in folders]
         return max((int(number) for number in numbers if number.isdigit()), default=-1)
 
@@ -403,11 +403,11 @@ class RankPool:
             self._store.start_ahead(self._waiting[0])
 
     def _assign(self, world: World, local_rank: int, interpreter: RankProcess) -> Rank:
-        options, place = self._command.options, self._place
-        rank = world.first_rank(place.replica) + local_rank
+        options, context = self._command.options, self._context
+        rank = world.first_rank(context.replica) + local_rank
         directory = None
-        if place.log_dir is not None:
-            directory = Path(place.log_dir, f"attempt_{world.log_attempt}", str(rank))
+        if context.log_dir is not None:
+            directory = Path(context.log_dir, f"attempt_{world.log_attempt}", str(rank))
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         shown = options.local_ranks_filter is None or local_rank in options.local_ranks_filter
         told = self._environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[${role_name}${rank}]:")
@@ -416,22 +416,22 @@ class RankPool:
         out = (interpreter.stdout, options.tee.stdout, options.redirects.stdout, options.duplicate_stdout_filters)
         err = (interpreter.stderr, options.tee.stderr, options.redirects.stderr, options.duplicate_stderr_filters)
         for name, console, (output, tee, redirect, texts) in (
-            ("stdout", place.stdout, out),
-            ("stderr", place.stderr, err),
+            ("stdout", context.stdout, out),
+            ("stderr", context.stderr, err),
         ):
             teed = tee(local_rank)
             onto_console = shown and (teed or not redirect(local_rank))
             path = str(directory / f"{name}.log") if directory else None
             sinks: list[LineSink] = []
-            if place.run_log is not None:
-                sinks.append(RunLogSink(place.run_log, rank, name))
+            if context.run_log is not None:
+                sinks.append(RunLogSink(context.run_log, rank, name))
             if texts and directory:
-                filtered = directory.with_name(filtered_name(name, place.replica))
+                filtered = directory.with_name(filtered_name(name, context.replica))
                 # The file exists even if no stream is teed, as under torchrun.
                 os.close(safe_files.open_file(filtered, os.O_WRONLY | os.O_CREAT))
                 if teed and shown:
                     sinks.append(FilteredFile(str(filtered), texts, prefix.encode()))
-            sink = sinks[0] if len(sinks) == 1 else Sinks(sinks) if sinks else None
+            sink = sinks[0] if len(sinks) == 1 else SinkGroup(sinks) if sinks else None
             output.assign(path, console if onto_console else None, prefix if teed else "", sink)
         return Rank(interpreter, rank, local_rank, directory)
 
@@ -443,17 +443,17 @@ class RankPool:
             error_file = str(rank.directory / "error.json")
             error_files.make_reserve(error_file)
         env = rank_environment(
-            world, self._command.options, self._place.replica, rank.local_rank, self._environ, error_file
+            world, self._command.options, self._context.replica, rank.local_rank, self._environ, error_file
         )
         if self._watchdog is not None:
             env[FILE] = self._watchdog.path
         return {
-            **({"cwd": os.getcwd()} if self._becomes(program) else {}),
+            **({"cwd": os.getcwd()} if self._exec_command(program) else {}),
             "op": "run",
             "mode": program.mode,
             "target": program.target,
             "args": list(program.args),
-            "orig_argv": ["-u", *_typed(program)],
+            "orig_argv": ["-u", *_program_argv(program)],
             "env": env,
         }
 
@@ -476,8 +476,8 @@ class RankPool:
         exit = RankExit(
             rank=rank.rank,
             local_rank=rank.local_rank,
-            replica=self._place.replica,
-            hostname=self._place.hostname,
+            replica=self._context.replica,
+            hostname=self._context.hostname,
             pid=interpreter.process.pid,
             code=interpreter.process.returncode,
             time=interpreter.ended_at,
@@ -494,7 +494,7 @@ class RankPool:
         return exit
 
 
-def _typed(program: Program) -> list[str]:
+def _program_argv(program: Program) -> list[str]:
     """Return the program's part of the command line."""
     lead = {"module": ["-m", program.target], "code": ["-c", program.target]}.get(program.mode, [program.target])
     return [*lead, *program.args]

@@ -23,7 +23,7 @@ from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.run_queue import RunQueue
 from torchx_monarch.controller.session_controller import SessionController
-from torchx_monarch.host.code_distribution import OPS, HostCode, hand_on
+from torchx_monarch.host.code_distribution import OPS, HostCode, distribute_code
 from torchx_monarch.host.host_process import HostProcess
 from torchx_monarch.host.rank_environment import env_number
 from torchx_monarch.host.rank_pool import HostContext
@@ -61,9 +61,9 @@ class SessionHost(HostProcess):
         super().__init__(options, environ)
         self._allocation_spec = AllocationSpec(0.0, "0", (), None)
         self._run_queue: RunQueue | None = None
-        self._live: SessionPool | None = None
+        self._session_pool: SessionPool | None = None
         self._token = ""
-        self._begun: dict[str, Any] = {}
+        self._begin_answer: dict[str, Any] = {}
         self._run_log: RunLog | None = None
         self._forwarding: asyncio.Task[None] | None = None
         self._code: HostCode | None = None
@@ -91,8 +91,10 @@ class SessionHost(HostProcess):
 
     async def _start_interpreters(self, command: Command) -> int:
         held = self._allocation_spec.command or Command("torchrun", DEFAULTS, Program("script", "run"))
-        self._pool = self._live = self._new_pool(held, HostContext(self._options.replica, self._hostname, None), {}, "")
-        return await self._live.start(self._allocation_spec.nproc)
+        self._pool = self._session_pool = self._new_pool(
+            held, HostContext(self._options.replica, self._hostname, None), {}, ""
+        )
+        return await self._session_pool.start(self._allocation_spec.nproc)
 
     def _new_pool(self, command: Command, place: HostContext, env: Mapping[str, str], cwd: str) -> SessionPool:
         return SessionPool(
@@ -104,7 +106,7 @@ class SessionHost(HostProcess):
             self._reporter.line,
             cwd or os.getcwd(),
             env,
-            self._live,
+            self._session_pool,
         )
 
     @property
@@ -120,9 +122,9 @@ class SessionHost(HostProcess):
             self._log_dir,
             hold.words,
             hold.idle_timeout,
-            lambda: self._live.warm if self._live else 0,
+            lambda: self._session_pool.warm if self._session_pool else 0,
         )
-        run_queue.hand_on = lambda code: hand_on(run_queue, self.code, code)
+        run_queue.distribute_code = lambda code: distribute_code(run_queue, self.code, code)
         job = dataclasses.replace(job, first_log_attempt=0)
         return SessionController(
             job, rendezvous, self._reporter, self._first_output, host_network.unreachable, self._handle, self._run_queue
@@ -138,7 +140,7 @@ class SessionHost(HostProcess):
         """
         try:
             if op == "begin":
-                return await self._begin(args)
+                return await self._begin_run(args)
             if op == "each":
                 return {"replica": self._options.replica, "result": await self._each(args["op"], args["args"])}
             return await super()._handle(op, args)
@@ -155,7 +157,7 @@ class SessionHost(HostProcess):
             return await self.OPS[op](self, args)
         return await super()._handle(op, args)
 
-    async def _begin(self, args: dict[str, Any]) -> dict[str, Any]:
+    async def _begin_run(self, args: dict[str, Any]) -> dict[str, Any]:
         """Prepare for a run; if the same run is requested again, after another host was lost, change nothing.
 
         Args:
@@ -166,7 +168,7 @@ class SessionHost(HostProcess):
             seconds; and ``fresh``, whether this is the first request for the run.
         """
         if args["token"] == self._token:
-            return {**self._begun, "fresh": False}
+            return {**self._begin_answer, "fresh": False}
         await self._close_run_log()
         cwd, env = await self._folder_for(args), args["env"]
         command = self._command_of(args, cwd, {**self._environ, **env})
@@ -186,27 +188,27 @@ class SessionHost(HostProcess):
         elif command.options.log_dir:
             log_dir = os.path.abspath(os.path.join(cwd, command.options.log_dir, run_id))
         place = HostContext(self._options.replica, self._hostname, log_dir, self._stdout, self._stderr, self._run_log)
-        self._pool = self._live = pool = self._new_pool(command, place, env, cwd)
+        self._pool = self._session_pool = pool = self._new_pool(command, place, env, cwd)
         nproc = await pool.start(command.options.nproc_per_node if command.kind == "torchrun" else "1")
         if command.kind == "torchrun" and {**self._environ, **env}.get(ENABLED) == "1":
             path = env.get(FILE) or os.path.join(self._sockets, f"timers{args['run']}")
             pool.start_watchdog(path, run_id, self._reporter.line)
         timeout = command.options.shutdown_timeout
         self._token = args["token"]
-        self._begun = {
+        self._begin_answer = {
             "replica": self._options.replica,
             "nproc": nproc,
             "run_id": run_id,
             "max_restarts": command.options.max_restarts,
             "grace": self._grace if timeout is None else float(timeout),
         }
-        return {**self._begun, "fresh": True}
+        return {**self._begin_answer, "fresh": True}
 
     async def _folder_for(self, args: dict[str, Any]) -> str:
         """Return the folder in which the ranks of a run start; check out its code if the client has synced it."""
-        await self.code.leave()
+        await self.code.release()
         if args["synced"]:
-            return await self.code.enter(args["code"])
+            return await self.code.checkout(args["code"])
         return args["cwd"] or os.getcwd()
 
     def _command_of(self, args: dict[str, Any], cwd: str, env: Mapping[str, str]) -> Command:
@@ -245,11 +247,11 @@ class SessionHost(HostProcess):
 
     async def _finish(self, token: str) -> int:
         """End a run and all its processes; return how many records of this host replica 0 must have received."""
-        if token != self._token or self._live is None:
+        if token != self._token or self._session_pool is None:
             return 0
-        await self._live.stop(signal.SIGKILL, 0.0)
-        self._live = self._live.retire()
-        await self.code.leave()
+        await self._session_pool.stop(signal.SIGKILL, 0.0)
+        self._session_pool = self._session_pool.retire()
+        await self.code.release()
         run_log = self._run_log
         await self._close_run_log()
         return run_log.count if run_log is not None else 0

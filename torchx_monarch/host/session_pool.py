@@ -29,35 +29,35 @@ class SessionPool(RankPool):
 
     Args:
         command: command of the run.
-        place: the host and the destinations of its ranks' output.
+        context: the host and the destinations of its ranks' output.
         environ: environment of the role.
         preload: modules that spare interpreters of a torchrun command import.
         on_first_output: called once, when a rank first prints.
         say: called with a progress line.
         cwd: folder in which the ranks start.
         added: environment variables that the run adds.
-        before: pool of the previous run, whose spare interpreters are used if they fit this command; None for none.
+        previous: pool of the previous run, whose spare interpreters are used if they fit this command; None for none.
     """
 
     def __init__(
         self,
         command: Command,
-        place: HostContext,
+        context: HostContext,
         environ: Mapping[str, str],
         preload: Sequence[str],
         on_first_output: Callable[[], None],
         say: Callable[[str], None],
         cwd: str,
         added: Mapping[str, str],
-        before: SessionPool | None = None,
+        previous: SessionPool | None = None,
     ) -> None:
-        limits = before.limits if before is not None else None
-        super().__init__(command, place, {**environ, **added}, preload, on_first_output, say, limits)
+        limits = previous.limits if previous is not None else None
+        super().__init__(command, context, {**environ, **added}, preload, on_first_output, say, limits)
         self._host_environ = environ
         self._cwd = cwd
         self._added = dict(added)
-        self._before = before
-        self._shelf: SessionPool | None = None
+        self._previous = previous
+        self._spare_pool: SessionPool | None = None
 
     @property
     def warm(self) -> int:
@@ -94,37 +94,37 @@ class SessionPool(RankPool):
         self._retired = True
         self._ranks = []  # breaks a cycle: a rank refers to the pool that started it, which refers to its ranks
         with contextlib.suppress(LaunchError):  # the next run that needs one reports the error
-            for one in self._waiting if self._shelf is not None else ():
+            for one in self._waiting if self._spare_pool is not None else ():
                 one.kill(signal.SIGKILL)
-            kept = self._shelf or self
+            kept = self._spare_pool or self
             kept._waiting = [one for one in kept._waiting if not one.ended.is_set()]
             kept._start_missing()
             if kept is self and self._waiting:
                 self._store.start_ahead(self._waiting[0])
-        return self._shelf or self
+        return self._spare_pool or self
 
     def _inherit(self) -> None:
-        before, self._before = self._before, None
-        if before is None:
+        previous, self._previous = self._previous, None
+        if previous is None:
             return
-        before._retired = True
-        if before._preload and not self._preload:
-            self._shelf = before  # starting an interpreter is cheap; importing its modules again is not
+        previous._retired = True
+        if previous._preload and not self._preload:
+            self._spare_pool = previous  # starting an interpreter is cheap; importing its modules again is not
             return
         fitting = self._signature(0)
-        for one in before._waiting:
+        for one in previous._waiting:
             if one.signature == fitting and not one.ended.is_set():
                 self._waiting.append(one)
             else:
                 one.kill(signal.SIGKILL)
-        before._waiting = []
-        self._store.take_over(before._store, keep=bool(self._waiting))
+        previous._waiting = []
+        self._store.take_over(previous._store, keep=bool(self._waiting))
 
     def _signature(self, local_rank: int) -> object:
         """Return the value that two interpreters share if each can run this pool's program like a fresh one."""
         env = interpreter_environment(self._base_environ(), self._count)
         read = {name: value for name, value in env.items() if name.startswith(_READ_EARLY)}
-        python = self._starter(self._command.program_of(local_rank))
+        python = self._start_command(self._command.program_of(local_rank))
         return python, self._preload, read, self._start_folder()
 
     def _start_folder(self) -> str | None:
@@ -138,9 +138,9 @@ class SessionPool(RankPool):
         early = {name: value for name, value in self._added.items() if name.startswith(_READ_EARLY)}
         return {**self._host_environ, **early}
 
-    def _kept(self) -> list[int]:
-        shelf = self._shelf
-        return [*super()._kept(), *((*shelf._kept(), *shelf._store.pids) if shelf is not None else ())]
+    def _spare_pids(self) -> list[int]:
+        shelf = self._spare_pool
+        return [*super()._spare_pids(), *((*shelf._spare_pids(), *shelf._store.pids) if shelf is not None else ())]
 
     def _label(self, program: Program) -> list[str]:
         return ["(waits for runs)"]

@@ -113,9 +113,9 @@ class Watchdog:
             return
         *lines, self._partial = (self._partial + data).split(b"\n")
         for line in lines:
-            self._heard(json.loads(line))
+            self._handle_message(json.loads(line))
 
-    def _heard(self, message: Mapping[str, Any]) -> None:
+    def _handle_message(self, message: Mapping[str, Any]) -> None:
         if message["op"] == "expired":
             pid, scope = message["pid"], message["scope"]
             self._expired[pid] = scope

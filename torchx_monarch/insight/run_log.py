@@ -125,7 +125,7 @@ class RunLogSink:
         """Do nothing: the log outlives the rank."""
 
 
-class Sinks:
+class SinkGroup:
     """Combine several sinks into one."""
 
     def __init__(self, sinks: Sequence[LineSink]) -> None:

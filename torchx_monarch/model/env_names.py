@@ -42,5 +42,5 @@ def is_for_hosts(name: str) -> bool:
     return name in FOR_HOSTS or _REPLICA0.fullmatch(name) is not None
 
 
-OF_A_JOB = (*FOR_HOSTS, "MONARCH_JOB", "TORCHELASTIC_ERROR_FILE")
+JOB_VARIABLES = (*FOR_HOSTS, "MONARCH_JOB", "TORCHELASTIC_ERROR_FILE")
 """All variables that describe the job around a submitter. A job that it submits must not inherit them."""

@@ -8,7 +8,7 @@ import os
 import re
 import signal
 
-NEVER_AGAIN = os.EX_CONFIG
+NO_RESTART = os.EX_CONFIG
 """Exit code with which a program asks not to be restarted: 78, the configuration error of ``sysexits.h``."""
 
 
@@ -19,7 +19,7 @@ def parse_exit_codes(text: str) -> tuple[int, ...]:
         The exit codes in ascending order; empty for an empty string.
 
     Raises:
-        ValueError: a word is neither an exit code from 1 to 255 nor the name of a signal, or is ``NEVER_AGAIN``.
+        ValueError: a word is neither an exit code from 1 to 255 nor the name of a signal, or is ``NO_RESTART``.
     """
     return tuple(sorted({_exit_code(word.strip()) for word in re.split("[+,]", text)})) if text.strip() else ()
 
@@ -32,6 +32,6 @@ def _exit_code(word: str) -> int:
             f"{word!r} is no exit code of a failure: use numbers from 1 to 255 and names of signals such as SIGKILL, "
             "separated by + or commas"
         )
-    if int(word) == NEVER_AGAIN:
+    if int(word) == NO_RESTART:
         raise ValueError(f"{word} is the exit code with which a program asks not to be started again (EX_CONFIG)")
     return int(word)

@@ -251,7 +251,7 @@ def root_cause(exits: Iterable[RankExit]) -> RankExit | None:
     return min(failed, key=lambda one: (one.is_collateral, one.failed_at, one.rank), default=None)
 
 
-def others_in_words(exits: Iterable[RankExit], cause: RankExit) -> list[str]:
+def describe_others(exits: Iterable[RankExit], cause: RankExit) -> list[str]:
     """Describe how the ranks other than the root cause failed, one line per kind: ``ranks 3, 7 and 510 more: ...``.
 
     Messages about a lost peer that differ only in numbers, such as an address or a port, are one kind. Its line shows

@@ -5,7 +5,7 @@
 TorchX's command line catches such errors only in ``torchx run`` (``torchx.cli.cmd_run.CmdRun._run_inner``). It catches
 neither those of ``-cfg``, which it parses earlier (``_run_from_cli_args``), nor those of ``log``, ``list``, ``cancel``
 and the other subcommands. While such an error propagates, TorchX leaves its runner's context and so closes the
-schedulers. ``MonarchScheduler.close`` then calls ``end_plainly``.
+schedulers. ``MonarchScheduler.close`` then calls ``exit_on_user_error``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchx.specs import CfgVal, InvalidRunConfigException, runopts
 from torchx.specs.finder import ComponentValidationException
 from torchx.util.types import to_dict
 
-_MISTAKES = (ComponentValidationException, InvalidRunConfigException)
+_USER_ERRORS = (ComponentValidationException, InvalidRunConfigException)
 """Base classes of all errors whose message is meant for a user."""
 
 _SUBCOMMANDS = ("cancel", "delete", "describe", "list", "log", "run", "status")
@@ -32,14 +32,14 @@ def subcommand() -> str:
     return next((word for word in sys.argv[1:] if word in _SUBCOMMANDS), "")
 
 
-def end_plainly() -> None:
+def exit_on_user_error() -> None:
     """Exit the ``torchx`` command with the message of the user's mistake that is being handled, if any.
 
     Raises:
         SystemExit: a user's mistake is being handled; carries its message, for exit code 1.
     """
     error = sys.exc_info()[1]
-    if isinstance(error, _MISTAKES) and subcommand():
+    if isinstance(error, _USER_ERRORS) and subcommand():
         raise SystemExit(str(error)) from None
 
 
@@ -50,7 +50,7 @@ def keep_threads_quiet() -> None:
         return
 
     def hook(args: threading.ExceptHookArgs) -> None:
-        if not isinstance(args.exc_value, _MISTAKES):
+        if not isinstance(args.exc_value, _USER_ERRORS):
             before(args)
 
     hook.quiet = True  # type: ignore[attr-defined]

@@ -41,7 +41,7 @@ _KILL_TIMEOUT = 15.0
 _ASK_EVERY = 1.0
 """Seconds between two ``describe`` calls to a backend that is not ``Waitable``, TorchX's own interval."""
 
-_PASSED_ON = (signal.SIGTERM, signal.SIGHUP)
+_CANCEL_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class _Signalled(KeyboardInterrupt):
@@ -65,7 +65,7 @@ class _Termination:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Raise ``_Signalled``, or record the signal while signals are held back."""
-        for each in _PASSED_ON:  # a closed terminal sends SIGHUP twice, and systemd SIGTERM and SIGHUP
+        for each in _CANCEL_SIGNALS:  # a closed terminal sends SIGHUP twice, and systemd SIGTERM and SIGHUP
             if signal.getsignal(each) is self:
                 # Not SIG_IGN: Python reports an error for a pending signal that is ignored meanwhile.
                 signal.signal(each, lambda *_: None)
@@ -76,14 +76,14 @@ class _Termination:
     def install(self) -> None:
         """Install the handler for signals that have their default action; under nohup, SIGHUP stays ignored."""
         if threading.current_thread() is threading.main_thread():
-            for number in _PASSED_ON:
+            for number in _CANCEL_SIGNALS:
                 if signal.getsignal(number) is signal.SIG_DFL:
                     signal.signal(number, self)
 
     def remove(self) -> None:
         """Restore the default action of the signals that this handler serves."""
         if threading.current_thread() is threading.main_thread():
-            for number in _PASSED_ON:
+            for number in _CANCEL_SIGNALS:
                 if signal.getsignal(number) is self:
                     signal.signal(number, signal.SIG_DFL)
 
@@ -181,7 +181,7 @@ class Foreground:
         with _termination.held():
             yield submitted
 
-    def polled(self, app_id: str) -> None:
+    def on_poll(self, app_id: str) -> None:
         """Record a poll of an app. From the second poll on, wait for the app's end and show progress.
 
         TorchX polls once after each submission to print the state; a second poll means that it waits for the app.
@@ -207,7 +207,7 @@ class Foreground:
         """Whether a ``torchx run`` in this process has submitted the app."""
         return app_id in self._polls
 
-    def closing(self) -> None:
+    def on_close(self) -> None:
         """Cancel the apps that the command waits for, if it exits because of a signal; kill them on a second Ctrl-C.
 
         Called when TorchX's command line leaves its runner.
@@ -226,11 +226,11 @@ class Foreground:
             handle = f"{self._backend}://torchx/{app_id}"
             # Before the second poll, only the command line's options show whether the command waits.
             if polls < 2 and not _is_to_wait(sys.argv):
-                _say(f"\n{handle} goes on; to end it: torchx cancel {handle}")
+                _print_stderr(f"\n{handle} goes on; to end it: torchx cancel {handle}")
                 continue
             second = "waits no longer for it" if self._waitable is None else "kills it"
             why = "" if number == signal.SIGINT else f" ({signal.Signals(number).name})"
-            _say(f"\ncancelling {handle}{why}; Ctrl-C {'again ' if not why else ''}{second}")
+            _print_stderr(f"\ncancelling {handle}{why}; Ctrl-C {'again ' if not why else ''}{second}")
             try:
                 self._inner.stop(app_id, None)
                 while not self._inner.wait_terminal(app_id, 3600.0):
@@ -238,7 +238,7 @@ class Foreground:
             except KeyboardInterrupt:
                 if self._waitable is None:
                     continue
-                _say(f"\nkilling {handle}")
+                _print_stderr(f"\nkilling {handle}")
                 self._inner.stop(app_id, 0.0)
                 self._inner.wait_terminal(app_id, _KILL_TIMEOUT)
         raise SystemExit(128 + number) from None
@@ -251,7 +251,7 @@ class Foreground:
             print(f"{one_line(event['message'])}{seconds}", file=sys.stderr, flush=True)
 
 
-def _say(text: str) -> None:
+def _print_stderr(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # the terminal is closed
         print(text, file=sys.stderr, flush=True)
 

@@ -24,14 +24,20 @@ from torchx.workspace import WorkspaceMixin
 from torchx_monarch.backends import client_credentials
 from torchx_monarch.backends.errors import UserError
 from torchx_monarch.backends.options import run_options
-from torchx_monarch.backends.protocols import CREDENTIALS, PLACEHOLDER, NetworkBackend, RolesApart, with_credentials
+from torchx_monarch.backends.protocols import (
+    CREDENTIALS,
+    PLACEHOLDER,
+    IndependentRoles,
+    NetworkBackend,
+    with_credentials,
+)
 from torchx_monarch.command.command import CommandError
 from torchx_monarch.command.rewrite import WrapOptions, restore, rewrite
 from torchx_monarch.model.exit_codes import parse_exit_codes
 from torchx_monarch.model.host_spec import HostSpec, parse_ports
 from torchx_monarch.model.sidecars import SidecarError, is_sidecar
 from torchx_monarch.schedulers.caller_error_file import write_root_cause
-from torchx_monarch.schedulers.command import RunOptions, end_plainly, keep_threads_quiet, subcommand
+from torchx_monarch.schedulers.command import RunOptions, exit_on_user_error, keep_threads_quiet, subcommand
 from torchx_monarch.schedulers.foreground import Foreground
 from torchx_monarch.schedulers.presentable import presentable, presentable_list
 
@@ -248,7 +254,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             role.name: f"{scheme}:{self.inner.replica0_host(app, role)}:{port + index}"
             for index, role in enumerate(app.roles)
         }
-        if not isinstance(self.inner, RolesApart):
+        if not isinstance(self.inner, IndependentRoles):
             return WrapOptions(self._python, spec, rendezvous)
         main = rendezvous[app.roles[0].name]
         return WrapOptions(self._python, spec, rendezvous, main, self.inner.always_together)
@@ -291,7 +297,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         Raises:
             ValueError: the app does not exist, and the process runs `torchx cancel`, `delete` or `log`.
         """
-        self._foreground.polled(app_id)
+        self._foreground.on_poll(app_id)
         keep_threads_quiet()
         response = self.inner.describe(app_id)
         if response is None and subcommand() in ("cancel", "delete", "log"):
@@ -342,8 +348,8 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             SystemExit: the torchx command exits because of a signal or a user's mistake.
         """
         try:
-            self._foreground.closing()
-            end_plainly()
+            self._foreground.on_close()
+            exit_on_user_error()
         finally:
             self.inner.close()
 

@@ -105,7 +105,7 @@ class LineReader:
             self._goes_on = True
             self._held, self._size = [text[end:]], len(text) - end
 
-    def drawn(self) -> bytes:
+    def pending_progress(self) -> bytes:
         """Return the part of an unfinished line that uses carriage returns, such as a progress bar; b"" if none does.
 
         A carriage return at the end is held: it precedes the next drawing, or belongs to the line's end.

@@ -7,17 +7,17 @@ from __future__ import annotations
 import errno
 import resource
 
-_OF_A_HOST = 40
+_FILES_PER_HOST = 40
 """Open files of a host process with Monarch and a controller: with a limit of 32 the import of Monarch fails, with 44 a
 job with one rank runs."""
 
-_OF_A_RANK = 6
+_FILES_PER_RANK = 6
 """Open files of a host process for each rank: a channel, two pipes, a pidfd, two log files."""
 
 
 def shortage(ranks: int) -> str:
     """Return why a host with this many ranks cannot run under this process' limit; empty if it can."""
-    limit, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], _OF_A_HOST + _OF_A_RANK * ranks
+    limit, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], _FILES_PER_HOST + _FILES_PER_RANK * ranks
     if limit == resource.RLIM_INFINITY or limit >= needed:
         return ""
     of_ranks = "1 rank" if ranks == 1 else f"{ranks} ranks"

@@ -114,7 +114,7 @@ class AgentClient:
         self._listener = asyncio.ensure_future(self._listen())
 
     @classmethod
-    async def over(cls, connection: socket.socket) -> AgentClient:
+    async def from_socket(cls, connection: socket.socket) -> AgentClient:
         """Create a client on a socket that is connected to the host process."""
         return cls(*await asyncio.open_unix_connection(sock=connection, limit=messages.MAX_LINE))
 

@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Address", "AddressError", "ConnectError", "Identity", "connect", "explain", "is_client", "listen"]
 
-IMPATIENCE = 3.0
+FIRST_HANDSHAKE_TIMEOUT = 3.0
 """Seconds for the TLS handshake of the first try. A waiting host can then soon report that there is no answer."""
 
-PATIENCE = 30.0
+LATER_HANDSHAKE_TIMEOUT = 30.0
 """Seconds for the TLS handshake of later tries. When thousands of hosts connect together, each waits for the hosts
 before it, and each handshake takes about 1.5 ms of replica 0's CPU time."""
 
@@ -167,7 +167,7 @@ def _port(bind: str, port: int) -> socket.socket:
 
 
 async def connect(
-    address: Address, identity: Identity | None, peer_timeout: float, patience: float = PATIENCE
+    address: Address, identity: Identity | None, peer_timeout: float, handshake_timeout: float = LATER_HANDSHAKE_TIMEOUT
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect to the address of replica 0.
 
@@ -175,7 +175,7 @@ async def connect(
         address: address to connect to.
         identity: this host's certificate; None without TLS.
         peer_timeout: seconds without an answer from the peer's machine after which the kernel breaks the connection.
-        patience: seconds for the TLS handshake.
+        handshake_timeout: seconds for the TLS handshake.
 
     Raises:
         ConnectError: the connection or the handshake failed; the message says why.
@@ -190,7 +190,7 @@ async def connect(
             sock=connection,
             ssl=identity.context(server=False) if identity else None,
             server_hostname=address.host if identity else None,
-            ssl_handshake_timeout=patience if identity else None,
+            ssl_handshake_timeout=handshake_timeout if identity else None,
         )
     except (OSError, asyncio.TimeoutError, ValueError, OverflowError) as error:
         raise explain(error, address) from None

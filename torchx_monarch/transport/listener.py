@@ -18,15 +18,15 @@ from collections.abc import Awaitable, Callable
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
-_STRANGERS = 256
+_MAX_UNAUTHENTICATED = 256
 """Most unauthenticated connections at a time. Further ones wait in the kernel's queue, which holds thousands. A TLS
 connection takes some 100 kB, and its handshake 2 ms of CPU time, so a higher limit would not admit the thousands of
 hosts of a large job any faster."""
 
-_IN_A_CROWD = 3.0
+_MIN_AGE_AT_LIMIT = 3.0
 """Seconds that an unauthenticated connection has even at the limit: the peer may be busy with its start."""
 
-_AT_MOST = 20.0
+_AUTHENTICATION_TIMEOUT = 20.0
 """Seconds after which an unauthenticated connection is closed. More than the limits of handshake and greeting
 together."""
 
@@ -72,7 +72,7 @@ class Listener:
         self._serve = serve
         self._context = context
         self._limit = limit
-        self._strangers: dict[asyncio.Task[None], asyncio.TimerHandle] = {}  # with their time-outs; oldest first
+        self._unauthenticated: dict[asyncio.Task[None], asyncio.TimerHandle] = {}  # with their time-outs; oldest first
         self._all: set[asyncio.Task[None]] = set()  # the event loop holds tasks by weak references only
         listening.setblocking(False)
         self._accepting = asyncio.ensure_future(self._accept())
@@ -81,19 +81,19 @@ class Listener:
         """Mark the connection that the calling task serves as authenticated: the listener no longer closes it."""
         task = asyncio.current_task()
         assert task is not None
-        self._only_authenticated(task)
+        self._forget_unauthenticated(task)
 
     def close(self) -> None:
         """Stop accepting and close unauthenticated connections; authenticated ones stay open."""
         self._accepting.cancel()
         self._accepting.add_done_callback(lambda _: self._listening.close())  # after the loop has removed its reader
-        for task in list(self._strangers):
+        for task in list(self._unauthenticated):
             task.cancel()
 
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            while len(self._strangers) >= _STRANGERS and not self._make_room(_IN_A_CROWD):
+            while len(self._unauthenticated) >= _MAX_UNAUTHENTICATED and not self._make_room(_MIN_AGE_AT_LIMIT):
                 await asyncio.sleep(0.01)
             try:
                 connection, _ = await loop.sock_accept(self._listening)
@@ -103,20 +103,24 @@ class Listener:
                 continue
             task = loop.create_task(self._receive(connection))
             self._all.add(task)
-            self._strangers[task] = loop.call_later(_AT_MOST, task.cancel)
+            self._unauthenticated[task] = loop.call_later(_AUTHENTICATION_TIMEOUT, task.cancel)
             task.add_done_callback(self._all.discard)
-            task.add_done_callback(self._only_authenticated)
+            task.add_done_callback(self._forget_unauthenticated)
 
-    def _only_authenticated(self, task: asyncio.Task[None]) -> None:
-        if timer := self._strangers.pop(task, None):
+    def _forget_unauthenticated(self, task: asyncio.Task[None]) -> None:
+        if timer := self._unauthenticated.pop(task, None):
             timer.cancel()
 
     def _make_room(self, age: float) -> bool:
         """Close the oldest unauthenticated connection if it is at least ``age`` seconds old; return whether it was."""
-        oldest, timer = next(iter(self._strangers.items()), (None, None))
-        if oldest is None or timer is None or asyncio.get_running_loop().time() < timer.when() - _AT_MOST + age:
+        oldest, timer = next(iter(self._unauthenticated.items()), (None, None))
+        if (
+            oldest is None
+            or timer is None
+            or asyncio.get_running_loop().time() < timer.when() - _AUTHENTICATION_TIMEOUT + age
+        ):
             return False
-        self._only_authenticated(oldest)
+        self._forget_unauthenticated(oldest)
         oldest.cancel()
         return True
 

@@ -71,7 +71,7 @@ def address_of(bind: str) -> str:
     raise NetworkError(f"--bind {bind}: neither an address nor an interface of this machine, which has {listed}")
 
 
-def expanded(address: str, environ: Mapping[str, str], is_first: bool) -> str:
+def expand_address(address: str, environ: Mapping[str, str], is_first: bool) -> str:
     """Replace ``@NAME`` in an address by the value of the environment variable NAME.
 
     On replica 0, schedulers leave the variable unset or set it to ``localhost``; the host is then this machine. ``@``
@@ -153,7 +153,7 @@ def advertised(rendezvous: Address, is_first: bool, options: NetworkOptions, our
     return socket.gethostname()  # no route to replica 0: joining the rendezvous reports it
 
 
-def bound(options: NetworkOptions) -> socket.socket:
+def bind_port(options: NetworkOptions) -> socket.socket:
     """Return a TCP socket that is bound to a free port of the range and does not listen yet.
 
     Raises:

@@ -44,7 +44,7 @@ class Apps(BaseApps):
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.cluster = cluster
         self.patience = cluster.patience
-        self.api = Api.of_here()
+        self.api = Api.from_environment()
         self.namespace = f"tests-{uuid.uuid4().hex[:6]}"
         self.api.create("/api/v1/namespaces", {"kind": "Namespace", "metadata": {"name": self.namespace}})
         self._programs: dict[str, str] = {}

@@ -29,7 +29,7 @@ def main(folder: Path, port: int) -> None:
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: ended.set())
     os.environ["KUBECONFIG"] = str(folder / "direct.yaml")
-    kubelet = Kubelet(Api.of_here(), folder)
+    kubelet = Kubelet(Api.from_environment(), folder)
     door = ApiProxy(folder, port)
 
     def repeat(look: Callable[[], None]) -> None:
@@ -41,7 +41,7 @@ def main(folder: Path, port: int) -> None:
                 time.sleep(0.5)
             time.sleep(_EVERY)
 
-    looks = (kubelet.look, IndexedJobs(Api.of_here()).look, VolcanoJobs(Api.of_here()).look)
+    looks = (kubelet.look, IndexedJobs(Api.from_environment()).look, VolcanoJobs(Api.from_environment()).look)
     threads = [threading.Thread(target=repeat, args=(look,), daemon=True) for look in looks]
     for thread in threads:
         thread.start()

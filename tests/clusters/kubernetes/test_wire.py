@@ -124,7 +124,7 @@ def wire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
 
 @pytest.fixture
 def api(wire: Wire) -> Iterator[Api]:
-    api = Api.of_here()
+    api = Api.from_environment()
     yield api
     api.close()
 
@@ -302,7 +302,7 @@ def test_a_kubeconfig_that_is_none_is_told(
         change(config)
         path.write_text(yaml.safe_dump(config))
     with pytest.raises(KubernetesError, match=words):
-        Api.of_here().get("/x")
+        Api.from_environment().get("/x")
 
 
 def test_who_has_no_credentials_is_told_so(wire: Wire, api: Api) -> None:

@@ -22,11 +22,11 @@ _SETTLE = 5.0
 
 _TAIL = 200
 
-Look = Callable[[], tuple[list[tuple[str, str]], bool]]
+Poll = Callable[[], tuple[list[tuple[str, str]], bool]]
 """Returns a node's log streams as (group, stream), one for each attempt in order, and whether the job has ended."""
 
 
-def lines(aws: Aws, look: Look, *, since: datetime | None, until: datetime | None, follow: bool) -> Iterator[str]:
+def lines(aws: Aws, look: Poll, *, since: datetime | None, until: datetime | None, follow: bool) -> Iterator[str]:
     """Yield the lines, each with its line end.
 
     Args:

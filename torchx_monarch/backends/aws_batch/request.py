@@ -116,7 +116,7 @@ def render(
     cfg: AWSBatchOpts,
     scheduler: str,
     finish: Callable[[Role, dict[str, str]], None] = lambda role, env: None,
-    never_again: tuple[int, ...] = (),
+    no_retry_exit_codes: tuple[int, ...] = (),
 ) -> BatchJob:
     """Return the request for an app.
 
@@ -125,7 +125,7 @@ def render(
         cfg: the run options.
         scheduler: name of the submitting scheduler, for the job's tags.
         finish: called with each role and its environment, which it may change in place.
-        never_again: exit codes after which Batch does not restart the job.
+        no_retry_exit_codes: exit codes after which Batch does not restart the job.
 
     Raises:
         ValueError: AWS Batch cannot run the app; the message says what is allowed.
@@ -144,7 +144,7 @@ def render(
         definition |= {"type": "container", "platformCapabilities": ["EC2"], "containerProperties": containers[0]}
     else:
         definition |= {"type": "multinode", "nodeProperties": _nodes(app, containers)}
-    definition["retryStrategy"] = _retries(app, cfg, never_again)
+    definition["retryStrategy"] = _retries(app, cfg, no_retry_exit_codes)
     if cfg.timeout is not None:
         definition["timeout"] = {"attemptDurationSeconds": cfg.timeout}
     submit: dict[str, Any] = {
@@ -160,7 +160,7 @@ def render(
     return BatchJob(name, queue, definition, submit)
 
 
-def fit(job: BatchJob) -> str:
+def drop_app_if_too_large(job: BatchJob) -> str:
     """Drop the packed app from a request that exceeds AWS Batch's quota.
 
     Returns:
@@ -227,7 +227,7 @@ def _nodes(app: AppDef, containers: list[dict[str, Any]]) -> dict[str, Any]:
     return {"numNodes": first, "mainNode": 0, "nodeRangeProperties": ranges}
 
 
-def _retries(app: AppDef, cfg: AWSBatchOpts, never_again: tuple[int, ...]) -> dict[str, Any]:
+def _retries(app: AppDef, cfg: AWSBatchOpts, no_retry_exit_codes: tuple[int, ...]) -> dict[str, Any]:
     """Return Batch's retry strategy. Batch restarts a whole job when its main node has failed, whatever the policy.
 
     (TorchX's former scheduler used ``max_retries`` as the number of attempts, so that 1 meant no retry.)
@@ -237,7 +237,7 @@ def _retries(app: AppDef, cfg: AWSBatchOpts, never_again: tuple[int, ...]) -> di
     if attempts > _MOST_ATTEMPTS:
         what = "max_retries" if retries else "run option host_retries"
         raise ValueError(f"{what} is {attempts - 1}; AWS Batch starts a job again at most {_MOST_ATTEMPTS - 1} times")
-    rules = [{"onExitCode": str(code), "action": "EXIT"} for code in never_again]
+    rules = [{"onExitCode": str(code), "action": "EXIT"} for code in no_retry_exit_codes]
     if not retries and cfg.host_retries:
         # The instance sends its containers SIGTERM before it shuts down.
         told = {"onExitCode": str(128 + signal.SIGTERM), "action": "RETRY"}

@@ -36,9 +36,9 @@ from torchx_monarch.system import error_files, signed_line
 _AT_A_TIME = 100
 """Most jobs in one DescribeJobs request, by Batch's documentation."""
 
-_FORGOTTEN = "AWS Batch has forgotten the job, as it does a week after its end; only the job definition is left"
+_JOB_EXPIRED = "AWS Batch has forgotten the job, as it does a week after its end; only the job definition is left"
 
-_NO_OTHER_START = 78
+_NO_RESTART_EXIT_CODE = 78
 """Exit code by which a program asks for no restart (EX_CONFIG)."""
 
 _ATTEMPT = "AWS_BATCH_JOB_ATTEMPT"
@@ -99,7 +99,7 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
             images = self._images(app, cfg)
             job = self._render(app, cfg)
             job.images_to_push = images
-            said = request.fit(job)
+            said = request.drop_app_if_too_large(job)
         except ValueError as error:
             raise RequestError(str(error)) from None
         if said:
@@ -214,7 +214,7 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
                 return DescribeAppResponse(
                     app_id=app_id,
                     state=AppState.UNKNOWN,
-                    msg=_FORGOTTEN,
+                    msg=_JOB_EXPIRED,
                     metadata=found.app.metadata,
                     roles=found.app.roles,
                 )
@@ -320,7 +320,7 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
             raise UserError(f"AWS Batch writes both streams into one log; {streams.value} alone is not to be had")
         found = self._find(app_id)
         if found is None or not found.job:
-            raise UserError(f"there is no app {app_id!r} in AWS Batch{f': {_FORGOTTEN}' if found else ''}")
+            raise UserError(f"there is no app {app_id!r} in AWS Batch{f': {_JOB_EXPIRED}' if found else ''}")
         validation.check_replica(app_id, {role.name: role.num_replicas for role in found.app.roles}, role_name, k)
         index = status.first_node(role_name, found.app.roles) + k
         job_id, group = str(found.job["jobId"]), status.log_group(found.job)
@@ -430,7 +430,7 @@ class MonarchAWSBatchScheduler(AWSBatchScheduler, Scheduler[MonarchAWSBatchOpts]
             if cfg.secret:
                 env.pop(CREDENTIALS, None)
 
-        job = request.render(app, cfg, self._name, finish, (_NO_OTHER_START,))
+        job = request.render(app, cfg, self._name, finish, (_NO_RESTART_EXIT_CODE,))
         if cfg.secret:
             job.secret = {
                 "Name": f"torchx-monarch/{job.name}",

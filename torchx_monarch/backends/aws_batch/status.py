@@ -33,7 +33,7 @@ _STATES = {
 
 ENDED = (AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED)
 
-_EMPTY_WORDS = ("Essential container in task exited", "Task failed to start")
+_GENERIC_REASONS = ("Essential container in task exited", "Task failed to start")
 """Beginnings of status reasons that give no cause; another field of the job gives it."""
 
 _HINTS = (
@@ -163,7 +163,7 @@ def explanation(job: Mapping[str, Any], nodes: Mapping[int, Mapping[str, Any]], 
         return _with_hint(reason, _container(job))
     container = _container(nodes[first])
     said = [str(each) for each in (container.get("reason"), nodes[first].get("statusReason"), reason) if each]
-    said = [each for at, each in enumerate(said) if each not in said[:at] and not each.startswith(_EMPTY_WORDS)]
+    said = [each for at, each in enumerate(said) if each not in said[:at] and not each.startswith(_GENERIC_REASONS)]
     code = container.get("exitCode")
     ended = [describe_code(128 - code if code > 128 else code)] if code else []
     how = ": ".join([*ended, *(_with_hint(each, container) for each in said)]) or "failed"

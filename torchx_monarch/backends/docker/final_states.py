@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torchx_monarch.backends.docker import container_files, request
-from torchx_monarch.backends.docker.map_concurrently import together
+from torchx_monarch.backends.docker.map_concurrently import map_concurrently
 from torchx_monarch.backends.docker.status import DockerReplica
 from torchx_monarch.model.job_result import JobResult
 
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from docker.models.containers import Container
 
 
-class Ends:
+class FinalStates:
     """Read the marker files of containers, and cache them for callers that poll."""
 
     def __init__(self) -> None:
         self._known: dict[str, DockerReplica] = {}
         self._running: set[tuple[str, float]] = set()
 
-    def applied(self, containers: Sequence[Container]) -> list[DockerReplica]:
+    def apply(self, containers: Sequence[Container]) -> list[DockerReplica]:
         """Return the replica of each container: its final state from the marker, or else its state from dockerd."""
         pairs = [(container, DockerReplica.of(container.attrs)) for container in containers]
-        together(self._look, [pair for pair in pairs if self._may_have_noted(*pair)])
+        map_concurrently(self._look, [pair for pair in pairs if self._may_have_noted(*pair)])
         return [
             dataclasses.replace(self._known[key], status=replica.status) if key in self._known else replica
             for key, replica in ((str(container.id), replica) for container, replica in pairs)

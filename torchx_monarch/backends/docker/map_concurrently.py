@@ -14,7 +14,7 @@ R = TypeVar("R")
 _AT_A_TIME = 128
 
 
-def together(action: Callable[[T], R], each: Sequence[T]) -> list[R]:
+def map_concurrently(action: Callable[[T], R], each: Sequence[T]) -> list[R]:
     """Return the results of ``action``, in order; raise the first error, in that order, after all calls have ended."""
     if not each:
         return []

@@ -14,7 +14,7 @@ from torchx.specs import AppDef
 from torchx_monarch.backends.errors import UserError
 from torchx_monarch.backends.local import gpus
 from torchx_monarch.backends.validation import check_names
-from torchx_monarch.model.env_names import OF_A_JOB, replica0_variable
+from torchx_monarch.model.env_names import JOB_VARIABLES, replica0_variable
 
 LABEL_APP = "torchx-monarch/app"
 """Label with the app, encoded by ``appdef_codec.pack``. TorchX's own scheduler does not set it."""
@@ -72,7 +72,7 @@ def adapt(job: DockerJob, app: AppDef, init: bool, environ: Mapping[str, str]) -
         # `docker stop` of a shell, or of a Python that is still importing, then takes the whole grace period.
         kwargs["init"] = init
         env: dict[str, str] = kwargs["environment"]  # type: ignore[assignment]
-        for variable in OF_A_JOB:
+        for variable in JOB_VARIABLES:
             if variable not in given[role]:
                 env.pop(variable, None)  # set by copy_env, if submitted from within another job
         env[_RANK0] = names[app.roles[0].name][0]

@@ -43,9 +43,9 @@ from torchx.specs.finder import ComponentValidationException
 from torchx_monarch.backends import appdef_codec
 from torchx_monarch.backends.docker import bridge_network, container_files, logs, request, status
 from torchx_monarch.backends.docker.daemon import answering, connect, lines_while_answering
-from torchx_monarch.backends.docker.final_states import Ends
-from torchx_monarch.backends.docker.map_concurrently import together
-from torchx_monarch.backends.docker.snapshot import HOST_EXTRA, DockerSnapshot, gone, understood
+from torchx_monarch.backends.docker.final_states import FinalStates
+from torchx_monarch.backends.docker.map_concurrently import map_concurrently
+from torchx_monarch.backends.docker.snapshot import HOST_EXTRA, DockerSnapshot, build_snapshot, describe_removed
 from torchx_monarch.backends.errors import UserError
 from torchx_monarch.backends.local.render import safe_name
 from torchx_monarch.backends.options import run_options
@@ -97,7 +97,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         self.backend = "local_docker"
         self._client: DockerClient | None = None
         self._asked_to_end: set[str] = set()
-        self._ends = Ends()
+        self._ends = FinalStates()
 
     @property
     def _docker_client(self) -> DockerClient:
@@ -161,11 +161,11 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
             for one in job.containers:
                 kwargs = {**one.kwargs, "labels": {**one.kwargs["labels"], **more}}
                 made.append(client.containers.create(one.image, one.command, **kwargs))
-            together(self._start, made)
+            map_concurrently(self._start, made)
             if job.app_id in self._cancelled(job.app_id):  # cancelled while containers were created
                 self._end(made, grace)
         except BaseException as error:
-            together(_remove, made)
+            map_concurrently(_remove, made)
             bridge_network.remove_unused(client)
             if isinstance(error, DockerException):
                 raise SubmitError(f"the app was not started: {_explained(error)}") from None
@@ -207,7 +207,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
 
     def _find(self, app_id: str) -> DockerSnapshot | None:
         found = self._ours(app_id)
-        return understood(app_id, found, self._cancelled(app_id).get(app_id, 0.0), self._ends) if found else None
+        return build_snapshot(app_id, found, self._cancelled(app_id).get(app_id, 0.0), self._ends) if found else None
 
     @answering()
     def describe(self, app_id: str) -> DescribeAppResponse | None:
@@ -219,14 +219,14 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         found = self._find(app_id)
         if found is None:
             return None
-        if found.evaluate.unended:
-            self._have_ended(found)
-        errors = together(container_files.error, list(zip(found.containers, found.replicas, strict=True)))
+        if found.overall.needs_stop:
+            self._stop_rest(found)
+        errors = map_concurrently(container_files.error, list(zip(found.containers, found.replicas, strict=True)))
         # The replica at fault may have been killed and end later. Replicas that lost it report a secondary failure.
         by_end = sorted(
             zip(found.replicas, errors, strict=True), key=lambda pair: (is_secondary(pair[1]), pair[0].ended)
         )
-        cause = found.evaluate.cause
+        cause = found.overall.cause
         if cause is not None and is_secondary(errors[found.replicas.index(cause)]):
             cause = next(replica for replica, _ in by_end if replica.state is AppState.FAILED)
         error = next((said for _, said in by_end if said), "") if cause else ""
@@ -235,7 +235,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
             message += container_files.why_no_host(found.containers[found.replicas.index(cause)], cause)
         return DescribeAppResponse(
             app_id=app_id,
-            state=found.evaluate.state,
+            state=found.overall.state,
             num_restarts=self._restarts(found),
             msg=message or NONE,
             structured_error_msg=error or NONE,
@@ -248,7 +248,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         """Count dockerd's restarts of containers and the hosts' restarts of ranks."""
         counts = {replicas[0].role: [each.restarts for each in replicas] for replicas in found.roles if replicas}
         firsts = [pair for pair in zip(found.containers, found.replicas, strict=True) if pair[1].id == 0]
-        return restarts(found.app, counts) + sum(together(container_files.rank_restarts, firsts))
+        return restarts(found.app, counts) + sum(map_concurrently(container_files.rank_restarts, firsts))
 
     @answering()
     def list(self, cfg: Mapping[str, CfgVal] | None = None) -> list[ListAppResponse]:
@@ -258,11 +258,11 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
             apps.setdefault(container.labels[LABEL_APP_ID], []).append(container)
         cancelled = self._cancelled()
         found = [
-            understood(app_id, containers, cancelled.get(app_id, 0.0), self._ends)
+            build_snapshot(app_id, containers, cancelled.get(app_id, 0.0), self._ends)
             for app_id, containers in apps.items()
         ]
         found.sort(key=lambda one: one.created, reverse=True)
-        return [ListAppResponse(one.app_id, one.evaluate.state, name=one.app.name) for one in found]
+        return [ListAppResponse(one.app_id, one.overall.state, name=one.app.name) for one in found]
 
     @answering()
     def log_iter(
@@ -287,12 +287,12 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
             raise UserError(f"there is no app {app_id!r} with this Docker daemon")
         check_replica(app_id, found.sizes, role_name, k)
         if f"{role_name}/{k}" in found.removed:
-            raise UserError(gone(f"{role_name}/{k}"))
+            raise UserError(describe_removed(f"{role_name}/{k}"))
         everyone = [(replica.role, replica.id) for replica in found.replicas]
 
         def ended() -> bool:
             now = self._find(app_id)
-            return now is None or now.evaluate.state in _ENDED
+            return now is None or now.overall.state in _ENDED
 
         lines = logs.lines(
             found.containers[everyone.index((role_name, k))],
@@ -300,7 +300,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
             stderr=streams is not Stream.STDOUT,
             since=since,
             until=until,
-            follow=should_tail and found.evaluate.state not in _ENDED,
+            follow=should_tail and found.overall.state not in _ENDED,
             ended=ended,
         )
         return lines_while_answering(matching(lines, regex))
@@ -314,7 +314,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         TorchX stops one container after another, 10 s each, and the app counts as FAILED afterwards.
         """
         found = self._find(app_id)
-        if found is None or found.evaluate.state in _ENDED:
+        if found is None or found.overall.state in _ENDED:
             return
         self._note_cancel(app_id)
         self._end(found.containers, found.grace)
@@ -328,18 +328,18 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
             with contextlib.suppress(NotFound):
                 container.stop(timeout=int(grace + HOST_EXTRA))
 
-        together(stop, containers)
+        map_concurrently(stop, containers)
 
-    def _have_ended(self, found: DockerSnapshot) -> None:
+    def _stop_rest(self, found: DockerSnapshot) -> None:
         """Ask dockerd once to stop the containers of an app that still live; dockerd continues without the client."""
         if found.app_id in self._asked_to_end:
             return
         self._asked_to_end.add(found.app_id)
         pairs = zip(found.containers, found.replicas, strict=True)
-        left = [container for container, replica in pairs if replica.lives or replica.is_restless]
-        self._begin_to_end(left, found.grace).join(_ASKING)
+        left = [container for container, replica in pairs if replica.lives or replica.restarts_needlessly]
+        self._stop_in_background(left, found.grace).join(_ASKING)
 
-    def _begin_to_end(self, containers: Sequence[Container], grace: float) -> threading.Thread:
+    def _stop_in_background(self, containers: Sequence[Container], grace: float) -> threading.Thread:
         def end() -> None:
             with contextlib.suppress(DockerException, OSError):
                 self._end(containers, grace)
@@ -354,9 +354,9 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
     def wait_terminal(self, app_id: str, timeout: float) -> bool:
         """Wait at most ``timeout`` seconds for the app's end; return whether it has ended or does not exist."""
         until = time.monotonic() + timeout
-        while (found := self._find(app_id)) is not None and found.evaluate.state not in _ENDED:
-            if found.evaluate.unended:
-                self._have_ended(found)
+        while (found := self._find(app_id)) is not None and found.overall.state not in _ENDED:
+            if found.overall.needs_stop:
+                self._stop_rest(found)
             if time.monotonic() >= until:
                 return False
             time.sleep(_POLL)
@@ -375,20 +375,20 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
             grace: seconds from SIGTERM to SIGKILL; None for the app's run option, 0 to kill immediately.
         """
         found = self._find(app_id)
-        if found is None or found.evaluate.state in _ENDED:
+        if found is None or found.overall.state in _ENDED:
             return
         self._note_cancel(app_id)
         if grace == 0:
-            together(_kill, found.containers)
+            map_concurrently(_kill, found.containers)
         else:
-            self._begin_to_end(found.containers, found.grace if grace is None else grace)
+            self._stop_in_background(found.containers, found.grace if grace is None else grace)
 
     @answering()
     def _delete_existing(self, app_id: str) -> None:
         """Cancel the app if it lives. Remove its containers and their anonymous volumes, the volume that marks the app
         as cancelled, and the network if no container uses it."""
         self._cancel_existing(app_id)
-        together(_remove, self._ours(app_id))
+        map_concurrently(_remove, self._ours(app_id))
         with contextlib.suppress(NotFound):
             self._docker_client.volumes.get(_record(app_id)).remove()
         bridge_network.remove_unused(self._docker_client)

@@ -13,7 +13,7 @@ from torchx.specs import AppDef, AppState, ReplicaStatus, Role, RoleStatus
 
 from torchx_monarch.backends import appdef_codec
 from torchx_monarch.backends.docker import request, status
-from torchx_monarch.backends.docker.final_states import Ends
+from torchx_monarch.backends.docker.final_states import FinalStates
 from torchx_monarch.backends.docker.status import DockerReplica, DockerRole, DockerStatus
 from torchx_monarch.backends.outcome import RolePolicy
 from torchx_monarch.backends.protocols import CREDENTIALS
@@ -35,7 +35,7 @@ class DockerSnapshot:
         containers: the app's containers, sorted by role and replica.
         roles: the replicas that have a container, by role in the app's order; a role may have none.
         removed: the replicas, as ROLE/K, whose containers were removed.
-        evaluate: the app's state.
+        overall: the app's state.
         grace: seconds from SIGTERM to SIGKILL when the app is cancelled.
         created: when the first container was created, as dockerd writes times.
     """
@@ -45,7 +45,7 @@ class DockerSnapshot:
     containers: list[Container]
     roles: list[list[DockerReplica]]
     removed: list[str]
-    evaluate: DockerStatus
+    overall: DockerStatus
     grace: float
     created: str
 
@@ -66,7 +66,7 @@ class DockerSnapshot:
             cause: the replica that failed first; None if none failed.
         """
         said = [cause.failure] if cause is not None else []
-        said += [gone(self.removed[0])] if self.removed else []
+        said += [describe_removed(self.removed[0])] if self.removed else []
         said += [f"{len(self.removed) - 1} more were removed"] if len(self.removed) > 1 else []
         return "; ".join(said)
 
@@ -100,18 +100,18 @@ class DockerSnapshot:
 
     def _shown(self, replica: DockerReplica) -> AppState:
         """Return the state to show for a replica: CANCELLED rather than FAILED if it was stopped with the app."""
-        if self.evaluate.state is AppState.SUCCEEDED and replica.ended <= self.evaluate.decided:
+        if self.overall.state is AppState.SUCCEEDED and replica.ended <= self.overall.decided:
             return replica.state  # may be a failure that the role tolerates
-        over = self.evaluate.state in (AppState.CANCELLED, AppState.SUCCEEDED)
+        over = self.overall.state in (AppState.CANCELLED, AppState.SUCCEEDED)
         return AppState.CANCELLED if over and replica.state is not AppState.SUCCEEDED else replica.state
 
 
-def gone(replica: str) -> str:
+def describe_removed(replica: str) -> str:
     """Describe a replica whose container was removed."""
     return f"the container of replica {replica} was removed (docker rm), and its log with it"
 
 
-def understood(app_id: str, containers: Sequence[Container], cancelled: float, ends: Ends) -> DockerSnapshot:
+def build_snapshot(app_id: str, containers: Sequence[Container], cancelled: float, ends: FinalStates) -> DockerSnapshot:
     """Assemble the snapshot of an app.
 
     Args:
@@ -123,7 +123,7 @@ def understood(app_id: str, containers: Sequence[Container], cancelled: float, e
     labels = containers[0].labels
     app = appdef_codec.unpack(labels[request.LABEL_APP]) or AppDef(app_id)
     order = [role.name for role in app.roles]
-    pairs = list(zip(ends.applied(containers), containers, strict=True))
+    pairs = list(zip(ends.apply(containers), containers, strict=True))
     pairs.sort(key=lambda pair: (order.index(pair[0].role) if pair[0].role in order else len(order), pair[0].id))
     roles: dict[str, list[DockerReplica]] = {name: [] for name in order}
     for replica, _ in pairs:
@@ -138,10 +138,10 @@ def understood(app_id: str, containers: Sequence[Container], cancelled: float, e
         policy = policies.get(name) or RolePolicy(len(replicas))
         found.append(DockerRole(policy, replicas, lost if name in hosts else frozenset()))
     grace = float(labels.get(request.LABEL_GRACE, 0))
-    evaluate = status.evaluate(found, cancelled, time.time(), grace + HOST_EXTRA)
+    overall = status.evaluate(found, cancelled, time.time(), grace + HOST_EXTRA)
     created = min(container.attrs["Created"] for container in containers)
     return DockerSnapshot(
-        app_id, app, [container for _, container in pairs], list(roles.values()), removed, evaluate, grace, created
+        app_id, app, [container for _, container in pairs], list(roles.values()), removed, overall, grace, created
     )
 
 

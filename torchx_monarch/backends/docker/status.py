@@ -105,7 +105,7 @@ class DockerReplica:
         return self.restarts > 0 or self.status == "restarting" or self.state is AppState.FAILED
 
     @property
-    def is_restless(self) -> bool:
+    def restarts_needlessly(self) -> bool:
         """Whether dockerd keeps restarting it although its host must not be restarted."""
         return bool(self.final) and self.status in _LIVING
 
@@ -165,14 +165,14 @@ class DockerStatus:
     Attributes:
         state: TorchX's state; terminal only when no replica lives.
         cause: the replica that failed first; None if none failed, or if that is not why the app ended.
-        unended: whether the caller must stop the remaining containers: the app's result is decided, containers still
+        needs_stop: whether the caller must stop the remaining containers: the app's result is decided, containers still
             run or are restarted by dockerd, and the time in which others would stop them has passed.
         decided: when the app succeeded, in seconds since the epoch; 0 if it has not.
     """
 
     state: AppState
     cause: DockerReplica | None = None
-    unended: bool = False
+    needs_stop: bool = False
     decided: float = 0.0
 
 
@@ -206,12 +206,14 @@ def evaluate(roles: Sequence[DockerRole], cancelled: float, now: float, grace: f
         decision = AppState.FAILED
     cause = failed[0] if failed else None
     if decision is not None and not living:
-        return DockerStatus(decision, cause, unended=any(replica.is_restless for replica in everyone), decided=done)
+        return DockerStatus(
+            decision, cause, needs_stop=any(replica.restarts_needlessly for replica in everyone), decided=done
+        )
     running = decision is not None or any(replica.state is AppState.RUNNING for replica in living)
     return DockerStatus(
         AppState.RUNNING if running else AppState.PENDING,
         cause,
-        unended=decision is not None and now >= rest_until,
+        needs_stop=decision is not None and now >= rest_until,
         decided=done,
     )
 

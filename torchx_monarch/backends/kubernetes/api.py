@@ -35,7 +35,7 @@ _WAITS = (0.2, 0.5, 1.0, 2.0)
 _LONGEST_WAIT = 10.0
 """Longest Retry-After, in seconds, that is obeyed."""
 
-_AGAIN = (429, 500, 502, 503, 504)
+_RETRIABLE_STATUSES = (429, 500, 502, 503, 504)
 
 _PAGE = 500
 
@@ -74,7 +74,7 @@ class Api:
         self._pool: urllib3.PoolManager = client.ApiClient(configuration).rest_client.pool_manager
 
     @classmethod
-    def of_here(cls) -> Api:
+    def from_environment(cls) -> Api:
         """Choose the cluster of KUBECONFIG; else the cluster that this process runs in; else that of ~/.kube/config.
 
         Raises:
@@ -157,12 +157,12 @@ class Api:
             KubernetesError: the server refuses the object.
         """
         query = {"dryRun": "All"} if dry_run else {}
-        unsure: list[str] = []
+        ambiguous_failures: list[str] = []
         try:
-            return self._json("POST", path, query, body, unsure=unsure)
+            return self._json("POST", path, query, body, ambiguous_failures=ambiguous_failures)
         except KubernetesError as error:
             # Names end with random characters, so the object is from an earlier attempt whose answer was lost.
-            if error.status != 409 or not unsure:
+            if error.status != 409 or not ambiguous_failures:
                 raise
             return self.get(f"{path}/{body['metadata']['name']}")
 
@@ -220,9 +220,9 @@ class Api:
         query: Mapping[str, str],
         body: Object | None = None,
         content: str = "application/json",
-        unsure: list[str] | None = None,
+        ambiguous_failures: list[str] | None = None,
     ) -> Object:
-        answer = self._send(method, path, query, body, content, unsure=unsure)
+        answer = self._send(method, path, query, body, content, ambiguous_failures=ambiguous_failures)
         try:
             decoded: Object = json.loads(answer.data)
         except (ValueError, urllib3.exceptions.HTTPError) as error:
@@ -237,7 +237,7 @@ class Api:
         body: Object | None = None,
         content: str = "application/json",
         timeout: urllib3.Timeout | None = None,
-        unsure: list[str] | None = None,
+        ambiguous_failures: list[str] | None = None,
     ) -> urllib3.BaseHTTPResponse:
         """Send a request and repeat it after transient failures.
 
@@ -248,7 +248,7 @@ class Api:
             body: sent as JSON; None for no body.
             content: media type of the body.
             timeout: None for the default. Without a read timeout the answer's body is left to the caller to read.
-            unsure: receives the errors of attempts that may nevertheless have taken effect; None if not wanted.
+            ambiguous_failures: receives the errors of attempts that may have taken effect all the same; None to ignore them.
 
         Raises:
             KubernetesError: the server is unreachable or refuses the request.
@@ -275,10 +275,10 @@ class Api:
                 failure, asked = self._unreachable(error), ""
                 if isinstance(error, urllib3.exceptions.SSLError):
                     raise failure from None
-            if wait is None or failure.status not in (0, *_AGAIN):
+            if wait is None or failure.status not in (0, *_RETRIABLE_STATUSES):
                 raise failure
-            if unsure is not None and failure.status != 429:
-                unsure.append(str(failure))
+            if ambiguous_failures is not None and failure.status != 429:
+                ambiguous_failures.append(str(failure))
             time.sleep(min(float(asked), _LONGEST_WAIT) if asked.isdigit() else wait)
         raise AssertionError("unreachable")
 

@@ -51,7 +51,7 @@ def collection(api_version: str, kind: str, namespace: str) -> str:
     return _PATHS[api_version, kind].format(namespace=namespace)
 
 
-def home(one: Object, namespace: str) -> str:
+def collection_of(one: Object, namespace: str) -> str:
     """Return the URL path of the collection that an object belongs to."""
     return collection(one["apiVersion"], one["kind"], namespace)
 

@@ -24,7 +24,14 @@ from torchx_monarch.backends.errors import UserError
 from torchx_monarch.backends.kubernetes import cancel, jobs, logs, names, options, snapshot, status, volcano
 from torchx_monarch.backends.kubernetes.api import Api, KubernetesError, cli_errors
 from torchx_monarch.backends.kubernetes.options import KubernetesOpts
-from torchx_monarch.backends.kubernetes.request import VOLCANO, KubernetesRequest, Object, collection, home, owner
+from torchx_monarch.backends.kubernetes.request import (
+    VOLCANO,
+    KubernetesRequest,
+    Object,
+    collection,
+    collection_of,
+    owner,
+)
 from torchx_monarch.backends.kubernetes.snapshot import KubernetesSnapshot
 from torchx_monarch.backends.kubernetes.status import Attempt, Ended
 from torchx_monarch.model.env_names import replica0_variable
@@ -49,13 +56,13 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
     def __init__(self, session_name: str) -> None:
         super().__init__(session_name)
         self._connected: Api | None = None
-        self._seen: dict[str, tuple[float, KubernetesSnapshot]] = {}
-        self._looking = threading.Lock()
+        self._cache: dict[str, tuple[float, KubernetesSnapshot]] = {}
+        self._cache_lock = threading.Lock()
 
     @property
     def _api(self) -> Api:
         if self._connected is None:
-            self._connected = Api.of_here()
+            self._connected = Api.from_environment()
         return self._connected
 
     def close(self) -> None:
@@ -131,7 +138,7 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
             request.images_to_push = images
             if cfg.validate_spec:
                 for one in request.objects:
-                    _check_kept(one, self._api.create(home(one, namespace), one, dry_run=True))
+                    _check_kept(one, self._api.create(collection_of(one, namespace), one, dry_run=True))
         return AppDryRunInfo(request, str)
 
     def _configured(self) -> bool:
@@ -154,13 +161,13 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
             try:
                 for one in request.objects:
                     doubtful = [one]
-                    made.append(api.create(home(one, request.namespace), one))
+                    made.append(api.create(collection_of(one, request.namespace), one))
                     doubtful.clear()
                     _check_kept(one, made[-1])
                 owners = [owner(one) for one in made if one["kind"] == "Job"]
                 for one in made:
                     if one["kind"] != "Job":
-                        path = f"{home(one, request.namespace)}/{one['metadata']['name']}"
+                        path = f"{collection_of(one, request.namespace)}/{one['metadata']['name']}"
                         api.patch(path, {"metadata": {"ownerReferences": owners}})
             except BaseException as error:
                 # With a 4xx status the object was not created, and an object of that name may belong to another app.
@@ -178,7 +185,7 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
         for one in objects:
             name = one["metadata"]["name"]
             try:
-                self._api.delete(f"{home(one, namespace)}/{name}")
+                self._api.delete(f"{collection_of(one, namespace)}/{name}")
             except KubernetesError as error:
                 what = f"{one['kind'].lower()} {name} --namespace {namespace}"
                 _log.warning("not removed, to be done by `kubectl delete %s`: %s", what, error)
@@ -193,17 +200,17 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
         with cli_errors():
             return snapshot.find(self._api, namespace, name)
 
-    def _glance(self, app_id: str) -> KubernetesSnapshot | None:
+    def _find_cached(self, app_id: str) -> KubernetesSnapshot | None:
         """Return a snapshot that is at most ``_FRESH`` seconds old, as `torchx log` reads 500 replicas in 500 threads.
 
         None if the app does not exist.
         """
-        with self._looking:
-            when, found = self._seen.get(app_id, (0.0, None))
+        with self._cache_lock:
+            when, found = self._cache.get(app_id, (0.0, None))
             if found is None or time.monotonic() > when + _FRESH:
                 found = self._find(app_id)
                 if found is not None:
-                    self._seen[app_id] = time.monotonic(), found
+                    self._cache[app_id] = time.monotonic(), found
             return found
 
     def describe(self, app_id: str) -> DescribeAppResponse | None:
@@ -216,19 +223,19 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
         found = self._find(app_id)
         if found is None:
             return None
-        self._seen[app_id] = time.monotonic(), found
-        evaluate = found.evaluate
-        if evaluate.unended is not None:
+        self._cache[app_id] = time.monotonic(), found
+        overall = found.overall
+        if overall.pending_decision is not None:
             try:
-                self._end(found, evaluate.unended)
+                self._end(found, overall.pending_decision)
             except KubernetesError as error:  # a user with read access only may still describe the app
                 _log.warning("%s is decided and could not be ended: %s", app_id, error)
-        failed = evaluate.state is AppState.FAILED or evaluate.cause is not None
+        failed = overall.state is AppState.FAILED or overall.cause is not None
         return DescribeAppResponse(
             app_id=app_id,
-            state=evaluate.state,
+            state=overall.state,
             num_restarts=found.restarts,
-            msg=evaluate.msg or NONE,
+            msg=overall.msg or NONE,
             structured_error_msg=(status.root_cause(found.roles) if failed else "") or NONE,
             metadata=found.app.metadata,
             roles_statuses=[
@@ -237,7 +244,7 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
                     [
                         ReplicaStatus(
                             id=each.id,
-                            state=_shown(each, evaluate),
+                            state=_displayed_state(each, overall),
                             role=each.role,
                             hostname=names.host(each.last.host, found.name, found.namespace) if each.last else "",
                             structured_error_msg=_error(each),
@@ -267,7 +274,7 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
         with cli_errors():
             namespace = (cfg or {}).get("namespace") or self._api.namespace
             found = snapshot.find_all(self._api, str(namespace))
-        return [ListAppResponse(one.app_id, one.evaluate.state, name=one.app.name) for one in found]
+        return [ListAppResponse(one.app_id, one.overall.state, name=one.app.name) for one in found]
 
     def log_iter(
         self,
@@ -289,7 +296,7 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
         """
         if streams not in (None, Stream.COMBINED):
             raise UserError(f"Kubernetes keeps both streams of a container as one; {streams.value} alone is not there")
-        found = self._glance(app_id)
+        found = self._find_cached(app_id)
         if found is None:
             raise UserError(f"there is no app {app_id!r} of this scheduler in the cluster")
         sizes = {role.name: len(role.replicas) for role in found.roles}
@@ -300,10 +307,10 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
             return latest[0].roles[role].replicas[k].attempts
 
         def ended() -> bool:
-            now = self._glance(app_id)
+            now = self._find_cached(app_id)
             if now is not None:
                 latest[0] = now
-            return now is None or now.evaluate.state in _ENDED
+            return now is None or now.overall.state in _ENDED
 
         lines = logs.lines(
             self._api,
@@ -311,7 +318,7 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
             attempts,
             since=since,
             until=until,
-            follow=should_tail and found.evaluate.state not in _ENDED,
+            follow=should_tail and found.overall.state not in _ENDED,
             ended=ended,
         )
         return validation.matching(lines, regex)
@@ -321,7 +328,7 @@ class MonarchKubernetesScheduler(KubernetesScheduler, Scheduler[KubernetesOpts])
     def _cancel_existing(self, app_id: str) -> None:
         """Start to end an app and return without waiting; do nothing if it has ended."""
         found = self._find(app_id)
-        if found is not None and found.evaluate.state not in _ENDED:
+        if found is not None and found.overall.state not in _ENDED:
             with cli_errors():
                 self._end(found, Ended(AppState.CANCELLED))
 
@@ -368,10 +375,10 @@ def _check_kept(sent: Object, kept: Object) -> None:
         )
 
 
-def _shown(each: status.KubernetesReplica, evaluate: status.KubernetesStatus) -> AppState:
+def _displayed_state(each: status.KubernetesReplica, overall: status.KubernetesStatus) -> AppState:
     """Return the state of a replica to show: CANCELLED, not FAILED, if it was ended because the app had ended."""
-    state = evaluate.state
-    if state is AppState.SUCCEEDED and each.state is AppState.FAILED and each.failed_at <= evaluate.decided:
+    state = overall.state
+    if state is AppState.SUCCEEDED and each.state is AppState.FAILED and each.failed_at <= overall.decided:
         return each.state  # a failure before the app's success, which the role tolerates
     if state in (AppState.CANCELLED, AppState.SUCCEEDED) and each.state is not AppState.SUCCEEDED:
         return AppState.CANCELLED

@@ -18,7 +18,14 @@ from torchx_monarch.backends import appdef_codec, validation
 from torchx_monarch.backends.kubernetes import names, status
 from torchx_monarch.backends.kubernetes.api import Api, KubernetesError
 from torchx_monarch.backends.kubernetes.request import VOLCANO, Object, collection
-from torchx_monarch.backends.kubernetes.status import Attempt, Ended, KubernetesRole, KubernetesStatus, Rules, Work
+from torchx_monarch.backends.kubernetes.status import (
+    Attempt,
+    Ended,
+    KubernetesRole,
+    KubernetesStatus,
+    Rules,
+    WorkStatus,
+)
 from torchx_monarch.backends.outcome import RolePolicy
 
 _INDEX = "batch.kubernetes.io/job-completion-index"
@@ -37,7 +44,7 @@ class KubernetesSnapshot:
         jobs: its existing Jobs in mode ``job``; empty in mode ``volcano``.
         app: the app as submitted.
         roles: the state of each role.
-        evaluate: the state of the app.
+        overall: the state of the app.
     """
 
     mode: str
@@ -47,7 +54,7 @@ class KubernetesSnapshot:
     jobs: list[Object]
     app: AppDef
     roles: list[KubernetesRole]
-    evaluate: KubernetesStatus
+    overall: KubernetesStatus
 
     @property
     def app_id(self) -> str:
@@ -77,7 +84,7 @@ def find(api: Api, namespace: str, name: str) -> KubernetesSnapshot | None:
         if record is None or names.ANNOTATION_APP not in (record["metadata"].get("annotations") or {}):
             return None
     pods = api.items(collection("v1", "Pod", namespace), selector)
-    return _understood(mode, namespace, record, jobs, pods, _refusals(api, namespace, jobs, pods))
+    return _assemble(mode, namespace, record, jobs, pods, _refusals(api, namespace, jobs, pods))
 
 
 def _refusals(api: Api, namespace: str, jobs: Sequence[Object], pods: Sequence[Object]) -> dict[str, str]:
@@ -122,7 +129,7 @@ def find_all(api: Api, namespace: str) -> list[KubernetesSnapshot]:
             if names.ANNOTATION_APP in (record["metadata"].get("annotations") or {}):
                 name = record["metadata"]["name"]
                 theirs = jobs.get(name, []) if mode == "job" else []
-                found.append(_understood(mode, namespace, record, theirs, pods.get(name, [])))
+                found.append(_assemble(mode, namespace, record, theirs, pods.get(name, [])))
     return sorted(found, key=lambda one: one.record["metadata"]["creationTimestamp"], reverse=True)
 
 
@@ -148,7 +155,7 @@ def _by_app(objects: Iterable[Object]) -> dict[str, list[Object]]:
     return found
 
 
-def _understood(
+def _assemble(
     mode: str,
     namespace: str,
     record: Object,
@@ -174,8 +181,8 @@ def _understood(
     options = _json(annotations.get(names.ANNOTATION_OPTIONS))
     grace, patience = float(options.get("grace", 0)), float(options.get("pull_timeout", 300))
     rules = Rules(time.time(), grace, patience, noted(record))
-    evaluate = _standing_of_volcano(record, roles, rules) if mode == "volcano" else status.evaluate(roles, rules)
-    return KubernetesSnapshot(mode, namespace, name, record, jobs, app, roles, evaluate)
+    overall = _volcano_status(record, roles, rules) if mode == "volcano" else status.evaluate(roles, rules)
+    return KubernetesSnapshot(mode, namespace, name, record, jobs, app, roles, overall)
 
 
 def _attempts(pods: Sequence[Object], role: int, replicas: int) -> list[list[Attempt]]:
@@ -192,10 +199,10 @@ def _attempts(pods: Sequence[Object], role: int, replicas: int) -> list[list[Att
     return found
 
 
-def _work_of_volcano(job: Object) -> Work:
+def _work_of_volcano(job: Object) -> WorkStatus:
     state = _state_of_volcano(job)
     finished = state if state in _VOLCANO_ENDED else None
-    return Work(finished is None, AppState.FAILED if finished is AppState.CANCELLED else finished)
+    return WorkStatus(finished is None, AppState.FAILED if finished is AppState.CANCELLED else finished)
 
 
 def _state_of_volcano(job: Object) -> AppState:
@@ -204,7 +211,7 @@ def _state_of_volcano(job: Object) -> AppState:
     return AppState[JOB_STATE[phase].name] if phase in JOB_STATE else AppState.PENDING
 
 
-def _standing_of_volcano(job: Object, roles: Sequence[KubernetesRole], rules: Rules) -> KubernetesStatus:
+def _volcano_status(job: Object, roles: Sequence[KubernetesRole], rules: Rules) -> KubernetesStatus:
     """Return the status of a Volcano app: its state from the job's phase, its message and cause from the pods."""
     state = _state_of_volcano(job)
     told = status.evaluate(roles, rules)
@@ -218,8 +225,8 @@ def _standing_of_volcano(job: Object, roles: Sequence[KubernetesRole], rules: Ru
         return KubernetesStatus(rules.ended.state, rules.ended.msg, told.cause)  # aborted by cancel.abort()
     if state is AppState.SUCCEEDED or state is AppState.CANCELLED:
         return KubernetesStatus(state)
-    unended = told.unended if state not in _VOLCANO_ENDED else None
-    return KubernetesStatus(state, msg, told.cause, unended)
+    pending_decision = told.pending_decision if state not in _VOLCANO_ENDED else None
+    return KubernetesStatus(state, msg, told.cause, pending_decision)
 
 
 def _json(text: str | None) -> dict[str, Any]:

@@ -171,7 +171,7 @@ def _failure(status: Object, conditions: Mapping[str, Object], terminated: Objec
 
 
 @dataclass(frozen=True)
-class Work:
+class WorkStatus:
     """The state of the Kubernetes or Volcano job that starts a role's pods.
 
     Attributes:
@@ -188,10 +188,10 @@ class Work:
     word: str = ""
 
 
-def work_of_job(job: Object | None) -> Work:
+def work_of_job(job: Object | None) -> WorkStatus:
     """Return the state of an Indexed Job; ``job`` is None if the Job was deleted."""
     if job is None:
-        return Work(False)
+        return WorkStatus(False)
     status = job.get("status") or {}
     true = {one["type"]: one for one in status.get("conditions") or () if one.get("status") == "True"}
     finished, word = None, ""
@@ -204,7 +204,9 @@ def work_of_job(job: Object | None) -> Work:
         queue = job["metadata"].get("labels", {}).get("kueue.x-k8s.io/queue-name")
         word = f"waits for Kueue to admit it to the queue {queue}" if queue else "is suspended"
     exists = "deletionTimestamp" not in job["metadata"]
-    return Work(exists, finished, indexes(status.get("completedIndexes")), indexes(status.get("failedIndexes")), word)
+    return WorkStatus(
+        exists, finished, indexes(status.get("completedIndexes")), indexes(status.get("failedIndexes")), word
+    )
 
 
 def indexes(text: str | None) -> frozenset[int]:
@@ -254,7 +256,9 @@ class KubernetesReplica:
         return f"replica {self.role}/{self.id}{where} {self.last.failure}"
 
 
-def replica(role: str, index: int, attempts: Sequence[Attempt], work: Work, max_retries: int) -> KubernetesReplica:
+def replica(
+    role: str, index: int, attempts: Sequence[Attempt], work: WorkStatus, max_retries: int
+) -> KubernetesReplica:
     """Compute the state of a replica.
 
     Args:
@@ -300,14 +304,14 @@ class KubernetesStatus:
         state: the state; terminal only when none of its pods runs or may still start.
         msg: what it waits for or why it ended, for users; may be empty.
         cause: the replica that failed first; None if none failed or the app did not end for a failure.
-        unended: the decided result, if pods are left that only ``describe`` can end; else None.
+        pending_decision: the decided result, if pods are left that only ``describe`` can end; else None.
         decided: the time of the app's success, in seconds since the epoch; 0 without success.
     """
 
     state: AppState
     msg: str = ""
     cause: KubernetesReplica | None = None
-    unended: Ended | None = None
+    pending_decision: Ended | None = None
     decided: float = 0.0
 
 
@@ -341,7 +345,7 @@ class KubernetesRole:
 
     name: str
     replicas: Sequence[KubernetesReplica]
-    work: Work
+    work: WorkStatus
     policy: RolePolicy
 
     def _ids(self, state: AppState) -> set[int]:
@@ -383,7 +387,7 @@ def evaluate(roles: Sequence[KubernetesRole], rules: Rules) -> KubernetesStatus:
     before = [one for one in failed if one.failed_at < done]
     gone = next((role for role in roles if role.work.finished is AppState.FAILED and not role.succeeded), None)
     stuck = next(((each, one) for each in everyone for one in each.attempts if _is_stuck(one, rules)), None)
-    cause, decision, at_once = None, rules.ended, True
+    cause, decision, is_due = None, rules.ended, True
     if rules.ended and rules.ended.state is AppState.FAILED:
         cause = failed[0] if failed else None
     elif succeeded and not before:
@@ -395,15 +399,15 @@ def evaluate(roles: Sequence[KubernetesRole], rules: Rules) -> KubernetesStatus:
         decision = Ended(
             AppState.FAILED, cause.failure if cause else f"role {gone.name} failed: {gone.work.word}" if gone else ""
         )
-        at_once = rules.now > (cause.failed_at if cause else 0.0) + rules.grace + SETTLE
+        is_due = rules.now > (cause.failed_at if cause else 0.0) + rules.grace + SETTLE
     elif stuck:
         decision = Ended(AppState.FAILED, f"replica {stuck[0].role}/{stuck[0].id} cannot start: {stuck[1].waiting}")
     if decision is not None:
         idle = [one for one in pods if not one.stopping and not one.deleting]
         if not pods and not any(role.work.exists and role.work.finished is None for role in roles):
             return KubernetesStatus(decision.state, decision.msg, cause, decided=done if succeeded else 0.0)
-        unended = decision if at_once and (idle or any(role.open for role in roles)) else None
-        return KubernetesStatus(AppState.RUNNING, decision.msg, cause, unended)
+        pending_decision = decision if is_due and (idle or any(role.open for role in roles)) else None
+        return KubernetesStatus(AppState.RUNNING, decision.msg, cause, pending_decision)
     running = any(one.state is AppState.RUNNING for one in everyone)
     return KubernetesStatus(AppState.RUNNING if running else AppState.PENDING, _waiting(roles))
 

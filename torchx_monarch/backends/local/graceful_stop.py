@@ -95,7 +95,7 @@ class GracefulStop:
         self._timers.at(now + self._grace, lambda: self._kill([r for r in self.scope if r not in self._with_host]))
         self._timers.at(now + self._grace + HOST_EXTRA, lambda: self._kill(self.scope))
 
-    def hurry(self, grace: float) -> None:
+    def shorten(self, grace: float) -> None:
         """Shorten the stop: send SIGTERM now if it was not sent yet, and SIGKILL in ``grace`` seconds at the latest."""
         if grace <= 0:
             self._grace, self._told = 0.0, True

@@ -93,8 +93,8 @@ def lines(
             if rest := reader.rest():
                 yield rest.decode(errors="replace")
             return
-        if drawn := reader.drawn():
-            yield drawn.decode(errors="replace")
+        if pending_progress := reader.pending_progress():
+            yield pending_progress.decode(errors="replace")
         time.sleep(_POLL)
 
 

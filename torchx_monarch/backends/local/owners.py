@@ -40,7 +40,7 @@ def this_machine() -> Machine:
     return Machine(os.uname().nodename, _first_line("/etc/machine-id"), boot, namespace)
 
 
-class Life(Enum):
+class ProcessStatus(Enum):
     """Whether a process is alive that was recorded earlier, perhaps on another machine."""
 
     ALIVE = "alive"
@@ -68,7 +68,7 @@ class Owners:
         watchers = {name: each._asdict() for name, each in (("keeper", self.keeper), ("supervisor", self.supervisor))}
         return {"machine": asdict(self.machine), **watchers}
 
-    def life(self, which: Identity) -> Life:
+    def life(self, which: Identity) -> ProcessStatus:
         """Return whether a process of this record is alive.
 
         Args:
@@ -80,7 +80,7 @@ class Owners:
             same = self.machine.hostname == here.hostname or (
                 self.machine.machine_id == here.machine_id and here.machine_id != ""
             )
-            return Life.REBOOTED if same else Life.ELSEWHERE
+            return ProcessStatus.REBOOTED if same else ProcessStatus.ELSEWHERE
         if self.machine.pid_namespace != here.pid_namespace:
-            return Life.ELSEWHERE
-        return Life.ALIVE if identity(which.pid) == which else Life.DEAD
+            return ProcessStatus.ELSEWHERE
+        return ProcessStatus.ALIVE if identity(which.pid) == which else ProcessStatus.DEAD

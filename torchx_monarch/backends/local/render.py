@@ -15,7 +15,7 @@ from torchx_monarch.backends.errors import UserError
 from torchx_monarch.backends.local import gpus
 from torchx_monarch.backends.local.request import DetachedRequest, ReplicaRequest, RoleRequest
 from torchx_monarch.backends.validation import check_names
-from torchx_monarch.model.env_names import OF_A_JOB
+from torchx_monarch.model.env_names import JOB_VARIABLES
 from torchx_monarch.model.sidecars import is_sidecar
 
 #: The variable that gives each replica the host of the main role's first replica (TorchX's macro rank0_env).
@@ -116,4 +116,4 @@ def submitter_env(environ: Mapping[str, str], job: str) -> dict[str, str]:
         environ: the submitter's environment.
         job: the app's marker (``DetachedRequest.job``).
     """
-    return {**{name: value for name, value in environ.items() if name not in OF_A_JOB}, "MONARCH_JOB": job}
+    return {**{name: value for name, value in environ.items() if name not in JOB_VARIABLES}, "MONARCH_JOB": job}

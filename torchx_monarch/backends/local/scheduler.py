@@ -42,7 +42,7 @@ _log = logging.getLogger("torchx_monarch")
 #: Seconds between two checks of an app's status while waiting for its end.
 _POLL = 0.02
 #: Reads of the status file for each check of the processes.
-_LOOKS_PER_TRUTH = 25
+_READS_PER_PROCESS_CHECK = 25
 #: Seconds that an app may take to end beyond its grace period: hosts get some extra, and freeing memory takes time.
 _END_EXTRA = 20.0
 
@@ -118,7 +118,7 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
         paths, record = found
         submitted = appdef.load(paths.app, paths.trusted)
         app = submitted.app if submitted else AppDef(record.name)
-        watching = state.watched_by(paths)
+        watching = state.load_owners(paths)
         happened, _ = events.read(paths.events)
         hostname = watching.machine.hostname if watching else os.uname().nodename
         return DescribeAppResponse(
@@ -209,7 +209,7 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
         check_replica(app_id, sizes, role_name, k)
 
         def ended() -> bool:
-            now = state.truth(paths)
+            now = state.current_state(paths)
             return now is None or now.terminal
 
         lines = logs.lines(
@@ -233,8 +233,8 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
         paths = state_files.app_paths(app_id)
         looks = 0
         while True:
-            now = _look(paths) if looks % _LOOKS_PER_TRUTH == 0 else state.recorded(paths)
-            if now is None and looks % _LOOKS_PER_TRUTH:
+            now = _look(paths) if looks % _READS_PER_PROCESS_CHECK == 0 else state.recorded(paths)
+            if now is None and looks % _READS_PER_PROCESS_CHECK:
                 now = _look(paths)  # an app whose folder was removed may still run
             if now is None or now.terminal:
                 return True
@@ -263,10 +263,10 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
         if not state.supervisors(paths):
             if record.terminal:
                 return
-            watching = state.watched_by(paths)
-            if watching is not None and watching.life(watching.supervisor) is owners.Life.ELSEWHERE:
+            watching = state.load_owners(paths)
+            if watching is not None and watching.life(watching.supervisor) is owners.ProcessStatus.ELSEWHERE:
                 raise RuntimeError(f"app {app_id} runs on {watching.machine.hostname}; it can only be cancelled there")
-        state.ask_to_end(paths, grace)
+        state.request_stop(paths, grace)
 
     def _cancel_existing(self, app_id: str) -> None:
         """End the app and wait for that, as ``LocalScheduler`` does; give up some seconds after its grace period.
@@ -309,12 +309,12 @@ def _look(paths: state_files.AppPaths) -> AppRecord | None:
     try:
         paths.check_owner()
     except FileNotFoundError:
-        return state.without_folder(paths)
+        return state.orphaned_record(paths)
     except NotADirectoryError:
         return None
     except OSError as error:
         raise StateAccessError.of(error, paths.root) from None
-    return state.truth(paths)
+    return state.current_state(paths)
 
 
 def _request(paths: state_files.AppPaths) -> DetachedRequest | None:

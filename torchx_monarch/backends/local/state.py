@@ -23,7 +23,7 @@ SUPERVISE_FILE = os.path.join("backends", "local", "supervise.py")
 """The end of the path of the script that keeper and supervisor run."""
 
 
-def watched_by(paths: state_files.AppPaths) -> owners.Owners | None:
+def load_owners(paths: state_files.AppPaths) -> owners.Owners | None:
     """Read which processes own the app; return None if the supervisor has not started yet, or the file is damaged."""
     try:
         return state_files.load(owners.Owners, paths.supervisor, paths.trusted)
@@ -31,7 +31,7 @@ def watched_by(paths: state_files.AppPaths) -> owners.Owners | None:
         return None
 
 
-def ask_to_end(paths: state_files.AppPaths, grace: float | None) -> None:
+def request_stop(paths: state_files.AppPaths, grace: float | None) -> None:
     """Ask the app's supervisor to end the app; a supervisor that is still starting reads the request from disk.
 
     Args:
@@ -59,8 +59,8 @@ def supervisors(paths: state_files.AppPaths) -> list[processes.Identity]:
 
     A command line may also be the keeper's, which ignores the signals that a supervisor handles.
     """
-    who = watched_by(paths)
-    if who is not None and who.life(who.supervisor) is owners.Life.ALIVE:
+    who = load_owners(paths)
+    if who is not None and who.life(who.supervisor) is owners.ProcessStatus.ALIVE:
         return [who.supervisor]
     real = os.path.realpath(paths.root)
     return [one for one, root in processes.running_script(SUPERVISE_FILE) if os.path.realpath(root) == real]
@@ -79,7 +79,7 @@ def removed_but_running(apps: str) -> list[str]:
     return sorted(os.path.basename(root) for root in roots if os.path.realpath(os.path.dirname(root)) == real)
 
 
-def without_folder(paths: state_files.AppPaths) -> status.AppRecord | None:
+def orphaned_record(paths: state_files.AppPaths) -> status.AppRecord | None:
     """Return a record of an app whose folder does not exist but which still runs; None if it does not run."""
     if not supervisors(paths):
         return None
@@ -88,14 +88,14 @@ def without_folder(paths: state_files.AppPaths) -> status.AppRecord | None:
 
 
 def recorded(paths: state_files.AppPaths) -> status.AppRecord | None:
-    """Return the state of an app as last written: cheaper than ``truth``, and right while the supervisor lives."""
+    """Return the state of an app as last written: cheaper than ``current_state``, and right while its supervisor runs."""
     try:
         return status.load(paths)
     except state_files.DamagedFileError:
-        return truth(paths)
+        return current_state(paths)
 
 
-def truth(paths: state_files.AppPaths) -> status.AppRecord | None:
+def current_state(paths: state_files.AppPaths) -> status.AppRecord | None:
     """Return the current state of an app; None if the app does not exist.
 
     An app whose keeper and supervisor are dead has ended, whatever its status file says. The first process that detects
@@ -108,7 +108,7 @@ def truth(paths: state_files.AppPaths) -> status.AppRecord | None:
         return _without_status(paths, str(error))
     if record is None or record.terminal:
         return record
-    who = watched_by(paths)
+    who = load_owners(paths)
     if who is None:
         if time.time() - record.created < _START_TIME or supervisors(paths):
             return record
@@ -119,15 +119,15 @@ def truth(paths: state_files.AppPaths) -> status.AppRecord | None:
         reason = "it was never started: its submission was interrupted"
     else:
         life = who.life(who.supervisor)
-        if life is owners.Life.ALIVE:
+        if life is owners.ProcessStatus.ALIVE:
             return record
-        if who.life(who.keeper) is owners.Life.ALIVE:
+        if who.life(who.keeper) is owners.ProcessStatus.ALIVE:
             # The keeper is recording the end; if it is stopped, it does so after SIGCONT.
             processes.send(who.keeper, signal.SIGCONT)
             return record
         if supervisors(paths):  # supervisor.json names other processes
             return record
-        if life is owners.Life.ELSEWHERE:
+        if life is owners.ProcessStatus.ELSEWHERE:
             record.msg = f"as last written by {who.machine.hostname}, which cannot be checked from here"
             return record
         # The supervisor may have recorded the end and exited between the two checks.
@@ -137,7 +137,7 @@ def truth(paths: state_files.AppPaths) -> status.AppRecord | None:
             return _without_status(paths, str(error))
         if record is None or record.terminal:
             return record
-        if life is owners.Life.REBOOTED:
+        if life is owners.ProcessStatus.REBOOTED:
             reason = "the machine was rebooted while the app ran"
         else:
             reason = f"the supervisor (pid {who.supervisor.pid}) and the keeper (pid {who.keeper.pid}) were killed"

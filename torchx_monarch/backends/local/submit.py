@@ -115,7 +115,7 @@ def submit(request: DetachedRequest, app: AppDef, cfg: dict[str, CfgVal]) -> str
         raise
     except BaseException:
         # Ctrl-C: the caller never gets the app's id, so the app must not continue.
-        state.ask_to_end(paths, grace=0)
+        state.request_stop(paths, grace=0)
         raise
     return request.app_id
 

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from torchx_monarch.backends.local import owners, spawn, state, state_files, status
 from torchx_monarch.backends.local.request import DetachedRequest
 from torchx_monarch.backends.local.request import load as load_request
-from torchx_monarch.backends.local.supervisor_loop import Loop
+from torchx_monarch.backends.local.supervisor_loop import SupervisorLoop
 from torchx_monarch.insight import events
 from torchx_monarch.model import job_result
 from torchx_monarch.system import processes
@@ -124,5 +124,5 @@ def _supervise(paths: state_files.AppPaths, request: DetachedRequest, keeper: in
         os.close(ready)
 
     events.append(paths.events, "supervised", f"the supervisor (pid {mine.pid}) watches over the app", pid=mine.pid)
-    Loop(paths, request, record).run(on_ready, alive)
+    SupervisorLoop(paths, request, record).run(on_ready, alive)
     processes.send(keepers, signal.SIGCONT)  # a stopped keeper would never exit

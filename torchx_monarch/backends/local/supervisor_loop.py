@@ -52,7 +52,7 @@ _LOOK_EVERY = 3.0
 
 
 @dataclass
-class _CancelWish:
+class CancelRequest:
     """The content of cancel.json.
 
     Attributes:
@@ -62,15 +62,15 @@ class _CancelWish:
     grace: float | None = None
 
 
-def _cancel_wish(paths: state_files.AppPaths) -> _CancelWish | None:
+def _load_cancel_request(paths: state_files.AppPaths) -> CancelRequest | None:
     """Read the request to end the app; return None if none was written. A damaged file is a request, too."""
     try:
-        return state_files.load(_CancelWish, paths.cancel, paths.trusted)
+        return state_files.load(CancelRequest, paths.cancel, paths.trusted)
     except state_files.DamagedFileError:
-        return _CancelWish() if os.path.lexists(paths.cancel) else None
+        return CancelRequest() if os.path.lexists(paths.cancel) else None
 
 
-class Loop:
+class SupervisorLoop:
     """Run one app from its request to its final status."""
 
     def __init__(self, paths: state_files.AppPaths, request: DetachedRequest, record: AppRecord) -> None:
@@ -91,7 +91,7 @@ class Loop:
         self._replica_retries: dict[Replica, int] = {}
         self._given_up: set[Replica] = set()
         self._stopped = StoppedHosts(request.lease, _LOOK_EVERY)
-        self._unneeded: set[Replica] = set()
+        self._surplus: set[Replica] = set()
         """Hosts whose role has succeeded, whatever their own exit code."""
         awaited = {role.name for role in outcome.awaited(request.roles)}
         self._awaited = [index for index, role in enumerate(request.roles) if role.name in awaited]
@@ -305,7 +305,7 @@ class Loop:
     def _on_success(self, replica: Replica) -> None:
         self._end_if_succeeded()
         if self._verdict is None and replica.record.id == 0 and replica.role.policy.elastic:
-            self.at(time.monotonic() + SETTLE, lambda: self._end_latecomers(replica))
+            self.at(time.monotonic() + SETTLE, lambda: self._stop_late_hosts(replica))
 
     def _end_if_succeeded(self) -> None:
         """End the app when every role that it waits for has succeeded."""
@@ -314,13 +314,13 @@ class Loop:
 
     def _has_succeeded(self, role_index: int) -> bool:
         replicas = self._roles[role_index]
-        succeeded = [r.record.id for r in replicas if r.succeeded or r in self._unneeded]
+        succeeded = [r.record.id for r in replicas if r.succeeded or r in self._surplus]
         return self._request.roles[role_index].policy.succeeded(succeeded, self._failed_for_good(role_index))
 
     def _failed_for_good(self, role_index: int) -> set[int]:
         return {r.record.id for r in self._roles[role_index] if r in self._given_up}
 
-    def _end_latecomers(self, first: Replica) -> None:
+    def _stop_late_hosts(self, first: Replica) -> None:
         """Stop hosts of an elastic role that were started too late to learn that its job is over.
 
         Args:
@@ -331,10 +331,10 @@ class Loop:
             return
         late = [living[pid] for pid, hosts in processes.hosts(living).items() if hosts]
         if late:
-            self._unneeded.update(late)
+            self._surplus.update(late)
             self._stop_gracefully(late, self._end_if_succeeded)
 
-    def _give_up(self, replica: Replica) -> None:
+    def _tolerate(self, replica: Replica) -> None:
         self._given_up.add(replica)
         role = replica.role
         left = sum(r.alive or r.succeeded for r in self._roles[replica.role_index])
@@ -349,7 +349,7 @@ class Loop:
         spare = not replica.final and role.policy.tolerates(failed)
         if replica.is_host and any(sibling.succeeded for sibling in siblings):
             # Hosts exit with 0 once all ranks of their role have: this host was killed after that.
-            self._unneeded.add(replica)
+            self._surplus.add(replica)
             self._event(
                 "replica_spared",
                 f"{replica.failure}; its role had succeeded",
@@ -361,7 +361,7 @@ class Loop:
         if replica.final:
             pass
         elif spare and (siblings[0].succeeded or role.retry_policy != "REPLICA"):
-            self._give_up(replica)
+            self._tolerate(replica)
             return
         elif role.retry_policy == "REPLICA":
             if self._replica_retries.get(replica, 0) < role.max_retries:
@@ -378,7 +378,7 @@ class Loop:
             self._stop_gracefully(self._all, lambda: self._restart(self._all, "the app"), settling=siblings)
             return
         if spare:
-            self._give_up(replica)
+            self._tolerate(replica)
         else:
             self._end(FAILED, replica.failure, settling=siblings)
 
@@ -387,7 +387,7 @@ class Loop:
         self._record.restarts += 1
         self._event("restart", f"{what} is started again (restart {self._record.restarts})")
         self._given_up.difference_update(replicas)
-        self._unneeded.difference_update(replicas)
+        self._surplus.difference_update(replicas)
         for replica in replicas:
             replica.prepare_restart()
             self._note_unfinished(replica)
@@ -413,11 +413,11 @@ class Loop:
     # --- end of the app
 
     def _on_cancel(self) -> None:
-        wish = _cancel_wish(self._paths)
+        wish = _load_cancel_request(self._paths)
         grace = self._request.grace if wish is None or wish.grace is None else max(0.0, wish.grace)
         if self._verdict is not None:
             for graceful_stop in self._graceful_stops:
-                graceful_stop.hurry(grace)
+                graceful_stop.shorten(grace)
             return
         message = (
             "cancelled"

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from torchx_monarch.backends import outcome
 from torchx_monarch.backends.local import state_files
 from torchx_monarch.backends.slurm import array, macros, records
-from torchx_monarch.backends.slurm.folder import JobFolder, of_this_run, read_request
+from torchx_monarch.backends.slurm.folder import JobFolder, read_request, run_folder
 from torchx_monarch.backends.slurm.records import BatchRecord, ReplicaRecord
 from torchx_monarch.backends.slurm.request import RoleRequest, SlurmRequest, decode_or_exit
 from torchx_monarch.insight import events
@@ -33,10 +33,10 @@ _COMMAND_TIMEOUT = 60.0
 _STOP_EXTRA = 15.0
 """Seconds beyond the grace period after which steps that have not stopped are killed."""
 
-_LOOK_EVERY = 3.0
+_CHECK_INTERVAL = 3.0
 """Seconds between two checks of the records of an elastic role whose replicas do not stop each other."""
 
-_TELL_AGAIN = 1.0
+_RESIGNAL_AFTER = 1.0
 """Seconds until the stop signal is sent again; the interval doubles each time, up to ``_STOP_EXTRA``."""
 
 _REQUEUE_TIMEOUT = 120.0
@@ -53,10 +53,10 @@ class BatchStep:
     Args:
         paths: the folder of the job or the array task.
         request: the submitted request.
-        started_task: the PID of each role's step, in the order of the roles; empty if no step has been started.
+        step_pids: the PID of each role's step, in the order of the roles; empty if no step has been started.
     """
 
-    def __init__(self, paths: JobFolder, request: SlurmRequest, started_task: Sequence[int]) -> None:
+    def __init__(self, paths: JobFolder, request: SlurmRequest, step_pids: Sequence[int]) -> None:
         self._paths = paths
         self._request = request
         self._is_array = bool(request.sbatch.get("array"))
@@ -67,12 +67,12 @@ class BatchStep:
         # Preemptions and administrators do not use up retries (TorchX counts all of SLURM_RESTART_COUNT).
         self._app_retries = before.retries if before else 0
         self._role_restarts: dict[str, int] = dict.fromkeys(self._role_retries, self._restarts)
-        self._steps: dict[str, int] = dict(zip(self._role_retries, started_task, strict=False))
+        self._steps: dict[str, int] = dict(zip(self._role_retries, step_pids, strict=False))
         self._codes: dict[str, int] = {}
         self._succeeded: set[str] = set()
-        self._look_at = 0.0
+        self._check_at = 0.0
         self._nodes = [os.environ[macros.nodes_variable(index)] for index in range(len(request.roles))]
-        self._forget_stopping()
+        self._reset_stop()
         self._state: dict[str, Any] = {
             "job_id": self._job_id,
             "started": time.time(),
@@ -82,11 +82,11 @@ class BatchStep:
         }
         self._wake, self._signalled = os.pipe()
 
-    def _forget_stopping(self) -> None:
+    def _reset_stop(self) -> None:
         self._stopping = ""
-        self._telling = 0.0
+        self._resignal_after = 0.0
         self._killing = False
-        self._tell_at = self._kill_at = float("inf")
+        self._send_stop_at = self._kill_at = float("inf")
 
     def run(self) -> int:
         """Run the job and return the exit code of the role that decided its result."""
@@ -138,12 +138,12 @@ class BatchStep:
                 del self._steps[name]
                 self._codes[name] = job_result.shell_code(os.waitstatus_to_exitcode(status))
                 self._event("role_ended", f"role {name} ended with code {self._codes[name]}", role=name)
-                self._judge(name)
+                self._on_role_end(name)
             if not self._steps and (code := self._conclude()) is not None:
                 return code
             self._end_intolerable()
-            if time.monotonic() > self._tell_at:
-                self._tell()
+            if time.monotonic() > self._send_stop_at:
+                self._send_stop()
             if time.monotonic() > self._kill_at:
                 self._kill()
 
@@ -157,7 +157,7 @@ class BatchStep:
 
     # -- decisions -----------------------------------------------------------------------------------------------------
 
-    def _judge(self, name: str) -> None:
+    def _on_role_end(self, name: str) -> None:
         """Decide what follows from the end of a role: success, a retry of the role, or the end of the job."""
         code = self._codes[name]
         role = next(role for role in self._request.roles if role.name == name)
@@ -203,9 +203,9 @@ class BatchStep:
 
         srun stops the steps of other roles (--kill-on-bad-exit), and Monarch's hosts stop each other.
         """
-        if self._stopping or time.monotonic() < self._look_at:
+        if self._stopping or time.monotonic() < self._check_at:
             return
-        self._look_at = time.monotonic() + _LOOK_EVERY
+        self._check_at = time.monotonic() + _CHECK_INTERVAL
         for role in self._request.roles:
             step = self._steps.get(role.name)
             if step is None or role.ends_together or not role.policy.elastic:
@@ -232,7 +232,7 @@ class BatchStep:
             if self._request.retry == "requeue":
                 self._write()
                 return self._requeue(message, code)
-            self._forget_stopping()
+            self._reset_stop()
             for key in ("verdict", "role", "code", "final"):
                 self._state.pop(key, None)
             self._restart(list(self._role_retries), "the app")
@@ -316,16 +316,16 @@ class BatchStep:
         if self._steps:
             self._event("stop", f"{reason}; what still runs has {self._request.grace:g} s to end")
             self._kill_at = time.monotonic() + self._request.grace + _STOP_EXTRA
-            self._telling = _TELL_AGAIN
-            self._tell()
+            self._resignal_after = _RESIGNAL_AFTER
+            self._send_stop()
 
-    def _tell(self) -> None:
+    def _send_stop(self) -> None:
         """Signal all tasks to stop, and schedule the next signal: a task that is starting may miss the first."""
         # If Slurm is ending the job, it has signalled the tasks already, and scancel would retry for a long time.
         if self._stopping != _BY_SLURM or self._slurm_state() == _RUNNING:
             self._signal_steps()
-        self._tell_at = time.monotonic() + self._telling
-        self._telling = min(2 * self._telling, _STOP_EXTRA)
+        self._send_stop_at = time.monotonic() + self._resignal_after
+        self._resignal_after = min(2 * self._resignal_after, _STOP_EXTRA)
 
     def _signal_steps(self) -> None:
         if not self._is_array:
@@ -393,10 +393,10 @@ class BatchStep:
 
 def main(argv: list[str]) -> NoReturn:
     """Run the job whose folder is the first argument; the other arguments are the PIDs of its steps."""
-    started_task = [int(word) for word in argv[1:]]
+    step_pids = [int(word) for word in argv[1:]]
     whole = JobFolder(argv[0])
     data = read_request(whole, os.environ.get("SLURMD_NODENAME") or os.uname().nodename)
     request = decode_or_exit(whole, data)
-    paths = of_this_run(whole, data, os.environ)
+    paths = run_folder(whole, data, os.environ)
     os.makedirs(paths.root, mode=0o700, exist_ok=True)
-    sys.exit(BatchStep(paths, request, started_task).run())
+    sys.exit(BatchStep(paths, request, step_pids).run())

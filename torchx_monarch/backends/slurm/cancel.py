@@ -54,17 +54,19 @@ def cancel(app_id: str, app: SlurmSnapshot) -> None:
     left = [index for index, task in app.tasks.items() if is_needed(task)]
     told = [] if overdue else [index for index in left if _batch_runs(app.tasks[index])]
     if not told:
-        heard = not app.tasks and not overdue and _batch_runs(app) and (commands.tell_batch(app_id) or app.terminal)
+        heard = (
+            not app.tasks and not overdue and _batch_runs(app) and (commands.signal_batch_step(app_id) or app.terminal)
+        )
         if not heard:
             commands.checked(["scancel", app_id])
         return
     # Cancel waiting array tasks first: while any wait, Slurm is slow to signal the others (commands._TOLD_WITHIN).
     if len(told) < len(left):
         commands.checked(["scancel", array.names(app_id, [index for index in left if index not in told])])
-    if not commands.tell_batch(array.names(app_id, told)):  # one of them may have ended meanwhile
+    if not commands.signal_batch_step(array.names(app_id, told)):  # one of them may have ended meanwhile
         for index in told:
             name = f"{app_id}_{index}"
-            if not commands.tell_batch(name) and not app.tasks[index].terminal:
+            if not commands.signal_batch_step(name) and not app.tasks[index].terminal:
                 commands.run(["scancel", name])
 
 

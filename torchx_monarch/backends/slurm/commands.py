@@ -17,7 +17,7 @@ from torchx.specs.finder import ComponentValidationException
 
 from torchx_monarch.backends.slurm import array
 from torchx_monarch.backends.slurm.folder import MARK
-from torchx_monarch.model.env_names import OF_A_JOB
+from torchx_monarch.model.env_names import JOB_VARIABLES
 
 _TIMEOUT = 60.0
 """Seconds that a command may take: slurmctld answers late under load."""
@@ -28,7 +28,7 @@ signal immediately but answers "try again later", and scancel then retries five 
 
 _KEPT = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT")
 
-_LEFT_OUT = frozenset({*OF_A_JOB, "SBATCH_ARRAY_INX"})
+_NOT_INHERITED = frozenset({*JOB_VARIABLES, "SBATCH_ARRAY_INX"})
 """Variables that are not passed on. SBATCH_ARRAY_INX would make the submitted job an array."""
 
 _ALL_INDICES = {"SLURM_BITSTR_LEN": "0"}
@@ -39,7 +39,7 @@ class SlurmError(ComponentValidationException, RuntimeError):  # type: ignore[mi
     """A command of Slurm's failed or could not be run. The torchx command shows the message without a traceback."""
 
 
-class SlurmSilentError(SlurmError):
+class SlurmTimeoutError(SlurmError):
     """A command of Slurm's did not end in time."""
 
 
@@ -84,7 +84,7 @@ def client_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environ.items()
-        if name not in _LEFT_OUT and (not inside or not name.startswith(("SLURM_", "SLURMD_")) or name in _KEPT)
+        if name not in _NOT_INHERITED and (not inside or not name.startswith(("SLURM_", "SLURMD_")) or name in _KEPT)
     }
 
 
@@ -97,7 +97,7 @@ def run(command: Sequence[str], timeout: float = _TIMEOUT) -> subprocess.Complet
 
     Raises:
         SlurmError: the program is missing or cannot be executed.
-        SlurmSilentError: it does not end within ``timeout``.
+        SlurmTimeoutError: it does not end within ``timeout``.
     """
     try:
         return subprocess.run(
@@ -118,7 +118,7 @@ def run(command: Sequence[str], timeout: float = _TIMEOUT) -> subprocess.Complet
     except OSError as error:
         raise SlurmError(f"{command[0]!r} cannot be run: {error.strerror}") from None
     except subprocess.TimeoutExpired:
-        raise SlurmSilentError(
+        raise SlurmTimeoutError(
             f"`{' '.join(command[:2])}` has not answered for {timeout:g} s: does slurmctld run?"
         ) from None
 
@@ -155,7 +155,7 @@ def submit(command: Sequence[str]) -> str:
     return said.strip().splitlines()[-1].partition(";")[0]
 
 
-def tell_batch(name: str) -> bool:
+def signal_batch_step(name: str) -> bool:
     """Send SIGUSR1, the request to cancel, to batch steps; return whether scancel accepted the signal.
 
     A plain scancel would send SIGTERM to all processes of the job and apply Slurm's own grace period.
@@ -168,7 +168,7 @@ def tell_batch(name: str) -> bool:
         return run(command).returncode == 0
     try:
         return run(command, _TOLD_WITHIN).returncode == 0
-    except SlurmSilentError:
+    except SlurmTimeoutError:
         return True
 
 
@@ -233,7 +233,7 @@ def recorded_jobs(app_ids: Sequence[str]) -> dict[str, list[Job]]:
     return {} if done.returncode else parse_sacct(done.stdout)
 
 
-def accounts_of(app_id: str) -> list[Job]:
+def recorded_job(app_id: str) -> list[Job]:
     """Return the records of one job or array in the accounting database; empty without accounting."""
     return recorded_jobs([app_id]).get(app_id, [])
 

@@ -111,7 +111,7 @@ class ArrayTaskFolder(JobFolder):
         return f"{self.root}.log"
 
 
-def of_this_run(paths: JobFolder, request: Mapping[str, Any], environ: Mapping[str, str]) -> JobFolder:
+def run_folder(paths: JobFolder, request: Mapping[str, Any], environ: Mapping[str, str]) -> JobFolder:
     """Return the folder of the run that this process belongs to: the array task's, or the job's if it is no array.
 
     Args:
@@ -143,7 +143,7 @@ def new(name: str, job_dir: str | None) -> str:
     return os.path.join(os.path.abspath(job_dir) if job_dir else jobs_dir(), f"{safe}-{os.urandom(5).hex()}")
 
 
-def remember(app_id: str, folder: str) -> None:
+def link_id(app_id: str, folder: str) -> None:
     """Link a job's id to its folder."""
     os.makedirs(ids_dir(), mode=0o700, exist_ok=True)
     aside = os.path.join(ids_dir(), f".{app_id}.{os.getpid()}")
@@ -155,7 +155,7 @@ def remember(app_id: str, folder: str) -> None:
 
 def delete(app_id: str, folder: JobFolder) -> None:
     """Remove a job's folder and leave a dangling link, which marks it as deleted while Slurm remembers the job."""
-    remember(app_id, folder.root)
+    link_id(app_id, folder.root)
     remove(folder.root)
 
 

@@ -84,7 +84,7 @@ def known(folder: JobFolder, components: list[Job]) -> SlurmSnapshot:
     record, damage = records.checked(BatchRecord, folder.job)
     cancelled = folder.is_cancelled
     job = components[0] if components else None
-    state, msg = decide(job, record, cancelled, damage)
+    state, msg = derive_state(job, record, cancelled, damage)
     if damage and damage not in msg:
         msg = f"{msg}; {damage}" if msg else damage
     elif state is AppState.FAILED and record is None and not damage and os.path.isdir(folder.whole.root):
@@ -109,7 +109,9 @@ def note_end(folder: JobFolder, end: Mapping[str, Any]) -> None:
         state_files.write_json(folder.end, end)
 
 
-def decide(job: Job | None, record: BatchRecord | None, cancelled: bool, damage: str = "") -> tuple[AppState, str]:
+def derive_state(
+    job: Job | None, record: BatchRecord | None, cancelled: bool, damage: str = ""
+) -> tuple[AppState, str]:
     """Derive the state of a job and a message on it.
 
     Args:
@@ -143,10 +145,10 @@ def decide(job: Job | None, record: BatchRecord | None, cancelled: bool, damage:
         return state, reason
     if states.word(job.state) != "FAILED":
         return state, reason
-    return state, said or commands_code(job.exit_code)
+    return state, said or describe_exit(job.exit_code)
 
 
-def commands_code(code: int) -> str:
+def describe_exit(code: int) -> str:
     """Describe an exit code of the batch script; -N means signal N."""
     return f"the job's script was killed by signal {-code}" if code < 0 else f"the job's script exited with code {code}"
 

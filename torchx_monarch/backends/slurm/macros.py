@@ -32,7 +32,7 @@ def first_node(nodes: str) -> str:
     return re.sub(r"\[([^\]\-,]*)[^\]]*\]", r"\1", first[0])
 
 
-def filled(
+def substitute(
     command: Sequence[str], env: Mapping[str, str], image: str, app_id: str, replica: int
 ) -> tuple[list[str], dict[str, str]]:
     """Substitute TorchX's macros as ``torchx.specs.macros.Values`` does, and return command and environment.

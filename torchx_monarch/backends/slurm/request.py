@@ -70,9 +70,9 @@ class RoleRequest:
         """The rules by which the role succeeds or fails."""
         return RolePolicy(self.replicas, self.min_replicas, self.sidecar)
 
-    def filled(self, app_id: str, replica: int) -> tuple[list[str], dict[str, str]]:
+    def substitute(self, app_id: str, replica: int) -> tuple[list[str], dict[str, str]]:
         """Return the command and the environment of one replica, with macros substituted."""
-        return macros.filled(self.command, self.env, self.image, app_id, replica)
+        return macros.substitute(self.command, self.env, self.image, app_id, replica)
 
 
 @dataclass

@@ -112,7 +112,7 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
         except SlurmError:
             shutil.rmtree(paths.root, ignore_errors=True)
             raise
-        folder.remember(app_id, paths.root)
+        folder.link_id(app_id, paths.root)
         events.append(paths.events, "submitted", f"submitted as job {app_id}", seconds=time.time() - began)
         with contextlib.suppress(OSError):
             prune.prune()
@@ -173,7 +173,7 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
             if app_id in ended:
                 state = AppState[ended[app_id].state]
             else:
-                ask = partial(commands.accounts_of, app_id) if seen else partial(list, accounts)
+                ask = partial(commands.recorded_job, app_id) if seen else partial(list, accounts)
                 state = snapshot.known(known[app_id], seen, ask).state
             submitted = snapshot.submitted(known[app_id])
             said = seen or accounts
@@ -207,7 +207,7 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
             raise UserError(f"app {app_id!r} has no logs that can be shown: {app.folder.app} is missing or damaged")
         sizes = {role.name: role.num_replicas for role in submitted.roles}
         check_replica(app_id, {name: size * max(len(app.tasks), 1) for name, size in sizes.items()}, role_name, k)
-        run_id, run, replica = snapshot.placed(app_id, app, k, sizes[role_name])
+        run_id, run, replica = snapshot.locate_replica(app_id, app, k, sizes[role_name])
         found = logs.lines(
             run.folder.replica_logs(role_name, replica),
             (streams or Stream.COMBINED).value,
@@ -236,7 +236,7 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
         """Whether an app has ended, for frequent calls: queries Slurm every 5 s, or 0.5 s once its record says so."""
         now = time.monotonic()
         known = snapshot.folder_of(app_id)
-        said = known is not None and snapshot.says_that_it_has_ended(known)
+        said = known is not None and snapshot.has_recorded_end(known)
         if now < self._asked.get(app_id, -_ASK_EVERY) + (_ASK_AFTER_END if said else _ASK_EVERY):
             return False
         self._asked[app_id] = now

@@ -56,7 +56,7 @@ def look(app_id: str) -> SlurmSnapshot | None:
         folder = folders.noted(components[0].comment) or folder
     if folder is None or components and folders.is_deleted(leader, folder):
         return None
-    found = known(folder, components, lambda: commands.accounts_of(leader))
+    found = known(folder, components, lambda: commands.recorded_job(leader))
     return found if index is None else found.tasks.get(index)
 
 
@@ -67,7 +67,7 @@ def folder_of(app_id: str) -> JobFolder | None:
     return folder.task(parts[1]) if folder and parts and parts[1] is not None else folder
 
 
-def says_that_it_has_ended(folder: JobFolder) -> bool:
+def has_recorded_end(folder: JobFolder) -> bool:
     """Whether the batch step's record, or that of every array task, has an end time. Slurm's state takes precedence."""
     if not os.path.isdir(folder.array):
         return _has_said_that_it_ended(folder)
@@ -148,7 +148,7 @@ def _of_array(
         tasks[index] = job_status.known(part, [job] if job else [])
         if job is None and components and not tasks[index].record and not tasks[index].damage:
             tasks[index] = replace(tasks[index], msg="cancelled before it had started")
-    state, msg = together(folder, tasks)
+    state, msg = array_state(folder, tasks)
     found = SlurmSnapshot(folder, state, msg, components=components, tasks=tasks)
     if found.terminal and all(task.is_settled for task in tasks.values()):
         # Array tasks that never ran have no folder for an end.json.
@@ -163,7 +163,7 @@ def by_task(jobs: Iterable[Job]) -> dict[int, Job]:
     return {index: job for job in ordered for index in job.tasks}
 
 
-def together(folder: JobFolder, tasks: Mapping[int, SlurmSnapshot]) -> tuple[AppState, str]:
+def array_state(folder: JobFolder, tasks: Mapping[int, SlurmSnapshot]) -> tuple[AppState, str]:
     """Derive the state of an array and a message on it from its tasks.
 
     The array ends when all of its tasks have ended: FAILED if any failed, else CANCELLED if any was cancelled, else
@@ -243,10 +243,10 @@ def _report_array(app: SlurmSnapshot, roles: Sequence[Role]) -> tuple[list[RoleS
         for status, of_task, role in zip(statuses, theirs, roles, strict=True):
             status.replicas += [replace(one, id=position * role.num_replicas + one.id) for one in of_task.replicas]
     first = first_failed(app.tasks) if _has_failed(app) else None
-    return statuses, restarts, NONE if first is None else prefixed(causes[first], f"array task {first}: ")
+    return statuses, restarts, NONE if first is None else prefix_message(causes[first], f"array task {first}: ")
 
 
-def prefixed(error: str, prefix: str) -> str:
+def prefix_message(error: str, prefix: str) -> str:
     """Return an error file's content with a prefix before its message; unchanged if it is not a JSON object."""
     data = dict(job_result.read_error_file(error))
     if not data:
@@ -258,7 +258,7 @@ def prefixed(error: str, prefix: str) -> str:
     return json.dumps(data)
 
 
-def placed(app_id: str, app: SlurmSnapshot, replica: int, replicas: int) -> tuple[str, SlurmSnapshot, int]:
+def locate_replica(app_id: str, app: SlurmSnapshot, replica: int, replicas: int) -> tuple[str, SlurmSnapshot, int]:
     """Locate a replica in the job or array task that runs it.
 
     Args:

@@ -52,7 +52,7 @@ class Task:
         role = next(role for role in request.roles if role.name == started_task.role)
         self._retries = role.max_retries if role.retry_policy == "REPLICA" else 0
         self._kill_at = float("inf")
-        self._told = False
+        self._stop_requested = False
         self._wake = started_task.wake
         self._selector = selectors.DefaultSelector()
         only = ReplicaRequest(started_task.command, {}, started_task.cwd)
@@ -95,7 +95,7 @@ class Task:
         return None if first == float("inf") else max(0.0, first - time.monotonic())
 
     def _on_signals(self, numbers: bytes) -> None:
-        self._told = self._told or bool(STOP_SIGNALS & set(numbers))
+        self._stop_requested = self._stop_requested or bool(STOP_SIGNALS & set(numbers))
         if signal.SIGCHLD in numbers:
             processes.reap(self._on_exit)
         if STOP_SIGNALS & set(numbers) and self._replica.alive:
@@ -109,7 +109,7 @@ class Task:
         replica = self._replica
         if pid != replica.record.pid:
             return  # an orphan process: the task is a subreaper
-        if code in (-signal.SIGTERM, 128 + signal.SIGTERM) and self._is_told():
+        if code in (-signal.SIGTERM, 128 + signal.SIGTERM) and self._await_stop_request():
             replica.stopping = True
         replica.exited(code)
         if replica.succeeded or replica.stopping or replica.final or not self._retries:
@@ -119,13 +119,13 @@ class Task:
         replica.prepare_restart()
         self._start()
 
-    def _is_told(self) -> bool:
+    def _await_stop_request(self) -> bool:
         """Whether a stop signal has arrived or arrives shortly: Slurm's SIGTERM reaches all processes, one by one."""
         until = time.monotonic() + _TOLD_WITHIN
-        while not self._told and (left := until - time.monotonic()) > 0:
+        while not self._stop_requested and (left := until - time.monotonic()) > 0:
             if select.select([self._wake], [], [], left)[0]:
-                self._told = bool(STOP_SIGNALS & set(os.read(self._wake, 4096)))
-        return self._told
+                self._stop_requested = bool(STOP_SIGNALS & set(os.read(self._wake, 4096)))
+        return self._stop_requested
 
     def _end(self) -> int:
         left = processes.kill_descendants(self._started_task.job)

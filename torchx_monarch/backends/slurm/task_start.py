@@ -53,11 +53,11 @@ class StartedTask:
         self.restart = int(restart)
         self.node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
         self.request = folder.read_request(JobFolder(path), self.node)
-        self.paths = folder.of_this_run(JobFolder(path), self.request, os.environ)
+        self.paths = folder.run_folder(JobFolder(path), self.request, os.environ)
         role = next(role for role in self.request["roles"] if role["name"] == self.role)
         self.replica = int(os.environ["SLURM_PROCID"])
         self.cwd: str = role["cwd"]
-        self.command, env = macros.filled(role["command"], role["env"], role["image"], self.app_id, self.replica)
+        self.command, env = macros.substitute(role["command"], role["env"], role["image"], self.app_id, self.replica)
         self.log_dir = self.paths.replica_logs(self.role, self.replica)
         self.run_dir = run_dirs.new_run_dir()
         self.job = f"slurm:{self.app_id}:{os.path.basename(path)}"
