@@ -40,6 +40,7 @@ code = exec_command(first.trainers, ["bash", "-c", "exit $((4 + MONARCH_RANK_hos
 same = job.apply_id == again.apply_id == copied.apply_id
 alive = [job.active, again.can_run(job), again.can_run({OTHER})]
 job.kill()
+{SETTLE}
 print(json.dumps({
     "sizes": [trainers.sizes, loaders.sizes],
     "answers": sorted((word, rank) for word, rank, _ in answers),
@@ -48,7 +49,15 @@ print(json.dumps({
     "unknown": unknown, "code": code, "same": same, "alive": alive, "dead": [job.active, again.can_run(job)],
 }))
 """
-"""{JOB} and {OTHER} are constructors: of the job, and of another with fewer hosts."""
+"""{JOB} and {OTHER} are constructors: of the job, and of another with fewer hosts. {SETTLE} is empty or SETTLE."""
+
+SETTLE = """
+import time
+until = time.monotonic() + 60
+while again.can_run(job) and time.monotonic() < until:
+    time.sleep(0.05)
+"""
+"""Waits for the processes of Monarch's own ProcessJob, whose ``kill`` returns before they have ended."""
 
 EXPECTED: dict[str, Any] = {
     "sizes": [{"hosts": 2, "gpus": 2}, {"hosts": 1}],

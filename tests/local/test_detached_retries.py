@@ -43,9 +43,9 @@ def test_retries_are_used_up(apps: Detached, tmp_path: Path, policy: RetryPolicy
     assert (status.state, status.num_restarts) == (F, 2)
     assert starts(tmp_path, "n") == ["0", "1", "2"]
     log = apps.log(app_id)
-    assert [line for line in log if "is started again" in line] == [
-        "[monarch] replica r/0 is started again (restart 1)\n",
-        "[monarch] replica r/0 is started again (restart 2)\n",
+    assert [line for line in log if "is restarted" in line] == [
+        "[monarch] replica r/0 is restarted (restart 1)\n",
+        "[monarch] replica r/0 is restarted (restart 2)\n",
     ]
     assert log[-1].endswith("exited with code 3\n")
     assert apps.log(app_id, streams=Stream.STDOUT) == []
@@ -57,7 +57,7 @@ def test_exit_code_78_asks_for_no_retry(apps: Detached, policy: RetryPolicy) -> 
     status = apps.wait(app_id)
     assert (status.state, status.num_restarts) == (F, 0)
     assert apps.log(app_id)[-1].endswith(
-        "exited with code 78; not started again: exit code 78 (EX_CONFIG) asks for no other start\n"
+        "exited with code 78; not started again: exit code 78 (EX_CONFIG) asks for no restart\n"
     )
 
 

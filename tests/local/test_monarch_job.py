@@ -18,7 +18,7 @@ import pytest
 from torchx.runner import Runner, get_runner
 from torchx.specs import AppState
 
-from tests.local.monarch_programs import CONTROLLER, DOCUMENTED, EXPECTED
+from tests.local.monarch_programs import CONTROLLER, DOCUMENTED, EXPECTED, SETTLE
 
 
 @pytest.fixture
@@ -48,6 +48,7 @@ def test_a_program_of_monarchs_documentation(tmp_path: Path, runner: Runner, kin
     """The same program with Monarch's own job and with ours: the constructor is all that differs."""
     text = DOCUMENTED.replace("{JOB}", kind + "({'trainers': 2, 'dataloaders': 1})")
     text = text.replace("{OTHER}", kind + "({'trainers': 1, 'dataloaders': 1})")
+    text = text.replace("{SETTLE}", SETTLE if kind == "ProcessJob" else "")
     with tempfile.TemporaryDirectory(dir="/tmp") as theirs:  # ProcessJob leaves sockets there
         environ = {"TMPDIR": theirs} if kind == "ProcessJob" else {}
         assert program(tmp_path, text, **environ) == EXPECTED

@@ -79,7 +79,7 @@ def test_an_import_error_in_the_program_is_started_again(folder: Path, script: C
 @pytest.mark.parametrize(
     ("body", "options", "code", "attempts", "reason"),
     [
-        ("sys.exit(78)", (), 78, 1, "no restart: exit code 78 (EX_CONFIG) asks for no other start"),
+        ("sys.exit(78)", (), 78, 1, "no restart: exit code 78 (EX_CONFIG) asks for no restart"),
         ("sys.exit(4 - attempt)", ("--retry-on", "4,137"), 3, 2, "no restart: exit code 3 is not one of 4, 137"),
         ("os.kill(os.getpid(), signal.SIGKILL)", ("--retry-on", "SIGKILL"), 137, 4, ""),
     ],

@@ -192,7 +192,7 @@ def test_a_run_is_lost_with_its_hosts(
     eventually(lambda: list(job.logs()), "the rank")
     os.kill(int(next(job.logs()).split()[2]), signal.SIGKILL)  # the host
     error = handle.exception(60)
-    assert isinstance(error, UnreachableError) and f"run 1 was lost from sight: {job.handle} has ended (FAILED)" in str(
+    assert isinstance(error, UnreachableError) and f"run 1 lost its connection: {job.handle} has ended (FAILED)" in str(
         error
     )
     assert not handle.cancel()

@@ -48,7 +48,7 @@ def test_the_process_that_does_not_answer_is_the_cause(
     error = json.loads((hosts.logs(reported_by) / "error.json").read_text())["message"]
     whom = ("the agent of " if kind == "agent" else "") + f"host {replica} ("
     assert error["message"].startswith(whom), error
-    assert f"pid {host}) does not answer: nothing was heard from it for 6 s (lease)" in error["message"]
+    assert f"pid {host}) does not answer: no message from it for 6 s (lease)" in error["message"]
     assert error["extraInfo"]["replica"] == int(replica)
     os.kill(host, signal.SIGCONT)
     assert hosts.wait(60) == [1, 1]

@@ -258,4 +258,4 @@ def test_plain_tcp_works_and_is_called_what_it_is(start: Callable[..., Hosts], p
     assert [hosts.wait() for hosts in both] == [[0], [0]], both[0].err(0) + both[1].err(1)
     for replica, hosts in enumerate(both):
         assert "hi" in hosts.out(replica)
-        assert f"INSECURE: host {replica} uses plain TCP: whoever can reach its ports" in hosts.err(replica)
+        assert f"INSECURE: host {replica}: plain TCP: any process that reaches" in hosts.err(replica)

@@ -177,7 +177,7 @@ def test_a_job_that_begins_again_has_nothing_to_do_with_nodes_of_the_attempt_bef
     nodes.start(1)
     nodes.start(0, 2, attempt=2)
     eventually(lambda: "is of another start of the app" in nodes.log(1), "the old replica 0")
-    eventually(lambda: "has not said yet where it listens" in nodes.log(2, 2), "a wait for the new one")
+    eventually(lambda: "has not registered its address yet" in nodes.log(2, 2), "a wait for the new one")
     assert nodes.processes[1, 1].poll() is None
     nodes.start(1, attempt=2, machine=3)
     assert nodes.wait(1, 2, attempt=2) == [0, 0], nodes.log(1, 2) + nodes.log(2, 2)
@@ -226,7 +226,7 @@ def test_who_waits_in_vain_says_for_what(submitted: Callable[..., Nodes], role: 
     nodes.start(0, 2)  # without the role's own replica 0
     assert nodes.wait(2) == [1]
     learned = "where replica 0 of role 'b' listens was not to be learned from the first role's replica 0 in 7 s"
-    why = rf"host 1: {learned}: tls:10\.99\.0\.1:\d+: replica 0 of role 'b' has not said yet where it listens$"
+    why = rf"host 1: {learned}: tls:10\.99\.0\.1:\d+: replica 0 of role 'b' has not registered its address yet$"
     assert re.search(why, nodes.log(2), re.MULTILINE), nodes.log(2)
     nodes.processes[0, 1].send_signal(signal.SIGTERM)
     assert nodes.wait(0) == [143]

@@ -228,7 +228,7 @@ def test_a_client_looks_and_stops_and_does_nothing_else(job: Job, eventually: Ca
     assert all(process.poll() is None for process in job.hosts.processes.values())
     assert (job.talk(me, {"type": "stop"}) or {})["type"] == "state"
     assert job.hosts.wait() == [143, 143]
-    assert "the job was told to stop by its client" in job.hosts.err()
+    assert "the job was stopped by its client" in job.hosts.err()
 
 
 def in_every_guise(key: str) -> set[bytes]:

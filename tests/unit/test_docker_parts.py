@@ -149,7 +149,7 @@ RUNS = one("main", "running")
 
 
 @pytest.mark.parametrize(
-    ("main", "other", "cancelled", "state", "unended"),
+    ("main", "other", "cancelled", "state", "needs_stop"),
     [
         (one("main", "created"), one("o", "created"), 0, AppState.PENDING, False),
         (one("main", "restarting"), one("o", "created"), 0, AppState.PENDING, False),
@@ -179,7 +179,7 @@ def test_standing(
 
 
 @pytest.mark.parametrize(
-    ("main", "other", "size", "lost", "state", "unended"),
+    ("main", "other", "size", "lost", "state", "needs_stop"),
     [
         ([RUNS], [], 1, True, AppState.RUNNING, True),  # hosts wait in vain for the one that is gone
         ([], [one("o", "running")], 1, False, AppState.RUNNING, False),  # perhaps it had ended, and was cleared away
@@ -197,7 +197,7 @@ def test_standing_without_some_containers(
 
 
 @pytest.mark.parametrize(
-    ("codes", "removed", "state", "unended"),
+    ("codes", "removed", "state", "needs_stop"),
     [
         ((0, 1, 0), False, AppState.SUCCEEDED, False),
         ((None, 1, None), False, AppState.RUNNING, False),

@@ -52,7 +52,7 @@ def test_ctrl_c_cancels_what_is_waited_for(
             foreground.on_close()
     said = capsys.readouterr().err
     assert backend.cancelled == polls - 1  # after the first poll nobody is known to wait
-    assert ("goes on; to end it: torchx cancel plain://torchx/a-1" in said) is (polls == 1)
+    assert ("keeps running; to end it: torchx cancel plain://torchx/a-1" in said) is (polls == 1)
     assert ("cancelling plain://torchx/a-1; Ctrl-C again waits no longer for it" in said) is (polls == 2)
     assert "killing" not in said
 
@@ -151,4 +151,4 @@ def test_the_options_tell_before_the_command_waits(
         with pytest.raises(SystemExit, match="130"):
             foreground.on_close()
     assert backend.cancelled == waits
-    assert ("goes on" in capsys.readouterr().err) is not waits
+    assert ("keeps running" in capsys.readouterr().err) is not waits

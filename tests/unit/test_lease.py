@@ -87,7 +87,7 @@ def test_both_ends_of_a_rendezvous_name_the_other_when_it_is_silent(address: Add
         return host_event, member.lost
 
     host_event, lost = asyncio.run(main())
-    said = "does not answer: nothing was heard from it for 0.6 s (lease)"
+    said = "does not answer: no message from it for 0.6 s (lease)"
     assert (host_event.replica, host_event.lost) == (1, True)
     assert host_event.verdict.reason == f"host 1 (node1, pid 4711) {said}"
     assert lost == f"host 0 (node0, pid 4710) {said}"

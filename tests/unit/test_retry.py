@@ -22,7 +22,7 @@ def failed(rank: int = 0, code: int = 1, **extra: object) -> RankExit:
         (failed(code=1), (), ""),
         (failed(code=-9), (), ""),
         (failed(code=1, began=False), (1,), "the program cannot even begin"),
-        (failed(code=78), (), "exit code 78 (EX_CONFIG) asks for no other start"),
+        (failed(code=78), (), "exit code 78 (EX_CONFIG) asks for no restart"),
         (failed(code=-9), (137, 139), ""),
         (failed(code=137), (137, 139), ""),
         (failed(code=1), (139, 137), "exit code 1 is not one of 137, 139 (retry_on)"),

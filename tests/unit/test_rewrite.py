@@ -204,7 +204,7 @@ def test_every_role_is_looked_at_for_itself() -> None:
         ),
         (
             app("sh", "-c", "for i in 1; do torchrun a; done"),
-            "role 'trainer': the torchrun in the string of `sh -c` stands in",
+            "role 'trainer': the torchrun in the string of `sh -c` is in",
         ),
         (app("python", *HOST, "torchrun", "a.py"), "role 'trainer': The command already runs torchx_monarch.host."),
         (app("setup.sh", "python", *HOST, "torchrun", "a.py"), "role 'trainer': The command already runs"),

@@ -127,8 +127,8 @@ def test_hosts_of_another_start_wait(leaves_nothing: None, monkeypatch: pytest.M
     ("message", "words"),
     [
         ({"type": "here", "role": 7, "start": "1", "host": "h", "port": 1}, "the name of a role is a text"),
-        ({"type": "here", "role": "b", "start": "1", "host": "h"}, "as host and port"),
-        ({"type": "here", "role": "b", "start": "1", "host": ["h"], "port": 1}, "as host and port"),
+        ({"type": "here", "role": "b", "start": "1", "host": "h"}, "with a host and a port"),
+        ({"type": "here", "role": "b", "start": "1", "host": ["h"], "port": 1}, "with a host and a port"),
         ({"type": "where", "role": None, "start": "1"}, "the name of a role is a text"),
         ({"type": "where", "role": "b"}, "it is of another start"),
     ],

@@ -160,7 +160,7 @@ class _Client:
     def __init__(self) -> None:
         self._folder = ""
         self._url = ""
-        self._lives: dict[JobConnections, str] = {}
+        self._jobs: dict[JobConnections, str] = {}
 
     def join(self, handle: str, live: JobConnections, attachment: Attachment) -> tuple[str, list[str]]:
         """Return the URL to listen on as a client of these hosts, and the paths of the TLS files.
@@ -180,13 +180,13 @@ class _Client:
         address = attachment.address
         if not address.networked:
             return "", []
-        self._lives = {each: app for each, app in self._lives.items() if each.is_open}
-        for other in set(self._lives.values()) - {handle}:
+        self._jobs = {each: app for each, app in self._jobs.items() if each.is_open}
+        for other in set(self._jobs.values()) - {handle}:
             raise ClientError(
                 f"this process is a client of {other}, and Monarch has one certificate for each process: kill() that "
                 "job first, or use another process"
             )
-        self._lives[live] = handle
+        self._jobs[live] = handle
         if not self._url:
             here = local_addresses.advertised(address, False, NetworkOptions())
             self._url = f"{'tls' if attachment.leaf else 'tcp'}://{here}:0"

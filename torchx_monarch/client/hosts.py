@@ -151,7 +151,7 @@ class Hosts:
             return None
         live = answer.get("live")
         if live is None:
-            return AllocationStatus("RUNNING", message=f"{self.handle} is no allocation that waits for runs")
+            return AllocationStatus("RUNNING", message=f"{self.handle} is not a live allocation")
         return AllocationStatus(
             state="RUNNING",
             ready=live["ready"],

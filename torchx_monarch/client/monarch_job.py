@@ -113,7 +113,7 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
         return running._handle if isinstance(running, MonarchJob) else self._handle
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_live": None}  # sockets cannot be pickled
+        return {**self.__dict__, "_connections": None}  # sockets cannot be pickled
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _connections=JobConnections(monarch_api.stop_mesh))
@@ -264,6 +264,6 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
 
 def _in_words(status: AppStatus | None) -> str:
     if status is None:
-        return "its scheduler knows nothing of it"
+        return "its scheduler does not know it"
     said = " ".join(text for text in (status.msg, status.structured_error_msg) if text and text != NONE)
     return f"{status.state.name} {said}".strip()

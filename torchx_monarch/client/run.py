@@ -111,7 +111,7 @@ class Records:
             except (UnreachableError, TimeoutError) as error:
                 why = str(error)
                 time.sleep(0.5)
-        raise UnreachableError(f"run {self.run} was lost from sight: {why}")
+        raise UnreachableError(f"run {self.run} lost its connection: {why}")
 
     def close(self) -> None:
         """Stop receiving records; the run continues."""

@@ -85,7 +85,7 @@ def _on_this_machine(handle: str, app_id: str, role: str) -> Address:
     if request is None:
         raise UnreachableError(
             f"{handle} is not known in {state_files.state_dir()}: no app of this machine, and no certificate to reach "
-            "one elsewhere. It is kept there by whoever submits a job",
+            "one elsewhere. The command that submits a job stores it there",
             final=True,
         )
     names = [one.name for one in request.roles]

@@ -226,7 +226,7 @@ def _answer(link: Connection, kind: str) -> dict[str, Any]:
         answer = link.receive(_ANSWER_TIMEOUT)
     except TimeoutError:
         raise UnreachableError(
-            f"the hosts have not said within {_ANSWER_TIMEOUT:g} s that they have the code"
+            f"the hosts have not answered within {_ANSWER_TIMEOUT:g} s that they have the code"
         ) from None
     if answer is None:
         raise UnreachableError("the connection broke while code was brought to the hosts")

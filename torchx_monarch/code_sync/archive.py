@@ -150,7 +150,7 @@ class Unpacker:
             self._digest, self._left = self._head[:32].hex(), int.from_bytes(self._head[32:], "big")
             self._head = b""
             if self._expected.get(self._digest) != self._left:
-                raise PackError(f"{self._left} bytes of the digest {self._digest} came, and nobody wants them")
+                raise PackError(f"{self._left} bytes of the digest {self._digest} arrived that were not requested")
             self._found = hashlib.sha256()
             if self._digest in self._wanted:
                 self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)

@@ -82,7 +82,7 @@ class CodeStore:
         """
         with self._lock, self._as_store_error("write"):
             if self._unpacker is None:
-                raise StoreError("contents came that nobody had announced")
+                raise StoreError("contents arrived that were not announced")
             self._unpacker.feed(piece)
 
     def complete(self) -> str:

@@ -189,7 +189,7 @@ def _wrap_string(role: Role, string: int, words: Sequence[str], but: str) -> boo
     for simple, kind in found:
         if simple.looped:
             raise CommandError(
-                f"role {role.name!r}: the torchrun in the string of `{role.entrypoint} -c` stands in a loop, and a "
+                f"role {role.name!r}: the torchrun in the string of `{role.entrypoint} -c` is in a loop, and a "
                 "role runs one. Put the loop into the script, or submit one job for each turn."
             )
         if kind == but:

@@ -378,7 +378,7 @@ class Rendezvous:
                 await messages.send(self._writers[host.replica], {"type": "alive"})
         if host.replica in self._silent:
             self._silent.discard(host.replica)
-            return _lost(host, f"does not answer: nothing was heard from it for {self._leases.seconds:g} s (lease)")
+            return _lost(host, f"does not answer: no message from it for {self._leases.seconds:g} s (lease)")
         if (pause := self._leases.own_pause) and 0 in self._hosts:
             # This process paused, so the host's lease of replica 0 expired. The host is sound and may register again.
             blamed = _lost(self._hosts[0], f"did not run for {pause:.0f} s, and {host.name} has left it")
@@ -402,7 +402,7 @@ def agent_lost(host: Registration, silent: float = 0.0) -> HostEvent:
         host: the host.
         silent: seconds for which the agent has not answered its host process; 0 if the agent has died.
     """
-    how = f"does not answer: nothing was heard from it for {silent:g} s (lease)" if silent else "died"
+    how = f"does not answer: no message from it for {silent:g} s (lease)" if silent else "died"
     return HostEvent(host.replica, JobResult(1, f"the agent of {host.name} {how}", replica=host.replica))
 
 
@@ -433,9 +433,7 @@ def joined(host: Registration) -> HostEvent:
 
 def stopped_by_client() -> HostEvent:
     """Return the event of a client's request to end the job."""
-    return HostEvent(
-        0, JobResult(128 + signal.SIGTERM, "the job was told to stop by its client", stopped=True), lost=False
-    )
+    return HostEvent(0, JobResult(128 + signal.SIGTERM, "the job was stopped by its client", stopped=True), lost=False)
 
 
 def _brief(value: object) -> str:

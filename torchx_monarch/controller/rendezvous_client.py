@@ -187,5 +187,5 @@ class RendezvousClient:
             await self.tell("alive")
 
     def _lease_expired(self, name: str) -> None:
-        self.lost = f"{name} does not answer: nothing was heard from it for {self._leases.seconds:g} s (lease)"
+        self.lost = f"{name} does not answer: no message from it for {self._leases.seconds:g} s (lease)"
         self._writer.transport.abort()

@@ -221,9 +221,7 @@ class _MainRole(RoleCoordinator):
             if word.get("code") == 0:
                 self._succeeded.add(role)
         except (messages.ProtocolError, TimeoutError) as error:
-            self._fail_with(
-                {"reason": f"replica 0 of role {role!r} does not speak as it should: {error}; {_RESTART_NOTE}"}
-            )
+            self._fail_with({"reason": f"replica 0 of role {role!r} sent an invalid message: {error}; {_RESTART_NOTE}"})
         finally:
             del self._links[role]
             self._changed.set()

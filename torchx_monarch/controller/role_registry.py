@@ -93,7 +93,7 @@ class RoleRegistry:
     ) -> None:
         role, host, port = self._role(greeting, writer), greeting.get("host"), greeting.get("port")
         if not isinstance(host, str) or not isinstance(port, int):
-            raise RendezvousError("whoever is here says where, as host and port")
+            raise RendezvousError("register with a host and a port")
         places = self._places.setdefault(role, [])
         places.append((host, port))
         self._changed.set()
@@ -119,7 +119,7 @@ class RoleRegistry:
         try:
             host, port = await asyncio.wait_for(told(), _ASKED_FOR)
         except asyncio.TimeoutError:
-            raise LaterError(f"replica 0 of role {role!r} has not said yet where it listens") from None
+            raise LaterError(f"replica 0 of role {role!r} has not registered its address yet") from None
         await messages.send(writer, {"type": "there", "host": host, "port": port})
 
     def _role(self, greeting: messages.Message, writer: asyncio.StreamWriter) -> str:

@@ -107,7 +107,7 @@ class SessionController(Controller):
                 run = run_queue.current
                 if run is None:
                     if not await self._unless_ended(run_queue.run_wanted()):
-                        text = f"nobody has run anything for {run_queue.idle_timeout:g} s: the hosts end"
+                        text = f"no run for {run_queue.idle_timeout:g} s: the hosts end"
                         return JobResult(0, text, stopped=True)
                     run = self._begin(run_queue.begin())
                 await self._finish(run, await self._execute_run(run, hosts))

@@ -222,7 +222,7 @@ async def _frames(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
     except asyncio.TimeoutError:
         raise SyncError(f"the client has sent nothing for {_SILENCE:g} s") from None
     except (asyncio.IncompleteReadError, OSError):
-        raise SyncError("the client has gone") from None
+        raise SyncError("the client has disconnected") from None
 
 
 async def distribute_code(run_queue: RunQueue, code: HostCode, tree_hash: str) -> None:

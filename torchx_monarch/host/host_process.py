@@ -251,9 +251,7 @@ class HostProcess:
         if not rendezvous.networked:
             return rendezvous, "127.0.0.1"
         if rendezvous.scheme == "insecure-tcp":
-            self._reporter.line(
-                f"INSECURE: host {self._options.replica} uses plain TCP: whoever can reach its ports can run code here"
-            )
+            self._warn("plain TCP: any process that reaches this host's ports can run code here")
         options = NetworkOptions.of(self._options)
         if command is not None and command.options.local_addr and not options.advertise:
             options = dataclasses.replace(options, advertise=command.options.local_addr)

@@ -178,7 +178,7 @@ class HostSpec:
                 try:
                     given[name] = flag.parse(given[name])
                 except ValueError as error:
-                    parser.error(f"{_option(name)} {given[name]}: {error}")
+                    parser.error(f"{_option(name)}: {error}")
         for name in given:
             if isinstance(given[name], list):
                 given[name] = tuple(given[name])

@@ -81,7 +81,7 @@ def no_retry_reason(code: int, error: str | None) -> str:
         error: the content of its error file; None if it wrote none.
     """
     if code == os.EX_CONFIG:
-        return f"exit code {code} (EX_CONFIG) asks for no other start"
+        return f"exit code {code} (EX_CONFIG) asks for no restart"
     return str(read_error_file(error).get(FINAL, ""))
 
 

@@ -106,7 +106,7 @@ def slots(library: str, names: tuple[str, ...]) -> Iterator[tuple[str, int]]:
     link_map = ctypes.POINTER(_LinkMap)()
     handle = ctypes.CDLL(library, mode=os.RTLD_NOLOAD | os.RTLD_NOW)._handle
     if ctypes.CDLL(None).dlinfo(ctypes.c_void_p(handle), _RTLD_DI_LINKMAP, ctypes.byref(link_map)) != 0:
-        raise OSError(f"dlinfo knows nothing of {library}")
+        raise OSError(f"dlinfo does not know {library}")
     base = link_map.contents.base
     tags = _dynamic(link_map.contents.dynamic)
 

@@ -226,7 +226,7 @@ class Foreground:
             handle = f"{self._backend}://torchx/{app_id}"
             # Before the second poll, only the command line's options show whether the command waits.
             if polls < 2 and not _is_to_wait(sys.argv):
-                _print_stderr(f"\n{handle} goes on; to end it: torchx cancel {handle}")
+                _print_stderr(f"\n{handle} keeps running; to end it: torchx cancel {handle}")
                 continue
             second = "waits no longer for it" if self._waitable is None else "kills it"
             why = "" if number == signal.SIGINT else f" ({signal.Signals(number).name})"

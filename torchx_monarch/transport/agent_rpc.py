@@ -144,4 +144,4 @@ class AgentClient:
             else:
                 waiting.set_result(answer["result"])
         for waiting in self._waiting.values():
-            waiting.set_exception(AgentError("the host process is gone"))
+            waiting.set_exception(AgentError("the host process has ended"))

@@ -398,7 +398,7 @@ def test_what_cannot_start_leaves_nothing(apps: Apps, daemon: Daemon) -> None:
 @pytest.mark.parametrize(
     ("replicas", "code", "retry_on", "starts", "why"),
     [
-        (2, 78, "", 1, "exit code 78 (EX_CONFIG) asks for no other start"),
+        (2, 78, "", 1, "exit code 78 (EX_CONFIG) asks for no restart"),
         (1, 3, "1", 1, "exit code 3 is not one of 1 (retry_on)"),
         (1, 3, "3", 3, ""),
     ],

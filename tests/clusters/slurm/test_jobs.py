@@ -234,7 +234,7 @@ def test_an_exit_code_may_ask_for_no_other_start(apps: Apps, tmp_path: Path) -> 
         apps.run(sh(f"echo x >> {tmp_path}/r; exit 78", max_retries=2)),
         apps.run(spmd(program, 1, 1, max_retries=2), retry_on="4"),
     ]
-    whys = ("exit code 78 (EX_CONFIG) asks for no other start", "exit code 3 is not one of 4 (retry_on)")
+    whys = ("exit code 78 (EX_CONFIG) asks for no restart", "exit code 3 is not one of 4 (retry_on)")
     for handle, name, why in zip(handles, ("r", "trainer"), whys, strict=True):
         status = apps.wait(handle, AppState.FAILED)
         assert status.num_restarts == 0

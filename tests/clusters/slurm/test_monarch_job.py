@@ -46,7 +46,9 @@ def client(cluster: SlurmCluster, folder: Path, text: str) -> tuple[Any, str]:
 
 
 def test_a_program_of_monarchs_documentation(apps: Apps, cluster: SlurmCluster, tmp_path: Path) -> None:
-    text = DOCUMENTED.replace("{JOB}", "MonarchJob({'trainers': 2, 'dataloaders': 1}, 'monarch_slurm')")
+    text = DOCUMENTED.replace("{JOB}", "MonarchJob({'trainers': 2, 'dataloaders': 1}, 'monarch_slurm')").replace(
+        "{SETTLE}", ""
+    )
     text = text.replace("{OTHER}", "MonarchJob({'trainers': 1, 'dataloaders': 1}, 'monarch_slurm')")
     said, _ = client(cluster, tmp_path, text)
     assert said == EXPECTED

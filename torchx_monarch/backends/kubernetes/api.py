@@ -248,7 +248,7 @@ class Api:
             body: sent as JSON; None for no body.
             content: media type of the body.
             timeout: None for the default. Without a read timeout the answer's body is left to the caller to read.
-            ambiguous_failures: receives the errors of attempts that may have taken effect all the same; None to ignore them.
+            ambiguous_failures: receives the errors of attempts that may have taken effect ; None for no list.
 
         Raises:
             KubernetesError: the server is unreachable or refuses the request.

@@ -185,7 +185,7 @@ class Replica:
         if self._killed_for:
             text += f": {self._killed_for}"
         if self.stopping and code:
-            text += " after it was told to stop"
+            text += " after a stop request"
         elif code and (why := job_result.no_retry_reason(code, self.read_error())):
             self.final = True
             if self.role.max_retries:
@@ -236,7 +236,7 @@ class Replica:
         self.logs.end_lines()
         self.record.restarts += 1
         self.record.state = PENDING
-        self.logs.say(f"replica {self.name} is started again (restart {self.record.restarts})")
+        self.logs.say(f"replica {self.name} is restarted (restart {self.record.restarts})")
 
     def terminate(self, hosts: Sequence[int]) -> None:
         """Ask the replica to stop, once: send SIGTERM to its hosts, or to its process group if it has none.

@@ -296,7 +296,7 @@ class DetachedScheduler(Scheduler[DetachedOpts]):  # type: ignore[misc]
             return
         paths, record = found
         if not record.terminal and not self._end(paths):
-            raise RuntimeError(f"app {app_id} has been told to end but still runs; its folder {paths.root} is kept")
+            raise RuntimeError(f"app {app_id} did not end after a stop request; its folder {paths.root} is kept")
         folder.remove_app(paths)
 
 

@@ -88,7 +88,7 @@ def orphaned_record(paths: state_files.AppPaths) -> status.AppRecord | None:
 
 
 def recorded(paths: state_files.AppPaths) -> status.AppRecord | None:
-    """Return the state of an app as last written: cheaper than ``current_state``, and right while its supervisor runs."""
+    """Return the state of an app as last written: cheaper than ``current_state``, right while its supervisor runs."""
     try:
         return status.load(paths)
     except state_files.DamagedFileError:

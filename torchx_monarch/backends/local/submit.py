@@ -189,7 +189,7 @@ def _start_supervisor(paths: state_files.AppPaths, request: DetachedRequest) -> 
     if said != _READY:
         raise SubmitError(
             f"the supervisor of {paths.app_id} could not be started (with {sys.executable}): "
-            f"{_tail(paths.supervisor_log) or 'it said nothing'}"
+            f"{_tail(paths.supervisor_log) or 'it printed nothing'}"
         )
 
 

@@ -385,7 +385,7 @@ class SupervisorLoop:
     def _restart(self, replicas: Collection[Replica], what: str) -> None:
         self._graceful_stops = [w for w in self._graceful_stops if not set(w.scope) & set(replicas)]
         self._record.restarts += 1
-        self._event("restart", f"{what} is started again (restart {self._record.restarts})")
+        self._event("restart", f"{what} is restarted (restart {self._record.restarts})")
         self._given_up.difference_update(replicas)
         self._surplus.difference_update(replicas)
         for replica in replicas:
@@ -419,11 +419,7 @@ class SupervisorLoop:
             for graceful_stop in self._graceful_stops:
                 graceful_stop.shorten(grace)
             return
-        message = (
-            "cancelled"
-            if wish is not None
-            else "the supervisor was told to stop (SIGTERM), as when a machine shuts down"
-        )
+        message = "cancelled" if wish is not None else "the supervisor received SIGTERM, as when a machine shuts down"
         self._event("cancel", f"{message}; the job has {grace:g} s to end")
         self._end(CANCELLED, message, grace=grace)
 

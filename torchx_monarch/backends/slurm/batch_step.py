@@ -294,7 +294,7 @@ class BatchStep:
     def _restart(self, names: list[str], what: str) -> None:
         self._restarts += 1
         self._state["restarts"] = self._restarts
-        self._event("restart", f"{what} is started again (restart {self._restarts})")
+        self._event("restart", f"{what} is restarted (restart {self._restarts})")
         self._start(names)
         self._write()
 
@@ -338,7 +338,7 @@ class BatchStep:
 
     def _kill(self) -> None:
         """Send SIGTERM to the sruns that still run, which makes them kill their tasks; on the next call, SIGKILL."""
-        print("what was told to stop has not: killing it", flush=True)
+        print("steps did not stop in time: killing them", flush=True)
         for step in self._steps.values():
             os.kill(step, signal.SIGKILL if self._killing else signal.SIGTERM)
         self._killing = True

@@ -88,7 +88,7 @@ def known(folder: JobFolder, components: list[Job]) -> SlurmSnapshot:
     if damage and damage not in msg:
         msg = f"{msg}; {damage}" if msg else damage
     elif state is AppState.FAILED and record is None and not damage and os.path.isdir(folder.whole.root):
-        msg += f"; it has left no word in {folder.root}: do all nodes see that folder (run option job_dir)?"
+        msg += f"; it has written no record to {folder.root}: do all nodes see that folder (run option job_dir)?"
     nodes = [one.nodes for one in components if one.nodes] or (record.nodes if record else [])
     found = SlurmSnapshot(folder, state, msg, nodes, components, record, damage)
     if found.terminal and found.is_settled:
@@ -133,7 +133,7 @@ def derive_state(
         if damage:
             return AppState.FAILED, f"how it ended is lost: {damage}"
         if record:
-            return AppState.FAILED, "Slurm has forgotten the job, and it was killed before it could say how it ended"
+            return AppState.FAILED, "Slurm has forgotten the job, and it was killed before it recorded how it ended"
         return AppState.CANCELLED, "Slurm has forgotten the job, which had not started: scancel, or a start that failed"
     state = states.app_state(job.state)
     if state is AppState.RUNNING and ours is not None and not (record and record.outside):

@@ -79,7 +79,7 @@ def _check_array(app: AppDef, given: str, cfg: SlurmOpts) -> None:
         names = ", ".join(role.name for role in app.roles)
         reason = f"app {app.name!r} has {len(app.roles)} roles ({names}), and Slurm has arrays of one-role jobs only"
     elif module := _waits_for_clients([app.roles[0].entrypoint, *app.roles[0].args]):
-        reason = f"role {app.roles[0].name} waits for clients ({module}), who reach one run and not several"
+        reason = f"role {app.roles[0].name} waits for clients ({module}), which connect to one run, not to several"
     if reason:
         raise InvalidRunConfigException(f"Run option `array` is {given!r}: {reason}", "array", dict(cfg))
 

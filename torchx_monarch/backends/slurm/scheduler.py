@@ -289,7 +289,7 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
             while (now := snapshot.look(app_id)) is not None and cancel.is_needed(now):
                 if time.monotonic() > until:
                     raise SlurmError(
-                        f"job {app_id} was told to end but still runs; its folder {app.folder.root} is kept"
+                        f"job {app_id} did not end after a stop request; its folder {app.folder.root} is kept"
                     )
                 time.sleep(0.5)
         folder.delete(app_id, app.folder)

@@ -64,9 +64,7 @@ class Task:
         """Run the replica to its end and return its exit code, 128+n for signal n."""
         self._selector.register(self._wake, selectors.EVENT_READ, None)
         if self._started_task.restart:
-            self._replica.logs.say(
-                f"replica {self._replica.name} is started again (restart {self._started_task.restart})"
-            )
+            self._replica.logs.say(f"replica {self._replica.name} is restarted (restart {self._started_task.restart})")
         if self._started_task.pid is None:
             self._start()
         else:
