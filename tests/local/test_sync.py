@@ -135,7 +135,7 @@ def test_each_run_has_the_code_as_it_was_when_it_began(hosts: Live, root: Path, 
     # What is gone is gone, what is back need not be sent again.
     (root / "pkg" / "late.py").rename(root / "late.py")
     failed = hosts.run(**more)
-    assert failed.exit_code == 1 and "cannot import name 'late'" in failed.ranks[0].message
+    assert failed.exit_code == 1 and "cannot import name 'late'" in failed.reason
     (root / "late.py").rename(root / "pkg" / "late.py")
     assert sync_workspace(hosts.job.target, str(root), "always").sent == 0
     # Code of another time can be asked for by nobody, and never is the hosts' own folder used for it.

@@ -394,8 +394,7 @@ class TorchrunOptions:
     def static_endpoint(self) -> tuple[str, int] | None:
         """MASTER_ADDR and MASTER_PORT of torchrun's static rendezvous; port 0 if the user gives none.
 
-        None for any other rendezvous, whose port torchrun chooses (``run`` and ``get_rdzv_endpoint`` in
-        ``torch.distributed.run``).
+        None for others, whose port torchrun chooses (``run``, ``get_rdzv_endpoint`` in ``torch.distributed.run``).
 
         Raises:
             ValueError: ``--rdzv-endpoint`` is not HOST:PORT.

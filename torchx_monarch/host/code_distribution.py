@@ -63,6 +63,9 @@ class HostCode:
         self._store = CodeStore(folder)
         self._text = bytearray()
         self._working = ""
+        # A transfer is given up as soon as one host has failed; another host may still be at work on its last frame
+        # when the first frame of the next transfer arrives.
+        self._taking = asyncio.Lock()
 
     async def checkout(self, tree_hash: str) -> str:
         """Check out a tree for the next run.
@@ -114,15 +117,16 @@ class HostCode:
         Raises:
             SyncError: the frames are not the tree that was announced, or the disk has no room for the contents.
         """
-        if args["first"]:
-            self._text.clear()
-        self._text += base64.b64decode(args["data"])
-        if len(self._text) > MAX_TREE:
-            raise SyncError(f"a tree of more than {MAX_TREE} bytes")
-        if not args["last"]:
-            return None
-        missing: str = await self._in_thread(self._expect, args["tree"])
-        return missing
+        async with self._taking:
+            if args["first"]:
+                self._text.clear()
+            self._text += base64.b64decode(args["data"])
+            if len(self._text) > MAX_TREE:
+                raise SyncError(f"a tree of more than {MAX_TREE} bytes")
+            if not args["last"]:
+                return None
+            missing: str = await self._in_thread(self._expect, args["tree"])
+            return missing
 
     async def take_contents(self, args: dict[str, Any]) -> None:
         """Take a frame of packed contents; the last frame completes the tree.
@@ -133,7 +137,8 @@ class HostCode:
         Raises:
             SyncError: the contents are not the missing ones, or cannot be written.
         """
-        await self._in_thread(self._take, base64.b64decode(args["data"]), args["last"])
+        async with self._taking:
+            await self._in_thread(self._take, base64.b64decode(args["data"]), args["last"])
 
     def _expect(self, tree_hash: str) -> str:
         tree = Tree.decode(bytes(self._text), self._store.known)

@@ -187,8 +187,8 @@ def test_restarts_of_ranks_count_also_those_of_a_host_that_was_killed(apps: Apps
     apps.go()
     assert apps.wait(handle, AppState.SUCCEEDED).num_restarts == 2  # one of each
     log = apps.log(handle)
-    # In the first attempt rank 0 may have been stopped before it had printed.
-    assert log.count("attempt 0 rank 1") == 2 and log.count("attempt 0 rank 0") in (1, 2), log
+    # In the first attempt one rank may have been stopped before it had printed.
+    assert log.count("attempt 0") in (3, 4), log
 
 
 @pytest.mark.scenario("retries", wire=WIRE)
