@@ -51,7 +51,7 @@ help:
 venv: $(STAMP)
 
 # Debian packs ensurepip apart from Python (python3-venv); where it is missing, the system's pip fills the environment.
-$(STAMP): setup.py setup.cfg pyproject.toml constraints.txt
+$(STAMP): setup.cfg pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "No Python 3.10 to 3.13 on PATH. Install one, or name it: make PYTHON=/path/to/python"; exit 1; }
 	@if "$(PYTHON)" -c 'import ensurepip' 2>/dev/null; then \
 		"$(PYTHON)" -m venv --clear "$(VENV)"; \

@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-OURS = {"aws_batch", "monarch_aws_batch", "monarch_docker", "monarch_kubernetes", "monarch_local", "monarch_slurm"}
+OURS = {"monarch_aws_batch", "monarch_docker", "monarch_kubernetes", "monarch_local", "monarch_slurm"}
 DEFAULTS = ["local_docker", "local_cwd", "slurm", "kubernetes"]
 
 pytestmark = [pytest.mark.slow]

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""aws_batch without an AWS: requests, checked against AWS's own model of its service, and what a node's shell does."""
+"""monarch_aws_batch without an AWS: requests, checked against AWS's model of the service, and a node's shell."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import botocore.session
@@ -28,7 +27,6 @@ from torchx_monarch.backends.protocols import PLACEHOLDER
 from torchx_monarch.transport import credentials
 
 NAME = "monarch_aws_batch"
-FACTORIES = {"aws_batch": schedulers.aws_batch, NAME: schedulers.monarch_aws_batch}
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +35,10 @@ def model() -> Any:
     return botocore.session.get_session().get_service_model("batch")
 
 
-def job(
-    *roles: Role, scheduler: str = NAME, name: str = "app", metadata: dict[str, str] | None = None, **cfg: Any
-) -> BatchJob:
+def job(*roles: Role, name: str = "app", metadata: dict[str, str] | None = None, **cfg: Any) -> BatchJob:
     app = AppDef(name, list(roles), metadata or {})
-    with Runner("torchx", FACTORIES) as runner:
-        made: BatchJob = runner.dryrun(app, scheduler, cfg={"queue": "q", **cfg}).request
+    with Runner("torchx", {NAME: schedulers.monarch_aws_batch}) as runner:
+        made: BatchJob = runner.dryrun(app, NAME, cfg={"queue": "q", **cfg}).request
     return made
 
 
@@ -75,11 +71,9 @@ MOUNTS = [
 
 
 @pytest.mark.parametrize("replicas", [1, 3])
-@pytest.mark.parametrize("scheduler", list(FACTORIES))
-def test_requests_are_as_aws_wants_them(model: Any, replicas: int, scheduler: str) -> None:
+def test_requests_are_as_aws_wants_them(model: Any, replicas: int) -> None:
     made = job(
         role("first", replicas, mounts=MOUNTS, max_retries=3, resource=resource(h="aws_p4d.24xlarge")),
-        scheduler=scheduler,
         metadata={"a" * 200: "b" * 300, "aws:x": "y", "ü #": "1%"},
         share_id="share",
         priority=7,
@@ -126,7 +120,7 @@ def test_neuron_devices() -> None:
 
 
 def test_one_node_range_for_each_role(model: Any) -> None:
-    made = job(role("a", 2), role("b", 1), role("c", 3), scheduler="aws_batch")
+    made = job(role("a", 2), role("b", 1), role("c", 3))
     assert complaints(model, made) == ""
     nodes = made.definition["nodeProperties"]
     assert (nodes["numNodes"], nodes["mainNode"]) == (6, 0)
@@ -182,7 +176,13 @@ def test_dry_run_shows_no_secret_and_is_json() -> None:
         assert names.get("MONARCH_CREDENTIALS") == (None if secret else PLACEHOLDER)
         assert made.secret.get("SecretString") == (PLACEHOLDER if secret else None)
         assert "BEGIN" not in str(made) and "BEGIN" not in json.dumps(asdict(made))
-        assert "MONARCH_CREDENTIALS" not in str(job(role(), scheduler="aws_batch"))
+
+
+def test_a_role_without_ranks_is_an_ordinary_container() -> None:
+    shell = Role("sh", "image", entrypoint="sh", args=["-c", "x"], resource=Resource(1, 0, 512))
+    made = job(shell, secret=True, execution_role_arn="arn:aws:iam::1:role/x")
+    assert containers(made)[0]["command"] == ["sh", "-c", "x"]
+    assert "MONARCH_CREDENTIALS" not in str(made) and not made.secret
 
 
 @pytest.mark.parametrize(
@@ -320,48 +320,3 @@ def test_console_links(arn: str, url: str) -> None:
     assert status.console_url(arn) == f"{url}#jobs/detail/a-1"
     assert status.console_url(arn, multinode=True) == f"{url}#jobs/mnp-job/a-1"
     assert status.console_url("nonsense") == ""
-
-
-def test_a_section_of_aws_batch_counts_for_monarch_aws_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / ".torchxconfig").write_text("[aws_batch]\nqueue = mine\n")
-    monkeypatch.chdir(tmp_path)
-    code = (
-        "from torchx.runner import get_runner; o = get_runner().scheduler_run_opts('monarch_aws_batch').get('queue')\n"
-        "print(o.default, o.is_required)"
-    )
-    environ = {**os.environ, "TORCHX_PLUGINS_SOURCE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=240, check=True
-    )
-    assert done.stdout.strip() == "mine False"
-
-
-def test_registration_by_others_is_used(tmp_path: Path) -> None:
-    """By either channel, whichever of the two TorchX has taken for the one."""
-    own = "from torchx.schedulers.local_scheduler import create_scheduler as theirs\n"
-    (tmp_path / "theirs.py").write_text(own)
-    record = tmp_path / "theirs-1.dist-info"
-    record.mkdir()
-    (record / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1\n")
-    (record / "entry_points.txt").write_text("[torchx.schedulers]\naws_batch = theirs:theirs\n")
-    spaces = tmp_path / "torchx_plugins" / "schedulers"
-    spaces.mkdir(parents=True)
-    (spaces / "zzz.py").write_text(
-        "from torchx.plugins import register\nfrom torchx.schedulers.local_scheduler import create_scheduler\n"
-        "@register.scheduler(name='aws_batch')\n"
-        "def aws_batch(session_name, **kwargs): return create_scheduler(session_name, cache_size=2)\n"
-    )
-    code = "from torchx_monarch.schedulers import aws_batch; print(type(aws_batch('torchx')).__name__)"
-    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    for source, expected in (("2", "LocalScheduler"), ("3", "LocalScheduler"), ("0", "AWSBatchScheduler")):
-        environ = {**os.environ, "PYTHONPATH": path, "TORCHX_PLUGINS_SOURCE": source}
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=240, check=True
-        )
-        assert done.stdout.strip() == expected, source
-    (record / "entry_points.txt").unlink()
-    environ = {**os.environ, "PYTHONPATH": path, "TORCHX_PLUGINS_SOURCE": "3"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=240, check=True
-    )
-    assert done.stdout.strip() == "LocalScheduler"

@@ -43,7 +43,7 @@ def test_submit_side_imports_neither_torch_nor_monarch(statement: str) -> None:
 def test_clients_of_clouds_are_imported_by_their_own_backend_alone() -> None:
     statement = "from torchx_monarch import schedulers as s; s.monarch_local('torchx'); s.monarch_slurm('torchx')"
     assert not imported_by(f"import torchx_plugins.schedulers.torchx_monarch\n{statement}") & {"boto3", "botocore"}
-    assert "boto3" in imported_by("from torchx_monarch import schedulers as s; s.aws_batch('torchx')")
+    assert "boto3" in imported_by("from torchx_monarch import schedulers as s; s.monarch_aws_batch('torchx')")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torchx.runner import config
-from torchx.schedulers import DEFAULT_SCHEDULER_MODULES, get_scheduler_factories
+from torchx.schedulers import DEFAULT_SCHEDULER_MODULES
 from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream, StructuredOpts
 from torchx.specs import AppDef, AppDryRunInfo, CfgVal, InvalidRunConfigException, Role, runopts
 from torchx.specs.finder import ComponentValidationException
@@ -42,9 +42,6 @@ from torchx_monarch.schedulers.foreground import Foreground
 from torchx_monarch.schedulers.presentable import presentable, presentable_list
 
 Cfg = Mapping[str, CfgVal]
-
-_NAMED = {*DEFAULT_SCHEDULER_MODULES, "aws_batch"}
-"""Wrapped schedulers that are also registered themselves, and so may have a section in ``.torchxconfig``."""
 
 _log = logging.getLogger(__name__)
 
@@ -175,10 +172,10 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
     def _inner_section(self) -> dict[str, CfgVal]:
         """Return the wrapped scheduler's section of ``.torchxconfig``, such as ``[slurm]`` for ``monarch_slurm``.
 
-        Empty if the wrapped scheduler is not registered itself.
+        Empty if the wrapped scheduler is not one of TorchX's own, which alone are registered themselves.
         """
         section: dict[str, CfgVal] = {}
-        if self.inner.backend in _NAMED & set(get_scheduler_factories()):
+        if self.inner.backend in DEFAULT_SCHEDULER_MODULES:
             for path in config.find_configs():
                 text = Path(path).read_text()
                 if f"[{self.inner.backend}]" in text:  # config.load first loads all schedulers

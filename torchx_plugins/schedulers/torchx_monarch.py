@@ -55,13 +55,6 @@ if os.environ.get("TORCHX_PLUGINS_SOURCE") == "1":
 
         return schedulers.monarch_kubernetes(session_name, **kwargs)
 
-    @register.scheduler(name="aws_batch")  # type: ignore[untyped-decorator]
-    def aws_batch(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
-        """See ``torchx_monarch.schedulers``."""
-        from torchx_monarch import schedulers
-
-        return schedulers.aws_batch(session_name, **kwargs)
-
     @register.scheduler(name="monarch_aws_batch")  # type: ignore[untyped-decorator]
     def monarch_aws_batch(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
         """See ``torchx_monarch.schedulers``."""

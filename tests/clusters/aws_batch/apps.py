@@ -22,10 +22,10 @@ from torchx.specs import AppDef, AppStatus, BindMount, Resource, Role
 from tests.clusters.apps import BaseApps
 from tests.clusters.aws_batch.checked import WRONG
 from tests.clusters.docker.daemon import ROOT, Daemon
-from torchx_monarch.schedulers import aws_batch, monarch_aws_batch
+from torchx_monarch.schedulers import monarch_aws_batch
 
 NAME = "monarch_aws_batch"
-SCHEDULERS = {"aws_batch": aws_batch, NAME: monarch_aws_batch}
+SCHEDULERS = {NAME: monarch_aws_batch}
 
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "testing",
@@ -129,12 +129,10 @@ class Apps(BaseApps):
             **more,
         )
 
-    def run(self, *roles: Role, scheduler: str = NAME, **cfg: Any) -> str:
+    def run(self, *roles: Role, **cfg: Any) -> str:
         """Submits; the handle."""
-        if scheduler == NAME:
-            cfg = {"preload": "none", "grace": 5, **cfg}
-        cfg = {"queue": "first", **cfg}
-        handle: str = self.runner.run(AppDef("app", list(roles), {"team": "a b"}), scheduler, cfg=cfg)
+        cfg = {"queue": "first", "preload": "none", "grace": 5, **cfg}
+        handle: str = self.runner.run(AppDef("app", list(roles), {"team": "a b"}), NAME, cfg=cfg)
         return self.adopt(handle)
 
     def wait(self, handle: str, seconds: float = 60.0) -> AppStatus:
@@ -145,10 +143,10 @@ class Apps(BaseApps):
             time.sleep(0.2)
         return status
 
-    def listed(self, scheduler: str = NAME) -> list[str]:
+    def listed(self) -> list[str]:
         """The handles that ``torchx list`` would show."""
         with Runner("torchx", SCHEDULERS) as runner:
-            return [each.app_handle for each in runner.list(scheduler)]
+            return [each.app_handle for each in runner.list(NAME)]
 
 
 def definitions(client: Any) -> list[str]:

@@ -83,7 +83,7 @@ def test_environment_and_replica_arrive_whole(running_apps: Apps) -> None:
     shows.args[1] = (
         shows.args[1].replace("$VALUE", "$$VALUE").replace("$MINE", "$$MINE").replace('"$1" "$2"', '"$$1" "$$2"')
     )
-    handle = apps.run(shows, scheduler="aws_batch")
+    handle = apps.run(shows)
     assert apps.wait(handle).state is AppState.SUCCEEDED
     for k in (0, 1):
         lines = "".join(apps.runner.log_lines(handle, "trainer", k)).splitlines()
@@ -142,7 +142,7 @@ def read(path: Path) -> str:
 @pytest.mark.scenario("log follow, since, until", wire="moto+docker")
 def test_cancel_while_running(running_apps: Apps, eventually: Eventually) -> None:
     apps = running_apps
-    handle = apps.run(apps.role("sh", "-c", "echo up; sleep 1000"), scheduler="aws_batch")
+    handle = apps.run(apps.role("sh", "-c", "echo up; sleep 1000"))
     eventually(lambda: apps.status(handle).state is AppState.RUNNING, "the container")
     apps.torchx("cancel", handle)
     status = apps.wait(handle)

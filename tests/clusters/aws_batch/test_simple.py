@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from torchx.specs import AppDef, AppState, InvalidRunConfigException, Resource
 
-from tests.clusters.aws_batch.apps import NAME, SCHEDULERS, Apps, Aws, definitions, request_of
+from tests.clusters.aws_batch.apps import NAME, Apps, Aws, definitions, request_of
+from torchx_monarch.backends.aws_batch.request import TAG_VERSION
 
 
 @pytest.mark.scenario("status and log long after, elsewhere", wire="fake")
@@ -39,19 +40,18 @@ def test_describe_gives_the_app_as_it_was_submitted(apps: Apps, replicas: int) -
 
 
 @pytest.mark.scenario("list once each", wire="fake")
-def test_lists_each_app_once_under_the_scheduler_that_submitted_it(apps: Apps, aws: Aws) -> None:
+def test_lists_each_app_of_ours_once(apps: Apps, aws: Aws) -> None:
     first, second = apps.run(apps.torchrun("train.py")), apps.run(apps.role("true"), queue="second")
-    plain = apps.run(apps.role("true", replicas=2), scheduler="aws_batch")
     client = aws.client("batch")
     container = {
         "image": "a",
         "resourceRequirements": [{"type": "VCPU", "value": "1"}, {"type": "MEMORY", "value": "9"}],
     }
     theirs = client.register_job_definition(jobDefinitionName="theirs", type="container", containerProperties=container)
-    client.submit_job(jobName="theirs", jobQueue="first", jobDefinition="theirs")
+    for tags in ({}, {TAG_VERSION: "0.7.0"}):  # the latter are those of TorchX's former scheduler
+        client.submit_job(jobName="theirs", jobQueue="first", jobDefinition="theirs", tags=tags)
     client.deregister_job_definition(jobDefinition=theirs["jobDefinitionArn"])
     assert sorted(apps.listed()) == sorted([first, second])
-    assert apps.listed("aws_batch") == [plain]
     assert apps.torchx("list", "-s", NAME).count("SUCCEEDED") == 2
 
 
@@ -177,7 +177,6 @@ def test_tags_and_console_link(apps: Apps, aws: Aws) -> None:
 @pytest.mark.scenario("missing tool says what to install")
 def test_boto3_missing_says_what_to_install() -> None:
     code = "import sys; sys.modules['boto3'] = None\nfrom torchx_monarch import schedulers as s\n"
-    for name in SCHEDULERS:
-        text = f"{code}try: s.{name}('torchx')\nexcept ModuleNotFoundError as error: print(error)"
-        done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=240, check=True)
-        assert done.stdout == f"{name} needs AWS's client for Python; run: pip install 'boto3>=1.34'\n"
+    text = f"{code}try: s.{NAME}('torchx')\nexcept ModuleNotFoundError as error: print(error)"
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=240, check=True)
+    assert done.stdout == f"{NAME} needs AWS's client for Python; run: pip install 'boto3>=1.34'\n"

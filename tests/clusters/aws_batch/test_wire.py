@@ -25,7 +25,7 @@ from tests.clusters.aws_batch.wire import Wire, refusal
 from torchx_monarch.backends import appdef_codec
 from torchx_monarch.backends.aws_batch import logs, status
 from torchx_monarch.backends.aws_batch.request import APP_PARAMETER, TAG_VERSION
-from torchx_monarch.backends.aws_batch.scheduler import create_monarch_scheduler
+from torchx_monarch.backends.aws_batch.scheduler import create_scheduler
 from torchx_monarch.backends.protocols import Reachable
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.system import signed_line
@@ -174,7 +174,7 @@ def test_nodes_have_states_names_and_addresses(wire: Wire, wired: Apps) -> None:
     assert (first.state, first.hostaddr) == (AppState.RUNNING, "10.0.1.2")
     assert first.hostname == "ip-10-0-1-2.eu-central-1.compute.internal"
     assert (second.state, second.hostname) == (AppState.PENDING, "")
-    with contextlib.closing(create_monarch_scheduler("torchx")) as scheduler:
+    with contextlib.closing(create_scheduler("torchx")) as scheduler:
         assert isinstance(scheduler, Reachable)
         assert scheduler.client_host("q:app-1", "trainer") == "10.0.1.2"
         assert scheduler.client_host("q:app-1", "nobody") == ""

@@ -10,7 +10,7 @@
 - ``client``: requests to AWS and the meaning of its errors.
 - ``status``: computes the states of nodes and apps.
 - ``logs``: the log of one node in CloudWatch.
-- ``scheduler``: the TorchX schedulers: ``aws_batch``, and the scheduler that ``monarch_aws_batch`` wraps.
+- ``scheduler``: the TorchX scheduler that ``monarch_aws_batch`` wraps.
 
 This project runs nothing beside the job and keeps no state of it elsewhere: Batch restarts failed jobs and holds the
 whole state of an app.

@@ -11,7 +11,7 @@ from torchx.schedulers.api import StructuredOpts
 
 @dataclass
 class AWSBatchOpts(StructuredOpts):  # type: ignore[misc]
-    """Run options of the scheduler ``aws_batch``."""
+    """Run options of the scheduler that ``monarch_aws_batch`` wraps."""
 
     queue: str
     """The job queue, by name or ARN. Jobs of several nodes need EC2 on-demand instances: not Fargate, not Spot."""
@@ -54,11 +54,6 @@ class AWSBatchOpts(StructuredOpts):  # type: ignore[misc]
 
     log_group: str | None = None
     """The CloudWatch log group, which must exist. Default: /aws/batch/job."""
-
-
-@dataclass
-class MonarchAWSBatchOpts(AWSBatchOpts):
-    """Run options of the scheduler that ``monarch_aws_batch`` wraps."""
 
     grace: int = 25
     """Seconds between SIGTERM and SIGKILL when ranks are ended. ECS kills a container 30 s after its SIGTERM, unless

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Render the job definition and the job of an app, as a dry run shows them. Pure functions.
+"""Render the job definition and the job of an app, as a dry run shows them. Sends no request.
 
 An app of several replicas becomes one multi-node parallel job with a node range for each role, so that Batch starts all
 nodes or none. Such a job cannot run on Spot or share instances with other jobs. So an app of one replica becomes a
@@ -12,8 +12,9 @@ from __future__ import annotations
 import getpass
 import json
 import re
+import secrets
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -27,13 +28,17 @@ from torchx_monarch.backends import appdef_codec, validation
 from torchx_monarch.backends.aws_batch import command, container
 from torchx_monarch.backends.aws_batch.options import AWSBatchOpts
 from torchx_monarch.backends.protocols import CREDENTIALS, PLACEHOLDER
+from torchx_monarch.model.exit_codes import NO_RESTART
 from torchx_monarch.system.signed_line import KEY_VARIABLE
+
+SCHEDULER = "monarch_aws_batch"
+"""The scheduler's registered name."""
 
 TAG_VERSION = "torchx.pytorch.org/version"
 TAG_APP = "torchx.pytorch.org/app-name"
 TAG_USER = "torchx.pytorch.org/user"
 TAG_SCHEDULER = "torchx-monarch/scheduler"
-"""Tag with the name of the scheduler that submitted the job; TorchX's former scheduler set the other tags only."""
+"""Tag with ``SCHEDULER``, by which ``list`` knows our jobs; TorchX's former scheduler set the other tags only."""
 
 TAG_DELETED = "torchx-monarch/deleted"
 """Tag of deleted jobs. Batch itself keeps every job for a week after its end."""
@@ -46,6 +51,9 @@ ROLE_NAME = "TORCHX_ROLE_NAME"
 
 SECRET_ARN = "(ARN of the secret made when the job is submitted)"
 """Placeholder for the secret's ARN until the job is submitted."""
+
+_ATTEMPT = "AWS_BATCH_JOB_ATTEMPT"
+"""Batch's variable with the number of the job's attempt, the same on all nodes."""
 
 _MOST_ROLES = 5
 """Most node ranges of one job."""
@@ -111,40 +119,38 @@ def queue_name(queue: str) -> str:
     return queue.rpartition("/")[2]
 
 
-def render(
-    app: AppDef,
-    cfg: AWSBatchOpts,
-    scheduler: str,
-    finish: Callable[[Role, dict[str, str]], None] = lambda role, env: None,
-    no_retry_exit_codes: tuple[int, ...] = (),
-) -> BatchJob:
+def render(app: AppDef, cfg: AWSBatchOpts) -> BatchJob:
     """Return the request for an app.
 
     Args:
         app: the app; its images must be in a registry that the nodes can reach.
         cfg: the run options.
-        scheduler: name of the submitting scheduler, for the job's tags.
-        finish: called with each role and its environment, which it may change in place.
-        no_retry_exit_codes: exit codes after which Batch does not restart the job.
 
     Raises:
         ValueError: AWS Batch cannot run the app; the message says what is allowed.
     """
     _check(app, cfg)
     name, queue = new_name(app.name), queue_name(cfg.queue)
+    result_key = secrets.token_hex()
     containers, first = [], 0
     for index, role in enumerate(app.roles):
         words, env = command.render(role, f"{queue}:{name}", first)
         env |= {"TORCHX_ROLE_IDX": str(index), ROLE_NAME: role.name, settings.ENV_TORCHX_IMAGE: role.image}
-        finish(role, env)
+        env[KEY_VARIABLE] = result_key
+        env.setdefault("PYTHONUNBUFFERED", "1")  # else Python buffers output to a pipe in blocks
+        if CREDENTIALS in role.env and len(app.roles) > 1:
+            env["MONARCH_START"] = f"@{_ATTEMPT}"
+        secret = env.pop(CREDENTIALS, None) if cfg.secret else None
         containers.append(container.properties(role, words, env, cfg))
+        if secret is not None:
+            containers[-1]["secrets"] = [{"name": CREDENTIALS, "valueFrom": SECRET_ARN}]
         first += role.num_replicas
-    definition: dict[str, Any] = {"jobDefinitionName": name, "tags": _tags(app, cfg, scheduler)}
+    definition: dict[str, Any] = {"jobDefinitionName": name, "tags": _tags(app, cfg)}
     if _is_single(app, cfg):
         definition |= {"type": "container", "platformCapabilities": ["EC2"], "containerProperties": containers[0]}
     else:
         definition |= {"type": "multinode", "nodeProperties": _nodes(app, containers)}
-    definition["retryStrategy"] = _retries(app, cfg, no_retry_exit_codes)
+    definition["retryStrategy"] = _retries(app, cfg)
     if cfg.timeout is not None:
         definition["timeout"] = {"attemptDurationSeconds": cfg.timeout}
     submit: dict[str, Any] = {
@@ -157,7 +163,15 @@ def render(
     if cfg.share_id is not None:
         submit["shareIdentifier"] = cfg.share_id
         definition["schedulingPriority"] = cfg.priority
-    return BatchJob(name, queue, definition, submit)
+    job = BatchJob(name, queue, definition, submit)
+    if any("secrets" in one for one in containers):
+        job.secret = {
+            "Name": f"torchx-monarch/{name}",
+            "Description": f"Credentials of the hosts of the AWS Batch job {name}; removed by torchx delete",
+            "SecretString": PLACEHOLDER,
+            "Tags": [{"Key": TAG_SCHEDULER, "Value": SCHEDULER}],
+        }
+    return job
 
 
 def drop_app_if_too_large(job: BatchJob) -> str:
@@ -204,6 +218,8 @@ def _check(app: AppDef, cfg: AWSBatchOpts) -> None:
         raise ValueError(f"run option timeout is {cfg.timeout}; it is a number of seconds, 60 or more")
     if cfg.host_retries < 0:
         raise ValueError(f"run option host_retries is {cfg.host_retries}; it is a number, 0 or more")
+    if cfg.secret and not cfg.execution_role_arn:
+        raise ValueError("run option secret needs execution_role_arn, a role that may read secrets (GetSecretValue)")
 
 
 def _has_one_replica(app: AppDef) -> bool:
@@ -227,7 +243,7 @@ def _nodes(app: AppDef, containers: list[dict[str, Any]]) -> dict[str, Any]:
     return {"numNodes": first, "mainNode": 0, "nodeRangeProperties": ranges}
 
 
-def _retries(app: AppDef, cfg: AWSBatchOpts, no_retry_exit_codes: tuple[int, ...]) -> dict[str, Any]:
+def _retries(app: AppDef, cfg: AWSBatchOpts) -> dict[str, Any]:
     """Return Batch's retry strategy. Batch restarts a whole job when its main node has failed, whatever the policy.
 
     (TorchX's former scheduler used ``max_retries`` as the number of attempts, so that 1 meant no retry.)
@@ -237,21 +253,21 @@ def _retries(app: AppDef, cfg: AWSBatchOpts, no_retry_exit_codes: tuple[int, ...
     if attempts > _MOST_ATTEMPTS:
         what = "max_retries" if retries else "run option host_retries"
         raise ValueError(f"{what} is {attempts - 1}; AWS Batch starts a job again at most {_MOST_ATTEMPTS - 1} times")
-    rules = [{"onExitCode": str(code), "action": "EXIT"} for code in no_retry_exit_codes]
+    rules = [{"onExitCode": str(NO_RESTART), "action": "EXIT"}]
     if not retries and cfg.host_retries:
         # The instance sends its containers SIGTERM before it shuts down.
         told = {"onExitCode": str(128 + signal.SIGTERM), "action": "RETRY"}
         rules = [{"onStatusReason": "Host EC2*", "action": "RETRY"}, told, {"onReason": "*", "action": "EXIT"}]
-    return {"attempts": attempts, **({"evaluateOnExit": rules} if attempts > 1 and rules else {})}
+    return {"attempts": attempts, **({"evaluateOnExit": rules} if attempts > 1 else {})}
 
 
-def _tags(app: AppDef, cfg: AWSBatchOpts, scheduler: str) -> dict[str, str]:
+def _tags(app: AppDef, cfg: AWSBatchOpts) -> dict[str, str]:
     """Return the job's tags: TorchX's former ones, the scheduler's name, and the app's metadata within AWS's limits."""
     ours = {
         TAG_VERSION: torchx.__version__,
         TAG_APP: app.name,
         TAG_USER: cfg.user or _user(),
-        TAG_SCHEDULER: scheduler,
+        TAG_SCHEDULER: SCHEDULER,
     }
     theirs = {_safe(name, 128): value for name, value in app.metadata.items() if not name.startswith("aws:")}
     spare = _MOST_TAGS - len(ours)

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The TorchX schedulers for AWS Batch: ``aws_batch``, and the scheduler that ``monarch_aws_batch`` wraps."""
+"""The TorchX scheduler for AWS Batch, which ``monarch_aws_batch`` wraps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import copy
 import logging
 import os
 import re
-import secrets
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,11 +24,11 @@ from torchx_monarch.backends import appdef_codec, validation
 from torchx_monarch.backends.aws_batch import check, logs, request, status
 from torchx_monarch.backends.aws_batch.client import Aws, AwsError
 from torchx_monarch.backends.aws_batch.command import RANK0
-from torchx_monarch.backends.aws_batch.options import AWSBatchOpts, MonarchAWSBatchOpts
+from torchx_monarch.backends.aws_batch.options import AWSBatchOpts
 from torchx_monarch.backends.aws_batch.request import BatchJob
 from torchx_monarch.backends.errors import UserError
 from torchx_monarch.backends.options import run_options
-from torchx_monarch.backends.protocols import CREDENTIALS, PLACEHOLDER
+from torchx_monarch.backends.protocols import CREDENTIALS
 from torchx_monarch.model.job_result import RANK_RESTARTS, read_error_file
 from torchx_monarch.system import error_files, signed_line
 
@@ -37,12 +36,6 @@ _AT_A_TIME = 100
 """Most jobs in one DescribeJobs request, by Batch's documentation."""
 
 _JOB_EXPIRED = "AWS Batch has forgotten the job, as it does a week after its end; only the job definition is left"
-
-_NO_RESTART_EXIT_CODE = 78
-"""Exit code by which a program asks for no restart (EX_CONFIG)."""
-
-_ATTEMPT = "AWS_BATCH_JOB_ATTEMPT"
-"""Batch's variable with the number of the job's attempt, the same on all nodes."""
 
 _log = logging.getLogger("torchx_monarch")
 
@@ -71,14 +64,17 @@ class _BatchSnapshot:
 class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type: ignore[misc]
     """Runs an app as one job of AWS Batch, with boto3's credentials and region.
 
+    Passes Monarch hosts replica 0's address and the credentials; other roles run as ordinary containers.
+
     Args:
         session_name: TorchX's session name.
-        name: the scheduler's registered name; ``list`` shows only apps that were submitted under this name.
     """
 
-    def __init__(self, session_name: str, name: str = "aws_batch") -> None:
-        super().__init__("aws_batch", session_name)
-        self._name = name
+    always_together = True
+    """Batch ends a job with its main node, and restarts all nodes or none."""
+
+    def __init__(self, session_name: str) -> None:
+        super().__init__(request.SCHEDULER, session_name)
         self._aws = Aws()
         self._ids: dict[str, str] = {}
 
@@ -97,7 +93,10 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
     def _submit_dryrun(self, app: AppDef, cfg: AWSBatchOpts) -> AppDryRunInfo[BatchJob, AWSBatchOpts]:
         try:
             images = self._images(app, cfg)
-            job = self._render(app, cfg)
+            for role in app.roles:
+                check.check_hosts(role, app.roles[0])
+            check.warn_of_unawaited(app)
+            job = request.render(app, cfg)
             job.images_to_push = images
             said = request.drop_app_if_too_large(job)
         except ValueError as error:
@@ -105,9 +104,6 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
         if said:
             _log.warning("%s", said)
         return AppDryRunInfo(job, str)
-
-    def _render(self, app: AppDef, cfg: AWSBatchOpts) -> BatchJob:
-        return request.render(app, cfg, self._name)
 
     def _images(self, app: AppDef, cfg: AWSBatchOpts) -> dict[str, tuple[str, str]]:
         local = [role.image for role in app.roles if role.image.startswith("sha256:")]
@@ -118,6 +114,13 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
             )
         pushed: dict[str, tuple[str, str]] = self.dryrun_push_images(app, {"image_repo": cfg.image_repo})
         return pushed
+
+    def replica0_host(self, app: AppDef, role: Role) -> str:
+        """Return ``@VARIABLE`` with the main node's address for the first role; ``@`` (unknown) for others.
+
+        Batch gives the nodes no other node's address.
+        """
+        return f"@{RANK0}" if role is app.roles[0] else "@"
 
     def schedule(self, dryrun_info: AppDryRunInfo[BatchJob, AWSBatchOpts]) -> str:
         """Submit the job and return the app's id, QUEUE:NAME.
@@ -249,8 +252,23 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
         return ""
 
     def _rank_restarts(self, found: _BatchSnapshot, nodes: Mapping[int, Mapping[str, Any]]) -> int:
-        """Return how often hosts have restarted their ranks, for a job that has ended: 0 without host processes."""
-        return 0
+        """Return the sum of the rank restarts that replica 0 of the first role has logged at the end of its attempts.
+
+        An attempt that was killed has logged none.
+        """
+        count, key = 0, status.variable(found.job, signed_line.KEY_VARIABLE)
+        with contextlib.suppress(AwsError):
+            for stream in status.streams(nodes.get(0, found.job), status.log_group(found.job)):
+                said = signed_line.verified(logs.tail(self._aws, stream), key)
+                count += read_error_file(said[-1]).get(RANK_RESTARTS, 0) if said else 0
+        return count
+
+    def client_host(self, app_id: str, role: str) -> str:
+        """Return the address of the role's replica 0, reachable inside the nodes' VPC only; empty if unknown."""
+        found = self._find(app_id)
+        if found is None or role not in [each.name for each in found.app.roles]:
+            return ""
+        return status.address(self._nodes(found).get(status.first_node(role, found.app.roles), {}))
 
     def list(self, cfg: Mapping[str, CfgVal] | None = None) -> list[ListAppResponse]:
         """List this scheduler's apps, the newest first.
@@ -294,8 +312,7 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
         ]
         for job in self._described(ids):
             tags = job.get("tags", {})
-            by = tags.get(request.TAG_SCHEDULER, "aws_batch")
-            if request.TAG_VERSION in tags and by == self._name and request.TAG_DELETED not in tags:
+            if tags.get(request.TAG_SCHEDULER) == request.SCHEDULER and request.TAG_DELETED not in tags:
                 yield job
 
     def log_iter(
@@ -371,79 +388,6 @@ class AWSBatchScheduler(DockerWorkspaceMixin, Scheduler[AWSBatchOpts]):  # type:
                 self._delete_secret(secret)
 
 
-class MonarchAWSBatchScheduler(AWSBatchScheduler, Scheduler[MonarchAWSBatchOpts]):  # type: ignore[misc]
-    """Runs an app of Monarch hosts as one job of AWS Batch; passes them replica 0's address and the credentials."""
-
-    def __init__(self, session_name: str) -> None:
-        super().__init__(session_name, "monarch_aws_batch")
-
-    def _run_opts(self) -> runopts:
-        options = run_options(MonarchAWSBatchOpts)
-        options.update(run_options(AWSBatchOpts))  # TorchX finds no help texts of inherited fields
-        return options
-
-    def replica0_host(self, app: AppDef, role: Role) -> str:
-        """Return ``@VARIABLE`` with the main node's address for the first role; ``@`` (unknown) for others.
-
-        Batch gives the nodes no other node's address.
-        """
-        return f"@{RANK0}" if role is app.roles[0] else "@"
-
-    always_together = True
-    """Batch ends a job with its main node, and restarts all nodes or none."""
-
-    def client_host(self, app_id: str, role: str) -> str:
-        """Return the address of the role's replica 0, reachable inside the nodes' VPC only; empty if unknown."""
-        found = self._find(app_id)
-        if found is None or role not in [each.name for each in found.app.roles]:
-            return ""
-        return status.address(self._nodes(found).get(status.first_node(role, found.app.roles), {}))
-
-    def _rank_restarts(self, found: _BatchSnapshot, nodes: Mapping[int, Mapping[str, Any]]) -> int:
-        """Return the sum of the rank restarts that replica 0 of the first role has logged at the end of its attempts.
-
-        An attempt that was killed has logged none.
-        """
-        count, key = 0, status.variable(found.job, signed_line.KEY_VARIABLE)
-        with contextlib.suppress(AwsError):
-            for stream in status.streams(nodes.get(0, found.job), status.log_group(found.job)):
-                said = signed_line.verified(logs.tail(self._aws, stream), key)
-                count += read_error_file(said[-1]).get(RANK_RESTARTS, 0) if said else 0
-        return count
-
-    def _render(self, app: AppDef, cfg: MonarchAWSBatchOpts) -> BatchJob:
-        for role in app.roles:
-            check.check_hosts(role, app.roles[0])
-        check.warn_of_unawaited(app)
-        if cfg.secret and not cfg.execution_role_arn:
-            raise ValueError(
-                "run option secret needs execution_role_arn, a role that may read secrets (GetSecretValue)"
-            )
-
-        result_key = secrets.token_hex()
-
-        def finish(role: Role, env: dict[str, str]) -> None:
-            env[signed_line.KEY_VARIABLE] = result_key
-            env.setdefault("PYTHONUNBUFFERED", "1")  # else Python buffers output to a pipe in blocks
-            if len(app.roles) > 1 and CREDENTIALS in role.env:
-                env["MONARCH_START"] = f"@{_ATTEMPT}"
-            if cfg.secret:
-                env.pop(CREDENTIALS, None)
-
-        job = request.render(app, cfg, self._name, finish, (_NO_RESTART_EXIT_CODE,))
-        if cfg.secret:
-            job.secret = {
-                "Name": f"torchx-monarch/{job.name}",
-                "Description": f"Credentials of the hosts of the AWS Batch job {job.name}; removed by torchx delete",
-                "SecretString": PLACEHOLDER,
-                "Tags": [{"Key": request.TAG_SCHEDULER, "Value": self._name}],
-            }
-            for role, container in zip(app.roles, _containers(job.definition), strict=True):
-                if CREDENTIALS in role.env:
-                    container["secrets"] = [{"name": CREDENTIALS, "valueFrom": request.SECRET_ARN}]
-        return job
-
-
 def _app(app_id: str, job: Mapping[str, Any]) -> AppDef:
     packed = job.get("parameters", {}).get(request.APP_PARAMETER, "")
     app = appdef_codec.unpack(packed) if packed else None
@@ -487,10 +431,5 @@ def _cli_error() -> Iterator[None]:
 
 
 def create_scheduler(session_name: str, **kwargs: Any) -> AWSBatchScheduler:
-    """Create ``aws_batch`` (TorchX's factory). Sends no request yet; ignores other schedulers' parameters."""
+    """Create the scheduler (TorchX's factory). Sends no request yet; ignores other schedulers' parameters."""
     return AWSBatchScheduler(session_name)
-
-
-def create_monarch_scheduler(session_name: str, **kwargs: Any) -> MonarchAWSBatchScheduler:
-    """Create the scheduler that ``monarch_aws_batch`` wraps."""
-    return MonarchAWSBatchScheduler(session_name)

@@ -183,11 +183,6 @@ def cause(nodes: Mapping[int, Mapping[str, Any]]) -> int | None:
     return min(failed, key=lambda index: (nodes[index].get("stoppedAt", float("inf")), index), default=None)
 
 
-def exit_code(node: Mapping[str, Any]) -> int:
-    """Return the exit code of a failed node's latest container; 1 if unknown."""
-    return int(_container(node).get("exitCode") or 1)
-
-
 def name(index: int, roles: Sequence[Role]) -> str:
     """Return ROLE/REPLICA of a node index."""
     for role in roles:
