@@ -221,6 +221,19 @@ def test_scontrol_is_read() -> None:
     assert (killed.exit_code, killed.nodes) == (-9, "")
 
 
+def test_owner_is_not_taken_from_what_a_user_writes() -> None:
+    mine, other = f"UserId=me({os.getuid()})", f"UserId=me({os.getuid() + 4242})"
+    for text, owner in (
+        (f"JobId=1 JobName=x {mine} GroupId=me(0)\n", ""),
+        (f"JobId=1 JobName=x {other} GroupId=me(0)\n", str(os.getuid() + 4242)),
+        (f"JobId=1 JobName={mine} {other} GroupId=me(0)\n", str(os.getuid() + 4242)),
+        (f"JobId=1 JobName=UserId= {other} Comment={mine}\n", str(os.getuid() + 4242)),
+        (f"JobId=1 JobName=x {mine} Comment=torchx-monarch:/x\nx {other}\n", str(os.getuid() + 4242)),
+        ("JobId=1 JobName=x\n", "unknown"),
+    ):
+        assert commands.parse_scontrol(text)[0].other_user == owner
+
+
 def test_sacct_is_read() -> None:
     text = (
         "3|CANCELLED by 0|0:0|n[1-2]|app\n7+0|FAILED|3:0|n1|x\n7+1|COMPLETED|0:0|n2|x\n9|PENDING|0:0|None assigned|a|b"

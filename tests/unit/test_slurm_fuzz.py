@@ -52,8 +52,8 @@ _SELDOM = ("end.json", "cancel.json")
 _ERROR = json.dumps({"message": {"message": "boom", "extraInfo": {"py_callstack": "Traceback", "timestamp": "1"}}})
 
 _JOB = (
-    "JobId={id} {more}JobName=app UserId=me(0) JobState={state} Reason=None Requeue=1 Restarts=0 ExitCode={code} "
-    "NodeList=n[1-2] Comment={comment} Power= \n"
+    "JobId={id} {more}JobName=app UserId=me({uid}) GroupId=me(0) JobState={state} Reason=None Requeue=1 Restarts=0 "
+    "ExitCode={code} NodeList=n[1-2] Comment={comment} Power= \n"
 )
 
 
@@ -63,11 +63,13 @@ class SlurmCommands:
     Attributes:
         says: the state of the jobs ONE and ARRAY; None where Slurm has forgotten them, "" where it does not answer.
         told: each scancel since this was emptied.
+        owner: uid of the jobs' owner.
     """
 
     def __init__(self) -> None:
         self.says: str | None = "RUNNING"
         self.told: list[list[str]] = []
+        self.owner = os.getuid()
         self._comments: dict[str, str] = {}
 
     def run(self, command: Sequence[str], **how: Any) -> subprocess.CompletedProcess[str]:
@@ -107,8 +109,9 @@ class SlurmCommands:
             for job_id, task in names.items():
                 name = f"{app_id}_{task}" if task else app_id
                 more = f"ArrayJobId={app_id} ArrayTaskId={task} " if task else ""
+                told = {"id": job_id, "more": more, "uid": self.owner, "state": self.says, "code": code}
                 line = {
-                    "scontrol": _JOB.format(id=job_id, more=more, state=self.says, code=code, comment=comment),
+                    "scontrol": _JOB.format(**told, comment=comment),
                     "squeue": f"{job_id}|{name}|{self.says}|None|app|{comment}\n",
                     "sacct": f"{name}|{self.says}|{code}|n[1-2]|app\n",
                 }
@@ -171,7 +174,7 @@ class Apps:
             elif not path.exists() or path.read_bytes() != content:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content)
-        self.slurm.says = "RUNNING"
+        self.slurm.says, self.slurm.owner = "RUNNING", os.getuid()
         self.slurm.told.clear()
         self.scheduler.inner._asked.clear()
 
@@ -354,5 +357,27 @@ def test_error_of_a_replica_is_shown_without_what_torchx_cannot_read(apps: Apps)
             assert found is not None and found.state is AppState.FAILED
             wanted = '{"message": {"message": "boom"}}' if "boom" in error else NONE
             assert found.structured_error_msg == wanted
+    finally:
+        apps.restore()
+
+
+@pytest.mark.parametrize("app_id", [ONE, ARRAY, f"{ARRAY}_4"])
+@pytest.mark.parametrize("says", ["RUNNING", "FAILED"])
+def test_job_of_another_user_is_shown_and_neither_cancelled_nor_deleted(apps: Apps, app_id: str, says: str) -> None:
+    """Its comment names a folder of this user."""
+
+    def files() -> dict[str, bytes]:
+        roots = [Path(apps.folders[each].root) for each in (ONE, ARRAY)]
+        return {str(path): path.read_bytes() for root in roots for path in root.rglob("*") if path.is_file()}
+
+    before = files()
+    apps.slurm.says, apps.slurm.owner = says, os.getuid() + 4242
+    try:
+        found = apps.scheduler.describe(app_id)
+        assert found is not None and found.state is AppState[says]
+        for change in (apps.scheduler.cancel, apps.scheduler.delete, lambda each: apps.scheduler.inner.stop(each, 0)):
+            with pytest.raises(UserError, match=f"job {app_id} belongs to another user, {os.getuid() + 4242}: only"):
+                change(app_id)
+        assert files() == before and not apps.slurm.told
     finally:
         apps.restore()

@@ -7,7 +7,9 @@ The commands are asked for named fields, which are the same in all versions of S
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pwd
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -58,6 +60,7 @@ class Job:
         comment: the job's comment; empty if not reported.
         exit_code: exit code of the batch script; -N for signal N.
         tasks: indices of the array tasks in this record; several for waiting tasks, empty for a job that is no array.
+        other_user: name of the job's owner if that is another user; empty if it is this user, or not asked for.
     """
 
     job_id: str
@@ -70,6 +73,7 @@ class Job:
     comment: str = ""
     exit_code: int = 0
     tasks: tuple[int, ...] = ()
+    other_user: str = ""
 
 
 def client_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -188,7 +192,7 @@ def live_job(app_id: str) -> list[Job]:
 
 def parse_scontrol(text: str) -> list[Job]:
     """Parse ``scontrol show job -o``: one line per component or array task; waiting array tasks may share a line."""
-    jobs = []
+    jobs, other = [], _other_user(text)
     for line in text.splitlines():
         if not line.startswith("JobId="):
             continue
@@ -210,9 +214,25 @@ def parse_scontrol(text: str) -> list[Job]:
                 comment=_comment(line),
                 exit_code=-int(number) if number not in ("", "0") else int(code),
                 tasks=tuple(array.tasks(found.get("ArrayTaskId"))),
+                other_user=other,
             )
         )
     return jobs
+
+
+def _other_user(text: str) -> str:
+    """Return the owner's name from the output of ``scontrol show job``; empty if it is this user.
+
+    A job's name precedes its owner in that output, and its comment follows it, so either may hold another ``UserId=``.
+    The real one names this user for certain only if all of them do.
+    """
+    owners = {int(uid) for uid in re.findall(r"UserId=.*?\((\d+)\)", text)}
+    if owners == {os.getuid()}:
+        return ""
+    uid = next((uid for uid in owners if uid != os.getuid()), None)
+    with contextlib.suppress(KeyError, OverflowError):
+        return "unknown" if uid is None else pwd.getpwuid(uid).pw_name
+    return str(uid)
 
 
 def _comment(line: str) -> str:

@@ -39,6 +39,7 @@ class SlurmSnapshot:
         record: the batch step's record (job.json); None if it is missing or damaged.
         damage: what is wrong with job.json; empty if it is sound or missing.
         tasks: for an array, the snapshot of each task by index, in ascending order; empty otherwise.
+        other_user: name of the job's owner if that is another user; else empty.
     """
 
     folder: JobFolder
@@ -49,6 +50,7 @@ class SlurmSnapshot:
     record: BatchRecord | None = None
     damage: str = ""
     tasks: Mapping[int, SlurmSnapshot] = field(default_factory=dict)
+    other_user: str = ""
 
     @property
     def terminal(self) -> bool:
@@ -74,12 +76,13 @@ class SlurmSnapshot:
         )
 
 
-def known(folder: JobFolder, components: list[Job]) -> SlurmSnapshot:
-    """Compute the snapshot of a job or an array task, and save a final state in end.json.
+def known(folder: JobFolder, components: list[Job], save: bool = True) -> SlurmSnapshot:
+    """Compute the snapshot of a job or an array task.
 
     Args:
         folder: the folder of the job or the array task.
         components: Slurm's records; empty if Slurm has forgotten the job.
+        save: whether to save a final state in end.json.
     """
     record, damage = records.checked(BatchRecord, folder.job)
     cancelled = folder.is_cancelled
@@ -91,7 +94,7 @@ def known(folder: JobFolder, components: list[Job]) -> SlurmSnapshot:
         msg += f"; it has written no record to {folder.root}: do all nodes see that folder (run option job_dir)?"
     nodes = [one.nodes for one in components if one.nodes] or (record.nodes if record else [])
     found = SlurmSnapshot(folder, state, msg, nodes, components, record, damage)
-    if found.terminal and found.is_settled:
+    if save and found.terminal and found.is_settled:
         note_end(folder, {"state": state.name, "msg": msg, "nodes": nodes})
     return found
 

@@ -42,7 +42,7 @@ def prune(*, days: float | None = None) -> list[str]:
             asked += 1
             with contextlib.suppress(SlurmError):
                 app = snapshot.look(ids[root])
-                ended = app is not None and app.folder.root == root and app.terminal
+                ended = app is not None and app.folder.root == root and app.terminal and not app.other_user
         if ended:
             folder.remove(root)
             removed.append(root)

@@ -256,6 +256,7 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
                 option, since the batch step knows no other.
 
         Raises:
+            UserError: the job belongs to another user.
             SlurmError: a command of Slurm's fails or cannot be run.
         """
         self._cancel_existing(app_id)
@@ -263,8 +264,13 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
             commands.run(["scancel", "--signal=KILL", app_id])
 
     def _cancel_existing(self, app_id: str) -> None:
-        """Cancel an app and return immediately. Its replicas have the grace period of its run option."""
-        app = snapshot.look(app_id)
+        """Cancel an app and return immediately. Its replicas have the grace period of its run option.
+
+        Raises:
+            UserError: the job belongs to another user.
+            SlurmError: a command of Slurm's fails or cannot be run.
+        """
+        app = snapshot.look_own(app_id)
         if app is not None and cancel.is_needed(app):
             cancel.cancel(app_id, app)
 
@@ -272,9 +278,10 @@ class SlurmScheduler(DirWorkspaceMixin, Scheduler[SlurmOpts]):  # type: ignore[m
         """Cancel a job or an array if it runs, wait for its end and remove its folder.
 
         Raises:
+            UserError: the job belongs to another user.
             SlurmError: the app is an array task, does not end in time, or a command of Slurm's fails.
         """
-        app = snapshot.look(app_id)
+        app = snapshot.look_own(app_id)
         if app is None:
             return
         if app.folder.whole != app.folder:

@@ -17,6 +17,7 @@ from typing import Any
 
 from torchx.specs import NONE, AppDef, AppState, Role, RoleStatus
 
+from torchx_monarch.backends.errors import UserError
 from torchx_monarch.backends.local import appdef, state_files
 from torchx_monarch.backends.slurm import array, commands, job_status, records, states
 from torchx_monarch.backends.slurm import folder as folders
@@ -56,8 +57,26 @@ def look(app_id: str) -> SlurmSnapshot | None:
         folder = folders.noted(components[0].comment) or folder
     if folder is None or components and folders.is_deleted(leader, folder):
         return None
-    found = known(folder, components, lambda: commands.recorded_job(leader))
-    return found if index is None else found.tasks.get(index)
+    # Another user's comment may name a folder of this user: nothing is written there.
+    other_user = next((job.other_user for job in components if job.other_user), "")
+    whole = known(folder, components, lambda: commands.recorded_job(leader), save=not other_user)
+    found = whole if index is None else whole.tasks.get(index)
+    return found and replace(found, other_user=other_user)
+
+
+def look_own(app_id: str) -> SlurmSnapshot | None:
+    """Return the snapshot of an app for an operation that changes it; None if no app of this scheduler has this id.
+
+    Raises:
+        UserError: the job belongs to another user, whose comment on it may name any folder.
+        SlurmError: as ``look``.
+    """
+    app = look(app_id)
+    if app is not None and app.other_user:
+        raise UserError(
+            f"job {app_id} belongs to another user, {app.other_user}: only that user can cancel or delete it by torchx"
+        )
+    return app
 
 
 def folder_of(app_id: str) -> JobFolder | None:
@@ -97,23 +116,26 @@ def submitted(folder: JobFolder) -> AppDef | None:
     return found.app
 
 
-def known(folder: JobFolder, components: list[Job], recorded: Callable[[], list[Job]]) -> SlurmSnapshot:
+def known(
+    folder: JobFolder, components: list[Job], recorded: Callable[[], list[Job]], save: bool = True
+) -> SlurmSnapshot:
     """Compute the snapshot of a job or an array from Slurm's records and the files in its folder.
 
     Args:
         folder: the folder of the job or the array.
         components: Slurm's records; empty if Slurm has forgotten the job.
         recorded: queries the accounting database for more records; called only if they are needed.
+        save: whether to save a final state in end.json.
     """
     submission = records.read(Submission, folder.request)
     indices = submission.tasks if submission else []
     if not indices:
         indices = sorted({*folder.begun_tasks(), *(index for job in components for index in job.tasks)})
     if indices:
-        return _of_array(folder, indices, components, recorded)
+        return _of_array(folder, indices, components, recorded, save)
     if components:
-        return job_status.known(folder, components)
-    return _ended(folder, records.read(EndRecord, folder.end)) or job_status.known(folder, recorded()[:1])
+        return job_status.known(folder, components, save)
+    return _ended(folder, records.read(EndRecord, folder.end)) or job_status.known(folder, recorded()[:1], save)
 
 
 def _ended(folder: JobFolder, end: RunEnd | None) -> SlurmSnapshot | None:
@@ -126,7 +148,11 @@ def _ended(folder: JobFolder, end: RunEnd | None) -> SlurmSnapshot | None:
 
 
 def _of_array(
-    folder: JobFolder, indices: Sequence[int], components: list[Job], recorded: Callable[[], list[Job]]
+    folder: JobFolder,
+    indices: Sequence[int],
+    components: list[Job],
+    recorded: Callable[[], list[Job]],
+    save: bool,
 ) -> SlurmSnapshot:
     jobs = by_task(components)
     end = records.read(EndRecord, folder.end)
@@ -145,12 +171,12 @@ def _of_array(
                     one for one in recorded() if not components or states.app_state(one.state) in TERMINAL
                 )
             job = accounts.get(index)
-        tasks[index] = job_status.known(part, [job] if job else [])
+        tasks[index] = job_status.known(part, [job] if job else [], save)
         if job is None and components and not tasks[index].record and not tasks[index].damage:
             tasks[index] = replace(tasks[index], msg="cancelled before it had started")
     state, msg = array_state(folder, tasks)
     found = SlurmSnapshot(folder, state, msg, components=components, tasks=tasks)
-    if found.terminal and all(task.is_settled for task in tasks.values()):
+    if save and found.terminal and all(task.is_settled for task in tasks.values()):
         # Array tasks that never ran have no folder for an end.json.
         ends = {str(index): {"state": one.state.name, "msg": one.msg} for index, one in tasks.items() if not one.record}
         job_status.note_end(folder, {"state": state.name, "msg": msg, "tasks": ends})
