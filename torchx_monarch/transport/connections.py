@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 from torchx_monarch.transport import messages
 from torchx_monarch.transport.address import CONNECT_TIMEOUT, Address, AddressError, ConnectError, explain
 from torchx_monarch.transport.listener import Listener, Serve
+from torchx_monarch.transport.streams import open_streams
 
 if TYPE_CHECKING:
     from torchx_monarch.transport.credentials import HostCredentials
@@ -185,13 +186,8 @@ async def connect(
         if not address.networked:
             return await asyncio.open_unix_connection(address.path, limit=limit)
         connection = await asyncio.wait_for(_dial(address), CONNECT_TIMEOUT)
-        reader, writer = await asyncio.open_connection(
-            limit=limit,
-            sock=connection,
-            ssl=identity.context(server=False) if identity else None,
-            server_hostname=address.host if identity else None,
-            ssl_handshake_timeout=handshake_timeout if identity else None,
-        )
+        context = identity.context(server=False) if identity else None
+        reader, writer = await open_streams(connection, limit, context, address.host, handshake_timeout)
     except (OSError, asyncio.TimeoutError, ValueError, OverflowError) as error:
         raise explain(error, address) from None
     watch_peer(writer, peer_timeout)

@@ -11,10 +11,11 @@ unauthenticated connection closes it and is not logged.
 from __future__ import annotations
 
 import asyncio
-import asyncio.sslproto
 import socket
 import ssl
 from collections.abc import Awaitable, Callable
+
+from torchx_monarch.transport.streams import open_streams
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -34,27 +35,6 @@ _HANDSHAKE_TIMEOUT = 5.0
 
 _CLOSE_TIMEOUT = 1.0
 """Seconds to flush the last bytes and, under TLS, to wait for the peer's close_notify, for which asyncio waits 30 s."""
-
-
-class _TLS(asyncio.sslproto.SSLProtocol):
-    """asyncio's TLS protocol with two changes that no public API allows. Where its internals differ, nothing changes.
-
-    The read buffer is smaller. asyncio gives each connection a buffer of 256 kB and touches all of it, a quarter of a
-    gigabyte for a thousand hosts. A read uses little of it: a TLS record has at most 16 kB.
-
-    A failed handshake sends its alert, which tells the peer the reason. CPython up to 3.13 creates it and drops it.
-    """
-
-    max_size = 1 << 14
-
-    def _fatal_error(self, exc: BaseException, message: str = "Fatal error on transport") -> None:
-        outgoing = getattr(self, "_outgoing", None) or getattr(getattr(self, "_sslpipe", None), "_outgoing", None)
-        if isinstance(exc, ssl.SSLError) and outgoing is not None and self._transport is not None:
-            self._transport.write(outgoing.read())  # type: ignore[attr-defined]
-        super()._fatal_error(exc, message)
-
-
-asyncio.sslproto.SSLProtocol = _TLS  # type: ignore[misc]
 
 
 class Listener:
@@ -125,22 +105,14 @@ class Listener:
         return True
 
     async def _receive(self, connection: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        reader = asyncio.StreamReader(limit=self._limit)
-        protocol = asyncio.StreamReaderProtocol(reader)
         try:
-            transport, _ = await loop.connect_accepted_socket(
-                lambda: protocol,
-                connection,
-                ssl=self._context,
-                ssl_handshake_timeout=_HANDSHAKE_TIMEOUT if self._context else None,
+            reader, writer = await open_streams(
+                connection, self._limit, self._context, handshake_timeout=_HANDSHAKE_TIMEOUT
             )
         except OSError as error:  # the handshake failed or timed out, or the certificate is not accepted
-            connection.close()
             # The traceback's frames refer to the future that holds the error: a cycle that keeps the buffers alive.
             error.__traceback__ = None
             return
-        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
         try:
             await self._serve(reader, writer)
             writer.close()
@@ -148,4 +120,4 @@ class Listener:
         except (OSError, asyncio.TimeoutError):
             pass
         finally:
-            transport.abort()
+            writer.transport.abort()
