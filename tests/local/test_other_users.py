@@ -32,17 +32,23 @@ Start = Callable[..., Hosts]
 def start(
     folder: Path, script: Callable[[str], str], eventually: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Start]:
-    """Starts a job of one host, whose rank waits for the file ``go`` in the folder."""
+    """Starts a job of one host, perhaps with a Monarch that says it is of another version; its rank waits for the file
+    ``go`` in the folder."""
     monkeypatch.setenv("MONARCH_LOG_SUFFIX", "to-stderr" * 32)  # the strangers' Monarch leaves no log either
     monkeypatch.setenv("USER", Path(os.environ["TMPDIR"]).name)  # but makes a folder /tmp/USER for it
 
-    def run(scheme: str = "unix", wrapper: tuple[str, ...] = ()) -> Hosts:
+    def run(scheme: str = "unix", wrapper: tuple[str, ...] = (), monarch: str = "") -> Hosts:
         environ = {}
+        if monarch:  # the first metadata on the path decides which version it is
+            metadata = Path(os.environ["TMPDIR"], f"torchmonarch-{monarch}.dist-info", "METADATA")
+            metadata.parent.mkdir()
+            metadata.write_text(f"Metadata-Version: 2.1\nName: torchmonarch\nVersion: {monarch}\n")
+            environ["PYTHONPATH"] = os.environ["TMPDIR"]
         if scheme == "tls":
             with local_addresses.bind_port(NetworkOptions(bind="127.0.0.1")) as free:
                 port = free.getsockname()[1]
             hosts, _ = credentials.create()
-            environ = {"MONARCH_RENDEZVOUS": f"tls:127.0.0.1:{port}", "MONARCH_CREDENTIALS": hosts.to_text()}
+            environ |= {"MONARCH_RENDEZVOUS": f"tls:127.0.0.1:{port}", "MONARCH_CREDENTIALS": hosts.to_text()}
         command = ["torchrun", script(_WAITS), str(folder / "go")]
         job = Hosts(folder, command, options=("--preload", ""), environ=environ, wrapper=wrapper).start()
         eventually(lambda: "up" in job.out() or job.processes[0].poll() is not None, "the rank")
@@ -67,14 +73,14 @@ def said(process: subprocess.Popen[str]) -> str:
     return process.communicate(timeout=240)[0].strip()
 
 
-@pytest.mark.parametrize("scheme", ["unix", "tls"])
+@pytest.mark.parametrize(("scheme", "monarch"), [("unix", ""), ("tls", ""), ("unix", "0.7.99")])
 def test_other_users_are_refused_and_disturb_nothing(
-    start: Start, folder: Path, scheme: str, eventually: Callable[..., object]
+    start: Start, folder: Path, scheme: str, monarch: str, eventually: Callable[..., object]
 ) -> None:
-    job = start(scheme)
+    job = start(scheme, monarch=monarch)
     host = psutil.Process(job.processes[0].pid)
     names = abstract_sockets(host.pid)
-    assert names, "Monarch has no abstract sockets any more: same_user can go"
+    assert names, "Monarch has no abstract sockets any more: the guard can go"
     below = {child.pid: abstract_sockets(child.pid) for child in host.children(recursive=True)}
     assert not any(below.values()), f"only the host process is guarded: {below}"
 
@@ -99,8 +105,11 @@ def test_other_users_are_refused_and_disturb_nothing(
 
 
 def test_a_host_that_cannot_refuse_others_says_so(start: Start, folder: Path) -> None:
-    job = start(wrapper=("setarch", "i686"))  # a machine of which same_user does not know how
-    assert "INSECURE: host 0: other users of this machine can connect to Monarch" in job.err()
+    job = start(wrapper=("setarch", "i686"))  # a machine on which the guard does not know how
+    said_so = [line for line in job.err().splitlines() if "INSECURE" in line]
+    assert len(said_so) == 1, job.err()
+    assert "INSECURE: host 0: the guard of Monarch's sockets is off (Monarch " in said_so[0]
+    assert "not known how on i686, only on x86_64 and aarch64. Other users of this machine might" in said_so[0]
     answers = [said(process) for process in [play("intrude", name) for name in abstract_sockets(job.processes[0].pid)]]
     assert f"ran as {os.geteuid()}" in answers, answers  # as a guarded host refuses
     (folder / "go").touch()

@@ -1,12 +1,15 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A loaded library's calls can be led elsewhere. Who is refused then: tests/local/test_other_users.py."""
+"""When the guard of Monarch's sockets is on, and what it says when it is off.
+
+Python's own socket library stands for Monarch's. Who is refused then: tests/local/test_other_users.py.
+"""
 
 from __future__ import annotations
 
 import _ctypes
 import _socket
-import ctypes
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,14 +18,47 @@ import pytest
 
 from torchx_monarch.monarch_adapter import socket_guard
 
-_LIBRARY = getattr(_ctypes, "__file__", "")
+pytestmark = pytest.mark.skipif(
+    not hasattr(_socket, "__file__") or not hasattr(_ctypes, "__file__"), reason="this Python has its modules built in"
+)
 
-pytestmark = pytest.mark.skipif(not _LIBRARY, reason="this Python has its modules built in")
+_PREPARED = """
+import _ctypes, _socket, ctypes, socket, threading
+from torchx_monarch.monarch_adapter import library_imports, socket_guard
+from torchx_monarch.monarch_adapter.socket_guard import TESTED, protect
+
+socket_guard._SOCKET_TIMEOUT = 1.0
+socket_guard._PROOF_TIMEOUT = 1.0
+
+def warn(text):
+    print("off:", text)
+
+def ended():
+    for thread in threading.enumerate():
+        if thread.name == "monarch-guard-proof":
+            thread.join(60)
+
+def guarded():
+    # Whether none of the library's entries leads to the real function.
+    found = list(library_imports.entries(_socket.__file__, ("accept4", "accept")))
+    real = {name: ctypes.cast(getattr(ctypes.CDLL(None), name), ctypes.c_void_p).value for name, _ in found}
+    return bool(found) and all(ctypes.c_size_t.from_address(entry).value != real[name] for name, entry in found)
+
+def listening(name=""):
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(name)
+    listener.listen()
+    return listener
+
+def accepting(listener):
+    def accept():
+        while True:
+            listener.accept()[0].close()
+    threading.Thread(target=accept, daemon=True).start()
+"""
 
 _ACCEPTS = """
-import _socket, socket, tempfile, threading
-from torchx_monarch.monarch_adapter import socket_guard
-socket_guard.guard(_socket.__file__)
+protect(_socket.__file__, TESTED[0], warn)
 for family, where in ((socket.AF_UNIX, b""), (socket.AF_INET, ("127.0.0.1", 0))):
     with socket.socket(family) as listener:
         listener.bind(where)
@@ -45,30 +81,77 @@ for family, where in ((socket.AF_UNIX, b""), (socket.AF_INET, ("127.0.0.1", 0)))
             accepted[0].sendall(b"ok")
             print(client.recv(2).decode())
             accepted[0].close()
-slots = list(socket_guard.slots(_socket.__file__, ("accept4", "accept")))
-import ctypes
-real = {name: ctypes.cast(getattr(ctypes.CDLL(None), name), ctypes.c_void_p).value for name, _ in slots}
-print(all(ctypes.c_size_t.from_address(slot).value != real[name] for name, slot in slots) and bool(slots))
+print(guarded())
 """
 
 
-def test_finds_where_a_library_keeps_the_functions_it_calls() -> None:
-    found = list(socket_guard.slots(_LIBRARY, ("dlopen", "dlsym", "no_such_function")))
-    assert {name for name, _ in found} == {"dlopen", "dlsym"}
-    process = ctypes.CDLL(None)
-    for name, slot in found:
-        function = ctypes.cast(getattr(process, name), ctypes.c_void_p).value
-        assert ctypes.c_size_t.from_address(slot).value == function
+def said(program: str) -> list[str]:
+    """What a program prints that may use the above."""
+    done = subprocess.run([sys.executable, "-c", _PREPARED + program], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    return done.stdout.splitlines()
 
 
-@pytest.mark.skipif(not hasattr(_socket, "__file__"), reason="_socket is part of this interpreter, and no library")
 def test_a_guarded_library_accepts_our_own_connections() -> None:
-    done = subprocess.run([sys.executable, "-c", _ACCEPTS], capture_output=True, text=True, timeout=240)
-    assert done.stdout.split() == ["ok", "ok", "True"], done.stderr
+    assert said(_ACCEPTS) == ["ok", "ok", "True"]
 
 
-def test_says_why_a_library_cannot_be_guarded(tmp_path: Path) -> None:
-    with pytest.raises(socket_guard.NotGuarded, match="calls none of accept4, accept"):
-        socket_guard.guard(_LIBRARY)
-    with pytest.raises(socket_guard.NotGuarded, match="nosuch"):
-        socket_guard.guard(f"{tmp_path}/nosuch.so")
+def test_is_on_with_an_unknown_version_that_it_can_guard() -> None:
+    program = """
+protect(_socket.__file__, "99.1", warn)
+accepting(listening())
+ended()
+print(guarded())
+"""
+    assert said(program) == ["True"]
+
+
+@pytest.mark.parametrize("version", ["99.1", ""])
+def test_is_off_with_an_unknown_version_that_accepts_in_another_way(version: str) -> None:
+    program = f"""
+protect(_socket.__file__, "{version}", warn)
+sockets = listening()  # the connections of a program that has another function for it stay unseen
+ended()
+protect(_socket.__file__, "{version}", warn)
+print(guarded())
+"""
+    text, guarded = said(program)
+    assert text == (
+        f"off: the guard of Monarch's sockets is off (Monarch {version or 'of unknown version'}): "
+        "it is not tested with this version, and did not see a connection that it tried. "
+        "Other users of this machine might connect to Monarch and run code here"
+    )
+    assert guarded == "False"
+
+
+def test_is_off_with_an_unknown_version_that_opens_no_socket() -> None:
+    text, guarded = said('protect(_socket.__file__, "99.1", warn)\nended()\nprint(guarded())')
+    assert "(Monarch 99.1): it is not tested with this version, and had no socket to be tried on within 1 s. " in text
+    assert guarded == "False"
+
+
+def test_is_off_when_the_library_does_not_import_the_function() -> None:
+    (text,) = said(2 * "protect(_ctypes.__file__, TESTED[0], warn)\n")
+    assert text.startswith(f"off: the guard of Monarch's sockets is off (Monarch {socket_guard.TESTED[0]}): ")
+    assert "calls none of accept4, accept by a name that can be led elsewhere. Other users of this machine" in text
+
+
+def test_a_local_build_of_a_tested_version_is_tested() -> None:
+    assert said('protect(_socket.__file__, TESTED[0] + "+cu130", warn)\nended()\nprint(guarded())') == ["True"]
+
+
+def test_the_version_of_the_tests_is_among_the_tested_ones() -> None:
+    constraints = (Path(__file__).parents[2] / "constraints.txt").read_text()
+    pinned = re.search(r"^torchmonarch==(\S+)$", constraints, re.MULTILINE)
+    assert pinned and pinned[1] in socket_guard.TESTED
+
+
+def test_finds_the_sockets_of_this_process() -> None:
+    program = """
+sockets = [listening("\\0here"), listening()]
+idle = socket.socket(socket.AF_UNIX)
+idle.bind("\\0idle")
+names = socket_guard.abstract_sockets()
+print(b"here" in names, b"idle" in names, len(names))
+"""
+    assert said(program) == ["True False 2"]

@@ -48,7 +48,11 @@ class ThisJob:
     @functools.cached_property
     def meshes(self) -> dict[str, Any]:
         """The HostMesh of each role."""
-        monarch_api.become_client(self._job["transport"], self._job["tls"], lambda text: print(text, file=sys.stderr))
+
+        def warn(text: str) -> None:
+            print(f"INSECURE: {text}", file=sys.stderr)
+
+        monarch_api.become_client(self._job["transport"], self._job["tls"], warn)
         return {
             name: monarch_api.host_mesh(name, addresses, _ATTACH_TIMEOUT)
             for name, addresses in self._job["meshes"].items()

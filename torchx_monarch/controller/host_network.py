@@ -10,6 +10,7 @@ nothing listens on a network. With ``tls`` both use mutual TLS, with a certifica
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import re
@@ -110,17 +111,25 @@ class HostNetwork:
         lease: float,
         on_shutdown: Callable[[], None] | None = None,
     ) -> str:
-        """Start Monarch's worker loop in this process and return its address (see ``monarch_api.start_worker``)."""
+        """Start Monarch's worker loop in this process and return its address (see ``monarch_api.start_worker``).
+
+        ``on_fault`` and ``on_shutdown`` are called from other threads, ``warn`` from the event loop.
+        """
+        loop = asyncio.get_running_loop()
+
+        def warn_in_loop(text: str) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the host has ended meanwhile
+                loop.call_soon_threadsafe(warn, text)
 
         def start() -> str:
             from torchx_monarch.monarch_adapter import monarch_api
 
             tls = self.identity.files if self.identity else None
             return monarch_api.start_worker(
-                self.client_url, self.serve_url, self.dial_url, tls, on_fault, warn, lease, on_shutdown
+                self.client_url, self.serve_url, self.dial_url, tls, on_fault, warn_in_loop, lease, on_shutdown
             )
 
-        return await asyncio.get_running_loop().run_in_executor(None, start)
+        return await loop.run_in_executor(None, start)
 
     async def unreachable(self, hosts: Iterable[Registration]) -> dict[int, str]:
         """Find the hosts whose Monarch port cannot be reached or, under TLS, does not prove the host's identity.

@@ -74,7 +74,7 @@ def start_worker(
             without TLS.
         on_fault: called with the text of each unhandled fault, from a thread of Monarch, and possibly several times for
             one failure. (Monarch's default interrupts the main thread.)
-        warn: called with a line for the job's log when other users of this machine can connect to Monarch.
+        warn: called with a line for the job's log if the guard of Monarch's sockets is off (``socket_guard.protect``).
         lease: seconds for which a host or an agent may be silent until it counts as lost.
         on_shutdown: called, from a thread, when a client has shut the host mesh down. If it is None, Monarch then exits
             this process immediately with code 0.
@@ -118,12 +118,15 @@ def _patience(lease: float) -> dict[str, str]:
 
 
 def _guard(warn: Callable[[str], None]) -> None:
+    from importlib import metadata  # Monarch has imported it
+
     from monarch import _rust_bindings
 
     try:
-        socket_guard.guard(_rust_bindings.__file__)
-    except socket_guard.NotGuarded as error:
-        warn(f"other users of this machine can connect to Monarch and run code here: {error}")
+        version = metadata.version("torchmonarch")
+    except metadata.PackageNotFoundError:  # a build of the user's own
+        version = ""
+    socket_guard.protect(_rust_bindings.__file__, version, warn)
 
 
 def _serve_until_shutdown(address: str, on_fault: Callable[[str], None], on_shutdown: Callable[[], None]) -> None:
@@ -200,7 +203,7 @@ def become_client(url: str, tls: Sequence[str], warn: Callable[[str], None], gat
         url: URL to listen on; empty for Monarch's default, which only hosts on this machine can reach.
         tls: for ``tls://``: files with the client's certificate, its key, and the authority that it trusts; else empty.
             Monarch reads the files again for every connection, so they may be replaced.
-        warn: called with a line when other users of this machine can connect to Monarch.
+        warn: called with a line if the guard of Monarch's sockets is off (``socket_guard.protect``).
         gateway: address of the host through which all messages pass, so that no host dials this process; empty for
             none. A process cannot change its gateway.
 
