@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Open asyncio streams over a connected socket, with or without TLS.
 
-asyncio's own functions for TLS take no protocol of the caller's. So a TLS connection is opened here as asyncio opens it
-(``BaseSelectorEventLoop._make_ssl_transport``): an ``SSLProtocol`` on top of a plain transport. Connections that other
-code of the process opens keep asyncio's ``SSLProtocol`` as it is.
+asyncio's functions for TLS always create asyncio's own ``SSLProtocol``. So a connection is opened here as they open it
+(``BaseSelectorEventLoop._make_ssl_transport``), with a subclass: an SSL protocol on top of a plain transport. TLS
+connections of other code in this process are not affected.
 """
 
 from __future__ import annotations
