@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torchx
 
 import torchx_monarch
 
@@ -148,10 +149,11 @@ _BELOW = {
     "monarch_adapter": {"transport", "insight", "model", "system"},
     "controller": {"monarch_adapter", "transport", "insight", "command", "model", "system"},
     "host": {"controller", "code_sync", "monarch_adapter", "transport", "insight", "command", "model", "system"},
-    "backends": {"insight", "model", "system"},
-    "schedulers": {"backends", "transport", "insight", "command", "model", "system"},
+    "torchx_adapter": set(),
+    "backends": {"torchx_adapter", "insight", "model", "system"},
+    "schedulers": {"backends", "torchx_adapter", "transport", "insight", "command", "model", "system"},
     "client": {
-        *("schedulers", "backends", "code_sync", "monarch_adapter", "transport", "insight"),
+        *("schedulers", "backends", "code_sync", "monarch_adapter", "torchx_adapter", "transport", "insight"),
         *("command", "model", "system"),
     },
     "components": {"command", "model"},
@@ -167,6 +169,7 @@ _FOREIGN = {
     "schedulers": ("monarch",),
     "client": ("monarch",),
     "code_sync": ("monarch", "torchx"),
+    "torchx_adapter": ("monarch",),
     "system": ("monarch", "torchx"),
     "model": ("monarch", "torchx"),
 }
@@ -201,6 +204,75 @@ def test_private_names_of_monarch_are_used_in_one_module() -> None:
         if name.startswith("monarch.") and not re.fullmatch(public, name)
     }
     assert users <= {"monarch_adapter/monarch_api.py"}
+
+
+_EXTENSION_POINTS = {
+    *("_submit_dryrun", "_run_opts", "_cancel_existing", "_delete_existing", "_pre_build_validate", "_validate"),
+}
+"""The methods that TorchX has a scheduler implement, and whose overrides may call ``super()``."""
+
+
+def private_names(tree: ast.AST) -> set[str]:
+    """All names with one leading underscore that a module mentions."""
+    names = {getattr(node, field, None) for node in ast.walk(tree) for field in ("name", "attr", "id")}
+    return {name for name in names if isinstance(name, str) and re.match("_(?!_)", name)}
+
+
+def private_names_used(source: str, theirs: set[str], ours: set[str]) -> set[str]:
+    """What a module uses of TorchX's private names.
+
+    Args:
+        source: its text.
+        theirs: TorchX's private names.
+        ours: private names that this package defines; as attributes of ``self`` and ``cls`` they may be those.
+    """
+    found = set[str]()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchx."):
+            words = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            found.update(ast.unparse(node) for word in words if word.startswith("_"))
+        elif isinstance(node, ast.Attribute) and node.attr in theirs:
+            receiver = ast.unparse(node.value)
+            own = receiver in ("self", "cls") and node.attr in ours
+            if not own and not (receiver == "super()" and node.attr in _EXTENSION_POINTS):
+                found.add(ast.unparse(node))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("statement", "used"),
+    [
+        ("runner._scheduler('x')", {"runner._scheduler"}),
+        ("self.inner._validate()", {"self.inner._validate"}),
+        ("self._validate()", set()),
+        ("self._scheduler", {"self._scheduler"}),
+        ("super()._validate()", set()),
+        ("super()._scheduler", {"super()._scheduler"}),
+        ("record._accepted()", set()),
+        ("from torchx.plugins import _registry", {"from torchx.plugins import _registry"}),
+        ("from torchx.plugins._registry import X", {"from torchx.plugins._registry import X"}),
+        ("from torchx_monarch.x import _y", set()),
+    ],
+)
+def test_every_use_of_a_private_name_is_seen(statement: str, used: set[str]) -> None:
+    assert private_names_used(statement, {"_scheduler", "_validate"}, {"_validate"}) == used
+
+
+def test_private_names_of_torchx_are_used_in_one_module() -> None:
+    theirs = set[str]()
+    for path in Path(torchx.__file__).parent.rglob("*.py"):
+        theirs |= private_names(ast.parse(path.read_text()))
+    ours = set[str]()
+    for path in _PACKAGE.rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        ours |= {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
+        ours |= {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
+    users = {
+        f"{path.relative_to(_PACKAGE)}: {use}"
+        for path in _PACKAGE.rglob("*.py")
+        for use in private_names_used(path.read_text(), theirs, ours)
+    }
+    assert {user.partition(":")[0] for user in users} <= {"torchx_adapter/torchx_api.py", "backends/kubernetes/pods.py"}
 
 
 def test_modules_hold_one_idea() -> None:

@@ -18,7 +18,7 @@ from torchx.specs import AppDef, InvalidRunConfigException, Role
 
 from torchx_monarch.backends.validation import check_replica, matching
 from torchx_monarch.schedulers import monarch_local
-from torchx_monarch.schedulers.command import RunOptions
+from torchx_monarch.schedulers.command import CheckedRunopts
 
 Command = Callable[..., str]
 
@@ -65,7 +65,7 @@ def test_options_of_the_scheduler(torchx: Command, cfg: str, words: str) -> None
 
 
 def test_options_are_read_as_by_torchx() -> None:
-    options = RunOptions()
+    options = CheckedRunopts()
     options.add("grace", type_=int, default=1, help="seconds")
     assert options.cfg_from_str("grace=5") == {"grace": 5}
     with pytest.raises(InvalidRunConfigException, match="`grace` is 'x'"):

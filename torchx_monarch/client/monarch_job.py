@@ -21,6 +21,7 @@ from torchx_monarch.command.allocation_spec import IDLE_TIMEOUT
 from torchx_monarch.command.meshes import app_of_meshes, check_mesh_name, waiting
 from torchx_monarch.monarch_adapter import monarch_api
 from torchx_monarch.schedulers.monarch import MonarchScheduler
+from torchx_monarch.torchx_adapter import torchx_api
 
 monarch_api.log_to_stderr()
 
@@ -124,7 +125,7 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
         if self._is_this_job():
             return
         runner = self._connections.runner
-        if not isinstance(runner._scheduler(self._scheduler), MonarchScheduler):
+        if not isinstance(torchx_api.scheduler_of(runner, self._scheduler), MonarchScheduler):
             raise ValueError(f"scheduler {self._scheduler!r} starts no Monarch hosts: use one of monarch_*")
         words = shlex.split(client_script or "")
         if client_script is not None:

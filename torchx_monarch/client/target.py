@@ -15,6 +15,7 @@ from torchx_monarch.backends.local.request import DetachedRequest
 from torchx_monarch.backends.local.request import load as load_request
 from torchx_monarch.backends.protocols import Reachable
 from torchx_monarch.exceptions import UnreachableError
+from torchx_monarch.torchx_adapter import torchx_api
 from torchx_monarch.transport.address import Address, AddressError
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def _host(handle: str, app_id: str, role: str, known: str, runner: Runner | None
             from torchx.runner import get_runner
 
             runner = stack.enter_context(get_runner())
-        scheduler: Any = runner._scheduler(handle.partition(":")[0])
+        scheduler: Any = torchx_api.scheduler_of(runner, handle.partition(":")[0])
         inner = getattr(scheduler, "inner", scheduler)
         host = inner.client_host(app_id, role) if isinstance(inner, Reachable) else ""
         if not host:

@@ -57,7 +57,7 @@ def keep_threads_quiet() -> None:
     threading.excepthook = hook
 
 
-class RunOptions(runopts):  # type: ignore[misc]
+class CheckedRunopts(runopts):  # type: ignore[misc]
     """Run options whose parse errors name the option that has a value of the wrong type."""
 
     def cfg_from_str(self, cfg_str: str) -> dict[str, CfgVal]:

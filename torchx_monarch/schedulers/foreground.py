@@ -29,6 +29,7 @@ from torchx.specs import TORCHX_CONTEXT_NAME, is_terminal
 
 from torchx_monarch.insight import events
 from torchx_monarch.system.untrusted_text import one_line
+from torchx_monarch.torchx_adapter import torchx_api
 
 _LONGEST_WAIT = 30.0
 """Longest duration of one poll in seconds; the command line then polls again."""
@@ -142,7 +143,7 @@ class _Polled:
     def stop(self, app_id: str, grace: float | None) -> None:
         """Cancel the app if ``grace`` is None; do nothing otherwise, since TorchX's interface has no kill."""
         if grace is None:
-            self._inner._cancel_existing(app_id)
+            torchx_api.cancel(self._inner, app_id)
 
 
 class Foreground:

@@ -37,9 +37,10 @@ from torchx_monarch.model.exit_codes import parse_exit_codes
 from torchx_monarch.model.host_spec import HostSpec, parse_ports
 from torchx_monarch.model.sidecars import SidecarError, is_sidecar
 from torchx_monarch.schedulers.caller_error_file import write_root_cause
-from torchx_monarch.schedulers.command import RunOptions, exit_on_user_error, keep_threads_quiet, subcommand
+from torchx_monarch.schedulers.command import CheckedRunopts, exit_on_user_error, keep_threads_quiet, subcommand
 from torchx_monarch.schedulers.foreground import Foreground
 from torchx_monarch.schedulers.presentable import presentable, presentable_list
+from torchx_monarch.torchx_adapter import torchx_api
 
 Cfg = Mapping[str, CfgVal]
 
@@ -113,9 +114,14 @@ class _SubmitInfo(AppDryRunInfo[Any, Cfg]):  # type: ignore[misc]
     """
 
     def __init__(self, inner: AppDryRunInfo[Any, Any], rendezvous: Mapping[str, str]) -> None:
-        super().__init__(inner.request, inner._fmt)
+        super().__init__(inner.request, self._shown)
         self.inner = inner
         self.rendezvous = rendezvous
+
+    def _shown(self, request: Any) -> str:
+        inner = copy.copy(self.inner)
+        inner.request = request
+        return repr(inner)
 
 
 def _own_options(cfg: Cfg) -> MonarchOpts:
@@ -157,7 +163,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
 
         The latter's defaults come from the wrapped scheduler's own section in ``.torchxconfig``, if it has one.
         """
-        options = RunOptions()
+        options = CheckedRunopts()
         options.update(run_options(MonarchOpts))
         if isinstance(self.inner, NetworkBackend):
             options.update(run_options(NetworkOpts))
@@ -185,7 +191,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
     def _inner_cfg(self, cfg: Cfg) -> Any:
         """Return the wrapped scheduler's part of the resolved options, in the wrapped scheduler's own type."""
         names = {name for name, _ in self.inner.run_opts()}
-        return self.inner._resolve_cfg({name: value for name, value in cfg.items() if name in names})
+        return torchx_api.resolve_cfg(self.inner, {name: value for name, value in cfg.items() if name in names})
 
     # -- submission ----------------------------------------------------------------------------------------------------
 
@@ -215,7 +221,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             if role.name in hosts.rendezvous and ours.args != role.args:
                 ours.env[CREDENTIALS] = PLACEHOLDER
         inner_cfg = self._inner_cfg(cfg)
-        info = self.inner._submit_dryrun(rewritten, inner_cfg)
+        info = torchx_api.render(self.inner, rewritten, inner_cfg)
         info.app, info.cfg = rewritten, inner_cfg
         for role, ours in zip(app.roles, rewritten.roles, strict=True):
             role.image = ours.image  # a scheduler that pushes images writes the pushed name
@@ -281,10 +287,10 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
 
     def _pre_build_validate(self, app: AppDef, scheduler: str, cfg: Cfg) -> None:
         _own_options(cfg)
-        self.inner._pre_build_validate(app, scheduler, self._inner_cfg(cfg))
+        torchx_api.validate_before_build(self.inner, app, scheduler, self._inner_cfg(cfg))
 
     def _validate(self, app: AppDef, scheduler: str, cfg: Cfg) -> None:
-        self.inner._validate(app, scheduler, self._inner_cfg(cfg))
+        torchx_api.validate(self.inner, app, scheduler, self._inner_cfg(cfg))
 
     # -- a submitted app -----------------------------------------------------------------------------------------------
 
@@ -332,10 +338,10 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         return lines
 
     def _cancel_existing(self, app_id: str) -> None:
-        self.inner._cancel_existing(app_id)
+        torchx_api.cancel(self.inner, app_id)
 
     def _delete_existing(self, app_id: str) -> None:
-        self.inner._delete_existing(app_id)
+        torchx_api.delete(self.inner, app_id)
         client_credentials.forget(self.backend, app_id)
 
     def close(self) -> None:
