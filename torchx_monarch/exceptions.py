@@ -1,13 +1,41 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Exceptions that clients of a live allocation raise."""
+"""The exceptions of this package.
+
+::
+
+    TorchXMonarchError
+    ├── AllocationError         also RuntimeError
+    ├── ClientError             also RuntimeError
+    ├── CodeError               also RuntimeError
+    ├── RefusedError            also RuntimeError
+    ├── SPMDError               also RuntimeError
+    ├── UnreachableError        also RuntimeError
+    ├── SchedulerError          also RuntimeError and TorchX's ComponentValidationException
+    │   └── WorkspaceError
+    └── UserError               also ValueError and TorchX's ComponentValidationException
+        └── InvalidCommandError
+
+All of them can be imported from ``torchx_monarch``. The ones that need TorchX are defined beside the code that raises
+them (``backends.errors``, ``schedulers.monarch``), because TorchX is slow to import. Each backend derives its own
+exceptions from ``SchedulerError`` and ``UserError``.
+
+An argument of the wrong value or type raises Python's ``ValueError`` or ``TypeError``.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchx_monarch.client.result import RankResult, RunResult
 
 
-class UnreachableError(RuntimeError):
+class TorchXMonarchError(Exception):
+    """The base class of all exceptions that this package raises for its users."""
+
+
+class UnreachableError(TorchXMonarchError, RuntimeError):
     """Raised when a live allocation cannot be reached; the message gives the reason.
 
     Attributes:
@@ -20,44 +48,45 @@ class UnreachableError(RuntimeError):
         self.final = final
 
 
-class RefusedError(RuntimeError):
+class RefusedError(TorchXMonarchError, RuntimeError):
     """Raised when a live allocation refuses a request; the message comes from the allocation."""
 
 
-class AllocationError(RuntimeError):
-    """Raised when a live allocation has ended or was not ready in time."""
+class AllocationError(TorchXMonarchError, RuntimeError):
+    """Raised when the hosts of a job have ended or were not ready in time; the message gives the state of the job."""
 
 
-class ClientError(RuntimeError):
+class ClientError(TorchXMonarchError, RuntimeError):
     """Raised when this process cannot be a Monarch client of the hosts; the message gives the reason."""
 
 
-class CodeError(RuntimeError):
+class CodeError(TorchXMonarchError, RuntimeError):
     """Raised when a workspace cannot be copied to the hosts of a live allocation; the message gives the reason."""
 
 
-class SPMDError(RuntimeError):
+class SPMDError(TorchXMonarchError, RuntimeError):
     """Raised when a run on a live allocation has failed.
 
     Attributes:
-        result: the result of the run (``client.result.RunResult``).
-        root_cause: the result of the rank whose failure is the root cause (``client.result.RankResult``); None if the
-            run failed for another reason.
+        result: the result of the run.
+        root_cause: the result of the rank whose failure is the root cause; None if the run failed for another reason.
         failed_ranks: ranks that failed by themselves; ranks that were stopped are not included.
         tracebacks: Python traceback of each failed rank that has one, by rank.
         log_paths: path of each failed rank's stderr log on its host, by rank.
     """
 
-    def __init__(self, result: Any) -> None:
+    def __init__(self, result: RunResult) -> None:
         self.result = result
-        self.root_cause = result.ranks.get(result.cause)
-        self.failed_ranks = [rank for rank, one in result.ranks.items() if one.failed]
-        self.tracebacks = {rank: one.traceback for rank, one in result.ranks.items() if one.failed and one.traceback}
-        self.log_paths = {rank: result.ranks[rank].log_path for rank in self.failed_ranks}
+        self.root_cause: RankResult | None = None if result.cause is None else result.ranks.get(result.cause)
+        self.failed_ranks: list[int] = [rank for rank, one in result.ranks.items() if one.failed]
+        self.tracebacks: dict[int, str] = {
+            rank: result.ranks[rank].traceback for rank in self.failed_ranks if result.ranks[rank].traceback
+        }
+        self.log_paths: dict[int, str] = {rank: result.ranks[rank].log_path for rank in self.failed_ranks}
         text = f"run {result.run} failed (exit code {result.exit_code}): {result.reason}"
         if self.root_cause is not None and self.root_cause.traceback:
             text += f"\n\nrank {result.cause}:\n{self.root_cause.traceback.rstrip()}"
         super().__init__(text)
 
-    def __reduce__(self) -> tuple[type[SPMDError], tuple[Any]]:
+    def __reduce__(self) -> tuple[type[SPMDError], tuple[RunResult]]:
         return type(self), (self.result,)

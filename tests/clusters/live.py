@@ -42,7 +42,8 @@ def runs_twice_and_after_a_failure(job: SPMDJob, script: str, places: Sequence[s
         assert shown == {k: f"[default{k}]:rank {k} on {place}\n" for k, place in enumerate(places)}
         with pytest.raises(SPMDError) as caught:
             job.run_spmd([script, "7"], output="none")
-        assert caught.value.result.exit_code == 7 and caught.value.root_cause.hostname == places[-1]
+        cause = caught.value.root_cause
+        assert caught.value.result.exit_code == 7 and cause is not None and cause.hostname == places[-1]
     assert list(job.status().hosts.values()) == list(dict.fromkeys(places))
 
 

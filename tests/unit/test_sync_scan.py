@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from torchx_monarch.code_sync import scan as scanning
-from torchx_monarch.code_sync.ignores import Rules
+from torchx_monarch.code_sync.ignores import IgnoreRules
 from torchx_monarch.code_sync.manifest import EXECUTABLE, FILE, FOLDER, LINK
 from torchx_monarch.code_sync.scan import Limits, ScanError, StatCache, scan
 
@@ -248,6 +248,6 @@ def test_says_what_is_too_much(tmp_path: Path) -> None:
 
 
 def test_rules_know_what_they_follow_from(tmp_path: Path) -> None:
-    one = Rules.of(str(tmp_path)).digest
+    one = IgnoreRules.of(str(tmp_path)).digest
     write(tmp_path, {".torchxignore": "x"})
-    assert Rules.of(str(tmp_path)).digest != one
+    assert IgnoreRules.of(str(tmp_path)).digest != one

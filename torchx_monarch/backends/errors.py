@@ -1,13 +1,25 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Errors that the user has caused."""
+"""The exceptions of schedulers, which TorchX's command line reports without a traceback.
+
+``torchx_monarch.exceptions`` shows all exceptions of this package.
+"""
 
 from __future__ import annotations
 
 from torchx.specs.finder import ComponentValidationException
 
+from torchx_monarch.exceptions import TorchXMonarchError
 
-class UserError(ComponentValidationException, ValueError):  # type: ignore[misc]
+
+class SchedulerError(TorchXMonarchError, ComponentValidationException, RuntimeError):  # type: ignore[misc]
+    """Raised when a scheduler cannot be reached, fails, or does not accept a request.
+
+    The torchx command shows the message without a traceback.
+    """
+
+
+class UserError(TorchXMonarchError, ComponentValidationException, ValueError):  # type: ignore[misc]
     """Raised when a request is impossible or names something that does not exist.
 
     The torchx command shows the message without a traceback.

@@ -89,7 +89,7 @@ class _Git(NamedTuple):
     spec: GitIgnoreSpec
 
 
-class Rules:
+class IgnoreRules:
     """The ignore rules that apply to one folder.
 
     Attributes:
@@ -104,7 +104,7 @@ class Rules:
         self.digest = digest
 
     @classmethod
-    def of(cls, root: str) -> Rules:
+    def of(cls, root: str) -> IgnoreRules:
         """Return the rules of a workspace without the ``.gitignore`` files within it, which ``below`` adds.
 
         Raises:
@@ -116,7 +116,7 @@ class Rules:
             around = [], ""  # git ignores the workspace itself, but the user has named it: parent folders do not count
         return cls(TorchXIgnore(torchx), 0, around[0], _digest(torchx, around[1]))
 
-    def below(self, root: str, folder: str) -> Rules:
+    def below(self, root: str, folder: str) -> IgnoreRules:
         """Return the rules of a folder that has a ``.gitignore``.
 
         Args:
@@ -128,9 +128,9 @@ class Rules:
         """
         text = _text(os.path.join(root, folder, GIT_IGNORE))
         added = _Git(f"{folder}/" if folder else "", "", _spec(text))
-        return Rules(self._torchx, self._first, [*self._git, added], _digest(self.digest, text))
+        return IgnoreRules(self._torchx, self._first, [*self._git, added], _digest(self.digest, text))
 
-    def leave_out(self, path: str, is_folder: bool) -> tuple[bool, Rules]:
+    def leave_out(self, path: str, is_folder: bool) -> tuple[bool, IgnoreRules]:
         """Return whether a path of the folder is ignored, and the rules for paths below it."""
         name = path.rpartition("/")[2]
         if name in ALWAYS or name.startswith(MARKER):
@@ -140,7 +140,7 @@ class Rules:
             answer = _by_git(self._git, f"{path}/" if is_folder else path)
         if first == self._first or not is_folder:
             return answer, self
-        return answer, Rules(self._torchx, first, self._git, _digest(self.digest, str(first)))
+        return answer, IgnoreRules(self._torchx, first, self._git, _digest(self.digest, str(first)))
 
 
 def _by_git(git: Sequence[_Git], path: str) -> bool:

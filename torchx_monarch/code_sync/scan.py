@@ -18,7 +18,7 @@ import stat
 import time
 from typing import Any
 
-from torchx_monarch.code_sync.ignores import GIT_IGNORE, Rules
+from torchx_monarch.code_sync.ignores import GIT_IGNORE, IgnoreRules
 from torchx_monarch.code_sync.manifest import EXECUTABLE, FILE, FOLDER, LINK, MAX_ENTRIES, Entry, Tree
 
 _VERSION = 1
@@ -174,7 +174,7 @@ class _Pass:
 
     def run(self) -> Tree:
         """Walk the folders, then read the files that are not cached. Checks the limits before reading."""
-        folders = [("", Rules.of(self._root))]
+        folders = [("", IgnoreRules.of(self._root))]
         while folders:
             folder, rules = folders.pop()
             try:

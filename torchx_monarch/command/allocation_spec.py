@@ -20,13 +20,13 @@ IDLE_TIMEOUT = 1800.0
 """Default number of seconds without a run (or without a client of actors) after which the hosts end."""
 
 
-class _Parser(argparse.ArgumentParser):
+class _AllocationParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise CommandError(f"torchx_monarch.hosts: {message}")
 
 
-def _parser() -> _Parser:
-    parser = _Parser(prog="python -m torchx_monarch.hosts", add_help=False, allow_abbrev=False)
+def _parser() -> _AllocationParser:
+    parser = _AllocationParser(prog="python -m torchx_monarch.hosts", add_help=False, allow_abbrev=False)
     parser.add_argument("--idle-timeout", type=float, default=IDLE_TIMEOUT)
     parser.add_argument("--nproc", default="")
     return parser

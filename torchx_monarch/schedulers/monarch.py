@@ -18,11 +18,10 @@ from torchx.runner import config
 from torchx.schedulers import DEFAULT_SCHEDULER_MODULES
 from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream, StructuredOpts
 from torchx.specs import AppDef, AppDryRunInfo, CfgVal, InvalidRunConfigException, Role, runopts
-from torchx.specs.finder import ComponentValidationException
 from torchx.workspace import WorkspaceMixin
 
 from torchx_monarch.backends import client_credentials
-from torchx_monarch.backends.errors import UserError
+from torchx_monarch.backends.errors import SchedulerError, UserError
 from torchx_monarch.backends.options import run_options
 from torchx_monarch.backends.protocols import (
     CREDENTIALS,
@@ -47,12 +46,12 @@ Cfg = Mapping[str, CfgVal]
 _log = logging.getLogger(__name__)
 
 
-class InvalidCommandError(ComponentValidationException, ValueError):  # type: ignore[misc]
-    """A role's command cannot run on Monarch hosts. The torchx command shows the message without a traceback."""
+class InvalidCommandError(UserError):
+    """Raised when a role's command cannot run on Monarch hosts; the message gives the reason."""
 
 
-class WorkspaceError(ComponentValidationException, RuntimeError):  # type: ignore[misc]
-    """A workspace cannot be packed. The torchx command shows the message without a traceback."""
+class WorkspaceError(SchedulerError):
+    """Raised when a workspace cannot be packed, or no image can be built with it; the message gives the reason."""
 
 
 @dataclasses.dataclass
