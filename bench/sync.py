@@ -24,6 +24,7 @@ from words import spread
 from torchx_monarch.backends import client_credentials
 from torchx_monarch.client.job import SPMDJob
 from torchx_monarch.client.serve import serve
+from torchx_monarch.client.target import Target
 from torchx_monarch.client.workspace_sync import sync_workspace
 
 PROGRAM = """
@@ -55,16 +56,16 @@ def port_of(handle: str) -> str:
     return next(iter(kept.values())).rpartition(":")[2]
 
 
-def in_new_process(job: SPMDJob, root: Path) -> float:
+def in_new_process(job: SPMDJob, target: Target, root: Path) -> float:
     """Seconds that the sync takes in a process that knows nothing of the ones before but what lies on the disk."""
     code = (
         "import sys, time\n"
-        "from torchx_monarch.client.workspace_sync import bring\n"
+        "from torchx_monarch.client.workspace_sync import sync_workspace\n"
         "from torchx_monarch.client.target import Target\n"
         "target = Target.of(sys.argv[1], address=sys.argv[2]); start = time.perf_counter()\n"
-        "bring(target, sys.argv[3], 'always'); print(time.perf_counter() - start)"
+        "sync_workspace(target, sys.argv[3], 'always'); print(time.perf_counter() - start)"
     )
-    words = [sys.executable, "-c", code, job.handle, str(job.target.address), str(root)]
+    words = [sys.executable, "-c", code, job.handle, str(target.address), str(root)]
     return float(subprocess.run(words, capture_output=True, text=True, check=True).stdout)
 
 
@@ -93,14 +94,15 @@ def main() -> None:
         address = f"{args.host}:{port_of(taken.handle)}" if args.host else ""
         with SPMDJob(taken.handle, address=address, workspace=str(root), sync="always") as job:
             job.wait_ready(warm=True)
+            target = Target.of(taken.handle, address=address)
             print(
                 f"\n| {args.files} files, 2 hosts, {args.scheduler}, {os.cpu_count()} processors | seconds |\n|---|---|"
             )
             start = time.perf_counter()
-            sync_workspace(job.target, str(root), "always")
+            sync_workspace(target, str(root), "always")
             row("the first time", [time.perf_counter() - start])
             job.run_spmd(output="store")  # its folder is made
-            row("nothing has changed", [in_new_process(job, root) for _ in range(args.rounds)])
+            row("nothing has changed", [in_new_process(job, target, root) for _ in range(args.rounds)])
             synced: list[float] = []
             begun: list[float] = []
             again: list[float] = []
@@ -109,7 +111,7 @@ def main() -> None:
                 time.sleep(1.0)  # an editor's user is no faster
                 job.wait_ready(warm=True)
                 start = time.perf_counter()
-                sync_workspace(job.target, str(root), "always")
+                sync_workspace(target, str(root), "always")
                 synced.append(time.perf_counter() - start)
                 change(root, -number)
                 for times in (begun, again):

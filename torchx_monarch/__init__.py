@@ -11,26 +11,93 @@ TYPE_CHECKING = False
 """
 
 if TYPE_CHECKING:
+    from torchx_monarch.backends.errors import SchedulerError as SchedulerError
+    from torchx_monarch.backends.errors import UserError as UserError
+    from torchx_monarch.client.hosts import AllocationStatus as AllocationStatus
     from torchx_monarch.client.job import SPMDJob as SPMDJob
     from torchx_monarch.client.monarch_job import MonarchJob as MonarchJob
+    from torchx_monarch.client.result import RankOutput as RankOutput
+    from torchx_monarch.client.result import RankResult as RankResult
+    from torchx_monarch.client.result import RunInfo as RunInfo
     from torchx_monarch.client.result import RunResult as RunResult
+    from torchx_monarch.client.run import RunHandle as RunHandle
+    from torchx_monarch.client.run_options import Output as Output
+    from torchx_monarch.client.run_options import RunOptions as RunOptions
+    from torchx_monarch.client.run_options import RunOptionsDict as RunOptionsDict
     from torchx_monarch.client.serve import serve as serve
+    from torchx_monarch.client.this_job import ThisJob as ThisJob
     from torchx_monarch.client.this_job import this_job as this_job
+    from torchx_monarch.client.workspace_sync import SyncMode as SyncMode
+    from torchx_monarch.exceptions import AllocationError as AllocationError
+    from torchx_monarch.exceptions import ClientError as ClientError
+    from torchx_monarch.exceptions import CodeError as CodeError
+    from torchx_monarch.exceptions import RefusedError as RefusedError
     from torchx_monarch.exceptions import SPMDError as SPMDError
+    from torchx_monarch.exceptions import TorchXMonarchError as TorchXMonarchError
+    from torchx_monarch.exceptions import UnreachableError as UnreachableError
+    from torchx_monarch.schedulers.monarch import InvalidCommandError as InvalidCommandError
+    from torchx_monarch.schedulers.monarch import WorkspaceError as WorkspaceError
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "AllocationError": "exceptions",
+    "AllocationStatus": "client.hosts",
+    "ClientError": "exceptions",
+    "CodeError": "exceptions",
+    "InvalidCommandError": "schedulers.monarch",
     "MonarchJob": "client.monarch_job",
+    "Output": "client.run_options",
+    "RankOutput": "client.result",
+    "RankResult": "client.result",
+    "RefusedError": "exceptions",
+    "RunHandle": "client.run",
+    "RunInfo": "client.result",
+    "RunOptions": "client.run_options",
+    "RunOptionsDict": "client.run_options",
     "RunResult": "client.result",
     "SPMDError": "exceptions",
     "SPMDJob": "client.job",
+    "SchedulerError": "backends.errors",
+    "SyncMode": "client.workspace_sync",
+    "ThisJob": "client.this_job",
+    "TorchXMonarchError": "exceptions",
+    "UnreachableError": "exceptions",
+    "UserError": "backends.errors",
+    "WorkspaceError": "schedulers.monarch",
     "serve": "client.serve",
     "this_job": "client.this_job",
 }
 """The module that defines each public name; ``__getattr__`` imports it on first use."""
 
-__all__ = ["MonarchJob", "RunResult", "SPMDError", "SPMDJob", "serve", "this_job"]
+__all__ = [
+    "AllocationError",
+    "AllocationStatus",
+    "ClientError",
+    "CodeError",
+    "InvalidCommandError",
+    "MonarchJob",
+    "Output",
+    "RankOutput",
+    "RankResult",
+    "RefusedError",
+    "RunHandle",
+    "RunInfo",
+    "RunOptions",
+    "RunOptionsDict",
+    "RunResult",
+    "SPMDError",
+    "SPMDJob",
+    "SchedulerError",
+    "SyncMode",
+    "ThisJob",
+    "TorchXMonarchError",
+    "UnreachableError",
+    "UserError",
+    "WorkspaceError",
+    "serve",
+    "this_job",
+]
 
 
 def __getattr__(name: str) -> object:

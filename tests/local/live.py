@@ -10,6 +10,7 @@ from typing import Any
 from tests.local.hosts import Hosts
 from torchx_monarch.client.job import SPMDJob
 from torchx_monarch.client.result import RunResult
+from torchx_monarch.client.target import Target
 
 
 class Live(Hosts):
@@ -56,6 +57,11 @@ class Live(Hosts):
             assert all(process.poll() is None for process in self.processes.values()), self.err()
             time.sleep(0.02)
 
+    @property
+    def target(self) -> Target:
+        """Where replica 0 listens."""
+        return Target.of(self.job.handle, address=f"unix:{self.folder}/r.sock")
+
     def run(self, *words: str, **more: Any) -> RunResult:
         """A run that ended, its output stored, and how."""
         return self.job.run_spmd(list(words) or None, **{"output": "store", "check": False, **more})
@@ -64,7 +70,7 @@ class Live(Hosts):
         """Give them back; their exit codes."""
         from torchx_monarch.client.connection import ask
 
-        ask(self.job.target, {"type": "stop"})
+        ask(self.target, {"type": "stop"})
         return self.wait()
 
     def kill(self) -> None:

@@ -15,8 +15,11 @@ import psutil
 import pytest
 
 from tests.local.live import Live
+from torchx_monarch.client import hosts as client_hosts
 from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.job import SPMDJob
+from torchx_monarch.client.run_message import run_message
+from torchx_monarch.client.run_options import RunOptions
 from torchx_monarch.exceptions import AllocationError, RefusedError, SPMDError, UnreachableError
 
 Eventually = Callable[..., object]
@@ -196,10 +199,10 @@ def test_a_run_outlives_its_client_and_is_found_again(
         sys.exit(3)  # the first that does has the other one stopped
     """)
     hosts = live("torchrun", "--nproc-per-node", "2", path)
-    request = hosts.job.request(None, None, None, None, None, False)
-    with Connection.open(hosts.job.target, request) as link:
+    request = run_message(client_hosts.Hosts(hosts.job.handle), None, RunOptions())
+    with Connection.open(hosts.target, request) as link:
         assert link.receive() == {"type": "accepted", "run": 1}
-    other = SPMDJob.attach(hosts.job.handle, address=str(hosts.job.target.address))
+    other = SPMDJob.attach(hosts.job.handle, address=str(hosts.target.address))
     handle = other.follow(output="store", check=False)
     lines = other.logs(rank=0, follow=True)
     assert next(lines) == "begun 0"

@@ -41,7 +41,7 @@ def jobs() -> Iterator[list[SPMDJob]]:
     found: list[SPMDJob] = []
     yield found
     for job in found:
-        job.kill()
+        job.release()
         over(job)
 
 
@@ -83,7 +83,7 @@ def test_serve_leaves_the_app_as_it_is_and_holds_each_of_its_roles(
     # What TorchX shows is the app, with nothing of ours but that it waits.
     described = torchx("describe", job.handle).stdout
     assert "torchx_monarch.hosts" in described and 'torchx_monarch.host"' not in described
-    job.kill()
+    job.release()
     assert over(job) == "CANCELLED"
 
 
@@ -153,7 +153,7 @@ REQUESTS: dict[str, Callable[[SPMDJob], object]] = {
     "runs": lambda job: job.runs(),
     "follow": lambda job: job.follow(),
     "logs": lambda job: list(job.logs()),
-    "end_run": lambda job: job.end_run(),
+    "cancel_run": lambda job: job.cancel_run(),
     "run_spmd": lambda job: job.run_spmd(output="none"),
     "run_spmd_async": lambda job: job.run_spmd_async(output="none").result(60),
 }
@@ -168,7 +168,7 @@ def test_all_requests_wait_for_the_hosts_and_say_when_they_have_ended(
         first, *more = capfd.readouterr().err.splitlines()
         assert first.startswith("[monarch] waiting for the hosts ("), more
         attached = SPMDJob.attach(job.handle)
-        for name in ("follow", "logs", "end_run"):
+        for name in ("follow", "logs", "cancel_run"):
             with pytest.raises(RefusedError, match="a run is not known here; the last was none"):
                 REQUESTS[name](attached)
         assert attached.run_spmd(output="none").exit_code == 0

@@ -123,13 +123,13 @@ def test_each_run_has_the_code_as_it_was_when_it_began(hosts: Live, root: Path, 
         time.sleep(0.02)
     set_value(root, 2)
     (root / "data" / "set.bin").write_bytes(bytes(2000))
-    brought = sync_workspace(hosts.job.target, str(root), "always")
+    brought = sync_workspace(hosts.target, str(root), "always")
     assert brought.synced and brought.code == tree_hash(root) != one and 0 < brought.sent < 2000
     go.touch()
     assert said(running.result(60)) == "value 1\nlate 1 1 results ['1', '1']\n"
     second = hosts.run(**more)
     assert said(second) == "value 2\nlate 2 2 results ['1', '1', '2']\n"
-    assert sync_workspace(hosts.job.target, str(root), "always").sent == 0
+    assert sync_workspace(hosts.target, str(root), "always").sent == 0
     assert [run["code"] for run in hosts.job.runs()] == [one, one, second.code]
 
     # What is gone is gone, what is back need not be sent again.
@@ -137,7 +137,7 @@ def test_each_run_has_the_code_as_it_was_when_it_began(hosts: Live, root: Path, 
     failed = hosts.run(**more)
     assert failed.exit_code == 1 and "cannot import name 'late'" in failed.reason
     (root / "late.py").rename(root / "pkg" / "late.py")
-    assert sync_workspace(hosts.job.target, str(root), "always").sent == 0
+    assert sync_workspace(hosts.target, str(root), "always").sent == 0
     # Code of another time can be asked for by nobody, and never is the hosts' own folder used for it.
     missing = hosts.run(**more | {"workspace": str(shutil.copytree(root, tmp_path / "copy"))})
     assert missing.code == second.code and missing.exit_code == 0
@@ -176,7 +176,7 @@ def test_a_folder_that_all_hosts_see_is_used_itself(
 
 
 def test_what_goes_wrong_is_said_and_leaves_the_hosts_as_they_were(hosts: Live, root: Path, folder: Path) -> None:
-    target = hosts.job.target
+    target = hosts.target
     tree = scan(str(root), StatCache())
     encoded = tree.encode()
     with Connection.open(target, {"type": "sync"}) as link:

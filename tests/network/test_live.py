@@ -43,7 +43,7 @@ class Client(SPMDJob):
 
     def __init__(self, target: Target) -> None:
         super().__init__("monarch_slurm://torchx/app")
-        self.hosts = Dialled(target)
+        self._hosts = self.dialled = Dialled(target)
 
 
 def _pump(one: socket.socket, other: socket.socket) -> None:
@@ -69,7 +69,7 @@ def test_a_client_reaches_one_port_by_its_certificate_also_through_a_tunnel(
     there = Target(Address("tls", machines.address(0), PORT), "trainer", text)
     client = Client(there)
     with machines.entered(2):  # neither host's machine
-        eventually(lambda: (status := client.hosts.look()) and status.ready, "the mesh")
+        eventually(lambda: (status := client.dialled.look()) and status.ready, "the mesh")
         for _ in range(2):
             result = client.run_spmd(output="store")
             assert {rank: one.stdout for rank, one in result.output.items()} == {0: "rank 0\n", 1: "rank 1\n"}

@@ -16,9 +16,11 @@ from torchx.specs.api import UnknownSchedulerException
 
 from torchx_monarch.client.allocations import AllocationInfo, list_allocations
 from torchx_monarch.client.connection import ask
-from torchx_monarch.client.hosts import say
+from torchx_monarch.client.hosts import START_TIMEOUT, Hosts, say
 from torchx_monarch.client.job import SPMDJob
 from torchx_monarch.client.run import Collector, Records, collect_with_interrupts
+from torchx_monarch.client.run_message import run_message
+from torchx_monarch.client.run_options import RunOptions
 from torchx_monarch.client.workspace_sync import SyncMode, current_workspace
 from torchx_monarch.exceptions import AllocationError, CodeError, RefusedError, UnreachableError
 
@@ -104,6 +106,10 @@ def _where(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _hosts(args: argparse.Namespace) -> Hosts:
+    return Hosts(args.handle, args.role, args.address)
+
+
 def _job(args: argparse.Namespace) -> SPMDJob:
     return SPMDJob(args.handle, args.role, args.address)
 
@@ -117,24 +123,24 @@ def _exec(args: argparse.Namespace) -> None:
             say(f"--env {pair}: give NAME=VALUE")
             sys.exit(os.EX_USAGE)
         env[name] = value
-    job = _job(args).wait_ready(on_progress=say)
     workspace = current_workspace() if args.workspace is None and not args.cwd else args.workspace
-    request = job.request(
-        words or None,
-        env,
-        args.nproc or None,
-        args.timeout,
-        args.cwd or None,
-        args.queue,
-        workspace or None,
-        args.sync,
+    options = RunOptions(
+        env=env,
+        nproc=args.nproc or None,
+        timeout=args.timeout,
+        cwd=args.cwd or None,
+        workspace=workspace or None,
+        sync=args.sync,
+        queue=args.queue,
     )
-    records = Records.of(job.hosts, request)
+    hosts = _hosts(args)
+    hosts.wait(START_TIMEOUT, say)
+    records = Records.of(hosts, run_message(hosts, words or None, options))
     if args.detach:
         print(records.run)
         records.close()
         return
-    _stream_and_exit(job, records, args.verbose)
+    _stream_and_exit(hosts, records, args.verbose)
 
 
 def _words(args: argparse.Namespace) -> list[str]:
@@ -156,22 +162,22 @@ def _words(args: argparse.Namespace) -> list[str]:
 
 
 def _follow(args: argparse.Namespace) -> None:
-    job = _job(args)
-    _stream_and_exit(job, Records.of(job.hosts, {"type": "follow", "run": args.run}), args.verbose, ends=False)
+    hosts = _hosts(args)
+    _stream_and_exit(hosts, Records.of(hosts, {"type": "follow", "run": args.run}), args.verbose, ends=False)
 
 
-def _stream_and_exit(job: SPMDJob, records: Records, verbose: bool, ends: bool = True) -> NoReturn:
+def _stream_and_exit(hosts: Hosts, records: Records, verbose: bool, ends: bool = True) -> NoReturn:
     """Show a run's output, and exit with its exit code.
 
     Args:
-        job: the allocation.
+        hosts: the hosts of the allocation.
         records: the records of the run.
         verbose: whether to show the phases of the run as well.
         ends: whether Ctrl-C stops the run; otherwise Ctrl-C only ends this command.
     """
     collector = Collector("stream", say if verbose else None)
     try:
-        result = collect_with_interrupts(job.hosts, records, collector, say) if ends else collector.collect(records)
+        result = collect_with_interrupts(hosts, records, collector, say) if ends else collector.collect(records)
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
@@ -213,11 +219,11 @@ def _table(head: list[str], rows: list[list[str]]) -> None:
 
 
 def _stop(args: argparse.Namespace) -> None:
-    job = _job(args)
     if args.run is not None:
-        job.end_run(args.run or None)
+        _job(args).cancel_run(args.run or None)
         return
+    hosts = _hosts(args)
     try:
-        ask(job.target, {"type": "stop"})
+        ask(hosts.target, {"type": "stop"})
     except UnreachableError:
-        job.kill()  # unreachable hosts may still be queued: the scheduler can cancel them
+        hosts.release()  # unreachable hosts may still be queued: the scheduler can cancel them

@@ -103,7 +103,7 @@ class Hosts:
         self._unreached: UnreachableError | RefusedError = UnreachableError("")
         self._were_ready = False
         self._was_reached = False
-        self._killed = False
+        self._released = False
         self._scheduler_state = ("", "")
         self._scheduler_asked = -_ASK_SCHEDULER_EVERY
 
@@ -125,18 +125,18 @@ class Hosts:
         """The address and credentials of replica 0.
 
         Raises:
-            UnreachableError: this machine has no address or certificate for replica 0, or ``kill`` was called.
+            UnreachableError: this machine has no address or certificate for replica 0, or ``release`` was called.
         """
-        if self._killed:
-            raise UnreachableError(f"{self.handle} was killed")
+        if self._released:
+            raise UnreachableError(f"{self.handle} was released")
         if self._target is None:
             self._target = Target.of(self.handle, self._role, self._address, self._runner)
         return self._target
 
-    def kill(self) -> None:
+    def release(self) -> None:
         """Cancel the app through its scheduler; does nothing if the app has ended."""
         self.runner.cancel(self.handle)
-        self._killed = True
+        self._released = True
         self._scheduler_asked = -_ASK_SCHEDULER_EVERY
 
     def look(self) -> AllocationStatus | None:
@@ -260,7 +260,7 @@ class Hosts:
         Raises:
             AllocationError: the app has ended or does not exist; the message names its final state.
         """
-        if self._address and not self._killed:
+        if self._address and not self._released:
             return
         if time.monotonic() > self._scheduler_asked + _ASK_SCHEDULER_EVERY:
             self._ask_scheduler()
@@ -279,7 +279,7 @@ class Hosts:
         self.check_alive()
         if isinstance(self._unreached, RefusedError) or self._unreached.final:
             raise self._unreached
-        if self._killed:
+        if self._released:
             return "the end of the hosts"
         if self._address:
             return f"an answer at {self._address}: {self._unreached}"

@@ -19,6 +19,7 @@ from torchx_monarch.client import this_job
 from torchx_monarch.client.attachment import Attachment, HostsNotReadyError, JobConnections, client
 from torchx_monarch.command.allocation_spec import IDLE_TIMEOUT
 from torchx_monarch.command.meshes import app_of_meshes, check_mesh_name, waiting
+from torchx_monarch.exceptions import AllocationError
 from torchx_monarch.monarch_adapter import monarch_api
 from torchx_monarch.schedulers.monarch import MonarchScheduler
 from torchx_monarch.torchx_adapter import torchx_api
@@ -247,7 +248,7 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
             status = self._status_of_app()
             if status is None or is_terminal(status.state):
                 self._connections.close()
-                raise RuntimeError(f"the job {self._handle} is no longer active: {_in_words(status)}")
+                raise AllocationError(f"the job {self._handle} is no longer active: {_in_words(status)}")
             try:
                 attachment = Attachment.open(self._handle, role, self._connections.runner)
                 self._connections.keep(role, attachment)
@@ -255,7 +256,7 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
             except HostsNotReadyError as error:
                 if deadline is not None and time.monotonic() > deadline:
                     waited = f"{self._start_timeout:g} s (start_timeout)"
-                    raise RuntimeError(f"{self._handle} is {status.state.name} after {waited}: {error}") from None
+                    raise AllocationError(f"{self._handle} is {status.state.name} after {waited}: {error}") from None
                 if time.monotonic() > say:
                     _log.warning("%s is %s; waiting for the hosts of %s: %s", self._handle, status.state, role, error)
                     say = time.monotonic() + _SAY_EVERY

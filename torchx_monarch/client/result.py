@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 from torchx_monarch.model.job_result import RankExit
 
@@ -54,23 +54,6 @@ class RankResult:
     traceback: str
     log_path: str
 
-    @classmethod
-    def of(cls, exit: RankExit) -> RankResult:
-        """Convert the record that the host sent."""
-        return cls(
-            rank=exit.rank,
-            local_rank=exit.local_rank,
-            replica=exit.replica,
-            hostname=exit.hostname,
-            pid=exit.pid,
-            exit_code=exit.code,
-            seconds=max(0.0, exit.time - exit.started) if exit.started else 0.0,
-            failed=exit.failed,
-            message=exit.message,
-            traceback=exit.traceback,
-            log_path=exit.stderr_path,
-        )
-
 
 @dataclasses.dataclass(frozen=True)
 class RunResult:
@@ -105,27 +88,73 @@ class RunResult:
         """The exit code of each rank, by global rank."""
         return {rank: one.exit_code for rank, one in self.ranks.items()}
 
-    @classmethod
-    def of(
-        cls, message: Mapping[str, Any], exits: Mapping[int, RankExit], attempts: int, output: Mapping[int, RankOutput]
-    ) -> RunResult:
-        """Build the result from the records of a run.
 
-        Args:
-            message: the ``result`` record.
-            exits: the ``exit`` records of the last attempt, by global rank.
-            attempts: number of attempts.
-            output: stored output, by global rank.
-        """
-        return cls(
-            run=message["run"],
-            exit_code=message["exit_code"],
-            reason=message["reason"],
-            ranks={rank: RankResult.of(exits[rank]) for rank in sorted(exits)},
-            attempts=attempts,
-            seconds=message["seconds"],
-            code=message["code"],
-            stopped=message["stopped"],
-            cause=message["cause"],
-            output=dict(output),
-        )
+class RunInfo(TypedDict):
+    """The state of a run, as ``SPMDJob.runs`` lists it.
+
+    Attributes:
+        run: number of the run on its allocation, from 1.
+        state: ``queued``, ``running``, ``succeeded``, ``failed`` or ``stopped``.
+        command: the command, for display.
+        cwd: folder in which the ranks start; empty for their copy of the workspace.
+        code: hash of the workspace; empty if it is unknown.
+        by: ``USER@HOSTNAME`` of the client that submitted the run.
+        submitted: time at which the hosts accepted the run, in seconds since the epoch.
+        started: time of its start, in seconds since the epoch; 0 before it.
+        ended: time of its end, in seconds since the epoch; 0 before it.
+        exit_code: 0, or the exit code of the root cause; 128+n for signal n; None before the end.
+        reason: why the run ended, in one line; empty before the end.
+    """
+
+    run: int
+    state: str
+    command: str
+    cwd: str
+    code: str
+    by: str
+    submitted: float
+    started: float
+    ended: float
+    exit_code: int | None
+    reason: str
+
+
+def run_result(
+    message: Mapping[str, Any], exits: Mapping[int, RankExit], attempts: int, output: Mapping[int, RankOutput]
+) -> RunResult:
+    """Build the result of a run from its records.
+
+    Args:
+        message: the ``result`` record.
+        exits: the ``exit`` records of the last attempt, by global rank.
+        attempts: number of attempts.
+        output: stored output, by global rank.
+    """
+    return RunResult(
+        run=message["run"],
+        exit_code=message["exit_code"],
+        reason=message["reason"],
+        ranks={rank: _rank_result(exits[rank]) for rank in sorted(exits)},
+        attempts=attempts,
+        seconds=message["seconds"],
+        code=message["code"],
+        stopped=message["stopped"],
+        cause=message["cause"],
+        output=dict(output),
+    )
+
+
+def _rank_result(exit: RankExit) -> RankResult:
+    return RankResult(
+        rank=exit.rank,
+        local_rank=exit.local_rank,
+        replica=exit.replica,
+        hostname=exit.hostname,
+        pid=exit.pid,
+        exit_code=exit.code,
+        seconds=max(0.0, exit.time - exit.started) if exit.started else 0.0,
+        failed=exit.failed,
+        message=exit.message,
+        traceback=exit.traceback,
+        log_path=exit.stderr_path,
+    )

@@ -10,18 +10,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any, Literal
+from typing import Any
 
 from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.hosts import Hosts
-from torchx_monarch.client.result import RankOutput, RunResult
+from torchx_monarch.client.result import RankOutput, RunResult, run_result
+from torchx_monarch.client.run_options import Output, check_output
 from torchx_monarch.exceptions import AllocationError, RefusedError, SPMDError, UnreachableError
 from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.system.line_output import LineOutput
-
-Output = Literal["stream", "store", "none"] | Callable[[int, str, str], None]
-"""Where the output of the ranks goes. ``stream``: to ``sys.stdout`` and ``sys.stderr``; ``store``: to
-``RunResult.output``; ``none``: nowhere. A function is called with the rank, ``stdout`` or ``stderr``, and the text."""
 
 _RECONNECT_FOR = 30.0
 """Seconds for which a broken connection is retried. After that the client gives up; the run itself continues."""
@@ -131,8 +128,7 @@ class Collector:
     """
 
     def __init__(self, output: Output, on_phase: Callable[[str], None] | None = None) -> None:
-        if not callable(output) and output not in ("stream", "store", "none"):
-            raise ValueError(f"output={output!r}: use 'stream', 'store', 'none' or a function of rank, stream and text")
+        check_output(output)
         self._output = output
         self._on_phase = on_phase
         self._exits: dict[int, RankExit] = {}
@@ -162,7 +158,7 @@ class Collector:
                     rank: RankOutput("".join(one["stdout"]), "".join(one["stderr"]))
                     for rank, one in sorted(self._texts.items())
                 }
-                return RunResult.of(record, self._exits, self._attempts, texts)
+                return run_result(record, self._exits, self._attempts, texts)
         raise UnreachableError(f"run {records.run} is looked at no longer")
 
     def _show(self, rank: int, stream: str, text: str) -> None:

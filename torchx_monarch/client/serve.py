@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchx_monarch.client.hosts import START_TIMEOUT
-from torchx_monarch.client.job import SPMDJob, split_command
+from torchx_monarch.client.job import SPMDJob
+from torchx_monarch.client.run_message import split_command
 from torchx_monarch.client.workspace_sync import SyncMode, check_when, current_workspace
 from torchx_monarch.command.allocation_spec import IDLE_TIMEOUT
 
@@ -36,7 +37,7 @@ def serve(
         job = serve("torchrun --nnodes 2 --nproc-per-node 4 train.py", scheduler="monarch_slurm")
         job.run_spmd()
         job.run_spmd(["train.py", "--lr", "0.2"])
-        job.kill()
+        job.release()
 
     The parameters of ``monarch.job.spmd.serve`` have the same meaning here. The app itself is not changed: the function
     submits a copy whose roles wait for runs instead of executing their commands. The command of a role becomes the
@@ -51,7 +52,7 @@ def serve(
         workspace: folder with the code. The hosts start with it, as with ``torchx run --workspace``, and each run first
             sends its changes. None for the current folder if ``appdef`` is a command (then only runs send it; ``/`` and
             the home folder are never sent), and for no workspace if ``appdef`` is an AppDef.
-        sync: when the hosts get a copy of the workspace; see ``client.workspace_sync.SyncMode``.
+        sync: when the hosts get a copy of the workspace; see ``SyncMode``.
         role: name of the role whose hosts execute the runs; empty for the first role.
         start_timeout: seconds that a run, or any other request, waits for hosts that have not started; None for no
             limit.
@@ -64,7 +65,9 @@ def serve(
         ValueError: ``appdef`` is not a torchrun or Python command, or an app without such a command; or ``scheduler``
             is not a ``monarch_*`` scheduler; or ``sync`` has a value that does not exist.
         TypeError: ``appdef`` is neither an AppDef, a string nor a list.
-        Exception: the scheduler rejects the app.
+        UserError: the scheduler cannot run the app.
+        SchedulerError: the scheduler cannot be reached, fails, or does not accept the app.
+        torchx.specs.InvalidRunConfigException: a run option is unknown or has an invalid value.
     """
     from torchx_monarch.command.command import CommandError
     from torchx_monarch.command.rewrite import hold

@@ -10,6 +10,7 @@ import os
 import sys
 from typing import Any
 
+from torchx_monarch.exceptions import ClientError
 from torchx_monarch.monarch_adapter import monarch_api
 
 monarch_api.log_to_stderr()
@@ -30,7 +31,7 @@ class ThisJob:
         path: path of the JSON file with the Monarch addresses of the hosts.
 
     Raises:
-        RuntimeError: the file cannot be read.
+        ClientError: the file cannot be read.
     """
 
     def __init__(self, path: str) -> None:
@@ -38,7 +39,7 @@ class ThisJob:
             with open(path) as file:
                 self._job: dict[str, Any] = json.load(file)
         except (OSError, ValueError) as error:
-            raise RuntimeError(f"{VARIABLE}={path} does not say where the hosts of this job are: {error}") from None
+            raise ClientError(f"{VARIABLE}={path} does not say where the hosts of this job are: {error}") from None
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -78,11 +79,11 @@ def this_job() -> ThisJob:
         procs = this_job().state().trainers.spawn_procs(per_host={"gpus": 8})
 
     Raises:
-        RuntimeError: neither ``monarch.controller`` nor ``MonarchJob.apply(client_script=...)`` started this process.
+        ClientError: neither ``monarch.controller`` nor ``MonarchJob.apply(client_script=...)`` started this process.
     """
     path = os.environ.get(VARIABLE)
     if not path:
-        raise RuntimeError(
+        raise ClientError(
             "this_job() is for the script of a job: torchx run -s monarch_local monarch.controller script.py, or "
             "MonarchJob(...).apply(client_script='script.py'). From outside use MonarchJob(...).state()"
         )

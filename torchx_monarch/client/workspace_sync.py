@@ -74,10 +74,6 @@ class SyncResult:
     sent: int = 0
     seconds: float = 0.0
 
-    def request(self) -> dict[str, Any]:
-        """Return the fields of a ``run`` message that select this code."""
-        return {"code": self.code, "cwd": self.cwd, "synced": self.synced}
-
 
 def sync_workspace(target: Target, workspace: str, when: SyncMode = "auto") -> SyncResult:
     """Make the current state of a workspace available on every host.

@@ -26,5 +26,5 @@ def test_takes_two_containers_and_runs_in_them(apps: Apps, daemon: Daemon) -> No
     with entered(f"/proc/{daemon.first}/ns/net"):  # where the daemon has its bridge
         job.wait_ready(90)
         runs_twice_and_after_a_failure(job, path, [apps.hostname(taken.handle, k) for k in (0, 1)])
-    taken.kill()
+    taken.release()
     assert apps.wait(taken.handle).state is AppState.CANCELLED

@@ -49,7 +49,7 @@ def test_takes_two_pods_and_runs_in_them(apps: Apps, tmp_path: Path) -> None:
         ]
         told = apps.torchx("monarch", "ps", taken.handle, "--address", address)
         assert [line.split()[1:3] for line in told.splitlines()[1:]][-2:] == [["failed", "7"], ["succeeded", "0"]]
-    taken.kill()
+    taken.release()
     assert apps.wait(taken.handle, AppState.CANCELLED).num_restarts == 0
 
 

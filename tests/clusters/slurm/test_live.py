@@ -27,5 +27,5 @@ def test_takes_two_nodes_and_runs_on_them(apps: Apps, cluster: SlurmCluster) -> 
     job = SPMDJob.attach(taken.handle, address=f"{cluster.address(1)}:{port}", runner=apps.runner)
     job.wait_ready(60)
     runs_twice_and_after_a_failure(job, str(script), ["n1", "n1", "n2", "n2"])
-    taken.kill()
+    taken.release()
     apps.wait(taken.handle, AppState.CANCELLED)

@@ -1,0 +1,89 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The options of a run on a live allocation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, TypedDict
+
+from torchx_monarch.client.workspace_sync import SyncMode, check_when
+
+Output = Literal["stream", "store", "none"] | Callable[[int, str, str], None]
+"""Where the output of the ranks goes. ``stream``: to ``sys.stdout`` and ``sys.stderr``; ``store``: to
+``RunResult.output``; ``none``: nowhere. A function is called with the rank, ``stdout`` or ``stderr``, and the text."""
+
+
+class RunOptionsDict(TypedDict, total=False):
+    """The fields of ``RunOptions`` as keyword arguments.
+
+    Type checkers need them declared in this form too. A test compares both declarations.
+    """
+
+    env: Mapping[str, str] | None
+    nproc: int | str | None
+    timeout: float | None
+    output: Output
+    cwd: str | None
+    workspace: str | None
+    sync: SyncMode | None
+    queue: bool
+    check: bool
+    on_phase: Callable[[str], None] | None
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The options of ``SPMDJob.run_spmd`` and ``run_spmd_async``, as one value that several runs can share::
+
+        options = RunOptions(output="store", timeout=600)
+        job.run_spmd(options=options)
+        job.run_spmd(["train.py", "--lr", "0.2"], options=options, env={"SPLIT": "test"})
+
+    Attributes:
+        env: environment variables of the ranks, in addition to those of the hosts; None for no others.
+        nproc: processes per host: a number, ``auto``, ``gpu``, ``cpu`` or ``xpu``; None for the command's number.
+        timeout: seconds after which the hosts end the run; None for no limit.
+        output: where the output of the ranks goes; see ``Output``.
+        cwd: folder on the hosts in which the ranks start; no code is sent. None for the workspace or, without a
+            workspace, the working directory of the host process.
+        workspace: folder with the code for this run; None for the job's workspace.
+        sync: when the hosts get a copy of the workspace for this run, see ``SyncMode``; None for the job's setting.
+        queue: whether to wait for the end of earlier runs. Otherwise the hosts refuse the run if another one is active.
+        check: whether a failed run raises ``SPMDError``. Otherwise the failure is in the result.
+        on_phase: called with each progress line of the run, such as its start and its attempts; None to drop them.
+
+    Raises:
+        ValueError: both ``cwd`` and ``workspace`` are given, or ``output`` or ``sync`` has a value that does not exist.
+    """
+
+    env: Mapping[str, str] | None = None
+    nproc: int | str | None = None
+    timeout: float | None = None
+    output: Output = "stream"
+    cwd: str | None = None
+    workspace: str | None = None
+    sync: SyncMode | None = None
+    queue: bool = False
+    check: bool = True
+    on_phase: Callable[[str], None] | None = None
+
+    def __post_init__(self) -> None:
+        check_output(self.output)
+        if self.sync is not None:
+            check_when(self.sync)
+        if self.cwd and self.workspace:
+            raise ValueError(
+                f"give cwd={self.cwd!r}, a folder that the hosts have, or workspace={self.workspace!r}, not both"
+            )
+
+
+def check_output(output: Output) -> None:
+    """Check that a value is an ``Output``.
+
+    Raises:
+        ValueError: it is not; the message lists the values.
+    """
+    if not callable(output) and output not in ("stream", "store", "none"):
+        raise ValueError(f"output={output!r}: use 'stream', 'store', 'none' or a function of rank, stream and text")
