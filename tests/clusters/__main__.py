@@ -34,12 +34,12 @@ def _record(name: str) -> Path:
     return _FOLDER / f"{name}.json"
 
 
-def _holder(name: str) -> processes.Identity | None:
+def _holder(name: str) -> processes.ProcessIdentity | None:
     """The process that holds a cluster; None when there is none."""
     record = state_files.read_json(str(_record(name))) or {}
     if not record:
         return None
-    wanted = processes.Identity(record["pid"], record["start"])
+    wanted = processes.ProcessIdentity(record["pid"], record["start"])
     return wanted if processes.identity(wanted.pid) == wanted else None
 
 

@@ -239,12 +239,12 @@ def test_this_process() -> None:
     assert me is not None and me.start > 0
     assert processes.process(os.getpid()).parent == os.getppid()  # type: ignore[union-attr]
     assert processes.identity(2**22 + 1) is None
-    assert not processes.send(processes.Identity(os.getpid(), me.start + 1), 9)
+    assert not processes.send(processes.ProcessIdentity(os.getpid(), me.start + 1), 9)
 
 
 def test_watchers_are_read_as_they_were_written() -> None:
-    me = processes.Identity(7, 8)
-    written = owners.Owners(owners.this_machine(), me, processes.Identity(9, 10))
+    me = processes.ProcessIdentity(7, 8)
+    written = owners.Owners(owners.this_machine(), me, processes.ProcessIdentity(9, 10))
     data = json.loads(json.dumps(written.to_json()))
     assert data["keeper"] == {"pid": 7, "start": 8}  # the form of files that are on disks
     assert codec.decode(owners.Owners, data) == written
@@ -254,12 +254,12 @@ def test_a_life_is_told_by_machine_boot_and_start() -> None:
     here, me = owners.this_machine(), processes.identity(os.getpid())
     assert me is not None
 
-    def life(which: processes.Identity = me, **changes: str) -> owners.ProcessStatus:
+    def life(which: processes.ProcessIdentity = me, **changes: str) -> owners.ProcessStatus:
         machine = owners.Machine(**{**vars(here), **changes})
         return owners.Owners(machine, me, me).life(which)
 
     assert life() is owners.ProcessStatus.ALIVE
-    assert life(processes.Identity(me.pid, me.start + 1)) is owners.ProcessStatus.DEAD
+    assert life(processes.ProcessIdentity(me.pid, me.start + 1)) is owners.ProcessStatus.DEAD
     assert life(boot_id="x") is owners.ProcessStatus.REBOOTED
     assert life(boot_id="x", hostname="renamed", machine_id=here.machine_id or "y") in (
         (owners.ProcessStatus.REBOOTED,) if here.machine_id else (owners.ProcessStatus.ELSEWHERE,)

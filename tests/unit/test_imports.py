@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 import torchx
+from torchx.schedulers.api import Scheduler
 
 import torchx_monarch
+from torchx_monarch.schedulers.monarch import MonarchScheduler, MonarchWorkspaceScheduler
 
 _PACKAGE = Path(torchx_monarch.__file__).parent
 
@@ -272,7 +274,17 @@ def test_private_names_of_torchx_are_used_in_one_module() -> None:
         for path in _PACKAGE.rglob("*.py")
         for use in private_names_used(path.read_text(), theirs, ours)
     }
-    assert {user.partition(":")[0] for user in users} <= {"torchx_adapter/torchx_api.py", "backends/kubernetes/pods.py"}
+    assert {user.partition(":")[0] for user in users} == {"torchx_adapter/torchx_api.py"}, users
+
+
+@pytest.mark.parametrize("name", ["local", "docker", "kubernetes", "slurm", "aws_batch"])
+def test_schedulers_override_what_torchx_has_them_implement(name: str) -> None:
+    module = pytest.importorskip(f"torchx_monarch.backends.{name}.scheduler")
+    for kind in (*vars(module).values(), MonarchScheduler, MonarchWorkspaceScheduler):
+        if isinstance(kind, type) and kind.__module__.startswith("torchx_monarch.") and issubclass(kind, Scheduler):
+            inherited = {each for base in kind.__mro__ if base.__module__.startswith("torchx.") for each in vars(base)}
+            overridden = {each for each in vars(kind) if re.match("_(?!_)", each)} & inherited
+            assert overridden <= _EXTENSION_POINTS | {"_abc_impl"}
 
 
 def test_modules_hold_one_idea() -> None:

@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import typing
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,22 @@ def test_the_tree_of_exceptions_is_the_documented_one() -> None:
         assert ("ComponentValidationException" in more) <= issubclass(kind, ComponentValidationException)
     assert {name for _, name, _ in lines} == {name for name in torchx_monarch.__all__ if name.endswith("Error")}
     assert lines[0][1] == TorchXMonarchError.__name__
+
+
+def test_no_two_classes_have_the_same_name() -> None:
+    found = defaultdict(list)
+    for path in _PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(str(path.relative_to(_PACKAGE)))
+    assert not {name: paths for name, paths in found.items() if len(paths) > 1}
+
+
+def test_exceptions_for_the_command_line_are_in_the_tree() -> None:
+    for path in _PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and "ComponentValidationException" in map(ast.unparse, node.bases):
+                assert "TorchXMonarchError" in map(ast.unparse, node.bases), f"{path}: {node.name}"
 
 
 def test_the_api_page_has_every_public_name() -> None:

@@ -62,7 +62,7 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-class Identity(NamedTuple):
+class ProcessIdentity(NamedTuple):
     """The identity of a process: pid, and start time in clock ticks since boot."""
 
     pid: int
@@ -90,13 +90,13 @@ def process(pid: int) -> Process | None:
     return Process(pid, int(fields[1]), fields[0].decode(), int(fields[19]))
 
 
-def identity(pid: int) -> Identity | None:
+def identity(pid: int) -> ProcessIdentity | None:
     """Return the identity of a living process; None if no process has this pid, or it is a zombie."""
     found = _living(pid)
-    return Identity(pid, found.start) if found else None
+    return ProcessIdentity(pid, found.start) if found else None
 
 
-def send(target: Identity, signum: int) -> bool:
+def send(target: ProcessIdentity, signum: int) -> bool:
     """Signal exactly this process, never another one with the same pid; return False if it has ended."""
     try:
         fd = os.pidfd_open(target.pid)
@@ -148,7 +148,7 @@ def marked(job: str) -> list[int]:
     return [pid for pid in _pids() if pid != os.getpid() and _carries(pid, wanted) and identity(pid)]
 
 
-def running_script(script: str) -> list[tuple[Identity, str]]:
+def running_script(script: str) -> list[tuple[ProcessIdentity, str]]:
     """Return this user's living processes that run a certain Python script, each with the script's first argument.
 
     Args:

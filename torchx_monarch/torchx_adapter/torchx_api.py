@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from docker import DockerClient
+    from kubernetes.client import V1Pod
     from torchx.runner import Runner
     from torchx.schedulers.api import Scheduler
     from torchx.specs import AppDef, AppDryRunInfo, CfgVal
@@ -74,6 +76,30 @@ def cancel(scheduler: Scheduler[Any], app_id: str) -> None:
 def delete(scheduler: Scheduler[Any], app_id: str) -> None:
     """Delete an app that exists; ``Scheduler.delete`` would describe it first."""
     scheduler._delete_existing(app_id)
+
+
+def apply_pod_overlay(pod: V1Pod, overlay: dict[str, Any]) -> None:
+    """Merge a role's overlay into the pod that TorchX has rendered for the role, as TorchX's own scheduler does."""
+    from torchx.schedulers.kubernetes_scheduler import _apply_pod_overlay
+
+    _apply_pod_overlay(pod, overlay)
+
+
+class DockerClientMixin:
+    """Have TorchX's DockerScheduler use the client that the property ``docker_client`` returns.
+
+    TorchX takes a client only in the constructor; DockerScheduler does not pass one on, and connects without one. This
+    class must precede DockerScheduler among the base classes.
+    """
+
+    @property
+    def docker_client(self) -> DockerClient:
+        """The client of the Docker daemon."""
+        raise NotImplementedError
+
+    @property
+    def _docker_client(self) -> DockerClient:
+        return self.docker_client
 
 
 def uses_entry_points() -> bool:

@@ -12,7 +12,8 @@ from typing import Any, NoReturn
 import boto3
 from botocore import exceptions
 from botocore.config import Config
-from torchx.specs.finder import ComponentValidationException
+
+from torchx_monarch.backends.errors import SchedulerError
 
 _ATTEMPTS = 8
 """Attempts at a request that AWS throttles or fails. boto3 waits up to 20 s between two attempts."""
@@ -46,7 +47,7 @@ _HOW_TO_LOG_IN = (
 )
 
 
-class AwsError(ComponentValidationException, RuntimeError):  # type: ignore[misc]
+class AwsError(SchedulerError):
     """AWS is unreachable or refused a request. The torchx command shows the message without a traceback.
 
     Attributes:

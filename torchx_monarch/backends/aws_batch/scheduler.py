@@ -17,7 +17,6 @@ from typing import Any
 
 from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream
 from torchx.specs import NONE, AppDef, AppDryRunInfo, AppState, CfgVal, Role, runopts
-from torchx.specs.finder import ComponentValidationException
 from torchx.workspace.docker_workspace import DockerWorkspaceMixin
 
 from torchx_monarch.backends import appdef_codec, validation
@@ -40,7 +39,7 @@ _JOB_EXPIRED = "AWS Batch has forgotten the job, as it does a week after its end
 _log = logging.getLogger("torchx_monarch")
 
 
-class RequestError(ComponentValidationException, ValueError):  # type: ignore[misc]
+class RequestError(UserError):
     """AWS Batch cannot run the app as specified. The torchx command shows the message without a traceback."""
 
 

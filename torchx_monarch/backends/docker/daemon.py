@@ -16,11 +16,13 @@ import requests
 import urllib3
 from docker.errors import DockerException
 
+from torchx_monarch.backends.errors import SchedulerError
+
 if TYPE_CHECKING:
     from docker import DockerClient
 
 
-class DaemonError(RuntimeError):
+class DaemonError(SchedulerError):
     """The Docker daemon is missing or does not answer."""
 
 

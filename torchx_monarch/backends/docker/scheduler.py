@@ -38,7 +38,6 @@ from torchx.specs import (
     Role,
     runopts,
 )
-from torchx.specs.finder import ComponentValidationException
 
 from torchx_monarch.backends import appdef_codec
 from torchx_monarch.backends.docker import bridge_network, container_files, logs, request, status
@@ -46,12 +45,13 @@ from torchx_monarch.backends.docker.daemon import answering, connect, lines_whil
 from torchx_monarch.backends.docker.final_states import FinalStates
 from torchx_monarch.backends.docker.map_concurrently import map_concurrently
 from torchx_monarch.backends.docker.snapshot import HOST_EXTRA, DockerSnapshot, build_snapshot, describe_removed
-from torchx_monarch.backends.errors import UserError
+from torchx_monarch.backends.errors import SchedulerError, UserError
 from torchx_monarch.backends.local.render import safe_name
 from torchx_monarch.backends.options import run_options
 from torchx_monarch.backends.validation import check_replica, matching, restarts
 from torchx_monarch.model.env_names import replica0_variable
 from torchx_monarch.model.job_result import is_secondary
+from torchx_monarch.torchx_adapter.torchx_api import DockerClientMixin
 
 if TYPE_CHECKING:
     from docker import DockerClient
@@ -69,7 +69,7 @@ _ASKING = 2.0
 _log = logging.getLogger("torchx_monarch")
 
 
-class SubmitError(ComponentValidationException, RuntimeError):  # type: ignore[misc]
+class DockerSubmitError(SchedulerError):
     """The app could not be started and was removed. The torchx command shows the message without a traceback."""
 
 
@@ -85,7 +85,7 @@ class DockerOpts(Opts):  # type: ignore[misc]
     daemon lacks it."""
 
 
-class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: ignore[misc]
+class MonarchDockerScheduler(DockerClientMixin, DockerScheduler, Scheduler[DockerOpts]):  # type: ignore[misc]
     """Run each replica as a container of one Docker daemon, on the network ``torchx``.
 
     dockerd restarts a container that fails, up to the role's ``max_retries`` times.
@@ -100,7 +100,8 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         self._ends = FinalStates()
 
     @property
-    def _docker_client(self) -> DockerClient:
+    def docker_client(self) -> DockerClient:
+        """The client of the daemon, connected on first use."""
         if self._client is None:
             self._client = connect()
         return self._client
@@ -146,12 +147,12 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
 
         Raises:
             ValueError: the dry run carries no AppDef.
-            SubmitError: a container could not be created or started; all are removed. (TorchX leaves those that were.)
+            DockerSubmitError: a container could not be created or started; all are removed. (TorchX leaves the others.)
             DaemonError: the daemon is missing or stops answering.
         """
         if dryrun_info.app is None:
             raise ValueError("the dry run carries no AppDef; it must come from submit_dryrun()")
-        job, client = dryrun_info.request, self._docker_client
+        job, client = dryrun_info.request, self.docker_client
         grace = dryrun_info.cfg.grace
         more = {request.LABEL_APP: appdef_codec.pack(dryrun_info.app), request.LABEL_GRACE: str(grace)}
         self._pull({container.image for container in job.containers})
@@ -168,7 +169,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
             map_concurrently(_remove, made)
             bridge_network.remove_unused(client)
             if isinstance(error, DockerException):
-                raise SubmitError(f"the app was not started: {_explained(error)}") from None
+                raise DockerSubmitError(f"the app was not started: {_explained(error)}") from None
             raise
         return str(job.app_id)
 
@@ -177,7 +178,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
             if not image.startswith("sha256:"):
                 _log.info("pulling the image %s", image)
                 try:
-                    self._docker_client.images.pull(image)
+                    self.docker_client.images.pull(image)
                 except DockerException as error:
                     _log.warning("the image %s cannot be pulled, the daemon's own is used: %s", image, error)
 
@@ -187,14 +188,14 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         except NotFound as error:
             if not bridge_network.is_missing(error):
                 raise
-            bridge_network.ensure(self._docker_client)
+            bridge_network.ensure(self.docker_client)
             container.start()
 
     # -- looking -------------------------------------------------------------------------------------------------------
 
     def _ours(self, app_id: str = "") -> list[Container]:
         label = [request.LABEL_APP, f"{LABEL_APP_ID}={app_id}" if app_id else LABEL_APP_ID]
-        found: list[Container] = self._docker_client.containers.list(
+        found: list[Container] = self.docker_client.containers.list(
             all=True, filters={"label": label}, ignore_removed=True
         )
         return found
@@ -202,7 +203,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
     def _cancelled(self, app_id: str = "") -> dict[str, float]:
         """Return when each cancelled app was cancelled, in seconds since the epoch, by app id."""
         label = f"{LABEL_CANCELLED}={app_id}" if app_id else LABEL_CANCELLED
-        volumes = self._docker_client.volumes.list(filters={"label": label})
+        volumes = self.docker_client.volumes.list(filters={"label": label})
         return {each.attrs["Labels"][LABEL_CANCELLED]: status.seconds(each.attrs["CreatedAt"]) for each in volumes}
 
     def _find(self, app_id: str) -> DockerSnapshot | None:
@@ -321,7 +322,7 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
 
     def _note_cancel(self, app_id: str) -> None:
         """Mark the app as cancelled on the daemon; a second call keeps the time of the first."""
-        self._docker_client.volumes.create(_record(app_id), labels={LABEL_CANCELLED: app_id})
+        self.docker_client.volumes.create(_record(app_id), labels={LABEL_CANCELLED: app_id})
 
     def _end(self, containers: Sequence[Container], grace: float) -> None:
         def stop(container: Container) -> None:
@@ -390,8 +391,8 @@ class MonarchDockerScheduler(DockerScheduler, Scheduler[DockerOpts]):  # type: i
         self._cancel_existing(app_id)
         map_concurrently(_remove, self._ours(app_id))
         with contextlib.suppress(NotFound):
-            self._docker_client.volumes.get(_record(app_id)).remove()
-        bridge_network.remove_unused(self._docker_client)
+            self.docker_client.volumes.get(_record(app_id)).remove()
+        bridge_network.remove_unused(self.docker_client)
 
 
 _ENDED = (AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED)

@@ -9,7 +9,6 @@ from typing import Any
 
 from torchx.schedulers.kubernetes_scheduler import (
     LABEL_REPLICA_ID,
-    _apply_pod_overlay,
     pod_labels,
     role_to_pod,
     sanitize_for_serialization,
@@ -22,6 +21,7 @@ from torchx_monarch.backends.kubernetes.options import KubernetesOpts
 from torchx_monarch.backends.kubernetes.request import Object
 from torchx_monarch.backends.protocols import CREDENTIALS
 from torchx_monarch.model.env_names import replica0_variable
+from torchx_monarch.torchx_adapter import torchx_api
 
 HOST_EXTRA = 10
 """Seconds by which a pod's grace period is longer than the run option: in the latter, the host ends its ranks."""
@@ -57,7 +57,7 @@ def template(app: AppDef, index: int, app_id: str, namespace: str, cfg: Kubernet
         "main", applied, cfg.service_account, cfg.reserved_millicpu, cfg.reserved_memmb, cfg.efa_device_count
     )
     if overlay := get_overlay(role, "kubernetes", "V1Pod"):
-        _apply_pod_overlay(pod, overlay)
+        torchx_api.apply_pod_overlay(pod, overlay)
     made: Object = sanitize_for_serialization(pod)
     labels = pod_labels(app=app, role_idx=index, role=role, replica_id=0, app_id=app_id)
     del labels[LABEL_REPLICA_ID]

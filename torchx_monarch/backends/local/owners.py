@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
-from torchx_monarch.system.processes import Identity, identity
+from torchx_monarch.system.processes import ProcessIdentity, identity
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,15 @@ class Owners:
     """
 
     machine: Machine
-    keeper: Identity
-    supervisor: Identity
+    keeper: ProcessIdentity
+    supervisor: ProcessIdentity
 
     def to_json(self) -> dict[str, Any]:
         # asdict() leaves named tuples as they are, and JSON would write them as lists.
         watchers = {name: each._asdict() for name, each in (("keeper", self.keeper), ("supervisor", self.supervisor))}
         return {"machine": asdict(self.machine), **watchers}
 
-    def life(self, which: Identity) -> ProcessStatus:
+    def life(self, which: ProcessIdentity) -> ProcessStatus:
         """Return whether a process of this record is alive.
 
         Args:

@@ -54,7 +54,7 @@ def request_stop(paths: state_files.AppPaths, grace: float | None) -> None:
         raise unwritten
 
 
-def supervisors(paths: state_files.AppPaths) -> list[processes.Identity]:
+def supervisors(paths: state_files.AppPaths) -> list[processes.ProcessIdentity]:
     """Return the app's supervisor if it is alive on this machine: as recorded, else as its command line shows.
 
     A command line may also be the keeper's, which ignores the signals that a supervisor handles.

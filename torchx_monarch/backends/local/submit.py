@@ -14,8 +14,8 @@ import time
 from dataclasses import replace
 
 from torchx.specs import AppDef, CfgVal
-from torchx.specs.finder import ComponentValidationException
 
+from torchx_monarch.backends.errors import SchedulerError
 from torchx_monarch.backends.local import appdef, folder, render, state, state_files, status, supervise
 from torchx_monarch.backends.local.request import DetachedRequest
 from torchx_monarch.insight import events
@@ -26,7 +26,7 @@ _START_TIMEOUT = 60.0
 _READY = b"ok"
 
 
-class SubmitError(ComponentValidationException, RuntimeError):  # type: ignore[misc]
+class SubmitError(SchedulerError):
     """Raised when an app could not be started; nothing is left of it. The torchx command shows no traceback."""
 
 
@@ -50,7 +50,7 @@ class StateDirError(SubmitError):
         )
 
 
-class StateAccessError(ComponentValidationException, RuntimeError):  # type: ignore[misc]
+class StateAccessError(SchedulerError):
     """Raised when this user must not use a part of the state directory. The torchx command shows no traceback.
 
     Attributes:

@@ -24,8 +24,8 @@ from torchx_monarch.backends import outcome
 from torchx_monarch.backends.local import state_files
 from torchx_monarch.backends.slurm import array, macros, records
 from torchx_monarch.backends.slurm.folder import JobFolder, read_request, run_folder
-from torchx_monarch.backends.slurm.records import BatchRecord, ReplicaRecord
-from torchx_monarch.backends.slurm.request import RoleRequest, SlurmRequest, decode_or_exit
+from torchx_monarch.backends.slurm.records import BatchRecord, SlurmReplica
+from torchx_monarch.backends.slurm.request import SlurmRequest, SlurmRole, decode_or_exit
 from torchx_monarch.insight import events
 from torchx_monarch.model import job_result
 
@@ -179,11 +179,11 @@ class BatchStep:
         self._state.update(verdict=verdict, role=name, code=cause[0] if cause else code, final=why)
         self._stop(f"role {name} failed" if cause is not None else f"role {name} was told to stop")
 
-    def _tolerates(self, role: RoleRequest, failed: set[int]) -> bool:
+    def _tolerates(self, role: SlurmRole, failed: set[int]) -> bool:
         """Whether a role is elastic and tolerates the failure of these replicas."""
         return role.policy.elastic and role.policy.tolerates(failed)
 
-    def _latest(self, role: RoleRequest) -> dict[int, ReplicaRecord]:
+    def _latest(self, role: SlurmRole) -> dict[int, SlurmReplica]:
         """Read the records of a role's latest start, by replica; replicas without a record are left out."""
         now = self._role_restarts[role.name]
         every = {
@@ -191,11 +191,11 @@ class BatchStep:
         }
         return {replica: one for replica, one in every.items() if one is not None and one.job_restart == now}
 
-    def _in_state(self, role: RoleRequest, state: str) -> set[int]:
+    def _in_state(self, role: SlurmRole, state: str) -> set[int]:
         """Return the replicas whose latest start has this state, by their records."""
         return {replica for replica, one in self._latest(role).items() if one.state == state}
 
-    def _left_unfinished(self, role: RoleRequest) -> set[int]:
+    def _left_unfinished(self, role: SlurmRole) -> set[int]:
         return set(range(role.replicas)) - self._in_state(role, "SUCCEEDED")
 
     def _end_intolerable(self) -> None:

@@ -19,7 +19,7 @@ from torchx_monarch.backends.local import state_files
 from torchx_monarch.backends.slurm import commands, records, states
 from torchx_monarch.backends.slurm.commands import Job
 from torchx_monarch.backends.slurm.folder import JobFolder
-from torchx_monarch.backends.slurm.records import BatchRecord, ReplicaRecord
+from torchx_monarch.backends.slurm.records import BatchRecord, SlurmReplica
 from torchx_monarch.insight import events
 from torchx_monarch.model import job_result
 
@@ -156,7 +156,7 @@ def describe_exit(code: int) -> str:
     return f"the job's script was killed by signal {-code}" if code < 0 else f"the job's script exited with code {code}"
 
 
-def replicas(app: SlurmSnapshot, role: str, index: int, count: int) -> tuple[RoleStatus, list[ReplicaRecord]]:
+def replicas(app: SlurmSnapshot, role: str, index: int, count: int) -> tuple[RoleStatus, list[SlurmReplica]]:
     """Read the status of one role's replicas.
 
     Args:
@@ -190,7 +190,7 @@ def replicas(app: SlurmSnapshot, role: str, index: int, count: int) -> tuple[Rol
     return RoleStatus(role, found), [record for record in every if record is not None]
 
 
-def _replica_state(app: SlurmSnapshot, record: ReplicaRecord | None, stale: bool) -> AppState:
+def _replica_state(app: SlurmSnapshot, record: SlurmReplica | None, stale: bool) -> AppState:
     if app.state is AppState.PENDING:
         return AppState.PENDING
     if app.terminal:
@@ -201,7 +201,7 @@ def _replica_state(app: SlurmSnapshot, record: ReplicaRecord | None, stale: bool
     return AppState[record.state]
 
 
-def root_cause(app: SlurmSnapshot, by_role: Mapping[str, list[ReplicaRecord]]) -> str:
+def root_cause(app: SlurmSnapshot, by_role: Mapping[str, list[SlurmReplica]]) -> str:
     """Return the error file of the first replica to fail in the role that failed the job, as JSON text.
 
     Args:
@@ -224,7 +224,7 @@ def root_cause(app: SlurmSnapshot, by_role: Mapping[str, list[ReplicaRecord]]) -
     return failed[0][0] if failed else NONE
 
 
-def restarts(app: SlurmSnapshot, by_role: Mapping[str, list[ReplicaRecord]]) -> int:
+def restarts(app: SlurmSnapshot, by_role: Mapping[str, list[SlurmReplica]]) -> int:
     """Count the restarts of the job, its roles, its replicas and their ranks.
 
     Args:

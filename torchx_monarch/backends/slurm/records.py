@@ -111,7 +111,7 @@ class CancelRecord:
 
 
 @dataclass(frozen=True)
-class ReplicaRecord:
+class SlurmReplica:
     """The content of replica.json: the latest start of one replica.
 
     Attributes:
@@ -158,9 +158,9 @@ def checked(cls: type[T], path: str) -> tuple[T | None, str]:
         return None, str(error)
 
 
-def read_replica(path: str) -> ReplicaRecord | None:
+def read_replica(path: str) -> SlurmReplica | None:
     """Read the record of a replica; keep the known fields of its error only (``error_files.cleaned``)."""
-    found = read(ReplicaRecord, path)
+    found = read(SlurmReplica, path)
     return found and replace(found, error=error_files.cleaned(found.error or "") or None)
 
 

@@ -15,7 +15,7 @@ from torchx_monarch.backends.outcome import RolePolicy
 from torchx_monarch.backends.protocols import CREDENTIALS
 from torchx_monarch.backends.slurm import array, commands, folder
 from torchx_monarch.backends.slurm.options import SlurmOpts
-from torchx_monarch.backends.slurm.request import RoleRequest, SlurmRequest
+from torchx_monarch.backends.slurm.request import SlurmRequest, SlurmRole
 from torchx_monarch.backends.validation import check_names
 from torchx_monarch.model.sidecars import is_sidecar
 
@@ -128,7 +128,7 @@ def _gres(role: Role, app: AppDef, cfg: SlurmOpts) -> str | None:
     return f"gpu:{gpus}" if gpus else None
 
 
-def _role(role: Role, cfg: SlurmOpts, nomem: bool, gres: str | None) -> RoleRequest:
+def _role(role: Role, cfg: SlurmOpts, nomem: bool, gres: str | None) -> SlurmRole:
     nodes = str(role.num_replicas)
     sbatch: dict[str, str | None] = {"nodes": nodes, "ntasks-per-node": "1"}
     ends_together = CREDENTIALS in role.env
@@ -153,7 +153,7 @@ def _role(role: Role, cfg: SlurmOpts, nomem: bool, gres: str | None) -> RoleRequ
     if gres:
         sbatch["gres"] = srun["gres"] = gres
     in_image = role.image and os.path.isdir(role.image)
-    return RoleRequest(
+    return SlurmRole(
         name=role.name,
         command=[role.entrypoint, *role.args],
         env=dict(role.env),

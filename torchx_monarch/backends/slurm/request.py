@@ -32,7 +32,7 @@ _COMPONENTS_OWN = (
 
 
 @dataclass
-class RoleRequest:
+class SlurmRole:
     """One role: a component of the job with one task on each of its nodes.
 
     Attributes:
@@ -93,7 +93,7 @@ class SlurmRequest:
     name: str
     folder: str
     python: str
-    roles: list[RoleRequest]
+    roles: list[SlurmRole]
     sbatch: dict[str, str | None] = field(default_factory=dict)
     grace: float = 30.0
     requeue: bool = False
