@@ -183,6 +183,19 @@ def test_the_api_page_has_every_public_name() -> None:
                 assert deprecated or f"`{function.name}" in page, f"{name}.{function.name} is not in docs/api.md"
 
 
+def test_the_api_page_has_the_signatures() -> None:
+    page = (_PACKAGE.parent / "docs" / "api.md").read_text()
+    for text in re.findall(r"^```python\n((?:serve|SPMDJob|MonarchJob)\(.*?)\n```", page, re.MULTILINE | re.DOTALL):
+        (shown,) = ast.parse(f"def {text}: ...").body
+        assert isinstance(shown, ast.FunctionDef)
+        actual = next(public_functions(shown.name))
+        names = [each.arg for each in (*actual.args.args, *actual.args.kwonlyargs) if each.arg != "self"]
+        assert [each.arg for each in (*shown.args.args, *shown.args.kwonlyargs)] == names
+    table = re.findall(r"^\| `(\w+)` \| `?(.*?)`? \|", page.partition("### Options of a run")[2], re.MULTILINE)
+    fields = [(each.name, str(each.default)) for each in dataclasses.fields(RunOptions)]
+    assert [(name, default.strip('"')) for name, default in table][: len(fields)] == fields
+
+
 # -- options of a run --------------------------------------------------------------------------------------------------
 
 
