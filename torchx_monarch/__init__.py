@@ -11,7 +11,7 @@ TYPE_CHECKING = False
 """
 
 if TYPE_CHECKING:
-    from torchx_monarch.backends.errors import SchedulerError as SchedulerError
+    from torchx_monarch.backends.errors import BackendError as BackendError
     from torchx_monarch.backends.errors import UserError as UserError
     from torchx_monarch.client.hosts import AllocationStatus as AllocationStatus
     from torchx_monarch.client.job import SPMDJob as SPMDJob
@@ -43,6 +43,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "AllocationError": "exceptions",
     "AllocationStatus": "client.hosts",
+    "BackendError": "backends.errors",
     "ClientError": "exceptions",
     "CodeError": "exceptions",
     "InvalidCommandError": "schedulers.monarch",
@@ -58,7 +59,6 @@ _PUBLIC = {
     "RunResult": "client.result",
     "SPMDError": "exceptions",
     "SPMDJob": "client.job",
-    "SchedulerError": "backends.errors",
     "SyncMode": "client.workspace_sync",
     "ThisJob": "client.this_job",
     "TorchXMonarchError": "exceptions",
@@ -73,6 +73,7 @@ _PUBLIC = {
 __all__ = [
     "AllocationError",
     "AllocationStatus",
+    "BackendError",
     "ClientError",
     "CodeError",
     "InvalidCommandError",
@@ -88,7 +89,6 @@ __all__ = [
     "RunResult",
     "SPMDError",
     "SPMDJob",
-    "SchedulerError",
     "SyncMode",
     "ThisJob",
     "TorchXMonarchError",

@@ -11,14 +11,14 @@
     ├── RefusedError            also RuntimeError
     ├── SPMDError               also RuntimeError
     ├── UnreachableError        also RuntimeError
-    ├── SchedulerError          also RuntimeError and TorchX's ComponentValidationException
+    ├── BackendError            also RuntimeError and TorchX's ComponentValidationException
     │   └── WorkspaceError
     └── UserError               also ValueError and TorchX's ComponentValidationException
         └── InvalidCommandError
 
 All of them can be imported from ``torchx_monarch``. The ones that need TorchX are defined beside the code that raises
 them (``backends.errors``, ``schedulers.monarch``), because TorchX is slow to import. Each backend derives its own
-exceptions from ``SchedulerError`` and ``UserError``.
+exceptions from ``BackendError`` and ``UserError``.
 
 An argument of the wrong value or type raises Python's ``ValueError`` or ``TypeError``.
 """

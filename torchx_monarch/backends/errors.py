@@ -12,8 +12,8 @@ from torchx.specs.finder import ComponentValidationException
 from torchx_monarch.exceptions import TorchXMonarchError
 
 
-class SchedulerError(TorchXMonarchError, ComponentValidationException, RuntimeError):  # type: ignore[misc]
-    """Raised when a scheduler cannot be reached, fails, or does not accept a request.
+class BackendError(TorchXMonarchError, ComponentValidationException, RuntimeError):  # type: ignore[misc]
+    """Raised when a backend cannot do what was asked: it is unreachable, fails, or refuses a request.
 
     The torchx command shows the message without a traceback.
     """

@@ -66,7 +66,7 @@ def serve(
             is not a ``monarch_*`` scheduler; or ``sync`` has a value that does not exist.
         TypeError: ``appdef`` is neither an AppDef, a string nor a list.
         UserError: the scheduler cannot run the app.
-        SchedulerError: the scheduler cannot be reached, fails, or does not accept the app.
+        BackendError: the scheduler cannot be reached, fails, or does not accept the app.
         torchx.specs.InvalidRunConfigException: a run option is unknown or has an invalid value.
     """
     from torchx_monarch.command.command import CommandError

@@ -21,7 +21,7 @@ from torchx.specs import AppDef, AppDryRunInfo, CfgVal, InvalidRunConfigExceptio
 from torchx.workspace import WorkspaceMixin
 
 from torchx_monarch.backends import client_credentials
-from torchx_monarch.backends.errors import SchedulerError, UserError
+from torchx_monarch.backends.errors import BackendError, UserError
 from torchx_monarch.backends.options import run_options
 from torchx_monarch.backends.protocols import (
     CREDENTIALS,
@@ -50,7 +50,7 @@ class InvalidCommandError(UserError):
     """Raised when a role's command cannot run on Monarch hosts; the message gives the reason."""
 
 
-class WorkspaceError(SchedulerError):
+class WorkspaceError(BackendError):
     """Raised when a workspace cannot be packed, or no image can be built with it; the message gives the reason."""
 
 

@@ -13,7 +13,7 @@ import boto3
 from botocore import exceptions
 from botocore.config import Config
 
-from torchx_monarch.backends.errors import SchedulerError
+from torchx_monarch.backends.errors import BackendError
 
 _ATTEMPTS = 8
 """Attempts at a request that AWS throttles or fails. boto3 waits up to 20 s between two attempts."""
@@ -47,7 +47,7 @@ _HOW_TO_LOG_IN = (
 )
 
 
-class AwsError(SchedulerError):
+class AwsError(BackendError):
     """AWS is unreachable or refused a request. The torchx command shows the message without a traceback.
 
     Attributes:

@@ -16,13 +16,13 @@ import requests
 import urllib3
 from docker.errors import DockerException
 
-from torchx_monarch.backends.errors import SchedulerError
+from torchx_monarch.backends.errors import BackendError
 
 if TYPE_CHECKING:
     from docker import DockerClient
 
 
-class DaemonError(SchedulerError):
+class DaemonError(BackendError):
     """The Docker daemon is missing or does not answer."""
 
 

@@ -45,7 +45,7 @@ from torchx_monarch.backends.docker.daemon import answering, connect, lines_whil
 from torchx_monarch.backends.docker.final_states import FinalStates
 from torchx_monarch.backends.docker.map_concurrently import map_concurrently
 from torchx_monarch.backends.docker.snapshot import HOST_EXTRA, DockerSnapshot, build_snapshot, describe_removed
-from torchx_monarch.backends.errors import SchedulerError, UserError
+from torchx_monarch.backends.errors import BackendError, UserError
 from torchx_monarch.backends.local.render import safe_name
 from torchx_monarch.backends.options import run_options
 from torchx_monarch.backends.validation import check_replica, matching, restarts
@@ -69,7 +69,7 @@ _ASKING = 2.0
 _log = logging.getLogger("torchx_monarch")
 
 
-class DockerSubmitError(SchedulerError):
+class DockerSubmitError(BackendError):
     """The app could not be started and was removed. The torchx command shows the message without a traceback."""
 
 

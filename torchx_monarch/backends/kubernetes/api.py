@@ -22,7 +22,7 @@ import urllib3
 import yaml
 from kubernetes import client, config
 
-from torchx_monarch.backends.errors import SchedulerError
+from torchx_monarch.backends.errors import BackendError
 from torchx_monarch.backends.kubernetes.request import Object
 from torchx_monarch.system.line_output import LineReader
 
@@ -45,7 +45,7 @@ _NO_KUBECONFIG = (config.ConfigException, OSError, yaml.YAMLError, AttributeErro
 _NAMESPACE_FILE = "/var/run/secrets/kubernetes.io/serviceaccount/namespace"
 
 
-class KubernetesError(SchedulerError):
+class KubernetesError(BackendError):
     """The cluster is unreachable or refused a request. The torchx command shows the message without a traceback.
 
     Attributes:

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from torchx.specs import AppDef, CfgVal
 
-from torchx_monarch.backends.errors import SchedulerError
+from torchx_monarch.backends.errors import BackendError
 from torchx_monarch.backends.local import appdef, folder, render, state, state_files, status, supervise
 from torchx_monarch.backends.local.request import DetachedRequest
 from torchx_monarch.insight import events
@@ -26,7 +26,7 @@ _START_TIMEOUT = 60.0
 _READY = b"ok"
 
 
-class SubmitError(SchedulerError):
+class SubmitError(BackendError):
     """Raised when an app could not be started; nothing is left of it. The torchx command shows no traceback."""
 
 
@@ -50,7 +50,7 @@ class StateDirError(SubmitError):
         )
 
 
-class StateAccessError(SchedulerError):
+class StateAccessError(BackendError):
     """Raised when this user must not use a part of the state directory. The torchx command shows no traceback.
 
     Attributes:

@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torchx_monarch.backends.errors import SchedulerError
+from torchx_monarch.backends.errors import BackendError
 from torchx_monarch.backends.slurm import array
 from torchx_monarch.backends.slurm.folder import MARK
 from torchx_monarch.model.env_names import JOB_VARIABLES
@@ -36,7 +36,7 @@ _ALL_INDICES = {"SLURM_BITSTR_LEN": "0"}
 """Makes commands print the whole list of waiting array tasks; by default they cut it at 64 characters."""
 
 
-class SlurmError(SchedulerError):
+class SlurmError(BackendError):
     """A command of Slurm's failed or could not be run. The torchx command shows the message without a traceback."""
 
 
