@@ -39,9 +39,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.rendezvous import Registration, Rendezvous, RendezvousError
+from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.model.job_result import JobResult
+from torchx_monarch.model.registration import Registration
 from torchx_monarch.system.processes import raise_file_limit
 from torchx_monarch.transport import connections, credentials
 from torchx_monarch.transport.connections import Address, Identity

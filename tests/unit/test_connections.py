@@ -22,8 +22,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from torchx_monarch.controller import host_network as wires_module
 from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.rendezvous import Registration, Rendezvous, RendezvousError
+from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
+from torchx_monarch.model.registration import Registration
 from torchx_monarch.transport import address as address_module
 from torchx_monarch.transport import connections, listener, messages
 from torchx_monarch.transport.connections import Address, AddressError, ConnectError, Identity

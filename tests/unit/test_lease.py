@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from torchx_monarch.controller.rendezvous import HostEvent, Registration, Rendezvous
+from torchx_monarch.controller.host_events import HostEvent, HostLost
+from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.model.job_result import JobResult
+from torchx_monarch.model.registration import Registration
 from torchx_monarch.transport import messages
 from torchx_monarch.transport.connections import Address
 from torchx_monarch.transport.lease import Leases
@@ -68,7 +70,7 @@ def test_both_ends_of_a_rendezvous_name_the_other_when_it_is_silent(address: Add
         host = Registration(1, "ipc:///nowhere", "node1", 4711, 1)
         # It sends no heartbeats: nobody waits for its verdict.
         silent = await RendezvousClient.join(address, host, 5)
-        host_event = await asyncio.wait_for(first.host_events.get(), 20)
+        host_event = await asyncio.wait_for(first.events.next(), 20)
         silent._writer.close()
 
         async def register_and_be_silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -88,8 +90,8 @@ def test_both_ends_of_a_rendezvous_name_the_other_when_it_is_silent(address: Add
 
     host_event, lost = asyncio.run(main())
     said = "does not answer: no message from it for 0.6 s (lease)"
-    assert (host_event.replica, host_event.lost) == (1, True)
-    assert host_event.verdict.reason == f"host 1 (node1, pid 4711) {said}"
+    assert (host_event.replica, type(host_event)) == (1, HostLost)
+    assert host_event.result.reason == f"host 1 (node1, pid 4711) {said}"
     assert lost == f"host 0 (node0, pid 4710) {said}"
 
 
@@ -100,7 +102,7 @@ def test_heartbeats_keep_both_ends(address: Address) -> None:
         member = await RendezvousClient.join(address, Registration(1, "ipc:///nowhere", "node1", 1, 1), 5, lease=1.0)
         verdict = asyncio.ensure_future(member.verdict())
         done, _ = await asyncio.wait([verdict], timeout=3.0)  # three leases
-        assert not done and first.host_events.empty()
+        assert not done and not first.events.pending
         announcing = asyncio.ensure_future(first.announce(JobResult(7, "over"), 5))
         told = await asyncio.wait_for(verdict, 20)
         member._writer.close()
@@ -118,12 +120,12 @@ def test_a_replica_0_that_did_not_run_blames_itself_for_the_hosts_that_have_left
         member = await RendezvousClient.join(address, Registration(1, "ipc:///nowhere", "node1", 4711, 1), 5)
         member._writer.close()
         time.sleep(2.5)  # as SIGSTOP does it
-        host_event = await asyncio.wait_for(first.host_events.get(), 20)
+        host_event = await asyncio.wait_for(first.events.next(), 20)
         await first.announce(JobResult(1, "over"), 5)
         return host_event
 
     host_event = asyncio.run(main())
-    assert (host_event.replica, host_event.verdict.replica) == (1, 0)  # the job can go on when host 1 comes back
-    assert host_event.verdict.reason.startswith(
+    assert (host_event.replica, host_event.result.replica) == (1, 0)  # the job can go on when host 1 comes back
+    assert host_event.result.reason.startswith(
         "host 0 (node0, pid 4710) did not run for 2 s, and host 1 (node1, pid 4711)"
     )

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from torchx_monarch.controller import rendezvous
-from torchx_monarch.controller.rendezvous import Registration, Rendezvous, RendezvousError
+from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.model.job_result import JobResult
+from torchx_monarch.model.registration import Registration
 from torchx_monarch.transport.connections import Address
 
 
@@ -55,7 +56,7 @@ def test_a_host_that_is_started_again_before_the_others_waits_for_them(address: 
         lost = await RendezvousClient.join(address, host(1), 5)
         first.form()
         lost._writer.close()
-        assert (await asyncio.wait_for(first.host_events.get(), 5)).replica == 1
+        assert (await asyncio.wait_for(first.events.next(), 5)).replica == 1
         first.end()
         joining = asyncio.ensure_future(RendezvousClient.join(address, host(1), 20))
         with pytest.raises(RendezvousError, match="was not reached in 0.3 s: .*are ending"):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from torchx_monarch.controller import role_coordinator
+from torchx_monarch.controller.host_events import StopRequested
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.transport import connections, messages
 from torchx_monarch.transport.connections import Address
@@ -53,14 +54,14 @@ def test_what_another_role_says_and_leaves_unsaid(
             heard = await talk(*said)
             assert answer in (heard["type"], heard.get("reason")) or answer in heard["reason"]
             for _ in range(500):
-                if not first._links and (host_event is None or rendezvous.host_events.qsize()):
+                if not first._links and (host_event is None or len(rendezvous.events.pending)):
                     break
                 await asyncio.sleep(0.01)
-            assert rendezvous.host_events.qsize() == (host_event is not None)
+            assert len(rendezvous.events.pending) == (host_event is not None)
             if host_event is not None:
-                came = rendezvous.host_events.get_nowait()
-                assert (came.replica, came.lost, came.verdict.consequence) == (0, False, True)
-                assert came.verdict.code == host_event[0] and came.verdict.reason.startswith(host_event[1])
+                came = rendezvous.events.pending[0]
+                assert (came.replica, type(came), came.result.consequence) == (0, StopRequested, True)
+                assert came.result.code == host_event[0] and came.result.reason.startswith(host_event[1])
                 late = await talk(LINK)  # a replica 0 that is started again before this one has gone
                 assert late["type"] == "refused" and late["later"]
         finally:

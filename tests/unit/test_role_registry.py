@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from torchx_monarch.controller import role_registry
+from torchx_monarch.controller.host_events import StopRequested
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
 from torchx_monarch.controller.role_registry import RegistryClient
@@ -113,10 +114,10 @@ def test_hosts_of_another_start_wait(leaves_nothing: None, monkeypatch: pytest.M
             with pytest.raises(RendezvousError, match="in 0.5 s: .*r.sock: it is of another start of the app"):
                 await registry_client(start=start).find("b", host_network(0), 0.5)
             await telling
-            host_event = rendezvous.host_events.get_nowait()
-            assert not host_event.lost
+            host_event = rendezvous.events.pending[0]
+            assert isinstance(host_event, StopRequested)
             assert (
-                "through which the hosts of role 'b' find theirs, was not reached in 0.5 s" in host_event.verdict.reason
+                "through which the hosts of role 'b' find theirs, was not reached in 0.5 s" in host_event.result.reason
             )
             assert (await asked({"type": "where", "role": "b", "start": "2"}))["type"] == "refused"
 

@@ -16,10 +16,12 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from torchx_monarch.controller.elastic import HostGatherer, NodeRange, TooFewHosts
+from torchx_monarch.controller.host_events import HostEvent
 from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.rendezvous import HostEvent, Registration, Rendezvous, RendezvousError
+from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.job_result import JobResult, RankExit, root_cause, shell_code
+from torchx_monarch.model.registration import Registration
 from torchx_monarch.transport import messages
 from torchx_monarch.transport.local_addresses import NetworkError
 
@@ -95,7 +97,7 @@ class ActorController:
         try:
             await asyncio.wait([gatherer, host_event], return_when=asyncio.FIRST_COMPLETED)
             if not gatherer.done():
-                return host_event.result().verdict
+                return host_event.result().result
             self._hosts = gatherer.result()
         except (TooFewHosts, NetworkError) as error:
             return JobResult(1, str(error))
@@ -117,7 +119,7 @@ class ActorController:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             first = done.pop()
             host_event = first.result()
-            return host_event.verdict if isinstance(host_event, HostEvent) else JobResult(0, waits[first])
+            return host_event.result if isinstance(host_event, HostEvent) else JobResult(0, waits[first])
         finally:
             for each in waits:
                 each.cancel()
@@ -134,7 +136,7 @@ class ActorController:
             await asyncio.wait([watch, host_event], return_when=asyncio.FIRST_COMPLETED)
             if not watch.done():
                 await pool.stop(host_event.result().signal, grace)
-                return host_event.result().verdict
+                return host_event.result().result
         finally:
             watch.cancel()
             host_event.cancel()
@@ -146,8 +148,8 @@ class ActorController:
         )
 
     async def _host_event(self) -> HostEvent:
-        host_event = await self._rendezvous.host_events.get()
-        self._reporter.note(host_event.kind, host_event.verdict.reason, replica=host_event.replica)
+        host_event = await self._rendezvous.events.next()
+        self._reporter.note(host_event.KIND, host_event.result.reason, replica=host_event.replica)
         return host_event
 
     # -- clients -------------------------------------------------------------------------------------------------------

@@ -15,18 +15,21 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchx_monarch.controller import retry
 from torchx_monarch.controller.elastic import HostGatherer, TooFewHosts
-from torchx_monarch.controller.job_options import JobOptions
-from torchx_monarch.controller.rendezvous import (
-    JOINED,
-    PREEMPTED,
+from torchx_monarch.controller.host_events import (
     HostEvent,
-    Registration,
-    Rendezvous,
+    HostJoined,
+    HostLost,
+    HostPreempted,
+    Interrupted,
+    StopRequested,
     agent_lost,
-    joined,
+    concerns_hosts,
 )
+from torchx_monarch.controller.job_options import JobOptions
+from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.job_result import JobResult, RankExit, describe_others, root_cause, shell_code
+from torchx_monarch.model.registration import Registration
 from torchx_monarch.model.world import World
 from torchx_monarch.transport import agent_rpc
 
@@ -47,13 +50,6 @@ _NAMED_HOST_REPORT_TIMEOUT = 1.0
 
 _AGENT_ERROR = "AgentError: "
 """Precedes the host's own error text in the text of Monarch's error."""
-
-
-class HostEventArrived(Exception):
-    """A host event arrived while the controller was waiting for something else."""
-
-    def __init__(self, host_event: HostEvent) -> None:
-        self.host_event = host_event
 
 
 class HostRefused(Exception):
@@ -91,6 +87,7 @@ class Controller:
     ) -> None:
         self._options = options
         self._rendezvous = rendezvous
+        self._events = rendezvous.events
         self._gatherer = HostGatherer(options.sizes, rendezvous, reporter, unreachable)
         self._reporter = reporter
         self._first_output = first_output
@@ -119,100 +116,108 @@ class Controller:
                 self._attempt_number = max(self._attempt_number, *(host.attempt + 1 for host in hosts))
                 await self._form_mesh(hosts)
                 return await self._work(hosts)
-            except HostEventArrived as came:
-                host_event = came.host_event
-            self._reporter.note(host_event.kind, host_event.verdict.reason, replica=host_event.replica)
-            leaves = await self._dismiss_host(host_event)
+            except Interrupted as interruption:
+                event = interruption.event
+            self._events.settle(event)
+            self._reporter.note(event.KIND, event.result.reason, replica=event.replica)
+            leaves = await self._dismiss_host(event)
             if leaves:
-                self._members.discard(host_event.replica)
+                self._members.discard(event.replica)
             # The controller runs on replica 0, so an event of replica 0 ends the job.
-            goes_on = (leaves or host_event.kind == JOINED) and host_event.replica != 0
+            goes_on = (leaves or isinstance(event, HostJoined)) and event.replica != 0
             goes_on = goes_on and (self._options.sizes.elastic or self._replacements_left > 0)
             if not goes_on:
                 self._rendezvous.end()
-            self._handle_host_event(await self._stop_ranks(host_event.signal))
+            if self._members:
+                await self._stop_ranks(event.signal)
+                # One new mesh is the answer to all of these.
+                for lost in self._events.settle_all(lambda pending: isinstance(pending, (HostLost, HostJoined))):
+                    if isinstance(lost, HostLost):
+                        self._reporter.note(lost.KIND, lost.result.reason, replica=lost.replica)
             self._members = set()
             if not goes_on:
-                return host_event.verdict
+                return event.result
             if shortage := self._gatherer.shortage(self._replacements_left > 0):
-                return JobResult(1, f"{host_event.verdict.reason}; {shortage}")
-            wait = self._next_wait(host_event)
+                return JobResult(1, f"{event.result.reason}; {shortage}")
+            wait = self._next_wait(event)
 
-    async def _dismiss_host(self, host_event: HostEvent) -> bool:
+    async def _dismiss_host(self, event: HostEvent) -> bool:
         """Return whether the host of an event has left.
 
         A preempted host leaves an elastic job alone, if more hosts than the minimum are present.
         """
-        if host_event.lost or host_event.kind == JOINED:
-            return host_event.lost
-        leaves = host_event.replica != 0 and host_event.kind == PREEMPTED and self._options.sizes.elastic
+        if isinstance(event, HostLost):
+            return True
+        leaves = event.replica != 0 and isinstance(event, HostPreempted) and self._options.sizes.elastic
         if not leaves or self._rendezvous.present <= self._options.sizes.fewest:
             return False
-        await self._rendezvous.dismiss(host_event.replica, host_event.verdict)
+        await self._rendezvous.dismiss(event.replica, event.result)
         return True
 
-    def _next_wait(self, host_event: HostEvent) -> float:
+    def _next_wait(self, event: HostEvent) -> float:
         """Prepare the next attempt; return the seconds that it waits for hosts beyond the minimum."""
-        sizes = self._options.sizes
+        sizes, joined = self._options.sizes, isinstance(event, HostJoined)
         # An elastic job counts only attempts whose ranks had started.
         if self._launched == self._attempt_number or not sizes.elastic:
             self._attempt_number += 1
-            self._uncounted += host_event.kind == JOINED
-        if host_event.kind == JOINED:
+            self._uncounted += joined
+        if joined:
             return 0.0
         replaced = self._replacements_left > 0
         if replaced and (self._rendezvous.present < sizes.fewest or not sizes.elastic):
             self._replacements_left -= 1
-            text = f"replica {host_event.replica} is to be replaced, {self._replacements_left} replacements left"
-            self._reporter.note("replacement", text, replica=host_event.replica)
+            text = f"replica {event.replica} is to be replaced, {self._replacements_left} replacements left"
+            self._reporter.note("replacement", text, replica=event.replica)
         return sizes.last_call if replaced or self._rendezvous.present < sizes.fewest else 0.0
-
-    def _handle_host_event(self, host_events: Iterable[HostEvent]) -> None:
-        """Requeue stop requests that arrived while ranks were shutting down; drop host-joined events; report losses."""
-        for host_event in host_events:
-            if host_event.lost:
-                self._reporter.note("failure", host_event.verdict.reason, replica=host_event.replica)
-            elif host_event.kind != JOINED:
-                self._rendezvous.host_events.put_nowait(host_event)
 
     async def _gather(self, wait: float) -> list[Registration]:
         hosts: list[Registration] = []
         while not hosts:
             try:
-                await self._unless_host_event(self._gatherer.enough(wait))
+                await self._events.interrupt(self._gatherer.enough(wait), concerns_hosts)
             except TooFewHosts as error:
-                raise HostEventArrived(HostEvent(0, JobResult(1, str(error)), lost=False)) from None
+                raise Interrupted(StopRequested(0, JobResult(1, str(error)))) from None
             hosts = self._gatherer.form()
+        members = {host.replica for host in hosts}
+
+        def settled(event: HostEvent) -> bool:
+            """Whether a mesh of these hosts is the answer to an event: its host is gone, or has joined."""
+            gone = isinstance(event, HostLost) or (event.result.stopped and event.replica not in members)
+            return event.replica != 0 and (gone or isinstance(event, HostJoined))
+
+        self._events.settle_all(settled)
         return hosts
 
     async def _form_mesh(self, hosts: list[Registration]) -> None:
         from torchx_monarch.controller.agent import Agent
         from torchx_monarch.monarch_adapter.monarch_api import AgentMesh, host_without_agent
 
-        if wrong := await self._unless_host_event(self._gatherer.unreachable(hosts)):
+        if wrong := await self._events.interrupt(self._gatherer.unreachable(hosts), concerns_hosts):
             if refused := await self._gatherer.refuse(wrong):
-                raise HostEventArrived(refused)
+                raise Interrupted(refused)
             within = self._options.report_timeout if self._replacements_left else _NAMED_HOST_REPORT_TIMEOUT
-            first = HostEvent(0, JobResult(1, next(iter(wrong.values()))))
-            raise HostEventArrived(await self._await_host_report(first, within))
+            first = StopRequested(0, JobResult(1, next(iter(wrong.values()))))
+            raise Interrupted(await self._await_host_report(first, within))
         try:
             addresses, number = [host.address for host in hosts], self._meshes
             self._meshes += 1
             mesh = self._in_thread(AgentMesh, addresses, Agent, number, _MESH_TIMEOUT)
-            self._mesh = await self._unless_host_event(self._reporter.while_waiting(mesh, lambda: "the mesh"))
-        except HostEventArrived:
+            self._mesh = await self._events.interrupt(
+                self._reporter.while_waiting(mesh, lambda: "the mesh"), concerns_hosts
+            )
+        except Interrupted:
             raise
         except Exception as error:
             print(f"the mesh could not be formed: {error}", file=sys.stderr, flush=True)  # stderr is Monarch's log
             place = host_without_agent(error)
             why = _first_line(error) if place is None else f"the agent of {hosts[place].name} did not start"
             reason = f"the mesh could not be formed: {why}; see {self._options.monarch_log}"
-            host_event = HostEvent(0, JobResult(1, reason, replica=-1 if place is None else place))
-            behind = await self._await_host_report(host_event, self._options.report_timeout)
-            if behind is host_event:  # no host reported a failure: a connection between hosts that Monarch needs failed
+            failure = StopRequested(0, JobResult(1, reason, replica=-1 if place is None else place))
+            behind = await self._await_host_report(failure, self._options.report_timeout)
+            if behind is failure:  # no host reported a failure: a connection between hosts that Monarch needs failed
                 suspects = self._newcomers(hosts) if place is None else [hosts[place]]
-                behind = await self._gatherer.refuse({host.replica: reason for host in suspects}) or host_event
-            raise HostEventArrived(behind) from error
+                behind = await self._gatherer.refuse({host.replica: reason for host in suspects}) or failure
+            raise Interrupted(behind) from error
         self._hosts = hosts
         self._members = {host.replica for host in hosts}
         self._reporter.phase("mesh", "mesh")
@@ -245,7 +250,7 @@ class Controller:
             self._reporter.restarted(text, attempt=self._attempt_number, rank=cause.rank, code=cause.code)
             if delay := backoff.delay(lived):
                 self._reporter.line(f"the restart waits {delay:.1f} s: the last attempt failed after {lived:.1f} s")
-                await self._unless_host_event(asyncio.sleep(delay))
+                await self._events.interrupt(asyncio.sleep(delay))
             began = clock()
         return JobResult(0, f"all {sum(host.nproc for host in hosts)} ranks ended with code 0")
 
@@ -253,8 +258,8 @@ class Controller:
         """Run the ranks once; return the root cause of a failure, or None if all ranks ended with code 0."""
         options = self._options
         self._exits = {}
-        if options.sizes.elastic and (newcomers := await self._unless_host_event(self._gatherer.reachable_newcomers())):
-            raise HostEventArrived(joined(newcomers[0]))
+        if options.sizes.elastic and (newcomers := await self._events.interrupt(self._gatherer.reachable_newcomers())):
+            raise Interrupted(_joined(newcomers[0]))
         wanted = {"bind": options.store_bind, "advertised": options.master_addr, "hosts": len(hosts)}
         store = self._call_own("store", wanted, options.host_timeout)
         address, port, agent_store = await self._reporter.while_waiting(store, lambda: "the interpreter of rank 0")
@@ -283,10 +288,10 @@ class Controller:
                 growth.cancel()  # once the ranks of a host have ended, a further host is of no use
                 if cause := root_cause(self._exits.values()):
                     self._reporter.note("failure", cause.describe(), rank=cause.rank)
-                    came = await self._stop_ranks(signal.SIGTERM)
+                    await self._stop_ranks(signal.SIGTERM)
                     # Ranks that had failed before the stop have reported their exits by now.
                     cause = root_cause(self._exits.values())
-                    self._blame_hosts(came, cause)
+                    self._blame_hosts(cause)
                     return cause
         finally:
             growth.cancel()
@@ -294,26 +299,24 @@ class Controller:
             output.cancel()
         return None
 
-    def _blame_hosts(self, host_events: list[HostEvent], cause: RankExit | None) -> None:
-        """Raise the host event that may have caused the ranks' failure, if there is one; requeue the other events.
+    def _blame_hosts(self, cause: RankExit | None) -> None:
+        """Raise the pending event that may have caused the ranks' failure, if there is one.
 
         Ranks may notice the loss of a host before the controller does.
         """
+        blamed: list[HostEvent] = []
         if self._options.sizes.elastic:
-            blamed = [one for one in host_events if one.replica != 0 and (one.lost or one.kind == PREEMPTED)]
+            leaves = (HostLost, HostPreempted)
+            blamed = [one for one in self._events.pending if one.replica != 0 and isinstance(one, leaves)]
         elif cause is None or cause.is_collateral or self._restarts_left:
-            blamed = sorted(host_events, key=lambda one: one.lost)  # stop requests first: they end the job
-        else:
-            blamed = []
-        for one in host_events:
-            if one not in blamed[:1]:
-                self._rendezvous.host_events.put_nowait(one)
+            # Stop requests first: they end the job.
+            blamed = sorted(self._events.pending, key=lambda one: isinstance(one, HostLost))
         if blamed:
-            raise HostEventArrived(blamed[0])
+            raise Interrupted(blamed[0])
 
     async def _report_newcomer(self) -> None:
         if self._options.sizes.elastic:
-            self._rendezvous.host_events.put_nowait(joined(await self._gatherer.newcomer()))
+            self._events.post(_joined(await self._gatherer.newcomer()))
 
     async def _report_output(self) -> None:
         await self._first_output.wait()
@@ -326,31 +329,30 @@ class Controller:
             # Not cancelled with this call: the next request would read the answer that is still due to this one.
             asking = asyncio.ensure_future(self._own_host(op, args))
             asking.add_done_callback(lambda done: done.cancelled() or done.exception())
-            return _raise_if_refused(await self._unless_host_event(asyncio.wait_for(asyncio.shield(asking), timeout)))
-        except (HostEventArrived, HostRefused):
+            return _raise_if_refused(await self._events.interrupt(asyncio.wait_for(asyncio.shield(asking), timeout)))
+        except (Interrupted, HostRefused):
             raise
         except asyncio.TimeoutError:
-            raise HostEventArrived(
-                HostEvent(0, JobResult(1, f"host 0: no answer to {op!r} in {timeout:g} s"))
-            ) from None
+            reason = f"host 0: no answer to {op!r} in {timeout:g} s"
         except Exception as error:
-            raise HostEventArrived(HostEvent(0, JobResult(1, f"host 0: {_first_line(error)}"))) from None
+            reason = f"host 0: {_first_line(error)}"
+        raise Interrupted(StopRequested(0, JobResult(1, reason)))
 
     async def _each_host(self, op: str, args: dict[str, Any], hosts: Iterable[Registration]) -> Any:
         """Send a request to every host and yield the answers as they arrive.
 
         Raises:
-            HostEventArrived: a host event arrived, or a host answered with an error.
+            Interrupted: an event is pending, or a host answered with an error.
             HostRefused: a host refused the request.
         """
         answers: asyncio.Queue[Any] = asyncio.Queue()
         self._stream_into(answers, op, args)
         for _ in hosts:
-            answer = await self._unless_host_event(answers.get())
+            answer = await self._events.interrupt(answers.get())
             if isinstance(answer, Exception):
-                host_event = self._agent_lost(answer) or HostEvent(0, JobResult(1, _first_line(answer)))
+                failure = self._agent_lost(answer) or StopRequested(0, JobResult(1, _first_line(answer)))
                 within = self._options.report_timeout if _AGENT_ERROR in str(answer) else self._options.lease
-                raise HostEventArrived(await self._await_host_report(host_event, within))
+                raise Interrupted(await self._await_host_report(failure, within))
             yield _raise_if_refused(answer)
 
     def _agent_lost(self, error: Exception) -> HostEvent | None:
@@ -363,15 +365,15 @@ class Controller:
         place = host_without_agent(error)
         return agent_lost(self._hosts[place]) if place is not None else None
 
-    async def _await_host_report(self, host_event: HostEvent, within: float) -> HostEvent:
-        """Wait ``within`` seconds for a host's own report; return ``host_event`` if none arrives.
+    async def _await_host_report(self, failure: HostEvent, within: float) -> HostEvent:
+        """Wait ``within`` seconds for a host's own report; return ``failure`` if none arrives.
 
         The host's report names the cause better than Monarch's error, but may arrive some seconds later.
         """
         try:
-            return await asyncio.wait_for(self._rendezvous.host_events.get(), within)
+            return await asyncio.wait_for(self._events.next(concerns_hosts), within)
         except asyncio.TimeoutError:
-            return host_event
+            return failure
 
     def _stream_into(self, answers: asyncio.Queue[Any], op: str, args: dict[str, Any]) -> None:
         loop, mesh = asyncio.get_running_loop(), self._mesh
@@ -398,35 +400,29 @@ class Controller:
         if len(self._hosts) > first:
             threading.Thread(target=pump, name=f"monarch-{op}", daemon=True).start()
 
-    async def _stop_ranks(self, number: int) -> list[HostEvent]:
-        """Stop the ranks of every host that can be reached, and note their exits.
+    async def _stop_ranks(self, number: int) -> None:
+        """Stop the ranks of every host that can be reached, and note their exits. Events stay pending meanwhile.
 
         A host whose agent is gone stops its ranks by itself. The ranks of a host that is gone are gone too.
 
         Args:
             number: the signal for the ranks; SIGKILL follows after the grace period.
-
-        Returns:
-            The host events that arrived meanwhile.
         """
-        came: list[HostEvent] = []
-        if self._mesh is None or not self._members:
-            return came
+        if self._mesh is None:
+            return
         answers: asyncio.Queue[Any] = asyncio.Queue()
         loop, grace = asyncio.get_running_loop(), self._options.grace
         asked = set(self._members)
         until = loop.time() + grace + _STOP_MARGIN
         self._stream_into(answers, "stop", {"signal": number, "grace": grace})
-        # One task for all rounds of the loop: a host event that arrives with an answer must not lose the answer.
+        # One task for all rounds of the loop: the loss of a host that arrives with an answer must not lose the answer.
         getting = asyncio.ensure_future(answers.get())
         while asked:
             try:
-                await self._unless_host_event(asyncio.wait([getting], timeout=until - loop.time()))
-            except HostEventArrived as more:
-                came.append(more.host_event)
-                if more.host_event.lost:
-                    self._members.discard(more.host_event.replica)
-                    asked &= self._members
+                waiting = asyncio.wait([getting], timeout=until - loop.time())
+                await self._events.interrupt(waiting, lambda event: _is_loss_of(event, asked))
+            except Interrupted as interruption:
+                asked.discard(interruption.event.replica)
                 continue
             if not getting.done():
                 late = ", ".join(str(replica) for replica in sorted(asked))
@@ -437,10 +433,7 @@ class Controller:
                 self._note_exits(answer["exits"])
                 asked.discard(answer["replica"])  # not from the exits: there are none if no rank was started
         getting.cancel()
-        while not self._rendezvous.host_events.empty():
-            came.append(self._rendezvous.host_events.get_nowait())
-        self._members -= {one.replica for one in came if one.lost}
-        return came
+        self._members -= {event.replica for event in self._events.pending if isinstance(event, HostLost)}
 
     def _note_exits(self, exits: list[dict[str, Any]]) -> None:
         for values in exits:
@@ -452,20 +445,13 @@ class Controller:
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: function(*args))
 
-    async def _unless_host_event(self, awaitable: Awaitable[T]) -> T:
-        """Await something; raise ``HostEventArrived`` if a host event arrives first."""
-        wanted = asyncio.ensure_future(awaitable)
-        host_event = asyncio.ensure_future(self._rendezvous.host_events.get())
-        try:
-            await asyncio.wait([wanted, host_event], return_when=asyncio.FIRST_COMPLETED)
-            if wanted.done():
-                if host_event.done():
-                    self._rendezvous.host_events.put_nowait(host_event.result())
-                return wanted.result()
-            raise HostEventArrived(host_event.result())
-        finally:
-            for task in (wanted, host_event):
-                task.cancel()
+
+def _joined(host: Registration) -> HostJoined:
+    return HostJoined(host.replica, JobResult(0, f"{host.name} has joined"))
+
+
+def _is_loss_of(event: HostEvent, replicas: set[int]) -> bool:
+    return isinstance(event, HostLost) and event.replica in replicas
 
 
 def _raise_if_refused(answer: Any) -> Any:

@@ -15,9 +15,11 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 from torchx_monarch.command.command import Command
-from torchx_monarch.controller.rendezvous import HostEvent, Registration, Rendezvous
+from torchx_monarch.controller.host_events import HostLost
+from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.job_result import JobResult
+from torchx_monarch.model.registration import Registration
 
 
 class TooFewHosts(Exception):
@@ -134,10 +136,10 @@ class HostGatherer:
     async def reachable_newcomers(self) -> list[Registration]:
         """Return the hosts that are not in the attempt, and refuse the unreachable ones before any rank is stopped."""
         if refused := await self.refuse(await self.unreachable(self._rendezvous.newcomers)):
-            self._reporter.note(refused.kind, refused.verdict.reason, replica=refused.replica)
+            self._reporter.note(refused.KIND, refused.result.reason, replica=refused.replica)
         return self._rendezvous.newcomers
 
-    async def refuse(self, reasons: Mapping[int, str]) -> HostEvent | None:
+    async def refuse(self, reasons: Mapping[int, str]) -> HostLost | None:
         """Dismiss hosts that cannot take part in an elastic job, which goes on without them.
 
         Args:
@@ -152,10 +154,10 @@ class HostGatherer:
         losses = []
         for replica, reason in reasons.items():
             verdict = JobResult(1, reason, replica=replica)
-            losses.append(HostEvent(replica, verdict))
+            losses.append(HostLost(replica, verdict))
             await self._rendezvous.dismiss(replica, verdict)
         for loss in losses[1:]:
-            self._reporter.note(loss.kind, loss.verdict.reason, replica=loss.replica)
+            self._reporter.note(loss.KIND, loss.result.reason, replica=loss.replica)
         return losses[0]
 
     def shortage(self, replaced: bool) -> str:

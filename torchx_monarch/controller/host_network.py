@@ -16,7 +16,7 @@ import os
 import re
 from collections.abc import Callable, Iterable
 
-from torchx_monarch.controller.rendezvous import Registration
+from torchx_monarch.model.registration import Registration
 from torchx_monarch.transport import connections, local_addresses
 from torchx_monarch.transport.address import REPLICA0_NAME
 from torchx_monarch.transport.connections import Address, ConnectError, Identity

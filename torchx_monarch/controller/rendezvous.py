@@ -28,8 +28,11 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 
+from torchx_monarch.controller.host_events import HostEvents, HostLost, StopRequested, agent_lost, signalled
+from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.model.host_spec import LEASE, PEER_TIMEOUT
-from torchx_monarch.model.job_result import JobResult, describe_code
+from torchx_monarch.model.job_result import JobResult
+from torchx_monarch.model.registration import Registration
 from torchx_monarch.transport import connections, messages
 from torchx_monarch.transport.connections import Address, ConnectError, Identity
 from torchx_monarch.transport.lease import Leases
@@ -39,11 +42,7 @@ _GREETING_TIMEOUT = 10.0
 
 _LATECOMERS = 1.0
 
-PREEMPTED = "preempted"
-"""Kind of the event of a host whose machine is preempted."""
-
-JOINED = "joined"
-"""Kind of the event of a host that has registered while an attempt runs."""
+_STOPPED = JobResult(128 + signal.SIGTERM, "the job was stopped by its client", stopped=True)
 
 
 class RendezvousError(Exception):
@@ -62,55 +61,6 @@ class _EndingError(LaterError):
     """The registered hosts are about to end, and the backend has restarted one of them before the others."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Registration:
-    """The data with which a host registers.
-
-    Attributes:
-        replica: replica id of the host within the role.
-        address: address of its Monarch worker; empty if ``error`` is set.
-        hostname: name of the machine.
-        pid: process id of the host process.
-        nproc: number of ranks that it will run.
-        error: why it cannot take part; empty if it can.
-        code: exit code that belongs to ``error``.
-        attempt: the last attempt in which it took part, under an earlier replica 0; -1 for none.
-    """
-
-    replica: int
-    address: str
-    hostname: str
-    pid: int
-    nproc: int
-    error: str = ""
-    code: int = 1
-    attempt: int = -1
-
-    @property
-    def name(self) -> str:
-        """Return the host's name for messages: ``host 1 (node7, pid 4711)``."""
-        return f"host {self.replica} ({self.hostname}, pid {self.pid})"
-
-
-@dataclasses.dataclass(frozen=True)
-class HostEvent:
-    """An event of a host, not of a rank, that ends an attempt.
-
-    Attributes:
-        replica: replica id of the host.
-        verdict: the job's result if the event ends the job.
-        lost: whether the host can no longer receive a request to stop its ranks.
-        signal: the signal with which the ranks of the other hosts are stopped.
-        kind: kind of the event in the events file, such as ``failure``, ``PREEMPTED`` or ``JOINED``.
-    """
-
-    replica: int
-    verdict: JobResult
-    lost: bool = True
-    signal: int = signal.SIGTERM
-    kind: str = "failure"
-
-
 Serve = Callable[[messages.Message, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
@@ -118,7 +68,7 @@ class Rendezvous:
     """Replica 0's side of the rendezvous.
 
     Attributes:
-        host_events: queue of the events that end an attempt.
+        events: the events that interrupt the controller.
         clients: handlers of client greetings, by kind, which extend or replace those of this module. The handler owns
             the connection until it returns; its ``RendezvousError`` refuses the client.
         reports: handlers of host messages, by kind, which extend those of this module.
@@ -143,7 +93,7 @@ class Rendezvous:
         lease: float = LEASE,
         fewest: int | None = None,
     ) -> None:
-        self.host_events: asyncio.Queue[HostEvent] = asyncio.Queue()
+        self.events = HostEvents()
         self.clients: dict[str, Serve] = {}
         self.reports: dict[str, Callable[[Registration, messages.Message], None]] = {}
         self._address = address
@@ -180,13 +130,13 @@ class Rendezvous:
         self._leases.start()
 
     def register(self, host: Registration) -> None:
-        """Register a host as present. A host with an error also puts an event into ``host_events``."""
+        """Register a host as present. The error of a host that cannot start is an event."""
         self._hosts[host.replica] = host
         self._seen.add(host.replica)
         if host.error:
             reason = f"{host.name} cannot start: {host.error}"
             verdict = JobResult(host.code, reason, replica=host.replica)
-            self.host_events.put_nowait(HostEvent(host.replica, verdict, lost=False))
+            self.events.post(StopRequested(host.replica, verdict))
         self._note_change()
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -195,17 +145,9 @@ class Rendezvous:
             await self._changed.wait()
 
     def form(self) -> list[Registration]:
-        """Make the present hosts the members of the next attempt; return their registrations by replica id.
-
-        Drop the queued events of hosts that are gone or have joined: forming the attempt has settled them.
-        """
+        """Make the present hosts the members of the next attempt; return their registrations by replica id."""
         self._formed = True
         self._members = {each: host for each, host in sorted(self._hosts.items()) if not host.error}
-        for _ in range(self.host_events.qsize()):
-            host_event = self.host_events.get_nowait()
-            gone = host_event.lost or (host_event.verdict.stopped and host_event.replica not in self._members)
-            if host_event.replica == 0 or not (gone or host_event.kind == JOINED):
-                self.host_events.put_nowait(host_event)
         return list(self._members.values())
 
     @property
@@ -281,7 +223,7 @@ class Rendezvous:
                 return
             if kind in ("look", "stop"):
                 if kind == "stop":
-                    self.host_events.put_nowait(stopped_by_client())
+                    self.events.post(StopRequested(0, _STOPPED))
                 await messages.send(writer, {"type": "state", **self.state()})
                 return
             if connections.is_client(writer):
@@ -314,7 +256,7 @@ class Rendezvous:
             # From here on its replacement may register.
             del self._hosts[host.replica]
             self._note_change()
-            self.host_events.put_nowait(lost)
+            self.events.post(lost)
 
     def _kind(self, greeting: messages.Message | None) -> str:
         if greeting is None:
@@ -337,12 +279,9 @@ class Rendezvous:
 
     def _admit(self, greeting: messages.Message) -> Registration:
         try:
-            host = Registration(**greeting["host"])
-        except (KeyError, TypeError) as error:
-            raise RendezvousError(f"the registration is not complete: {error}") from None
-        for field in dataclasses.fields(Registration):
-            if type(getattr(host, field.name)).__name__ != field.type:
-                raise RendezvousError(f"{field.name} of the registration is no {field.type}")
+            host = decode(Registration, greeting.get("host"), "the registration")
+        except DecodeError as error:
+            raise RendezvousError(str(error)) from None
         if not 0 <= host.replica < self._replicas:
             raise RendezvousError(f"replica {host.replica!r} is not one of the {self._replicas} of this role")
         if host.replica in self._hosts:
@@ -355,7 +294,7 @@ class Rendezvous:
             raise RendezvousError(host.error)  # the job goes on without it
         return host
 
-    async def _follow(self, host: Registration, reader: asyncio.StreamReader) -> HostEvent:
+    async def _follow(self, host: Registration, reader: asyncio.StreamReader) -> HostLost:
         """Read the messages of a host until it is lost; return the event of its loss."""
         while message := await messages.receive(reader):
             if host.replica in self._writers:
@@ -371,7 +310,7 @@ class Rendezvous:
                 if self._hosts.get(host.replica) is host:
                     announced = message.get("announced")
                     announced = announced is True if announced is not None else None
-                    self.host_events.put_nowait(signalled(host, number, announced))
+                    self.events.post(signalled(host, number, announced))
             if isinstance(kind, str) and kind in self.reports:
                 self.reports[kind](host, message)
             if kind == "alive" and host.replica in self._writers:
@@ -390,50 +329,9 @@ class Rendezvous:
         self._writers[replica].transport.abort()  # ends ``_follow`` of this host
 
 
-def _lost(host: Registration, how: str) -> HostEvent:
+def _lost(host: Registration, how: str) -> HostLost:
     verdict = JobResult(1, f"{host.name} {how}", consequence=True, replica=host.replica)
-    return HostEvent(host.replica, verdict)
-
-
-def agent_lost(host: Registration, silent: float = 0.0) -> HostEvent:
-    """Return the event of a host whose agent has died or does not answer.
-
-    Args:
-        host: the host.
-        silent: seconds for which the agent has not answered its host process; 0 if the agent has died.
-    """
-    how = f"does not answer: no message from it for {silent:g} s (lease)" if silent else "died"
-    return HostEvent(host.replica, JobResult(1, f"the agent of {host.name} {how}", replica=host.replica))
-
-
-def signalled(host: Registration, number: int, announced: bool | None) -> HostEvent:
-    """Return the event of a host that received a signal.
-
-    Args:
-        host: the host.
-        number: the signal.
-        announced: whether the backend announced the signal (``MONARCH_STOP_FILE``). A SIGTERM that the backend did not
-            announce is a preemption. None for a backend that cannot announce signals: its SIGTERM counts as a
-            preemption, but may be a cancellation.
-    """
-    if number == signal.SIGTERM and not announced:
-        said = "preempted or cancelled" if announced is None else "preempted"
-        reason, kind = f"{said}: {host.name} received SIGTERM from outside the job", PREEMPTED
-    else:
-        what = describe_code(-number).partition("by ")[2]
-        reason, kind = f"host {host.replica} was told to stop by {what}", "failure"
-    verdict = JobResult(128 + number, reason, stopped=True, replica=host.replica)
-    return HostEvent(host.replica, verdict, lost=False, signal=number, kind=kind)
-
-
-def joined(host: Registration) -> HostEvent:
-    """Return the event of a host that has registered while an attempt runs."""
-    return HostEvent(host.replica, JobResult(0, f"{host.name} has joined"), lost=False, kind=JOINED)
-
-
-def stopped_by_client() -> HostEvent:
-    """Return the event of a client's request to end the job."""
-    return HostEvent(0, JobResult(128 + signal.SIGTERM, "the job was stopped by its client", stopped=True), lost=False)
+    return HostLost(host.replica, verdict)
 
 
 def _brief(value: object) -> str:

@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torchx_monarch.controller.rendezvous import Registration, RendezvousError
+from torchx_monarch.controller.rendezvous import RendezvousError
 from torchx_monarch.model.host_spec import LEASE, PEER_TIMEOUT
 from torchx_monarch.model.job_result import JobResult
+from torchx_monarch.model.registration import Registration
 from torchx_monarch.transport import connections, messages
 from torchx_monarch.transport.connections import Address, ConnectError, Identity
 from torchx_monarch.transport.lease import Leases

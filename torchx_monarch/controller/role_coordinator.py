@@ -19,10 +19,12 @@ first role to another      ``linked``, ``refused``, ``again`` (with code, reason
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 
+from torchx_monarch.controller.host_events import HostJoined, HostLost, Interrupted, StopRequested
 from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.rendezvous import JOINED, HostEvent, LaterError, Rendezvous
+from torchx_monarch.controller.rendezvous import LaterError, Rendezvous
 from torchx_monarch.controller.role_registry import role_of, start_of_app
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_spec import HostSpec
@@ -87,17 +89,10 @@ class RoleCoordinator:
         """Wait until no host of an earlier start of the app is left, for ``timeout`` seconds or until a host event."""
 
     async def _until(self, event: asyncio.Event, reporter: Reporter, timeout: float, what: Callable[[], str]) -> None:
-        """Wait for an event for at most ``timeout`` seconds. A host event ends the wait and is requeued."""
-        host_events = self._rendezvous.host_events
-        wanted, host_event = asyncio.ensure_future(event.wait()), asyncio.ensure_future(host_events.get())
-        waiting = asyncio.wait([wanted, host_event], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-        try:
+        """Wait for an event for at most ``timeout`` seconds. A host event ends the wait and stays pending."""
+        waiting = self._rendezvous.events.interrupt(asyncio.wait_for(event.wait(), timeout))
+        with contextlib.suppress(asyncio.TimeoutError, Interrupted):
             await reporter.while_waiting(waiting, what)
-        finally:
-            wanted.cancel()
-            host_event.cancel()
-        if host_event.done() and not host_event.cancelled():
-            host_events.put_nowait(host_event.result())
 
     async def await_others(self, verdict: JobResult, reporter: Reporter, timeout: float) -> JobResult:
         """Wait, on the first role after its success, for the success of the roles in ``await_roles``.
@@ -118,7 +113,7 @@ class RoleCoordinator:
     def _fail(self, code: int, reason: str, stopped: bool = False) -> None:
         self._told = reason
         verdict = JobResult(code or 1, reason, stopped=stopped, consequence=True, replica=0)
-        self._rendezvous.host_events.put_nowait(HostEvent(0, verdict, lost=False))
+        self._rendezvous.events.post(StopRequested(0, verdict))
 
     def _result_message(self, kind: str, verdict: JobResult) -> messages.Message:
         """Return the message with the result of this role. A reason that came from another role is kept unchanged."""
@@ -174,17 +169,15 @@ class _MainRole(RoleCoordinator):
             if missing and loop.time() >= until:
                 names = ", ".join(missing)
                 return JobResult(1, f"replica 0 of role {names} has not arrived in {timeout:g} s (--host-timeout)")
-            changed = asyncio.ensure_future(self._changed.wait())
-            came = asyncio.ensure_future(self._rendezvous.host_events.get())
+            changed = asyncio.wait_for(self._changed.wait(), until - loop.time() if missing else None)
             try:
-                within = until - loop.time() if missing else None
-                await asyncio.wait([changed, came], timeout=within, return_when=asyncio.FIRST_COMPLETED)
                 # This role has succeeded: its hosts that leave, or arrive too late, change nothing.
-                if came.done() and not (came.result().lost or came.result().kind == JOINED):
-                    return came.result().verdict
-            finally:
-                changed.cancel()
-                came.cancel()
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await self._rendezvous.events.interrupt(
+                        changed, lambda event: not isinstance(event, (HostLost, HostJoined))
+                    )
+            except Interrupted as interruption:
+                return interruption.event.result
         return verdict
 
     async def end(self, verdict: JobResult, timeout: float) -> None:

@@ -21,8 +21,9 @@ import asyncio
 import dataclasses
 from collections.abc import Callable, Mapping
 
+from torchx_monarch.controller.host_events import StopRequested
 from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.rendezvous import HostEvent, LaterError, Rendezvous, RendezvousError
+from torchx_monarch.controller.rendezvous import LaterError, Rendezvous, RendezvousError
 from torchx_monarch.controller.rendezvous_client import handshake
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_spec import HostSpec
@@ -168,7 +169,7 @@ class RegistryClient:
     async def tell(self, rendezvous: Rendezvous, host_network: HostNetwork, reporter: Reporter, timeout: float) -> None:
         """Register this host's address, on replica 0 of another role, and keep the entry for as long as the host lives.
 
-        If this fails for ``timeout`` seconds, put an event into ``host_events``: the other hosts of the role will not
+        If this fails for ``timeout`` seconds, the job ends: the other hosts of the role will not
         find this one.
         """
         where, why = host_network.rendezvous, ""
@@ -189,7 +190,7 @@ class RegistryClient:
             except RendezvousError as error:
                 if not told:
                     verdict = JobResult(1, str(error), replica=0)
-                    rendezvous.host_events.put_nowait(HostEvent(0, verdict, lost=False))
+                    rendezvous.events.post(StopRequested(0, verdict))
                 return
             told = True
             try:

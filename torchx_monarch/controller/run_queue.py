@@ -29,14 +29,12 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from torchx_monarch.controller.rendezvous import HostEvent, Rendezvous, RendezvousError
+from torchx_monarch.controller.host_events import RunEndRequested, StopRequested
+from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
 from torchx_monarch.controller.run_request import RunRequest
 from torchx_monarch.insight.run_log import RunLog
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.transport import messages
-
-END_RUN = "end_run"
-"""Kind of the host event that ends a run and not the allocation."""
 
 TIMED_OUT = 124
 """Exit code of a run that its timeout has ended, as of ``timeout(1)``."""
@@ -250,8 +248,7 @@ class RunQueue:
             self.finish(run, verdict, [])
         elif run is self.current:
             run.ending = run.ending or verdict
-            host_event = HostEvent(0, run.ending, lost=False, signal=number, kind=END_RUN)
-            self._rendezvous.host_events.put_nowait(host_event)
+            self._rendezvous.events.post(RunEndRequested(0, run.ending, number))
 
     async def close(self, verdict: JobResult) -> None:
         """End all runs because the hosts end, and wait until the clients have received the last records."""
@@ -401,7 +398,7 @@ async def _touch(run_queue: RunQueue, greeting: messages.Message, reader: Any, w
 
 async def _stop(run_queue: RunQueue, greeting: messages.Message, reader: Any, writer: asyncio.StreamWriter) -> None:
     verdict = JobResult(0, "released by its client", stopped=True)
-    run_queue._rendezvous.host_events.put_nowait(HostEvent(0, verdict, lost=False))
+    run_queue._rendezvous.events.post(StopRequested(0, verdict))
     await messages.send(writer, run_queue.state())
 
 

@@ -10,12 +10,14 @@ import signal
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
-from torchx_monarch.controller.controller import Controller, HostEventArrived, HostRefused
+from torchx_monarch.controller.controller import Controller, HostRefused
+from torchx_monarch.controller.host_events import Interrupted, RunEndRequested, concerns_hosts
 from torchx_monarch.controller.job_options import JobOptions
-from torchx_monarch.controller.rendezvous import Registration, Rendezvous
-from torchx_monarch.controller.run_queue import END_RUN, Run, RunQueue
+from torchx_monarch.controller.rendezvous import Rendezvous
+from torchx_monarch.controller.run_queue import Run, RunQueue
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.job_result import JobResult
+from torchx_monarch.model.registration import Registration
 from torchx_monarch.model.world import LaunchError
 from torchx_monarch.transport import agent_rpc, messages
 
@@ -106,24 +108,13 @@ class SessionController(Controller):
             while True:
                 run = run_queue.current
                 if run is None:
-                    if not await self._unless_ended(run_queue.run_wanted()):
+                    if not await self._events.interrupt(run_queue.run_wanted(), concerns_hosts):
                         text = f"no run for {run_queue.idle_timeout:g} s: the hosts end"
                         return JobResult(0, text, stopped=True)
                     run = self._begin(run_queue.begin())
                 await self._finish(run, await self._execute_run(run, hosts))
         finally:
             run_queue.ready = False
-
-    async def _unless_ended(self, awaitable: Awaitable[T]) -> T:
-        """Call ``_unless_host_event`` after dropping requests to end a run that has ended already."""
-        self._drop_end_run_events()
-        return await self._unless_host_event(awaitable)
-
-    def _drop_end_run_events(self) -> None:
-        for _ in range(self._rendezvous.host_events.qsize()):
-            host_event = self._rendezvous.host_events.get_nowait()
-            if host_event.kind != END_RUN:
-                self._rendezvous.host_events.put_nowait(host_event)
 
     def _begin(self, run: Run) -> Run:
         self._attempt_number, self._uncounted, self._launched = 0, 0, -1
@@ -154,13 +145,13 @@ class SessionController(Controller):
                 [dataclasses.replace(host, nproc=answers[host.replica]["nproc"]) for host in hosts]
             )
         except HostRefused as refusal:
-            self._requeue(await self._stop_ranks(signal.SIGKILL))
+            await self._stop_ranks(signal.SIGKILL)
             return JobResult(refusal.code, str(refusal))
-        except HostEventArrived as came:
-            if came.host_event.kind != END_RUN:
+        except Interrupted as interruption:
+            if not isinstance(interruption.event, RunEndRequested):
                 raise
-            self._requeue(await self._stop_ranks(came.host_event.signal))
-            return run.ending or came.host_event.verdict
+            await self._stop_ranks(interruption.event.signal)
+            return interruption.event.result
 
     async def _distribute_code(self, code: str) -> None:
         """Copy the code of a run to the hosts that joined after it was distributed."""
@@ -168,31 +159,27 @@ class SessionController(Controller):
             return
         assert self._run_queue.distribute_code is not None
         try:
-            await self._unless_host_event(self._run_queue.distribute_code(code))
+            await self._events.interrupt(self._run_queue.distribute_code(code))
         except (HostsError, LaunchError) as error:
             raise HostRefused(str(error), 1) from None
-
-    def _requeue(self, host_events: Iterable[Any]) -> None:
-        for host_event in host_events:
-            self._rendezvous.host_events.put_nowait(host_event)
 
     async def _finish(self, run: Run, verdict: JobResult) -> None:
         """Collect the last output of a run, prepare the hosts for the next run, and report the result."""
         word = "STOPPED" if verdict.stopped else "FAILED" if verdict.code else "SUCCEEDED"
         try:
             finish = self.broadcast("finish", {"token": run.token})
-            sent = await self._unless_ended(asyncio.wait_for(finish, _FINISH_TIMEOUT))
+            sent = await self._events.interrupt(asyncio.wait_for(finish, _FINISH_TIMEOUT), concerns_hosts)
             await asyncio.wait_for(self._all_arrived(sent), _OUTPUT_TIMEOUT)
-        except HostEventArrived as came:
-            self._requeue([came.host_event])
+        except Interrupted:
+            pass  # the hosts are not together any more, or the session ends: the next wait handles the event
         except (HostsError, asyncio.TimeoutError) as error:
             # The loss of a host is reported by a host event.
             self._reporter.line(f"some output of run {run.number} may be missing: {error or 'it did not come in time'}")
         self._reporter.echo = None
-        self._drop_end_run_events()
         exits = [{"type": "exit", "exit": self._exits[rank].to_json()} for rank in sorted(self._exits)]
         self._reporter.note("run_end", f"run {run.number} {word}: {verdict.reason}", run=run.number, code=verdict.code)
         self._run_queue.finish(run, verdict, [{"type": "attempts", "count": self._attempt_number + 1}, *exits])
+        self._events.settle_all(lambda event: isinstance(event, RunEndRequested))
 
     async def _report_output(self) -> None:
         """Report nothing: the first output of a run is not an event."""

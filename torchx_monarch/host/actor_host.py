@@ -20,13 +20,14 @@ from torchx_monarch.command.command import Command, CommandError, parse
 from torchx_monarch.command.torchrun_options import DEFAULTS
 from torchx_monarch.controller.actor_controller import ActorController
 from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.controller.rendezvous import Registration, Rendezvous, RendezvousError
+from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
 from torchx_monarch.controller.role_registry import is_registered_address
 from torchx_monarch.host.host_process import _HOST_EXIT_TIMEOUT, HostProcess
 from torchx_monarch.host.rank_environment import env_number
 from torchx_monarch.host.rank_output import OutputPipe
 from torchx_monarch.model.env_names import is_for_hosts
 from torchx_monarch.model.job_result import JobResult
+from torchx_monarch.model.registration import Registration
 from torchx_monarch.model.world import LaunchError, World
 from torchx_monarch.monarch_adapter.monarch_api import LOG_TO_STDERR
 from torchx_monarch.system import processes

@@ -19,12 +19,12 @@ from collections.abc import Coroutine, Mapping
 from typing import Any, NoReturn
 
 from torchx_monarch.command.command import Command, CommandError, check, parse
-from torchx_monarch.controller import retry
+from torchx_monarch.controller import host_events, retry
 from torchx_monarch.controller.controller import Controller
 from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.job_options import JobOptions
-from torchx_monarch.controller.rendezvous import Registration, Rendezvous, RendezvousError, agent_lost, signalled
+from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.controller.role_coordinator import RoleCoordinator
 from torchx_monarch.controller.role_registry import RegistryClient
@@ -36,6 +36,7 @@ from torchx_monarch.host.watchdog import ENABLED, FILE
 from torchx_monarch.insight.progress import Reporter, write_failure_report
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult
+from torchx_monarch.model.registration import Registration
 from torchx_monarch.model.world import LaunchError, World
 from torchx_monarch.system import error_files, open_files, processes, run_dirs, safe_files
 from torchx_monarch.system.console import Console
@@ -466,7 +467,7 @@ class HostProcess:
         if self._rendezvous_client is not None:
             self._spawn(self._rendezvous_client.tell("agent_lost", silent=silent))
         elif self._rendezvous is not None:
-            self._rendezvous.host_events.put_nowait(agent_lost(host, silent))
+            self._rendezvous.events.post(host_events.agent_lost(host, silent))
 
     def _signalled(self, number: int) -> None:
         self._reporter.line(f"host {self._options.replica}: received {signal.Signals(number).name}")
@@ -474,15 +475,15 @@ class HostProcess:
         stop_file = self._environ.get("MONARCH_STOP_FILE")
         announced = os.path.exists(stop_file) if stop_file else None
         host = self._registration or Registration(self._options.replica, "", self._hostname, os.getpid(), 0)
-        host_event = signalled(host, number, announced)
+        event = host_events.signalled(host, number, announced)
         if self._rendezvous_client is not None:
             self._spawn(self._rendezvous_client.tell("signal", number=number, announced=announced))
         elif self._rendezvous is not None:
-            self._rendezvous.host_events.put_nowait(host_event)
+            self._rendezvous.events.post(event)
         else:
             # No controller to decide: this host has not joined yet, or has lost replica 0.
-            self._reporter.note(host_event.kind, host_event.verdict.reason, replica=host_event.replica)
-            self._spawn(self._report_and_exit(self._conclude(host_event.verdict)))
+            self._reporter.note(event.KIND, event.result.reason, replica=event.replica)
+            self._spawn(self._report_and_exit(self._conclude(event.result)))
 
     def _forward_signal(self, number: int) -> None:
         self._reporter.line(f"host {self._options.replica}: passing {signal.Signals(number).name} on to its ranks")

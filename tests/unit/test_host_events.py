@@ -1,0 +1,101 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Events of hosts: pending until they are settled, and what they interrupt."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import pytest
+
+from torchx_monarch.controller.host_events import (
+    HostEvents,
+    HostLost,
+    HostPreempted,
+    Interrupted,
+    RunEndRequested,
+    StopRequested,
+    agent_lost,
+    concerns_hosts,
+    signalled,
+)
+from torchx_monarch.model.job_result import JobResult
+from torchx_monarch.model.registration import Registration
+
+HOST = Registration(1, "ipc:///nowhere", "node7", 4711, 1)
+LOST = HostLost(1, JobResult(1, "lost"))
+RUN_END = RunEndRequested(0, JobResult(143, "ended", stopped=True))
+STOP = StopRequested(0, JobResult(143, "stopped", stopped=True))
+
+
+def test_an_event_interrupts_every_wait_until_it_is_settled() -> None:
+    async def main() -> None:
+        events = HostEvents()
+        waiting = asyncio.ensure_future(events.interrupt(asyncio.sleep(60)))
+        await asyncio.sleep(0)
+        events.post(LOST)
+        for wait in (waiting, events.interrupt(asyncio.sleep(60))):
+            with pytest.raises(Interrupted) as caught:
+                await wait
+            assert caught.value.event is LOST
+        events.settle(LOST)
+        assert events.pending == []
+        assert await events.interrupt(asyncio.sleep(0, "done")) == "done"
+
+    asyncio.run(main())
+
+
+def test_what_is_done_already_is_not_interrupted() -> None:
+    async def main() -> None:
+        events, done = HostEvents(), asyncio.get_running_loop().create_future()
+        done.set_result(7)
+        events.post(LOST)
+        assert await events.interrupt(done) == 7
+        assert events.pending == [LOST]
+
+    asyncio.run(main())
+
+
+def test_a_wait_may_leave_some_events_to_a_later_one() -> None:
+    async def main() -> None:
+        events = HostEvents()
+        events.post(RUN_END)
+        waiting = asyncio.ensure_future(events.next(concerns_hosts))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        events.post(STOP)
+        assert await waiting is STOP
+        assert events.pending == [RUN_END, STOP]
+        assert events.settle_all(lambda event: event is RUN_END) == [RUN_END]
+        assert events.pending == [STOP]
+
+    asyncio.run(main())
+
+
+def test_an_error_of_the_work_is_its_own() -> None:
+    async def main() -> None:
+        with pytest.raises(asyncio.TimeoutError):
+            await HostEvents().interrupt(asyncio.wait_for(asyncio.sleep(60), 0.01))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("number", "announced", "kind", "reason"),
+    [
+        (signal.SIGTERM, False, HostPreempted, "preempted: host 1 (node7, pid 4711) received SIGTERM"),
+        (signal.SIGTERM, None, HostPreempted, "preempted or cancelled: host 1 (node7, pid 4711) received SIGTERM"),
+        (signal.SIGTERM, True, StopRequested, "host 1 was told to stop by signal 15 (SIGTERM)"),
+        (signal.SIGINT, False, StopRequested, "host 1 was told to stop by signal 2 (SIGINT)"),
+    ],
+)
+def test_the_meaning_of_a_signal(number: int, announced: bool | None, kind: type, reason: str) -> None:
+    event = signalled(HOST, number, announced)
+    assert (type(event), event.replica, event.signal, event.result.code) == (kind, 1, number, 128 + number)
+    assert event.result.stopped and event.result.reason.startswith(reason)
+
+
+def test_the_loss_of_an_agent_names_its_host() -> None:
+    assert agent_lost(HOST).result.reason == "the agent of host 1 (node7, pid 4711) died"
+    assert "no message from it for 7 s" in agent_lost(HOST, 7.0).result.reason

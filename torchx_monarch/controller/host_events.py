@@ -1,0 +1,161 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The events that interrupt the work of a controller, and the collection of those that it has not handled yet.
+
+Connections, signal handlers and clients post events. Only the controller settles them: an event stays pending, as the
+controller's state, until the transition that it causes has been made, and any phase may look at it before then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import signal
+from collections.abc import Awaitable, Callable
+from typing import ClassVar, TypeVar
+
+from torchx_monarch.model.job_result import JobResult, describe_code
+from torchx_monarch.model.registration import Registration
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HostEvent:
+    """Something that ends an attempt although no rank has failed.
+
+    Attributes:
+        KIND: kind of the event in the events file.
+        replica: replica id of the host concerned; 0 for the whole job.
+        result: result of the job if the event ends it.
+        signal: the signal with which the ranks of the other hosts are stopped.
+    """
+
+    KIND: ClassVar[str] = "failure"
+
+    replica: int
+    result: JobResult
+    signal: int = signal.SIGTERM
+
+
+class HostLost(HostEvent):
+    """A host can no longer receive requests; its ranks are gone, or it stops them itself."""
+
+
+class HostJoined(HostEvent):
+    """A host has registered while an attempt runs."""
+
+    KIND = "joined"
+
+
+class HostPreempted(HostEvent):
+    """The machine of a host is preempted: the host stops its ranks and will end."""
+
+    KIND = "preempted"
+
+
+class StopRequested(HostEvent):
+    """The job must end: a client or a signal asks for it, another role has failed, or a host cannot start."""
+
+
+class RunEndRequested(HostEvent):
+    """A run on a live allocation must end, and the hosts stay."""
+
+
+def concerns_hosts(event: HostEvent) -> bool:
+    """Return whether an event concerns the hosts, and not only the run that they execute."""
+    return not isinstance(event, RunEndRequested)
+
+
+class Interrupted(Exception):  # noqa: N818 - no error: the controller waits for something else from here on
+    """An event arrived while the controller was waiting for something else."""
+
+    def __init__(self, event: HostEvent) -> None:
+        super().__init__(event.result.reason)
+        self.event = event
+
+
+class HostEvents:
+    """The events that the controller has not handled yet, oldest first.
+
+    Attributes:
+        pending: these events.
+    """
+
+    def __init__(self) -> None:
+        self.pending: list[HostEvent] = []
+        self._posted = asyncio.Event()
+
+    def post(self, event: HostEvent) -> None:
+        """Add an event."""
+        self.pending.append(event)
+        self._posted.set()
+        self._posted = asyncio.Event()
+
+    def settle(self, event: HostEvent) -> None:
+        """Remove an event, if it is pending. Only the controller calls this."""
+        self.settle_all(lambda pending: pending is event)
+
+    def settle_all(self, settled: Callable[[HostEvent], bool]) -> list[HostEvent]:
+        """Remove the events to which a condition applies; return them. Only the controller calls this."""
+        removed = [event for event in self.pending if settled(event)]
+        self.pending = [event for event in self.pending if event not in removed]
+        return removed
+
+    async def next(self, wanted: Callable[[HostEvent], bool] = lambda event: True) -> HostEvent:
+        """Wait until an event to which a condition applies is pending; return the oldest one, which stays pending."""
+        while True:
+            for event in self.pending:
+                if wanted(event):
+                    return event
+            await self._posted.wait()
+
+    async def interrupt(self, awaitable: Awaitable[T], wanted: Callable[[HostEvent], bool] = lambda event: True) -> T:
+        """Await something.
+
+        Args:
+            awaitable: what to await; cancelled by an event.
+            wanted: which events interrupt it.
+
+        Raises:
+            Interrupted: an event is pending, or arrives, before the awaitable is done.
+        """
+        work, event = asyncio.ensure_future(awaitable), asyncio.ensure_future(self.next(wanted))
+        try:
+            await asyncio.wait([work, event], return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                return work.result()
+            raise Interrupted(event.result())
+        finally:
+            work.cancel()
+            event.cancel()
+
+
+def agent_lost(host: Registration, silent: float = 0.0) -> HostLost:
+    """Return the event of a host whose agent has died or does not answer.
+
+    Args:
+        host: the host.
+        silent: seconds for which the agent has not answered its host process; 0 if the agent has died.
+    """
+    how = f"does not answer: no message from it for {silent:g} s (lease)" if silent else "died"
+    return HostLost(host.replica, JobResult(1, f"the agent of {host.name} {how}", replica=host.replica))
+
+
+def signalled(host: Registration, number: int, announced: bool | None) -> HostPreempted | StopRequested:
+    """Return the event of a host that received a signal.
+
+    Args:
+        host: the host.
+        number: the signal.
+        announced: whether the backend announced the signal (``MONARCH_STOP_FILE``). A SIGTERM that the backend did not
+            announce is a preemption. None for a backend that cannot announce signals: its SIGTERM counts as a
+            preemption, but may be a cancellation.
+    """
+    kind: type[HostPreempted | StopRequested] = StopRequested
+    what = describe_code(-number).partition("by ")[2]
+    reason = f"host {host.replica} was told to stop by {what}"
+    if number == signal.SIGTERM and not announced:
+        said = "preempted or cancelled" if announced is None else "preempted"
+        kind, reason = HostPreempted, f"{said}: {host.name} received SIGTERM from outside the job"
+    return kind(host.replica, JobResult(128 + number, reason, stopped=True, replica=host.replica), number)
