@@ -45,7 +45,7 @@ from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.registration import Registration
 from torchx_monarch.system.processes import raise_file_limit
 from torchx_monarch.transport import connections, credentials
-from torchx_monarch.transport.connections import Address, Identity
+from torchx_monarch.transport.connections import Address, ConnectError, Identity
 from torchx_monarch.transport.local_addresses import NetworkOptions
 
 TIMEOUT = 60.0
@@ -135,8 +135,8 @@ async def hosts(address: Address, identity: Identity, replicas: int, at_once: in
     registered: list[tuple[float, float]] = []
     failures: dict[str, int] = {}
 
-    def failed(reason: str) -> None:
-        failures[reason] = failures.get(reason, 0) + 1
+    def failed(error: ConnectError) -> None:
+        failures[str(error)] = failures.get(str(error), 0) + 1
 
     connecting = asyncio.Semaphore(at_once)
 

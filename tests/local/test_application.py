@@ -54,7 +54,7 @@ def roles(folder: Path, tmp_path: Path) -> Callable[..., tuple[Hosts, Hosts]]:
         made = []
         for name in ("trainer", "reader"):
             (folder / name).mkdir()
-            together = ("--application", f"unix:{folder}/trainer.sock", "--beside", "1")
+            together = ("--application", f"unix:{folder}/trainer.sock", "--peer-roles", "1")
             options = ("--grace", str(grace), "--preload", "", "--role", name, "--host-timeout", "30", *together, *more)
             environ = {"MONARCH_RENDEZVOUS": f"unix:{folder}/{name}.sock"}
             command = ["torchrun", "--nnodes", "2", "--nproc-per-node", "1", "--tee", "3", str(path)]

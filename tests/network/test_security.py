@@ -106,7 +106,7 @@ def job(
         machines,
         ["torchrun", "--nnodes", "2", "--nproc-per-node", "2", "--tee", "3", "--no-python", *waits],
         # As the first of several roles.
-        options=("--grace", "5", "--preload", "", "--directory", where, "--application", where),
+        options=("--grace", "5", "--preload", "", "--role-registry", where, "--application", where),
         environ={"MONARCH_CREDENTIALS": hosts_credentials.to_text()},
     ).start()
     try:

@@ -209,7 +209,7 @@ def test_what_cannot_be_is_refused(roles: list[Role], words: str) -> None:
 def directories(made: BatchJob) -> list[bool]:
     """Which roles ask and are asked where replicas 0 are; the same ones have to tell attempts from each other."""
     return [
-        "--directory tls:@AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS:20100 " in " ".join(each["command"])
+        "--role-registry tls:@AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS:20100 " in " ".join(each["command"])
         for each in containers(made)
     ]
 
@@ -225,9 +225,8 @@ def test_roles_beside_the_main_one_meet_by_its_directory() -> None:
 
 def test_the_end_of_one_role_is_made_that_of_all() -> None:
     """Whatever the policy: Batch ends and retries jobs as a whole, by their main node."""
-    ends = (
-        " --application tls:@AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS:20100 --beside 1 --await-role b -- torchrun "
-    )
+    main = "tls:@AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS:20100"
+    ends = f" --application {main} --peer-roles 1 --await-role b -- torchrun "
     for one in containers(job(role("a", 1), role("b", 1), rendezvous_port=20100)):
         assert ends in " ".join(one["command"])
     assert "--application" not in str(job(role("a", 2)))

@@ -58,11 +58,11 @@ def rewrite(app: AppDef, options: WrapOptions) -> AppDef:
     meet = len(app.roles) > 1 and bool(options.rendezvous or options.application)
     ranks = [role for role in app.roles if _runs_ranks(role)] if meet else []
     has_main = bool(ranks) and ranks[0] is app.roles[0]
-    directory = _directory(ranks, options) if has_main else {}
-    beside = _end_together(ranks, options.always_together) if has_main and options.application else 0
-    awaited = _awaited(ranks[1:]) if beside and options.always_together else []
+    registry = _role_registry(ranks, options) if has_main else {}
+    peer_roles = _end_together(ranks, options.always_together) if has_main and options.application else 0
+    awaited = _awaited(ranks[1:]) if peer_roles and options.always_together else []
     for role in rewritten.roles:
-        wrap_role(role, options.python, _host_arguments(role, options, directory, beside, awaited))
+        wrap_role(role, options.python, _host_arguments(role, options, registry, peer_roles, awaited))
     return rewritten
 
 
@@ -82,8 +82,8 @@ def _awaited(others: Sequence[Role]) -> list[str]:
     return [role.name for role in others if not sidecars.is_sidecar(role)]
 
 
-def _directory(ranks: Sequence[Role], options: WrapOptions) -> Mapping[str, str]:
-    """Return the address of the role registry (``controller.role_registry``) for each role that uses it.
+def _role_registry(ranks: Sequence[Role], options: WrapOptions) -> Mapping[str, str]:
+    """Return the address of the role registry (``controller.roles``) for each role that uses it.
 
     Replica 0 of the first rank role keeps the registry. It is needed only for roles whose replica 0 has no address
     before it runs (``@``), and that have several replicas or run actors.
@@ -238,7 +238,7 @@ def _command(words: Sequence[str], role: Role) -> Command | None:
 
 
 def _host_arguments(
-    role: Role, options: WrapOptions, directory: Mapping[str, str], beside: int, awaited: Sequence[str]
+    role: Role, options: WrapOptions, registry: Mapping[str, str], peer_roles: int, awaited: Sequence[str]
 ) -> list[str]:
     """Return the arguments of the host process, which follow the interpreter and precede the command."""
     rendezvous = options.rendezvous.get(role.name, "")
@@ -249,15 +249,15 @@ def _host_arguments(
         "replica": macros.replica_id,
         "rendezvous": rendezvous,
         "peers": _peers(options) if is_for_actors else "",
-        "directory": directory.get(role.name, ""),
-        "application": options.application if beside else "",
+        "role_registry": registry.get(role.name, ""),
+        "application": options.application if peer_roles else "",
     }
     spec = replace(
         options.spec,
         role=role.name,
         replicas=role.num_replicas,
         replacements=role.max_retries if _are_replaced(role) else 0,
-        beside=beside,
+        peer_roles=peer_roles,
         await_role=tuple(awaited),
     )
     words = spec.to_argv(escape, {name: text for name, text in placeholders.items() if text})

@@ -32,6 +32,10 @@ _STALE_FOR = 1.6
 hold the port, or replica 0 may not have noticed yet that the host that this one replaces is lost."""
 
 
+class PutOffError(ConnectError):
+    """Replica 0 answers that a greeting can be granted later."""
+
+
 async def handshake(
     address: Address,
     greeting: messages.Message,
@@ -39,7 +43,7 @@ async def handshake(
     timeout: float,
     identity: Identity | None = None,
     peer_timeout: float = PEER_TIMEOUT,
-    on_failure: Callable[[str], None] = lambda reason: None,
+    on_failure: Callable[[ConnectError], None] = lambda error: None,
     aim: str = "replica 0 was not reached",
     refused: str = "replica 0 refused this host",
 ) -> tuple[messages.Message, asyncio.StreamReader, asyncio.StreamWriter]:
@@ -52,7 +56,7 @@ async def handshake(
         timeout: seconds for all tries together.
         identity: this host's certificate; None without TLS.
         peer_timeout: seconds without an answer from replica 0's machine after which the kernel breaks the connection.
-        on_failure: called with the reason of each failed try.
+        on_failure: called with the error of each failed try.
         aim: start of the error message for a time-out.
         refused: start of the error message for a refusal.
 
@@ -80,7 +84,7 @@ async def handshake(
             if answer is not None:
                 refusal = f"{refused}: {answer.get('reason')}"
                 if answer.get("later"):
-                    raise ConnectError(refusal)
+                    raise PutOffError(refusal)
                 if answer.get("again"):
                     raise ConnectError(refusal, final=True)
                 raise RendezvousError(refusal)
@@ -92,7 +96,7 @@ async def handshake(
             raise ConnectError(f"{address}: it hung up")
         except ConnectError as error:
             why = str(error)
-            on_failure(why)
+            on_failure(error)
             handshake_timeout = connections.LATER_HANDSHAKE_TIMEOUT
             if error.final and time.monotonic() > started + _STALE_FOR * peer_timeout:
                 raise RendezvousError(why) from None
@@ -133,7 +137,7 @@ class RendezvousClient:
         timeout: float,
         identity: Identity | None = None,
         peer_timeout: float = PEER_TIMEOUT,
-        on_failure: Callable[[str], None] = lambda reason: None,
+        on_failure: Callable[[ConnectError], None] = lambda error: None,
         lease: float = LEASE,
     ) -> RendezvousClient:
         """Connect to replica 0 and register. Retry until it listens.
@@ -145,7 +149,7 @@ class RendezvousClient:
             identity: this host's certificate; None without TLS.
             peer_timeout: seconds without an answer from replica 0's machine after which the kernel breaks the
                 connection.
-            on_failure: called with the reason of each failed try.
+            on_failure: called with the error of each failed try.
             lease: seconds of silence, after the registration, after which replica 0 counts as lost.
 
         Raises:

@@ -21,7 +21,7 @@ from torchx_monarch.command.torchrun_options import DEFAULTS
 from torchx_monarch.controller.actor_controller import ActorController
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
-from torchx_monarch.controller.role_registry import is_registered_address
+from torchx_monarch.controller.roles import is_registered_address
 from torchx_monarch.host.host_process import _HOST_EXIT_TIMEOUT, HostProcess
 from torchx_monarch.host.rank_environment import env_number
 from torchx_monarch.host.rank_output import OutputPipe
@@ -142,7 +142,7 @@ class ActorHost(HostProcess):
             self._shut_down,
             self._actors.script is not None,
         )
-        self._join_registry(rendezvous, host_network)
+        self._role_coordinator = self._coordinate_roles(rendezvous, host_network)
         try:
             await rendezvous.start()
         except RendezvousError as error:
@@ -207,8 +207,8 @@ class ActorHost(HostProcess):
 
         async def ask(role: str, where: str) -> list[str]:
             until = asyncio.get_running_loop().time() + self._options.host_timeout
-            if self._registry_client is not None and is_registered_address(where):
-                address = await self._registry_client.find(role, host_network, self._options.host_timeout)
+            if self._roles is not None and self._roles.server is not None and is_registered_address(where):
+                address = await self._roles.find(role, host_network, self._options.host_timeout)
             else:
                 address = Address.parse(
                     local_addresses.expand_address(where, self._environ, is_first=False), f"role {role}"

@@ -26,8 +26,7 @@ from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
-from torchx_monarch.controller.role_coordinator import RoleCoordinator
-from torchx_monarch.controller.role_registry import RegistryClient
+from torchx_monarch.controller.roles import RoleCoordinator, Roles
 from torchx_monarch.host.no_restart_marker import NoRestartMarker
 from torchx_monarch.host.orphan_reaper import reap_orphans
 from torchx_monarch.host.rank_environment import env_number
@@ -42,7 +41,7 @@ from torchx_monarch.system import error_files, open_files, processes, run_dirs, 
 from torchx_monarch.system.console import Console
 from torchx_monarch.transport import local_addresses
 from torchx_monarch.transport.agent_rpc import SOCKET_VARIABLE, AgentServer
-from torchx_monarch.transport.connections import Address
+from torchx_monarch.transport.connections import Address, ConnectError
 from torchx_monarch.transport.local_addresses import NetworkOptions
 
 _HOST_EXIT_TIMEOUT = 5.0
@@ -79,7 +78,8 @@ class HostProcess:
         self._error_file = self._environ.get("TORCHELASTIC_ERROR_FILE", "")
         self._rendezvous: Rendezvous | None = None
         self._rendezvous_client: RendezvousClient | None = None
-        self._registry_client: RegistryClient | None = None
+        self._roles: Roles | None = None
+        self._role_coordinator = RoleCoordinator()
         self._command: Command | None = None
         self._pool: RankPool | None = None
         self._registration: Registration | None = None
@@ -242,12 +242,10 @@ class HostProcess:
         is_first = self._options.replica == 0
         given = self._options.rendezvous or self._environ.get("MONARCH_RENDEZVOUS") or f"unix:{self._run_dir}/r.sock"
         source = "--rendezvous" if self._options.rendezvous else "MONARCH_RENDEZVOUS"
-        self._registry_client = registry_client = RegistryClient.of(self._options, given, self._environ)
-        if registry_client is not None and not registry_client.is_main:
-            given, is_first = (
-                given.replace("@", registry_client.address.host),
-                False,
-            )  # the route to the first role's replica 0 is also the route to the other hosts
+        self._roles = roles = Roles.of(self._options, given, self._environ)
+        if roles.server is not None and roles.looks_up:
+            # The route to the first role's replica 0 is also the route to the other hosts.
+            given, is_first = given.replace("@", roles.server.host), False
         rendezvous = Address.parse(local_addresses.expand_address(given, self._environ, is_first), source)
         if not rendezvous.networked:
             return rendezvous, "127.0.0.1"
@@ -261,7 +259,7 @@ class HostProcess:
         )
         if interface := local_addresses.gloo_interface(advertised):
             self._environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        if registry_client is not None and not registry_client.is_main:
+        if roles.looks_up:
             rendezvous = dataclasses.replace(rendezvous, host=advertised)
         return rendezvous, advertised
 
@@ -329,14 +327,11 @@ class HostProcess:
             options.lease,
             sizes.fewest,
         )
-        self._join_registry(rendezvous, host_network)
+        self._role_coordinator = role_coordinator = self._coordinate_roles(rendezvous, host_network)
         try:
-            self._role_coordinator = role_coordinator = RoleCoordinator.of(
-                options, self._environ, rendezvous, host_network
-            )
             if self._listens:
                 await rendezvous.start()
-        except (RendezvousError, ValueError) as error:
+        except RendezvousError as error:
             return self._conclude(JobResult(1, str(error)))
         rendezvous.register(host)
         job = JobOptions.of(
@@ -349,9 +344,9 @@ class HostProcess:
             grace=self._grace,
             monarch_log=self._monarch_log,
         )
-        await role_coordinator.begin(self._reporter, options.host_timeout)
+        await role_coordinator.begin(options.host_timeout)
         verdict = await self._controller(job, rendezvous, host_network).run()
-        verdict = await role_coordinator.await_others(verdict, self._reporter, options.host_timeout)
+        verdict = await role_coordinator.await_others(verdict, options.host_timeout)
         self._conclude(verdict)
         await role_coordinator.end(verdict, _HOST_EXIT_TIMEOUT + (0.0 if verdict.stopped else self._grace))
         await rendezvous.announce(verdict, _HOST_EXIT_TIMEOUT + self._grace)
@@ -360,16 +355,11 @@ class HostProcess:
     @property
     def _listens(self) -> bool:
         """Whether replica 0 opens its listener: other hosts or roles connect to it."""
-        return self._options.replicas > 1 or self._registry_client is not None or bool(self._options.application)
+        return self._options.replicas > 1 or (self._roles is not None and self._roles.server is not None)
 
-    def _join_registry(self, rendezvous: Rendezvous, host_network: HostNetwork) -> None:
-        """Serve the role registry on replica 0 of the first role; register this replica 0 there for any other role."""
-        if self._registry_client is not None and self._registry_client.is_main:
-            self._registry_client.serve(rendezvous)
-        elif self._registry_client is not None:
-            self._spawn(
-                self._registry_client.tell(rendezvous, host_network, self._reporter, self._options.host_timeout)
-            )
+    def _coordinate_roles(self, rendezvous: Rendezvous, host_network: HostNetwork) -> RoleCoordinator:
+        assert self._roles is not None
+        return self._roles.coordinator(rendezvous, host_network, self._reporter)
 
     def _controller(self, job: JobOptions, rendezvous: Rendezvous, host_network: HostNetwork) -> Controller:
         return Controller(job, rendezvous, self._reporter, self._first_output, host_network.unreachable, self._handle)
@@ -423,14 +413,14 @@ class HostProcess:
     async def _join(self, host: Registration, host_network: HostNetwork, timeout: float, whom: str) -> RendezvousClient:
         failure = ""
 
-        def failed(reason: str) -> None:
+        def failed(error: ConnectError) -> None:
             nonlocal failure
-            failure = f" ({reason})"
+            failure = f" ({error})"
 
         async def joining() -> RendezvousClient:
             until, where = time.monotonic() + timeout, host_network.rendezvous
-            if self._registry_client is not None and not self._registry_client.is_main:
-                where = await self._registry_client.find(self._options.role, host_network, timeout, failed)
+            if self._roles is not None and self._roles.looks_up:
+                where = await self._roles.find(self._options.role, host_network, timeout, failed)
             left = max(1.0, until - time.monotonic())
             peer_timeout, lease = host_network.options.peer_timeout, self._options.lease
             return await RendezvousClient.join(where, host, left, host_network.identity, peer_timeout, failed, lease)

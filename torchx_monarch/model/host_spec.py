@@ -102,19 +102,19 @@ class HostSpec:
     rendezvous: str = _flag(
         "",
         "where replica 0 listens: unix:PATH, tls:HOST:PORT or insecure-tcp:HOST:PORT. @NAME as HOST is the value of "
-        "that environment variable; @ alone is registered with the --directory by replica 0 "
+        "that environment variable; @ alone is registered with the --role-registry by replica 0 "
         "(default: MONARCH_RENDEZVOUS, else a socket of this machine)",
     )
     peers: str = _flag(
         "", "NAME=RENDEZVOUS of each role, separated by commas, for a script that uses the hosts of all of them"
     )
-    directory: str = _flag(
+    role_registry: str = _flag(
         "", "where replica 0 of the first role listens, with which replicas 0 of the other roles register their address"
     )
     application: str = _flag(
         "", "where replica 0 of the first role listens, which ends and restarts all roles when one has failed"
     )
-    beside: int = _flag(0, "how many roles are ended and restarted with the first one", parse=int)
+    peer_roles: int = _flag(0, "how many roles are ended and restarted with the first one", parse=int)
     await_role: tuple[str, ...] = _flag(
         (), "name of a role whose success the first role waits for before it ends; may be repeated", repeated=True
     )

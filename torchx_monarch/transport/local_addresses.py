@@ -75,7 +75,7 @@ def expand_address(address: str, environ: Mapping[str, str], is_first: bool) -> 
     """Replace ``@NAME`` in an address by the value of the environment variable NAME.
 
     On replica 0, schedulers leave the variable unset or set it to ``localhost``; the host is then this machine. ``@``
-    without a name is resolved on replica 0 only; other hosts ask the registry (``controller.role_registry``).
+    without a name is resolved on replica 0 only; other hosts ask the registry (``controller.roles``).
     MONARCH_PORT_OFFSET shifts the port, because tasks of one Slurm array may share a machine.
 
     Args:
@@ -97,7 +97,7 @@ def expand_address(address: str, environ: Mapping[str, str], is_first: bool) -> 
     host = environ.get(name, "").strip()
     if host in ("", "localhost"):
         if not is_first and not name:
-            raise NetworkError(f"{address!r} does not say where replica 0 is, and there is no --directory to ask")
+            raise NetworkError(f"{address!r} does not say where replica 0 is, and there is no --role-registry to ask")
         if not is_first:
             raise NetworkError(f"{name}={host!r} does not say where replica 0 is: this scheduler should have set it")
         host = _own_name()
