@@ -27,10 +27,13 @@ from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.controller.roles import RoleCoordinator, Roles
+from torchx_monarch.host.interpreters import Interpreters
 from torchx_monarch.host.no_restart_marker import NoRestartMarker
 from torchx_monarch.host.orphan_reaper import reap_orphans
 from torchx_monarch.host.rank_environment import env_number
-from torchx_monarch.host.rank_pool import HostContext, RankPool
+from torchx_monarch.host.rank_logs import RankLogs
+from torchx_monarch.host.rank_pool import RankPool
+from torchx_monarch.host.run_spec import RunSpec
 from torchx_monarch.host.watchdog import ENABLED, FILE
 from torchx_monarch.insight.progress import Reporter, write_failure_report
 from torchx_monarch.model.host_spec import HostSpec
@@ -82,6 +85,7 @@ class HostProcess:
         self._role_coordinator = RoleCoordinator()
         self._command: Command | None = None
         self._pool: RankPool | None = None
+        self._logs: RankLogs | None = None
         self._registration: Registration | None = None
         self._agent_gone = False
         # Seconds from SIGTERM to SIGKILL for ranks: torchrun's option or variable if given, else the host's --grace.
@@ -222,14 +226,10 @@ class HostProcess:
             log_dir = None  # torchrun writes no logs either with --log-dir /dev/null
         elif command.options.log_dir:
             log_dir = os.path.abspath(os.path.join(command.options.log_dir, self._run_id()))
-        self._pool = RankPool(
-            command,
-            HostContext(self._options.replica, self._hostname, log_dir, self._stdout, self._stderr),
-            self._environ,
-            self._options.preload,
-            self._first_output.set,
-            self._reporter.line,
-        )
+        run = RunSpec(command, self._environ, self._options.preload)
+        self._logs = RankLogs(self._options.replica, self._hostname, log_dir, run, self._stdout, self._stderr)
+        interpreters = Interpreters(run, self._reporter.line, self._first_output.set)
+        self._pool = RankPool(self._logs, interpreters, self._reporter.line)
         nproc = command.options.nproc_per_node if command.kind == "torchrun" else "1"
         return await self._pool.start(nproc)
 
@@ -284,10 +284,7 @@ class HostProcess:
         if command.kind != "torchrun" or self._environ.get(ENABLED) != "1" or self._pool is None:
             return
         path = self._environ.get(FILE) or os.path.join(self._sockets, "timers")
-        try:
-            self._pool.start_watchdog(path, self._run_id(), self._reporter.line)
-        except OSError as error:
-            raise LaunchError(f"cannot start torch's timer server: {error.strerror}: {error.filename}") from None
+        self._pool.start_watchdog(path, self._run_id())
 
     # -- the job -------------------------------------------------------------------------------------------------------
 
@@ -310,9 +307,9 @@ class HostProcess:
         max_restarts = self._command.options.max_restarts if self._command else 0
         at_most = self._backend_restarts * (1 + max_restarts + self._options.replacements)
         counted = "MONARCH_RESTART" in self._environ or self._options.replacements > 0
-        if self._pool is None or (counted and not (sizes.elastic and self._backend_restarts)):
+        if self._logs is None or (counted and not (sizes.elastic and self._backend_restarts)):
             return at_most
-        return max(at_most, self._pool.last_logged() + 1)
+        return max(at_most, self._logs.last_attempt() + 1)
 
     async def _control(self, host: Registration, host_network: HostNetwork) -> JobResult:
         """Run replica 0: gather the hosts, run the controller, announce the result."""

@@ -25,9 +25,11 @@ from torchx_monarch.controller.run_queue import RunQueue
 from torchx_monarch.controller.session_controller import SessionController
 from torchx_monarch.host.code_distribution import OPS, HostCode, distribute_code
 from torchx_monarch.host.host_process import HostProcess
+from torchx_monarch.host.interpreters import Interpreters
 from torchx_monarch.host.rank_environment import env_number
-from torchx_monarch.host.rank_pool import HostContext
-from torchx_monarch.host.session_pool import SessionPool
+from torchx_monarch.host.rank_logs import RankLogs
+from torchx_monarch.host.rank_pool import RankPool
+from torchx_monarch.host.run_spec import RunSpec
 from torchx_monarch.host.watchdog import ENABLED, FILE
 from torchx_monarch.insight.run_log import RunLog
 from torchx_monarch.model.host_spec import HostSpec
@@ -61,7 +63,7 @@ class SessionHost(HostProcess):
         super().__init__(options, environ)
         self._allocation_spec = AllocationSpec(0.0, "0", (), None)
         self._run_queue: RunQueue | None = None
-        self._session_pool: SessionPool | None = None
+        self._interpreters: Interpreters | None = None
         self._token = ""
         self._begin_answer: dict[str, Any] = {}
         self._run_log: RunLog | None = None
@@ -91,23 +93,15 @@ class SessionHost(HostProcess):
 
     async def _start_interpreters(self, command: Command) -> int:
         held = self._allocation_spec.command or Command("torchrun", DEFAULTS, Program("script", "run"))
-        self._pool = self._session_pool = self._new_pool(
-            held, HostContext(self._options.replica, self._hostname, None), {}, ""
-        )
-        return await self._session_pool.start(self._allocation_spec.nproc)
+        self._pool = self._new_pool(held, None, {}, "")
+        return await self._pool.start(self._allocation_spec.nproc)
 
-    def _new_pool(self, command: Command, place: HostContext, env: Mapping[str, str], cwd: str) -> SessionPool:
-        return SessionPool(
-            command,
-            place,
-            self._environ,
-            self._options.preload,
-            lambda: None,
-            self._reporter.line,
-            cwd or os.getcwd(),
-            env,
-            self._session_pool,
-        )
+    def _new_pool(self, command: Command, log_dir: str | None, env: Mapping[str, str], cwd: str) -> RankPool:
+        run = RunSpec(command, self._environ, self._options.preload, env, cwd or os.getcwd())
+        console = (self._stdout, self._stderr)
+        logs = RankLogs(self._options.replica, self._hostname, log_dir, run, *console, self._run_log)
+        self._interpreters = Interpreters(run, self._reporter.line, None, self._interpreters)
+        return RankPool(logs, self._interpreters, self._reporter.line)
 
     @property
     def _listens(self) -> bool:
@@ -122,7 +116,7 @@ class SessionHost(HostProcess):
             self._log_dir,
             hold.words,
             hold.idle_timeout,
-            lambda: self._session_pool.warm if self._session_pool else 0,
+            lambda: self._interpreters.warm if self._interpreters else 0,
         )
         run_queue.distribute_code = lambda code: distribute_code(run_queue, self.code, code)
         job = dataclasses.replace(job, first_log_attempt=0)
@@ -187,12 +181,11 @@ class SessionHost(HostProcess):
             log_dir = None
         elif command.options.log_dir:
             log_dir = os.path.abspath(os.path.join(cwd, command.options.log_dir, run_id))
-        place = HostContext(self._options.replica, self._hostname, log_dir, self._stdout, self._stderr, self._run_log)
-        self._pool = self._session_pool = pool = self._new_pool(command, place, env, cwd)
+        self._pool = pool = self._new_pool(command, log_dir, env, cwd)
         nproc = await pool.start(command.options.nproc_per_node if command.kind == "torchrun" else "1")
         if command.kind == "torchrun" and {**self._environ, **env}.get(ENABLED) == "1":
             path = env.get(FILE) or os.path.join(self._sockets, f"timers{args['run']}")
-            pool.start_watchdog(path, run_id, self._reporter.line)
+            pool.start_watchdog(path, run_id)
         timeout = command.options.shutdown_timeout
         self._token = args["token"]
         self._begin_answer = {
@@ -247,10 +240,10 @@ class SessionHost(HostProcess):
 
     async def _finish(self, token: str) -> int:
         """End a run and all its processes; return how many records of this host replica 0 must have received."""
-        if token != self._token or self._session_pool is None:
+        if token != self._token or self._pool is None:
             return 0
-        await self._session_pool.stop(signal.SIGKILL, 0.0)
-        self._session_pool = self._session_pool.retire()
+        await self._pool.stop(signal.SIGKILL, 0.0)
+        self._interpreters = self._pool.retire()
         await self.code.release()
         run_log = self._run_log
         await self._close_run_log()

@@ -1,0 +1,119 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the ranks of a run execute on one host, and with which interpreters they start."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+
+from torchx_monarch.command.command import Command, Program
+from torchx_monarch.host.rank_environment import interpreter_environment
+
+_READ_EARLY = (
+    *("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "TORCH", "PYTORCH"),
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_"),
+)
+"""Prefixes of variables that an interpreter and its preloaded modules read before a run: a run that changes one of them
+needs new interpreters."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSpec:
+    """What the ranks of a run execute on this host.
+
+    Attributes:
+        command: command of the run.
+        role_environ: environment of the role.
+        modules: modules that interpreters of a torchrun command import before they know their rank.
+        added: environment variables that the run adds.
+        cwd: folder in which the ranks start; None in a batch job, whose interpreters start in the host's folder and
+            know their program from the start.
+    """
+
+    command: Command
+    role_environ: Mapping[str, str]
+    modules: Sequence[str]
+    added: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    cwd: str | None = None
+
+    @property
+    def environ(self) -> Mapping[str, str]:
+        """The environment of the role with the variables of the run."""
+        return {**self.role_environ, **self.added} if self.added else self.role_environ
+
+    @property
+    def preload(self) -> list[str]:
+        """The modules that interpreters import ahead; none for a program that is not Python or without torchrun."""
+        is_python = self.command.kind == "torchrun" and self.command.program.mode != "exec"
+        return list(self.modules) if is_python else []
+
+    def python(self) -> list[str]:
+        """Return the interpreter of the run's programs and its flags."""
+        typed = list(self.command.interpreter) or ["python"]
+        if typed[0] in ("python", "python3"):
+            # The host's own interpreter, as under torchrun; PATH may have another `python`, or none.
+            typed[0] = sys.executable
+        return [*typed, "-u"]
+
+    def start_command(self, program: Program) -> list[str]:
+        """Return the interpreter that starts a rank's process: the program's, or a bare one that execs it later."""
+        options = self.command.options
+        # Only torch can resolve the number of ranks and the CPUs, even if the program is not Python.
+        asks_torch = options.numa_binding is not None or not options.nproc_per_node.isdigit()
+        ahead = program.mode != "exec" and self.preload
+        return self.python() if ahead or asks_torch else [sys.executable, "-I", "-S"]
+
+    def exec_command(self, program: Program) -> list[str]:
+        """Return the interpreter that a rank's process execs when its rank is known; empty if it execs none.
+
+        An interpreter without preload modules starts with the rank's whole environment, as under torchrun, so that code
+        that runs before the program (sitecustomize, .pth files) sees it.
+        """
+        return [] if program.mode == "exec" or self.preload else self.python()
+
+    def start_folder(self) -> str | None:
+        """Return the folder in which interpreters start; None for that of the host process.
+
+        It is the run's folder if Python resolves a relative path at its start, else the host's, for any run.
+        """
+        if self.cwd is None:
+            return None
+        python, path = self.python()[0], self.environ.get("PYTHONPATH")
+        relative = [] if not path else [entry for entry in path.split(os.pathsep) if not os.path.isabs(entry)]
+        return self.cwd if relative or _is_relative(python) else None
+
+    def start_environ(self, count: int) -> dict[str, str]:
+        """Return the environment with which interpreters start; ranks get the run's other variables later.
+
+        Args:
+            count: number of ranks on this host.
+        """
+        early = {name: value for name, value in self.added.items() if name.startswith(_READ_EARLY)}
+        return interpreter_environment({**self.role_environ, **early}, count)
+
+    def is_found(self, python: str) -> bool:
+        """Return whether an interpreter exists; a relative path is resolved later, in the program's folder."""
+        return _is_relative(python) or shutil.which(python, path=self.environ.get("PATH")) is not None
+
+    def signature(self, count: int) -> object:
+        """Return the value that two runs share if the interpreters of one can run the programs of the other.
+
+        Args:
+            count: number of ranks on this host.
+        """
+        read = {name: value for name, value in self.start_environ(count).items() if name.startswith(_READ_EARLY)}
+        return self.start_command(self.command.program_of(0)), self.preload, read, self.start_folder()
+
+
+def _is_relative(python: str) -> bool:
+    return os.sep in python and not os.path.isabs(python)
+
+
+def program_argv(program: Program) -> list[str]:
+    """Return the program's part of the command line."""
+    lead = {"module": ["-m", program.target], "code": ["-c", program.target]}.get(program.mode, [program.target])
+    return [*lead, *program.args]
