@@ -110,6 +110,16 @@ class HostEvents:
                     return event
             await self._posted.wait()
 
+    async def report_within(self, seconds: float, failure: HostEvent) -> HostEvent:
+        """Wait ``seconds`` for a host's own report of a failure; return ``failure`` if none arrives.
+
+        The host's report names the cause better than Monarch's error, but may arrive some seconds later.
+        """
+        try:
+            return await asyncio.wait_for(self.next(concerns_hosts), seconds)
+        except asyncio.TimeoutError:
+            return failure
+
     async def interrupt(self, awaitable: Awaitable[T], wanted: Callable[[HostEvent], bool] = lambda event: True) -> T:
         """Await something.
 

@@ -124,7 +124,8 @@ class RunQueue:
         KINDS: handlers of the clients' greetings, by kind. Further kinds must be added before a queue is created.
         current: the run that the controller works on; None between runs.
         ready: whether the mesh is formed.
-        broadcast: ``SessionController.broadcast``.
+        handle_code: executes an operation on the code of every host and returns the results by replica.
+        stop_ranks: stops the ranks of every host with a signal, and SIGKILL after some seconds.
         codes: hashes of the code that every host of this mesh has.
         distribute_code: copies the code with a given hash from replica 0's host to hosts that joined later.
 
@@ -152,7 +153,8 @@ class RunQueue:
     ) -> None:
         self.current: Run | None = None
         self.ready = False
-        self.broadcast: Callable[[str, dict[str, Any]], Awaitable[dict[int, Any]]] | None = None
+        self.handle_code: Callable[[str, dict[str, Any]], Awaitable[dict[int, Any]]] | None = None
+        self.stop_ranks: Callable[[int, float], Awaitable[None]] | None = None
         self.codes: set[str] = set()
         self.distribute_code: Callable[[str], Awaitable[None]] | None = None
         self.idle_timeout = idle_timeout
@@ -437,10 +439,10 @@ async def _end_run(run_queue: RunQueue, greeting: messages.Message, reader: Any,
         128 + number, f"run {run.number} was {'killed' if kill else 'stopped'} by its client", stopped=True
     )
     run_queue.end_run(run, verdict, number)
-    if kill and run is run_queue.current and run_queue.broadcast is not None:
+    if kill and run is run_queue.current and run_queue.stop_ranks is not None:
         # Directly: the controller may be waiting out the grace period of an earlier stop request.
         with contextlib.suppress(Exception):
-            await run_queue.broadcast("stop", {"signal": signal.SIGKILL, "grace": 0.0})
+            await run_queue.stop_ranks(signal.SIGKILL, 0.0)
     await messages.send(writer, {"type": "ending", "run": run.number, "state": run.state})
 
 

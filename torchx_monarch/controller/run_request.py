@@ -94,18 +94,6 @@ class RunRequest:
         text = shlex.join(self.command or self.program or held)
         return dataclasses.replace(self, shown=text if len(text) <= _SHOWN_AT_MOST else f"{text[:_SHOWN_AT_MOST]}…")
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the part of the request that every host needs, as JSON values."""
-        return {
-            "command": self.command,
-            "program": self.program,
-            "nproc": self.nproc,
-            "env": dict(self.env),
-            "cwd": self.cwd,
-            "code": self.code,
-            "synced": self.synced,
-        }
-
 
 def _words(words: list[str] | None) -> tuple[str, ...] | None:
     return tuple(words) if words is not None else None

@@ -21,18 +21,12 @@ def main(argv: list[str]) -> NoReturn:
     Args:
         argv: command-line arguments without the program's name: the options, ``--``, and the role's command.
     """
-    from torchx_monarch.command.actors import is_actors
     from torchx_monarch.host.host_process import HostProcess
-    from torchx_monarch.host.session_host import SessionHost, is_session
+    from torchx_monarch.host.workloads import workload_of
     from torchx_monarch.model.host_spec import HostSpec
 
     spec = HostSpec.from_argv(argv, __doc__ or "")
-    host_class: type[HostProcess] = SessionHost if is_session(spec, os.environ) else HostProcess
-    if is_actors(spec.command):
-        from torchx_monarch.host.actor_host import ActorHost
-
-        host_class = ActorHost
-    host_class(spec, os.environ).main()
+    HostProcess(spec, os.environ, workload_of).main()
 
 
 if __name__ == "__main__":

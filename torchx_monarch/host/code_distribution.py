@@ -24,7 +24,7 @@ import asyncio
 import base64
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchx_monarch.code_sync.archive import PackError
 from torchx_monarch.code_sync.code_store import CodeStore, StoreError
@@ -32,9 +32,6 @@ from torchx_monarch.code_sync.manifest import MAX_TREE, Tree, TreeError
 from torchx_monarch.controller.run_queue import RunQueue
 from torchx_monarch.model.world import LaunchError
 from torchx_monarch.transport import messages
-
-if TYPE_CHECKING:
-    from torchx_monarch.host.session_host import SessionHost
 
 FRAME = 1 << 19
 """Most bytes in a frame: 0.7 MB in base64. A message between agent and host has at most ``messages.MAX_MESSAGE``."""
@@ -232,9 +229,9 @@ async def _frames(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
 
 async def distribute_code(run_queue: RunQueue, code: HostCode, tree_hash: str) -> None:
     """Send a tree from replica 0 to all hosts of an allocation if one lacks it; see ``HostCode.distribute_code``."""
-    assert run_queue.broadcast is not None
+    assert run_queue.handle_code is not None
     async with _locks.setdefault(run_queue, asyncio.Lock()):
-        await code.distribute_code(run_queue.broadcast, tree_hash)
+        await code.distribute_code(run_queue.handle_code, tree_hash)
         run_queue.codes.add(tree_hash)
 
 
@@ -264,9 +261,9 @@ async def serve_sync(
 async def _serve(
     run_queue: RunQueue, message: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> bool:
-    if run_queue.broadcast is None:
+    if run_queue.handle_code is None:
         raise SyncError("the hosts are not together yet")
-    broadcast: Broadcast = run_queue.broadcast
+    broadcast: Broadcast = run_queue.handle_code
     if message.get("type") == "probe":
         seen = await broadcast("code-probe", {"path": str(message["path"]), "text": str(message["text"])})
         return await messages.send(writer, {"type": "shared", "shared": all(seen.values())})
@@ -296,7 +293,7 @@ async def _relay(broadcast: Broadcast, tree_hash: str, reader: asyncio.StreamRea
         raise
 
 
-async def _probe(host: SessionHost, args: dict[str, Any]) -> bool:
+async def _probe(code: HostCode, args: dict[str, Any]) -> bool:
     def look() -> bool:
         try:
             with open(args["path"], encoding="utf-8") as file:
@@ -307,19 +304,12 @@ async def _probe(host: SessionHost, args: dict[str, Any]) -> bool:
     return await asyncio.to_thread(look)
 
 
-async def _has(host: SessionHost, args: dict[str, Any]) -> list[bool]:
-    return await host.code.has(args)
-
-
-async def _tree(host: SessionHost, args: dict[str, Any]) -> str | None:
-    return await host.code.take_tree(args)
-
-
-async def _contents(host: SessionHost, args: dict[str, Any]) -> None:
-    await host.code.take_contents(args)
-
-
-OPS = {"code-probe": _probe, "code-has": _has, "code-tree": _tree, "code-contents": _contents}
-"""Operations on code that a session host executes, by name; part of ``SessionHost.OPS``."""
+OPS: dict[str, Callable[[HostCode, dict[str, Any]], Awaitable[Any]]] = {
+    "code-probe": _probe,
+    "code-has": HostCode.has,
+    "code-tree": HostCode.take_tree,
+    "code-contents": HostCode.take_contents,
+}
+"""Operations on code that the host of an allocation executes, by name."""
 
 RunQueue.KINDS["sync"] = serve_sync

@@ -30,9 +30,9 @@ class DecodeError(ValueError):
 def decode(cls: type[T], data: Any, where: str = "") -> T:
     """Decode a JSON object into a data class or named tuple.
 
-    Types of fields may be bool, int, float, str, None, unions of these, lists, mappings with string keys, ``Any``, and
-    further data classes or named tuples. An int is accepted for a float. A float that is not finite is refused. Keys
-    without a field are ignored: a newer version may write them.
+    Types of fields may be bool, int, float, str, None, unions of these, lists, tuples of any length, mappings with
+    string keys, ``Any``, and further data classes or named tuples. An int is accepted for a float. A float that is not
+    finite is refused. Keys without a field are ignored: a newer version may write them.
 
     Args:
         cls: the data class or named tuple to build.
@@ -56,6 +56,9 @@ def _decoder(hint: Any) -> _Decoder:
         return _union([_decoder(each) for each in arguments], hint)
     if origin is list:
         return _list(_decoder(arguments[0]))
+    if origin is tuple:  # JSON has lists only
+        items = _list(_decoder(arguments[0]))
+        return lambda value, where: tuple(items(list(value) if isinstance(value, tuple) else value, where))
     if origin in (dict, collections.abc.Mapping):
         return _mapping(_decoder(arguments[1]))
     if dataclasses.is_dataclass(hint) or hasattr(hint, "_fields"):

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The controller of a role whose hosts wait for actors: it admits Monarch clients and ends the job when it is idle.
+"""The work of hosts that wait for actors: admit Monarch clients and end the job when it is idle, or run a script.
 
 A client greets with ``attach`` and its names. When all hosts have joined, replica 0 answers with their Monarch
 addresses and, under TLS, with a certificate. Monarch's TLS is mutual, and hosts dial the client back, so the hosts'
@@ -15,14 +15,15 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from torchx_monarch.controller.elastic import HostGatherer, NodeRange, TooFewHosts
 from torchx_monarch.controller.host_events import HostEvent
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.job_result import JobResult, RankExit, root_cause, shell_code
 from torchx_monarch.model.registration import Registration
+from torchx_monarch.model.world import LaunchError
 from torchx_monarch.transport import messages
+from torchx_monarch.transport.connections import ConnectError
 from torchx_monarch.transport.local_addresses import NetworkError
 
 _MOST_NAMES = 32
@@ -30,47 +31,54 @@ _MOST_NAMES = 32
 
 
 class Script(Protocol):
-    """The process of a client script, which replica 0 runs as a rank (``host.rank_pool.RankPool``)."""
+    """The client script that replica 0 runs as a rank."""
 
-    async def watch(self) -> None:
-        """Wait until the process has ended."""
+    async def start(self, hosts: Sequence[Registration]) -> None:
+        """Start the script when the hosts of all roles are known.
 
-    async def stop(self, number: int, grace: float) -> None:
-        """Send signal ``number``, and SIGKILL ``grace`` seconds later; return when the process has ended."""
+        Args:
+            hosts: the hosts of this role, by replica.
 
-    def exits(self) -> list[RankExit]:
-        """Return the exit of the process; empty while it runs."""
+        Raises:
+            ConnectError: the hosts of another role have not all joined in time.
+            LaunchError: the script cannot be started.
+            NetworkError: the address of another role is not known.
+            RendezvousError: the address of another role was not found in time.
+        """
+
+    async def wait(self) -> Sequence[RankExit]:
+        """Wait until the script has ended and return its exit."""
+
+    async def stop(self, number: int) -> None:
+        """Send a signal, and SIGKILL after the grace period; return when the script has ended."""
 
 
-class ActorController:
-    """Run a role whose hosts wait for actors, until the job ends.
+class ActorWork:
+    """Admit clients until the job ends (see ``Work``).
 
     Args:
         rendezvous: the rendezvous of hosts and clients.
-        host_network: connections of this host.
+        network: connections of this host.
         reporter: writes progress lines and events.
-        sizes: number of hosts of the role.
         idle_timeout: seconds without a client after which the job ends; 0 for no limit.
         credentials: value of ``credentials.VARIABLE``; empty without TLS.
         shut_down: set when a client has shut the mesh down.
-        script: whether the only client is a script on this host; other clients are then refused.
+        script: the only client, on this host; None if clients attach.
     """
 
     def __init__(
         self,
         rendezvous: Rendezvous,
-        host_network: HostNetwork,
+        network: HostNetwork,
         reporter: Reporter,
-        sizes: NodeRange,
         idle_timeout: float,
         credentials: str,
         shut_down: asyncio.Event,
-        script: bool,
+        script: Script | None,
     ) -> None:
-        self._rendezvous = rendezvous
-        self._host_network = host_network
+        self._events = rendezvous.events
+        self._network = network
         self._reporter = reporter
-        self._gatherer = HostGatherer(sizes, rendezvous, reporter, host_network.unreachable)
         self._idle_timeout = idle_timeout
         self._credentials = credentials
         self._shut_down = shut_down
@@ -81,88 +89,62 @@ class ActorController:
         self._changed = asyncio.Event()
         rendezvous.clients["attach"] = self._attach
 
-    async def gather(self) -> list[Registration] | JobResult:
-        """Wait for all hosts and check that they can be reached; return the hosts, or the verdict of a failure."""
-
-        async def gathered() -> list[Registration]:
-            hosts: list[Registration] = []
-            while not hosts:
-                await self._gatherer.enough(0.0)
-                hosts = self._gatherer.form()
-            for wrong in (await self._gatherer.unreachable(hosts)).values():
-                raise NetworkError(wrong)
-            return hosts
-
-        gatherer, host_event = asyncio.ensure_future(gathered()), asyncio.ensure_future(self._host_event())
-        try:
-            await asyncio.wait([gatherer, host_event], return_when=asyncio.FIRST_COMPLETED)
-            if not gatherer.done():
-                return host_event.result().result
-            self._hosts = gatherer.result()
-        except (TooFewHosts, NetworkError) as error:
-            return JobResult(1, str(error))
-        finally:
-            gatherer.cancel()
-            host_event.cancel()
-        return self._hosts
-
-    async def wait(self) -> JobResult:
-        """Admit clients until the job ends; return the verdict."""
+    async def run(self, hosts: list[Registration], hosts_may_change: bool) -> JobResult:
+        """Run the script to its end, or admit clients until one shuts the mesh down or all are gone (see ``Work``)."""
+        self._hosts = hosts
+        if self._script is not None:
+            return await self._run_script(self._script, hosts)
         self._ready.set()
         self._reporter.phase("ready", "ready for actors")
+        return await self._events.interrupt(self._admit())
+
+    async def stop(self, event: HostEvent, left: bool) -> bool:
+        """Stop the script, if there is one (see ``Work``)."""
+        if self._script is not None:
+            await self._script.stop(event.signal)
+        return False
+
+    def hosts_changed(self, joined: bool) -> None:
+        """Do nothing: every change of the hosts ends the job."""
+
+    async def close(self, result: JobResult) -> None:
+        """Do nothing: clients notice the end of their connections."""
+
+    async def _run_script(self, script: Script, hosts: list[Registration]) -> JobResult:
+        try:
+            await self._events.interrupt(script.start(hosts))
+        except (LaunchError, NetworkError, ConnectError, RendezvousError) as error:
+            return JobResult(1, f"host 0: {error}")
+        self._reporter.phase("ranks", "script started")
+        cause = root_cause(await self._events.interrupt(script.wait()))
+        if cause is None:
+            return JobResult(0, "the script has ended")
+        return JobResult(shell_code(cause.code), cause.describe(), cause)
+
+    async def _admit(self) -> JobResult:
+        """Wait until the job ends without a host event; return its result."""
         waits = {
-            asyncio.ensure_future(self._host_event()): "trouble",
             asyncio.ensure_future(self._shut_down.wait()): "the mesh was shut down by its client",
             asyncio.ensure_future(self._idle()): f"no client for {self._idle_timeout:g} s (--idle-timeout)",
         }
         try:
             done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            first = done.pop()
-            host_event = first.result()
-            return host_event.result if isinstance(host_event, HostEvent) else JobResult(0, waits[first])
+            return JobResult(0, waits[done.pop()])
         finally:
             for each in waits:
                 each.cancel()
-
-    async def run(self, pool: Script, grace: float) -> JobResult:
-        """Wait for the end of the client script on this host, or stop the script at a host event; return the verdict.
-
-        Args:
-            pool: the process of the script.
-            grace: seconds from the signal to SIGKILL.
-        """
-        watch, host_event = asyncio.ensure_future(pool.watch()), asyncio.ensure_future(self._host_event())
-        try:
-            await asyncio.wait([watch, host_event], return_when=asyncio.FIRST_COMPLETED)
-            if not watch.done():
-                await pool.stop(host_event.result().signal, grace)
-                return host_event.result().result
-        finally:
-            watch.cancel()
-            host_event.cancel()
-        cause = root_cause(pool.exits())
-        return (
-            JobResult(shell_code(cause.code), cause.describe(), cause)
-            if cause
-            else JobResult(0, "the script has ended")
-        )
-
-    async def _host_event(self) -> HostEvent:
-        host_event = await self._rendezvous.events.next()
-        self._reporter.note(host_event.KIND, host_event.result.reason, replica=host_event.replica)
-        return host_event
 
     # -- clients -------------------------------------------------------------------------------------------------------
 
     async def _attach(
         self, greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        if self._script:
+        if self._script is not None:
             raise RendezvousError("the client of this job is its own script, on replica 0")
         names = greeting.get("names")
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len(names) > _MOST_NAMES:
             raise RendezvousError(f"names of a client are a list of at most {_MOST_NAMES} texts")
-        leaf = self._leaf(names) if self._host_network.identity is not None else None
+        leaf = self._leaf(names) if self._network.identity is not None else None
         gone = asyncio.ensure_future(reader.read())
         ready = asyncio.ensure_future(self._ready.wait())
         try:

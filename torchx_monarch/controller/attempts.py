@@ -1,0 +1,201 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The attempts of one run: start its ranks on all hosts, watch them, and restart them while that may help."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+from torchx_monarch.controller import retry
+from torchx_monarch.controller.agents import Agents
+from torchx_monarch.controller.elastic import HostGatherer
+from torchx_monarch.controller.host_events import (
+    HostEvent,
+    HostEvents,
+    HostJoined,
+    HostLost,
+    HostPreempted,
+    Interrupted,
+)
+from torchx_monarch.controller.host_messages import Launch, OpenStore, RanksExited, StoreOpened, WatchRanks
+from torchx_monarch.controller.job_options import JobOptions
+from torchx_monarch.insight.progress import Reporter
+from torchx_monarch.model.job_result import JobResult, RankExit, describe_others, root_cause, shell_code
+from torchx_monarch.model.registration import Registration
+from torchx_monarch.model.world import World
+
+
+class Attempts:
+    """Run the attempts of one run, on one mesh or, when hosts are lost or join, on several.
+
+    Attributes:
+        number: number of the present attempt, from 0.
+        exits: exits of the ranks of the present attempt, by rank.
+
+    Args:
+        options: options of the run.
+        agents: the agents of the hosts.
+        gatherer: gathers the hosts.
+        events: the events that interrupt the controller.
+        reporter: writes progress lines and events.
+        first_output: set when a rank of this host has printed something; None if that is not reported.
+    """
+
+    def __init__(
+        self,
+        options: JobOptions,
+        agents: Agents,
+        gatherer: HostGatherer,
+        events: HostEvents,
+        reporter: Reporter,
+        first_output: asyncio.Event | None,
+    ) -> None:
+        self.number = 0
+        self.exits: dict[int, RankExit] = {}
+        self._options = options
+        self._agents = agents
+        self._gatherer = gatherer
+        self._events = events
+        self._reporter = reporter
+        self._first_output = first_output
+        self._launched = -1
+        self._uncounted = 0
+        self._restarts_left = options.max_restarts
+
+    def begin(self, options: JobOptions) -> None:
+        """Set the options of the run, which only its hosts know on a live allocation."""
+        self._options = options
+        if self._launched < 0:
+            self._restarts_left = options.max_restarts
+
+    def hosts_changed(self, joined: bool) -> None:
+        """Count the attempt that a change of the hosts has ended.
+
+        Args:
+            joined: whether a host has joined; torchrun does not count that as a restart.
+        """
+        # An elastic job counts only attempts whose ranks had started.
+        if self._launched == self.number or not self._options.sizes.elastic:
+            self.number += 1
+            self._uncounted += joined
+
+    async def run(self, hosts: list[Registration], hosts_may_change: bool) -> JobResult:
+        """Run attempts until one has succeeded or no other may help; return the result.
+
+        Args:
+            hosts: the hosts of the mesh.
+            hosts_may_change: whether the run goes on after a change of the hosts; it then needs spare interpreters.
+
+        Raises:
+            Interrupted: an event is pending; the ranks still run.
+            HostRefused: a host refused a request.
+        """
+        budget, never_joined = self._options.max_restarts, frozenset[int]()
+        backoff, clock = retry.Backoff(), asyncio.get_running_loop().time
+        began = clock()
+        while cause := await self._attempt(hosts, hosts_may_change):
+            lived = clock() - began
+            for line in describe_others(self.exits.values(), cause):
+                self._reporter.line(f"also: {line}")
+            before, never_joined = never_joined, retry.never_joined(self.exits.values())
+            reason = retry.why_not(cause, never_joined, before, self._options.retry_on)
+            if self._restarts_left == 0 or reason:
+                if self._restarts_left:
+                    self._reporter.line(f"no restart: {reason}")
+                return JobResult(shell_code(cause.code), cause.describe(), cause)
+            self._restarts_left -= 1
+            self.number += 1
+            text = f"restart {budget - self._restarts_left} of {budget} after: {cause.describe()}"
+            self._reporter.restarted(text, attempt=self.number, rank=cause.rank, code=cause.code)
+            if delay := backoff.delay(lived):
+                self._reporter.line(f"the restart waits {delay:.1f} s: the last attempt failed after {lived:.1f} s")
+                await self._events.interrupt(asyncio.sleep(delay))
+            began = clock()
+        return JobResult(0, f"all {sum(host.nproc for host in hosts)} ranks ended with code 0")
+
+    async def stop(self, number: int) -> None:
+        """Stop the ranks of every host that can be reached with a signal, and note their exits."""
+        await self._agents.stop(number, self._options.grace, self._note)
+
+    async def _attempt(self, hosts: list[Registration], hosts_may_change: bool) -> RankExit | None:
+        """Run the ranks once; return the root cause of a failure, or None if all ranks ended with code 0."""
+        self.exits = {}
+        arrived = self._gatherer.reachable_newcomers
+        if self._options.sizes.elastic and (newcomers := await self._events.interrupt(arrived())):
+            raise Interrupted(_joined(newcomers[0]))
+        world = await self._world(hosts)
+        self._launched = self.number
+        async for _ in self._agents.ask(Launch(world, self._restarts_left > 0 or hosts_may_change)):
+            pass
+        self._reporter.phase("ranks", f"ranks {world.size}/{world.size}", attempt=self.number)
+        output = asyncio.ensure_future(self._report_output()) if self.number == 0 else None
+        growth = asyncio.ensure_future(self._report_newcomer())
+        try:
+            async for exited in self._agents.ask(WatchRanks()):
+                await asyncio.sleep(0)  # lets ``_report_output`` run first: output is reported before exits
+                self._note(exited)
+                growth.cancel()  # once the ranks of a host have ended, a further host is of no use
+                if cause := root_cause(self.exits.values()):
+                    self._reporter.note("failure", cause.describe(), rank=cause.rank)
+                    await self.stop(signal.SIGTERM)
+                    # Ranks that had failed before the stop have reported their exits by now.
+                    cause = root_cause(self.exits.values())
+                    self._blame_hosts(cause)
+                    return cause
+        finally:
+            growth.cancel()
+        if output is not None:
+            output.cancel()
+        return None
+
+    async def _world(self, hosts: list[Registration]) -> World:
+        """Open the port where the ranks meet; return the ranks of the attempt."""
+        options = self._options
+        opening = self._agents.ask_own(
+            OpenStore(options.store_bind, options.master_addr, len(hosts)), options.host_timeout
+        )
+        store = await self._reporter.while_waiting(opening, lambda: "the interpreter of rank 0")
+        assert isinstance(store, StoreOpened)
+        return World(
+            attempt=self.number,
+            log_attempt=options.first_log_attempt + self.number,
+            restart_count=self.number - self._uncounted,
+            replicas=tuple(host.replica for host in hosts),
+            local_world_sizes=tuple(host.nproc for host in hosts),
+            master_addr=store.address,
+            master_port=store.port,
+            agent_store=store.served,
+            run_id=options.run_id,
+        )
+
+    def _note(self, exited: RanksExited) -> None:
+        self.exits.update({one.rank: one for one in exited.exits})
+
+    def _blame_hosts(self, cause: RankExit | None) -> None:
+        """Raise the pending event that may have caused the ranks' failure, if there is one.
+
+        Ranks may notice the loss of a host before the controller does.
+        """
+        blamed: list[HostEvent] = []
+        if self._options.sizes.elastic:
+            leaves = (HostLost, HostPreempted)
+            blamed = [one for one in self._events.pending if one.replica != 0 and isinstance(one, leaves)]
+        elif cause is None or cause.is_collateral or self._restarts_left:
+            # Stop requests first: they end the job.
+            blamed = sorted(self._events.pending, key=lambda one: isinstance(one, HostLost))
+        if blamed:
+            raise Interrupted(blamed[0])
+
+    async def _report_newcomer(self) -> None:
+        if self._options.sizes.elastic:
+            self._events.post(_joined(await self._gatherer.newcomer()))
+
+    async def _report_output(self) -> None:
+        if self._first_output is not None:
+            await self._first_output.wait()
+            self._reporter.phase("output", "first output")
+
+
+def _joined(host: Registration) -> HostJoined:
+    return HostJoined(host.replica, JobResult(0, f"{host.name} has joined"))

@@ -1,0 +1,202 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The requests of the controller to the hosts, and their answers.
+
+A request travels through the host's agent as a name and a JSON object, an answer as a JSON object with its ``type``.
+Replica 0's own host gets and returns the objects themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeAlias
+
+from torchx_monarch.controller.run_request import RunRequest
+from torchx_monarch.model.codec import DecodeError, decode
+from torchx_monarch.model.job_result import RankExit
+from torchx_monarch.model.world import World
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenStore:
+    """Open the port where the ranks meet, on replica 0's host (see ``RankPool.serve_store``)."""
+
+    bind: str
+    advertised: str
+    hosts: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreOpened:
+    """The answer to ``OpenStore``: MASTER_ADDR, MASTER_PORT, and whether a store is already served there."""
+
+    address: str
+    port: int
+    served: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """Start the ranks of an attempt (see ``RankPool.launch``)."""
+
+    world: World
+    spares: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Launched:
+    """The answer to ``Launch``: the process ids of the ranks, by local rank."""
+
+    replica: int
+    pids: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class WatchRanks:
+    """Wait until a rank of the host has failed or all have ended."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StopRanks:
+    """Send a signal to all ranks of the host, and SIGKILL ``grace`` seconds later."""
+
+    signal: int
+    grace: float
+
+
+@dataclasses.dataclass(frozen=True)
+class RanksExited:
+    """The answer to ``WatchRanks`` and ``StopRanks``: the exits so far of the ranks of this attempt."""
+
+    replica: int
+    exits: tuple[RankExit, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class BeginRun:
+    """Prepare for a run on a live allocation; a repetition for the same run changes nothing.
+
+    Attributes:
+        number: number of the run.
+        token: identifies the run even after a restart of replica 0.
+        request: the client's request.
+    """
+
+    number: int
+    token: str
+    request: RunRequest
+
+
+@dataclasses.dataclass(frozen=True)
+class RunBegun:
+    """The answer to ``BeginRun``.
+
+    Attributes:
+        replica: the host's replica.
+        nproc: number of ranks on the host.
+        run_id: TORCHELASTIC_RUN_ID of the ranks.
+        max_restarts: how often the ranks are restarted after a failure.
+        grace: seconds from SIGTERM to SIGKILL for the ranks.
+        fresh: whether this is the first request for the run.
+    """
+
+    replica: int
+    nproc: int
+    run_id: str
+    max_restarts: int
+    grace: float
+    fresh: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class FinishRun:
+    """End the run and all its processes, and prepare for the next run."""
+
+    token: str
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFinished:
+    """The answer to ``FinishRun``: the number of the host's records that replica 0 must have received."""
+
+    replica: int
+    records: int
+
+
+@dataclasses.dataclass(frozen=True)
+class HandleCode:
+    """Execute an operation on the host's copies of clients' code (see ``host.code_distribution``)."""
+
+    op: str
+    args: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class CodeHandled:
+    """The answer to ``HandleCode``; the operation determines the type of ``result``."""
+
+    replica: int
+    result: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """The answer to any request that the host cannot execute.
+
+    Attributes:
+        replica: the host's replica.
+        host: the host's name, for messages; empty if the reason concerns several hosts.
+        reason: why it cannot.
+        code: exit code of the run that needs the request.
+    """
+
+    replica: int
+    host: str
+    reason: str
+    code: int
+
+
+Request: TypeAlias = OpenStore | Launch | WatchRanks | StopRanks | BeginRun | FinishRun | HandleCode
+Answer: TypeAlias = StoreOpened | Launched | RanksExited | RunBegun | RunFinished | CodeHandled | Refused
+Handler: TypeAlias = Callable[[Request], Awaitable[Answer]]
+
+_REQUESTS: dict[str, type[Request]] = {
+    each.__name__: each for each in (OpenStore, Launch, WatchRanks, StopRanks, BeginRun, FinishRun, HandleCode)
+}
+_ANSWERS: dict[str, type[Answer]] = {
+    each.__name__: each for each in (StoreOpened, Launched, RanksExited, RunBegun, RunFinished, CodeHandled, Refused)
+}
+
+
+def encode_request(request: Request) -> tuple[str, dict[str, Any]]:
+    """Return the name and the JSON object with which a request travels."""
+    return type(request).__name__, dataclasses.asdict(request)
+
+
+def decode_request(name: str, fields: Mapping[str, Any]) -> Request:
+    """Return the request of a name and a JSON object.
+
+    Raises:
+        DecodeError: there is no such request, or a field has the wrong type.
+    """
+    if name not in _REQUESTS:
+        raise DecodeError(f"unknown request {name!r:.40}")
+    return decode(_REQUESTS[name], fields, name)
+
+
+def encode_answer(answer: Answer) -> dict[str, Any]:
+    """Return the JSON object with which an answer travels."""
+    return {"type": type(answer).__name__, **dataclasses.asdict(answer)}
+
+
+def decode_answer(message: Mapping[str, Any]) -> Answer:
+    """Return the answer of a JSON object.
+
+    Raises:
+        DecodeError: there is no such answer, or a field has the wrong type.
+    """
+    kind = message.get("type")
+    if not isinstance(kind, str) or kind not in _ANSWERS:
+        raise DecodeError(f"unknown answer {kind!r:.40}")
+    return decode(_ANSWERS[kind], message, kind)

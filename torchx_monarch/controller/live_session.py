@@ -1,0 +1,181 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The session of a live allocation: the runs that clients submit, until it is released or idle."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from torchx_monarch.controller.agents import Agents, HostRefused, HostsError
+from torchx_monarch.controller.attempts import Attempts
+from torchx_monarch.controller.host_events import HostEvents, Interrupted, concerns_hosts
+from torchx_monarch.controller.host_messages import (
+    BeginRun,
+    CodeHandled,
+    FinishRun,
+    HandleCode,
+    Refused,
+    Request,
+    RunBegun,
+    RunFinished,
+    StopRanks,
+)
+from torchx_monarch.controller.job_options import JobOptions
+from torchx_monarch.controller.rendezvous import Rendezvous
+from torchx_monarch.controller.run_queue import RunQueue
+from torchx_monarch.insight.progress import Reporter
+from torchx_monarch.model.job_result import JobResult
+from torchx_monarch.model.registration import Registration
+from torchx_monarch.model.world import LaunchError
+from torchx_monarch.transport import messages
+
+_FINISH_TIMEOUT = 30.0
+"""Seconds for a host to send the last output of a run and to prepare for the next run."""
+
+_OUTPUT_TIMEOUT = 5.0
+"""Seconds for output that a host has sent to arrive."""
+
+
+class LiveSession:
+    """Execute the runs of an allocation on its hosts.
+
+    Args:
+        options: options of the allocation.
+        rendezvous: the rendezvous of hosts and clients.
+        reporter: writes progress lines and events.
+        agents: the agents of the hosts.
+        run_queue: the runs.
+    """
+
+    def __init__(
+        self, options: JobOptions, rendezvous: Rendezvous, reporter: Reporter, agents: Agents, run_queue: RunQueue
+    ) -> None:
+        self._options = options
+        self._events: HostEvents = rendezvous.events
+        self._reporter = reporter
+        self._agents = agents
+        self._run_queue = run_queue
+        self._received: dict[int, int] = {}
+        self._arrived = asyncio.Event()
+        run_queue.handle_code = self._handle_code
+        run_queue.stop_ranks = self._stop_ranks
+        rendezvous.reports["output"] = self._output
+
+    @property
+    def running(self) -> bool:
+        """Whether there is a current run."""
+        return self._run_queue.current is not None
+
+    async def next_run(self) -> bool:
+        """Wait for a run and make it the current one; return False if there was none within the idle timeout."""
+        if not await self._run_queue.run_wanted():
+            return False
+        run = self._run_queue.begin()
+        self._received = {}
+        self._reporter.echo = lambda text: run.run_log.append({"type": "phase", "text": text})
+        self._reporter.note("run", f"run {run.number}: {run.request.shown}", run=run.number)
+        return True
+
+    def idle_result(self) -> JobResult:
+        """Return the result of an allocation that is idle."""
+        return JobResult(0, f"no run for {self._run_queue.idle_timeout:g} s: the hosts end", stopped=True)
+
+    def resume(self) -> None:
+        """Note that the hosts are together, on a new mesh."""
+        self._run_queue.ready = True
+        self._run_queue.codes.clear()
+
+    def suspend(self) -> None:
+        """Note that the hosts are not together any more."""
+        self._run_queue.ready = False
+
+    async def close(self, result: JobResult) -> None:
+        """End all runs, because the hosts end."""
+        self._reporter.echo = None
+        await self._run_queue.close(result)
+
+    # -- a run ---------------------------------------------------------------------------------------------------------
+
+    async def begin(self, hosts: list[Registration]) -> tuple[JobOptions, list[Registration]]:
+        """Prepare the hosts for the current run (see ``Session``)."""
+        run = self._run_queue.current
+        assert run is not None
+        if run.request.synced:
+            await self._distribute_code(run.request.code)
+        begun: dict[int, RunBegun] = {}
+        async for answer in self._agents.ask(BeginRun(run.number, run.token, run.request)):
+            begun[answer.replica] = answer
+            if answer.fresh:
+                self._received[answer.replica] = 0
+        run.ranks = sum(answer.nproc for answer in begun.values())
+        first = begun[0]
+        options = dataclasses.replace(
+            self._options, run_id=first.run_id, max_restarts=first.max_restarts, grace=first.grace
+        )
+        return options, [dataclasses.replace(host, nproc=begun[host.replica].nproc) for host in hosts]
+
+    async def refused(self, refusal: HostRefused) -> JobResult:
+        """Return the result of a run that a host has refused; the host stays available."""
+        return JobResult(refusal.refusal.code, str(refusal))
+
+    async def finish(self, attempts: Attempts, result: JobResult) -> None:
+        """Collect the last output of the current run, prepare the hosts for the next run, and report the result."""
+        run = self._run_queue.current
+        assert run is not None
+        word = "STOPPED" if result.stopped else "FAILED" if result.code else "SUCCEEDED"
+        try:
+            finishing = asyncio.wait_for(self._broadcast(FinishRun(run.token)), _FINISH_TIMEOUT)
+            finished = await self._events.interrupt(finishing, concerns_hosts)
+            await asyncio.wait_for(self._all_arrived(finished), _OUTPUT_TIMEOUT)
+        except Interrupted:
+            pass  # the hosts are not together any more, or the session ends: the next wait handles the event
+        except (HostsError, asyncio.TimeoutError) as error:
+            # The loss of a host is reported by a host event.
+            self._reporter.line(f"some output of run {run.number} may be missing: {error or 'it did not come in time'}")
+        self._reporter.echo = None
+        exits = [{"type": "exit", "exit": attempts.exits[rank].to_json()} for rank in sorted(attempts.exits)]
+        self._reporter.note("run_end", f"run {run.number} {word}: {result.reason}", run=run.number, code=result.code)
+        self._run_queue.finish(run, result, [{"type": "attempts", "count": attempts.number + 1}, *exits])
+
+    async def _distribute_code(self, code: str) -> None:
+        """Copy the code of a run to the hosts that joined after it was distributed."""
+        if code in self._run_queue.codes:
+            return
+        assert self._run_queue.distribute_code is not None
+        try:
+            await self._events.interrupt(self._run_queue.distribute_code(code))
+        except (HostsError, LaunchError) as error:
+            raise HostRefused(Refused(0, "", str(error), 1)) from None
+
+    # -- requests to all hosts -----------------------------------------------------------------------------------------
+
+    async def _broadcast(self, request: Request) -> list[Any]:
+        if not self._run_queue.ready:
+            raise HostsError("the hosts are not together")
+        return await self._agents.broadcast(request)
+
+    async def _handle_code(self, op: str, args: dict[str, Any]) -> dict[int, Any]:
+        answers: list[CodeHandled] = await self._broadcast(HandleCode(op, args))
+        return {answer.replica: answer.result for answer in answers}
+
+    async def _stop_ranks(self, number: int, grace: float) -> None:
+        await self._broadcast(StopRanks(number, grace))
+
+    # -- output of the other hosts -------------------------------------------------------------------------------------
+
+    def _output(self, host: Registration, message: messages.Message) -> None:
+        run, records = self._run_queue.current, message.get("records")
+        if run is None or message.get("token") != run.token or not isinstance(records, str):
+            return
+        for line in records.splitlines():
+            run.run_log.append_line(line.encode() + b"\n")
+        self._received[host.replica] = self._received.get(host.replica, 0) + len(records.splitlines())
+        self._arrived.set()
+
+    async def _all_arrived(self, finished: Sequence[RunFinished]) -> None:
+        while any(self._received.get(one.replica, 0) < one.records for one in finished if one.replica):
+            self._arrived.clear()
+            await self._arrived.wait()

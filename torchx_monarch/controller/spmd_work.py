@@ -1,0 +1,207 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The work of hosts that execute ranks: the runs of a session, one after the other, on one mesh.
+
+A batch job is a session with one run, which ends with it (``BatchSession``). A live allocation is a session that
+accepts runs until it is released or idle (``live_session.LiveSession``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import signal
+from typing import Protocol
+
+from torchx_monarch.controller.agents import Agents, HostRefused
+from torchx_monarch.controller.attempts import Attempts
+from torchx_monarch.controller.elastic import HostGatherer
+from torchx_monarch.controller.host_events import (
+    HostEvent,
+    HostEvents,
+    Interrupted,
+    RunEndRequested,
+    StopRequested,
+    concerns_hosts,
+)
+from torchx_monarch.controller.job_options import JobOptions
+from torchx_monarch.insight.progress import Reporter
+from torchx_monarch.model.job_result import JobResult
+from torchx_monarch.model.registration import Registration
+
+
+class Session(Protocol):
+    """The runs that the hosts execute."""
+
+    @property
+    def running(self) -> bool:
+        """Whether there is a current run."""
+
+    async def next_run(self) -> bool:
+        """Wait for a run and make it the current one; return False if the session ends for lack of runs."""
+
+    def resume(self) -> None:
+        """Note that the hosts are together, on a new mesh."""
+
+    def suspend(self) -> None:
+        """Note that the hosts are not together any more."""
+
+    async def begin(self, hosts: list[Registration]) -> tuple[JobOptions, list[Registration]]:
+        """Prepare the hosts for the current run; a repetition, on a new mesh, changes nothing on a prepared host.
+
+        Returns:
+            The options of the run, and the hosts with the number of ranks that each executes.
+
+        Raises:
+            Interrupted: an event is pending.
+            HostRefused: a host cannot execute the run.
+        """
+
+    async def refused(self, refusal: HostRefused) -> JobResult:
+        """Return the result of a run that a host has refused.
+
+        Raises:
+            Interrupted: the refusal ends the job.
+        """
+
+    async def finish(self, attempts: Attempts, result: JobResult) -> JobResult | None:
+        """Note the result of the current run; return that of the session if it ends with the run, else None."""
+
+    def idle_result(self) -> JobResult:
+        """Return the result of a session that ends for lack of runs."""
+
+    async def close(self, result: JobResult) -> None:
+        """Tell the clients of the session its result."""
+
+
+class SpmdWork:
+    """Execute the runs of a session.
+
+    Args:
+        options: options of the job.
+        session: the runs.
+        agents: the agents of the hosts.
+        gatherer: gathers the hosts.
+        events: the events that interrupt the controller.
+        reporter: writes progress lines and events.
+        first_output: set when a rank of this host has printed something; None if that is not reported.
+    """
+
+    def __init__(
+        self,
+        options: JobOptions,
+        session: Session,
+        agents: Agents,
+        gatherer: HostGatherer,
+        events: HostEvents,
+        reporter: Reporter,
+        first_output: asyncio.Event | None,
+    ) -> None:
+        self._session = session
+        self._agents = agents
+        self._gatherer = gatherer
+        self._events = events
+        self._new_attempts = functools.partial(Attempts, options, agents, gatherer, events, reporter, first_output)
+        self._attempts = self._new_attempts()
+
+    async def run(self, hosts: list[Registration], hosts_may_change: bool) -> JobResult:
+        """Execute runs until the session ends (see ``Work``)."""
+        # Hosts that outlived an earlier replica 0 have run attempts already.
+        self._attempts.number = max(self._attempts.number, *(host.attempt + 1 for host in hosts))
+        await self._agents.form(hosts, self._gatherer)
+        self._session.resume()
+        try:
+            while True:
+                if not self._session.running:
+                    if not await self._events.interrupt(self._session.next_run(), concerns_hosts):
+                        return self._session.idle_result()
+                    self._attempts = self._new_attempts()
+                result = await self._execute(hosts, hosts_may_change)
+                ended = await self._session.finish(self._attempts, result)
+                # A request to end the run that arrives later concerns none.
+                self._events.settle_all(lambda event: isinstance(event, RunEndRequested))
+                if ended is not None:
+                    return ended
+        finally:
+            self._session.suspend()
+
+    async def _execute(self, hosts: list[Registration], hosts_may_change: bool) -> JobResult:
+        """Execute the current run, or continue it on a new mesh, and return its result."""
+        try:
+            options, ready = await self._session.begin(hosts)
+            self._attempts.begin(options)
+            return await self._attempts.run(ready, hosts_may_change)
+        except HostRefused as refusal:
+            result = await self._session.refused(refusal)
+            await self._attempts.stop(signal.SIGKILL)
+            return result
+        except Interrupted as interruption:
+            if not isinstance(interruption.event, RunEndRequested):
+                raise
+            await self._attempts.stop(interruption.event.signal)
+            return interruption.event.result
+
+    async def stop(self, event: HostEvent, left: bool) -> bool:
+        """Stop the ranks (see ``Work``)."""
+        if left:
+            self._agents.members.discard(event.replica)
+        if not self._agents.members:
+            return False
+        await self._attempts.stop(event.signal)
+        self._agents.members = set()
+        return True
+
+    def hosts_changed(self, joined: bool) -> None:
+        """Count the attempt that has ended (see ``Attempts.hosts_changed``)."""
+        self._attempts.hosts_changed(joined)
+
+    async def close(self, result: JobResult) -> None:
+        """Tell the clients of the session its result."""
+        await self._session.close(result)
+
+
+class BatchSession:
+    """The session of a batch job: its one run, for which the hosts are prepared when they register.
+
+    Args:
+        options: options of the job.
+        events: the events that interrupt the controller.
+    """
+
+    def __init__(self, options: JobOptions, events: HostEvents) -> None:
+        self.running = True
+        self._options = options
+        self._events = events
+
+    async def next_run(self) -> bool:
+        """Return False: there is no other run."""
+        return False
+
+    def resume(self) -> None:
+        """Do nothing."""
+
+    def suspend(self) -> None:
+        """Do nothing."""
+
+    async def begin(self, hosts: list[Registration]) -> tuple[JobOptions, list[Registration]]:
+        """Return the options and the hosts as they are."""
+        return self._options, hosts
+
+    async def refused(self, refusal: HostRefused) -> JobResult:
+        """Raise the event that ends the job: the refusal, or what the host itself reports meanwhile."""
+        if refusal.own:
+            raise Interrupted(StopRequested(0, JobResult(1, f"host 0: {refusal.refusal.reason}")))
+        failure = StopRequested(0, JobResult(1, refusal.refusal.reason))
+        raise Interrupted(await self._events.report_within(self._options.report_timeout, failure))
+
+    async def finish(self, attempts: Attempts, result: JobResult) -> JobResult:
+        """Return the result of the run, which is that of the job."""
+        self.running = False
+        return result
+
+    def idle_result(self) -> JobResult:
+        """Return the result of a session without runs, which a batch job never is."""
+        raise AssertionError("a batch job ends with its run")
+
+    async def close(self, result: JobResult) -> None:
+        """Do nothing: a batch job has no clients that wait for results."""

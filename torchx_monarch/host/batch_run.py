@@ -1,0 +1,111 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The one run of a batch job on a host: its interpreters start with the host, and know their program."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+
+from torchx_monarch.command.command import Command, CommandError, check, parse
+from torchx_monarch.controller.agents import Agents
+from torchx_monarch.controller.elastic import NodeRange
+from torchx_monarch.controller.host_messages import Answer, Request
+from torchx_monarch.controller.spmd_work import BatchSession, Session
+from torchx_monarch.host.interpreters import Interpreters
+from torchx_monarch.host.rank_environment import env_number
+from torchx_monarch.host.rank_logs import RankLogs
+from torchx_monarch.host.rank_pool import RankPool
+from torchx_monarch.host.run_spec import RunSpec
+from torchx_monarch.host.watchdog import ENABLED, FILE
+from torchx_monarch.host.workload import Control, Host
+
+
+class BatchRun:
+    """The run of a batch job, or of a client script, on this host.
+
+    Attributes:
+        command: command of the role; None before it is parsed.
+        pool: the ranks; None before they are started.
+        first_output: set when a rank has printed something.
+        listens: see ``Workload``.
+
+    Args:
+        host: the host.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self.command: Command | None = None
+        self.pool: RankPool | None = None
+        self.first_output: asyncio.Event | None = asyncio.Event()
+        self.listens = False
+        self._host = host
+        self._logs: RankLogs | None = None
+
+    def parse(self) -> Command:
+        """Parse the role's command (see ``Workload``)."""
+        options = self._host.options
+        command = parse(options.command, self._host.environ)
+        if command is None:
+            raise CommandError(f"not a torchrun or Python command: {shlex.join(options.command)}")
+        check(command, replicas=options.replicas, role=options.role)
+        self.command = command
+        self._host.read_grace(command)
+        self._host.restarts = int(env_number(self._host.environ, "MONARCH_RESTART", 0))
+        check_script(command, os.getcwd())
+        return command
+
+    async def start(self) -> int:
+        """Start the interpreters (see ``Workload``), and torch's timer server if the role's environment enables it."""
+        host, command = self._host, self.command
+        assert command is not None
+        run = RunSpec(command, host.environ, host.options.preload)
+        log_dir = log_folder(command, host.log_dir, os.getcwd(), host.run_id(command))
+        self._logs = RankLogs(host.options.replica, host.hostname, log_dir, run, host.stdout, host.stderr)
+        first_output = self.first_output.set if self.first_output is not None else None
+        self.pool = RankPool(self._logs, Interpreters(run, host.reporter.line, first_output), host.reporter.line)
+        nproc = await self.pool.start(command.options.nproc_per_node if command.kind == "torchrun" else "1")
+        if command.kind == "torchrun" and host.environ.get(ENABLED) == "1":
+            path = host.environ.get(FILE) or os.path.join(host.sockets, "timers")
+            self.pool.start_watchdog(path, host.run_id(command))
+        return nproc
+
+    def first_log_attempt(self, sizes: NodeRange) -> int:
+        """Return the number of the first attempt's log folders (see ``Workload``)."""
+        max_restarts = self.command.options.max_restarts if self.command else 0
+        return self._host.first_log_attempt(self._logs, max_restarts, sizes)
+
+    def session(self, control: Control, agents: Agents) -> Session:
+        """Return the session of the batch job, on replica 0."""
+        return BatchSession(control.options, control.rendezvous.events)
+
+    async def handle(self, request: Request) -> Answer:
+        """Refuse the requests of live allocations."""
+        raise ValueError(f"no request of a batch job: {type(request).__name__}")
+
+
+def check_script(command: Command, cwd: str, hint: str = "") -> None:
+    """Check that the script of a command exists.
+
+    Args:
+        command: the command.
+        cwd: folder in which its ranks start.
+        hint: end of the message.
+
+    Raises:
+        CommandError: it does not exist. The exit code is then 2, as for ``python nosuch.py``.
+    """
+    program = command.program_of(0)
+    path = os.path.join(cwd, program.target)
+    if program.mode == "script" and not os.path.exists(path):
+        raise CommandError(f"can't open file {path!r}: No such file or directory{hint}")
+
+
+def log_folder(command: Command, default: str, cwd: str, run_id: str) -> str | None:
+    """Return the folder of the ranks' logs; None for no files, as torchrun writes none with ``--log-dir /dev/null``."""
+    if command.options.log_dir == os.devnull:
+        return None
+    if command.options.log_dir:
+        return os.path.abspath(os.path.join(cwd, command.options.log_dir, run_id))
+    return default

@@ -1,0 +1,97 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A host other than replica 0: registered with replica 0, or looking for it, until it learns the job's result."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import time
+
+from torchx_monarch.controller.host_network import HostNetwork
+from torchx_monarch.controller.rendezvous import RendezvousError
+from torchx_monarch.controller.rendezvous_client import RendezvousClient
+from torchx_monarch.host.workload import Host, Workload
+from torchx_monarch.model.job_result import JobResult
+from torchx_monarch.model.registration import Registration
+from torchx_monarch.transport.connections import ConnectError
+
+_ERROR_REPORT_TIMEOUT = 10.0
+"""Seconds for which a host that cannot take part tries to report its error to replica 0."""
+
+
+class Follower:
+    """Take part in the job of another host's controller.
+
+    Attributes:
+        agent_gone: whether the agent of this host is lost.
+
+    Args:
+        host: the host.
+        workload: what it runs.
+        registration: the data with which it registers.
+        network: its connections.
+    """
+
+    def __init__(self, host: Host, workload: Workload, registration: Registration, network: HostNetwork) -> None:
+        self.agent_gone = False
+        self._host = host
+        self._workload = workload
+        self._registration = registration
+        self._network = network
+
+    async def run(self, join_timeout: float) -> JobResult:
+        """Register with replica 0 and return the job's result, or the reason for not knowing it.
+
+        Args:
+            join_timeout: seconds for replica 0 to answer.
+        """
+        host, registration = self._host, self._registration
+        # A host with an error only reports it. If replica 0 has the same error, it has already exited.
+        timeout = min(join_timeout, _ERROR_REPORT_TIMEOUT) if registration.error else join_timeout
+        try:
+            client = await self._join(registration, timeout, "replica 0")
+        except RendezvousError as error:
+            reason = registration.error or str(error)
+            host.reporter.line(f"host {registration.replica}: {reason}")
+            return JobResult(registration.code if registration.error else 1, reason)
+        while True:
+            host.send = client.tell
+            result = await client.verdict()
+            if result is not None:
+                if client.dismissed and not result.stopped:
+                    host.reporter.line(f"host {registration.replica} was refused: {result.reason}")
+                return result
+            host.send = None
+            this = f"host {registration.replica} ({host.hostname})"
+            result = JobResult(1, client.lost or f"{this} lost replica 0", consequence=True, replica=0)
+            if self.agent_gone:
+                result = JobResult(1, f"{this} lost its agent")
+            host.reporter.line(result.reason)
+            rejoins = host.options.replacements > 0 and self._workload.replaced and not registration.error
+            if self.agent_gone or not rejoins:
+                return result
+            await self._workload.stop(signal.SIGTERM)
+            try:
+                again = dataclasses.replace(registration, attempt=self._workload.attempt)
+                client = await self._join(again, host.options.rejoin_timeout, "another replica 0")
+            except RendezvousError as error:
+                host.reporter.line(f"host {registration.replica}: {error}")
+                return result
+
+    async def _join(self, registration: Registration, timeout: float, whom: str) -> RendezvousClient:
+        failure, roles, network = "", self._host.roles, self._network
+
+        def failed(error: ConnectError) -> None:
+            nonlocal failure
+            failure = f" ({error})"
+
+        async def joining() -> RendezvousClient:
+            until, where = time.monotonic() + timeout, network.rendezvous
+            if roles is not None and roles.looks_up:
+                where = await roles.find(self._host.options.role, network, timeout, failed)
+            left = max(1.0, until - time.monotonic())
+            peer_timeout, lease = network.options.peer_timeout, self._host.options.lease
+            return await RendezvousClient.join(where, registration, left, network.identity, peer_timeout, failed, lease)
+
+        return await self._host.reporter.while_waiting(joining(), lambda: whom + failure)

@@ -1,0 +1,243 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The runs of a live allocation on one host: any number, one after the other."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import shlex
+import shutil
+import signal
+from collections.abc import Mapping
+
+from torchx_monarch.command.allocation_spec import AllocationSpec, run_command, with_program
+from torchx_monarch.command.command import Command, CommandError, Program, parse
+from torchx_monarch.command.torchrun_options import DEFAULTS
+from torchx_monarch.controller.agents import Agents
+from torchx_monarch.controller.elastic import NodeRange
+from torchx_monarch.controller.host_messages import (
+    Answer,
+    BeginRun,
+    CodeHandled,
+    FinishRun,
+    HandleCode,
+    Request,
+    RunBegun,
+    RunFinished,
+)
+from torchx_monarch.controller.live_session import LiveSession
+from torchx_monarch.controller.run_queue import RunQueue
+from torchx_monarch.controller.run_request import RunRequest
+from torchx_monarch.controller.spmd_work import Session
+from torchx_monarch.host.batch_run import check_script, log_folder
+from torchx_monarch.host.code_distribution import OPS, HostCode, distribute_code
+from torchx_monarch.host.interpreters import Interpreters
+from torchx_monarch.host.rank_logs import RankLogs
+from torchx_monarch.host.rank_pool import RankPool
+from torchx_monarch.host.run_spec import RunSpec
+from torchx_monarch.host.watchdog import ENABLED, FILE
+from torchx_monarch.host.workload import Control, Host
+from torchx_monarch.insight.run_log import RunLog
+from torchx_monarch.model.world import LaunchError
+
+_MESSAGE = 30_000
+"""Bytes of records in one message to replica 0. A message has at most 64 kB, and JSON may double the size."""
+
+
+class LiveRuns:
+    """The runs of a live allocation on this host.
+
+    Attributes:
+        command: command of the allocation; None before it is parsed.
+        pool: the ranks of the present run; None before the first interpreters are started.
+        first_output: None: the first output of a run is not reported.
+        listens: see ``Workload``.
+
+    Args:
+        host: the host.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self.command: Command | None = None
+        self.pool: RankPool | None = None
+        self.first_output: asyncio.Event | None = None
+        self.listens = True
+        self._host = host
+        self._allocation_spec = AllocationSpec(0.0, "0", (), None)
+        self._interpreters: Interpreters | None = None
+        self._run_queue: RunQueue | None = None
+        self._begun: tuple[str, RunBegun] | None = None  # token of the present run, and the answer to its request
+        self._run_log: RunLog | None = None
+        self._forwarding: asyncio.Task[None] | None = None
+        self._code: HostCode | None = None
+
+    def parse(self) -> Command:
+        """Parse the command of the allocation (see ``Workload``)."""
+        options = self._host.options
+        command = parse(options.command, self._host.environ)
+        if command is None or command.kind != "hosts":
+            raise CommandError(f"not the command of an allocation: {shlex.join(options.command)}")
+        self._allocation_spec = AllocationSpec.of(command, self._host.environ, options.replicas, options.role)
+        self._host.read_grace()
+        return command
+
+    async def start(self) -> int:
+        """Start interpreters for the first run (see ``Workload``)."""
+        held = self._allocation_spec.command or Command("torchrun", DEFAULTS, Program("script", "run"))
+        self.pool = self._new_pool(held, None, {}, os.getcwd())
+        return await self.pool.start(self._allocation_spec.nproc)
+
+    def first_log_attempt(self, sizes: NodeRange) -> int:
+        """Return 0: each run has a folder of its own."""
+        return 0
+
+    def session(self, control: Control, agents: Agents) -> Session:
+        """Return the session of the allocation, on replica 0."""
+        options, spec = self._host.options, self._allocation_spec
+        self._run_queue = run_queue = RunQueue(
+            control.rendezvous,
+            options.app,
+            options.role,
+            self._host.log_dir,
+            spec.words,
+            spec.idle_timeout,
+            lambda: self._interpreters.warm if self._interpreters else 0,
+        )
+        run_queue.distribute_code = lambda code: distribute_code(run_queue, self._host_code(), code)
+        return LiveSession(control.options, control.rendezvous, self._host.reporter, agents, run_queue)
+
+    async def handle(self, request: Request) -> Answer:
+        """Execute a request that only hosts of live allocations execute.
+
+        Raises:
+            CommandError: the command of a run is not valid on this host.
+            LaunchError: the run cannot be prepared.
+        """
+        if isinstance(request, BeginRun):
+            return await self._begin(request)
+        if isinstance(request, FinishRun):
+            return RunFinished(self._host.options.replica, await self._finish(request.token))
+        if isinstance(request, HandleCode):
+            result = await OPS[request.op](self._host_code(), dict(request.args))
+            return CodeHandled(self._host.options.replica, result)
+        raise ValueError(f"unknown request {type(request).__name__}")
+
+    # -- a run ---------------------------------------------------------------------------------------------------------
+
+    async def _begin(self, begin: BeginRun) -> RunBegun:
+        """Prepare for a run; if the same run is requested again, after another host was lost, change nothing."""
+        host, request = self._host, begin.request
+        if self._begun is not None and self._begun[0] == begin.token:
+            return dataclasses.replace(self._begun[1], fresh=False)
+        await self._close_run_log()
+        await self._host_code().release()
+        cwd = await self._host_code().checkout(request.code) if request.synced else request.cwd or os.getcwd()
+        environ = {**host.environ, **request.env}
+        command = self._command_of(request, cwd, environ)
+        folder = os.path.join(host.log_dir, f"run_{begin.number}")
+        run_id = command.options.rdzv_id if command.options.rdzv_id != "none" else f"{host.options.app}-{begin.number}"
+        self._open_run_log(folder, begin.token)
+        self.pool = self._new_pool(command, log_folder(command, folder, cwd, run_id), request.env, cwd)
+        nproc = await self.pool.start(command.options.nproc_per_node if command.kind == "torchrun" else "1")
+        if command.kind == "torchrun" and environ.get(ENABLED) == "1":
+            path = request.env.get(FILE) or os.path.join(host.sockets, f"timers{begin.number}")
+            self.pool.start_watchdog(path, run_id)
+        timeout = command.options.shutdown_timeout
+        grace = host.grace if timeout is None else float(timeout)
+        begun = RunBegun(host.options.replica, nproc, run_id, command.options.max_restarts, grace, fresh=True)
+        self._begun = (begin.token, begun)
+        return begun
+
+    def _new_pool(self, command: Command, log_dir: str | None, env: Mapping[str, str], cwd: str) -> RankPool:
+        host = self._host
+        run = RunSpec(command, host.environ, host.options.preload, env, cwd)
+        logs = RankLogs(host.options.replica, host.hostname, log_dir, run, host.stdout, host.stderr, self._run_log)
+        self._interpreters = Interpreters(run, host.reporter.line, None, self._interpreters)
+        return RankPool(logs, self._interpreters, host.reporter.line)
+
+    def _host_code(self) -> HostCode:
+        """Return the store of the code that clients have sent to this host."""
+        self._code = self._code or HostCode(os.path.join(self._host.sockets, "code"))
+        return self._code
+
+    def _command_of(self, request: RunRequest, cwd: str, environ: Mapping[str, str]) -> Command:
+        """Build the command of a run.
+
+        Args:
+            request: the client's request.
+            cwd: folder in which the ranks start.
+            environ: environment of the role with the variables of the run.
+
+        Raises:
+            CommandError: the command is not valid, or its folder or script is not on this host.
+        """
+        spec, sizes = self._allocation_spec, (self._host.options.replicas, self._host.options.role)
+        if not os.path.isdir(cwd):
+            raise CommandError(f"there is no folder {cwd} to run in")
+        if request.program:
+            held = run_command(spec.words, environ, *sizes, request.nproc) if spec.words else None
+            command = with_program(held, request.program)
+            if held is None:
+                own = request.nproc or (spec.nproc if spec.nproc != "0" else "1")
+                command = dataclasses.replace(command, options=dataclasses.replace(DEFAULTS, nproc_per_node=own))
+        else:
+            command = run_command(list(request.command or spec.words), environ, *sizes, request.nproc)
+        target = command.program_of(0).target
+        hint = f". For the program: torchrun --no-python {target} …" if shutil.which(target) else ""
+        check_script(command, cwd, hint)
+        return command
+
+    async def _finish(self, token: str) -> int:
+        """End a run and all its processes; return how many records of this host replica 0 must have received."""
+        if self._begun is None or self._begun[0] != token or self.pool is None:
+            return 0
+        await self.pool.stop(signal.SIGKILL, 0.0)
+        self._interpreters = self.pool.retire()
+        await self._host_code().release()
+        run_log = self._run_log
+        await self._close_run_log()
+        return run_log.count if run_log is not None else 0
+
+    # -- its output ----------------------------------------------------------------------------------------------------
+
+    def _open_run_log(self, folder: str, token: str) -> None:
+        """Open the log of a run: on replica 0 that of the run queue, elsewhere one that is sent to replica 0.
+
+        Raises:
+            LaunchError: it cannot be created.
+        """
+        if self._run_queue is not None and self._run_queue.current is not None:
+            self._run_log = self._run_queue.current.run_log
+            return
+        try:
+            self._run_log = RunLog(os.path.join(folder, "journal.jsonl"))
+        except OSError as error:
+            raise LaunchError(f"cannot make {error.filename}: {error.strerror}") from None
+        self._forwarding = asyncio.ensure_future(self._forward(self._run_log, token))
+
+    async def _close_run_log(self) -> None:
+        """Close the run log after a run and wait, at most 10 s, until its last records are sent.
+
+        On replica 0 the run queue owns the log, and nothing is sent.
+        """
+        run_log, self._run_log = self._run_log, None
+        forwarding, self._forwarding = self._forwarding, None
+        if run_log is not None and forwarding is not None:
+            run_log.close()
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(forwarding, 10.0)
+
+    async def _forward(self, run_log: RunLog, token: str) -> None:
+        """Send the records of a run log to replica 0 while they are written."""
+        async for lines in run_log.follow():
+            while lines:
+                message = [lines.pop(0)]
+                size = len(message[0])
+                while lines and size + len(lines[0]) < _MESSAGE:
+                    size += len(lines[0])
+                    message.append(lines.pop(0))
+                if self._host.send is not None:
+                    await self._host.send("output", token=token, records=b"".join(message).decode())

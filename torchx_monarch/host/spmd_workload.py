@@ -1,0 +1,176 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The workload of hosts that execute ranks: the run of a batch job, or the runs of a live allocation."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torchx_monarch.command.command import Command, CommandError
+from torchx_monarch.controller.agents import Agents
+from torchx_monarch.controller.controller import Work
+from torchx_monarch.controller.elastic import NodeRange
+from torchx_monarch.controller.host_messages import (
+    Answer,
+    Launch,
+    Launched,
+    OpenStore,
+    RanksExited,
+    Refused,
+    Request,
+    StopRanks,
+    StoreOpened,
+    WatchRanks,
+    decode_request,
+    encode_answer,
+)
+from torchx_monarch.controller.host_network import HostNetwork
+from torchx_monarch.controller.spmd_work import Session, SpmdWork
+from torchx_monarch.host.rank_pool import RankPool
+from torchx_monarch.host.workload import Control, Host
+from torchx_monarch.model.world import LaunchError
+from torchx_monarch.transport.agent_rpc import SOCKET_VARIABLE, AgentServer
+
+
+class Runs(Protocol):
+    """The runs of this host: ``BatchRun`` or ``LiveRuns``."""
+
+    command: Command | None
+    pool: RankPool | None
+    first_output: asyncio.Event | None
+    listens: bool
+
+    def parse(self) -> Command:
+        """Parse the role's command (see ``Workload``)."""
+
+    async def start(self) -> int:
+        """Start the interpreters of the first run (see ``Workload``)."""
+
+    def first_log_attempt(self, sizes: NodeRange) -> int:
+        """Return the number of the first attempt's log folders (see ``Workload``)."""
+
+    def session(self, control: Control, agents: Agents) -> Session:
+        """Return the session in which the controller on replica 0 executes the runs."""
+
+    async def handle(self, request: Request) -> Answer:
+        """Execute a request that is not one of every run."""
+
+
+class SpmdWorkload:
+    """Execute ranks (see ``Workload``).
+
+    Args:
+        host: the host.
+        runs: the runs of this host.
+    """
+
+    replaced = True
+
+    def __init__(self, host: Host, runs: Runs) -> None:
+        self._host = host
+        self._runs = runs
+
+    @property
+    def command(self) -> Command | None:
+        """The torchrun or Python command that determines the number of hosts."""
+        return self._runs.command
+
+    @property
+    def listens(self) -> bool:
+        """Whether replica 0 opens its listener even if it is the only host."""
+        return self._runs.listens
+
+    @property
+    def attempt(self) -> int:
+        """The last attempt whose ranks this host has started; -1 for none."""
+        return self._runs.pool.attempt if self._runs.pool is not None else -1
+
+    def redirect_output(self) -> None:
+        """Do nothing: the ranks' output does not pass through the descriptors of the host process."""
+
+    def open(self) -> None:
+        """Do nothing."""
+
+    def parse(self) -> Command:
+        """Parse the role's command (see ``Workload``)."""
+        return self._runs.parse()
+
+    async def start(self) -> int:
+        """Start the ranks' interpreters (see ``Workload``)."""
+        return await self._runs.start()
+
+    async def start_worker(
+        self, network: HostNetwork, warn: Callable[[str], None], on_agent_lost: Callable[[float], None]
+    ) -> str:
+        """Start Monarch's worker loop and the socket through which its agent calls this host (see ``Workload``)."""
+        link, lease = os.path.join(self._host.sockets, "link"), self._host.options.lease
+        await AgentServer(link, self._handle_message, on_agent_lost, lease).start()
+        os.environ[SOCKET_VARIABLE] = link
+        os.environ["PYTHONSAFEPATH"] = "1"  # the agent must not import a monarch.py of the user's
+        os.environ["TMPDIR"] = self._host.sockets  # Monarch makes its sockets there; ranks do not get this value
+
+        def log(text: str) -> None:
+            print(text, file=sys.stderr, flush=True)
+
+        return await network.start_monarch(log, warn, lease)
+
+    def first_log_attempt(self, sizes: NodeRange) -> int:
+        """Return the number of the first attempt's log folders (see ``Workload``)."""
+        return self._runs.first_log_attempt(sizes)
+
+    def work(self, control: Control) -> Work:
+        """Return the work of executing the session's runs (see ``Workload``)."""
+        options, events, reporter = control.options, control.rendezvous.events, self._host.reporter
+        agents = Agents(options, events, reporter, self._handle)
+        session = self._runs.session(control, agents)
+        return SpmdWork(options, session, agents, control.gatherer, events, reporter, self._runs.first_output)
+
+    async def stop(self, number: int) -> None:
+        """Stop the ranks (see ``Workload``)."""
+        if self._runs.pool is not None:
+            await self._runs.pool.stop(number, self._host.grace)
+
+    def notify(self, number: int) -> None:
+        """Send a signal to the rank processes (see ``Workload``)."""
+        if self._runs.pool is not None:
+            self._runs.pool.notify(number)
+
+    def close(self) -> None:
+        """End the timer server and release the ranks' port."""
+        if self._runs.pool is not None:
+            self._runs.pool.close()
+
+    # -- requests of the controller ------------------------------------------------------------------------------------
+
+    async def _handle_message(self, name: str, fields: dict[str, Any]) -> dict[str, Any]:
+        return encode_answer(await self._handle(decode_request(name, fields)))
+
+    async def _handle(self, request: Request) -> Answer:
+        """Execute a request of the controller, or refuse it: a refusal ends the run, and not the hosts."""
+        try:
+            return await self._execute(request)
+        except (CommandError, LaunchError) as error:
+            reason, code = str(error), 2 if isinstance(error, CommandError) else 1
+        except Exception as error:
+            reason, code = repr(error), 1
+        replica = self._host.options.replica
+        return Refused(replica, f"host {replica} ({self._host.hostname})", reason, code)
+
+    async def _execute(self, request: Request) -> Answer:
+        pool, replica = self._runs.pool, self._host.options.replica
+        assert pool is not None
+        if isinstance(request, OpenStore):
+            return StoreOpened(*await pool.serve_store(request.bind, request.advertised, request.hosts))
+        if isinstance(request, Launch):
+            return Launched(replica, tuple(await pool.launch(request.world, request.spares)))
+        if isinstance(request, WatchRanks):
+            await pool.watch()
+        elif isinstance(request, StopRanks):
+            await pool.stop(request.signal, request.grace)
+        else:
+            return await self._runs.handle(request)
+        return RanksExited(replica, tuple(pool.exits()))

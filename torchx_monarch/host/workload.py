@@ -1,0 +1,168 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The interface between a host process and what it runs for its role: ranks, or a worker for actors."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+from torchx_monarch.command.command import Command
+from torchx_monarch.controller.controller import Work
+from torchx_monarch.controller.elastic import HostGatherer, NodeRange
+from torchx_monarch.controller.host_network import HostNetwork
+from torchx_monarch.controller.job_options import JobOptions
+from torchx_monarch.controller.rendezvous import Rendezvous
+from torchx_monarch.controller.roles import Roles
+from torchx_monarch.host.rank_environment import env_number
+from torchx_monarch.host.rank_logs import RankLogs
+from torchx_monarch.insight.progress import Reporter
+from torchx_monarch.model.host_spec import HostSpec
+from torchx_monarch.system.console import Console
+
+
+@dataclasses.dataclass
+class Host:
+    """What the parts of a host process share.
+
+    Attributes:
+        options: command line of the host process.
+        environ: environment in which the backend started it, and in which its ranks start.
+        hostname: name of the machine.
+        stdout: the stdout of the host process before Monarch's output is redirected to a file.
+        stderr: its stderr.
+        log_dir: folder of its logs.
+        reporter: writes progress lines and events.
+        sockets: folder of its sockets; empty before it exists.
+        grace: seconds from SIGTERM to SIGKILL for ranks: torchrun's option or variable if given, else ``--grace``.
+        restarts: how often the backend has restarted a batch job before this start.
+        roles: the other roles of the app; None before they are known.
+        send: sends a message to replica 0; None on replica 0, and while this host is not registered.
+    """
+
+    options: HostSpec
+    environ: dict[str, str]
+    hostname: str
+    stdout: Console
+    stderr: Console
+    log_dir: str
+    reporter: Reporter
+    sockets: str = ""
+    grace: float = 0.0
+    restarts: int = 0
+    roles: Roles | None = None
+    send: Callable[..., Coroutine[Any, Any, None]] | None = None
+
+    @property
+    def monarch_log(self) -> str:
+        """The file to which Monarch and its processes print."""
+        return os.path.join(self.log_dir, "monarch.log")
+
+    def read_grace(self, command: Command | None = None) -> None:
+        """Set ``grace`` from the environment, and from torchrun's options if a command is given.
+
+        Raises:
+            CommandError: the variable is no number.
+        """
+        self.grace = env_number(self.environ, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", self.options.grace)
+        if command is not None and command.options.shutdown_timeout is not None:
+            self.grace = float(command.options.shutdown_timeout)
+
+    def run_id(self, command: Command | None) -> str:
+        """Return TORCHELASTIC_RUN_ID: torchrun's ``--rdzv-id``, else the app's id (torchrun: a random id or none)."""
+        given = command.options.rdzv_id if command else "none"
+        return given if given != "none" else self.options.app
+
+    def first_log_attempt(self, logs: RankLogs | None, max_restarts: int, sizes: NodeRange) -> int:
+        """Return the number of the first attempt's log folders, after all that earlier starts may have used.
+
+        A start uses at most one number for each attempt that it may make. This bound is unknown in two cases: an
+        elastic job may make any number of attempts, and a restarted container has no MONARCH_RESTART. Replica 0 then
+        continues after the highest existing folder: it takes part in each attempt. (With replacements the remaining
+        hosts know the number.)
+        """
+        at_most = self.restarts * (1 + max_restarts + self.options.replacements)
+        counted = "MONARCH_RESTART" in self.environ or self.options.replacements > 0
+        if logs is None or (counted and not (sizes.elastic and self.restarts)):
+            return at_most
+        return max(at_most, logs.last_attempt() + 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Control:
+    """The parts of replica 0's controller with which a workload makes its ``Work``."""
+
+    rendezvous: Rendezvous
+    network: HostNetwork
+    gatherer: HostGatherer
+    options: JobOptions
+
+
+class Workload(Protocol):
+    """What a host process runs for its role.
+
+    Attributes:
+        replaced: whether the workload goes on when the backend replaces a lost host.
+    """
+
+    replaced: bool
+
+    @property
+    def command(self) -> Command | None:
+        """The torchrun or Python command that determines the number of hosts; None for the role's replicas."""
+
+    @property
+    def listens(self) -> bool:
+        """Whether replica 0 opens its listener even if it is the only host: clients connect to it."""
+
+    def redirect_output(self) -> None:
+        """Change descriptors 1 and 2, which are Monarch's log, before the event loop runs."""
+
+    def open(self) -> None:
+        """Begin to read what was redirected, in the event loop."""
+
+    def parse(self) -> Command:
+        """Parse the role's command.
+
+        Raises:
+            CommandError: it is not valid.
+        """
+
+    async def start(self) -> int:
+        """Start the ranks' interpreters and return their number; return while they import their modules.
+
+        Raises:
+            LaunchError: they cannot be started.
+        """
+
+    async def start_worker(
+        self, network: HostNetwork, warn: Callable[[str], None], on_agent_lost: Callable[[float], None]
+    ) -> str:
+        """Start Monarch's worker loop, and the socket of the agent where there is one; return the worker's address.
+
+        Args:
+            network: connections of this host.
+            warn: called with a line for the job's log about a danger.
+            on_agent_lost: called when the agent has died, or, with the seconds, does not answer.
+        """
+
+    @property
+    def attempt(self) -> int:
+        """The last attempt whose ranks this host has started; -1 for none."""
+
+    def first_log_attempt(self, sizes: NodeRange) -> int:
+        """Return the number of the first attempt's log folders."""
+
+    def work(self, control: Control) -> Work:
+        """Return what the controller has the hosts do, on replica 0."""
+
+    async def stop(self, number: int) -> None:
+        """Send a signal to the ranks, and SIGKILL after the grace period; return when all have ended."""
+
+    def notify(self, number: int) -> None:
+        """Send a signal to the rank processes; the ranks do not count as stopped."""
+
+    def close(self) -> None:
+        """Release what would outlive the host process; called at its end."""
