@@ -11,7 +11,7 @@ from typing import Any
 
 from torchx_monarch.controller.agents import Agents, HostRefused, HostsError
 from torchx_monarch.controller.attempts import Attempts
-from torchx_monarch.controller.host_events import HostEvents, Interrupted, concerns_hosts
+from torchx_monarch.controller.host_events import Interrupted, concerns_hosts
 from torchx_monarch.controller.host_messages import (
     BeginRun,
     CodeHandled,
@@ -26,6 +26,7 @@ from torchx_monarch.controller.host_messages import (
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.run_queue import RunQueue
+from torchx_monarch.controller.spmd_work import Session
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.registration import Registration
@@ -39,7 +40,7 @@ _OUTPUT_TIMEOUT = 5.0
 """Seconds for output that a host has sent to arrive."""
 
 
-class LiveSession:
+class LiveSession(Session):
     """Execute the runs of an allocation on its hosts.
 
     Args:
@@ -53,8 +54,7 @@ class LiveSession:
     def __init__(
         self, options: JobOptions, rendezvous: Rendezvous, reporter: Reporter, agents: Agents, run_queue: RunQueue
     ) -> None:
-        self._options = options
-        self._events: HostEvents = rendezvous.events
+        super().__init__(options, rendezvous.events)
         self._reporter = reporter
         self._agents = agents
         self._run_queue = run_queue
@@ -69,28 +69,21 @@ class LiveSession:
         """Whether there is a current run."""
         return self._run_queue.current is not None
 
-    async def next_run(self) -> bool:
-        """Wait for a run and make it the current one; return False if there was none within the idle timeout."""
+    async def next_run(self) -> JobResult | None:
+        """Wait for a run and make it the current one; return a result if there was none within the idle timeout."""
         if not await self._run_queue.run_wanted():
-            return False
+            return JobResult(0, f"no run for {self._run_queue.idle_timeout:g} s: the hosts end", stopped=True)
         run = self._run_queue.begin()
         self._received = {}
         self._reporter.echo = lambda text: run.run_log.append({"type": "phase", "text": text})
         self._reporter.note("run", f"run {run.number}: {run.request.shown}", run=run.number)
-        return True
+        return None
 
-    def idle_result(self) -> JobResult:
-        """Return the result of an allocation that is idle."""
-        return JobResult(0, f"no run for {self._run_queue.idle_timeout:g} s: the hosts end", stopped=True)
-
-    def resume(self) -> None:
-        """Note that the hosts are together, on a new mesh."""
-        self._run_queue.ready = True
-        self._run_queue.codes.clear()
-
-    def suspend(self) -> None:
-        """Note that the hosts are not together any more."""
-        self._run_queue.ready = False
+    def set_ready(self, ready: bool) -> None:
+        """Note whether the hosts are together, on a new mesh."""
+        self._run_queue.ready = ready
+        if ready:
+            self._run_queue.codes.clear()
 
     async def close(self, result: JobResult) -> None:
         """End all runs, because the hosts end."""

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The work of hosts that execute ranks: the runs of a session, one after the other, on one mesh.
 
-A batch job is a session with one run, which ends with it (``BatchSession``). A live allocation is a session that
+A batch job is a session with one run, which ends with it (``Session``). A live allocation is a session that
 accepts runs until it is released or idle (``live_session.LiveSession``).
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import signal
-from typing import Protocol
 
 from torchx_monarch.controller.agents import Agents, HostRefused
 from torchx_monarch.controller.attempts import Attempts
@@ -30,21 +29,30 @@ from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.registration import Registration
 
 
-class Session(Protocol):
-    """The runs that the hosts execute."""
+class Session:
+    """The runs that the hosts execute. This class is for a batch job: one run, for which the hosts are prepared when
+    they register, and with which the session ends.
+
+    Args:
+        options: options of the job.
+        events: the events that interrupt the controller.
+    """
+
+    def __init__(self, options: JobOptions, events: HostEvents) -> None:
+        self._options = options
+        self._events = events
 
     @property
     def running(self) -> bool:
         """Whether there is a current run."""
+        return True
 
-    async def next_run(self) -> bool:
-        """Wait for a run and make it the current one; return False if the session ends for lack of runs."""
+    async def next_run(self) -> JobResult | None:
+        """Wait for a run and make it the current one; return a result if the session ends for lack of runs."""
+        raise AssertionError("a batch job ends with its run")
 
-    def resume(self) -> None:
-        """Note that the hosts are together, on a new mesh."""
-
-    def suspend(self) -> None:
-        """Note that the hosts are not together any more."""
+    def set_ready(self, ready: bool) -> None:
+        """Note whether the hosts are together, on a new mesh."""
 
     async def begin(self, hosts: list[Registration]) -> tuple[JobOptions, list[Registration]]:
         """Prepare the hosts for the current run; a repetition, on a new mesh, changes nothing on a prepared host.
@@ -56,19 +64,22 @@ class Session(Protocol):
             Interrupted: an event is pending.
             HostRefused: a host cannot execute the run.
         """
+        return self._options, hosts
 
     async def refused(self, refusal: HostRefused) -> JobResult:
         """Return the result of a run that a host has refused.
 
         Raises:
-            Interrupted: the refusal ends the job.
+            Interrupted: the refusal, or what a host itself reports meanwhile, ends the job.
         """
+        if refusal.own:
+            raise Interrupted(StopRequested(0, JobResult(1, f"host 0: {refusal.refusal.reason}")))
+        failure = StopRequested(0, JobResult(1, refusal.refusal.reason))
+        raise Interrupted(await self._events.report_within(self._options.report_timeout, failure))
 
     async def finish(self, attempts: Attempts, result: JobResult) -> JobResult | None:
         """Note the result of the current run; return that of the session if it ends with the run, else None."""
-
-    def idle_result(self) -> JobResult:
-        """Return the result of a session that ends for lack of runs."""
+        return result
 
     async def close(self, result: JobResult) -> None:
         """Tell the clients of the session its result."""
@@ -109,12 +120,12 @@ class SpmdWork:
         # Hosts that outlived an earlier replica 0 have run attempts already.
         self._attempts.number = max(self._attempts.number, *(host.attempt + 1 for host in hosts))
         await self._agents.form(hosts, self._gatherer)
-        self._session.resume()
+        self._session.set_ready(True)
         try:
             while True:
                 if not self._session.running:
-                    if not await self._events.interrupt(self._session.next_run(), concerns_hosts):
-                        return self._session.idle_result()
+                    if idle := await self._events.interrupt(self._session.next_run(), concerns_hosts):
+                        return idle
                     self._attempts = self._new_attempts()
                 result = await self._execute(hosts, hosts_may_change)
                 ended = await self._session.finish(self._attempts, result)
@@ -123,7 +134,7 @@ class SpmdWork:
                 if ended is not None:
                     return ended
         finally:
-            self._session.suspend()
+            self._session.set_ready(False)
 
     async def _execute(self, hosts: list[Registration], hosts_may_change: bool) -> JobResult:
         """Execute the current run, or continue it on a new mesh, and return its result."""
@@ -158,50 +169,3 @@ class SpmdWork:
     async def close(self, result: JobResult) -> None:
         """Tell the clients of the session its result."""
         await self._session.close(result)
-
-
-class BatchSession:
-    """The session of a batch job: its one run, for which the hosts are prepared when they register.
-
-    Args:
-        options: options of the job.
-        events: the events that interrupt the controller.
-    """
-
-    def __init__(self, options: JobOptions, events: HostEvents) -> None:
-        self.running = True
-        self._options = options
-        self._events = events
-
-    async def next_run(self) -> bool:
-        """Return False: there is no other run."""
-        return False
-
-    def resume(self) -> None:
-        """Do nothing."""
-
-    def suspend(self) -> None:
-        """Do nothing."""
-
-    async def begin(self, hosts: list[Registration]) -> tuple[JobOptions, list[Registration]]:
-        """Return the options and the hosts as they are."""
-        return self._options, hosts
-
-    async def refused(self, refusal: HostRefused) -> JobResult:
-        """Raise the event that ends the job: the refusal, or what the host itself reports meanwhile."""
-        if refusal.own:
-            raise Interrupted(StopRequested(0, JobResult(1, f"host 0: {refusal.refusal.reason}")))
-        failure = StopRequested(0, JobResult(1, refusal.refusal.reason))
-        raise Interrupted(await self._events.report_within(self._options.report_timeout, failure))
-
-    async def finish(self, attempts: Attempts, result: JobResult) -> JobResult:
-        """Return the result of the run, which is that of the job."""
-        self.running = False
-        return result
-
-    def idle_result(self) -> JobResult:
-        """Return the result of a session without runs, which a batch job never is."""
-        raise AssertionError("a batch job ends with its run")
-
-    async def close(self, result: JobResult) -> None:
-        """Do nothing: a batch job has no clients that wait for results."""

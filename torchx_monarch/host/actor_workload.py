@@ -26,6 +26,7 @@ from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.roles import is_registered_address
 from torchx_monarch.host.batch_run import BatchRun, check_script
 from torchx_monarch.host.rank_output import OutputPipe
+from torchx_monarch.host.rank_pool import RankPool
 from torchx_monarch.host.workload import Control, Host
 from torchx_monarch.model.env_names import is_for_hosts
 from torchx_monarch.model.job_result import RankExit
@@ -56,32 +57,33 @@ class ActorWorkload:
 
     replaced = False
     listens = True
-    attempt = -1
 
     def __init__(self, host: Host) -> None:
-        self.command: Command | None = None
         self._host = host
         self._actors = Actors(0.0, None)
-        self._pipes: tuple[int, ...] = ()
-        self._output: tuple[OutputPipe, ...] = ()
+        self._output: list[OutputPipe] = []
         self._shut_down = asyncio.Event()
         self._run = BatchRun(host)
 
-    def redirect_output(self) -> None:
-        """Let the processes of the actors inherit pipes as stdout and stderr (see ``Workload``)."""
-        ends = []
-        for number in (1, 2):
+    @property
+    def command(self) -> Command | None:
+        """The command of the script, on replica 0; None without one."""
+        return self._run.command
+
+    @property
+    def pool(self) -> RankPool | None:
+        """The script, which is a rank of its own; None without one."""
+        return self._run.pool
+
+    def open(self) -> None:
+        """Let the processes of the actors inherit pipes as stdout and stderr, and copy what arrives there."""
+        for number, console in ((1, self._host.stdout), (2, self._host.stderr)):
             read, write = os.pipe()
             os.dup2(write, number)
             os.close(write)
-            ends.append(read)
-        self._pipes = tuple(ends)
-
-    def open(self) -> None:
-        """Copy what arrives in these pipes to the output of the host process."""
-        self._output = tuple(OutputPipe(os.fdopen(end, "rb", 0), lambda: None, _is_shown) for end in self._pipes)
-        for output, console in zip(self._output, (self._host.stdout, self._host.stderr), strict=True):
+            output = OutputPipe(os.fdopen(read, "rb", 0), lambda: None, _is_shown)
             output.assign(None, console, "")
+            self._output.append(output)
 
     def parse(self) -> Command:
         """Parse the role's command (see ``Workload``)."""
@@ -94,7 +96,7 @@ class ActorWorkload:
         script = self._actors.script
         if script is not None and options.replica == 0:
             check_script(script, os.getcwd())
-            self.command = self._run.command = script
+            self._run.command = script
             return script
         return Command("actors", DEFAULTS, command.program)
 
@@ -140,23 +142,11 @@ class ActorWorkload:
             ClientScript(self._host, self._run, control) if self._actors.script is not None else None,
         )
 
-    async def stop(self, number: int) -> None:
-        """Stop the script, if it runs here (see ``Workload``)."""
-        if self._run.pool is not None:
-            await self._run.pool.stop(number, self._host.grace)
-
-    def notify(self, number: int) -> None:
-        """Send a signal to the script (see ``Workload``)."""
-        if self._run.pool is not None:
-            self._run.pool.notify(number)
-
     def close(self) -> None:
         """End the processes of the actors, and pass on what they have printed."""
         processes.kill_descendants(self._host.environ.get(processes.MARKER, ""))
         for output in self._output:
             output.drain()
-        if self._run.pool is not None:
-            self._run.pool.close()
 
 
 class ClientScript:

@@ -12,7 +12,7 @@ from torchx_monarch.command.command import Command, CommandError, check, parse
 from torchx_monarch.controller.agents import Agents
 from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_messages import Answer, Request
-from torchx_monarch.controller.spmd_work import BatchSession, Session
+from torchx_monarch.controller.spmd_work import Session
 from torchx_monarch.host.interpreters import Interpreters
 from torchx_monarch.host.rank_environment import env_number
 from torchx_monarch.host.rank_logs import RankLogs
@@ -78,7 +78,7 @@ class BatchRun:
 
     def session(self, control: Control, agents: Agents) -> Session:
         """Return the session of the batch job, on replica 0."""
-        return BatchSession(control.options, control.rendezvous.events)
+        return Session(control.options, control.rendezvous.events)
 
     async def handle(self, request: Request) -> Answer:
         """Refuse the requests of live allocations."""

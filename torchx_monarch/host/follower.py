@@ -71,9 +71,12 @@ class Follower:
             rejoins = host.options.replacements > 0 and self._workload.replaced and not registration.error
             if self.agent_gone or not rejoins:
                 return result
-            await self._workload.stop(signal.SIGTERM)
+            pool, attempt = self._workload.pool, -1
+            if pool is not None:
+                await pool.stop(signal.SIGTERM, host.grace)
+                attempt = pool.attempt
             try:
-                again = dataclasses.replace(registration, attempt=self._workload.attempt)
+                again = dataclasses.replace(registration, attempt=attempt)
                 client = await self._join(again, host.options.rejoin_timeout, "another replica 0")
             except RendezvousError as error:
                 host.reporter.line(f"host {registration.replica}: {error}")

@@ -75,7 +75,6 @@ class HostProcess:
         """Run the replica and exit with the exit code of the job's result."""
         processes.become_subreaper()
         self._redirect_own_output()
-        self._workload.redirect_output()
         if self._error_file:
             error_files.make_reserve(self._error_file)
         asyncio.run(self._main())
@@ -103,7 +102,7 @@ class HostProcess:
 
     async def _report_and_exit(self, result: JobResult) -> None:
         host = self._host
-        await self._workload.stop(signal.SIGTERM)
+        await self._stop_ranks(signal.SIGTERM)
         final = retry.why_no_other_start(result, host.options.retry_on)
         write_failure_report(result, host.environ, host.reporter, final)
         if self._error_file:
@@ -111,6 +110,8 @@ class HostProcess:
         if not self._no_restart_marker.end(result, final):
             host.reporter.line("it may be started again: there is no folder here to note that it must not be")
         self._workload.close()
+        if self._workload.pool is not None:
+            self._workload.pool.close()
         processes.kill_descendants(host.environ.get(processes.MARKER, ""))
         ours = host.sockets if "MONARCH_RUN_DIR" in host.environ else self._run_dir
         if ours:
@@ -243,7 +244,7 @@ class HostProcess:
         host = self._registration
         if host is None:
             return
-        self._spawn(self._workload.stop(signal.SIGKILL))
+        self._spawn(self._stop_ranks(signal.SIGKILL))
         if self._follower is not None:
             self._follower.agent_gone = True
         if self._host.send is not None:
@@ -254,7 +255,7 @@ class HostProcess:
     def _signalled(self, number: int) -> None:
         host, replica = self._host, self._host.options.replica
         host.reporter.line(f"host {replica}: received {signal.Signals(number).name}")
-        self._spawn(self._workload.stop(number))
+        self._spawn(self._stop_ranks(number))
         stop_file = host.environ.get("MONARCH_STOP_FILE")
         announced = os.path.exists(stop_file) if stop_file else None
         registration = self._registration or Registration(replica, "", host.hostname, os.getpid(), 0)
@@ -271,7 +272,12 @@ class HostProcess:
     def _forward_signal(self, number: int) -> None:
         text = f"host {self._host.options.replica}: passing {signal.Signals(number).name} on to its ranks"
         self._host.reporter.line(text)
-        self._workload.notify(number)
+        if self._workload.pool is not None:
+            self._workload.pool.notify(number)
+
+    async def _stop_ranks(self, number: int) -> None:
+        if self._workload.pool is not None:
+            await self._workload.pool.stop(number, self._host.grace)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(coroutine)

@@ -85,15 +85,12 @@ class SpmdWorkload:
         return self._runs.listens
 
     @property
-    def attempt(self) -> int:
-        """The last attempt whose ranks this host has started; -1 for none."""
-        return self._runs.pool.attempt if self._runs.pool is not None else -1
-
-    def redirect_output(self) -> None:
-        """Do nothing: the ranks' output does not pass through the descriptors of the host process."""
+    def pool(self) -> RankPool | None:
+        """The ranks of the present run."""
+        return self._runs.pool
 
     def open(self) -> None:
-        """Do nothing."""
+        """Do nothing: the ranks' output does not pass through the descriptors of the host process."""
 
     def parse(self) -> Command:
         """Parse the role's command (see ``Workload``)."""
@@ -129,20 +126,8 @@ class SpmdWorkload:
         session = self._runs.session(control, agents)
         return SpmdWork(options, session, agents, control.gatherer, events, reporter, self._runs.first_output)
 
-    async def stop(self, number: int) -> None:
-        """Stop the ranks (see ``Workload``)."""
-        if self._runs.pool is not None:
-            await self._runs.pool.stop(number, self._host.grace)
-
-    def notify(self, number: int) -> None:
-        """Send a signal to the rank processes (see ``Workload``)."""
-        if self._runs.pool is not None:
-            self._runs.pool.notify(number)
-
     def close(self) -> None:
-        """End the timer server and release the ranks' port."""
-        if self._runs.pool is not None:
-            self._runs.pool.close()
+        """Do nothing: the host process has no processes but those of the ranks."""
 
     # -- requests of the controller ------------------------------------------------------------------------------------
 

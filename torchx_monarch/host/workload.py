@@ -18,6 +18,7 @@ from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.roles import Roles
 from torchx_monarch.host.rank_environment import env_number
 from torchx_monarch.host.rank_logs import RankLogs
+from torchx_monarch.host.rank_pool import RankPool
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.system.console import Console
@@ -104,7 +105,7 @@ class Workload(Protocol):
     """What a host process runs for its role.
 
     Attributes:
-        replaced: whether the workload goes on when the backend replaces a lost host.
+        replaced: whether the job goes on when the backend replaces a lost host.
     """
 
     replaced: bool
@@ -117,11 +118,12 @@ class Workload(Protocol):
     def listens(self) -> bool:
         """Whether replica 0 opens its listener even if it is the only host: clients connect to it."""
 
-    def redirect_output(self) -> None:
-        """Change descriptors 1 and 2, which are Monarch's log, before the event loop runs."""
+    @property
+    def pool(self) -> RankPool | None:
+        """The ranks; None if there are none yet."""
 
     def open(self) -> None:
-        """Begin to read what was redirected, in the event loop."""
+        """Prepare the output of the host process, before Monarch is started."""
 
     def parse(self) -> Command:
         """Parse the role's command.
@@ -148,21 +150,11 @@ class Workload(Protocol):
             on_agent_lost: called when the agent has died, or, with the seconds, does not answer.
         """
 
-    @property
-    def attempt(self) -> int:
-        """The last attempt whose ranks this host has started; -1 for none."""
-
     def first_log_attempt(self, sizes: NodeRange) -> int:
         """Return the number of the first attempt's log folders."""
 
     def work(self, control: Control) -> Work:
         """Return what the controller has the hosts do, on replica 0."""
 
-    async def stop(self, number: int) -> None:
-        """Send a signal to the ranks, and SIGKILL after the grace period; return when all have ended."""
-
-    def notify(self, number: int) -> None:
-        """Send a signal to the rank processes; the ranks do not count as stopped."""
-
     def close(self) -> None:
-        """Release what would outlive the host process; called at its end."""
+        """End what is not a rank, and pass on its output; called at the end of the host process."""
