@@ -1,0 +1,175 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The transitions that events cause: which end a job, which start it on other hosts, and which wait their turn."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Iterable
+
+import pytest
+
+from torchx_monarch.controller.controller import Controller
+from torchx_monarch.controller.elastic import HostGatherer, NodeRange
+from torchx_monarch.controller.host_events import (
+    HostEvent,
+    HostJoined,
+    HostLost,
+    HostPreempted,
+    Interrupted,
+    RunEndRequested,
+    StopRequested,
+)
+from torchx_monarch.controller.job_options import JobOptions
+from torchx_monarch.controller.rendezvous import Rendezvous
+from torchx_monarch.insight.progress import Reporter
+from torchx_monarch.model.job_result import JobResult
+from torchx_monarch.model.registration import Registration
+from torchx_monarch.system.console import Console
+from torchx_monarch.transport.connections import Address
+
+DONE = JobResult(0, "done")
+LOST = HostLost(1, JobResult(1, "lost"))
+JOINED = HostJoined(1, JobResult(0, "joined"))
+PREEMPTED = HostPreempted(1, JobResult(143, "preempted", stopped=True))
+STOP = StopRequested(0, JobResult(143, "stopped", stopped=True), signal.SIGINT)
+RUN_END = RunEndRequested(0, JobResult(143, "run ended", stopped=True))
+
+
+class Job:
+    """A controller whose work is scripted: each step is a result, or events, the first of which interrupts the work."""
+
+    def __init__(self, sizes: NodeRange, replacements: int, *steps: JobResult | tuple[HostEvent, ...]) -> None:
+        self.rendezvous = Rendezvous(Address("unix", path="/nowhere"), sizes.most, fewest=sizes.fewest)
+        self.log: list[object] = []
+        self.closed: list[JobResult] = []
+        self.while_stopping: Callable[[], None] = lambda: None
+        self.unreachable: dict[int, str] = {}
+        self._steps = list(steps)
+        reporter = Reporter(Console(2), None, "trainer")
+        gatherer = HostGatherer(sizes, self.rendezvous, reporter, self._check)
+        options = JobOptions("id", 0, replacements, (), 0, sizes, 1.0, 1.0, "", "", 0.05, 0.05, "")
+        self.controller = Controller(options, self.rendezvous, reporter, gatherer, self)
+        self.register(range(sizes.most))
+
+    def register(self, replicas: Iterable[int]) -> None:
+        for replica in replicas:
+            self.rendezvous.register(Registration(replica, "", "node", 1, 1))
+
+    async def _check(self, hosts: Iterable[Registration]) -> dict[int, str]:
+        return {host.replica: self.unreachable[host.replica] for host in hosts if host.replica in self.unreachable}
+
+    async def run(self, hosts: list[Registration], hosts_may_change: bool) -> JobResult:
+        self.log.append([host.replica for host in hosts])
+        step = self._steps.pop(0)
+        if isinstance(step, JobResult):
+            return step
+        for event in step:
+            if isinstance(event, HostLost):
+                del self.rendezvous._hosts[event.replica]
+            self.rendezvous.events.post(event)
+        return await self.rendezvous.events.interrupt(asyncio.sleep(60, DONE))
+
+    async def stop(self, event: HostEvent, left: bool) -> bool:
+        self.log.append((type(event).__name__, event.signal, left))
+        self.while_stopping()
+        return True
+
+    def hosts_changed(self, joined: bool) -> None:
+        self.log.append(joined)
+        self.register(self.rendezvous.missing)  # replacements arrive
+
+    async def close(self, result: JobResult) -> None:
+        self.closed.append(result)
+
+    def result(self) -> JobResult:
+        result = asyncio.run(self._run())
+        assert self.closed == [result]
+        return result
+
+    async def _run(self) -> JobResult:
+        return await asyncio.wait_for(self.controller.run(), 20)
+
+
+FIXED, ELASTIC = NodeRange(2, 2, 0.2), NodeRange(1, 2, 0.2)
+
+
+def test_a_job_without_events_ends_with_its_work() -> None:
+    job = Job(FIXED, 0, DONE)
+    assert job.result() is DONE
+    assert job.log == [[0, 1]]
+
+
+@pytest.mark.parametrize("event", [LOST, PREEMPTED, STOP])
+def test_an_event_ends_a_job_of_fixed_size(event: HostEvent) -> None:
+    job = Job(FIXED, 0, (event,))
+    assert job.result() is event.result
+    assert job.log == [[0, 1], (type(event).__name__, event.signal, event is LOST)]
+    assert job.rendezvous._ending  # hosts that are restarted from here on belong to the next start
+
+
+def test_a_lost_host_is_replaced_as_often_as_the_backend_does() -> None:
+    job = Job(FIXED, 1, (LOST,), (LOST,))
+    assert job.result() is LOST.result
+    assert job.log == [[0, 1], ("HostLost", 15, True), False, [0, 1], ("HostLost", 15, True)]
+
+
+def test_losses_while_ranks_are_stopped_cost_one_replacement() -> None:
+    job = Job(NodeRange(3, 3, 0.2), 1, (LOST,), DONE)
+
+    def another() -> None:
+        del job.rendezvous._hosts[2]
+        job.rendezvous.events.post(HostLost(2, JobResult(1, "lost too")))
+
+    job.while_stopping = another
+    assert job.result() is DONE
+    assert job.log == [[0, 1, 2], ("HostLost", 15, True), False, [0, 1, 2]]
+    assert job.rendezvous.events.pending == []
+
+
+def test_a_stop_request_while_ranks_are_stopped_is_not_lost() -> None:
+    job = Job(FIXED, 1, (LOST,))
+    job.while_stopping = lambda: job.rendezvous.events.post(STOP) if len(job.log) == 2 else None
+    assert job.result() is STOP.result
+    assert job.log == [[0, 1], ("HostLost", 15, True), False, ("StopRequested", 2, False)]
+
+
+def test_an_elastic_job_goes_on_without_a_lost_host_and_with_one_that_joins() -> None:
+    job = Job(ELASTIC, 0, (LOST,), (JOINED,), DONE)
+    assert job.result() is DONE
+    assert job.log == [[0, 1], ("HostLost", 15, True), False, [0, 1], ("HostJoined", 15, False), True, [0, 1]]
+
+
+def test_a_job_does_not_begin_without_enough_hosts() -> None:
+    job = Job(FIXED, 0)
+    job.rendezvous._hosts.clear()
+    assert job.result() == JobResult(1, "replica 0, 1 did not arrive within 0.2 s (--host-timeout)")
+    assert job.log == [("StopRequested", 15, False)]
+
+
+def test_a_host_that_cannot_be_reached_ends_the_job_unless_it_reports_the_cause_itself() -> None:
+    job = Job(FIXED, 0)
+    job.unreachable = {1: "host 1 cannot be reached"}
+    assert job.result() == JobResult(1, "host 1 cannot be reached")
+    job = Job(FIXED, 0)
+    job.unreachable = {1: "host 1 cannot be reached"}
+    job.rendezvous.events.post(RUN_END)  # concerns no host, and is no cause
+    assert job.result() == JobResult(1, "host 1 cannot be reached")
+
+
+def test_the_end_of_a_run_waits_until_the_hosts_are_together() -> None:
+    job = Job(FIXED, 0, DONE)
+    job.rendezvous.events.post(RUN_END)
+    assert job.result() is DONE
+    assert job.rendezvous.events.pending == [RUN_END]
+
+
+def test_what_interrupts_is_an_event_of_the_work_as_well() -> None:
+    job = Job(FIXED, 0)
+
+    async def fails(hosts: list[Registration], hosts_may_change: bool) -> JobResult:
+        raise Interrupted(StopRequested(0, JobResult(7, "no mesh")))
+
+    job.run = fails  # type: ignore[method-assign]
+    assert job.result() == JobResult(7, "no mesh")

@@ -1,0 +1,78 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""With which interpreters the ranks of a run start, and which runs can share them."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from torchx_monarch.command.command import Command, parse
+from torchx_monarch.host.run_spec import RunSpec, program_argv
+
+BARE = [sys.executable, "-I", "-S"]
+OURS = [sys.executable, "-u"]
+
+
+def command(*words: str) -> Command:
+    parsed = parse(words, {})
+    assert parsed is not None
+    return parsed
+
+
+def spec(*words: str, modules: tuple[str, ...] = ("torch",), cwd: str | None = None, **added: str) -> RunSpec:
+    return RunSpec(command(*words), {"PATH": "/usr/bin:/bin", "MONARCH_RUN_DIR": "/r"}, modules, added, cwd)
+
+
+@pytest.mark.parametrize(
+    ("run", "starts", "execs", "preloads"),
+    [
+        (spec("torchrun", "x.py"), OURS, [], ["torch"]),
+        (spec("torchrun", "x.py", modules=()), BARE, OURS, []),
+        (spec("python", "x.py"), BARE, OURS, []),
+        (spec("torchrun", "--no-python", "ls"), BARE, [], []),
+        (spec("torchrun", "--nproc-per-node", "gpu", "--no-python", "ls"), OURS, [], []),
+        (spec("torchrun", "--numa-binding", "node", "x.py", modules=()), OURS, OURS, []),
+    ],
+)
+def test_the_interpreter_of_a_rank(run: RunSpec, starts: list[str], execs: list[str], preloads: list[str]) -> None:
+    program = run.command.program_of(0)
+    assert (run.start_command(program), run.exec_command(program), run.preload) == (starts, execs, preloads)
+
+
+def test_interpreters_start_with_the_variables_that_are_read_early() -> None:
+    run = spec("torchrun", "x.py", cwd="/w", PYTHONHASHSEED="0", MINE="1")
+    assert run.environ["MINE"] == "1"
+    assert run.start_environ(2) == {"PATH": "/usr/bin:/bin", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
+    assert "OMP_NUM_THREADS" not in run.start_environ(1)
+
+
+@pytest.mark.parametrize(
+    ("other", "shared"),
+    [
+        (spec("torchrun", "y.py", "--lr", "1", cwd="/v", MINE="2"), True),
+        (spec("torchrun", "x.py", cwd="/w", PYTHONPATH="/lib"), False),
+        (spec("torchrun", "x.py", cwd="/w", modules=("torch", "numpy")), False),
+        (spec("torchrun", "--no-python", "ls", cwd="/w"), False),
+    ],
+)
+def test_runs_share_interpreters_that_read_the_same_early(other: RunSpec, shared: bool) -> None:
+    assert (spec("torchrun", "x.py", cwd="/w").signature(2) == other.signature(2)) is shared
+
+
+def test_interpreters_start_in_the_folder_of_the_run_only_where_a_path_is_relative_to_it() -> None:
+    assert spec("torchrun", "x.py").start_folder() is None
+    assert spec("torchrun", "x.py", cwd="/w").start_folder() is None
+    assert spec("torchrun", "x.py", cwd="/w", PYTHONPATH="/a:lib").start_folder() == "/w"
+
+
+def test_an_interpreter_is_looked_for_on_the_path_of_the_role() -> None:
+    run = spec("python", "x.py")
+    assert run.is_found("sh") and not run.is_found("nosuch-python")
+    assert run.is_found("venv/bin/python")  # relative to the folder of the program
+
+
+def test_the_words_of_a_program() -> None:
+    assert program_argv(command("python", "-m", "json.tool", "a").program) == ["-m", "json.tool", "a"]
+    assert program_argv(command("torchrun", "x.py", "--lr", "1").program) == ["x.py", "--lr", "1"]
