@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Connect this process, as a Monarch client, to the hosts of a job.
 
-``controller.actor_controller`` describes the host side of the connection.
+``controller.actor_work`` describes the host side of the connection.
 """
 
 from __future__ import annotations

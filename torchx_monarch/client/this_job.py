@@ -18,7 +18,7 @@ monarch_api.log_to_stderr()
 from monarch.job import JobState  # noqa: E402
 
 VARIABLE = "MONARCH_THIS_JOB"
-"""Environment variable of the script: path of the JSON file with the hosts, which ``host.actor_host`` writes."""
+"""Environment variable of the script: path of the JSON file with the hosts, which ``host.actor_workload`` writes."""
 
 _ATTACH_TIMEOUT = 60.0
 """Seconds for Monarch to connect to the hosts of a mesh, all of which run before the script starts."""

@@ -45,8 +45,8 @@ class Agent(Actor):  # type: ignore[misc]
         """Have the host process execute a request and return the result.
 
         Args:
-            op: name of the operation (see ``HostProcess._handle``).
-            args: its arguments, as JSON values.
+            op: name of the request (see ``controller.host_messages``).
+            args: its fields, as JSON values.
 
         Raises:
             AgentError: the host process answered with an error, or is gone.

@@ -72,9 +72,10 @@ class Session:
         Raises:
             Interrupted: the refusal, or what a host itself reports meanwhile, ends the job.
         """
+        reason = (refusal.refusal.reason.splitlines() or ["refused"])[0]
         if refusal.own:
-            raise Interrupted(StopRequested(0, JobResult(1, f"host 0: {refusal.refusal.reason}")))
-        failure = StopRequested(0, JobResult(1, refusal.refusal.reason))
+            raise Interrupted(StopRequested(0, JobResult(1, f"host 0: {reason}")))
+        failure = StopRequested(0, JobResult(1, reason))
         raise Interrupted(await self._events.report_within(self._options.report_timeout, failure))
 
     async def finish(self, attempts: Attempts, result: JobResult) -> JobResult | None:

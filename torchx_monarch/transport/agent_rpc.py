@@ -42,7 +42,7 @@ class AgentServer:
     Args:
         path: socket file to create; its folder belongs to the job and has mode 0700.
         handler: executes a request, given its ``op`` and ``args``, and returns its result. The text of an exception is
-            the answer's ``error``. ``HostProcess._handle`` and ``SessionHost._handle`` list the operations.
+            the answer's ``error``. ``controller.host_messages`` lists the requests.
         on_lost: called when the connection to the newest agent has ended. Its argument is the number of seconds for
             which the agent was silent, or 0 if the agent died.
         lease: seconds of silence after which the agent counts as lost.
