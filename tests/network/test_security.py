@@ -217,7 +217,7 @@ def test_a_client_looks_and_stops_and_does_nothing_else(job: Job, eventually: Ca
     me = job.client_identity()
     state = job.talk(me, {"type": "look"})
     assert state is not None and [host["replica"] for host in state["hosts"]] == [0, 1]
-    assert state["missing"] == [] and not state["over"]
+    assert state["missing"] == [] and not state["ended"]
     refused = job.talk(me, {"type": "register", "host": state["hosts"][1]})
     assert refused is not None and refused["type"] == "refused"
     assert "a client may look at the job and stop it" in refused["reason"]

@@ -146,7 +146,7 @@ class Hosts:
         except (UnreachableError, RefusedError) as error:
             self._mark_unreachable(error)
             return None
-        if answer.get("over"):
+        if answer.get("ended"):
             self._mark_unreachable(UnreachableError("they are ending"))
             return None
         live = answer.get("live")

@@ -231,7 +231,7 @@ class Rendezvous:
             host = self._admit(greeting or {})
         except (messages.ProtocolError, TimeoutError, RendezvousError) as error:
             # The reason may quote the peer's message, which can be long.
-            refusal = {"type": "refused", "reason": str(error)[:1000], "again": isinstance(error, _TakenError)}
+            refusal = {"type": "refused", "reason": str(error)[:1000], "taken": isinstance(error, _TakenError)}
             refusal["later"] = isinstance(error, LaterError)
             await messages.send(writer, refusal)
             return
@@ -275,7 +275,7 @@ class Rendezvous:
     def state(self) -> messages.Message:
         """Return the hosts' state for a client."""
         hosts = [dataclasses.asdict(host) for host in self._hosts.values()]
-        return {"hosts": hosts, "missing": self.missing, "over": self._verdict is not None}
+        return {"hosts": hosts, "missing": self.missing, "ended": self._verdict is not None}
 
     def _admit(self, greeting: messages.Message) -> Registration:
         try:

@@ -85,7 +85,7 @@ async def handshake(
                 refusal = f"{refused}: {answer.get('reason')}"
                 if answer.get("later"):
                     raise PutOffError(refusal)
-                if answer.get("again"):
+                if answer.get("taken"):
                     raise ConnectError(refusal, final=True)
                 raise RendezvousError(refusal)
             broken = reader.exception()

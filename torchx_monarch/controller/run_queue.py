@@ -134,7 +134,7 @@ class RunQueue:
         app: id of the app.
         role: name of the role.
         log_dir: folder in which each run gets a folder ``run_N``.
-        held: the allocation's default command, for runs that name no command; empty for none.
+        default_command: command of runs that name none; empty for none.
         idle_timeout: seconds without a run after which the allocation ends; 0 for no limit.
         warm: returns the number of interpreters of this host that wait with all modules imported.
     """
@@ -147,7 +147,7 @@ class RunQueue:
         app: str,
         role: str,
         log_dir: str,
-        held: tuple[str, ...],
+        default_command: tuple[str, ...],
         idle_timeout: float,
         warm: Callable[[], int],
     ) -> None:
@@ -162,7 +162,7 @@ class RunQueue:
         self._app = app
         self._role = role
         self._log_dir = log_dir
-        self._held = held
+        self._default_command = default_command
         self._warm = warm
         self._queue: deque[Run] = deque()
         self._ended: deque[Run] = deque(maxlen=_RUNS_KEPT)
@@ -170,7 +170,7 @@ class RunQueue:
         self._count = 0
         self._busy_at = time.monotonic()
         self._wake = asyncio.Event()
-        self._over: JobResult | None = None
+        self._result: JobResult | None = None
         self._feeding: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
         for kind, handler in self.KINDS.items():
@@ -254,7 +254,7 @@ class RunQueue:
 
     async def close(self, verdict: JobResult) -> None:
         """End all runs because the hosts end, and wait until the clients have received the last records."""
-        self._over = verdict
+        self._result = verdict
         reason = f"the hosts have ended: {verdict.reason}"
         for run in [*([self.current] if self.current else []), *self._queue]:
             self.finish(run, JobResult(verdict.code or 1, reason, stopped=verdict.stopped), [])
@@ -286,9 +286,9 @@ class RunQueue:
             "idle": idle,
             "idle_timeout": self.idle_timeout,
             "warm": self._warm(),
-            "command": list(self._held),
+            "command": list(self._default_command),
         }
-        return {"type": "state", **self._rendezvous.state(), "over": self._over is not None, "live": live}
+        return {"type": "state", **self._rendezvous.state(), "ended": self._result is not None, "live": live}
 
     def submit(self, request: RunRequest) -> Run:
         """Accept a run and queue it.
@@ -297,9 +297,9 @@ class RunQueue:
             RendezvousError: another run has not ended and this one must not wait, the hosts are ending, there is no
                 command to run, or the run's folder cannot be created.
         """
-        if self._over is not None:
-            raise RendezvousError(f"the hosts have ended: {self._over.reason}")
-        if not (request.command or request.program or self._held):
+        if self._result is not None:
+            raise RendezvousError(f"the hosts have ended: {self._result.reason}")
+        if not (request.command or request.program or self._default_command):
             raise RendezvousError("nothing to run: this allocation has no command of its own; give one")
         before = self._queue[-1] if self._queue else self.current
         if before is not None and not request.queue:
@@ -310,7 +310,7 @@ class RunQueue:
         except OSError as error:
             raise RendezvousError(f"the run's folder cannot be made: {error.strerror}: {error.filename}") from None
         self._number = number
-        run = Run(number, request.shown_as(self._held), run_log, os.urandom(8).hex())
+        run = Run(number, request.shown_as(self._default_command), run_log, os.urandom(8).hex())
         self._queue.append(run)
         self._wake.set()
         return run

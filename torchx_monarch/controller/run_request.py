@@ -89,9 +89,9 @@ class RunRequest:
             by=(message.get("by") or "")[:200],
         )
 
-    def shown_as(self, held: tuple[str, ...]) -> RunRequest:
-        """Return a copy with ``shown`` set, where ``held`` is the allocation's own command."""
-        text = shlex.join(self.command or self.program or held)
+    def shown_as(self, default_command: tuple[str, ...]) -> RunRequest:
+        """Return a copy with ``shown`` set, where ``default_command`` is the allocation's own command."""
+        text = shlex.join(self.command or self.program or default_command)
         return dataclasses.replace(self, shown=text if len(text) <= _SHOWN_AT_MOST else f"{text[:_SHOWN_AT_MOST]}…")
 
 
