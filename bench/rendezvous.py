@@ -106,8 +106,8 @@ async def _serve(pipe: Connection, address: Address, identity: Identity, replica
     rendezvous.register(Registration(0, f"self@tls://{NAME}:{address.port}", "bench", os.getpid(), 1))
     pipe.send(None)
     cpu, memory = time.process_time(), resident()
-    await asyncio.wait_for(rendezvous.until(lambda: rendezvous.present == replicas), TIMEOUT)
-    hosts = rendezvous.form()
+    await asyncio.wait_for(rendezvous.hosts.until(lambda: rendezvous.hosts.present == replicas), TIMEOUT)
+    hosts = rendezvous.hosts.form()
     cpu, memory = time.process_time() - cpu, resident() - memory
     started = time.monotonic()
     assert not await host_network.unreachable(hosts[1:])

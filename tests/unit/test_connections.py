@@ -118,7 +118,7 @@ def why_not(address: Address, server: Identity | None, host: Identity | None, ti
         try:
             await join(address, host, timeout)
         except RendezvousError as error:
-            assert rendezvous.missing == [0, 1]
+            assert rendezvous.hosts.missing == [0, 1]
             return str(error)
         finally:
             assert rendezvous._listener is not None
@@ -140,7 +140,7 @@ def test_a_host_of_the_job_joins(authority: Authority, address: Address) -> None
         rendezvous_client._writer.close()
         assert rendezvous._listener is not None
         rendezvous._listener.close()
-        return rendezvous.missing
+        return rendezvous.hosts.missing
 
     assert asyncio.run(run()) == [0]
 
@@ -320,7 +320,7 @@ def test_one_of_two_gets_the_place(authority: Authority, address: Address) -> No
         tries = [asyncio.ensure_future(join(address, authority.identity())) for _ in range(8)]
         results = await asyncio.gather(*tries, return_exceptions=True)
         joined = [one for one in results if isinstance(one, RendezvousClient)]
-        assert len(joined) == 1 and rendezvous.missing == [0, 2]
+        assert len(joined) == 1 and rendezvous.hosts.missing == [0, 2]
         assert all("has registered already: host 1 (h, pid 1)" in str(one) for one in results if one not in joined)
         assert rendezvous._listener is not None
         rendezvous._listener.close()

@@ -67,7 +67,7 @@ class Job:
             return step
         for event in step:
             if isinstance(event, HostLost):
-                del self.rendezvous._hosts[event.replica]
+                del self.rendezvous.hosts.registered[event.replica]
             self.rendezvous.events.post(event)
         return await self.rendezvous.events.interrupt(asyncio.sleep(60, DONE))
 
@@ -78,7 +78,7 @@ class Job:
 
     def hosts_changed(self, joined: bool) -> None:
         self.log.append(joined)
-        self.register(self.rendezvous.missing)  # replacements arrive
+        self.register(self.rendezvous.hosts.missing)  # replacements arrive
 
     async def close(self, result: JobResult) -> None:
         self.closed.append(result)
@@ -119,7 +119,7 @@ def test_losses_while_ranks_are_stopped_cost_one_replacement() -> None:
     job = Job(NodeRange(3, 3, 0.2), 1, (LOST,), DONE)
 
     def another() -> None:
-        del job.rendezvous._hosts[2]
+        del job.rendezvous.hosts.registered[2]
         job.rendezvous.events.post(HostLost(2, JobResult(1, "lost too")))
 
     job.while_stopping = another
@@ -143,7 +143,7 @@ def test_an_elastic_job_goes_on_without_a_lost_host_and_with_one_that_joins() ->
 
 def test_a_job_does_not_begin_without_enough_hosts() -> None:
     job = Job(FIXED, 0)
-    job.rendezvous._hosts.clear()
+    job.rendezvous.hosts.registered.clear()
     assert job.result() == JobResult(1, "replica 0, 1 did not arrive within 0.2 s (--host-timeout)")
     assert job.log == [("StopRequested", 15, False)]
 

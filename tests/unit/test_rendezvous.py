@@ -54,7 +54,7 @@ def test_a_host_that_is_started_again_before_the_others_waits_for_them(address: 
         await first.start()
         first.register(host(0))
         lost = await RendezvousClient.join(address, host(1), 5)
-        first.form()
+        first.hosts.form()
         lost._writer.close()
         assert (await asyncio.wait_for(first.events.next(), 5)).replica == 1
         first.end()
@@ -73,7 +73,7 @@ def test_a_host_that_is_started_again_before_the_others_waits_for_them(address: 
         await second.start()
         second.register(host(0))
         rendezvous_client = await asyncio.wait_for(joining, 10)
-        await asyncio.wait_for(second.until(lambda: second.present == 2), 5)
+        await asyncio.wait_for(second.hosts.until(lambda: second.hosts.present == 2), 5)
         rendezvous_client._writer.close()
         await second.announce(JobResult(0, ""), 5)
 

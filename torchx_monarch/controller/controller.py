@@ -155,14 +155,14 @@ class Controller:
         if isinstance(event, HostLost):
             return True
         leaves = event.replica != 0 and isinstance(event, HostPreempted) and self._sizes.elastic
-        if not leaves or self._rendezvous.present <= self._sizes.fewest:
+        if not leaves or self._rendezvous.hosts.present <= self._sizes.fewest:
             return False
         await self._rendezvous.dismiss(event.replica, event.result)
         return True
 
     def _next_wait(self, event: HostEvent) -> float:
         """Prepare the next attempt; return the seconds that it waits for hosts beyond the minimum."""
-        joined, too_few = isinstance(event, HostJoined), self._rendezvous.present < self._sizes.fewest
+        joined, too_few = isinstance(event, HostJoined), self._rendezvous.hosts.present < self._sizes.fewest
         self._work.hosts_changed(joined)
         if joined:
             return 0.0

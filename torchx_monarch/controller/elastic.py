@@ -88,6 +88,7 @@ class HostGatherer:
         self.unreachable = unreachable
         self._sizes = sizes
         self._rendezvous = rendezvous
+        self._registry = rendezvous.hosts
         self._reporter = reporter
         self._before: dict[int, Registration] = {}
 
@@ -100,24 +101,24 @@ class HostGatherer:
         Raises:
             TooFewHosts: fewer hosts than the minimum arrived in time.
         """
-        rendezvous, sizes = self._rendezvous, self._sizes
+        registry, sizes = self._registry, self._sizes
         while True:
             await self._fewest()
-            if wait and rendezvous.missing:
+            if wait and registry.missing:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await self._reporter.while_waiting(
-                        asyncio.wait_for(rendezvous.until(self._settled), wait),
-                        lambda: f"more hosts, {wait:g} s in all (replica {_listed(rendezvous.missing)})",
+                        asyncio.wait_for(registry.until(self._settled), wait),
+                        lambda: f"more hosts, {wait:g} s in all (replica {_listed(registry.missing)})",
                     )
-            if rendezvous.present >= sizes.fewest:
+            if registry.present >= sizes.fewest:
                 return
 
     def form(self) -> list[Registration]:
         """Return the hosts of the next attempt by replica id; empty if too few are left of those that had arrived."""
-        rendezvous, sizes = self._rendezvous, self._sizes
-        if rendezvous.present < sizes.fewest:
+        registry, sizes = self._registry, self._sizes
+        if registry.present < sizes.fewest:
             return []
-        hosts = rendezvous.form()
+        hosts = registry.form()
         size = f" (elastic, {sizes.fewest} to {sizes.most})" if sizes.elastic else ""
         names = [host.hostname for host in hosts]
         self._reporter.phase("hosts", f"hosts {len(hosts)}/{sizes.most}{size}", hosts=names)
@@ -126,18 +127,18 @@ class HostGatherer:
 
     async def newcomer(self) -> Registration:
         """Wait for a host that is not in the attempt, and then for all others or the end of the last call."""
-        rendezvous = self._rendezvous
+        registry = self._registry
         while not (newcomers := await self.reachable_newcomers()):
-            await rendezvous.until(lambda: bool(rendezvous.newcomers))
+            await registry.until(lambda: bool(registry.newcomers))
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(rendezvous.until(lambda: not rendezvous.missing), self._sizes.last_call)
+                await asyncio.wait_for(registry.until(lambda: not registry.missing), self._sizes.last_call)
         return newcomers[0]
 
     async def reachable_newcomers(self) -> list[Registration]:
         """Return the hosts that are not in the attempt, and refuse the unreachable ones before any rank is stopped."""
-        if refused := await self.refuse(await self.unreachable(self._rendezvous.newcomers)):
+        if refused := await self.refuse(await self.unreachable(self._registry.newcomers)):
             self._reporter.note(refused.KIND, refused.result.reason, replica=refused.replica)
-        return self._rendezvous.newcomers
+        return self._registry.newcomers
 
     async def refuse(self, reasons: Mapping[int, str]) -> HostLost | None:
         """Dismiss hosts that cannot take part in an elastic job, which goes on without them.
@@ -166,31 +167,31 @@ class HostGatherer:
         Args:
             replaced: whether the backend replaces lost hosts. A replica that has never registered may still arrive.
         """
-        rendezvous, fewest = self._rendezvous, self._sizes.fewest
-        if rendezvous.present >= fewest or replaced or rendezvous.expected:
+        registry, fewest = self._registry, self._sizes.fewest
+        if registry.present >= fewest or replaced or registry.expected:
             return ""
-        missing = _listed(rendezvous.missing)
-        return f"{rendezvous.present} of at least {fewest} hosts left, and replica {missing} will not be replaced"
+        missing = _listed(registry.missing)
+        return f"{registry.present} of at least {fewest} hosts left, and replica {missing} will not be replaced"
 
     def _settled(self) -> bool:
-        return not self._rendezvous.missing or self._rendezvous.present < self._sizes.fewest
+        return not self._registry.missing or self._registry.present < self._sizes.fewest
 
     async def _fewest(self) -> None:
-        rendezvous, sizes = self._rendezvous, self._sizes
+        registry, sizes = self._registry, self._sizes
 
         def what() -> str:
             total = f"at least {sizes.fewest}" if sizes.elastic else str(sizes.most)
-            return f"host {rendezvous.present + 1} of {total} (replica {_listed(rendezvous.missing)})"
+            return f"host {registry.present + 1} of {total} (replica {_listed(registry.missing)})"
 
-        arrived = asyncio.wait_for(rendezvous.until(lambda: rendezvous.present >= sizes.fewest), sizes.join_timeout)
+        arrived = asyncio.wait_for(registry.until(lambda: registry.present >= sizes.fewest), sizes.join_timeout)
         try:
             await self._reporter.while_waiting(arrived, what)
         except asyncio.TimeoutError:
             within = f"within {sizes.join_timeout:g} s ({sizes.join_option})"
-            missing = f"replica {_listed(rendezvous.missing)}"
+            missing = f"replica {_listed(registry.missing)}"
             if not sizes.elastic:
                 raise TooFewHosts(f"{missing} did not arrive {within}") from None
-            count = f"{rendezvous.present} of at least {sizes.fewest} hosts"
+            count = f"{registry.present} of at least {sizes.fewest} hosts"
             raise TooFewHosts(f"{count} arrived {within}: {missing} did not") from None
 
     def _report_change(self, hosts: list[Registration]) -> None:

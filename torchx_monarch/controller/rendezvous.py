@@ -29,6 +29,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from torchx_monarch.controller.host_events import HostEvents, HostLost, StopRequested, agent_lost, signalled
+from torchx_monarch.controller.host_registry import HostRegistry
 from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.model.host_spec import LEASE, PEER_TIMEOUT
 from torchx_monarch.model.job_result import JobResult
@@ -69,6 +70,7 @@ class Rendezvous:
 
     Attributes:
         events: the events that interrupt the controller.
+        hosts: the hosts that are registered.
         clients: handlers of client greetings, by kind, which extend or replace those of this module. The handler owns
             the connection until it returns; its ``RendezvousError`` refuses the client.
         reports: handlers of host messages, by kind, which extend those of this module.
@@ -94,6 +96,7 @@ class Rendezvous:
         fewest: int | None = None,
     ) -> None:
         self.events = HostEvents()
+        self.hosts = HostRegistry(replicas)
         self.clients: dict[str, Serve] = {}
         self.reports: dict[str, Callable[[Registration, messages.Message], None]] = {}
         self._address = address
@@ -104,12 +107,7 @@ class Rendezvous:
         self._elastic = fewest is not None and fewest < replicas
         self._leases: Leases[int] = Leases(lease, self._lease_expired)
         self._silent: set[int] = set()
-        self._hosts: dict[int, Registration] = {}
-        self._members: dict[int, Registration] = {}
-        self._seen: set[int] = set()
         self._writers: dict[int, asyncio.StreamWriter] = {}
-        self._changed = asyncio.Event()
-        self._formed = False
         self._ending = False
         self._verdict: JobResult | None = None
         self._told: set[int] = set()
@@ -131,34 +129,15 @@ class Rendezvous:
 
     def register(self, host: Registration) -> None:
         """Register a host as present. The error of a host that cannot start is an event."""
-        self._hosts[host.replica] = host
-        self._seen.add(host.replica)
+        self.hosts.add(host)
         if host.error:
             reason = f"{host.name} cannot start: {host.error}"
             verdict = JobResult(host.code, reason, replica=host.replica)
             self.events.post(StopRequested(host.replica, verdict))
-        self._note_change()
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until a condition on the present hosts holds. It is evaluated at each change of these hosts."""
-        while not condition():
-            await self._changed.wait()
-
-    def form(self) -> list[Registration]:
-        """Make the present hosts the members of the next attempt; return their registrations by replica id."""
-        self._formed = True
-        self._members = {each: host for each, host in sorted(self._hosts.items()) if not host.error}
-        return list(self._members.values())
-
-    @property
-    def newcomers(self) -> list[Registration]:
-        """Return the hosts that are present and not yet members."""
-        return [host for replica, host in sorted(self._hosts.items()) if self._members.get(replica) is not host]
 
     async def dismiss(self, replica: int, verdict: JobResult) -> None:
         """Send one host the verdict with which it ends, while the job goes on without it."""
-        if self._hosts.pop(replica, None) is not None:
-            self._note_change()
+        if self.hosts.remove(replica):
             await messages.send(self._writers[replica], {"type": "verdict", "dismissed": True, **verdict.to_json()})
 
     def end(self) -> None:
@@ -167,26 +146,7 @@ class Rendezvous:
         This is for backends that restart the hosts of a job one by one. A host that registered now would get the
         verdict of the job that is ending, and would use up one of its restarts for nothing.
         """
-        self._ending = self._formed
-
-    @property
-    def missing(self) -> list[int]:
-        """Return the replicas that are not registered."""
-        return [replica for replica in range(self._replicas) if replica not in self._hosts]
-
-    @property
-    def present(self) -> int:
-        """Return the number of registered hosts that can take part."""
-        return sum(not host.error for host in self._hosts.values())
-
-    @property
-    def expected(self) -> bool:
-        """Whether some replicas have never registered, and may still do so."""
-        return len(self._seen) < self._replicas
-
-    def _note_change(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self._ending = self.hosts.formed
 
     async def announce(self, verdict: JobResult, timeout: float) -> None:
         """Send every host the verdict; return when all have disconnected, or after ``timeout`` seconds.
@@ -202,10 +162,10 @@ class Rendezvous:
         message = {"type": "verdict", **verdict.to_json()}
         if telling := [asyncio.ensure_future(messages.send(writer, message)) for writer in self._writers.values()]:
             await asyncio.wait(telling, timeout=timeout)  # in parallel: a host that does not read must not delay others
-        open_for = 0.0 if self._formed or self._listener is None else _LATECOMERS
+        open_for = 0.0 if self.hosts.formed or self._listener is None else _LATECOMERS
         while (self._writers or open_for) and time.monotonic() < started + timeout:
             await asyncio.sleep(0.005)
-            if not self.expected or time.monotonic() > started + open_for:
+            if not self.hosts.expected or time.monotonic() > started + open_for:
                 open_for = 0.0
         if self._listener is not None:
             self._listener.close()
@@ -241,7 +201,7 @@ class Rendezvous:
         self.register(host)
         if self._listener is not None:
             self._listener.mark_authenticated()
-        ours = self._hosts.get(0)
+        ours = self.hosts.registered.get(0)
         await messages.send(writer, {"type": "registered", "name": ours.name if ours else "replica 0"})
         if self._verdict is not None:
             await messages.send(writer, {"type": "verdict", **self._verdict.to_json()})
@@ -252,10 +212,8 @@ class Rendezvous:
         if self._writers.get(host.replica) is writer:
             del self._writers[host.replica]
             self._leases.drop(host.replica)
-        if not host.error and self._hosts.get(host.replica) is host:
-            # From here on its replacement may register.
-            del self._hosts[host.replica]
-            self._note_change()
+        if not host.error and self.hosts.registered.get(host.replica) is host:
+            self.hosts.remove(host.replica)
             self.events.post(lost)
 
     def _kind(self, greeting: messages.Message | None) -> str:
@@ -274,8 +232,8 @@ class Rendezvous:
 
     def state(self) -> messages.Message:
         """Return the hosts' state for a client."""
-        hosts = [dataclasses.asdict(host) for host in self._hosts.values()]
-        return {"hosts": hosts, "missing": self.missing, "ended": self._verdict is not None}
+        hosts = [dataclasses.asdict(host) for host in self.hosts.registered.values()]
+        return {"hosts": hosts, "missing": self.hosts.missing, "ended": self._verdict is not None}
 
     def _admit(self, greeting: messages.Message) -> Registration:
         try:
@@ -284,13 +242,15 @@ class Rendezvous:
             raise RendezvousError(str(error)) from None
         if not 0 <= host.replica < self._replicas:
             raise RendezvousError(f"replica {host.replica!r} is not one of the {self._replicas} of this role")
-        if host.replica in self._hosts:
-            raise _TakenError(f"replica {host.replica} has registered already: {self._hosts[host.replica].name}")
+        if host.replica in self.hosts.registered:
+            raise _TakenError(
+                f"replica {host.replica} has registered already: {self.hosts.registered[host.replica].name}"
+            )
         if self._ending and host.attempt < 0:  # a host that has run attempts belongs to this job and needs its verdict
             raise _EndingError("the hosts that this one was started to join are ending")
         if host.replica in self._told:
             raise _EndingError("its start before this one knows how the job has ended: it belongs to the next job")
-        if host.error and self._elastic and self._formed:
+        if host.error and self._elastic and self.hosts.formed:
             raise RendezvousError(host.error)  # the job goes on without it
         return host
 
@@ -307,7 +267,7 @@ class Rendezvous:
                 number = message.get("number")
                 if not isinstance(number, int) or not 0 < number < signal.NSIG:
                     raise messages.ProtocolError(f"{_brief(number)} is no number of a signal")
-                if self._hosts.get(host.replica) is host:
+                if self.hosts.registered.get(host.replica) is host:
                     announced = message.get("announced")
                     announced = announced is True if announced is not None else None
                     self.events.post(signalled(host, number, announced))
@@ -318,9 +278,9 @@ class Rendezvous:
         if host.replica in self._silent:
             self._silent.discard(host.replica)
             return _lost(host, f"does not answer: no message from it for {self._leases.seconds:g} s (lease)")
-        if (pause := self._leases.own_pause) and 0 in self._hosts:
+        if (pause := self._leases.own_pause) and 0 in self.hosts.registered:
             # This process paused, so the host's lease of replica 0 expired. The host is sound and may register again.
-            blamed = _lost(self._hosts[0], f"did not run for {pause:.0f} s, and {host.name} has left it")
+            blamed = _lost(self.hosts.registered[0], f"did not run for {pause:.0f} s, and {host.name} has left it")
             return dataclasses.replace(blamed, replica=host.replica)
         return _lost(host, "was lost: its connection broke")
 

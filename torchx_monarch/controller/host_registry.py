@@ -1,0 +1,78 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The hosts that are registered with replica 0, and those of them that are members of the present attempt."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from torchx_monarch.model.registration import Registration
+
+
+class HostRegistry:
+    """The hosts of a role that are registered.
+
+    Attributes:
+        registered: their registrations, by replica.
+        formed: whether an attempt has been formed.
+
+    Args:
+        replicas: number of replicas of the role.
+    """
+
+    def __init__(self, replicas: int) -> None:
+        self.registered: dict[int, Registration] = {}
+        self.formed = False
+        self._replicas = replicas
+        self._members: dict[int, Registration] = {}
+        self._seen: set[int] = set()
+        self._changed = asyncio.Event()
+
+    def add(self, host: Registration) -> None:
+        """Register a host."""
+        self.registered[host.replica] = host
+        self._seen.add(host.replica)
+        self._note_change()
+
+    def remove(self, replica: int) -> bool:
+        """Forget a host; return whether it was registered. From here on its replacement may register."""
+        removed = self.registered.pop(replica, None) is not None
+        if removed:
+            self._note_change()
+        return removed
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until a condition on the registered hosts holds. It is evaluated at each change of these hosts."""
+        while not condition():
+            await self._changed.wait()
+
+    def form(self) -> list[Registration]:
+        """Make the registered hosts the members of the next attempt; return them by replica id."""
+        self.formed = True
+        self._members = {each: host for each, host in sorted(self.registered.items()) if not host.error}
+        return list(self._members.values())
+
+    @property
+    def newcomers(self) -> list[Registration]:
+        """The hosts that are registered and not yet members."""
+        return [host for replica, host in sorted(self.registered.items()) if self._members.get(replica) is not host]
+
+    @property
+    def missing(self) -> list[int]:
+        """The replicas that are not registered."""
+        return [replica for replica in range(self._replicas) if replica not in self.registered]
+
+    @property
+    def present(self) -> int:
+        """The number of registered hosts that can take part."""
+        return sum(not host.error for host in self.registered.values())
+
+    @property
+    def expected(self) -> bool:
+        """Whether some replicas have never registered, and may still do so."""
+        return len(self._seen) < self._replicas
+
+    def _note_change(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
