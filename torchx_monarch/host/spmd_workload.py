@@ -37,21 +37,22 @@ from torchx_monarch.transport.agent_rpc import SOCKET_VARIABLE, AgentServer
 
 
 class Runs(Protocol):
-    """The runs of this host: ``BatchRun`` or ``LiveRuns``."""
+    """The runs of this host, ``BatchRun`` or ``LiveRuns``, with attributes and methods of ``Workload``.
+
+    Attributes:
+        first_output: set when a rank has printed something; None if that is not reported.
+    """
 
     command: Command | None
     pool: RankPool | None
-    first_output: asyncio.Event | None
     listens: bool
+    first_output: asyncio.Event | None
 
-    def parse(self) -> Command:
-        """Parse the role's command (see ``Workload``)."""
+    def parse(self) -> Command: ...
 
-    async def start(self) -> int:
-        """Start the interpreters of the first run (see ``Workload``)."""
+    async def start(self) -> int: ...
 
-    def first_log_attempt(self, sizes: NodeRange) -> int:
-        """Return the number of the first attempt's log folders (see ``Workload``)."""
+    def first_log_attempt(self, sizes: NodeRange) -> int: ...
 
     def session(self, control: Control, agents: Agents) -> Session:
         """Return the session in which the controller on replica 0 executes the runs."""
