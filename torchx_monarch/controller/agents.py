@@ -53,7 +53,7 @@ _AGENT_ERROR = "AgentError: "
 """Precedes the host's own error text in the text of Monarch's error."""
 
 
-class HostRefused(Exception):  # noqa: N818 - the answer of a host, with the words of its message
+class HostRefused(Exception):
     """A host cannot execute a request.
 
     Attributes:

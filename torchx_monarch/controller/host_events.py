@@ -67,7 +67,7 @@ def concerns_hosts(event: HostEvent) -> bool:
     return not isinstance(event, RunEndRequested)
 
 
-class Interrupted(Exception):  # noqa: N818 - no error: the controller waits for something else from here on
+class Interrupted(Exception):
     """An event arrived while the controller was waiting for something else."""
 
     def __init__(self, event: HostEvent) -> None:

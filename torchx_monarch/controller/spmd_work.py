@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The work of hosts that execute ranks: the runs of a session, one after the other, on one mesh.
 
-A batch job is a session with one run, which ends with it (``Session``). A live allocation is a session that
-accepts runs until it is released or idle (``live_session.LiveSession``).
+A batch job is a session with one run, which ends with it (``Session``). A live allocation is a session that accepts
+runs until it is released or idle (``live_session.LiveSession``).
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class SpmdWork:
                     self._attempts = self._new_attempts()
                 result = await self._execute(hosts, hosts_may_change)
                 ended = await self._session.finish(self._attempts, result)
-                # A request to end the run that arrives later concerns none.
+                # A request to end this run that is still pending concerns no run any more.
                 self._events.settle_all(lambda event: isinstance(event, RunEndRequested))
                 if ended is not None:
                     return ended
