@@ -128,10 +128,11 @@ def lines(how_many: int, replicas: int) -> list[bytes]:
     )
     plausible = st.fixed_dictionaries({}, optional=fields)
     odd = st.fixed_dictionaries({}, optional={name: anything for name in fields})
+    kinds = ["look", "alive", "verdict", "AgentLost", "SignalReceived"]
     greeting = st.fixed_dictionaries(
         {},
         optional={
-            "type": st.sampled_from(["register"] * 8 + ["look", "alive", "verdict", "agent_lost", "signal"]) | anything,
+            "type": st.sampled_from(["register"] * 8 + kinds) | anything,
             "version": st.sampled_from([1] * 8 + [0, 2, "1", None]) | anything,
             "host": plausible | odd | anything | st.fixed_dictionaries(fields),
             "number": anything,

@@ -303,7 +303,7 @@ def test_strangers_make_room_for_hosts(authority: Authority, address: Address, m
         closed = [asyncio.ensure_future(each.read()) for each, _ in silent]
         done, _ = await asyncio.wait(closed, timeout=20.0)
         assert len(done) == len(silent)
-        await rendezvous_client.tell("alive")
+        await messages.send(rendezvous_client._writer, {"type": "alive"})
         assert await messages.receive(rendezvous_client._reader, 5.0) == {"type": "alive"}
         for each in [writer, rendezvous_client._writer, *(one for _, one in silent)]:
             each.close()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from torchx_monarch.controller.host_messages import (
+    AgentLost,
     Answer,
     BeginRun,
     CodeHandled,
@@ -20,15 +21,19 @@ from torchx_monarch.controller.host_messages import (
     OpenStore,
     RanksExited,
     Refused,
+    Report,
     Request,
     RunBegun,
     RunFinished,
+    RunOutput,
+    SignalReceived,
     StopRanks,
     StoreOpened,
     WatchRanks,
     decode_answer,
+    decode_report,
     decode_request,
-    encode_answer,
+    encode_message,
     encode_request,
 )
 from torchx_monarch.controller.run_request import RunRequest
@@ -72,7 +77,7 @@ def test_a_request_arrives_as_it_was_sent(request_: Request) -> None:
     ],
 )
 def test_an_answer_arrives_as_it_was_sent(answer: Answer) -> None:
-    assert decode_answer(json.loads(json.dumps(encode_answer(answer)))) == answer
+    assert decode_answer(json.loads(json.dumps(encode_message(answer)))) == answer
 
 
 @pytest.mark.parametrize(
@@ -93,3 +98,16 @@ def test_an_invalid_request_is_named(name: str, fields: dict[str, Any], message:
 def test_an_invalid_answer_is_an_error(answer: dict[str, Any]) -> None:
     with pytest.raises(DecodeError):
         decode_answer(answer)
+
+
+@pytest.mark.parametrize(
+    "report", [SignalReceived(15, None), SignalReceived(2, True), AgentLost(0.0), RunOutput("a", "")]
+)
+def test_a_report_arrives_as_it_was_sent(report: Report) -> None:
+    assert decode_report(json.loads(json.dumps(encode_message(report)))) == report
+
+
+def test_a_heartbeat_is_no_report() -> None:
+    assert decode_report({"type": "alive"}) is None
+    with pytest.raises(DecodeError, match="AgentLost.silent is '1', not float"):
+        decode_report({"type": "AgentLost", "silent": "1"})

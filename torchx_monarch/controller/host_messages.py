@@ -1,9 +1,10 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The requests of the controller to the hosts, and their answers.
+"""The requests of the controller to the hosts, their answers, and what hosts report without a request.
 
 A request travels through the host's agent as a name and a JSON object, an answer as a JSON object with its ``type``.
-Replica 0's own host gets and returns the objects themselves.
+Replica 0's own host gets and returns the objects themselves. A report travels over the connection with which the host
+has registered.
 """
 
 from __future__ import annotations
@@ -157,8 +158,42 @@ class Refused:
     code: int
 
 
+@dataclasses.dataclass(frozen=True)
+class SignalReceived:
+    """Report a signal that the host process has received.
+
+    Attributes:
+        number: the signal.
+        announced: whether the backend has announced it; None for a backend that cannot.
+    """
+
+    number: int
+    announced: bool | None
+
+
+@dataclasses.dataclass(frozen=True)
+class AgentLost:
+    """Report that the agent has died or, after ``silent`` seconds, does not answer; 0 seconds if it has died."""
+
+    silent: float
+
+
+@dataclasses.dataclass(frozen=True)
+class RunOutput:
+    """Report records of a run on a live allocation.
+
+    Attributes:
+        token: identifies the run.
+        records: JSON lines.
+    """
+
+    token: str
+    records: str
+
+
 Request: TypeAlias = OpenStore | Launch | WatchRanks | StopRanks | BeginRun | FinishRun | HandleCode
 Answer: TypeAlias = StoreOpened | Launched | RanksExited | RunBegun | RunFinished | CodeHandled | Refused
+Report: TypeAlias = SignalReceived | AgentLost | RunOutput
 Handler: TypeAlias = Callable[[Request], Awaitable[Answer]]
 
 _REQUESTS: dict[str, type[Request]] = {
@@ -167,6 +202,7 @@ _REQUESTS: dict[str, type[Request]] = {
 _ANSWERS: dict[str, type[Answer]] = {
     each.__name__: each for each in (StoreOpened, Launched, RanksExited, RunBegun, RunFinished, CodeHandled, Refused)
 }
+_REPORTS: dict[str, type[Report]] = {each.__name__: each for each in (SignalReceived, AgentLost, RunOutput)}
 
 
 def encode_request(request: Request) -> tuple[str, dict[str, Any]]:
@@ -185,9 +221,9 @@ def decode_request(name: str, fields: Mapping[str, Any]) -> Request:
     return decode(_REQUESTS[name], fields, name)
 
 
-def encode_answer(answer: Answer) -> dict[str, Any]:
-    """Return the JSON object with which an answer travels."""
-    return {"type": type(answer).__name__, **dataclasses.asdict(answer)}
+def encode_message(message: Answer | Report) -> dict[str, Any]:
+    """Return the JSON object with which an answer or a report travels."""
+    return {"type": type(message).__name__, **dataclasses.asdict(message)}
 
 
 def decode_answer(message: Mapping[str, Any]) -> Answer:
@@ -200,3 +236,13 @@ def decode_answer(message: Mapping[str, Any]) -> Answer:
     if not isinstance(kind, str) or kind not in _ANSWERS:
         raise DecodeError(f"unknown answer {kind!r:.40}")
     return decode(_ANSWERS[kind], message, kind)
+
+
+def decode_report(message: Mapping[str, Any]) -> Report | None:
+    """Return the report of a JSON object; None if it is no report, but a heartbeat.
+
+    Raises:
+        DecodeError: a field has the wrong type.
+    """
+    kind = message.get("type")
+    return decode(_REPORTS[kind], message, kind) if isinstance(kind, str) and kind in _REPORTS else None

@@ -21,6 +21,7 @@ from torchx_monarch.controller.host_messages import (
     Request,
     RunBegun,
     RunFinished,
+    RunOutput,
     StopRanks,
 )
 from torchx_monarch.controller.job_options import JobOptions
@@ -31,7 +32,6 @@ from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.registration import Registration
 from torchx_monarch.model.world import LaunchError
-from torchx_monarch.transport import messages
 
 _FINISH_TIMEOUT = 30.0
 """Seconds for a host to send the last output of a run and to prepare for the next run."""
@@ -62,7 +62,7 @@ class LiveSession(Session):
         self._arrived = asyncio.Event()
         run_queue.handle_code = self._handle_code
         run_queue.stop_ranks = self._stop_ranks
-        rendezvous.reports["output"] = self._output
+        rendezvous.on_output = self._output
 
     @property
     def running(self) -> bool:
@@ -159,13 +159,13 @@ class LiveSession(Session):
 
     # -- output of the other hosts -------------------------------------------------------------------------------------
 
-    def _output(self, host: Registration, message: messages.Message) -> None:
-        run, records = self._run_queue.current, message.get("records")
-        if run is None or message.get("token") != run.token or not isinstance(records, str):
+    def _output(self, host: Registration, output: RunOutput) -> None:
+        run, records = self._run_queue.current, output.records.splitlines()
+        if run is None or output.token != run.token:
             return
-        for line in records.splitlines():
+        for line in records:
             run.run_log.append_line(line.encode() + b"\n")
-        self._received[host.replica] = self._received.get(host.replica, 0) + len(records.splitlines())
+        self._received[host.replica] = self._received.get(host.replica, 0) + len(records)
         self._arrived.set()
 
     async def _all_arrived(self, finished: Sequence[RunFinished]) -> None:

@@ -7,8 +7,8 @@ verdict. Each side counts the other as lost when the connection breaks, or stays
 (``transport.lease``).
 
 =========================  =======================================================================================
-host to replica 0          ``register`` (greeting, with the protocol's version), ``alive``, ``agent_lost`` (with
-                           ``silent``), ``signal``, and the kinds in ``Rendezvous.reports``
+host to replica 0          ``register`` (greeting, with the protocol's version), ``alive``, and the reports in
+                           ``host_messages``
 client to replica 0        ``look``, ``stop`` (greetings; the answer is ``state``), and the kinds in
                            ``Rendezvous.clients``
 replica 0 to either        ``registered`` (with its name), ``alive``, ``refused`` (with the reason), ``state``,
@@ -29,6 +29,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from torchx_monarch.controller.host_events import HostEvents, HostLost, StopRequested, agent_lost, signalled
+from torchx_monarch.controller.host_messages import AgentLost, RunOutput, SignalReceived, decode_report
 from torchx_monarch.controller.host_registry import HostRegistry
 from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.model.host_spec import LEASE, PEER_TIMEOUT
@@ -73,7 +74,7 @@ class Rendezvous:
         hosts: the hosts that are registered.
         clients: handlers of client greetings, by kind, which extend or replace those of this module. The handler owns
             the connection until it returns; its ``RendezvousError`` refuses the client.
-        reports: handlers of host messages, by kind, which extend those of this module.
+        on_output: called with a host and the output of its ranks, on a live allocation; None elsewhere.
 
     Args:
         address: address to listen on.
@@ -98,7 +99,7 @@ class Rendezvous:
         self.events = HostEvents()
         self.hosts = HostRegistry(replicas)
         self.clients: dict[str, Serve] = {}
-        self.reports: dict[str, Callable[[Registration, messages.Message], None]] = {}
+        self.on_output: Callable[[Registration, RunOutput], None] | None = None
         self._address = address
         self._identity = identity
         self._bind = bind
@@ -259,21 +260,20 @@ class Rendezvous:
         while message := await messages.receive(reader):
             if host.replica in self._writers:
                 self._leases.renew(host.replica)
-            kind = message.get("type")
-            if kind == "agent_lost":
-                silent = message.get("silent")
-                return agent_lost(host, silent if isinstance(silent, (int, float)) and 0 < silent < 1e9 else 0.0)
-            if kind == "signal":
-                number = message.get("number")
-                if not isinstance(number, int) or not 0 < number < signal.NSIG:
-                    raise messages.ProtocolError(f"{_brief(number)} is no number of a signal")
+            try:
+                report = decode_report(message)
+            except DecodeError as error:
+                raise messages.ProtocolError(str(error)) from None
+            if isinstance(report, AgentLost):
+                return agent_lost(host, report.silent)
+            if isinstance(report, SignalReceived):
+                if not 0 < report.number < signal.NSIG:
+                    raise messages.ProtocolError(f"{_brief(report.number)} is no number of a signal")
                 if self.hosts.registered.get(host.replica) is host:
-                    announced = message.get("announced")
-                    announced = announced is True if announced is not None else None
-                    self.events.post(signalled(host, number, announced))
-            if isinstance(kind, str) and kind in self.reports:
-                self.reports[kind](host, message)
-            if kind == "alive" and host.replica in self._writers:
+                    self.events.post(signalled(host, report.number, report.announced))
+            if isinstance(report, RunOutput) and self.on_output is not None:
+                self.on_output(host, report)
+            if message.get("type") == "alive" and host.replica in self._writers:
                 await messages.send(self._writers[host.replica], {"type": "alive"})
         if host.replica in self._silent:
             self._silent.discard(host.replica)

@@ -9,8 +9,8 @@ import dataclasses
 import ssl
 import time
 from collections.abc import Callable
-from typing import Any
 
+from torchx_monarch.controller.host_messages import Report, encode_message
 from torchx_monarch.controller.rendezvous import RendezvousError
 from torchx_monarch.model.host_spec import LEASE, PEER_TIMEOUT
 from torchx_monarch.model.job_result import JobResult
@@ -162,9 +162,9 @@ class RendezvousClient:
         )
         return cls(reader, writer, str(answer.get("name"))[:200], lease)
 
-    async def tell(self, kind: str, **fields: Any) -> None:
-        """Send a message to replica 0."""
-        await messages.send(self._writer, {"type": kind, **fields})
+    async def report(self, report: Report) -> None:
+        """Send a report to replica 0."""
+        await messages.send(self._writer, encode_message(report))
 
     async def verdict(self) -> JobResult | None:
         """Wait for the verdict and send heartbeats meanwhile; return None if replica 0 is lost."""
@@ -189,7 +189,7 @@ class RendezvousClient:
     async def _send_heartbeats(self) -> None:
         while True:
             await asyncio.sleep(self._leases.heartbeat)
-            await self.tell("alive")
+            await messages.send(self._writer, {"type": "alive"})
 
     def _lease_expired(self, name: str) -> None:
         self.lost = f"{name} does not answer: no message from it for {self._leases.seconds:g} s (lease)"

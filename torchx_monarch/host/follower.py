@@ -56,13 +56,13 @@ class Follower:
             host.reporter.line(f"host {registration.replica}: {reason}")
             return JobResult(registration.code if registration.error else 1, reason)
         while True:
-            host.send = client.tell
+            host.report = client.report
             result = await client.verdict()
             if result is not None:
                 if client.dismissed and not result.stopped:
                     host.reporter.line(f"host {registration.replica} was refused: {result.reason}")
                 return result
-            host.send = None
+            host.report = None
             this = f"host {registration.replica} ({host.hostname})"
             result = JobResult(1, client.lost or f"{this} lost replica 0", consequence=True, replica=0)
             if self.agent_gone:

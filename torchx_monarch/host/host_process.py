@@ -19,6 +19,7 @@ from torchx_monarch.command.command import CommandError
 from torchx_monarch.controller import host_events, retry
 from torchx_monarch.controller.controller import Controller
 from torchx_monarch.controller.elastic import HostGatherer, NodeRange
+from torchx_monarch.controller.host_messages import AgentLost, SignalReceived
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
@@ -247,8 +248,8 @@ class HostProcess:
         self._spawn(self._stop_ranks(signal.SIGKILL))
         if self._follower is not None:
             self._follower.agent_gone = True
-        if self._host.send is not None:
-            self._spawn(self._host.send("agent_lost", silent=silent))
+        if self._host.report is not None:
+            self._spawn(self._host.report(AgentLost(silent)))
         elif self._rendezvous is not None:
             self._rendezvous.events.post(host_events.agent_lost(host, silent))
 
@@ -260,8 +261,8 @@ class HostProcess:
         announced = os.path.exists(stop_file) if stop_file else None
         registration = self._registration or Registration(replica, "", host.hostname, os.getpid(), 0)
         event = host_events.signalled(registration, number, announced)
-        if host.send is not None:
-            self._spawn(host.send("signal", number=number, announced=announced))
+        if host.report is not None:
+            self._spawn(host.report(SignalReceived(number, announced)))
         elif self._rendezvous is not None:
             self._rendezvous.events.post(event)
         else:

@@ -27,6 +27,7 @@ from torchx_monarch.controller.host_messages import (
     Request,
     RunBegun,
     RunFinished,
+    RunOutput,
 )
 from torchx_monarch.controller.live_session import LiveSession
 from torchx_monarch.controller.run_queue import RunQueue
@@ -239,5 +240,5 @@ class LiveRuns:
                 while lines and size + len(lines[0]) < _MESSAGE:
                     size += len(lines[0])
                     message.append(lines.pop(0))
-                if self._host.send is not None:
-                    await self._host.send("output", token=token, records=b"".join(message).decode())
+                if self._host.report is not None:
+                    await self._host.report(RunOutput(token, b"".join(message).decode()))

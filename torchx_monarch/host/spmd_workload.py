@@ -26,7 +26,7 @@ from torchx_monarch.controller.host_messages import (
     StoreOpened,
     WatchRanks,
     decode_request,
-    encode_answer,
+    encode_message,
 )
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.spmd_work import Session, SpmdWork
@@ -133,7 +133,7 @@ class SpmdWorkload:
     # -- requests of the controller ------------------------------------------------------------------------------------
 
     async def _handle_message(self, name: str, fields: dict[str, Any]) -> dict[str, Any]:
-        return encode_answer(await self._handle(decode_request(name, fields)))
+        return encode_message(await self._handle(decode_request(name, fields)))
 
     async def _handle(self, request: Request) -> Answer:
         """Execute a request of the controller, or refuse it: a refusal ends the run, and not the hosts."""

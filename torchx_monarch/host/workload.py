@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from torchx_monarch.command.command import Command
 from torchx_monarch.controller.controller import Work
 from torchx_monarch.controller.elastic import HostGatherer, NodeRange
+from torchx_monarch.controller.host_messages import Report
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous
@@ -40,7 +41,7 @@ class Host:
         grace: seconds from SIGTERM to SIGKILL for ranks: torchrun's option or variable if given, else ``--grace``.
         restarts: how often the backend has restarted a batch job before this start.
         roles: the other roles of the app; None before they are known.
-        send: sends a message to replica 0; None on replica 0, and while this host is not registered.
+        report: sends a report to replica 0; None on replica 0, and while this host is not registered.
     """
 
     options: HostSpec
@@ -54,7 +55,7 @@ class Host:
     grace: float = 0.0
     restarts: int = 0
     roles: Roles | None = None
-    send: Callable[..., Coroutine[Any, Any, None]] | None = None
+    report: Callable[[Report], Coroutine[Any, Any, None]] | None = None
 
     @property
     def monarch_log(self) -> str:
