@@ -30,8 +30,10 @@ from torchx_monarch.model.registration import Registration
 
 
 class Session:
-    """The runs that the hosts execute. This class is for a batch job: one run, for which the hosts are prepared when
-    they register, and with which the session ends.
+    """Hold the runs that the hosts execute.
+
+    This class is for a batch job: one run, for which the hosts are prepared when they register, and with which the
+    session ends.
 
     Args:
         options: options of the job.

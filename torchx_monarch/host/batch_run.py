@@ -23,7 +23,7 @@ from torchx_monarch.host.workload import Control, Host
 
 
 class BatchRun:
-    """The run of a batch job, or of a client script, on this host.
+    """Execute the run of a batch job, or a client script, on this host.
 
     Attributes:
         command: command of the role; None before it is parsed.

@@ -49,7 +49,7 @@ _MESSAGE = 30_000
 
 
 class LiveRuns:
-    """The runs of a live allocation on this host.
+    """Execute the runs of a live allocation on this host.
 
     Attributes:
         command: command of the allocation; None before it is parsed.

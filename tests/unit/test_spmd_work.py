@@ -1,0 +1,217 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The runs of a session and their attempts, on hosts whose answers are scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import signal
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from torchx_monarch.controller.agents import Agents, HostRefused
+from torchx_monarch.controller.attempts import Attempts
+from torchx_monarch.controller.elastic import HostGatherer, NodeRange
+from torchx_monarch.controller.host_events import HostEvents, HostLost, Interrupted, RunEndRequested, StopRequested
+from torchx_monarch.controller.host_messages import (
+    Answer,
+    Launch,
+    Launched,
+    OpenStore,
+    RanksExited,
+    Refused,
+    Request,
+    StoreOpened,
+    WatchRanks,
+)
+from torchx_monarch.controller.job_options import JobOptions
+from torchx_monarch.controller.rendezvous import Rendezvous
+from torchx_monarch.controller.spmd_work import Session, SpmdWork
+from torchx_monarch.insight.progress import Reporter
+from torchx_monarch.model.job_result import JobResult, RankExit
+from torchx_monarch.model.registration import Registration
+from torchx_monarch.system.console import Console
+from torchx_monarch.transport.connections import Address
+
+HOSTS = [Registration(0, "", "node0", 1, 1), Registration(1, "", "node1", 1, 1, attempt=1)]
+FIXED = NodeRange(2, 2, 1.0)
+OPTIONS = JobOptions("id", 1, 0, (), 0, FIXED, 1.0, 1.0, "node0", "", 0.05, 0.05, "")
+REFUSED = Refused(1, "host 1 (node1)", "cannot write the ranks' logs", 1)
+
+
+def exits(replica: int, code: int) -> RanksExited:
+    return RanksExited(replica, (RankExit(replica, 0, replica, f"node{replica}", 7, code, 1.0),))
+
+
+GOOD, FAILED = [exits(0, 0), exits(1, 0)], [exits(1, 3)]
+
+
+class ScriptedAgents(Agents):
+    """Agents whose answers to ``WatchRanks`` are given by attempt; nothing listens anywhere."""
+
+    def __init__(self, events: HostEvents, *watched: list[Any] | Callable[[], None]) -> None:
+        super().__init__(OPTIONS, events, Reporter(Console(2), None, "trainer"), self._own)
+        self.log: list[object] = []
+        self.refusal: tuple[type[Request], bool] | None = None
+        self._watched = list(watched)
+        self._events_to_post_to = events
+
+    async def _own(self, request: Request) -> Answer:
+        raise AssertionError("not asked")
+
+    async def form(self, hosts: list[Registration], gatherer: HostGatherer) -> None:
+        self.hosts, self.members = hosts, {host.replica for host in hosts}
+        self.log.append("mesh")
+
+    async def ask_own(self, request: Request, timeout: float) -> Answer:
+        assert isinstance(request, OpenStore)
+        if self.refusal == (OpenStore, True):
+            raise HostRefused(REFUSED, own=True)
+        return StoreOpened("node0", 29500, True)
+
+    async def ask(self, request: Request) -> AsyncIterator[Any]:
+        if self.refusal == (type(request), False):
+            raise HostRefused(REFUSED)
+        if isinstance(request, Launch):
+            self.log.append(("launch", request.world.attempt, request.spares))
+            for host in self.hosts:
+                yield Launched(host.replica, (7,))
+        if isinstance(request, WatchRanks):
+            answers = self._watched.pop(0)
+            if callable(answers):
+                answers()
+                await self._events_to_post_to.interrupt(asyncio.sleep(60))
+                return
+            for answer in answers:
+                yield answer
+
+    async def stop(self, number: int, grace: float, note: Callable[[RanksExited], None]) -> None:
+        self.log.append(("stop", number))
+
+
+class LiveLike(Session):
+    """A session of runs that begin as often as given, and that a refusal does not end."""
+
+    def __init__(self, events: HostEvents, runs: int) -> None:
+        super().__init__(OPTIONS, events)
+        self.results: list[JobResult] = []
+        self._left = runs
+        self._running = False
+
+    @property
+    def running(self) -> bool:
+        return self._running
+
+    async def next_run(self) -> JobResult | None:
+        self._running, self._left = self._left > 0, self._left - 1
+        return None if self._running else JobResult(0, "idle")
+
+    async def refused(self, refusal: HostRefused) -> JobResult:
+        return JobResult(refusal.refusal.code, str(refusal))
+
+    async def finish(self, attempts: Attempts, result: JobResult) -> JobResult | None:
+        self._running = False
+        self.results.append(result)
+        return None
+
+
+def work(session: Session, agents: Agents, events: HostEvents) -> SpmdWork:
+    reporter = Reporter(Console(2), None, "trainer")
+    rendezvous = Rendezvous(Address("unix", path="/nowhere"), 2)
+
+    async def reachable(hosts: object) -> dict[int, str]:
+        return {}
+
+    return SpmdWork(
+        OPTIONS, session, agents, HostGatherer(FIXED, rendezvous, reporter, reachable), events, reporter, None
+    )
+
+
+def batch(*watched: Any, refusal: tuple[type[Request], bool] | None = None) -> tuple[JobResult, list[object]]:
+    async def main() -> tuple[JobResult, list[object]]:
+        events = HostEvents()
+        agents = ScriptedAgents(events, *watched)
+        agents.refusal = refusal
+        fresh = [dataclasses.replace(host, attempt=-1) for host in HOSTS]
+        return await work(Session(OPTIONS, events), agents, events).run(fresh, False), agents.log
+
+    return asyncio.run(main())
+
+
+def test_a_batch_job_ends_with_its_run() -> None:
+    result, log = batch(GOOD)
+    assert result == JobResult(0, "all 2 ranks ended with code 0")
+    assert log == ["mesh", ("launch", 0, True)]
+
+
+def test_ranks_are_restarted_on_the_same_mesh() -> None:
+    result, log = batch(FAILED, FAILED)
+    assert result.code == 3 and result.cause is not None and result.cause.replica == 1
+    assert log == ["mesh", ("launch", 0, True), ("stop", 15), ("launch", 1, False), ("stop", 15)]
+
+
+@pytest.mark.parametrize(
+    ("refusal", "reason"),
+    [
+        ((OpenStore, True), "host 0: cannot write the ranks' logs"),
+        ((Launch, False), "cannot write the ranks' logs"),
+    ],
+)
+def test_a_refusal_ends_a_batch_job(refusal: tuple[type[Request], bool], reason: str) -> None:
+    with pytest.raises(Interrupted) as caught:
+        batch(refusal=refusal)
+    assert isinstance(caught.value.event, StopRequested)
+    assert caught.value.event.result == JobResult(1, reason)
+
+
+def test_an_event_leaves_the_ranks_to_the_controller_and_the_run_goes_on_on_the_next_mesh() -> None:
+    async def main() -> None:
+        events = HostEvents()
+        lost = HostLost(1, JobResult(1, "lost"))
+        agents = ScriptedAgents(events, lambda: events.post(lost), GOOD)
+        spmd = work(Session(OPTIONS, events), agents, events)
+        with pytest.raises(Interrupted) as caught:
+            await spmd.run(HOSTS, True)
+        assert caught.value.event is lost and events.pending == [lost]
+        events.settle(lost)
+        assert await spmd.stop(lost, left=True)
+        assert not await spmd.stop(lost, left=True)  # nothing runs any more
+        spmd.hosts_changed(joined=False)
+        assert (await spmd.run(HOSTS, True)).code == 0
+        # Host 1 has run attempt 1 under an earlier replica 0.
+        assert agents.log == ["mesh", ("launch", 2, True), ("stop", 15), "mesh", ("launch", 3, True)]
+
+    asyncio.run(main())
+
+
+def test_runs_of_a_session_begin_at_the_first_attempt_and_end_one_by_one() -> None:
+    async def main() -> None:
+        events = HostEvents()
+        ended = RunEndRequested(0, JobResult(137, "killed", stopped=True), signal.SIGKILL)
+        agents = ScriptedAgents(events, FAILED, GOOD, lambda: events.post(ended), GOOD)
+        session = LiveLike(events, 3)
+        assert await work(session, agents, events).run([HOSTS[0]], False) == JobResult(0, "idle")
+        assert [result.code for result in session.results] == [0, 137, 0]
+        assert events.pending == []
+        launches = [each for each in agents.log if each[0] == "launch"]  # type: ignore[index]
+        assert launches == [
+            ("launch", attempt, spares) for attempt, spares in ((0, True), (1, False), (0, True), (0, True))
+        ]
+        assert ("stop", 9) in agents.log
+
+    asyncio.run(main())
+
+
+def test_a_refusal_ends_a_run_and_not_the_session() -> None:
+    async def main() -> None:
+        events = HostEvents()
+        agents, session = ScriptedAgents(events), LiveLike(events, 1)
+        agents.refusal = (Launch, False)
+        assert await work(session, agents, events).run(HOSTS, False) == JobResult(0, "idle")
+        assert session.results == [JobResult(1, "host 1 (node1): cannot write the ranks' logs")]
+        assert agents.log == ["mesh", ("stop", 9)]
+
+    asyncio.run(main())
