@@ -12,7 +12,10 @@ import sys
 if __name__ == "__main__" and sys.path[0] == os.getcwd() and not getattr(sys.flags, "safe_path", False):
     del sys.path[0]
 
-from typing import NoReturn  # noqa: E402
+from typing import TYPE_CHECKING, NoReturn  # noqa: E402
+
+if TYPE_CHECKING:
+    from torchx_monarch.host.workload import Host, Workload
 
 
 def main(argv: list[str]) -> NoReturn:
@@ -22,11 +25,35 @@ def main(argv: list[str]) -> NoReturn:
         argv: command-line arguments without the program's name: the options, ``--``, and the role's command.
     """
     from torchx_monarch.host.host_process import HostProcess
-    from torchx_monarch.host.workloads import workload_of
     from torchx_monarch.model.host_spec import HostSpec
 
-    spec = HostSpec.from_argv(argv, __doc__ or "")
-    HostProcess(spec, os.environ, workload_of).main()
+    HostProcess(HostSpec.from_argv(argv, __doc__ or ""), os.environ, choose_workload).main()
+
+
+def choose_workload(host: Host) -> Workload:
+    """Return the workload of a role's command: actors, the runs of a live allocation, or the run of a batch job.
+
+    A command that is not valid counts as a batch job's: parsing it again reports the error.
+    """
+    from torchx_monarch.command.actors import is_actors
+    from torchx_monarch.command.command import CommandError, parse
+    from torchx_monarch.host.spmd_workload import SpmdWorkload
+
+    if is_actors(host.options.command):
+        from torchx_monarch.host.actor_workload import ActorWorkload
+
+        return ActorWorkload(host)
+    try:
+        command = parse(host.options.command, host.environ)
+    except CommandError:
+        command = None
+    if command is not None and command.kind == "hosts":
+        from torchx_monarch.host.live_runs import LiveRuns
+
+        return SpmdWorkload(host, LiveRuns(host))
+    from torchx_monarch.host.batch_run import BatchRun
+
+    return SpmdWorkload(host, BatchRun(host))
 
 
 if __name__ == "__main__":
