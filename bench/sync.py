@@ -21,7 +21,7 @@ from typing import Any
 
 from words import spread
 
-from torchx_monarch.backends import client_credentials
+from torchx_monarch.backends.core import client_credentials
 from torchx_monarch.client.job import SPMDJob
 from torchx_monarch.client.serve import serve
 from torchx_monarch.client.target import Target

@@ -11,8 +11,8 @@ TYPE_CHECKING = False
 """
 
 if TYPE_CHECKING:
-    from torchx_monarch.backends.errors import BackendError as BackendError
-    from torchx_monarch.backends.errors import UserError as UserError
+    from torchx_monarch.backends.core.errors import BackendError as BackendError
+    from torchx_monarch.backends.core.errors import UserError as UserError
     from torchx_monarch.client.hosts import AllocationStatus as AllocationStatus
     from torchx_monarch.client.job import SPMDJob as SPMDJob
     from torchx_monarch.client.monarch_job import MonarchJob as MonarchJob
@@ -43,7 +43,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "AllocationError": "exceptions",
     "AllocationStatus": "client.hosts",
-    "BackendError": "backends.errors",
+    "BackendError": "backends.core.errors",
     "ClientError": "exceptions",
     "CodeError": "exceptions",
     "InvalidCommandError": "schedulers.monarch",
@@ -63,7 +63,7 @@ _PUBLIC = {
     "ThisJob": "client.this_job",
     "TorchXMonarchError": "exceptions",
     "UnreachableError": "exceptions",
-    "UserError": "backends.errors",
+    "UserError": "backends.core.errors",
     "WorkspaceError": "schedulers.monarch",
     "serve": "client.serve",
     "this_job": "client.this_job",

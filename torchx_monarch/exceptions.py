@@ -17,7 +17,7 @@
         └── InvalidCommandError
 
 All of them can be imported from ``torchx_monarch``. The ones that need TorchX are defined beside the code that raises
-them (``backends.errors``, ``schedulers.monarch``), because TorchX is slow to import. Each backend derives its own
+them (``backends.core.errors``, ``schedulers.monarch``), because TorchX is slow to import. Each backend derives its own
 exceptions from ``BackendError`` and ``UserError``.
 
 An argument of the wrong value or type raises Python's ``ValueError`` or ``TypeError``.

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from torchx_monarch.backends.local import state_files
+from torchx_monarch.backends.core import state_files
 from torchx_monarch.system import processes
 
 Start = Callable[[], tuple[dict[str, str], Callable[[], None]]]

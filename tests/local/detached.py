@@ -14,19 +14,21 @@ from typing import Any
 from torchx.runner import Runner
 from torchx.specs import AppDef, AppState, AppStatus, Role
 
-from torchx_monarch.backends.local import owners, state, state_files
-from torchx_monarch.backends.local.scheduler import DetachedScheduler, create_scheduler
+from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.local import owners, state
+from torchx_monarch.schedulers import monarch_local
+from torchx_monarch.schedulers.monarch import MonarchScheduler
 from torchx_monarch.system import processes
 
-NAME = "detached"
+NAME = "monarch_local"
 
 #: What a fresh process needs to ask about an app: ``runner``, ``handle(app_id)``.
 _PREAMBLE = """
 import json, sys
 from torchx.runner import Runner
-from torchx_monarch.backends.local.scheduler import create_scheduler
-runner = Runner("torchx", {"detached": create_scheduler})
-handle = lambda app_id: f"detached://torchx/{app_id}"
+from torchx_monarch.schedulers import monarch_local
+runner = Runner("torchx", {"monarch_local": monarch_local})
+handle = lambda app_id: f"monarch_local://torchx/{app_id}"
 """
 
 
@@ -36,8 +38,9 @@ def sh(command: str, name: str = "r", replicas: int = 1, **more: Any) -> Role:
 
 
 def py(code: str, *args: str, name: str = "r", replicas: int = 1, **more: Any) -> Role:
-    """A role that runs Python code."""
-    role = Role(name, image="", entrypoint=sys.executable, args=["-c", code, *args], num_replicas=replicas, **more)
+    """A role that runs Python code in a plain process: behind `env`, no host process is put before it."""
+    words = [sys.executable, "-c", code, *args]
+    role = Role(name, image="", entrypoint="env", args=words, num_replicas=replicas, **more)
     return role
 
 
@@ -45,11 +48,11 @@ class Detached:
     """A Runner, and shorthands."""
 
     def __init__(self) -> None:
-        self.runner = Runner("torchx", {NAME: create_scheduler})
+        self.runner = Runner("torchx", {NAME: monarch_local})
 
     @property
-    def scheduler(self) -> DetachedScheduler:
-        scheduler: DetachedScheduler = self.runner._scheduler(NAME)
+    def scheduler(self) -> MonarchScheduler:
+        scheduler: MonarchScheduler = self.runner._scheduler(NAME)
         return scheduler
 
     def run(self, *roles: Role, name: str = "app", grace: int = 5, **cfg: Any) -> str:
@@ -66,7 +69,7 @@ class Detached:
 
     def wait(self, app_id: str, seconds: float = 60.0) -> AppStatus:
         """Its final status."""
-        assert self.scheduler.wait_terminal(app_id, seconds), f"still running: {self.status(app_id)}"
+        assert self.scheduler.apps.wait(app_id, seconds), f"still running: {self.status(app_id)}"
         return self.status(app_id)
 
     def states(self, app_id: str) -> dict[str, AppState]:
@@ -93,7 +96,7 @@ class Detached:
     def events(self, app_id: str) -> list[dict[str, Any]]:
         from torchx_monarch.insight import events
 
-        return events.read(self.scheduler.events_path(app_id))[0]
+        return events.read(self.paths(app_id).events)[0]
 
     def fresh(self, code: str, **more: Any) -> Any:
         """Run code in a fresh process; what it prints, read as JSON."""

@@ -14,7 +14,7 @@ import pytest
 from torchx.specs import AppState
 
 from tests.local.detached import Detached, fresh, lives, pid_in, py, sh
-from torchx_monarch.backends.local import state_files
+from torchx_monarch.backends.core import state_files
 
 Eventually = Callable[..., object]
 
@@ -87,7 +87,7 @@ def test_replicas_are_stopped_side_by_side(apps: Detached, tmp_path: Path, event
 def test_killing_now(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
     app_id = apps.run(py(STUBBORN, str(tmp_path)), grace=NEVER)
     eventually(lambda: pid_in(tmp_path / "main"), "the start")
-    apps.scheduler.stop(app_id, 0)
+    apps.scheduler.apps.cancel(app_id, 0)
     assert apps.wait(app_id).state is AppState.CANCELLED
     assert got(tmp_path, "main") == []
 
@@ -98,20 +98,20 @@ def test_a_second_cancel_is_harmless_and_a_kill_comes_through(
     app_id = apps.run(py(STUBBORN, str(tmp_path)), grace=NEVER)
     eventually(lambda: pid_in(tmp_path / "main"), "the start")
     for _ in range(3):
-        apps.scheduler.stop(app_id, None)
+        apps.scheduler.apps.cancel(app_id, None)
     eventually(lambda: got(tmp_path, "main"), "the signal")
-    assert not apps.scheduler.wait_terminal(app_id, 0.3)
+    assert not apps.scheduler.apps.wait(app_id, 0.3)
     assert got(tmp_path, "main") == ["15"]
-    apps.scheduler.stop(app_id, 0)
+    apps.scheduler.apps.cancel(app_id, 0)
     assert apps.wait(app_id).state is AppState.CANCELLED
 
 
 def test_a_shorter_grace_counts(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
     app_id = apps.run(py(STUBBORN, str(tmp_path)), grace=NEVER)
     eventually(lambda: pid_in(tmp_path / "main"), "the start")
-    apps.scheduler.stop(app_id, None)
+    apps.scheduler.apps.cancel(app_id, None)
     eventually(lambda: got(tmp_path, "main"), "the signal")
-    apps.scheduler.stop(app_id, 0.5)
+    apps.scheduler.apps.cancel(app_id, 0.5)
     assert apps.wait(app_id).state is AppState.CANCELLED
 
 
@@ -129,7 +129,7 @@ def test_a_cancel_before_the_supervisor_has_started(apps: Detached) -> None:
     started = submit._start_supervisor
 
     def late(paths: state_files.AppPaths, request: object) -> None:
-        apps.scheduler.stop(paths.app_id, None)
+        apps.scheduler.apps.cancel(paths.app_id, None)
         started(paths, request)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
@@ -157,11 +157,11 @@ def test_only_the_host_is_told(apps: Detached, tmp_path: Path, eventually: Event
     app_id = apps.run(shell, grace=NEVER)
     eventually(lambda: pid_in(tmp_path / "main") and pid_in(tmp_path / "child"), "the start")
     assert pid_in(tmp_path / "main") != apps.record(app_id)["roles"][0]["replicas"][0]["pid"]
-    apps.scheduler.stop(app_id, None)
+    apps.scheduler.apps.cancel(app_id, None)
     eventually(lambda: got(tmp_path, "main"), "the signal")
-    assert not apps.scheduler.wait_terminal(app_id, 0.3)
+    assert not apps.scheduler.apps.wait(app_id, 0.3)
     assert got(tmp_path, "child") == []
-    apps.scheduler.stop(app_id, 0)
+    apps.scheduler.apps.cancel(app_id, 0)
     apps.wait(app_id)
     assert not lives(pid_in(tmp_path / "child"))
 
@@ -179,8 +179,8 @@ def test_signals_of_a_terminal_are_ignored(apps: Detached, signum: int) -> None:
     watchers = apps.watchers(app_id)
     for process in (watchers.supervisor, watchers.keeper):
         os.kill(process.pid, signum)
-    assert not apps.scheduler.wait_terminal(app_id, 0.2)
-    apps.scheduler.stop(app_id, 0)
+    assert not apps.scheduler.apps.wait(app_id, 0.2)
+    apps.scheduler.apps.cancel(app_id, 0)
     apps.wait(app_id)
 
 
@@ -201,5 +201,5 @@ def test_ctrl_c_in_the_shell_that_submitted(apps: Detached, tmp_path: Path) -> N
     replica = apps.record(app_id)["roles"][0]["replicas"][0]["pid"]
     sessions = {os.getsid(pid) for pid in (replica, apps.watchers(app_id).supervisor.pid, os.getpid())}
     assert len(sessions) == 3
-    apps.scheduler.stop(app_id, 0)
+    apps.scheduler.apps.cancel(app_id, 0)
     apps.wait(app_id)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import pickle
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -180,10 +179,8 @@ if {recorded}:
     main = record(main)
 main()
 """)
-    host = ["-m", "torchx_monarch.host", "--app", "app", "--role", "r", "--replica", "0", "--replicas", "1"]
-    words = [*host, "--", "torchrun", "--nproc-per-node", "2", str(script)]
     try:
-        app_id = apps.run(Role("r", image="", entrypoint=sys.executable, args=words))
+        app_id = apps.run(Role("r", image="", entrypoint="torchrun", args=["--nproc-per-node", "2", str(script)]))
         eventually(lambda: (tmp_path / "up0").exists() and (tmp_path / "up1").exists(), "the ranks", seconds=120.0)
         if lacking == "space":
             fill(folder)
@@ -280,7 +277,7 @@ def test_a_state_directory_below_a_file(apps: Detached, tmp_path: Path, monkeypa
 
 
 def test_where_the_state_directory_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchx_monarch.backends.local.state_files import state_dir
+    from torchx_monarch.backends.core.state_files import state_dir
 
     assert state_dir({"MONARCH_STATE_DIR": "/a/b"}) == "/a/b"
     assert state_dir({"MONARCH_STATE_DIR": "rel"}) == os.path.join(os.getcwd(), "rel")

@@ -119,7 +119,7 @@ def test_what_is_not_there(apps: Detached) -> None:
         apps.log(app_id, "b", 2)
     with pytest.raises(ValueError, match="has no replica -1"):
         apps.log(app_id, "b", -1)
-    with pytest.raises(ValueError, match="there is no app 'x-1' in"):
+    with pytest.raises(ValueError, match="there is no app 'x-1' of monarch_local"):
         apps.scheduler.log_iter("x-1", "r")
     apps.wait(app_id)
 
@@ -190,7 +190,7 @@ def test_following_until_a_time(apps: Detached) -> None:
     app_id = apps.run(sh("while true; do echo x; sleep 0.1; done"))
     assert "x\n" in apps.log(app_id, should_tail=True, until=datetime.now() + timedelta(seconds=1))
     assert apps.status(app_id).state is AppState.RUNNING
-    apps.scheduler.stop(app_id, 0)
+    apps.scheduler.apps.cancel(app_id, 0)
     apps.wait(app_id)
 
 

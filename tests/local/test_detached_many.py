@@ -14,9 +14,11 @@ import pytest
 from torchx.specs import AppDef, AppState
 
 from tests.local.detached import NAME, Detached, cpu_seconds, sh, start_fresh
-from torchx_monarch.backends.local import state_files
+from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.local.prune import prune
-from torchx_monarch.backends.local.status import AppRecord, ReplicaRecord, RoleRecord
+from torchx_monarch.backends.local.status import AppRecord, RoleRecord
+from torchx_monarch.model.state import State
+from torchx_monarch.supervisor.records import ReplicaRecord
 
 Eventually = Callable[..., object]
 
@@ -26,7 +28,7 @@ def apps() -> Detached:
     return Detached()
 
 
-def old_app(name: str, ended: float, state: str = "SUCCEEDED") -> None:
+def old_app(name: str, ended: float, state: State = State.SUCCEEDED) -> None:
     paths = state_files.app_paths(name)
     os.makedirs(paths.root)
     record = AppRecord(name, "old", created=ended - 10, state=state, ended=ended)
@@ -48,7 +50,7 @@ def test_two_processes_submit_at_once(apps: Detached) -> None:
     code = """
 from torchx.specs import AppDef, Role
 app = AppDef("a", [Role("r", image="", entrypoint="true")])
-print(runner.run(app, "detached").rpartition("/")[2])
+print(runner.run(app, "monarch_local").rpartition("/")[2])
 """
     submitters = [start_fresh(code) for _ in range(2)]
     ids = [submitter.communicate()[0].strip() for submitter in submitters]
@@ -82,7 +84,7 @@ def test_pruning(apps: Detached, eventually: Eventually, monkeypatch: pytest.Mon
     now, day = time.time(), 86400
     old_app("old-kept", now - 13 * day)
     old_app("old-gone", now - 15 * day)
-    old_app("old-running", now - 99 * day, state="RUNNING")
+    old_app("old-running", now - 99 * day, state=State.RUNNING)
     trash = Path(state_files.apps_dir(), ".trash-1-x")
     trash.mkdir()
     os.utime(trash, (0, 0))
@@ -110,5 +112,5 @@ def test_waiting_costs_nothing(apps: Detached) -> None:
     before = sum(cpu_seconds(pid) for pid in pids)
     time.sleep(1.5)
     assert sum(cpu_seconds(pid) for pid in pids) - before < 0.02
-    apps.scheduler.stop(app_id, 0)
+    apps.scheduler.apps.cancel(app_id, 0)
     apps.wait(app_id)

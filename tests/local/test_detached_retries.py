@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +12,9 @@ from torchx.schedulers.api import Stream
 from torchx.specs import AppDef, AppState, RetryPolicy, Role
 
 from tests.local.detached import Detached, lives, pid_in, sh
-from torchx_monarch.command.rewrite import WrapOptions, rewrite
-from torchx_monarch.model.host_spec import HostSpec
+from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.local.backend import LocalOpts
+from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
 
 Eventually = Callable[..., object]
 
@@ -68,8 +68,7 @@ def test_a_program_asks_for_no_retry_by_what_retry_on_names(
     path = tmp_path / "prog.py"
     path.write_text(f"open({str(tmp_path / 'starts')!r}, 'a').write('x')\nraise SystemExit({code})\n")
     role = Role("r", "", entrypoint="torchrun", args=["--nproc-per-node", "1", str(path)], max_retries=2)
-    (role,) = rewrite(AppDef("app", [role]), WrapOptions(sys.executable, HostSpec(preload=(), retry_on=(4,)))).roles
-    app_id = apps.run(role)
+    app_id = apps.run(role, preload="none", retry_on="4")
     status = apps.wait(app_id)
     assert (status.state, status.num_restarts) == (F, times - 1)
     assert (tmp_path / "starts").read_text() == "x" * times
@@ -136,7 +135,7 @@ def test_nothing_of_a_failed_start_lives_on(apps: Detached, tmp_path: Path, even
     eventually(lambda: apps.record(app_id)["roles"][0]["replicas"][0]["restarts"] == 1, "the restart")
     stray = pid_in(tmp_path / "stray")
     assert stray and not lives(stray)
-    apps.scheduler.stop(app_id, 0)
+    apps.scheduler.apps.cancel(app_id, 0)
     assert apps.wait(app_id).num_restarts == 1
 
 
@@ -171,14 +170,12 @@ def test_a_role_that_fails_last_fails_the_app(apps: Detached, tmp_path: Path, ev
 def test_a_host_that_is_killed_after_its_role_has_succeeded_is_not_started_again(
     apps: Detached, tmp_path: Path, eventually: Eventually
 ) -> None:
-    # It would wait for the hosts that have ended. A shell script has the command line of a host.
-    host = tmp_path / "python"
-    host.write_text(f"#!/bin/sh\ntest $4 = 1 && exit 0\n{UNTIL.format(folder=tmp_path, name='go')}\nkill -9 $$\n")
-    host.chmod(0o700)
-    words = ["-m", "torchx_monarch.host", "--replica", "${replica_id}"]
-    policy = RetryPolicy.REPLICA
-    role = Role("r", "", entrypoint=str(host), args=words, num_replicas=2, max_retries=1, retry_policy=policy)
-    app_id = apps.run(role)
+    # It would wait for the hosts that have ended. A shell script stands in for the hosts.
+    command = f"test ${{replica_id}} = 1 && exit 0; {UNTIL.format(folder=tmp_path, name='go')} kill -9 $$$$"
+    app = AppDef("app", [sh(command, replicas=2, max_retries=1, retry_policy=RetryPolicy.REPLICA)])
+    submitted = SubmittedApp(app, [RoleSpec.of(app.roles[0], WorkloadKind.RANKS)])
+    backend = apps.scheduler.inner
+    app_id = backend.submit(backend.render(app, submitted, LocalOpts(grace=5)), submitted, "")
     eventually(lambda: apps.states(app_id)["r/1"] is S, "the end of the other host")
     (tmp_path / "go").touch()
     status = apps.wait(app_id)

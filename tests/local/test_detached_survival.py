@@ -18,7 +18,9 @@ import pytest
 from torchx.specs import AppState
 
 from tests.local.detached import Detached, lives, pid_in, py, sh, start_fresh
-from torchx_monarch.backends.local import request, state_files, submit
+from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.core.errors import SubmitError
+from torchx_monarch.backends.local import request, submit
 
 Eventually = Callable[..., object]
 
@@ -78,7 +80,7 @@ import time
 from torchx.specs import AppDef, Role
 wait = "while ! test -e {tmp_path}/go; do sleep 0.05; done"
 app = AppDef("a", [Role("r", image="", entrypoint="sh", args=["-c", wait])])
-print(runner.run(app, "detached").rpartition("/")[2], flush=True)
+print(runner.run(app, "monarch_local").rpartition("/")[2], flush=True)
 time.sleep(1000)
 """
     with start_fresh(code, start_new_session=True) as submitter:
@@ -97,7 +99,7 @@ def test_the_submitter_has_no_zombies(apps: Detached) -> None:
     assert not [
         pid for pid in children if (Path("/proc") / pid / "stat").read_text().rpartition(")")[2].split()[0] == "Z"
     ]
-    apps.scheduler.stop(app_id, 0)
+    apps.scheduler.apps.cancel(app_id, 0)
     apps.wait(app_id)
 
 
@@ -118,7 +120,7 @@ def test_the_keeper_is_killed(apps: Detached, family: Family, eventually: Eventu
     eventually(lambda: [e for e in apps.events(family.app_id) if e["kind"] == "keeper_lost"], "the event")
     assert apps.status(family.app_id).state is AppState.RUNNING
     assert len(family.alive) == 3
-    apps.scheduler.stop(family.app_id, 0)
+    apps.scheduler.apps.cancel(family.app_id, 0)
     assert apps.wait(family.app_id).state is AppState.CANCELLED
     assert family.alive == []
 
@@ -126,7 +128,7 @@ def test_the_keeper_is_killed(apps: Detached, family: Family, eventually: Eventu
 def test_the_keeper_is_stopped_and_the_app_ends(apps: Detached, family: Family, eventually: Eventually) -> None:
     keeper = apps.watchers(family.app_id).keeper.pid
     os.kill(keeper, signal.SIGSTOP)
-    apps.scheduler.stop(family.app_id, 0)
+    apps.scheduler.apps.cancel(family.app_id, 0)
     assert apps.wait(family.app_id).state is AppState.CANCELLED
     eventually(lambda: not lives(keeper), "the keeper to leave")
 
@@ -149,7 +151,7 @@ def test_an_app_that_was_given_up_is_not_started(apps: Detached) -> None:
     apps.wait(app_id)
     submitted = request.load(apps.paths(app_id))
     assert submitted is not None
-    with pytest.raises(submit.SubmitError, match="has ended before it was started"):
+    with pytest.raises(SubmitError, match="has ended before it was started"):
         submit._start_supervisor(apps.paths(app_id), submitted)
     assert apps.status(app_id).state is AppState.SUCCEEDED
     assert [e["kind"] for e in apps.events(app_id)].count("supervised") == 1
@@ -281,10 +283,10 @@ def test_an_app_that_is_submitted_by_an_app(apps: Detached, tmp_path: Path) -> N
 import sys
 from torchx.runner import Runner
 from torchx.specs import AppDef, Role
-from torchx_monarch.backends.local.scheduler import create_scheduler
-runner = Runner("torchx", {{"detached": create_scheduler}})
+from torchx_monarch.schedulers import monarch_local
+runner = Runner("torchx", {{"monarch_local": monarch_local}})
 command = "while ! test -e {tmp_path}/go; do sleep 0.05; done; env | grep ^MONARCH_"
-print(runner.run(AppDef("inner", [Role("r", image="", entrypoint="sh", args=["-c", command])]), "detached"))
+print(runner.run(AppDef("inner", [Role("r", image="", entrypoint="sh", args=["-c", command])]), "monarch_local"))
 """
     outer = apps.run(py(code))
     assert apps.wait(outer).state is AppState.SUCCEEDED, apps.log(outer)
@@ -329,7 +331,7 @@ signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM, signal.SIGCHLD])
 app = AppDef("a", [Role("r", image="", entrypoint="grep", args=["^Sig", "/proc/self/status"])])
-print(json.dumps(runner.run(app, "detached").rpartition("/")[2]))
+print(json.dumps(runner.run(app, "monarch_local").rpartition("/")[2]))
 """
     app_id = apps.fresh(code)
     assert apps.wait(app_id).state is AppState.SUCCEEDED
@@ -339,12 +341,15 @@ print(json.dumps(runner.run(app, "detached").rpartition("/")[2]))
     assert int(masks["SigIgn:"], 16) & 0x7FFFFFFF == 0, json.dumps(masks)
 
 
+@pytest.mark.parametrize("left", [False, True], ids=["all of it", "what the job writes meanwhile is left"])
 def test_the_folder_is_removed_while_the_supervisor_is_stopped(
-    apps: Detached, family: Family, eventually: Eventually
+    apps: Detached, family: Family, eventually: Eventually, left: bool
 ) -> None:
     watchers = apps.watchers(family.app_id)
     os.kill(watchers.supervisor.pid, signal.SIGSTOP)
     shutil.rmtree(apps.paths(family.app_id).root)
+    if left:
+        os.makedirs(apps.paths(family.app_id).logs)
     assert [each.app_id for each in apps.scheduler.list()] == [family.app_id]
     status = apps.status(family.app_id)
     assert status.state is AppState.RUNNING and "was removed" in status.msg

@@ -16,9 +16,9 @@ from torchx.runner import Runner
 from torchx.specs import AppDef, AppState, AppStatus, RetryPolicy, Role
 
 from tests.local.hosts import Hosts
-from torchx_monarch.backends.local import state_files
-from torchx_monarch.backends.local.scheduler import DetachedScheduler
+from torchx_monarch.backends.core import state_files
 from torchx_monarch.schedulers import monarch_local
+from torchx_monarch.schedulers.monarch import MonarchScheduler
 from torchx_monarch.system import processes
 
 Eventually = Callable[..., object]
@@ -165,8 +165,8 @@ class Job:
         self.marker = str((state_files.read_json(self.paths.request) or {})["job"])
 
     @property
-    def scheduler(self) -> DetachedScheduler:
-        inner: DetachedScheduler = self._runner._scheduler("monarch_local").inner
+    def scheduler(self) -> MonarchScheduler:
+        inner: MonarchScheduler = self._runner._scheduler("monarch_local")
         return inner
 
     def text(self) -> str:
@@ -183,7 +183,7 @@ class Job:
         self._runner.cancel(self.handle)
 
     def wait(self) -> AppStatus:
-        assert self.scheduler.wait_terminal(self.paths.app_id, 90), self.text()
+        assert self.scheduler.apps.wait(self.paths.app_id, 90), self.text()
         return self._runner.status(self.handle)
 
 

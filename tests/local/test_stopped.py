@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,8 +62,8 @@ def app(leaves_nothing: None) -> Detached:
 
 def run_host(app: Detached, path: str, **cfg: Any) -> tuple[str, int]:
     """Submit an app of one host; its id and the pid of the host."""
-    args = ["-m", "torchx_monarch.host", "--app", "a", "--role", "r", "--grace", "30", "--preload", "", "--"]
-    app_id = app.run(Role("r", image="", entrypoint=sys.executable, args=[*args, "python", path]), **cfg)
+    role = Role("r", image="", entrypoint="python", args=[path])
+    app_id = app.run(role, **{"grace": 30, "preload": "none", **cfg})
     events = [json.loads(line) for line in Path(app.paths(app_id).events).read_text().splitlines()]
     return app_id, next(event["pid"] for event in events if event["kind"] == "replica_started")
 

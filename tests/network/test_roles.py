@@ -25,7 +25,7 @@ from torchx.runner import Runner
 from torchx.specs import AppDef, Resource, Role
 
 from tests.network.namespaces import Network, requires_namespaces
-from torchx_monarch.backends.protocols import with_credentials
+from torchx_monarch.backends.aws_batch.request import with_credentials
 from torchx_monarch.components import controller
 from torchx_monarch.schedulers import monarch_aws_batch
 from torchx_monarch.transport import credentials
@@ -110,8 +110,8 @@ def submitted(
     def make(*roles: Role, spare: int = 0, **cfg: Any) -> Nodes:
         cfg = {"queue": "q", "preload": "none", "grace": 5, **cfg}
         with Runner("torchx", {"monarch_aws_batch": monarch_aws_batch}) as runner:
-            job = runner.dryrun(AppDef("app", list(roles)), "monarch_aws_batch", cfg=cfg).request
-        definition = with_credentials(job.definition, credentials.create()[0].to_text())
+            info = runner.dryrun(AppDef("app", list(roles)), "monarch_aws_batch", cfg=cfg)
+        definition = with_credentials(info.request, info.submitted.roles, credentials.create()[0].to_text())
         machines = network(sum(role.num_replicas for role in roles) + spare)
         made.append(Nodes(folder, machines, definition))
         return made[-1]

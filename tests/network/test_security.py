@@ -221,7 +221,7 @@ def test_a_client_looks_and_stops_and_does_nothing_else(job: Job, eventually: Ca
     refused = job.talk(me, {"type": "register", "host": state["hosts"][1]})
     assert refused is not None and refused["type"] == "refused"
     assert "a client may look at the job and stop it" in refused["reason"]
-    for kind in ("here", "where", "link"):
+    for kind in ("register-role", "lookup-role"):
         refused = job.talk(me, {"type": kind, "role": "b", "start": "", "host": "10.99.0.3", "port": 1})
         assert refused is not None and refused["type"] == "refused"
         assert "a client may look at the job and stop it" in refused["reason"]

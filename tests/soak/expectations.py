@@ -19,8 +19,8 @@ from tests.soak import printed, program
 from tests.soak.faults import Injection
 from tests.soak.jobs import Job
 from tests.soak.plans import ROLE, Plan
+from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.local import folder as app_folder
-from torchx_monarch.backends.local import state_files
 from torchx_monarch.insight import events
 from torchx_monarch.system import processes
 
@@ -111,7 +111,7 @@ def of_the_record(job: Job, state: AppState) -> list[str]:
         wrong.append(f"replicas: {[(one.id, one.state.name) for one in replicas]}")
     if job.app_id not in {app.app_id for app in scheduler.list()}:
         wrong.append("it is not listed")
-    ends = [event for event in events.read(scheduler.events_path(job.app_id))[0] if event["kind"] == "ended"]
+    ends = [event for event in events.read(job.paths.events)[0] if event["kind"] == "ended"]
     if len(ends) != 1 or not ends[0]["message"].startswith(state.name):
         wrong.append(f"events of its end: {ends}")
     return wrong
@@ -140,7 +140,7 @@ def of_the_logs(job: Job, followed: Sequence[str | None]) -> list[str]:
                 paths = Path(job.paths.replica_logs(ROLE, k)).glob(f"attempt_*/*/{file}")
                 text = "\n".join(path.read_text() for path in sorted(paths))  # a killed rank may leave half a line
                 logs.append(printed.Log(f"the ranks' {file}", k, (name,), text))
-    return wrong + printed.check(job.folder, job.scheduler.events_path(job.app_id), logs)
+    return wrong + printed.check(job.folder, Path(job.paths.events), logs)
 
 
 def of_the_submitter(job: Job, injections: Sequence[Injection], state: AppState | None) -> list[str]:

@@ -16,10 +16,10 @@ from torchx.runner import Runner
 from torchx.specs import AppState
 
 from tests.soak.plans import Plan
-from torchx_monarch.backends.local import state_files
-from torchx_monarch.backends.local.scheduler import DetachedScheduler
+from torchx_monarch.backends.core import state_files
 from torchx_monarch.insight import events
 from torchx_monarch.schedulers import monarch_local
+from torchx_monarch.schedulers.monarch import MonarchScheduler
 
 #: Seconds from SIGTERM to SIGKILL.
 GRACE = 3
@@ -44,7 +44,7 @@ class Job:
         self.plan = plan
         self.folder = folder
         self.runner = Runner("torchx", {"monarch_local": monarch_local})
-        self.scheduler: DetachedScheduler = self.runner._scheduler("monarch_local").inner
+        self.scheduler: MonarchScheduler = self.runner._scheduler("monarch_local")
         self.submitter: subprocess.Popen[bytes] | None = None
         self.began = time.monotonic()
         self._app_id = ""
@@ -122,7 +122,7 @@ class Job:
                 return False
             else:
                 time.sleep(0.02)
-        return self.scheduler.wait_terminal(self.app_id, max(0.0, until - time.monotonic()))
+        return self.scheduler.apps.wait(self.app_id, max(0.0, until - time.monotonic()))
 
     def state(self) -> AppState | None:
         """Its state; None for a job that does not exist."""

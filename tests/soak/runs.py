@@ -20,7 +20,7 @@ from torchx.specs import AppState
 from tests.soak import expectations, faults
 from tests.soak.jobs import Job
 from tests.soak.plans import ROLE, Plan
-from torchx_monarch.backends.local import state_files
+from torchx_monarch.backends.core import state_files
 
 #: Seconds from the faults to the end of the job, at the very most. An app whose submitter was killed before it had
 #: started a supervisor is given up after 60 s.
@@ -119,7 +119,7 @@ def _run(job: Job, outcome: Outcome) -> None:
     outcome.seconds, outcome.app_id = time.monotonic() - job.began, job.app_id
     if not ended:
         outcome.wrong.append(f"it has not ended {BOUND:g} s after the fault: {job.scheduler.describe(job.app_id)}")
-        job.scheduler.stop(job.app_id, 0)
+        job.scheduler.apps.cancel(job.app_id, 0)
         job.wait(10)
     request = job.request()
     status = job.runner.status(job.handle) if job.app_id else None

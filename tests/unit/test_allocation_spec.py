@@ -13,8 +13,9 @@ from torchx.specs.finder import ComponentValidationException
 
 from torchx_monarch.command.allocation_spec import AllocationSpec, run_command, with_program
 from torchx_monarch.command.command import Command, CommandError, Program, parse
-from torchx_monarch.command.rewrite import WrapOptions, hold, restore, rewrite
+from torchx_monarch.command.rewrite import WrapOptions, hold, rewrite
 from torchx_monarch.components import hosts
+from torchx_monarch.model.role_spec import WorkloadKind
 
 WAITS = ["python", "-m", "torchx_monarch.hosts", "--idle-timeout", "60", "--"]
 PROLOGUE = "export A=1; "
@@ -46,8 +47,8 @@ def test_holds_a_copy_that_is_wrapped_and_described_like_any_command(given: list
     assert [result.roles[0].entrypoint, *result.roles[0].args] == held
     assert result.roles[1] == dataclasses.replace(app.roles[1], metadata={"monarch": {"sidecar": True}})
     wrapped = rewrite(result, WrapOptions())
-    assert "torchx_monarch.host" in " ".join(wrapped.roles[0].args)
-    assert restore(wrapped.roles[0]) == result.roles[0]
+    assert "torchx_monarch.host" in " ".join(wrapped.app.roles[0].args)
+    assert [spec.workload for spec in wrapped.roles] == [WorkloadKind.SESSION, WorkloadKind.NONE]
 
 
 def test_refuses_to_hold_what_runs_no_ranks() -> None:

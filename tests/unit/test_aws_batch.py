@@ -21,9 +21,9 @@ from torchx.runner import Runner
 from torchx.specs import AppDef, BindMount, DeviceMount, Resource, RetryPolicy, Role, VolumeMount, resource
 
 from torchx_monarch import schedulers
-from torchx_monarch.backends.aws_batch import command, container, request, status
-from torchx_monarch.backends.aws_batch.request import BatchJob, drop_app_if_too_large, new_name
-from torchx_monarch.backends.protocols import PLACEHOLDER
+from torchx_monarch.backends.aws_batch import command, container, request, snapshot
+from torchx_monarch.backends.aws_batch.request import BatchJob, new_name
+from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
 from torchx_monarch.transport import credentials
 
 NAME = "monarch_aws_batch"
@@ -172,9 +172,8 @@ def test_dry_run_shows_no_secret_and_is_json() -> None:
     for secret in (False, True):
         made = job(role(), secret=secret, execution_role_arn="arn:aws:iam::1:role/x")
         (one,) = containers(made)
-        names = {each["name"]: each["value"] for each in one["environment"]}
-        assert names.get("MONARCH_CREDENTIALS") == (None if secret else PLACEHOLDER)
-        assert made.secret.get("SecretString") == (PLACEHOLDER if secret else None)
+        assert "MONARCH_CREDENTIALS" not in str(one)
+        assert made.secret.get("SecretString") == ("(made when the job is submitted)" if secret else None)
         assert "BEGIN" not in str(made) and "BEGIN" not in json.dumps(asdict(made))
 
 
@@ -182,7 +181,7 @@ def test_a_role_without_ranks_is_an_ordinary_container() -> None:
     shell = Role("sh", "image", entrypoint="sh", args=["-c", "x"], resource=Resource(1, 0, 512))
     made = job(shell, secret=True, execution_role_arn="arn:aws:iam::1:role/x")
     assert containers(made)[0]["command"] == ["sh", "-c", "x"]
-    assert "MONARCH_CREDENTIALS" not in str(made) and not made.secret
+    assert "MONARCH_" not in str(made) and not made.secret
 
 
 @pytest.mark.parametrize(
@@ -274,15 +273,30 @@ def test_names_are_valid(name: str) -> None:
         assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}", one)
 
 
-def test_the_app_is_left_out_where_it_does_not_fit() -> None:
-    made = job(role())
-    assert drop_app_if_too_large(made) == ""
-    made.submit["parameters"]["torchx-monarch-app"] = "x" * (31 << 10)
-    assert "too large to travel with its job" in drop_app_if_too_large(made)
-    assert "parameters" not in made.submit
-    made.definition["tags"]["x"] = "x" * (21 << 10)  # with the credentials it is more
+@pytest.mark.parametrize("secret", [False, True])
+def test_only_hosts_get_credentials(model: Any, secret: bool) -> None:
+    shell = Role("sh", "image", entrypoint="sh", args=["-c", "x"], resource=Resource(1, 0, 512))
+    theirs = role("b", 1, env={"MONARCH_CREDENTIALS": "of the user"})
+    made = job(role("a", 1), shell, theirs, secret=secret, execution_role_arn="arn:aws:iam::1:role/x")
+    before = str(made)
+    hosts = RoleSpec("a", workload=WorkloadKind.RANKS), RoleSpec("sh"), RoleSpec("b", workload=WorkloadKind.RANKS)
+    made.definition = request.with_credentials(made, hosts, "given")
+    assert complaints(model, made) == ""
+    where, key = ("secrets", "valueFrom") if secret else ("environment", "value")
+    given = [[each for each in one.get(where, ()) if each["name"] == "MONARCH_CREDENTIALS"] for one in containers(made)]
+    mine = [{"name": "MONARCH_CREDENTIALS", key: "given"}]
+    assert given == [mine, [], mine]
+    assert "given" not in before and "of the user" not in before
+
+
+def test_the_definition_must_have_room_for_the_credentials_of_all_hosts() -> None:
+    def large(**cfg: Any) -> BatchJob:
+        roles = [role(name, 1, env={"X": "x" * 5500}) for name in ("a", "b", "c")]
+        return job(*roles, execution_role_arn="arn:aws:iam::1:role/x", **cfg)
+
     with pytest.raises(ValueError, match=r"the job definition has \d+ bytes; AWS Batch takes 24576"):
-        drop_app_if_too_large(made)
+        large()
+    assert len(json.dumps(large(secret=True).definition)) > 18432
     assert len(credentials.create()[0].to_text()) <= request._CREDENTIALS_SIZE
 
 
@@ -316,6 +330,6 @@ def test_ulimits() -> None:
     ],
 )
 def test_console_links(arn: str, url: str) -> None:
-    assert status.console_url(arn) == f"{url}#jobs/detail/a-1"
-    assert status.console_url(arn, multinode=True) == f"{url}#jobs/mnp-job/a-1"
-    assert status.console_url("nonsense") == ""
+    assert snapshot.console_url(arn) == f"{url}#jobs/detail/a-1"
+    assert snapshot.console_url(arn, multinode=True) == f"{url}#jobs/mnp-job/a-1"
+    assert snapshot.console_url("nonsense") == ""

@@ -8,7 +8,7 @@ import os
 import stat
 from pathlib import Path
 
-from torchx_monarch.backends import client_credentials
+from torchx_monarch.backends.core import client_credentials
 from torchx_monarch.transport import credentials
 
 

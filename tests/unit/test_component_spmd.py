@@ -227,5 +227,5 @@ def test_every_option_has_a_help_text(component: Callable[..., object]) -> None:
 
 
 def test_the_app_can_be_rewritten() -> None:
-    app = rewrite(typed("-j 2x2 train.py '--x=$a'"), WrapOptions())
+    app = rewrite(typed("-j 2x2 train.py '--x=$a'"), WrapOptions()).app
     assert app.roles[0].args[-1] == "'--x=$a'"

@@ -4,11 +4,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import stat
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -25,12 +27,17 @@ from torchx.specs import (
     Workspace,
 )
 
-from torchx_monarch.backends.local import appdef, gpus, owners, render, state_files
-from torchx_monarch.backends.local.replica import error_message
-from torchx_monarch.backends.local.request import DetachedRequest, ReplicaRequest, RoleRequest
-from torchx_monarch.backends.local.status import AppRecord, ReplicaRecord, RoleRecord
+from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.local import gpus, owners, render
+from torchx_monarch.backends.local.request import LocalRequest, RoleRequest
+from torchx_monarch.backends.local.status import AppRecord, RoleRecord
 from torchx_monarch.insight import events
 from torchx_monarch.model import codec, job_result
+from torchx_monarch.model.role_spec import RetryPolicy as SpecPolicy
+from torchx_monarch.model.role_spec import RoleSpec
+from torchx_monarch.supervisor.records import ReplicaRecord, ReplicaRequest
+from torchx_monarch.supervisor.replica import error_message
 from torchx_monarch.system import processes, safe_files
 
 words = st.text(max_size=20)
@@ -73,26 +80,50 @@ roles = st.builds(
 )
 
 
+def submitted_app(app: AppDef) -> SubmittedApp:
+    return SubmittedApp(app, [RoleSpec.of(role) for role in app.roles])
+
+
+def rendered(app: AppDef, **options: Any) -> LocalRequest:
+    return render.render(app, [RoleSpec.of(role) for role in app.roles], **options)
+
+
 @given(
     st.builds(AppDef, name=words, roles=st.lists(roles, max_size=3), metadata=st.dictionaries(words, words, max_size=2))
 )
 def test_an_app_survives_json(app: AppDef) -> None:
-    assert appdef.from_json(json.loads(json.dumps(appdef.to_json(app)))) == app
+    submitted = submitted_app(app)
+    assert SubmittedApp.from_json(json.loads(json.dumps(submitted.to_json()))) == submitted
+    assert SubmittedApp.unpack(submitted.pack()) == submitted
 
 
 def test_an_app_with_a_resolved_override_and_values_json_does_not_know() -> None:
     role = Role("r", image="old", metadata={"path": Path("/x")})
     role.overrides = {"image": lambda: "new"}
-    found = appdef.from_json(json.loads(json.dumps(appdef.to_json(AppDef("a", [role])), default=str)))
+    submitted = submitted_app(AppDef("a", [role]))
+    found = SubmittedApp.from_json(json.loads(json.dumps(submitted.to_json(), default=str))).app
     assert found.roles[0].image == "new"
     assert found.roles[0].metadata == {"path": "/x"}
 
 
 def test_fields_of_a_newer_torchx_are_left_out() -> None:
-    data = appdef.to_json(AppDef("a", [Role("r", image="i")]))
-    data["roles"][0]["from_the_future"] = 1
-    data["roles"][0]["resource"]["from_the_future"] = 1
-    assert appdef.from_json(data) == AppDef("a", [Role("r", image="i")])
+    submitted = submitted_app(AppDef("a", [Role("r", image="i")]))
+    data = submitted.to_json()
+    data["app"]["roles"][0]["from_the_future"] = data["roles"][0]["from_the_future"] = 1
+    data["app"]["roles"][0]["resource"]["from_the_future"] = 1
+    assert SubmittedApp.from_json(data) == submitted
+
+
+def test_an_app_without_specs_was_stored_by_an_earlier_version() -> None:
+    role = Role("r", image="i", num_replicas=3, min_replicas=2, max_retries=1, retry_policy=RetryPolicy.REPLICA)
+    submitted = submitted_app(AppDef("a", [role]))
+    data = submitted.to_json()
+    del data["roles"]
+    assert SubmittedApp.from_json(data) == submitted
+    assert SubmittedApp.from_json(data["app"]) == submitted, "as that version packed it into labels"
+    data["roles"] = [{"name": "another"}]
+    with pytest.raises(ValueError, match="other names"):
+        SubmittedApp.from_json(data)
 
 
 @pytest.mark.parametrize(
@@ -138,16 +169,16 @@ def gpu_app(replicas: int, each: int) -> AppDef:
 
 def test_gpus_of_replicas(caplog: pytest.LogCaptureFixture) -> None:
     environ = {"CUDA_VISIBLE_DEVICES": "4,5,6"}
-    request = render.render(gpu_app(2, 1), grace=1, assign_gpus=True, environ=environ)
+    request = rendered(gpu_app(2, 1), grace=1, assign_gpus=True, environ=environ)
     assert [r.env.get("CUDA_VISIBLE_DEVICES") for role in request.roles for r in role.replicas] == ["4", "5", None]
     assert not caplog.records
-    request = render.render(gpu_app(2, 2), grace=1, assign_gpus=True, environ=environ)
+    request = rendered(gpu_app(2, 2), grace=1, assign_gpus=True, environ=environ)
     assert request.roles[0].replicas[0].env == {}
     assert "asks for 4 GPUs, and this machine has 3" in caplog.text
     caplog.clear()
-    render.render(gpu_app(1, 2), grace=1, assign_gpus=False, environ=environ)
+    rendered(gpu_app(1, 2), grace=1, assign_gpus=False, environ=environ)
     assert not caplog.records, "one replica may have all GPUs"
-    render.render(gpu_app(2, 1), grace=1, assign_gpus=False, environ=environ)
+    rendered(gpu_app(2, 1), grace=1, assign_gpus=False, environ=environ)
     assert "auto_set_cuda_visible_devices=True" in caplog.text
 
 
@@ -155,9 +186,9 @@ def test_rendering_leaves_the_app_alone() -> None:
     app = AppDef(
         "a", [Role("r", image="", entrypoint="x", args=["${app_id}"], env={"A": "${replica_id}"}, num_replicas=2)]
     )
-    before = appdef.to_json(app)
-    request = render.render(app, grace=1, assign_gpus=False, environ={})
-    assert appdef.to_json(app) == before
+    before = copy.deepcopy(app)
+    request = rendered(app, grace=1, assign_gpus=False, environ={})
+    assert app == before
     assert request.roles[0].replicas[1] == ReplicaRequest(["x", request.app_id], {"A": "1"}, os.getcwd())
 
 
@@ -178,8 +209,9 @@ def test_names_of_paths(two: list[str]) -> None:
 
 def test_request_survives_json_and_a_new_id() -> None:
     replica = ReplicaRequest(["x", "--id=a-old1", "a-old"], {"ID": "s://t/a-old1", "N": "1"}, "/")
-    request = DetachedRequest("a-old1", "a", [RoleRequest("r", [replica], 2, "ROLE")], 1.5, "/run", "a-old1:x")
-    assert codec.decode(DetachedRequest, json.loads(json.dumps(request.to_json()))) == request
+    spec = RoleSpec("r", 1, max_retries=2, retry_policy=SpecPolicy.ROLE)
+    request = LocalRequest("a-old1", "a", [RoleRequest(spec, [replica])], 1.5, "/run", "a-old1:x")
+    assert codec.decode(LocalRequest, json.loads(json.dumps(request.to_json()))) == request
     renamed = request.renamed("a-new2")
     assert renamed.app_id == "a-new2"
     assert renamed.roles[0].replicas[0] == ReplicaRequest(

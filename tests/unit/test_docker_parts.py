@@ -4,25 +4,33 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from datetime import datetime, timezone
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import requests
+from docker.errors import APIError
 from torchx.runner import Runner
 from torchx.specs import AppDef, AppState, BindMount, InvalidRunConfigException, Resource, RetryPolicy, Role
 
-from torchx_monarch.backends import appdef_codec
-from torchx_monarch.backends.docker import request, status
-from torchx_monarch.backends.docker.status import DockerReplica, DockerRole, evaluate
-from torchx_monarch.backends.outcome import RolePolicy
-from torchx_monarch.backends.protocols import PLACEHOLDER
-from torchx_monarch.schedulers import monarch_docker
+from torchx_monarch.backends.core.errors import BackendError
+from torchx_monarch.backends.core.state import reduce
+from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.docker import host_results, native, request, snapshot
+from torchx_monarch.backends.docker.host_results import HostResult, HostResults
+from torchx_monarch.backends.docker.snapshot import DockerSnapshot
+from torchx_monarch.model.job_result import JobResult
+from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
+from torchx_monarch.model.state import State
+from torchx_monarch.schedulers import description, monarch_docker
 
 
 @pytest.fixture
@@ -71,14 +79,19 @@ def test_names_are_valid_and_differ(app: str, roles: tuple[str, ...]) -> None:
         assert re.fullmatch(r"[a-z0-9][a-z0-9-]{0,62}", name), name
 
 
-def test_dry_run_shows_no_secret(runner: Runner) -> None:
+def test_only_submitted_hosts_have_the_secret(runner: Runner) -> None:
     role = Role("reader", "image", entrypoint="sh", args=["-c", "true"])
     mounts = [BindMount("/a", "/b")]
     info = runner.dryrun(AppDef("app", [trainer(mounts=mounts, gpu=1), role]), "monarch_docker")
-    first, _, reader = (container.kwargs["environment"] for container in info.request.containers)
-    assert first["MONARCH_CREDENTIALS"] == PLACEHOLDER
-    assert "MONARCH_CREDENTIALS" not in reader
-    assert "BEGIN" not in str(info) and "BEGIN" not in json.dumps(asdict(info.request))
+    shown = str(info) + json.dumps(asdict(info.request))
+    assert "MONARCH_CREDENTIALS" not in shown
+    submitted = info.submitted
+    made = [request.complete(one, submitted, "record", "secret") for one in info.request.containers]
+    given = [one["environment"].get("MONARCH_CREDENTIALS") for one in made]
+    assert given == ["secret", "secret", None]
+    assert {one["labels"][request.LABEL_APP] for one in made} == {"record"}
+    assert {one["labels"][request.LABEL_GRACE] for one in made} == {"30"}
+    assert str(info) + json.dumps(asdict(info.request)) == shown
 
 
 def test_what_names_another_job_is_not_copied(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,101 +144,222 @@ def test_senseless_requests_are_refused(
 
 # -- states
 
-NOW = 1_000_000.0
+NOW = 1_795_000_000.0
 
 
-def one(role: str, status: str = "exited", code: int = 0, ended: float = NOW - 100, id: int = 0) -> DockerReplica:
-    return DockerReplica(role, id, f"{role}-{id}", status, code, NOW - 200, ended, 0, False, "", 0, {})
+def stamp(when: float) -> str:
+    return datetime.fromtimestamp(when, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ") if when else "0001-01-01T00:00:00Z"
 
 
-def facts_of(*replicas: DockerReplica, size: int = 1, fewest: int | None = None, removed: bool = False) -> DockerRole:
-    size = max(size, len(replicas))
-    policy = RolePolicy(size, fewest, sidecar=any(each.role == "sidecar" for each in replicas))
-    describe_removed = frozenset(range(size)) - {each.id for each in replicas} if removed else frozenset()
-    return DockerRole(policy, replicas, describe_removed)
+def one(
+    role: str, status: str = "exited", code: int = 0, ended: float = NOW - 100, id: int = 0, **state: Any
+) -> SimpleNamespace:
+    """A container as docker-py has it."""
+    labels = {"torchx.pytorch.org/role-name": role, "torchx.pytorch.org/replica-id": str(id)}
+    started = 0 if status == "created" else NOW - 200
+    times = {"StartedAt": stamp(started), "FinishedAt": stamp(ended if started else 0)}
+    attrs = {
+        "Name": f"/{role}-{id}",
+        "Created": stamp(NOW - 300),
+        "State": {"Status": status, "ExitCode": code, **times, **state},
+        "HostConfig": {"Memory": 512 << 20},
+        "NetworkSettings": {"Networks": {"torchx": {"IPAddress": "10.0.0.1"}}},
+        "Config": {"Labels": labels, "Env": ["MONARCH_STARTS=/tmp/a:/var/tmp/a", "A=b=c"]},
+    }
+    return SimpleNamespace(id=f"{role}/{id}", attrs=attrs, labels=labels)
+
+
+def spec(name: str, replicas: int = 1, fewest: int | None = None, hosts: bool = False) -> RoleSpec:
+    workload = WorkloadKind.RANKS if hosts else WorkloadKind.NONE
+    return RoleSpec(name, replicas, fewest, sidecar=name == "sidecar", workload=workload)
+
+
+def build(
+    specs: list[RoleSpec],
+    *found: SimpleNamespace,
+    cancelled: float = 0.0,
+    results: Mapping[str, HostResult] | None = None,
+    record: str | None = None,
+) -> DockerSnapshot:
+    if record is None:
+        roles = [Role(spec.name, "image", num_replicas=spec.replicas) for spec in specs]
+        record = SubmittedApp(AppDef("name", roles), specs).pack()
+    labels = {request.LABEL_APP: record, request.LABEL_GRACE: "30"}
+    for container in found:
+        container.labels.update(labels)
+    return snapshot.build("app-1", cast(Any, found), cancelled, results or {})
 
 
 RUNS = one("main", "running")
 
 
 @pytest.mark.parametrize(
-    ("main", "other", "cancelled", "state", "needs_stop"),
+    ("main", "other", "cancelled", "state", "stop"),
     [
-        (one("main", "created"), one("o", "created"), 0, AppState.PENDING, False),
-        (one("main", "restarting"), one("o", "created"), 0, AppState.PENDING, False),
-        (RUNS, one("o", "created"), 0, AppState.RUNNING, False),
-        (RUNS, one("o"), 0, AppState.RUNNING, False),
-        (one("main"), one("o"), 0, AppState.SUCCEEDED, False),
-        (one("main"), one("o", "running"), 0, AppState.RUNNING, False),
-        (one("main"), one("o", code=143, ended=NOW - 90), 0, AppState.FAILED, False),
-        (one("main"), one("sidecar", "running"), 0, AppState.RUNNING, True),
-        (one("main"), one("sidecar", code=143, ended=NOW - 90), 0, AppState.SUCCEEDED, False),
-        (one("main"), one("sidecar", code=1, ended=NOW - 110), 0, AppState.FAILED, False),
-        (one("main"), one("o", code=1, ended=NOW - 110), 0, AppState.FAILED, False),
-        (RUNS, one("o", code=1, ended=NOW - 1), 0, AppState.RUNNING, False),  # main may be about to end
-        (RUNS, one("o", code=1, ended=NOW - 10), 0, AppState.RUNNING, True),
-        (one("main", code=143), one("o", code=143), NOW - 110, AppState.CANCELLED, False),
-        (one("main", code=143), one("o", "running"), NOW - 10, AppState.RUNNING, False),  # they have their grace
-        (one("main", code=143), one("o", "running"), NOW - 100, AppState.RUNNING, True),  # who cancelled is gone
-        (one("main", "created"), one("o", "created"), NOW - 1, AppState.CANCELLED, False),
-        (one("main"), one("o"), NOW - 99, AppState.SUCCEEDED, False),  # too late
+        (one("main", "created"), one("o", "created"), 0, State.PENDING, False),
+        (one("main", "restarting"), one("o", "created"), 0, State.PENDING, False),
+        (RUNS, one("o", "created"), 0, State.RUNNING, False),
+        (RUNS, one("o"), 0, State.RUNNING, False),
+        (one("main"), one("o"), 0, State.SUCCEEDED, False),
+        (one("main"), one("o", "running"), 0, State.RUNNING, False),
+        (one("main"), one("o", code=143, ended=NOW - 90), 0, State.FAILED, False),
+        (one("main"), one("sidecar", "running"), 0, State.RUNNING, True),
+        (one("main"), one("sidecar", code=143, ended=NOW - 90), 0, State.SUCCEEDED, False),
+        (one("main"), one("sidecar", code=1, ended=NOW - 110), 0, State.FAILED, False),
+        (one("main"), one("o", code=1, ended=NOW - 110), 0, State.FAILED, False),
+        (RUNS, one("o", code=1, ended=NOW - 1), 0, State.RUNNING, False),  # main may be about to end
+        (RUNS, one("o", code=1, ended=NOW - 10), 0, State.RUNNING, True),
+        (one("main", code=143), one("o", code=143), NOW - 110, State.CANCELLED, False),
+        (one("main", code=143), one("o", "running"), NOW - 10, State.RUNNING, False),  # they have their grace
+        (one("main", code=143), one("o", "running"), NOW - 100, State.RUNNING, True),  # the canceller is gone
+        (one("main", "created"), one("o", "created"), NOW - 1, State.CANCELLED, False),
+        (one("main"), one("o"), NOW - 99, State.SUCCEEDED, False),  # too late
     ],
 )
-def test_standing(
-    main: DockerReplica, other: DockerReplica, cancelled: float, state: AppState, needs_stop: bool
+def test_state_follows_from_the_containers(
+    main: SimpleNamespace, other: SimpleNamespace, cancelled: float, state: State, stop: bool
 ) -> None:
-    found = evaluate([facts_of(main), facts_of(other)], cancelled, NOW, grace=30)
-    assert (found.state, found.needs_stop) == (state, needs_stop)
+    specs = [spec(one.labels["torchx.pytorch.org/role-name"]) for one in (main, other)]
+    status = reduce(build(specs, main, other, cancelled=cancelled), NOW)
+    assert (status.state, status.is_stop_due) == (state, stop)
+
+
+REMOVED = "the container of replica {} was removed (docker rm), and its log with it"
 
 
 @pytest.mark.parametrize(
-    ("main", "other", "size", "lost", "state", "needs_stop"),
+    ("found", "sizes", "hosts", "state", "stop", "message"),
     [
-        ([RUNS], [], 1, True, AppState.RUNNING, True),  # hosts wait in vain for the one that is gone
-        ([], [one("o", "running")], 1, False, AppState.RUNNING, False),  # perhaps it had ended, and was cleared away
-        ([], [one("o")], 1, False, AppState.FAILED, False),
-        ([one("main", code=143)], [], 1, True, AppState.FAILED, False),
-        ([one("main")], [one("o")], 2, False, AppState.SUCCEEDED, False),  # others of theirs were removed later
+        # Hosts wait in vain for the removed one.
+        ([RUNS], (2, 0), True, State.RUNNING, True, REMOVED.format("main/1")),
+        ([RUNS], (3, 0), True, State.RUNNING, True, f"{REMOVED.format('main/1')}; 1 more were removed"),
+        ([one("main", code=143)], (2, 0), True, State.FAILED, False, REMOVED.format("main/1")),
+        ([one("o", "running")], (1, 1), True, State.RUNNING, True, REMOVED.format("main/0")),
+        (
+            [one("main", code=1)],
+            (2, 0),
+            True,
+            State.FAILED,
+            False,
+            f"replica main/0 exited with code 1; {REMOVED.format('main/1')}",
+        ),
+        ([one("main")], (2, 0), True, State.SUCCEEDED, False, REMOVED.format("main/1")),  # removed after the end
+        # Other programs may have ended before they were removed.
+        ([one("o", "running")], (1, 1), False, State.RUNNING, False, REMOVED.format("main/0")),
+        ([one("o")], (1, 1), False, State.FAILED, False, REMOVED.format("main/0")),
+        ([one("main"), one("o")], (2, 1), False, State.SUCCEEDED, False, REMOVED.format("main/1")),
+        # All are created before the first one starts.
+        ([one("main", "created")], (2, 1), True, State.PENDING, False, ""),
     ],
 )
-def test_standing_without_some_containers(
-    main: list[DockerReplica], other: list[DockerReplica], size: int, lost: bool, state: AppState, needs_stop: bool
+def test_state_without_some_containers(
+    found: list[SimpleNamespace], sizes: tuple[int, int], hosts: bool, state: State, stop: bool, message: str
 ) -> None:
-    roles = [facts_of(*each, size=size, removed=lost) for each in (main, other)]
-    found = evaluate(roles, 0, NOW, grace=30)
-    assert (found.state, found.needs_stop, found.cause) == (state, needs_stop, None)
+    specs = [spec("main", sizes[0], hosts=hosts), *([spec("o", sizes[1])] if sizes[1] else [])]
+    app = build(specs, *found)
+    status = reduce(app, NOW)
+    assert (status.state, status.is_stop_due, status.message) == (state, stop, message)
+    assert [len(role.replicas) for role in app.roles] == [size for size in sizes if size]
+    absent = State.UNKNOWN if message else State.PENDING
+    assert {one.state for one in app.replicas if one.name not in app.containers} == {absent}
 
 
 @pytest.mark.parametrize(
-    ("codes", "removed", "state", "needs_stop"),
+    ("codes", "state", "stop"),
     [
-        ((0, 1, 0), False, AppState.SUCCEEDED, False),
-        ((None, 1, None), False, AppState.RUNNING, False),
-        ((None, 1, 1), False, AppState.RUNNING, True),
-        ((1, 0, 0), False, AppState.FAILED, False),
-        ((None, None), True, AppState.RUNNING, False),
-        ((None, 1), True, AppState.RUNNING, True),
+        ((0, 1, 0), State.SUCCEEDED, False),
+        ((None, 1, None), State.RUNNING, False),
+        ((None, 1, 1), State.RUNNING, True),
+        ((1, 0, 0), State.FAILED, False),
+        ((None, None), State.RUNNING, False),
+        ((None, 1), State.RUNNING, True),
     ],
 )
-def test_an_elastic_role_does_without_some(
-    codes: tuple[int | None, ...], removed: bool, state: AppState, needs_stop: bool
-) -> None:
-    """Three replicas of which two are enough, replica 0 among them; None for one that runs."""
-    replicas = [
+def test_an_elastic_role_does_without_some(codes: tuple[int | None, ...], state: State, stop: bool) -> None:
+    """Three hosts of which two are enough, host 0 among them; None for one that runs. The rest was removed."""
+    found = [
         one("main", "running", id=k) if code is None else one("main", code=code, id=k) for k, code in enumerate(codes)
     ]
-    found = evaluate([facts_of(*replicas, size=3, fewest=2, removed=removed)], 0, NOW, grace=30)
-    assert (found.state, found.needs_stop) == (state, needs_stop)
+    status = reduce(build([spec("main", 3, 2, hosts=True)], *found), NOW)
+    assert (status.state, status.is_stop_due) == (state, stop)
 
 
-def test_the_first_to_fail_is_the_cause() -> None:
+def test_a_container_becomes_a_replica() -> None:
     first, second = one("main", code=137, ended=NOW - 50, id=1), one("main", code=1, ended=NOW - 49)
-    found = evaluate([facts_of(second, first)], 0, NOW, grace=30)
-    assert found.cause == first
-    assert first.failure == "replica main/1 was killed by signal 9 (SIGKILL)"
-    assert second.failure == "replica main/0 exited with code 1"
-    starved = dataclasses.replace(first, out_of_memory=True, memory=512 << 20)
+    first.attrs["RestartCount"] = 3
+    app = build([spec("main", 2)], second, first)
+    assert [one.id for one in app.replicas] == [0, 1]
+    replica = app.replicas[1]
+    assert (replica.hostname, replica.address, replica.restarts) == ("main-1", "", 3)
+    assert (replica.started, replica.ended) == (NOW - 200, NOW - 50)
+    status = reduce(app, NOW)
+    assert status.cause == replica  # the first to fail
+    assert status.message == "replica main/1 was killed by signal 9 (SIGKILL)"
+    assert app.replicas[0].failure == "replica main/0 exited with code 1"
+    assert (app.name, app.grace, app.created) == ("name", 30.0, NOW - 300)
+    (starved,) = build([spec("main")], one("main", code=137, OOMKilled=True)).replicas
     assert starved.failure.endswith("of which it had 512 MB (memMB)")
+    (running,) = build([spec("main")], RUNS).replicas
+    assert running.address == "10.0.0.1"
+    (broken,) = build([spec("main")], one("main", code=127, Error="no such file")).replicas
+    assert broken.failure == "replica main/0 no such file"
+
+
+@pytest.mark.parametrize(("now", "due"), [("running", True), ("restarting", True), ("exited", False)])
+def test_a_host_that_must_not_be_restarted_has_ended(now: str, due: bool) -> None:
+    result = HostResult(78, NOW - 20, 1, "exit code 78 asks for it", '{"message": "boom"}')
+    container = one("main", now, code=0 if now == "running" else 78, ended=NOW - 1)
+    container.attrs["RestartCount"] = 2
+    app = build([spec("main", hosts=True)], container, results={"main/0": result})
+    (replica,) = app.replicas
+    assert (replica.state, replica.restarts, replica.ended, replica.respawns) == (State.FAILED, 1, NOW - 20, due)
+    status = reduce(app, NOW)
+    assert (status.state, status.is_stop_due, status.error) == (State.FAILED, due, result.error)
+    assert status.message == "replica main/0 exited with code 78; not started again: exit code 78 asks for it"
+
+
+def test_marker_files_give_results() -> None:
+    result = JobResult(3, "rank 0 exited with code 3", replica=0)
+    note = {"restarts": 1, "verdict": result.to_json(), "why": "because", "time": 5.0}
+    parsed = host_results.parse(json.dumps(note))
+    assert parsed is not None
+    assert (parsed.code, parsed.ended, parsed.restarts, parsed.reason) == (3, 5.0, 1, "because")
+    assert json.loads(parsed.error)["message"]["message"] == "rank 0 exited with code 3"
+    for text in ("", "{", "[]", "null", '{"restarts": 1}', '{"verdict": {}}', '{"verdict": 3, "why": ""}'):
+        assert host_results.parse(text) is None
+
+
+def test_marker_files_are_read_when_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"/var/tmp/a": json.dumps({"restarts": 0, "verdict": JobResult(3, "").to_json(), "why": "w", "time": 1.0})}
+    reads: list[str] = []
+
+    def read_file(container: SimpleNamespace, path: str) -> str:
+        reads.append(path)
+        return files.get(path, "") if container.id == "failed/0" else ""
+
+    monkeypatch.setattr(host_results, "read_file", read_file)
+    results = HostResults()
+    restarted = one("restarted", "running")
+    restarted.attrs["RestartCount"] = 1
+    found = [one("failed", code=3), restarted, one("fine"), one("runs", "running"), one("new", "created", code=127)]
+    for _ in range(2):
+        assert set(results.read(cast(Any, found))) == {"failed/0"}
+        assert sorted(reads) == ["/tmp/a", "/tmp/a", "/var/tmp/a", "/var/tmp/a"]
+    restarted.attrs["State"]["StartedAt"] = stamp(NOW)  # its next start
+    results.read(cast(Any, found))
+    assert len(reads) == 6
+
+
+@pytest.mark.parametrize("record", ["", "no"])
+def test_an_app_without_its_record_is_known_by_its_containers(record: str) -> None:
+    app = build([], one("b", "running", id=1), one("a"), record=record)
+    assert (app.app, app.name) == (None, "app-1")
+    assert [(one.name, one.state) for one in app.replicas] == [
+        ("a/0", State.SUCCEEDED),
+        ("b/0", State.UNKNOWN),
+        ("b/1", State.RUNNING),
+    ]
+    assert description.describe(app, reduce(app, NOW)).state is AppState.RUNNING
 
 
 @pytest.mark.parametrize(
@@ -239,21 +373,34 @@ def test_the_first_to_fail_is_the_cause() -> None:
     ],
 )
 def test_times_of_dockerd(text: str, expected: float) -> None:
-    assert status.seconds(text) == expected
+    assert native.seconds(text) == expected
+
+
+def test_errors_of_the_daemon_are_for_users() -> None:
+    refused = APIError("500 Server Error", explanation="no space left on device")
+    for error, words in (
+        (refused, "refuses a request: no space left"),
+        (requests.exceptions.ConnectionError("gone"), "does not answer any more"),
+    ):
+        with pytest.raises(BackendError, match=words), native.answering():
+            raise error
 
 
 # -- an app as one word
 
 
-def test_blob_gives_back_the_app() -> None:
+def test_the_record_gives_back_the_app() -> None:
     mount = BindMount("/a b", "/c", read_only=True)
     role = trainer(env={"A": "x,y\n'\"ü"}, max_retries=2, retry_policy=RetryPolicy.REPLICA, mounts=[mount])
     app = AppDef("näme", [role, Role("other", "")], {"team": "a b"})
-    packed = appdef_codec.pack(app)
+    specs = [RoleSpec.of(role, WorkloadKind.RANKS, "tls:@A:1", ends_together=True), RoleSpec("other")]
+    packed = SubmittedApp(app, specs, {"grace": 3}).pack()
     assert re.fullmatch(r"[A-Za-z0-9+/=]+", packed)
-    assert appdef_codec.unpack(packed) == app
-    assert appdef_codec.unpack(packed[:-8]) is None
-    assert appdef_codec.unpack("no") is None
+    unpacked = SubmittedApp.unpack(packed)
+    assert unpacked is not None
+    assert (unpacked.app, list(unpacked.roles)) == (app, specs)
+    assert SubmittedApp.unpack(packed[:-8]) is None
+    assert SubmittedApp.unpack("no") is None
 
 
 # -- without a daemon

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchx_monarch.backends.kubernetes import status
+from torchx_monarch.backends.kubernetes.attempts import Attempt
 from torchx_monarch.insight.progress import Reporter, write_failure_report
 from torchx_monarch.model import job_result
 from torchx_monarch.model.job_result import JobResult, RankExit
@@ -124,8 +124,8 @@ def test_a_termination_message_that_is_too_deep() -> None:
         "spec": {"containers": [{"name": "c"}]},
         "status": {"phase": "Failed", "containerStatuses": [{"name": "c", "state": state}]},
     }
-    found = status.attempt(pod)
-    assert found.error is None and not found.is_secondary
+    found = Attempt.of(pod)
+    assert found.error == ""
     assert found.failure.startswith("exited with code 3")
 
 

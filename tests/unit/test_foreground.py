@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Signals to a command that waits, with a backend that offers no more than TorchX's interface."""
+"""Signals to a command that waits, with a backend that cannot kill."""
 
 from __future__ import annotations
 
@@ -8,26 +8,38 @@ import signal
 from typing import Any
 
 import pytest
-from torchx.schedulers.api import DescribeAppResponse
-from torchx.specs import TORCHX_CONTEXT_NAME, AppState
+from torchx.specs import TORCHX_CONTEXT_NAME
 
 from torchx_monarch.schedulers.foreground import Foreground
 
 
 class Plain:
-    """Ends when it is cancelled, or, if it is ``slow``, when one does not wait any more."""
+    """The apps of a backend: one ends when it is cancelled, or, if it is ``slow``, when the user waits no longer."""
 
     def __init__(self, slow: bool) -> None:
         self.slow = slow
         self.cancelled = 0
 
-    def describe(self, app_id: str) -> DescribeAppResponse:
+    def wait(self, app_id: str, timeout: float) -> bool:
         if self.cancelled and self.slow:
             raise KeyboardInterrupt
-        return DescribeAppResponse(app_id, AppState.CANCELLED if self.cancelled else AppState.RUNNING)
+        return bool(self.cancelled)
 
-    def _cancel_existing(self, app_id: str) -> None:
+    def cancel(self, app_id: str, grace: float | None = None) -> None:
         self.cancelled += 1
+
+    def events_path(self, app_id: str) -> None:
+        return None
+
+
+@pytest.fixture(autouse=True)
+def _polls_return_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchx_monarch.schedulers.foreground._LONGEST_WAIT", 0.0)
+
+
+def foreground_of(apps: Plain) -> Foreground:
+    found: Any = apps
+    return Foreground(found, "plain", kills=False)
 
 
 def submit(foreground: Foreground) -> None:
@@ -41,7 +53,7 @@ def test_ctrl_c_cancels_what_is_waited_for(
 ) -> None:
     monkeypatch.setenv(TORCHX_CONTEXT_NAME, "cli_run")
     backend = Plain(slow)
-    foreground = Foreground(backend, "plain")
+    foreground = foreground_of(backend)
     submit(foreground)
     for _ in range(polls):
         foreground.on_poll("a-1")
@@ -66,7 +78,7 @@ def test_signals_are_heeded_by_a_command_that_waits_alone(
     monkeypatch.setattr("sys.argv", ["torchx", "run", *words.split(), "utils.echo"])
     before = signal.signal(number, signal.SIG_DFL)
     backend = Plain(slow=False)
-    foreground = Foreground(backend, "plain")
+    foreground = foreground_of(backend)
     try:
         submit(foreground)
         for _ in range(polls):
@@ -93,7 +105,7 @@ def test_a_signal_during_the_submission_cancels_what_is_submitted(monkeypatch: p
     monkeypatch.setattr("sys.argv", ["torchx", "run", "--wait", "utils.echo"])
     before = {each: signal.signal(each, signal.SIG_DFL) for each in (signal.SIGTERM, signal.SIGHUP)}
     backend = Plain(slow=False)
-    foreground = Foreground(backend, "plain")
+    foreground = foreground_of(backend)
     try:
         with pytest.raises(SystemExit, match="143"):
             try:
@@ -114,7 +126,7 @@ def test_a_disposition_of_the_users_stays(handler: Any, monkeypatch: pytest.Monk
     monkeypatch.setenv(TORCHX_CONTEXT_NAME, "cli_run")
     monkeypatch.setattr("sys.argv", ["torchx", "run", "--wait", "utils.echo"])
     before = signal.signal(signal.SIGHUP, handler)
-    foreground = Foreground(Plain(slow=False), "plain")
+    foreground = foreground_of(Plain(slow=False))
     try:
         submit(foreground)
         assert signal.getsignal(signal.SIGHUP) is handler
@@ -143,7 +155,7 @@ def test_the_options_tell_before_the_command_waits(
     monkeypatch.setenv(TORCHX_CONTEXT_NAME, "cli_run")
     monkeypatch.setattr("sys.argv", words.split(" "))
     backend = Plain(slow=False)
-    foreground = Foreground(backend, "plain")
+    foreground = foreground_of(backend)
     submit(foreground)
     try:
         raise KeyboardInterrupt

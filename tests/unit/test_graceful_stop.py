@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from torchx_monarch.backends.local import graceful_stop
-from torchx_monarch.backends.local.graceful_stop import HOST_EXTRA, SETTLE, GracefulStop
+from torchx_monarch.backends.core.state import HOST_EXTRA, SETTLE
+from torchx_monarch.supervisor import graceful_stop
+from torchx_monarch.supervisor.graceful_stop import GracefulStop
 from torchx_monarch.system import processes
 
 GRACE = 30.0

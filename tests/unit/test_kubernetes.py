@@ -15,7 +15,6 @@ import pytest
 from torchx.runner import Runner
 from torchx.specs import (
     AppDef,
-    AppState,
     BindMount,
     DeviceMount,
     Resource,
@@ -27,12 +26,17 @@ from torchx.specs import (
 from torchx.specs.finder import ComponentValidationException
 
 from tests.clusters.kubernetes.kubelet import expanded
-from torchx_monarch.backends import appdef_codec
-from torchx_monarch.backends.kubernetes import names, status
-from torchx_monarch.backends.kubernetes.status import Attempt, Ended, KubernetesRole, Rules, WorkStatus, evaluate
-from torchx_monarch.backends.outcome import RolePolicy
-from torchx_monarch.backends.protocols import PLACEHOLDER
+from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, RoleSnapshot
+from torchx_monarch.backends.core.state import AppStatus, count_restarts, reduce
+from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.kubernetes import names, snapshot
+from torchx_monarch.backends.kubernetes.attempts import Attempt
+from torchx_monarch.backends.kubernetes.objects import AppObjects
+from torchx_monarch.backends.kubernetes.request import with_credentials
+from torchx_monarch.backends.kubernetes.snapshot import JobStatus
 from torchx_monarch.model.job_result import JobResult, RankExit
+from torchx_monarch.model.role_spec import RoleSpec
+from torchx_monarch.model.state import State
 from torchx_monarch.schedulers import monarch_kubernetes
 
 OFFLINE: dict[str, Any] = {"mode": "job", "validate_spec": False, "namespace": "team"}
@@ -126,8 +130,8 @@ def test_manifests_are_valid(runner: Runner, version: str) -> None:
 @pytest.mark.parametrize("version", KUBERNETES)
 def test_volcano_pods_are_valid(runner: Runner, version: str) -> None:
     made = objects(runner, trainer("my-train"), sh(), **VOLCANO)
-    assert [one["kind"] for one in made] == ["Secret", "Job"]
-    for task in made[1]["spec"]["tasks"]:
+    assert [one["kind"] for one in made] == ["Job", "Secret"]
+    for task in made[0]["spec"]["tasks"]:
         kubernetes_validate.validate({"apiVersion": "v1", "kind": "Pod", **task["template"]}, version, strict=True)
 
 
@@ -174,23 +178,38 @@ def test_words_and_values_arrive_as_they_are(runner: Runner) -> None:
 
 
 @pytest.mark.parametrize("cfg", [OFFLINE, VOLCANO])
-def test_no_description_holds_the_credentials(runner: Runner, cfg: dict[str, Any]) -> None:
-    from torchx_monarch.backends.protocols import with_credentials
-
-    info = runner.dryrun(AppDef("app", [trainer(), sh()]), "monarch_kubernetes", cfg=cfg)
-    assert [one["stringData"] for one in info.request.objects if one["kind"] == "Secret"] == [
-        {"credentials": PLACEHOLDER}
-    ]
-    assert PLACEHOLDER in str(info)
-    objects = with_credentials(info.request, "the-key").objects
+def test_only_the_secret_that_is_created_holds_the_credentials(runner: Runner, cfg: dict[str, Any]) -> None:
+    roles = [trainer(env={"MONARCH_CREDENTIALS": "of the job around"}), sh()]
+    info = runner.dryrun(AppDef("app", roles), "monarch_kubernetes", cfg=cfg)
+    assert "(made when the job is submitted)" in str(info)
+    objects = with_credentials(info.request.objects, "the-key")
+    assert "the-key" not in str(info)
     others = [one for one in objects if one["kind"] != "Secret"]
     (secret,) = (one for one in objects if one["kind"] == "Secret")
     assert secret["stringData"] == {"credentials": "the-key"}
     assert "the-key" not in json.dumps(others)
-    pods = [others[-2]["spec"]["template"]] if cfg is OFFLINE else [others[-1]["spec"]["tasks"][0]["template"]]
-    env = {one["name"]: one for one in pods[0]["spec"]["containers"][0]["env"]}
     app_id = secret["metadata"]["name"]
-    assert env["MONARCH_CREDENTIALS"]["valueFrom"] == {"secretKeyRef": {"name": app_id, "key": "credentials"}}
+    reference = {"secretKeyRef": {"name": app_id, "key": "credentials"}}
+    if cfg is OFFLINE:
+        pods = [one["spec"]["template"] for one in others if one["kind"] == "Job"]
+    else:
+        pods = [task["template"] for task in others[-1]["spec"]["tasks"]]
+    for index, pod in enumerate(pods):
+        env = [one["valueFrom"] for one in pod["spec"]["containers"][0]["env"] if one["name"] == "MONARCH_CREDENTIALS"]
+        assert env == ([reference] if index < len(pods) - 1 else [])  # the last one runs no host
+
+
+def test_images_of_workspaces_are_named_as_they_will_be_pushed(runner: Runner) -> None:
+    role = trainer()
+    role.image = "sha256:abc"
+    with pytest.raises(ComponentValidationException, match="must specify the image repository via `image_repo`"):
+        objects(runner, role)
+    info = runner.dryrun(AppDef("app", [role]), "monarch_kubernetes", cfg={**OFFLINE, "image_repo": "registry/a"})
+    assert info.request.images_to_push == {"sha256:abc": ("registry/a", "abc")}
+    service, _, job = info.request.objects
+    assert container(job)["image"] == "registry/a:abc"
+    described = SubmittedApp.unpack(service["metadata"]["annotations"][names.ANNOTATION_APP])
+    assert described is not None and described.app.roles[0].image == "registry/a:abc"
 
 
 def test_retries_of_hosts_and_of_others(runner: Runner) -> None:
@@ -217,7 +236,7 @@ def test_volcano_names_replica_0_of_each_role(runner: Runner) -> None:
     made = objects(
         runner, trainer("my-train"), trainer("other", retry_policy=RetryPolicy.ROLE, max_retries=2), **VOLCANO
     )
-    job = made[1]
+    job = made[0]
     app_id = job["metadata"]["name"]
     tasks = {task["name"]: task["template"]["spec"]["containers"][0] for task in job["spec"]["tasks"]}
     for name, host in {"my-train-1": "my-train-0", "other-0": "other-0", "other-1": "other-0"}.items():
@@ -226,7 +245,8 @@ def test_volcano_names_replica_0_of_each_role(runner: Runner) -> None:
         assert env.keys() >= {"MONARCH_REPLICA0_0", "MONARCH_REPLICA0_1"}
         assert env["TORCHX_RANK0_HOST"] == f"{app_id}-my-train-0-0.{app_id}"
     assert job["spec"]["queue"] == "default"
-    assert appdef_codec.unpack(job["metadata"]["annotations"][names.ANNOTATION_APP]) is not None
+    stored = SubmittedApp.unpack(job["metadata"]["annotations"][names.ANNOTATION_APP])
+    assert stored is not None and [role.entrypoint for role in stored.app.roles] == ["torchrun", "torchrun"]
 
 
 def test_dictionaries_are_read_from_the_command_line(runner: Runner) -> None:
@@ -301,56 +321,68 @@ def ended(code: int, reason: str = "Error", message: str = "") -> dict[str, Any]
     ],
 )
 def test_why_a_pod_failed(reported: dict[str, Any], words: str) -> None:
-    one = status.attempt(pod("Failed", **reported))
-    assert status.KubernetesReplica("r", 0, [one], AppState.FAILED).failure == f"replica r/0 on node n1 {words}"
+    replicas = role("r", [Attempt.of(pod("Failed", **reported))]).replicas
+    assert replicas[0].failure == f"replica r/0 on node n1 {words}"
 
 
 def test_why_a_pod_waits() -> None:
     waiting = {"reason": "ImagePullBackOff", "message": "Back-off pulling image"}
-    stuck = status.attempt(pod(containerStatuses=[{"name": "main", "state": {"waiting": waiting}}]))
+    stuck = Attempt.of(pod(containerStatuses=[{"name": "main", "state": {"waiting": waiting}}]))
     assert (stuck.waiting, stuck.stuck_since) == ("ImagePullBackOff: Back-off pulling image", 1795168800.0)
-    creating = status.attempt(
+    creating = Attempt.of(
         pod(containerStatuses=[{"name": "main", "state": {"waiting": {"reason": "ContainerCreating"}}}])
     )
     assert (creating.waiting, creating.stuck_since) == ("", 0.0)
     condition = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
-    nowhere = status.attempt(pod(conditions=[condition]))
+    nowhere = Attempt.of(pod(conditions=[condition]))
     assert (nowhere.waiting, nowhere.stuck_since) == ("no node can take it (Unschedulable): 0/3 nodes", 0.0)
 
 
 def test_restarts_of_ranks_are_those_of_all_containers_that_have_ended() -> None:
     now = ended(1, message=JobResult(1, "x" * 5000).error_file(4096, rank_restarts=2))
     now["containerStatuses"][1]["lastState"] = {"terminated": {"exitCode": 137, "message": '{"rank_restarts": 3}'}}
-    one = status.attempt(pod("Failed", **now))
-    assert one.rank_restarts == 5 and len(one.said) <= 4096
-    assert one.error is not None and one.error["message"]["message"].startswith("xxx")
-    killed = status.attempt(pod("Failed", **ended(137, message='{"rank_restarts": 1}')))
-    assert (killed.rank_restarts, killed.error, killed.failure) == (1, None, "was killed by signal 9 (SIGKILL)")
+    one = Attempt.of(pod("Failed", **now))
+    assert one.rank_restarts == 5 and len(one.error) <= 4096
+    assert json.loads(one.error)["message"]["message"].startswith("xxx")
+    killed = Attempt.of(pod("Failed", **ended(137, message='{"rank_restarts": 1}')))
+    assert (killed.rank_restarts, killed.error) == (1, "")
+    assert killed.failure == "on node n1 was killed by signal 9 (SIGKILL)"
     for message in ("[1]", "7", "last words", '{"rank_restarts": "1"}'):
-        assert status.attempt(pod("Failed", **ended(1, message=message))).rank_restarts == 0
+        assert Attempt.of(pod("Failed", **ended(1, message=message))).rank_restarts == 0
 
 
 def test_numbers_of_indexes() -> None:
-    assert status.indexes("0,2-4,9") == {0, 2, 3, 4, 9}
-    assert status.indexes("") == status.indexes(None) == set()
+    assert snapshot.indexes("0,2-4,9") == {0, 2, 3, 4, 9}
+    assert snapshot.indexes("") == snapshot.indexes(None) == set()
 
 
 # -- what follows
 
-NOW = Rules(now=1000.0, grace=5.0, pull_timeout=60.0)
-OPEN, GONE = WorkStatus(True), WorkStatus(False)
+NOW = 1000.0
+OPEN, GONE, FAILED = JobStatus(True), JobStatus(False), JobStatus(False, State.FAILED)
+COMPLETE = JobStatus(False, State.SUCCEEDED)
 
 
 def role(
     name: str,
     *attempts: list[Attempt],
-    work: WorkStatus = OPEN,
+    job: JobStatus = OPEN,
     retries: int = 0,
     fewest: int | None = None,
     sidecar: bool = False,
-) -> KubernetesRole:
-    replicas = [status.replica(name, number, each, work, retries) for number, each in enumerate(attempts)]
-    return KubernetesRole(name, replicas, work, RolePolicy(len(attempts), fewest, sidecar))
+) -> RoleSnapshot:
+    spec = RoleSpec(name, len(attempts), fewest, sidecar, retries)
+    record = AppObjects("job", "n", {"metadata": {"name": "a"}})
+    replicas = [snapshot.replica(spec, number, each, job, record, NOW - 60) for number, each in enumerate(attempts)]
+    return RoleSnapshot(spec, replicas, job.is_active, job.finished, job.reason)
+
+
+def app(*roles: RoleSnapshot, ending: Outcome | None = None) -> AppSnapshot:
+    return AppSnapshot("n:a", "app", roles, ending=ending)
+
+
+def state_of(*roles: RoleSnapshot, ending: State | None = None, now: float = NOW) -> AppStatus:
+    return reduce(app(*roles, ending=Outcome(ending) if ending else None), now)
 
 
 def run(phase: str = "Running", at: float = 0.0, **more: Any) -> Attempt:
@@ -358,90 +390,202 @@ def run(phase: str = "Running", at: float = 0.0, **more: Any) -> Attempt:
 
 
 def test_succeeds_when_all_roles_have_and_ends_sidecars() -> None:
-    done = role("main", [run("Succeeded", 900.0)], work=WorkStatus(True, AppState.SUCCEEDED))
-    found = evaluate([done, role("other", [run()])], NOW)
-    assert (found.state, found.pending_decision) == (AppState.RUNNING, None)
-    failed = evaluate([done, role("other", [run("Failed", 950.0)], work=WorkStatus(True, AppState.FAILED))], NOW)
-    assert failed.state is AppState.FAILED and failed.cause is not None and failed.cause.role == "other"
-    found = evaluate([done, role("other", [run()], sidecar=True)], NOW)
-    assert (found.state, found.pending_decision) == (AppState.RUNNING, Ended(AppState.SUCCEEDED))
-    from_socket = evaluate([done, role("other", [run("Failed", 950.0, stopping=True)], work=GONE, sidecar=True)], NOW)
-    assert (from_socket.state, from_socket.cause) == (AppState.SUCCEEDED, None)
+    done = role("main", [run("Succeeded", 900.0)], job=COMPLETE)
+    found = state_of(done, role("other", [run()]))
+    assert (found.state, found.is_stop_due) == (State.RUNNING, False)
+    failed = state_of(done, role("other", [run("Failed", 950.0)], job=FAILED))
+    assert failed.state is State.FAILED and failed.cause is not None and failed.cause.role == "other"
+    found = state_of(done, role("other", [run()], sidecar=True))
+    assert (found.state, found.is_stop_due) == (State.RUNNING, True)
+    assert found.outcome is not None and found.outcome.state is State.SUCCEEDED
+    sidecar = role("other", [run("Failed", 950.0, stopping=True)], job=GONE, sidecar=True)
+    found = state_of(done, sidecar)
+    assert (found.state, found.cause, found.shown(sidecar.replicas[0])) == (State.SUCCEEDED, None, State.CANCELLED)
 
 
-def test_leaves_a_job_alone_that_has_only_to_say_that_it_is_over() -> None:
-    found = evaluate([role("main", [run("Succeeded", 900.0)])], NOW)
-    assert (found.state, found.pending_decision) == (AppState.RUNNING, None)
+def test_leaves_a_job_alone_that_has_only_to_report_its_end() -> None:
+    found = state_of(role("main", [run("Succeeded", 900.0)]))
+    assert (found.state, found.is_stop_due) == (State.RUNNING, False)
 
 
 def test_fails_when_nothing_lives_and_waits_for_the_hosts_before_it_ends_them() -> None:
-    lost = [run("Failed", 995.0)]
-    found = evaluate([role("main", lost, [run()])], NOW)
-    assert (found.state, found.pending_decision) == (AppState.RUNNING, None)
-    assert found.msg == "replica main/0 exited with code 1"
-    later = evaluate([role("main", lost, [run()])], Rules(1011.0, 5.0, 60.0))
-    assert later.pending_decision is not None and later.pending_decision.state is AppState.FAILED
-    work = WorkStatus(True, AppState.FAILED)
-    from_socket = evaluate([role("main", lost, [run("Failed", 996.0)], work=work)], NOW)
-    assert from_socket.state is AppState.FAILED
-    assert from_socket.cause is not None and from_socket.cause.id == 0
+    lost = [run("Failed", 998.0)]
+    found = state_of(role("main", lost, [run()]))
+    assert (found.state, found.is_stop_due) == (State.RUNNING, False)
+    assert found.message == "replica main/0 exited with code 1"
+    later = state_of(role("main", lost, [run()]), now=1004.0)
+    assert later.is_stop_due and later.outcome is not None and later.outcome.state is State.FAILED
+    ended = state_of(role("main", lost, [run("Failed", 999.0)], job=FAILED))
+    assert ended.state is State.FAILED
+    assert ended.cause is not None and ended.cause.id == 0
 
 
 def test_waits_for_a_replacement() -> None:
-    found = evaluate([role("main", [run("Failed", 995.0)], [run()], retries=1)], NOW)
-    assert (found.state, found.cause) == (AppState.RUNNING, None)
-    found = evaluate([role("main", [run("Failed", 995.0)], retries=1)], NOW)
-    assert found.state is AppState.PENDING
-    for_good = evaluate(
-        [role("main", [run("Failed", 995.0)], work=WorkStatus(True, failed=frozenset({0})), retries=1)], NOW
-    )
+    found = state_of(role("main", [run("Failed", 995.0)], [run()], retries=1))
+    assert (found.state, found.cause) == (State.RUNNING, None)
+    found = state_of(role("main", [run("Failed", 995.0)], retries=1))
+    assert found.state is State.PENDING
+    for_good = state_of(role("main", [run("Failed", 995.0)], job=JobStatus(True, failed=frozenset({0})), retries=1))
     assert for_good.cause is not None
+    twice = app(role("main", [run("Failed", 900.0), run(rank_restarts=2)], retries=1))
+    assert count_restarts(twice) == 3
 
 
-def test_an_elastic_role_does_without_some() -> None:
+def test_an_elastic_role_tolerates_failed_replicas() -> None:
     lost, well = run("Failed", 900.0), run("Succeeded", 950.0)
-    from_socket = WorkStatus(True, AppState.FAILED)
-    some = role("main", [run()], [lost], [run()], fewest=2)
-    assert (evaluate([some], NOW).state, evaluate([some], NOW).pending_decision) == (AppState.RUNNING, None)
-    done = role("main", [well], [lost], [well], work=from_socket, fewest=2)
-    assert evaluate([done], NOW).state is AppState.SUCCEEDED
-    too_few = role("main", [well], [lost], [lost], work=from_socket, fewest=2)
-    assert evaluate([too_few], NOW).state is AppState.FAILED
-    first = role("main", [lost], [well], [well], work=from_socket, fewest=2)
-    assert evaluate([first], NOW).state is AppState.FAILED
+    found = state_of(role("main", [run()], [lost], [run()], fewest=2))
+    assert (found.state, found.is_stop_due) == (State.RUNNING, False)
+    assert state_of(role("main", [well], [lost], [well], job=FAILED, fewest=2)).state is State.SUCCEEDED
+    assert state_of(role("main", [well], [lost], [lost], job=FAILED, fewest=2)).state is State.FAILED
+    assert state_of(role("main", [lost], [well], [well], job=FAILED, fewest=2)).state is State.FAILED
 
 
-def test_cancelled_is_cancelled_unless_all_was_over() -> None:
-    rules = Rules(1000.0, 5.0, 60.0, Ended(AppState.CANCELLED))
-    stopping = role("main", [run(stopping=True)], work=GONE)
-    assert evaluate([stopping], rules).state is AppState.RUNNING
-    assert evaluate([stopping], rules).pending_decision is None
-    forgotten = evaluate([role("main", [run()], work=GONE)], rules)
-    assert forgotten.pending_decision == Ended(AppState.CANCELLED)
-    assert evaluate([role("main", [], work=GONE)], rules).state is AppState.CANCELLED
-    done = role("main", [run("Succeeded", 900.0)], work=WorkStatus(True, AppState.SUCCEEDED))
-    assert evaluate([done], rules).state is AppState.SUCCEEDED
+def test_a_failed_replica_whose_pod_was_removed_has_failed() -> None:
+    """As of a node that was taken out of the cluster."""
+    job = JobStatus(False, State.FAILED, failed=frozenset({1}))
+    well = run("Succeeded", 950.0)
+    assert state_of(role("main", [well], [], [well], job=job, fewest=2)).state is State.SUCCEEDED
+    assert state_of(role("main", [well], [], job=job)).message == "replica main/1 failed; its pod is gone"
+    error = JobResult(1, "boom").error_file()
+    found = state_of(role("main", [run("Failed", 990.0, error=error)], [], job=job))
+    assert found.cause is not None and (found.cause.id, found.error) == (0, error)
+
+
+def test_cancelled_is_cancelled_unless_all_had_succeeded() -> None:
+    stopping = state_of(role("main", [run(stopping=True)], job=GONE), ending=State.CANCELLED)
+    assert (stopping.state, stopping.is_stop_due) == (State.RUNNING, False)
+    deleting = state_of(role("main", [run(deleting=True)], job=GONE), ending=State.CANCELLED)
+    assert (deleting.state, deleting.is_stop_due) == (State.RUNNING, False)
+    forgotten = state_of(role("main", [run()], job=GONE), ending=State.CANCELLED)
+    assert forgotten.is_stop_due and forgotten.outcome == Outcome(State.CANCELLED)
+    earlier = role("main", [run(), run("Failed", 990.0, stopping=True)], job=GONE)
+    assert state_of(earlier, ending=State.CANCELLED).is_stop_due
+    assert state_of(role("main", [], job=GONE), ending=State.CANCELLED).state is State.CANCELLED
+    done = role("main", [run("Succeeded", 900.0)], job=COMPLETE)
+    assert state_of(done, ending=State.CANCELLED).state is State.SUCCEEDED
 
 
 def test_a_pod_that_can_never_start_fails_the_app_after_a_while() -> None:
-    stuck = Attempt("p", waiting="ErrImagePull: not found", stuck_since=950.0)
-    found = evaluate([role("main", [stuck], [run()])], NOW)
-    assert (found.state, found.msg) == (AppState.RUNNING, "replica main/0: ErrImagePull: not found")
-    later = evaluate([role("main", [stuck])], Rules(1020.0, 5.0, 60.0))
-    assert later.pending_decision == Ended(AppState.FAILED, "replica main/0 cannot start: ErrImagePull: not found")
-    queued = WorkStatus(True, word="waits for Kueue to admit it to the queue a")
-    assert evaluate([role("main", [], work=queued)], NOW).msg == "role main waits for Kueue to admit it to the queue a"
+    def stuck(since: float) -> Attempt:
+        return Attempt("p", waiting="ErrImagePull: not found", stuck_since=since)
+
+    found = state_of(role("main", [stuck(950.0)], [run()]))
+    assert (found.state, found.message) == (State.RUNNING, "replica main/0: ErrImagePull: not found")
+    later = state_of(role("main", [stuck(930.0)]))
+    assert later.is_stop_due
+    assert later.outcome == Outcome(State.FAILED, "replica main/0 cannot start: ErrImagePull: not found")
+    queued = JobStatus(True, reason="waits for Kueue to admit it to the queue a")
+    assert state_of(role("main", [], job=queued)).message == "role main waits for Kueue to admit it to the queue a"
 
 
-def test_the_cause_is_said_by_who_does_not_blame_another() -> None:
-    def said(message: str, consequence: bool) -> str:
+def test_the_error_is_that_of_the_root_cause() -> None:
+    def error(message: str, consequence: bool) -> str:
         return JobResult(1, message, consequence=consequence).error_file()
 
-    lost = run("Failed", 990.0, said=said("host 1 lost replica 0", True))
-    cause = run("Failed", 995.0, said=said("rank 3 failed", False))
-    from_socket = WorkStatus(True, AppState.FAILED)
-    assert "rank 3 failed" in status.root_cause([role("main", [lost], [cause], [run("Failed", 1.0)], work=from_socket)])
-    assert status.root_cause([role("main", [run("Failed", 1.0, said="last words")], work=from_socket)]) == ""
+    lost = run("Failed", 990.0, error=error("host 1 lost replica 0", True))
+    cause = run("Failed", 995.0, error=error("rank 3 failed", False))
+    found = state_of(role("main", [lost], [cause], [run("Failed", 1.0)], job=FAILED))
+    assert "rank 3 failed" in found.error
+    words = Attempt.of(pod("Failed", **ended(1, message="last words")))
+    assert state_of(role("main", [words], job=FAILED)).error == ""
+
+
+# -- an app's objects
+
+
+def stored(record: str, ending: str = "", mode: str = "job", **more: Any) -> AppObjects:
+    """The objects of an app; ``record`` is the packed app."""
+    options = json.dumps({"grace": 7, "pull_timeout": 60})
+    annotations = {names.ANNOTATION_APP: record, names.ANNOTATION_OPTIONS: options}
+    if ending:
+        annotations[names.ANNOTATION_ENDED] = ending
+    metadata = {"name": "a", "creationTimestamp": "2026-11-20T10:00:00Z", "annotations": annotations}
+    status = more.pop("status", {})
+    return AppObjects(mode, "n", {"metadata": metadata, "spec": {"queue": "q"}, "status": status}, **more)
+
+
+def labelled(number: int, **more: Any) -> dict[str, Any]:
+    made = pod(**more)
+    made["metadata"]["name"] = f"p{number}"
+    made["metadata"]["annotations"] = {"batch.kubernetes.io/job-completion-index": str(number)}
+    made["metadata"]["labels"] = {names.LABEL_ROLE: "0", "torchx.pytorch.org/role-name": "main"}
+    return made
+
+
+def packed(retries: int = 0) -> str:
+    submitted = AppDef("My App", [Role("main", "image", num_replicas=2, max_retries=retries)])
+    return SubmittedApp(submitted, [RoleSpec("main", 2, max_retries=retries)]).pack()
+
+
+def test_a_snapshot_of_an_apps_objects() -> None:
+    job = {"metadata": {"uid": "u", "labels": {names.LABEL_ROLE: "0"}}, "spec": {}}
+    found = snapshot.assemble(stored(packed(), jobs=[job], pods=[labelled(0, phase="Running")]), NOW)
+    assert (found.app_id, found.name, found.grace, found.ending, found.native) == ("n:a", "My App", 7.0, None, None)
+    assert [one.state for one in found.replicas] == [State.RUNNING, State.PENDING]
+    assert found.replicas[0].hostname == "app-r-0.a.n.svc"
+    assert found.open_jobs == [job]
+    refused = stored(packed(), jobs=[job], refusals={"u": "gets no pods: quota"})
+    assert reduce(snapshot.assemble(refused, NOW), NOW).message == "role main gets no pods: quota"
+
+
+@pytest.mark.parametrize(
+    ("note", "ending"),
+    [
+        ('{"state": "CANCELLED", "msg": "", "time": 1795168800.5}', Outcome(State.CANCELLED)),
+        ('{"state": "FAILED", "msg": "why"}', Outcome(State.FAILED, "why")),
+        ('{"state": "NONE"}', None),
+        ("[1]", None),
+        ("no json", None),
+    ],
+)
+def test_how_an_app_was_ended_is_noted(note: str, ending: Outcome | None) -> None:
+    assert snapshot.assemble(stored(packed(), note), NOW).ending == ending
+
+
+@pytest.mark.parametrize("record", ["", "no app", "eJyrrgUAAXUA+Q=="])
+def test_an_app_that_cannot_be_decoded_is_described_from_its_pods(record: str) -> None:
+    job = {"metadata": {"uid": "u", "labels": {names.LABEL_ROLE: "0"}}, "spec": {}}
+    pods = [labelled(0, phase="Running"), labelled(2, phase="Failed", **ended(3))]
+    found = snapshot.assemble(stored(record, jobs=[job], pods=pods), NOW)
+    assert (found.app, found.name, [role.spec.name for role in found.roles]) == (None, "a", ["main"])
+    assert [one.state for one in found.replicas] == [State.RUNNING, State.PENDING, State.PENDING]
+    assert not reduce(found, NOW).is_stop_due  # the Job may start it again
+    failed = stored(record, jobs=[{**job, "status": {"failedIndexes": "2"}}], pods=pods)
+    message = reduce(snapshot.assemble(failed, NOW), NOW).message
+    assert message == "replica main/2 on node n1 exited with code 3"
+    assert reduce(snapshot.assemble(stored(record), NOW), NOW).state is State.PENDING
+
+
+NOTED = '{"state": "FAILED", "msg": "why"}'
+
+
+@pytest.mark.parametrize(
+    ("status", "pods", "ending", "state", "message"),
+    [
+        ({}, [], "", State.PENDING, "Volcano has not looked at the job yet: does it run here, and is there a queue q?"),
+        ({"phase": "Pending", "message": "no room"}, [], "", State.PENDING, "no room"),
+        ({"phase": "Running", "message": "x"}, ["Running", "Running"], "", State.RUNNING, ""),
+        ({"phase": "Restarting"}, ["Failed", "Running"], "", State.RUNNING, "replica main/0 on node n1 failed"),
+        (
+            {"phase": "Failed", "message": "x"},
+            ["Failed", "Running"],
+            "",
+            State.FAILED,
+            "replica main/0 on node n1 failed",
+        ),
+        ({"phase": "Terminated", "message": "queue closed"}, [], "", State.FAILED, "queue closed"),
+        ({"phase": "Completed", "message": "x"}, ["Succeeded", "Succeeded"], "", State.SUCCEEDED, ""),
+        ({"phase": "Aborted"}, ["Running"], "", State.CANCELLED, ""),
+        ({"phase": "Aborted"}, ["Running"], NOTED, State.FAILED, "why"),
+    ],
+)
+def test_the_state_of_a_volcano_job_is_volcanos(
+    status: dict[str, Any], pods: list[str], ending: str, state: State, message: str
+) -> None:
+    them = [labelled(number, phase=phase) for number, phase in enumerate(pods)]
+    record = stored(packed(), ending, "volcano", pods=them, status={"state": status} if status else {})
+    found = reduce(snapshot.assemble(record, NOW), NOW)
+    assert (found.state, found.message) == (state, message)
 
 
 def test_termination_messages_fit() -> None:

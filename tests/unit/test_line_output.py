@@ -13,10 +13,10 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchx_monarch.backends.local import log_writer, logs
 from torchx_monarch.host.filtered_output import FilteredFile
 from torchx_monarch.host.rank_output import OutputPipe
 from torchx_monarch.insight.run_log import RunLog, RunLogSink, SinkGroup
+from torchx_monarch.supervisor import log_reader, log_writer
 from torchx_monarch.system.console import Console
 from torchx_monarch.system.line_output import CONTINUED, LONGEST, LineOutput, LineReader, complete
 
@@ -193,14 +193,18 @@ def test_a_follower_sees_a_progress_bar(tmp_path: Path) -> None:
     out.feed("stdout", b"begin\n\r 10%\r")
     out.end_lines()
     ended = False
-    lines = logs.lines(str(tmp_path), "stdout", ended=lambda: ended, follow=True)
+    lines = log_reader.lines(str(tmp_path), "stdout", ended=lambda: ended, follow=True)
     assert [next(lines), next(lines)] == ["begin\n", "\r 10%"]
     out.feed("stdout", b"\r 20%\nend\n")
     assert [next(lines), next(lines)] == ["\r\r 20%\n", "end\n"]
     ended = True
     assert list(lines) == []
     out.close()
-    assert list(logs.lines(str(tmp_path), "stdout", ended=lambda: True)) == ["begin\n", "\r 10%\r\r 20%\n", "end\n"]
+    assert list(log_reader.lines(str(tmp_path), "stdout", ended=lambda: True)) == [
+        "begin\n",
+        "\r 10%\r\r 20%\n",
+        "end\n",
+    ]
 
 
 def test_a_very_long_line_is_read_in_pieces(tmp_path: Path) -> None:
@@ -209,7 +213,7 @@ def test_a_very_long_line_is_read_in_pieces(tmp_path: Path) -> None:
         out.feed("stdout", b"x" * 65536)
     out.feed("stdout", b"\nend\n")
     out.close()
-    lines = list(logs.lines(str(tmp_path), "combined", ended=lambda: True))
+    lines = list(log_reader.lines(str(tmp_path), "combined", ended=lambda: True))
     assert len(lines) > 3 and max(map(len, lines)) < 2 << 20
     assert all(line.startswith("[continued] x") for line in lines[1:-1])
     assert sum(line.count("x") for line in lines) == 64 * 65536 and lines[-1] == "end\n"

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchx_monarch.backends.local import log_writer, logs
+from torchx_monarch.supervisor import log_reader, log_writer
 from torchx_monarch.system import safe_files
 
 
@@ -37,7 +37,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def read(folder: Path, stream: str = "combined", since: float | None = None, until: float | None = None) -> list[str]:
     return list(
-        logs.lines(
+        log_reader.lines(
             str(folder),
             stream,
             since=None if since is None else datetime.fromtimestamp(since),
@@ -165,7 +165,7 @@ def test_a_limit_on_the_size_of_files(tmp_path: Path) -> None:
 
     code = """
 import resource, sys
-from torchx_monarch.backends.local import log_writer
+from torchx_monarch.supervisor import log_writer
 resource.setrlimit(resource.RLIMIT_FSIZE, (150, resource.RLIM_INFINITY))
 out = log_writer.ReplicaLogs(sys.argv[1])
 out.feed("stdout", b"x" * 99 + b"\\n")

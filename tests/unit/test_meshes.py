@@ -11,12 +11,13 @@ from torchx.specs import AppDef, Role
 from torchx.specs.builders import materialize_appdef
 from torchx.specs.finder import ComponentValidationException
 
-from torchx_monarch.command.actors import actors_command, is_actors, parse_actors
+from torchx_monarch.command.actors import actors_command, parse_actors
 from torchx_monarch.command.allocation_spec import IDLE_TIMEOUT
 from torchx_monarch.command.command import CommandError, parse
 from torchx_monarch.command.meshes import app_of_meshes, check_mesh_name, waiting
-from torchx_monarch.command.rewrite import WrapOptions, restore, rewrite
+from torchx_monarch.command.rewrite import WrapOptions, rewrite
 from torchx_monarch.components import controller
+from torchx_monarch.model.role_spec import WorkloadKind
 
 
 def typed(text: str) -> AppDef:
@@ -77,12 +78,13 @@ def test_an_app_of_meshes() -> None:
 
 def test_hosts_are_told_where_those_of_other_roles_meet() -> None:
     meet = {"a": "tls:@A:1", "b": "tls:@B:2"}
-    app = rewrite(waiting(app_of_meshes({"a": 1, "b": 1}), 0.0, ("python", "main.py")), WrapOptions(rendezvous=meet))
-    for role in app.roles:
+    found = rewrite(waiting(app_of_meshes({"a": 1, "b": 1}), 0.0, ("python", "main.py")), WrapOptions(rendezvous=meet))
+    for role in found.app.roles:
         assert role.args[role.args.index("--peers") + 1] == "a=tls:@A:1,b=tls:@B:2"
-    assert is_actors(restore(app.roles[0]).args) and "--peers" not in restore(app.roles[0]).args
+    assert [spec.workload for spec in found.roles] == [WorkloadKind.ACTORS] * 2
+    assert [spec.rendezvous for spec in found.roles] == list(meet.values())
     ranks = AppDef("ranks", [Role("a", image="", entrypoint="torchrun", args=["t.py"], num_replicas=1)])
-    assert "--peers" not in rewrite(ranks, WrapOptions(rendezvous=meet)).roles[0].args
+    assert "--peers" not in rewrite(ranks, WrapOptions(rendezvous=meet)).app.roles[0].args
 
 
 def test_the_command_is_read_as_it_is_written() -> None:

@@ -16,7 +16,7 @@ from torchx.cli.main import main
 from torchx.runner import get_runner
 from torchx.specs import AppDef, InvalidRunConfigException, Role
 
-from torchx_monarch.backends.validation import check_replica, matching
+from torchx_monarch.backends.core.validation import check_replica, matching
 from torchx_monarch.schedulers import monarch_local
 from torchx_monarch.schedulers.command import CheckedRunopts
 

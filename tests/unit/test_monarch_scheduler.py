@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The wrapping scheduler around TorchX's own schedulers: rewriting, options, configuration, workspaces."""
+"""The scheduler of all backends: rewriting, options, configuration, workspaces."""
 
 from __future__ import annotations
 
@@ -8,34 +8,20 @@ import copy
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torchx.components.dist import torchrun
 from torchx.runner import Runner
-from torchx.schedulers import local_scheduler, slurm_scheduler
 from torchx.specs import AppDef, InvalidRunConfigException, Resource, Role
 from torchx.specs.finder import ComponentValidationException
 from torchx.workspace import WorkspaceMixin
 
-from torchx_monarch.schedulers import monarch_local
-from torchx_monarch.schedulers.monarch import MonarchScheduler, wrap
-
-
-def slurm(session_name: str, **kwargs: object) -> MonarchScheduler:
-    return wrap("monarch_slurm", session_name, slurm_scheduler.create_scheduler(session_name))
-
-
-def local_cwd(session_name: str, **kwargs: object) -> MonarchScheduler:
-    inner: Any = local_scheduler.LocalScheduler.__new__(local_scheduler.LocalScheduler)
-    # Without __init__, which installs signal handlers: this test only renders requests.
-    inner.backend, inner.session_name = "local_cwd", session_name
-    return wrap("monarch_local_cwd", session_name, inner)
+from torchx_monarch.schedulers import monarch_local, monarch_slurm
 
 
 @pytest.fixture
 def runner() -> Runner:
-    return Runner("torchx", {"monarch_local": monarch_local, "monarch_slurm": slurm})
+    return Runner("torchx", {"monarch_local": monarch_local, "monarch_slurm": monarch_slurm})
 
 
 @pytest.fixture
@@ -69,7 +55,7 @@ def test_wraps_schedulers_that_build_workspaces(runner: Runner, app: AppDef) -> 
     assert {"grace", "partition", "job_dir"} <= {name for name, _ in scheduler.run_opts()}
     text = str(runner.dryrun(app, "monarch_slurm", cfg={"partition": "main"}))
     assert "--partition=main" in text
-    assert text.count("torchx_monarch.host") == 2
+    assert text.count("torchx_monarch.host") == 1
 
 
 def test_what_torchx_cannot_pack_is_named(runner: Runner, app: AppDef, tmp_path: Path) -> None:

@@ -13,18 +13,20 @@ from typing import Any
 
 import pytest
 from torchx.runner import Runner
-from torchx.specs import AppDef, AppState, InvalidRunConfigException, Resource, RetryPolicy, Role
+from torchx.specs import AppDef, InvalidRunConfigException, Resource, RetryPolicy, Role
 from torchx.specs.finder import ComponentValidationException
 
-from torchx_monarch.backends.local import state_files
-from torchx_monarch.backends.protocols import PLACEHOLDER, NetworkBackend, with_credentials
-from torchx_monarch.backends.slurm import commands, folder, job_status, prune, states
-from torchx_monarch.backends.slurm.commands import Job
+from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.slurm import folder, job_state, native, prune, states
+from torchx_monarch.backends.slurm.backend import SlurmBackend
 from torchx_monarch.backends.slurm.macros import first_node
+from torchx_monarch.backends.slurm.native import Job
 from torchx_monarch.backends.slurm.records import BatchRecord
 from torchx_monarch.backends.slurm.request import SlurmRequest
-from torchx_monarch.backends.slurm.scheduler import create_scheduler
 from torchx_monarch.model import codec
+from torchx_monarch.model.role_spec import RetryPolicy as SpecPolicy
+from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
+from torchx_monarch.model.state import State
 from torchx_monarch.schedulers import monarch_slurm
 from torchx_monarch.transport import credentials
 
@@ -125,10 +127,11 @@ def test_dry_run_shows_what_runs_and_no_secret(runner: Runner) -> None:
     assert "torchx_monarch.host" in shown
     assert "export A='x y'" in shown
     assert "tls:@MONARCH_REPLICA0_0:" in shown
-    assert PLACEHOLDER in shown
+    assert "MONARCH_CREDENTIALS" not in shown
     hosts, _ = credentials.create()
-    substitute = with_credentials(request, hosts.to_text())
-    assert substitute.roles[0].env["MONARCH_CREDENTIALS"] == hosts.to_text()
+    substitute = request.with_credentials(hosts.to_text())
+    assert [role.env.get("MONARCH_CREDENTIALS") for role in substitute.roles] == [hosts.to_text(), None]
+    assert "MONARCH_CREDENTIALS" not in request.roles[0].env
     # Neither the command line nor the script, which Slurm keeps, hold what is for the hosts alone.
     for public in (shlex.join(substitute.command("x")), substitute.script, str(request)):
         assert hosts.to_text() not in public
@@ -139,7 +142,8 @@ def test_dry_run_shows_what_runs_and_no_secret(runner: Runner) -> None:
 def test_hosts_look_after_each_other_and_other_programs_do_not(runner: Runner) -> None:
     trainer, reader = dryrun(runner, app(max_retries=2, retry_policy=RetryPolicy.REPLICA)).roles
     assert (trainer.srun["kill-on-bad-exit"], reader.srun["kill-on-bad-exit"]) == ("0", "1")
-    assert (trainer.retry_policy, trainer.max_retries) == ("REPLICA", 2)
+    assert (trainer.spec.retry_policy, trainer.spec.max_retries) == (SpecPolicy.REPLICA, 2)
+    assert (trainer.spec.workload, reader.spec) == (WorkloadKind.RANKS, RoleSpec("reader", 3))
     assert "--replacements" in trainer.command
 
 
@@ -190,34 +194,31 @@ def test_missing_commands_are_named(runner: Runner, monkeypatch: pytest.MonkeyPa
     assert runner.status("monarch_slurm://torchx/nonsense") is None
 
 
-def test_is_a_backend_of_the_network() -> None:
-    scheduler = create_scheduler("torchx", unknown=1)
-    assert isinstance(scheduler, NetworkBackend)
-    two = app()
-    assert scheduler.replica0_host(two, two.roles[1]) == "@MONARCH_REPLICA0_1"
+def test_hosts_meet_at_the_node_of_replica_0() -> None:
+    assert SlurmBackend().replica0_host(app(), 1) == "@MONARCH_REPLICA0_1"
 
 
 def test_submitting_within_a_job_does_not_inherit_its_shape() -> None:
     inside = {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_CONF": "/c", "MONARCH_CREDENTIALS": "x", "HOME": "/h"}
-    assert commands.client_environment(inside) == {"SLURM_CONF": "/c", "HOME": "/h"}
+    assert native.client_environment(inside) == {"SLURM_CONF": "/c", "HOME": "/h"}
     outside = {"SLURM_TIME_FORMAT": "relative", "HOME": "/h"}
-    assert commands.client_environment(outside) == outside
+    assert native.client_environment(outside) == outside
 
 
 # -- what Slurm says ---------------------------------------------------------------------------------------------------
 
 
 def test_scontrol_is_read() -> None:
-    (job,) = commands.parse_scontrol(PENDING)
+    (job,) = native.parse_scontrol(PENDING)
     assert (job.job_id, job.leader, job.state, job.reason, job.nodes) == ("17", "17", "PENDING", "Resources", "")
     assert job.comment == "torchx-monarch:/x"
-    first, second = commands.parse_scontrol(COMPONENTS)
+    first, second = native.parse_scontrol(COMPONENTS)
     assert (first.leader, second.leader, second.job_id) == ("15", "15", "16")
     assert (first.nodes, second.nodes, first.restarts, first.state) == ("n[1-2]", "n3", 2, "RUNNING")
     noted = folder.noted(first.comment)
     assert noted is not None
     assert noted.root == "/a b/c"
-    (killed,) = commands.parse_scontrol(KILLED)
+    (killed,) = native.parse_scontrol(KILLED)
     assert (killed.exit_code, killed.nodes) == (-9, "")
 
 
@@ -231,17 +232,17 @@ def test_owner_is_not_taken_from_what_a_user_writes() -> None:
         (f"JobId=1 JobName=x {mine} Comment=torchx-monarch:/x\nx {other}\n", str(os.getuid() + 4242)),
         ("JobId=1 JobName=x\n", "unknown"),
     ):
-        assert commands.parse_scontrol(text)[0].other_user == owner
+        assert native.parse_scontrol(text)[0].other_user == owner
 
 
 def test_sacct_is_read() -> None:
     text = (
         "3|CANCELLED by 0|0:0|n[1-2]|app\n7+0|FAILED|3:0|n1|x\n7+1|COMPLETED|0:0|n2|x\n9|PENDING|0:0|None assigned|a|b"
     )
-    jobs = commands.parse_sacct(text)
+    jobs = native.parse_sacct(text)
     assert set(jobs) == {"3", "7", "9"}
     ((cancelled,), (failed,), (waits,)) = jobs.values()
-    assert states.app_state(cancelled.state) is AppState.CANCELLED
+    assert states.to_state(cancelled.state) is State.CANCELLED
     assert (failed.state, failed.exit_code, failed.nodes) == ("FAILED", 3, "n1")
     assert waits.nodes == ""
 
@@ -250,7 +251,7 @@ def test_squeue_is_read_and_each_job_is_there_once() -> None:
     text = (
         "17|17|PENDING|Resources|s.sh|torchx-monarch:/x\n15|15+0|RUNNING|None|two|my|note\n16|15+1|RUNNING|None|two|x\n"
     )
-    jobs = commands.parse_squeue(text)
+    jobs = native.parse_squeue(text)
     assert [(job.job_id, job.state, job.comment) for job in jobs] == [
         ("17", "PENDING", "torchx-monarch:/x"),
         ("15", "RUNNING", "my|note"),
@@ -294,10 +295,10 @@ OVER = {"state": "FAILED", "msg": "role r ended with exit code 3"}
 )
 def test_state_of_a_job(said: Job | None, record: dict[str, Any], cancelled: bool, state: str, words: str) -> None:
     written = codec.decode(BatchRecord, record) if record else None
-    found, message = job_status.derive_state(said, written, cancelled)
-    assert found is AppState[state]
-    assert words in message
-    assert words or not message
+    found = job_state.derive_outcome(said, written, cancelled)
+    assert found.state is State[state]
+    assert words in found.message
+    assert words or not found.message
 
 
 def test_deleted_jobs_stay_deleted_while_slurm_remembers_them() -> None:

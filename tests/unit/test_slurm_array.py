@@ -14,14 +14,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from torchx.runner import Runner
-from torchx.specs import NONE, AppDef, AppState, InvalidRunConfigException, Role
+from torchx.specs import AppDef, InvalidRunConfigException, Role
 
-from torchx_monarch.backends.local import state_files
-from torchx_monarch.backends.slurm import array, commands, folder, snapshot
-from torchx_monarch.backends.slurm.commands import Job
+from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.core.state import reduce
+from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.slurm import array, array_state, folder, native, snapshot
 from torchx_monarch.backends.slurm.folder import JobFolder
-from torchx_monarch.backends.slurm.job_status import SlurmSnapshot
+from torchx_monarch.backends.slurm.job_state import JobState
+from torchx_monarch.backends.slurm.native import Job
 from torchx_monarch.backends.slurm.request import SlurmRequest
+from torchx_monarch.model.role_spec import RoleSpec
+from torchx_monarch.model.state import State
 from torchx_monarch.schedulers import monarch_slurm
 from torchx_monarch.transport import local_addresses
 
@@ -126,7 +130,7 @@ def test_dry_run_shows_the_array() -> None:
 
 
 def test_submitting_takes_no_array_from_the_environment() -> None:
-    assert commands.client_environment({"SBATCH_ARRAY_INX": "0-9", "SBATCH_ACCOUNT": "a"}) == {"SBATCH_ACCOUNT": "a"}
+    assert native.client_environment({"SBATCH_ARRAY_INX": "0-9", "SBATCH_ACCOUNT": "a"}) == {"SBATCH_ACCOUNT": "a"}
 
 
 @pytest.mark.parametrize(
@@ -148,9 +152,9 @@ def test_ids_of_arrays_and_their_tasks() -> None:
 
 
 def test_records_of_an_array_are_read() -> None:
-    jobs = commands.parse_scontrol(SCONTROL)
+    jobs = native.parse_scontrol(SCONTROL)
     assert {job.leader for job in jobs} == {"12"}
-    by_task = snapshot.by_task(jobs)
+    by_task = array_state.by_task(jobs)
     assert {index: (job.state, job.job_id) for index, job in by_task.items()} == {
         1: ("PENDING", "14"),
         2: ("RUNNING", "15"),
@@ -160,12 +164,12 @@ def test_records_of_an_array_are_read() -> None:
     }
     assert by_task[1].restarts == 1
     # All of those that had waited were cancelled.
-    (nobody,) = commands.parse_scontrol(SCONTROL.splitlines()[0].replace("3-5%2", "4294967294"))
+    (nobody,) = native.parse_scontrol(SCONTROL.splitlines()[0].replace("3-5%2", "4294967294"))
     assert (nobody.leader, nobody.tasks) == ("12", ())
     squeue = "12|12_[1,3-5%2]|PENDING|JobArrayTaskLimit|p|t:/x\n15|12_2|RUNNING|None|p|t:/x\n"
-    assert [(job.leader, job.tasks) for job in commands.parse_squeue(squeue)] == [("12", (1, 3, 4, 5)), ("12", (2,))]
+    assert [(job.leader, job.tasks) for job in native.parse_squeue(squeue)] == [("12", (1, 3, 4, 5)), ("12", (2,))]
     sacct = "12_0|FAILED|3:0|n2|p\n12_[3-5%2]|CANCELLED by 0|0:0|None assigned|p\n12_4|COMPLETED|0:0|n1|p\n"
-    found = {index: job.state for index, job in snapshot.by_task(commands.parse_sacct(sacct)["12"]).items()}
+    found = {index: job.state for index, job in array_state.by_task(native.parse_sacct(sacct)["12"]).items()}
     assert found == {0: "FAILED", 3: "CANCELLED by 0", 4: "COMPLETED", 5: "CANCELLED by 0"}
 
 
@@ -177,6 +181,7 @@ def submitted(spec: str = "1,4,6") -> JobFolder:
     paths = JobFolder(folder.new("app", None))
     os.makedirs(paths.array)
     state_files.write_json(paths.request, {"sbatch": {"array": spec}})
+    state_files.write_json(paths.app, SubmittedApp(AppDef("app", [role(replicas=1)]), [RoleSpec("r")]).to_json())
     folder.link_id("12", paths.root)
     return paths
 
@@ -185,10 +190,10 @@ def has_run(paths: JobFolder, index: int, state: str, ended: float = 0.0, **more
     """An array task's word on its end, and that of its one replica."""
     task = paths.task(index)
     os.makedirs(task.replica_logs("r", 0))
-    from_socket = {"state": state, "msg": f"says {index}", "ended": ended} if ended else {}
-    state_files.write_json(task.job, {"role": "r", **from_socket, **more})
+    said = {"state": state, "msg": f"says {index}", "ended": ended} if ended else {}
+    state_files.write_json(task.job, {**said, **more})
     error = json.dumps({"message": {"message": f"boom {index}"}}) if state == "FAILED" else None
-    record = {"state": state, "error": error, "ended": ended, "hostname": "n1", "restarts": 0, "job_restart": 0}
+    record = {"id": 0, "state": state, "error": error, "ended": ended, "hostname": "n1"}
     state_files.write_json(task.record("r", 0), record)
 
 
@@ -196,7 +201,7 @@ def slurm(state: str, *indices: int) -> Job:
     return Job("12", "12", "app", state, tasks=indices)
 
 
-def known(paths: JobFolder, jobs: Sequence[Job] = (), recorded: Sequence[Job] | None = None) -> SlurmSnapshot:
+def known(paths: JobFolder, jobs: Sequence[Job] = (), recorded: Sequence[Job] | None = None) -> JobState:
     def accounts() -> list[Job]:
         assert recorded is not None, "accounting was asked"
         return list(recorded)
@@ -220,8 +225,8 @@ def known(paths: JobFolder, jobs: Sequence[Job] = (), recorded: Sequence[Job] | 
 )
 def test_array_is_what_its_tasks_are(jobs: list[Job], state: str, msg: str) -> None:
     app = known(submitted(), jobs)
-    assert app.state is AppState[state]
-    assert re.fullmatch(msg, app.msg), app.msg
+    assert app.state is State[state]
+    assert re.fullmatch(msg, app.outcome.message), app.outcome
 
 
 def test_first_failure_is_the_cause_and_replicas_count_through() -> None:
@@ -229,19 +234,31 @@ def test_first_failure_is_the_cause_and_replicas_count_through() -> None:
     has_run(paths, 1, "FAILED", ended=30.0)
     has_run(paths, 4, "FAILED", ended=20.0, restarts=2)
     has_run(paths, 6, "SUCCEEDED", ended=10.0)
-    app = known(paths, [slurm("FAILED", 1, 4), slurm("COMPLETED", 6)])
-    assert (app.state, app.msg) == (AppState.FAILED, "array task 4: says 4 (1 more of 3 failed)")
-    (status,), restarts, cause = snapshot.report(app, [role(replicas=1)])
-    assert [(one.id, one.state.name) for one in status.replicas] == [(0, "FAILED"), (1, "FAILED"), (2, "SUCCEEDED")]
-    assert restarts == 2
-    assert json.loads(cause)["message"]["message"] == "array task 4: boom 4"
-    (status,), _, cause = snapshot.report(app.tasks[1], [role(replicas=1)])
-    assert json.loads(cause)["message"]["message"] == "boom 1"
-    assert snapshot.report(app.tasks[6], [role(replicas=1)])[2] == NONE
-    assert [
-        snapshot.locate_replica("12", app, 5, 2)[::2],
-        snapshot.locate_replica("12_6", app.tasks[6], 1, 2)[::2],
-    ] == [("12_6", 1)] * 2
+    job = known(paths, [slurm("FAILED", 1, 4), slurm("COMPLETED", 6)])
+    app = snapshot.of_app("12", job, brief=False)
+    status = reduce(app, 100.0)
+    assert (status.state, status.message) == (State.FAILED, "array task 4: says 4 (1 more of 3 failed)")
+    assert [one.id for one in app.replicas] == [0, 1, 2]
+    assert [status.shown(one).name for one in app.replicas] == ["FAILED", "FAILED", "SUCCEEDED"]
+    assert app.restarts == 2
+    assert json.loads(status.error)["message"]["message"] == "array task 4: boom 4"
+    assert not status.is_stop_due
+    errors = [reduce(snapshot.of_app("12_0", task, brief=False), 100.0).error for task in job.tasks.values()]
+    messages = [json.loads(error or "{}").get("message") for error in errors]
+    assert messages == [{"message": "boom 1"}, {"message": "boom 4"}, None]
+
+
+@pytest.mark.parametrize("brief", [True, False])
+def test_replicas_of_an_array_are_those_of_all_tasks(brief: bool) -> None:
+    paths = submitted()
+    state_files.write_json(paths.app, SubmittedApp(AppDef("app", [role()]), [RoleSpec("r", 2)]).to_json())
+    job = known(paths, [slurm("RUNNING", 1), slurm("PENDING", 4, 6)])
+    app = snapshot.of_app("12", job, brief=brief)
+    assert [replica.id for replica in app.replicas] == list(range(6))
+    assert snapshot.locate_replica(app, "r", 5) == ("12_6", job.tasks[6], 1)
+    only = snapshot.of_app("12_6", job.tasks[6], brief=brief)
+    assert [replica.id for replica in only.replicas] == [0, 1]
+    assert snapshot.locate_replica(only, "r", 1) == ("12_6", job.tasks[6], 1)
 
 
 def test_tasks_that_slurm_has_forgotten() -> None:
@@ -253,7 +270,7 @@ def test_tasks_that_slurm_has_forgotten() -> None:
     app = known(paths, [slurm("PENDING", 2), slurm("CANCELLED", 3), slurm("RUNNING", 4)], recorded)
     states = {index: task.state.name for index, task in app.tasks.items()}
     assert states == dict(enumerate(["SUCCEEDED", "FAILED", "PENDING", "CANCELLED", "RUNNING", "CANCELLED"]))
-    assert app.tasks[5].msg == "cancelled before it had started"
+    assert app.tasks[5].outcome.message == "cancelled before it had started"
     assert not os.path.exists(paths.end)
 
 
@@ -263,11 +280,11 @@ def test_end_of_an_array_is_known_when_slurm_has_forgotten_all_of_it() -> None:
     has_run(paths, 4, "RUNNING")
     jobs = [slurm("COMPLETED", 1), slurm("OUT_OF_MEMORY", 4), slurm("CANCELLED", 6)]
     before = known(paths, jobs)
-    assert (before.state, before.msg[:27]) == (AppState.FAILED, "array task 4: OUT_OF_MEMORY")
+    assert (before.state, before.outcome.message[:27]) == (State.FAILED, "array task 4: OUT_OF_MEMORY")
     after = known(paths)  # and accounting is not asked
-    assert (after.state, after.msg) == (before.state, before.msg)
-    assert {index: (task.state, task.msg) for index, task in after.tasks.items()} == {
-        index: (task.state, task.msg) for index, task in before.tasks.items()
+    assert after.outcome == before.outcome
+    assert {index: task.outcome for index, task in after.tasks.items()} == {
+        index: task.outcome for index, task in before.tasks.items()
     }
 
 
@@ -276,7 +293,7 @@ def test_end_that_nobody_has_seen_is_what_accounting_says_or_the_tasks_have_said
     has_run(paths, 1, "SUCCEEDED", ended=10.0)
     has_run(paths, 4, "RUNNING")
     app = known(paths, recorded=[slurm("COMPLETED", 1), slurm("TIMEOUT", 4), slurm("CANCELLED", 6)])
-    assert (app.state, app.msg[:21]) == (AppState.FAILED, "array task 4: TIMEOUT")
+    assert (app.state, app.outcome.message[:21]) == (State.FAILED, "array task 4: TIMEOUT")
     paths = submitted()
     has_run(paths, 1, "SUCCEEDED", ended=10.0)
     has_run(paths, 4, "SUCCEEDED", ended=10.0)
@@ -293,7 +310,7 @@ def test_wish_to_cancel_the_array_is_one_for_each_task() -> None:
     state_files.write_json(paths.cancel, {"time": 1.0})
     assert paths.task(4).is_cancelled
     app = known(paths, [slurm("FAILED", 1), slurm("CANCELLED", 4, 6)])
-    assert [(task.state.name, task.msg) for task in app.tasks.values()] == [
+    assert [(task.state.name, task.outcome.message) for task in app.tasks.values()] == [
         ("FAILED", "says 1"),
         ("CANCELLED", "cancelled"),
         ("CANCELLED", "cancelled"),
@@ -303,7 +320,7 @@ def test_wish_to_cancel_the_array_is_one_for_each_task() -> None:
     os.makedirs(paths.task(4).root)
     state_files.write_json(paths.task(4).cancel, {"time": 1.0})
     app = known(paths, [slurm("COMPLETED", 1, 6), slurm("CANCELLED", 4)])
-    assert (app.state, app.msg) == (AppState.CANCELLED, "array task 4: cancelled")
+    assert (app.state, app.outcome.message) == (State.CANCELLED, "array task 4: cancelled")
 
 
 def test_an_array_has_said_that_it_has_ended_when_all_of_its_tasks_have() -> None:
@@ -321,4 +338,4 @@ def test_an_array_has_said_that_it_has_ended_when_all_of_its_tasks_have() -> Non
 def test_another_machines_array_is_known_by_what_slurm_says() -> None:
     app = known(JobFolder("/nonexistent/of-somebody"), [slurm("RUNNING", 3), slurm("PENDING", 4, 5)])
     assert list(app.tasks) == [3, 4, 5]
-    assert app.state is AppState.RUNNING
+    assert app.state is State.RUNNING

@@ -26,12 +26,15 @@ from torchx.runner import Runner
 from torchx.specs import NONE, AppDef, AppState, AppStatus, Role
 
 from tests.unit.damage import contents
-from torchx_monarch.backends.errors import UserError
-from torchx_monarch.backends.local import state_files
-from torchx_monarch.backends.slurm import batch_step, entrypoint, folder, prune
-from torchx_monarch.backends.slurm.commands import SlurmError
+from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.core.errors import UserError
+from torchx_monarch.backends.core.snapshot import Outcome
+from torchx_monarch.backends.slurm import folder, prune
+from torchx_monarch.backends.slurm.in_job import batch_step, entrypoint
+from torchx_monarch.backends.slurm.native import SlurmError
 from torchx_monarch.backends.slurm.request import decode_or_exit
 from torchx_monarch.insight import events
+from torchx_monarch.model.state import State
 from torchx_monarch.schedulers import monarch_slurm
 
 CASES = 30
@@ -184,7 +187,7 @@ def apps(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apps]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MONARCH_STATE_DIR", str(tmp_path_factory.mktemp("fuzz")))
         slurm = SlurmCommands()
-        patch.setattr("torchx_monarch.backends.slurm.commands.subprocess.run", slurm.run)
+        patch.setattr("torchx_monarch.backends.slurm.native.subprocess.run", slurm.run)
         yield Apps(slurm)
 
 
@@ -219,8 +222,9 @@ def ask_everything(apps: Apps, app_id: str) -> None:
         for since in (None, now - timedelta(days=1)):
             with contextlib.suppress(UserError, *([SlurmError] if silent else [])):
                 list(scheduler.log_iter(each, "r", 1, since=since, until=now))
-    scheduler._foreground._show(app_id, scheduler.inner)
-    scheduler.inner.wait_terminal(app_id, 0.0)
+    scheduler._foreground._show(app_id)
+    scheduler.describe_native(app_id)
+    scheduler.apps.wait(app_id, 0.0)
     prune.prune()
 
 
@@ -293,10 +297,11 @@ def test_batch_step_survives_any_content_of_what_it_reads(apps: Apps, name: str,
         os.close(batch._wake)
         os.close(batch._signalled)
         if name != "request.json":
-            batch._role_restarts["r"] = batch._codes["r"] = 1
-            cause = batch._cause("r")
-            assert cause is None or isinstance(cause[0], int)
-            assert batch._left_unfinished(request.roles[0])
+            batch._record.role_restarts["r"] = 1
+            batch._ended["r"] = 1, time.time()
+            batch._decide()
+            assert batch._verdict.state in (State.FAILED, None)
+            assert isinstance(batch._verdict.code, int)
     finally:
         apps.restore()
 
@@ -327,19 +332,35 @@ def test_file_that_states_another_end_keeps_nobody_from_cancelling(apps: Apps) -
 @pytest.mark.parametrize(
     ("says", "state", "msg"),
     [
-        ("RUNNING", AppState.RUNNING, "{} is damaged: state is 5, not str"),
-        ("TIMEOUT", AppState.FAILED, "TIMEOUT: it ran into its time limit; {} is damaged: state is 5, not str"),
-        (None, AppState.FAILED, "how it ended is lost: {} is damaged: state is 5, not str"),
+        (
+            "RUNNING",
+            AppState.RUNNING,
+            "{}",
+        ),
+        (
+            "TIMEOUT",
+            AppState.FAILED,
+            "TIMEOUT: it ran into its time limit; {}",
+        ),
+        (
+            None,
+            AppState.FAILED,
+            "how it ended is lost: {}",
+        ),
     ],
 )
 def test_damaged_record_of_the_batch_step_is_named(apps: Apps, says: str | None, state: AppState, msg: str) -> None:
     paths = apps.folders[ONE]
     try:
+        allowed = ", ".join(State)
         state_files.write_json(paths.job, {"state": 5})
         apps.slurm.says = says
         found = apps.scheduler.describe(ONE)
         assert found is not None
-        assert (found.state, found.msg) == (state, msg.format(paths.job))
+        assert (found.state, found.msg) == (
+            state,
+            msg.format(f"{paths.job} is damaged: state is 5, not one of {allowed}"),
+        )
         # What the file may say once it is restored is not settled.
         assert os.path.exists(paths.end) == (says == "TIMEOUT")
     finally:
@@ -372,12 +393,38 @@ def test_job_of_another_user_is_shown_and_neither_cancelled_nor_deleted(apps: Ap
 
     before = files()
     apps.slurm.says, apps.slurm.owner = says, os.getuid() + 4242
+    words = f"job {app_id} belongs to another user, {os.getuid() + 4242}: only"
     try:
         found = apps.scheduler.describe(app_id)
         assert found is not None and found.state is AppState[says]
-        for change in (apps.scheduler.cancel, apps.scheduler.delete, lambda each: apps.scheduler.inner.stop(each, 0)):
-            with pytest.raises(UserError, match=f"job {app_id} belongs to another user, {os.getuid() + 4242}: only"):
-                change(app_id)
+        with pytest.raises(UserError, match=words):
+            apps.scheduler.delete(app_id)
+        # There is nothing to cancel of a job that has ended.
+        with pytest.raises(UserError, match=words) if says == "RUNNING" else contextlib.nullcontext():
+            apps.scheduler.cancel(app_id)
+        snapshot = apps.scheduler.inner.snapshot(app_id)
+        with pytest.raises(UserError, match=words):
+            apps.scheduler.inner.stop(snapshot, Outcome(State.CANCELLED), 0)
         assert files() == before and not apps.slurm.told
     finally:
         apps.restore()
+
+
+def test_an_app_without_its_description_is_shown_by_its_components(apps: Apps) -> None:
+    try:
+        Path(apps.folders[ONE].app).write_bytes(b"{")
+        found = apps.scheduler.describe(ONE)
+        assert found is not None and found.state is AppState.RUNNING
+        assert [(role.role, len(role.replicas)) for role in found.roles_statuses] == [("app", 1)]
+        with pytest.raises(UserError, match="app 1 has no role 'r'; its roles are app"):
+            apps.scheduler.log_iter(ONE, "r")
+    finally:
+        apps.restore()
+
+
+def test_an_app_that_its_batch_step_watches_over_is_not_ended_by_a_reader(apps: Apps) -> None:
+    """Of its two replicas one has failed long ago: the batch step decides what follows."""
+    found = apps.scheduler.describe(ONE)
+    assert found is not None and found.state is AppState.RUNNING
+    assert [replica.state.name for replica in found.roles_statuses[0].replicas] == ["PENDING", "FAILED"]
+    assert not apps.slurm.told

@@ -18,8 +18,8 @@ from torchx_monarch.controller.elastic import HostGatherer, NodeRange
 from torchx_monarch.controller.host_events import HostEvents, HostLost, Interrupted, RunEndRequested, StopRequested
 from torchx_monarch.controller.host_messages import (
     Answer,
-    Launch,
     Launched,
+    LaunchRanks,
     OpenStore,
     RanksExited,
     Refused,
@@ -75,7 +75,7 @@ class ScriptedAgents(Agents):
     async def ask(self, request: Request) -> AsyncIterator[Any]:
         if self.refusal == (type(request), False):
             raise HostRefused(REFUSED)
-        if isinstance(request, Launch):
+        if isinstance(request, LaunchRanks):
             self.log.append(("launch", request.world.attempt, request.spares))
             for host in self.hosts:
                 yield Launched(host.replica, (7,))
@@ -157,7 +157,7 @@ def test_ranks_are_restarted_on_the_same_mesh() -> None:
     ("refusal", "reason"),
     [
         ((OpenStore, True), "host 0: cannot write the ranks' logs"),
-        ((Launch, False), "cannot write the ranks' logs"),
+        ((LaunchRanks, False), "cannot write the ranks' logs"),
     ],
 )
 def test_a_refusal_ends_a_batch_job(refusal: tuple[type[Request], bool], reason: str) -> None:
@@ -209,7 +209,7 @@ def test_a_refusal_ends_a_run_and_not_the_session() -> None:
     async def main() -> None:
         events = HostEvents()
         agents, session = ScriptedAgents(events), LiveLike(events, 1)
-        agents.refusal = (Launch, False)
+        agents.refusal = (LaunchRanks, False)
         assert await work(session, agents, events).run(HOSTS, False) == JobResult(0, "idle")
         assert session.results == [JobResult(1, "host 1 (node1): cannot write the ranks' logs")]
         assert agents.log == ["mesh", ("stop", 9)]

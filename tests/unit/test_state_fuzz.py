@@ -25,14 +25,17 @@ from hypothesis import strategies as st
 from torchx.specs import AppDef, AppState, AppStatus, Role
 
 from tests.unit.damage import contents
-from torchx_monarch.backends import client_credentials
-from torchx_monarch.backends.local import owners, prune, state_files, status, submit
+from torchx_monarch.backends.core import client_credentials, state_files
+from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.local import owners, prune, status, submit
 from torchx_monarch.backends.local.render import render
 from torchx_monarch.client.allocations import list_allocations
 from torchx_monarch.client.target import Target
 from torchx_monarch.command.command import HOSTS_MODULE
 from torchx_monarch.exceptions import UnreachableError
 from torchx_monarch.insight import events
+from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
+from torchx_monarch.model.state import State
 from torchx_monarch.schedulers import monarch_local
 from torchx_monarch.schedulers.monarch import MonarchScheduler
 from torchx_monarch.system import processes
@@ -62,8 +65,8 @@ class RunningApp:
 
     def __init__(self, folder: Path) -> None:
         self.scheduler: MonarchScheduler = monarch_local("torchx")
-        self.ended = self._publish("ended", status.SUCCEEDED)
-        self.app_id = self._publish("running", status.RUNNING)
+        self.ended = self._publish("ended", State.SUCCEEDED)
+        self.app_id = self._publish("running", State.RUNNING)
         self.paths = state_files.app_paths(self.app_id)
         script = folder / "backends" / "local" / "supervise.py"
         script.parent.mkdir(parents=True)
@@ -79,17 +82,18 @@ class RunningApp:
         self.files[kept] = b""
         self.handle = f"monarch_local://torchx/{self.app_id}"
 
-    def _publish(self, name: str, state: str) -> str:
+    def _publish(self, name: str, state: State) -> str:
         role = Role("r", image="", entrypoint="python", args=["-m", HOSTS_MODULE, "--", "torchrun", "x.py"])
         app = AppDef(name, [role], {"team": "a"})
-        request = render(app, grace=5.0, assign_gpus=False, environ={})
-        request = submit._publish(state_files.apps_dir(), request, app, {"grace": 5}, time.time())
+        submitted = SubmittedApp(app, [RoleSpec("r", workload=WorkloadKind.SESSION)], {"grace": 5})
+        request = render(app, submitted.roles, grace=5.0, assign_gpus=False, environ={})
+        request = submit._publish(state_files.apps_dir(), request, submitted, time.time())
         paths = state_files.app_paths(request.app_id)
         record = status.load(paths)
         assert record is not None
         record.state = record.roles[0].replicas[0].state = state
         record.error = record.roles[0].replicas[0].error = '{"message": {"message": "boom", "extraInfo": {}}}'
-        record.ended = time.time() if status.is_terminal(state) else None
+        record.ended = time.time() if state.is_terminal else None
         state_files.write_json(paths.status, record.to_json())
         return request.app_id
 
@@ -168,8 +172,8 @@ def ask_everything(app: RunningApp) -> None:
     for since in (None, now - timedelta(days=1)):
         with contextlib.suppress(ValueError):  # the roles may have gone
             list(app.scheduler.log_iter(app.app_id, "r", 0, since=since, until=now))
-    app.scheduler._foreground._show(app.app_id, app.scheduler.inner)
-    app.scheduler.inner.wait_terminal(app.app_id, 0.0)
+    app.scheduler._foreground._show(app.app_id)
+    app.scheduler.apps.wait(app.app_id, 0.0)
     list(list_allocations())
     with contextlib.suppress(UnreachableError):
         Target.of(app.handle)
@@ -193,7 +197,7 @@ def test_any_content_of_any_file_costs_details_only(app: RunningApp, name: str, 
         path.write_bytes(content)
         ask_everything(app)
         if data.draw(st.sampled_from([True, False, False, False]), "whether it is cancelled"):
-            app.scheduler.inner.stop(app.app_id, None)
+            app.scheduler.apps.cancel(app.app_id, None)
             assert app.told()
     finally:
         app.restore(path)

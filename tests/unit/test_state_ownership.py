@@ -11,23 +11,26 @@ from pathlib import Path
 import pytest
 from torchx.specs import AppDef, AppState, Role
 
-from torchx_monarch.backends import client_credentials
-from torchx_monarch.backends.local import prune, state_files, status, submit
+from torchx_monarch.backends.core import client_credentials, state_files
+from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.local import prune, status, submit
 from torchx_monarch.backends.local.render import render
-from torchx_monarch.backends.local.scheduler import create_scheduler
 from torchx_monarch.backends.local.submit import StateAccessError, StateDirError
 from torchx_monarch.insight import events
+from torchx_monarch.model.role_spec import RoleSpec
+from torchx_monarch.model.state import State
 from torchx_monarch.schedulers import monarch_local
 
 SOMEBODY_ELSE = 12345
 root_only = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 
 
-def app(name: str, state: str = status.SUCCEEDED, ended: float | None = None) -> state_files.AppPaths:
+def app(name: str, state: State = State.SUCCEEDED, ended: float | None = None) -> state_files.AppPaths:
     """Write the folder of an app; no process runs."""
     definition = AppDef(name, [Role("r", image="", entrypoint="true")])
-    request = render(definition, grace=5.0, assign_gpus=False, environ={})
-    request = submit._publish(state_files.apps_dir(), request, definition, {}, time.time())
+    submitted = SubmittedApp(definition, [RoleSpec("r")])
+    request = render(definition, submitted.roles, grace=5.0, assign_gpus=False, environ={})
+    request = submit._publish(state_files.apps_dir(), request, submitted, time.time())
     paths = state_files.app_paths(request.app_id)
     record = status.load(paths)
     assert record is not None
@@ -38,7 +41,7 @@ def app(name: str, state: str = status.SUCCEEDED, ended: float | None = None) ->
 
 def refused(app_id: str) -> str:
     """The message with which an app is refused, whatever is asked about it."""
-    scheduler = create_scheduler("torchx")
+    scheduler = monarch_local("torchx")
     messages = set()
     for ask in (scheduler.describe, scheduler.exists, scheduler._cancel_existing, scheduler._delete_existing):
         with pytest.raises(StateAccessError) as error:
@@ -52,7 +55,7 @@ def refused(app_id: str) -> str:
 @root_only
 @pytest.mark.parametrize("whose", ["the folder", "a link"])
 def test_a_planted_app_is_refused_by_name(tmp_path: Path, whose: str, caplog: pytest.LogCaptureFixture) -> None:
-    mine, planted = app("mine"), app("planted", status.RUNNING)
+    mine, planted = app("mine"), app("planted", State.RUNNING)
     precious = tmp_path / "precious"
     precious.write_text("mine\n")
     os.unlink(planted.events) if os.path.exists(planted.events) else None
@@ -65,7 +68,7 @@ def test_a_planted_app_is_refused_by_name(tmp_path: Path, whose: str, caplog: py
         os.rename(planted.root, elsewhere)
         os.symlink(elsewhere, planted.root)
         reason = "is a symbolic link"
-    assert [each.app_id for each in create_scheduler("torchx").list()] == [mine.app_id]
+    assert [each.app_id for each in monarch_local("torchx").list()] == [mine.app_id]
     assert f"{planted.root} {reason}" in caplog.text
     assert f"{planted.root} {reason}" in refused(planted.app_id)
     assert precious.read_text() == "mine\n"
@@ -73,7 +76,7 @@ def test_a_planted_app_is_refused_by_name(tmp_path: Path, whose: str, caplog: py
 
 def test_a_link_in_an_app_is_not_followed(tmp_path: Path) -> None:
     # No supervisor runs: the one who lists notes the end, with an event.
-    dead = app("dead", status.RUNNING)
+    dead = app("dead", State.RUNNING)
     record = status.load(dead)
     assert record is not None
     record.created = 0.0
@@ -83,7 +86,7 @@ def test_a_link_in_an_app_is_not_followed(tmp_path: Path) -> None:
     logs = Path(dead.replica_logs("r", 0))
     for link in (dead.events, logs / "stderr.log", logs / "combined.log"):
         os.symlink(precious, link)
-    scheduler = create_scheduler("torchx")
+    scheduler = monarch_local("torchx")
     assert [each.state for each in scheduler.list()] == [AppState.FAILED]
     assert precious.read_text() == "mine\n"
     assert events.read(dead.events) == ([], 0)
@@ -97,7 +100,7 @@ def test_a_fifo_for_a_log_does_not_hang(tmp_path: Path) -> None:
     log = Path(paths.replica_logs("r", 0), "combined.log")
     os.mkfifo(log)
     os.mkfifo(paths.events)
-    scheduler = create_scheduler("torchx")
+    scheduler = monarch_local("torchx")
     assert list(scheduler.log_iter(paths.app_id, "r")) == [f"[monarch] this log cannot be read: {log} is a FIFO\n"]
     found = scheduler.describe(paths.app_id)
     assert found is not None and found.state is AppState.SUCCEEDED
@@ -106,13 +109,14 @@ def test_a_fifo_for_a_log_does_not_hang(tmp_path: Path) -> None:
 def test_another_users_state_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     app("theirs")
     monkeypatch.setattr(os, "geteuid", lambda: SOMEBODY_ELSE)
-    scheduler = create_scheduler("torchx")
+    scheduler = monarch_local("torchx")
     with pytest.raises(StateAccessError, match="belongs to .*, not to uid 12345.*MONARCH_STATE_DIR"):
         scheduler.list()
     definition = AppDef("mine", [Role("r", image="", entrypoint="true")])
-    request = render(definition, grace=5.0, assign_gpus=False, environ={})
+    submitted = SubmittedApp(definition, [RoleSpec("r")])
+    request = render(definition, submitted.roles, grace=5.0, assign_gpus=False, environ={})
     with pytest.raises(StateDirError, match="belongs to .*MONARCH_STATE_DIR"):
-        submit.submit(request, definition, {})
+        submit.submit(request, submitted)
     with pytest.raises(OSError, match="belongs to"):
         client_credentials.keep("monarch_slurm", "1", "secret", {})
 
@@ -125,14 +129,14 @@ def test_an_unreadable_state_directory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("torchx_monarch.system.safe_files.open_folder", closed)  # root may read everything
     with pytest.raises(StateAccessError, match=f"{paths.trusted} cannot be read: Permission denied"):
-        create_scheduler("torchx").list()
+        monarch_local("torchx").list()
 
 
 def test_names_and_messages_do_not_reach_the_terminal_as_codes() -> None:
     paths = app("x")
     record = status.load(paths)
     assert record is not None
-    record.state, record.name, record.msg = status.FAILED, "\x1b]0;owned\x07", "one\ntwo \x1b[31mred\r"
+    record.state, record.name, record.msg = State.FAILED, "\x1b]0;owned\x07", "one\ntwo \x1b[31mred\r"
     record.roles[0].replicas[0].error = record.error = '{"message": "a\\u001b[2J", "errorCode": 1}'
     state_files.write_json(paths.status, record.to_json())
     scheduler = monarch_local("torchx")

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torchx_monarch.backends import client_credentials
-from torchx_monarch.backends.local import state_files
+from torchx_monarch.backends.core import client_credentials, state_files
 from torchx_monarch.backends.local.request import load as load_request
 from torchx_monarch.client.connection import ask
 from torchx_monarch.client.target import Target

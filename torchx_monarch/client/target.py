@@ -9,11 +9,9 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torchx_monarch.backends import client_credentials
-from torchx_monarch.backends.local import state_files
-from torchx_monarch.backends.local.request import DetachedRequest
+from torchx_monarch.backends.core import client_credentials, state_files
+from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.backends.local.request import load as load_request
-from torchx_monarch.backends.protocols import Reachable
 from torchx_monarch.exceptions import UnreachableError
 from torchx_monarch.torchx_adapter import torchx_api
 from torchx_monarch.transport.address import Address, AddressError
@@ -96,7 +94,7 @@ def _on_this_machine(handle: str, app_id: str, role: str) -> Address:
     return Address("unix", path=os.path.join(request.run_dir, f"{index}.sock"))
 
 
-def _request(app_id: str) -> DetachedRequest | None:
+def _request(app_id: str) -> LocalRequest | None:
     """Return the stored request of an app of this machine; None if there is no such app.
 
     Raises:
@@ -122,13 +120,7 @@ def _host(handle: str, app_id: str, role: str, known: str, runner: Runner | None
 
             runner = stack.enter_context(get_runner())
         scheduler: Any = torchx_api.scheduler_of(runner, handle.partition(":")[0])
-        inner = getattr(scheduler, "inner", scheduler)
-        host = inner.client_host(app_id, role) if isinstance(inner, Reachable) else ""
-        if not host:
-            described = scheduler.describe(app_id)
-            statuses = described.roles_statuses if described is not None else []
-            replicas = [each for status in statuses if status.role == role for each in status.replicas]
-            host = next((each.hostname for each in replicas if each.id == 0 and each.hostname), "")
+        host: str = scheduler.apps.address(app_id, role)
     if not host:
         raise UnreachableError(f"{handle}: its scheduler does not say yet where replica 0 of role {role!r} runs")
     return host

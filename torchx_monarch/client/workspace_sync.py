@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from torchx_monarch.backends.local import state_files
+from torchx_monarch.backends.core import state_files
 from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.target import Target
 from torchx_monarch.code_sync.archive import ChangedError, pack

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Rewrite the app that a user submits into the app that a backend runs, and back.
+"""Rewrite the app that a user submits into the app that a backend runs, and derive what the backend must know of it.
 
 Rewriting puts the host process before the rank program: ``torchrun train.py`` becomes ``python -m torchx_monarch.host
 [options] -- torchrun train.py``. The rank program may be the role's command, part of the string of a ``bash -c``, or
@@ -16,13 +16,21 @@ from dataclasses import dataclass, field, replace
 
 from torchx.specs import AppDef, RetryPolicy, Role, macros
 
-from torchx_monarch.command.actors import is_actors
 from torchx_monarch.command.allocation_spec import IDLE_TIMEOUT, AllocationSpec
-from torchx_monarch.command.command import ACTORS_MODULE, HOST_MODULE, HOSTS_MODULE, Command, CommandError, check, parse
+from torchx_monarch.command.command import HOST_MODULE, HOSTS_MODULE, Command, CommandError, check, parse
 from torchx_monarch.command.shell import SimpleCommand, command_string, simple_commands
-from torchx_monarch.command.template import escape, substitute, unescape
+from torchx_monarch.command.template import escape, substitute
 from torchx_monarch.model import sidecars
 from torchx_monarch.model.host_spec import HostSpec, show_seconds
+from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
+
+_WORKLOADS = {
+    "torchrun": WorkloadKind.RANKS,
+    "python": WorkloadKind.RANKS,
+    "hosts": WorkloadKind.SESSION,
+    "actors": WorkloadKind.ACTORS,
+}
+"""What the hosts of a command run, by ``Command.kind``."""
 
 
 @dataclass(frozen=True)
@@ -47,34 +55,83 @@ class WrapOptions:
     always_together: bool = False
 
 
-def rewrite(app: AppDef, options: WrapOptions) -> AppDef:
-    """Return a copy of ``app`` in which the host process starts the rank program of every role that has one.
+@dataclass(frozen=True)
+class Rewritten:
+    """The result of rewriting an app.
+
+    Attributes:
+        app: a copy of the app, with the host process before the rank command of every role that has one.
+        roles: what the backend must know of each role, in the order of the app.
+    """
+
+    app: AppDef
+    roles: tuple[RoleSpec, ...]
+
+
+@dataclass(frozen=True)
+class _RankCommand:
+    """The rank command of a role, and where it begins.
+
+    Attributes:
+        command: the command.
+        string: index of the argument that is a shell string with the command in it; None for other roles.
+        start: offset of the command in that string; otherwise the index of its first word in the role's words, of which
+            the entrypoint is the first.
+    """
+
+    command: Command
+    string: int | None
+    start: int
+
+    @property
+    def kind(self) -> str:
+        """``Command.kind``."""
+        return self.command.kind
+
+    @property
+    def awaits_clients(self) -> bool:
+        """Whether clients connect to its hosts; hosts of actors may run a client of their own, which follows ``--``."""
+        return self.kind == "hosts" or (self.kind == "actors" and "--" not in self.command.program.args)
+
+
+def rewrite(app: AppDef, options: WrapOptions) -> Rewritten:
+    """Put the host process before the rank command of every role that has one; ``app`` itself is not changed.
 
     Raises:
         CommandError: the command of a role is invalid or not supported; the message names the role.
+        SidecarError: the sidecar mark of a role is invalid.
     """
     rewritten = copy.deepcopy(app)
+    commands = [_find_rank_command(role) for role in app.roles]
     # Replicas 0 of different roles connect to each other if there are several roles, and they have network addresses.
     meet = len(app.roles) > 1 and bool(options.rendezvous or options.application)
-    ranks = [role for role in app.roles if _runs_ranks(role)] if meet else []
-    has_main = bool(ranks) and ranks[0] is app.roles[0]
-    registry = _role_registry(ranks, options) if has_main else {}
-    peer_roles = _end_together(ranks, options.always_together) if has_main and options.application else 0
-    awaited = _awaited(ranks[1:]) if peer_roles and options.always_together else []
-    for role in rewritten.roles:
-        wrap_role(role, options.python, _host_arguments(role, options, registry, peer_roles, awaited))
-    return rewritten
+    hosts = [(role, found) for role, found in zip(app.roles, commands, strict=True) if found and meet]
+    has_main = bool(hosts) and hosts[0][0] is app.roles[0]
+    registry = _role_registry(hosts, options) if has_main else {}
+    peer_roles = _end_together(hosts, options.always_together) if has_main and options.application else 0
+    awaited = _awaited([role for role, _ in hosts[1:]]) if peer_roles and options.always_together else []
+    specs = []
+    for role, found in zip(rewritten.roles, commands, strict=True):
+        if found is None:
+            specs.append(RoleSpec.of(role))
+            continue
+        rendezvous = options.rendezvous.get(role.name, "")
+        spec = RoleSpec.of(role, _WORKLOADS[found.kind], rendezvous, ends_together=peer_roles > 0)
+        specs.append(replace(spec, awaits_clients=found.awaits_clients))
+        words = _host_arguments(role, found.kind, options, registry, peer_roles, awaited)
+        _insert(role, found, [options.python, *words])
+    return Rewritten(rewritten, tuple(specs))
 
 
-def _end_together(ranks: Sequence[Role], always: bool) -> int:
-    """Return the number of further rank roles that end together with the first role; 0 if each role ends by itself.
+def _end_together(hosts: Sequence[tuple[Role, _RankCommand]], always: bool) -> int:
+    """Return the number of further roles that end together with the first role; 0 if each role ends by itself.
 
     Roles end together if the backend always requires it, or if all of them restart together: each has the policy
     APPLICATION and retries. Roles that wait for runs or actors never end together.
     """
-    waiting = any(module in word for role in ranks for word in role.args for module in (HOSTS_MODULE, ACTORS_MODULE))
-    every = all(role.retry_policy is RetryPolicy.APPLICATION and role.max_retries > 0 for role in ranks)
-    return len(ranks) - 1 if (always or every) and not waiting else 0
+    waiting = any(_WORKLOADS[found.kind] is not WorkloadKind.RANKS for _, found in hosts)
+    every = all(role.retry_policy is RetryPolicy.APPLICATION and role.max_retries > 0 for role, _ in hosts)
+    return len(hosts) - 1 if (always or every) and not waiting else 0
 
 
 def _awaited(others: Sequence[Role]) -> list[str]:
@@ -82,24 +139,19 @@ def _awaited(others: Sequence[Role]) -> list[str]:
     return [role.name for role in others if not sidecars.is_sidecar(role)]
 
 
-def _role_registry(ranks: Sequence[Role], options: WrapOptions) -> Mapping[str, str]:
+def _role_registry(hosts: Sequence[tuple[Role, _RankCommand]], options: WrapOptions) -> Mapping[str, str]:
     """Return the address of the role registry (``controller.roles``) for each role that uses it.
 
-    Replica 0 of the first rank role keeps the registry. It is needed only for roles whose replica 0 has no address
-    before it runs (``@``), and that have several replicas or run actors.
+    Replica 0 of the first role keeps the registry. It is needed only for roles whose replica 0 has no address before it
+    runs (``@``), and that have several replicas or run actors.
     """
-    main, *others = ranks
+    (main, _), *others = hosts
     roles = [
         role
-        for role in others
-        if ":@:" in options.rendezvous.get(role.name, "")
-        and (role.num_replicas > 1 or is_actors([role.entrypoint, *role.args]))
+        for role, found in others
+        if ":@:" in options.rendezvous.get(role.name, "") and (role.num_replicas > 1 or found.kind == "actors")
     ]
     return {role.name: options.rendezvous[main.name] for role in (main, *roles)} if roles else {}
-
-
-def _runs_ranks(role: Role) -> bool:
-    return wrap_role(copy.deepcopy(role), "python", ["-m", HOST_MODULE, "--"])
 
 
 def hold(app: AppDef, idle_timeout: float = IDLE_TIMEOUT, python: str = "python") -> AppDef:
@@ -117,106 +169,84 @@ def hold(app: AppDef, idle_timeout: float = IDLE_TIMEOUT, python: str = "python"
             names the role.
     """
     held = copy.deepcopy(app)
-    words = ["-m", HOSTS_MODULE, "--idle-timeout", show_seconds(idle_timeout), "--"]
-    found = [wrap_role(role, python, words, but="hosts") for role in held.roles]
-    if not any(found):
+    words = [python, "-m", HOSTS_MODULE, "--idle-timeout", show_seconds(idle_timeout), "--"]
+    commands = [(role, _find_rank_command(role)) for role in held.roles]
+    if not any(found for _, found in commands):
         roles = ", ".join(repr(role.name) for role in held.roles) or "none"
         raise CommandError(f"no role of app {app.name!r} runs a torchrun or Python command; its roles: {roles}")
+    for role, found in commands:
+        if found is not None and found.kind != "hosts":
+            _insert(role, found, words)
     for role in held.roles[1:]:
         sidecars.mark(role)
     return held
 
 
-def restore(role: Role) -> Role:
-    """Return a copy of ``role`` as it was before :func:`rewrite`; an equal copy if it was not rewritten."""
-    restored = copy.deepcopy(role)
-    string = command_string(role.entrypoint, role.args)
-    if string is not None:
-        restored.args[string] = _restore_string(role.args[string])
-        return restored
-    argv = [escape(role.entrypoint), *role.args]
-    for start in range(len(argv)):
-        end = _host_words(argv[start:])
-        if end is not None:
-            argv[start : start + end] = []
-            restored.entrypoint, restored.args = unescape(argv[0]), argv[1:]
-            break
-    return restored
-
-
-def wrap_role(role: Role, python: str, words: Sequence[str], but: str = "") -> bool:
-    """Insert a command prefix before the rank program of a role, in place.
-
-    Args:
-        role: the role.
-        python: first word of the prefix, not escaped.
-        words: further words of the prefix, escaped for TorchX.
-        but: kind of command that is not wrapped; empty to wrap all.
-
-    Returns:
-        Whether the role has a rank program.
+def _find_rank_command(role: Role) -> _RankCommand | None:
+    """Find the rank command of a role; None if the role has none.
 
     Raises:
         CommandError: the command of the role is invalid or not supported.
     """
     string = command_string(role.entrypoint, role.args)
     if string is not None:
-        return _wrap_string(role, string, [escape(python), *words], but)
+        return _find_in_string(role, string)
     plain = [role.entrypoint, *(substitute(arg)[0] for arg in role.args)]
-    if (command := _command(plain, role)) is not None:
-        if command.kind != but:
-            role.entrypoint, role.args = python, [*words, escape(role.entrypoint), *role.args]
-        return True
-    for position in range(len(role.args)):
-        command_found = _command(plain[position + 1 :], role)
-        if command_found is not None:
-            # A set-up script that executes its arguments. A torchrun among them is the rank program; a plain python may
-            # be an argument with another meaning.
-            if command_found.kind not in ("python", but):
-                role.args[position:position] = [escape(python), *words]
-            return command_found.kind != "python"
-    return False
+    for position in range(len(plain)):
+        command = _command(plain[position:], role)
+        if command is not None:
+            # The words before it are a set-up script that executes its arguments. A torchrun among them is the rank
+            # command; a plain python may be an argument with another meaning.
+            return _RankCommand(command, None, position) if position == 0 or command.kind != "python" else None
+    return None
 
 
-def _wrap_string(role: Role, string: int, words: Sequence[str], but: str) -> bool:
-    text = role.args[string]
-    found = _rank_commands(text, role)
+def _find_in_string(role: Role, string: int) -> _RankCommand | None:
+    found = _rank_commands(role.args[string], role)
     if len(found) > 1:
         raise CommandError(
             f"role {role.name!r}: the string of `{role.entrypoint} -c` holds {len(found)} torchrun commands, and a "
             "role can hold one. Make a role of each, or leave it to one torchrun to start the other."
         )
-    for simple, kind in found:
+    for simple, command in found:
         if simple.looped:
             raise CommandError(
                 f"role {role.name!r}: the torchrun in the string of `{role.entrypoint} -c` is in a loop, and a "
                 "role runs one. Put the loop into the script, or submit one job for each turn."
             )
-        if kind == but:
-            continue
-        start = simple.words[0].start
-        # The value of a macro may be a shell variable (Slurm: $SLURM_JOB_ID), which expands within double quotes.
-        quoted = [f'"{word}"' if word in (macros.app_id, macros.replica_id) else shlex.quote(word) for word in words]
-        role.args[string] = f"{text[:start]}{' '.join(quoted)} {text[start:]}"
-    return bool(found)
+        return _RankCommand(command, string, simple.words[0].start)
+    return None
 
 
-def _rank_commands(text: str, role: Role) -> list[tuple[SimpleCommand, str]]:
-    """Find the rank programs in a shell string, each with the kind of its command."""
-    found: list[tuple[SimpleCommand, str]] = []
+def _rank_commands(text: str, role: Role) -> list[tuple[SimpleCommand, Command]]:
+    """Find the rank programs in a shell string, each with its command."""
+    found: list[tuple[SimpleCommand, Command]] = []
     for simple in simple_commands(text):
         command = _command([word.value for word in simple.words], role)
         if command is not None and (command.kind != "python" or simple.alone):
-            found.append((simple, command.kind))
+            found.append((simple, command))
     return found
 
 
-def _restore_string(text: str) -> str:
-    for simple in simple_commands(text):
-        end = _host_words([word.value for word in simple.words])
-        if end is not None:
-            return text[: simple.words[0].start] + text[simple.words[end].start :]
-    return text
+def _insert(role: Role, found: _RankCommand, words: Sequence[str]) -> None:
+    """Insert a command prefix before the rank command of a role, in place.
+
+    Args:
+        role: the role.
+        found: its rank command.
+        words: the prefix: the interpreter, not escaped, then words that are escaped for TorchX.
+    """
+    python, *options = words
+    if found.string is not None:
+        # The value of a macro may be a shell variable (Slurm: $SLURM_JOB_ID), which expands within double quotes.
+        macro = (macros.app_id, macros.replica_id)
+        quoted = [f'"{word}"' if word in macro else shlex.quote(word) for word in (escape(python), *options)]
+        text = role.args[found.string]
+        role.args[found.string] = f"{text[: found.start]}{' '.join(quoted)} {text[found.start :]}"
+    elif found.start == 0:
+        role.entrypoint, role.args = python, [*options, escape(role.entrypoint), *role.args]
+    else:
+        role.args[found.start - 1 : found.start - 1] = [escape(python), *options]
 
 
 def _command(words: Sequence[str], role: Role) -> Command | None:
@@ -238,17 +268,15 @@ def _command(words: Sequence[str], role: Role) -> Command | None:
 
 
 def _host_arguments(
-    role: Role, options: WrapOptions, registry: Mapping[str, str], peer_roles: int, awaited: Sequence[str]
+    role: Role, kind: str, options: WrapOptions, registry: Mapping[str, str], peer_roles: int, awaited: Sequence[str]
 ) -> list[str]:
     """Return the arguments of the host process, which follow the interpreter and precede the command."""
-    rendezvous = options.rendezvous.get(role.name, "")
-    is_for_actors = bool(options.rendezvous) and is_actors([role.entrypoint, *role.args])
     # TorchX or the backend fills in what these hold: an app's id, or the name of a host in it.
     placeholders = {
         "app": macros.app_id,
         "replica": macros.replica_id,
-        "rendezvous": rendezvous,
-        "peers": _peers(options) if is_for_actors else "",
+        "rendezvous": options.rendezvous.get(role.name, ""),
+        "peers": _peers(options) if kind == "actors" else "",
         "role_registry": registry.get(role.name, ""),
         "application": options.application if peer_roles else "",
     }
@@ -271,13 +299,3 @@ def _peers(options: WrapOptions) -> str:
 def _are_replaced(role: Role) -> bool:
     """Whether the backend restarts a lost replica while the others are alive."""
     return role.retry_policy is RetryPolicy.REPLICA and role.max_retries > 0 and role.num_replicas > 1
-
-
-def _host_words(argv: Sequence[str]) -> int | None:
-    """Return the number of words that :func:`rewrite` put before the command; None if ``argv`` is not wrapped."""
-    if tuple(argv[1:3]) != ("-m", HOST_MODULE):
-        return None
-    end = 3
-    while end < len(argv) and argv[end] != "--":
-        end += 2
-    return end + 1 if end + 1 < len(argv) else None

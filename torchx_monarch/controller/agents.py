@@ -25,7 +25,7 @@ from torchx_monarch.controller.host_events import (
 from torchx_monarch.controller.host_messages import (
     Answer,
     Handler,
-    Launch,
+    LaunchRanks,
     RanksExited,
     Refused,
     Request,
@@ -249,8 +249,8 @@ class Agents:
                 with contextlib.suppress(RuntimeError):  # the event loop has ended
                     loop.call_soon_threadsafe(answers.put_nowait, _decoded(answer))
 
-        # ``Launch`` goes through all agents, so that each is known to run, and its host process notices its death.
-        first = 0 if isinstance(request, Launch) else 1
+        # ``LaunchRanks`` goes through all agents, so that each is known to run, and its host process notices its death.
+        first = 0 if isinstance(request, LaunchRanks) else 1
         if first:
             task = asyncio.ensure_future(ask_own())
             self._asked.add(task)

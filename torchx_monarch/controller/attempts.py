@@ -18,7 +18,7 @@ from torchx_monarch.controller.host_events import (
     HostPreempted,
     Interrupted,
 )
-from torchx_monarch.controller.host_messages import Launch, OpenStore, RanksExited, StoreOpened, WatchRanks
+from torchx_monarch.controller.host_messages import LaunchRanks, OpenStore, RanksExited, StoreOpened, WatchRanks
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.job_result import JobResult, RankExit, describe_others, root_cause, shell_code
@@ -126,7 +126,7 @@ class Attempts:
             raise Interrupted(_joined(newcomers[0]))
         world = await self._world(hosts)
         self._launched = self.number
-        async for _ in self._agents.ask(Launch(world, self._restarts_left > 0 or hosts_may_change)):
+        async for _ in self._agents.ask(LaunchRanks(world, self._restarts_left > 0 or hosts_may_change)):
             pass
         self._reporter.phase("ranks", f"ranks {world.size}/{world.size}", attempt=self.number)
         output = asyncio.ensure_future(self._report_output()) if self.number == 0 else None

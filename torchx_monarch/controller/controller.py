@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The controller on replica 0: it gathers the hosts, has them do the job's work, and decides how the job goes on."""
+"""The controller on replica 0: it gathers the hosts, runs the job's work on them, and decides how the job continues."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NAMED_HOST_REPORT_TIMEOUT = 1.0
 
 
 class Work(Protocol):
-    """What the hosts do once they are together: runs of ranks (``SpmdWork``), or actors (``ActorWork``)."""
+    """The work of the hosts once they are together: runs of ranks (``SpmdWork``), or actors (``ActorWork``)."""
 
     async def run(self, hosts: list[Registration], hosts_may_change: bool) -> JobResult:
         """Do the work on these hosts, or continue it, and return the result of the job.

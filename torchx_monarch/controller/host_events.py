@@ -1,9 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The events that interrupt the work of a controller, and the collection of those that it has not handled yet.
+"""The events that interrupt the work of a controller, and the collection of events that it has not handled yet.
 
 Connections, signal handlers and clients post events. Only the controller settles them: an event stays pending, as the
-controller's state, until the transition that it causes has been made, and any phase may look at it before then.
+controller's state, until the transition that it causes has been made, and any phase may examine it before then.
 """
 
 from __future__ import annotations
@@ -166,6 +166,6 @@ def signalled(host: Registration, number: int, announced: bool | None) -> HostPr
     what = describe_code(-number).partition("by ")[2]
     reason = f"host {host.replica} was told to stop by {what}"
     if number == signal.SIGTERM and not announced:
-        said = "preempted or cancelled" if announced is None else "preempted"
-        kind, reason = HostPreempted, f"{said}: {host.name} received SIGTERM from outside the job"
+        cause = "preempted or cancelled" if announced is None else "preempted"
+        kind, reason = HostPreempted, f"{cause}: {host.name} received SIGTERM from outside the job"
     return kind(host.replica, JobResult(128 + number, reason, stopped=True, replica=host.replica), number)

@@ -38,7 +38,7 @@ class StoreOpened:
 
 
 @dataclasses.dataclass(frozen=True)
-class Launch:
+class LaunchRanks:
     """Start the ranks of an attempt (see ``RankPool.launch``)."""
 
     world: World
@@ -47,7 +47,7 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class Launched:
-    """The answer to ``Launch``: the process ids of the ranks, by local rank."""
+    """The answer to ``LaunchRanks``: the process ids of the ranks, by local rank."""
 
     replica: int
     pids: tuple[int, ...]
@@ -191,13 +191,13 @@ class RunOutput:
     records: str
 
 
-Request: TypeAlias = OpenStore | Launch | WatchRanks | StopRanks | BeginRun | FinishRun | HandleCode
+Request: TypeAlias = OpenStore | LaunchRanks | WatchRanks | StopRanks | BeginRun | FinishRun | HandleCode
 Answer: TypeAlias = StoreOpened | Launched | RanksExited | RunBegun | RunFinished | CodeHandled | Refused
 Report: TypeAlias = SignalReceived | AgentLost | RunOutput
 Handler: TypeAlias = Callable[[Request], Awaitable[Answer]]
 
 _REQUESTS: dict[str, type[Request]] = {
-    each.__name__: each for each in (OpenStore, Launch, WatchRanks, StopRanks, BeginRun, FinishRun, HandleCode)
+    each.__name__: each for each in (OpenStore, LaunchRanks, WatchRanks, StopRanks, BeginRun, FinishRun, HandleCode)
 }
 _ANSWERS: dict[str, type[Answer]] = {
     each.__name__: each for each in (StoreOpened, Launched, RanksExited, RunBegun, RunFinished, CodeHandled, Refused)

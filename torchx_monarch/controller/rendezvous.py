@@ -111,7 +111,7 @@ class Rendezvous:
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._ending = False
         self._verdict: JobResult | None = None
-        self._told: set[int] = set()
+        self._informed: set[int] = set()
         self._listener: Listener | None = None
 
     async def start(self) -> None:
@@ -156,7 +156,7 @@ class Rendezvous:
         would otherwise look for a replica 0 for a long time.
         """
         self._verdict = verdict
-        self._told = set(self._writers)
+        self._informed = set(self._writers)
         if verdict.code != 0:
             self.end()
         started = time.monotonic()
@@ -202,8 +202,8 @@ class Rendezvous:
         self.register(host)
         if self._listener is not None:
             self._listener.mark_authenticated()
-        ours = self.hosts.registered.get(0)
-        await messages.send(writer, {"type": "registered", "name": ours.name if ours else "replica 0"})
+        own = self.hosts.registered.get(0)
+        await messages.send(writer, {"type": "registered", "name": own.name if own else "replica 0"})
         if self._verdict is not None:
             await messages.send(writer, {"type": "verdict", **self._verdict.to_json()})
         try:
@@ -249,7 +249,7 @@ class Rendezvous:
             )
         if self._ending and host.attempt < 0:  # a host that has run attempts belongs to this job and needs its verdict
             raise _EndingError("the hosts that this one was started to join are ending")
-        if host.replica in self._told:
+        if host.replica in self._informed:
             raise _EndingError("its start before this one knows how the job has ended: it belongs to the next job")
         if host.error and self._elastic and self.hosts.formed:
             raise RendezvousError(host.error)  # the job goes on without it

@@ -155,8 +155,8 @@ class RendezvousClient:
         Raises:
             RendezvousError: replica 0 refused the host, or did not answer within ``timeout`` seconds.
         """
-        said = dataclasses.replace(host, error=host.error[: messages.MAX_ERROR])
-        greeting = {"type": "register", "host": dataclasses.asdict(said)}
+        shortened = dataclasses.replace(host, error=host.error[: messages.MAX_ERROR])
+        greeting = {"type": "register", "host": dataclasses.asdict(shortened)}
         answer, reader, writer = await handshake(
             address, greeting, "registered", timeout, identity, peer_timeout, on_failure
         )

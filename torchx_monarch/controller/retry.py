@@ -70,7 +70,7 @@ def why_not(
     code = shell_code(cause.code)
     if not cause.began:
         return "the program cannot even begin"
-    if reason := _said_by(code, retry_on):
+    if reason := _forbidden_by(code, retry_on):
         return reason
     again = set(failed_now) & set(failed_before)
     if cause.rank in failed_now and again:
@@ -85,10 +85,10 @@ def why_no_other_start(verdict: JobResult, retry_on: Collection[int]) -> str:
         verdict: the job's result. A failure of hosts or machines, without a rank as its cause, never forbids a restart.
         retry_on: exit codes, as a shell reports them, after which hosts are restarted; empty for any.
     """
-    return _said_by(verdict.code, retry_on) if verdict.code and verdict.cause is not None else ""
+    return _forbidden_by(verdict.code, retry_on) if verdict.code and verdict.cause is not None else ""
 
 
-def _said_by(code: int, retry_on: Collection[int]) -> str:
+def _forbidden_by(code: int, retry_on: Collection[int]) -> str:
     if reason := no_retry_reason(code, None):
         return reason
     if retry_on and code not in retry_on:

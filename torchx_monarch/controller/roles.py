@@ -106,9 +106,10 @@ class RoleCoordinator:
         """Wait until no host of an earlier start of the app is left, for ``timeout`` seconds or until a host event."""
 
     async def await_others(self, result: JobResult, timeout: float) -> JobResult:
-        """Return the result of this role, after a success of the first role with that of the roles that it awaits.
+        """Return the result of this role. The first role, when it has succeeded, waits for the roles that it awaits.
 
-        These have ``timeout`` seconds to arrive. A failure of theirs, or a stop request to this host, is the result.
+        The awaited roles have ``timeout`` seconds to register. If one of them fails, or this host is asked to stop, the
+        result is that.
         """
         return result
 

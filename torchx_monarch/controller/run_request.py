@@ -69,8 +69,8 @@ class RunRequest:
             raise ValueError("env of the run is no mapping from names to texts")
         if bad := [name for name in env if not name or "=" in name or "\0" in name + env[name]]:
             raise ValueError(f"env of the run has {bad[0]!r:.60}, which is no variable")
-        if ours := sorted(name for name in env if is_for_hosts(name) or name == "MONARCH_JOB"):
-            raise ValueError(f"env of the run has {', '.join(ours)}, which are the hosts' own")
+        if reserved := sorted(name for name in env if is_for_hosts(name) or name == "MONARCH_JOB"):
+            raise ValueError(f"env of the run has {', '.join(reserved)}, which are the hosts' own")
         if (cwd := message.get("cwd")) and not os.path.isabs(cwd):
             raise ValueError(f"cwd of the run, {cwd!r:.200}, is no absolute path")
         timeout = message.get("timeout")

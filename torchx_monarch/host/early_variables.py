@@ -38,13 +38,13 @@ def is_read_at_import(name: object) -> bool:
 
 def watch() -> None:
     """Warn on stderr when this process changes a variable that torch reads at import; once for each variable."""
-    ours, named = os.getpid(), set[str]()
+    own_pid, named = os.getpid(), set[str]()
 
     class _Environ(type(os.environ)):  # type: ignore[misc]
         def __setitem__(self, name: str, value: str) -> None:
             before = self.get(name) if is_read_at_import(name) else value
             super().__setitem__(name, value)
-            if value != before and name not in named and os.getpid() == ours:
+            if value != before and name not in named and os.getpid() == own_pid:
                 named.add(name)
                 _warn(name)
 

@@ -86,8 +86,8 @@ class HostProcess:
         self._workload.open()
         self._handle_signals()
         self._spawn(reap_orphans())
-        if told := self._no_restart_marker.begin():
-            result, why = told
+        if stored := self._no_restart_marker.begin():
+            result, why = stored
             host.reporter.line(f"host {host.options.replica}: not started again: {why}")
             await self._report_and_exit(result)
         try:
@@ -114,9 +114,9 @@ class HostProcess:
         if self._workload.pool is not None:
             self._workload.pool.close()
         processes.kill_descendants(host.environ.get(processes.MARKER, ""))
-        ours = host.sockets if "MONARCH_RUN_DIR" in host.environ else self._run_dir
-        if ours:
-            shutil.rmtree(ours, ignore_errors=True)
+        folder = host.sockets if "MONARCH_RUN_DIR" in host.environ else self._run_dir
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
         # Joining Monarch's threads can take seconds, and they have no work left.
         os._exit(result.code)
 

@@ -50,7 +50,7 @@ class Interpreters:
         self.limits: tuple[tuple[int, int] | None, int] = (
             previous.limits if previous is not None else (processes.raise_file_limit(), os.umask(0o077))
         )
-        self._run = run
+        self._spec = run
         self._on_first_output = on_first_output
         self._previous = previous
         self._kept: Interpreters | None = None  # those of an earlier run, kept for a later one
@@ -117,7 +117,7 @@ class Interpreters:
 
     def server(self) -> RankProcess | None:
         """Return the interpreter that can serve the ranks' store; None if none imports torch."""
-        return self._waiting[0] if self._run.preload else None
+        return self._waiting[0] if self._spec.preload else None
 
     async def ready(self) -> list[RankProcess]:
         """Return an interpreter for each rank of an attempt, by local rank, bound to its CPUs.
@@ -130,12 +130,12 @@ class Interpreters:
         self.start_missing()
         ready = self._waiting[: self.count]
         for local_rank, interpreter in enumerate(ready):
-            if self._run.cwd is not None:
+            if self._spec.cwd is not None:
                 self._bind(interpreter, local_rank)
         for local_rank, interpreter in enumerate(ready):
             if why := await interpreter.binding_error():
                 reason = f"local rank {local_rank} has no CPUs near GPU {local_rank}: {why}"
-                raise LaunchError(f"--numa-binding={self._run.command.options.numa_binding}: {reason}")
+                raise LaunchError(f"--numa-binding={self._spec.command.options.numa_binding}: {reason}")
         return ready
 
     def taken(self) -> None:
@@ -165,10 +165,10 @@ class Interpreters:
         if previous is None:
             return
         previous.retired = True
-        if previous._run.preload and not self._run.preload:
+        if previous._spec.preload and not self._spec.preload:
             self._kept = previous  # starting an interpreter is cheap; importing its modules again is not
             return
-        fitting = self._run.signature(self.count)
+        fitting = self._spec.signature(self.count)
         fits = [one.signature == fitting and not one.ended.is_set() for one in previous._waiting]
         self._waiting = [one for one, use in zip(previous._waiting, fits, strict=True) if use]
         self._kill([one for one, use in zip(previous._waiting, fits, strict=True) if not use])
@@ -176,7 +176,7 @@ class Interpreters:
         self.store.take_over(previous.store, keep=bool(self._waiting))
 
     def _start(self, local_rank: int) -> None:
-        run, program = self._run, self._run.command.program_of(local_rank)
+        run, program = self._spec, self._spec.command.program_of(local_rank)
         python = run.start_command(program)
         if (later := run.exec_command(program)) and not run.is_found(later[0]):
             raise LaunchError(f"cannot start the Python interpreter {later[0]!r}: {os.strerror(errno.ENOENT)}")
@@ -199,8 +199,8 @@ class Interpreters:
         self._waiting.append(interpreter)
 
     def _bind(self, interpreter: RankProcess, local_rank: int) -> None:
-        if self._run.command.options.numa_binding is not None:
-            interpreter.bind(self._run.command.options.numa_binding, local_rank)
+        if self._spec.command.options.numa_binding is not None:
+            interpreter.bind(self._spec.command.options.numa_binding, local_rank)
 
     def _printed(self) -> None:
         called, self._on_first_output = self._on_first_output, None

@@ -140,18 +140,18 @@ def _fork_store(address: str, lifeline: int, bound: int) -> dict[str, Any]:
     Returns:
         ``pid`` once the store listens, or ``error``.
     """
-    answer, theirs = os.pipe()
+    answer, write_end = os.pipe()
     child = _fork()
     if child == 0:
         try:
-            _become_store(address, lifeline, bound, theirs)
+            _become_store(address, lifeline, bound, write_end)
         finally:
             os._exit(1)
-    os.close(theirs)
+    os.close(write_end)
     os.waitpid(child, 0)
     with open(answer, "rb") as file:
-        said: dict[str, Any] = json.loads(file.read())
-    return said
+        answered: dict[str, Any] = json.loads(file.read())
+    return answered
 
 
 def _become_store(address: str, lifeline: int, bound: int, answer: int) -> NoReturn:

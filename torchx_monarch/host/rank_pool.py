@@ -239,7 +239,7 @@ class RankPool:
         return [self._exit_of(rank) for rank in self._ranks if rank.interpreter.ended.is_set()]
 
     async def _start_spares(self, attempt: int) -> None:
-        """Start spare interpreters for the next attempt, unless it starts meanwhile: then it starts what it lacks."""
+        """Start spare interpreters for the next attempt, unless that attempt starts first, with what it lacks."""
         await asyncio.sleep(_SPARES_AFTER)
         await self._interpreters.start_spares(lambda: self.attempt == attempt and not self._interpreters.retired)
 

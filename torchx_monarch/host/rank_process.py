@@ -63,13 +63,13 @@ class RankProcess:
         cwd: str | None,
         on_first_output: Callable[[], None],
     ) -> None:
-        self._channel, theirs = socket.socketpair()
+        self._channel, far_end = socket.socketpair()
         self._channel.setblocking(False)
-        with theirs:
+        with far_end:
             try:
                 self.process = subprocess.Popen(
-                    [*python, _RANK_MAIN, str(theirs.fileno()), str(os.getpid()), *label],
-                    pass_fds=(theirs.fileno(),),
+                    [*python, _RANK_MAIN, str(far_end.fileno()), str(os.getpid()), *label],
+                    pass_fds=(far_end.fileno(),),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,

@@ -16,8 +16,8 @@ from torchx_monarch.controller.controller import Work
 from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_messages import (
     Answer,
-    Launch,
     Launched,
+    LaunchRanks,
     OpenStore,
     RanksExited,
     Refused,
@@ -58,7 +58,7 @@ class Runs(Protocol):
         """Return the session in which the controller on replica 0 executes the runs."""
 
     async def handle(self, request: Request) -> Answer:
-        """Execute a request that is not one of every run."""
+        """Execute a request of live allocations, which ``SpmdWorkload`` does not know."""
 
 
 class SpmdWorkload:
@@ -151,7 +151,7 @@ class SpmdWorkload:
         assert pool is not None
         if isinstance(request, OpenStore):
             return StoreOpened(*await pool.serve_store(request.bind, request.advertised, request.hosts))
-        if isinstance(request, Launch):
+        if isinstance(request, LaunchRanks):
             return Launched(replica, tuple(await pool.launch(request.world, request.spares)))
         if isinstance(request, WatchRanks):
             await pool.watch()

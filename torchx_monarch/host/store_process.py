@@ -65,15 +65,15 @@ class StoreProcess:
         Raises:
             OSError: the port cannot be bound on the address.
         """
-        theirs, lifeline = os.pipe()
+        read_end, lifeline = os.pipe()
         answer: dict[str, Any] | None = None
         try:
             with bound(address, port, reuse=port != 0) as listener:
-                passed = [theirs, listener.fileno()]
+                passed = [read_end, listener.fileno()]
                 answer = await interpreter.ask({"op": "store", "address": address}, passed)
                 port = listener.getsockname()[1]
         finally:
-            os.close(theirs)
+            os.close(read_end)
             if answer is None or "pid" not in answer:
                 os.close(lifeline)  # the process exits, if it has been forked
         return cls(address, port, answer["pid"], lifeline, say) if answer and "pid" in answer else None

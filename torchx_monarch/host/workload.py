@@ -27,7 +27,7 @@ from torchx_monarch.system.console import Console
 
 @dataclasses.dataclass
 class Host:
-    """What the parts of a host process share.
+    """The values that the parts of a host process share.
 
     Attributes:
         options: command line of the host process.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections.abc
 import dataclasses
+import enum
 import functools
 import math
 import types
@@ -30,9 +31,9 @@ class DecodeError(ValueError):
 def decode(cls: type[T], data: Any, where: str = "") -> T:
     """Decode a JSON object into a data class or named tuple.
 
-    Types of fields may be bool, int, float, str, None, unions of these, lists, tuples of any length, mappings with
-    string keys, ``Any``, and further data classes or named tuples. An int is accepted for a float. A float that is not
-    finite is refused. Keys without a field are ignored: a newer version may write them.
+    Types of fields may be bool, int, float, str, None, enums of strings, unions of these, lists, tuples of any length,
+    mappings with string keys, ``Any``, and further data classes or named tuples. An int is accepted for a float. A
+    float that is not finite is refused. Keys without a field are ignored: a newer version may write them.
 
     Args:
         cls: the data class or named tuple to build.
@@ -63,6 +64,8 @@ def _decoder(hint: Any) -> _Decoder:
         return _mapping(_decoder(arguments[1]))
     if dataclasses.is_dataclass(hint) or hasattr(hint, "_fields"):
         return _record(hint)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return _enum(hint)
     return _scalar(type(None) if hint is None else hint)
 
 
@@ -75,6 +78,17 @@ def _scalar(cls: type[Any]) -> _Decoder:
         if cls is float and type(value) is int and abs(value) < 1 << 63:
             return float(value)
         raise _wrong(value, where, "null" if cls is type(None) else cls.__name__)
+
+    return convert
+
+
+def _enum(cls: type[enum.Enum]) -> _Decoder:
+    allowed = {each.value: each for each in cls}
+
+    def convert(value: Any, where: str) -> Any:
+        if isinstance(value, str) and value in allowed:
+            return allowed[value]
+        raise _wrong(value, where, f"one of {', '.join(filter(None, allowed))}")
 
     return convert
 

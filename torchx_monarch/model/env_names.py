@@ -7,9 +7,12 @@ Ranks do not inherit them. An app that is submitted from inside a replica of ano
 
 import re
 
+CREDENTIALS = "MONARCH_CREDENTIALS"
+"""The variable that carries a job's credentials to its hosts (``transport.credentials``)."""
+
 FOR_HOSTS = (
     "MONARCH_RENDEZVOUS",  # address of the rendezvous
-    "MONARCH_CREDENTIALS",  # credentials for the rendezvous
+    CREDENTIALS,
     "MONARCH_RUN_DIR",  # folder for sockets
     "MONARCH_EVENTS",  # the events file
     "MONARCH_LOG_DIR",  # folder for logs

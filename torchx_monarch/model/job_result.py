@@ -171,8 +171,8 @@ class RankExit:
         where = f"local rank {self.local_rank} on {self.hostname}, pid {self.pid}"
         timer = f": its timer {self.timer!r} expired" if self.timer else ""
         memory = f": {self.out_of_memory}" if self.out_of_memory else ""
-        said = f": {one_line(self.message)}" if self.message else ""
-        return f"rank {self.rank} ({where}) {describe_code(self.code)}{timer}{memory}{said}"
+        message = f": {one_line(self.message)}" if self.message else ""
+        return f"rank {self.rank} ({where}) {describe_code(self.code)}{timer}{memory}{message}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the exit as plain values for a message."""
@@ -190,7 +190,7 @@ class JobResult:
 
     Attributes:
         code: exit code of the job, 0..255; the root cause's, 128+n for a signal.
-        reason: one line for a person.
+        reason: one line for the user.
         cause: the root cause, if it is a rank; else None.
         stopped: whether the job ended because it was asked to stop.
         consequence: whether the result only reports that a host was lost; that host or its backend may know why.
@@ -216,7 +216,7 @@ class JobResult:
         extra: dict[str, object] = {
             "py_callstack": self.cause.traceback if self.cause else "",
             "timestamp": str(int(when)),
-            # The backend gets an error file from every replica and chooses the one to show by these two.
+            # The backend gets an error file from every replica and chooses the one to show by these two fields.
             "consequence": self.consequence,
             "replica": self.cause.replica if self.cause else self.replica,
         }

@@ -7,6 +7,7 @@ The module is light to import: a factory imports its backend when it is called.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,18 +16,72 @@ if TYPE_CHECKING:
 __all__ = ["monarch_aws_batch", "monarch_docker", "monarch_kubernetes", "monarch_local", "monarch_slurm"]
 
 
-def monarch_local(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
-    """Create the scheduler ``monarch_local``: Monarch hosts on this machine, detached from the terminal."""
+@dataclass(frozen=True)
+class _Entry:
+    """Where a backend is, and what it needs beyond this package's own requirements.
+
+    Attributes:
+        module: the module that defines the backend, below ``torchx_monarch.backends``.
+        name: the name of its class.
+        packages: the packages whose absence means that its client library is not installed; empty for no library.
+        client: the client library, as messages name it.
+        install: the argument of ``pip install`` for it.
+    """
+
+    module: str
+    name: str
+    packages: tuple[str, ...] = ()
+    client: str = ""
+    install: str = ""
+
+
+_BACKENDS = {
+    "monarch_local": _Entry("local.backend", "LocalBackend"),
+    "monarch_docker": _Entry("docker.backend", "DockerBackend", ("docker",), "Docker's client for Python", "docker>=7"),
+    "monarch_kubernetes": _Entry(
+        "kubernetes.backend",
+        "KubernetesBackend",
+        ("kubernetes", "urllib3"),
+        "Kubernetes' client for Python",
+        "kubernetes>=29,!=37.0.2",
+    ),
+    "monarch_slurm": _Entry("slurm.backend", "SlurmBackend"),
+    "monarch_aws_batch": _Entry(
+        "aws_batch.backend", "AWSBatchBackend", ("boto3", "botocore"), "AWS's client for Python", "boto3>=1.34"
+    ),
+}
+
+
+def _create(name: str, session_name: str) -> Scheduler[dict[str, object]]:
+    """Create a scheduler; connect to nothing yet.
+
+    Raises:
+        ModuleNotFoundError: the client library that its backend needs is not installed.
+    """
+    import importlib
+    import sys
+
     from torchx_monarch.schedulers.compatibility import require_torchx_nightly
 
     require_torchx_nightly()
-    import sys
+    entry = _BACKENDS[name]
+    try:
+        backend = getattr(importlib.import_module(f"torchx_monarch.backends.{entry.module}"), entry.name)()
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in entry.packages:
+            raise
+        message = f"{name} needs {entry.client}; run: pip install '{entry.install}'"
+        raise ModuleNotFoundError(message, name=error.name) from None
+    from torchx_monarch.schedulers.monarch import create
 
-    from torchx_monarch.backends.local.scheduler import create_scheduler
-    from torchx_monarch.schedulers.monarch import wrap
+    # PATH may have no `python`, or the `python` of another environment.
+    python = sys.executable if backend.capabilities.shares_interpreter else "python"
+    return create(name, session_name, backend, python)
 
-    # The submitter's interpreter: PATH may have no `python`, or the `python` of another environment.
-    return wrap("monarch_local", session_name, create_scheduler(session_name, **kwargs), python=sys.executable)
+
+def monarch_local(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
+    """Create the scheduler ``monarch_local``: Monarch hosts on this machine, detached from the terminal."""
+    return _create("monarch_local", session_name)
 
 
 def monarch_docker(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
@@ -35,19 +90,7 @@ def monarch_docker(session_name: str, **kwargs: object) -> Scheduler[dict[str, o
     Raises:
         ModuleNotFoundError: the package ``docker`` is not installed.
     """
-    from torchx_monarch.schedulers.compatibility import require_torchx_nightly
-
-    require_torchx_nightly()
-    try:
-        from torchx_monarch.backends.docker.scheduler import create_scheduler
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "docker":
-            raise
-        message = "monarch_docker needs Docker's client for Python; run: pip install 'docker>=7'"
-        raise ModuleNotFoundError(message, name=error.name) from None
-    from torchx_monarch.schedulers.monarch import wrap
-
-    return wrap("monarch_docker", session_name, create_scheduler(session_name, **kwargs))
+    return _create("monarch_docker", session_name)
 
 
 def monarch_kubernetes(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
@@ -56,33 +99,12 @@ def monarch_kubernetes(session_name: str, **kwargs: object) -> Scheduler[dict[st
     Raises:
         ModuleNotFoundError: the package ``kubernetes`` is not installed.
     """
-    from torchx_monarch.schedulers.compatibility import require_torchx_nightly
-
-    require_torchx_nightly()
-    try:
-        from torchx_monarch.backends.kubernetes.scheduler import create_scheduler
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("kubernetes", "urllib3"):
-            raise
-        message = "monarch_kubernetes needs Kubernetes' client for Python; run: pip install 'kubernetes>=29,!=37.0.2'"
-        raise ModuleNotFoundError(message, name=error.name) from None
-    from torchx_monarch.schedulers.monarch import wrap
-
-    return wrap("monarch_kubernetes", session_name, create_scheduler(session_name, **kwargs))
+    return _create("monarch_kubernetes", session_name)
 
 
 def monarch_slurm(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
     """Create the scheduler ``monarch_slurm``: Monarch hosts on the nodes of a Slurm job."""
-    from torchx_monarch.schedulers.compatibility import require_torchx_nightly
-
-    require_torchx_nightly()
-    import sys
-
-    from torchx_monarch.backends.slurm.scheduler import create_scheduler
-    from torchx_monarch.schedulers.monarch import wrap
-
-    # The submitter's interpreter, as in monarch_local: the nodes must share its Python environment to run its jobs.
-    return wrap("monarch_slurm", session_name, create_scheduler(session_name, **kwargs), python=sys.executable)
+    return _create("monarch_slurm", session_name)
 
 
 def monarch_aws_batch(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
@@ -91,16 +113,4 @@ def monarch_aws_batch(session_name: str, **kwargs: object) -> Scheduler[dict[str
     Raises:
         ModuleNotFoundError: boto3 is not installed.
     """
-    from torchx_monarch.schedulers.compatibility import require_torchx_nightly
-
-    require_torchx_nightly()
-    try:
-        from torchx_monarch.backends.aws_batch.scheduler import create_scheduler
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("boto3", "botocore"):
-            raise
-        message = "monarch_aws_batch needs AWS's client for Python; run: pip install 'boto3>=1.34'"
-        raise ModuleNotFoundError(message, name=error.name) from None
-    from torchx_monarch.schedulers.monarch import wrap
-
-    return wrap("monarch_aws_batch", session_name, create_scheduler(session_name, **kwargs))
+    return _create("monarch_aws_batch", session_name)

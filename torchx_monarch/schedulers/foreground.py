@@ -21,15 +21,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
-from torchx.specs import TORCHX_CONTEXT_NAME, is_terminal
+from torchx.specs import TORCHX_CONTEXT_NAME
 
+from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.insight import events
 from torchx_monarch.system.untrusted_text import one_line
-from torchx_monarch.torchx_adapter import torchx_api
 
 _LONGEST_WAIT = 30.0
 """Longest duration of one poll in seconds; the command line then polls again."""
@@ -38,9 +37,6 @@ _SLICE = 0.05
 """Seconds between two reads of the events file."""
 
 _KILL_TIMEOUT = 15.0
-
-_ASK_EVERY = 1.0
-"""Seconds between two ``describe`` calls to a backend that is not ``Waitable``, TorchX's own interval."""
 
 _CANCEL_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
@@ -108,56 +104,19 @@ class _Termination:
 _termination = _Termination()
 
 
-class Waitable(Protocol):
-    """The methods that a wrapped scheduler may have beyond TorchX's interface."""
-
-    def wait_terminal(self, app_id: str, timeout: float) -> bool:
-        """Wait up to ``timeout`` seconds for the app's end; return whether it has ended."""
-
-    def events_path(self, app_id: str) -> Path:
-        """Return the path of the app's events file."""
-
-    def stop(self, app_id: str, grace: float | None) -> None:
-        """Cancel the app; SIGKILL follows after ``grace`` seconds, or after the run option's grace if None."""
-
-
-class _Polled:
-    """Implements waiting and cancelling for a scheduler that is not ``Waitable``, through TorchX's interface.
-
-    Args:
-        inner: the wrapped scheduler.
-    """
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-
-    def wait_terminal(self, app_id: str, timeout: float) -> bool:
-        """Wait up to ``timeout`` seconds for the app's end; return whether it has ended or does not exist."""
-        until = time.monotonic() + timeout
-        while (app := self._inner.describe(app_id)) is not None and not is_terminal(app.state):
-            if time.monotonic() >= until:
-                return False
-            time.sleep(_ASK_EVERY)
-        return True
-
-    def stop(self, app_id: str, grace: float | None) -> None:
-        """Cancel the app if ``grace`` is None; do nothing otherwise, since TorchX's interface has no kill."""
-        if grace is None:
-            torchx_api.cancel(self._inner, app_id)
-
-
 class Foreground:
     """Watches the apps that a ``torchx run`` in this process has submitted.
 
     Args:
-        inner: the wrapped scheduler.
-        backend: the registered name of the wrapper, for app handles.
+        apps: the apps of the backend.
+        scheduler: the registered name of the scheduler, for app handles.
+        kills: whether the backend can kill an app immediately.
     """
 
-    def __init__(self, inner: Any, backend: str) -> None:
-        self._waitable: Waitable | None = inner if hasattr(inner, "wait_terminal") else None
-        self._inner: Waitable | _Polled = self._waitable or _Polled(inner)
-        self._backend = backend
+    def __init__(self, apps: Apps[Any], scheduler: str, kills: bool) -> None:
+        self._apps = apps
+        self._scheduler = scheduler
+        self._kills = kills
         self._polls: dict[str, int] = {}
         self._offsets: dict[str, int] = {}
 
@@ -193,16 +152,14 @@ class Foreground:
         if self._polls[app_id] < 2:
             return
         _termination.install()
-        if self._waitable is None:
-            return
         # With --log another thread prints the job's log, which contains the same lines.
         shows = sys.stderr is not None and sys.stderr.isatty() and threading.active_count() == 1
         until = time.monotonic() + _LONGEST_WAIT
         ended = False
         while not ended and time.monotonic() < until:
-            ended = self._waitable.wait_terminal(app_id, _SLICE)
+            ended = self._apps.wait(app_id, _SLICE)
             if shows:
-                self._show(app_id, self._waitable)
+                self._show(app_id)
 
     def has_submitted(self, app_id: str) -> bool:
         """Whether a ``torchx run`` in this process has submitted the app."""
@@ -222,30 +179,33 @@ class Foreground:
             return
         number = error.number if isinstance(error, _Signalled) else signal.SIGINT
         for app_id, polls in self._polls.items():
-            if self._inner.wait_terminal(app_id, 0.0):
+            if self._apps.wait(app_id, 0.0):
                 continue
-            handle = f"{self._backend}://torchx/{app_id}"
+            handle = f"{self._scheduler}://torchx/{app_id}"
             # Before the second poll, only the command line's options show whether the command waits.
             if polls < 2 and not _is_to_wait(sys.argv):
                 _print_stderr(f"\n{handle} keeps running; to end it: torchx cancel {handle}")
                 continue
-            second = "waits no longer for it" if self._waitable is None else "kills it"
+            second = "kills it" if self._kills else "waits no longer for it"
             why = "" if number == signal.SIGINT else f" ({signal.Signals(number).name})"
             _print_stderr(f"\ncancelling {handle}{why}; Ctrl-C {'again ' if not why else ''}{second}")
             try:
-                self._inner.stop(app_id, None)
-                while not self._inner.wait_terminal(app_id, 3600.0):
+                self._apps.cancel(app_id)
+                while not self._apps.wait(app_id, 3600.0):
                     continue
             except KeyboardInterrupt:
-                if self._waitable is None:
+                if not self._kills:
                     continue
                 _print_stderr(f"\nkilling {handle}")
-                self._inner.stop(app_id, 0.0)
-                self._inner.wait_terminal(app_id, _KILL_TIMEOUT)
+                self._apps.cancel(app_id, 0.0)
+                self._apps.wait(app_id, _KILL_TIMEOUT)
         raise SystemExit(128 + number) from None
 
-    def _show(self, app_id: str, waitable: Waitable) -> None:
-        found, offset = events.read(waitable.events_path(app_id), self._offsets.get(app_id, 0))
+    def _show(self, app_id: str) -> None:
+        path = self._apps.events_path(app_id)
+        if path is None:
+            return
+        found, offset = events.read(path, self._offsets.get(app_id, 0))
         self._offsets[app_id] = offset
         for event in found:
             seconds = f" ({event['seconds']:.2f} s)" if event.get("seconds") is not None else ""

@@ -1,10 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The TorchX scheduler that wraps another: it rewrites submitted apps, restores described apps, delegates the rest."""
+"""The TorchX scheduler of all backends: it wraps the commands of submitted apps and describes apps as submitted."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import io
 import logging
@@ -16,34 +15,36 @@ from typing import Any
 
 from torchx.runner import config
 from torchx.schedulers import DEFAULT_SCHEDULER_MODULES
-from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream, StructuredOpts
+from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream
 from torchx.specs import AppDef, AppDryRunInfo, CfgVal, InvalidRunConfigException, Role, runopts
 from torchx.workspace import WorkspaceMixin
 
-from torchx_monarch.backends import client_credentials
-from torchx_monarch.backends.errors import BackendError, UserError
-from torchx_monarch.backends.options import run_options
-from torchx_monarch.backends.protocols import (
-    CREDENTIALS,
-    PLACEHOLDER,
-    IndependentRoles,
-    NetworkBackend,
-    with_credentials,
-)
+from torchx_monarch.backends.core import client_credentials
+from torchx_monarch.backends.core.apps import Apps
+from torchx_monarch.backends.core.backend import Backend
+from torchx_monarch.backends.core.errors import BackendError, UserError
+from torchx_monarch.backends.core.options import MonarchOpts, NetworkOpts
+from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.core.validation import check_names
 from torchx_monarch.command.command import CommandError
-from torchx_monarch.command.rewrite import WrapOptions, restore, rewrite
+from torchx_monarch.command.rewrite import WrapOptions, rewrite
 from torchx_monarch.model.exit_codes import parse_exit_codes
 from torchx_monarch.model.host_spec import HostSpec, parse_ports
-from torchx_monarch.model.sidecars import SidecarError, is_sidecar
+from torchx_monarch.model.sidecars import SidecarError
 from torchx_monarch.schedulers.caller_error_file import write_root_cause
 from torchx_monarch.schedulers.command import CheckedRunopts, exit_on_user_error, keep_threads_quiet, subcommand
+from torchx_monarch.schedulers.description import describe, summarize
 from torchx_monarch.schedulers.foreground import Foreground
-from torchx_monarch.schedulers.presentable import presentable, presentable_list
-from torchx_monarch.torchx_adapter import torchx_api
 
 Cfg = Mapping[str, CfgVal]
 
 _log = logging.getLogger(__name__)
+
+_PORTS_DRAWN = range(20000, 30000)
+"""Below Linux's default range of ephemeral ports, which outgoing connections use."""
+
+_LOWEST = {"grace": 0, "host_timeout": 1, "lease": 1}
+"""The lowest value of options that are numbers of seconds."""
 
 
 class InvalidCommandError(UserError):
@@ -54,148 +55,101 @@ class WorkspaceError(BackendError):
     """Raised when a workspace cannot be packed, or no image can be built with it; the message gives the reason."""
 
 
-@dataclasses.dataclass
-class MonarchOpts(StructuredOpts):  # type: ignore[misc]
-    """Run options of every ``monarch_*`` scheduler, in addition to those of the scheduler that it wraps."""
-
-    grace: int = 30
-    """Seconds between SIGTERM and SIGKILL when ranks are ended."""
-
-    host_timeout: int = 300
-    """Seconds after which the job fails if the hosts of a role have not all joined."""
-
-    lease: int = 30
-    """Seconds without a heartbeat after which a host, or its agent, counts as lost, also if it is stopped or hung."""
-
-    preload: str = "torch"
-    """Modules, separated by `+`, that the interpreters of a torchrun command import while the mesh forms; `none` for
-    programs that must set environment variables before the first import of torch."""
-
-    retry_on: str = ""
-    """Exit codes after which ranks are restarted, within torchrun's `--max-restarts`: numbers and names of signals,
-    separated by `+` (`1+134+SIGKILL`); empty for any. On monarch_local, monarch_slurm and monarch_docker this also
-    applies to restarts of hosts within `max_retries`. Exit code 78 always prevents a restart."""
-
-
-@dataclasses.dataclass
-class NetworkOpts(StructuredOpts):  # type: ignore[misc]
-    """Run options of schedulers whose hosts communicate over a network."""
-
-    rendezvous_port: int = 0
-    """Port on which replica 0 listens for the other hosts; 0 for a random one per job."""
-
-    ports: str = ""
-    """The range LOW-HIGH of ports that Monarch may listen on, for firewalls; empty for any."""
-
-    bind: str = ""
-    """Address or interface on which hosts listen; empty for all."""
-
-    peer_timeout: int = 5
-    """Seconds without network traffic from a machine after which it counts as lost."""
-
-    rejoin_timeout: int = 60
-    """Seconds for which a host that has lost replica 0 tries to reach its replacement."""
-
-    insecure_plain_tcp: bool = False
-    """Use no TLS between the hosts. Anyone who can reach one of their ports can run code there."""
-
-
-_PORTS_DRAWN = range(20000, 30000)
-"""Below Linux's default range of ephemeral ports, which outgoing connections use."""
-
-
-class _SubmitInfo(AppDryRunInfo[Any, Cfg]):  # type: ignore[misc]
-    """A dry run's result: the wrapped scheduler's request.
+class _DryRun(AppDryRunInfo[Any, Cfg]):  # type: ignore[misc]
+    """A dry run's result: the backend's request.
 
     Args:
-        inner: the wrapped scheduler's own result, which its ``schedule`` needs.
-        rendezvous: the rendezvous address of each role, by name; empty without a network.
+        request: the request.
+        backend: shows the request.
+        submitted: the app, to be stored with it.
     """
 
-    def __init__(self, inner: AppDryRunInfo[Any, Any], rendezvous: Mapping[str, str]) -> None:
-        super().__init__(inner.request, self._shown)
-        self.inner = inner
-        self.rendezvous = rendezvous
-
-    def _shown(self, request: Any) -> str:
-        inner = copy.copy(self.inner)
-        inner.request = request
-        return repr(inner)
-
-
-def _own_options(cfg: Cfg) -> MonarchOpts:
-    """Return and check the options of ``MonarchOpts``.
-
-    Raises:
-        InvalidRunConfigException: a value is out of range; the message names the option.
-    """
-    options: MonarchOpts = MonarchOpts.from_cfg({name: cfg[name] for name in cfg if name in MonarchOpts()})
-    for name, lowest in (("grace", 0), ("host_timeout", 1), ("lease", 1)):
-        if options[name] < lowest:
-            reason = f"Run option `{name}` is {options[name]}; it is a number of seconds, {lowest} or more"
-            raise InvalidRunConfigException(reason, name, cfg)
-    return options
+    def __init__(self, request: Any, backend: Backend[Any, Any, Any], submitted: SubmittedApp) -> None:
+        super().__init__(request, backend.show)
+        self.submitted = submitted
 
 
 class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
-    """Submits roles as Monarch hosts through any TorchX scheduler.
+    """Submits roles as Monarch hosts to a backend.
 
     A dry run and ``describe`` show the user's own app; the request shows the wrapped commands.
 
     Args:
-        backend: the registered name of this scheduler.
+        name: the registered name of this scheduler.
         session_name: TorchX's session name.
-        inner: the wrapped scheduler, which submits.
+        inner: the backend.
         python: the Python interpreter of the hosts.
     """
 
-    def __init__(self, backend: str, session_name: str, inner: Scheduler[Any], python: str = "python") -> None:
-        super().__init__(backend, session_name)
+    def __init__(self, name: str, session_name: str, inner: Backend[Any, Any, Any], python: str = "python") -> None:
+        super().__init__(name, session_name)
         self.inner = inner
+        self.apps: Apps[Any] = Apps(inner, name)
         self._python = python
-        self._foreground = Foreground(inner, backend)
+        self._foreground = Foreground(self.apps, name, inner.capabilities.kills)
 
     # -- options -------------------------------------------------------------------------------------------------------
 
     def run_opts(self) -> runopts:
-        """Return the options of this and of the wrapped scheduler.
+        """Return the options of the backend.
 
-        The latter's defaults come from the wrapped scheduler's own section in ``.torchxconfig``, if it has one.
+        Defaults come from the section in ``.torchxconfig`` of TorchX's own scheduler for the same place, if it has one.
         """
         options = CheckedRunopts()
-        options.update(run_options(MonarchOpts))
-        if isinstance(self.inner, NetworkBackend):
-            options.update(run_options(NetworkOpts))
-        theirs = self.inner.run_opts()
-        for key, value in self._inner_section().items():
-            option = theirs.get(key)
+        options.update(self.inner.run_opts())
+        for key, value in self._config_section().items():
+            option = options.get(key)
             if option is not None:
                 option.default, option.is_required = value, False
-        options.update(theirs)
         return options
 
-    def _inner_section(self) -> dict[str, CfgVal]:
-        """Return the wrapped scheduler's section of ``.torchxconfig``, such as ``[slurm]`` for ``monarch_slurm``.
-
-        Empty if the wrapped scheduler is not one of TorchX's own, which alone are registered themselves.
-        """
+    def _config_section(self) -> dict[str, CfgVal]:
+        """Return the section of ``.torchxconfig`` of TorchX's scheduler, such as ``[slurm]`` for ``monarch_slurm``."""
         section: dict[str, CfgVal] = {}
-        if self.inner.backend in DEFAULT_SCHEDULER_MODULES:
+        name = self.inner.config_section
+        if name in DEFAULT_SCHEDULER_MODULES:
             for path in config.find_configs():
                 text = Path(path).read_text()
-                if f"[{self.inner.backend}]" in text:  # config.load first loads all schedulers
-                    config.load(self.inner.backend, io.StringIO(text), section)
+                if f"[{name}]" in text:  # config.load first loads all schedulers
+                    config.load(name, io.StringIO(text), section)
         return section
 
-    def _inner_cfg(self, cfg: Cfg) -> Any:
-        """Return the wrapped scheduler's part of the resolved options, in the wrapped scheduler's own type."""
-        names = {name for name, _ in self.inner.run_opts()}
-        return torchx_api.resolve_cfg(self.inner, {name: value for name, value in cfg.items() if name in names})
+    def _options(self, cfg: Cfg) -> MonarchOpts:
+        """Convert run options to the backend's type and check them.
+
+        Raises:
+            InvalidRunConfigException: a value is out of range; the message names the option.
+        """
+        resolved = self.run_opts().resolve(cfg)
+        options: MonarchOpts = self.inner.options.from_cfg(resolved)
+        for name, lowest in _LOWEST.items():
+            if options[name] < lowest:
+                reason = f"Run option `{name}` is {options[name]}; it is a number of seconds, {lowest} or more"
+                raise InvalidRunConfigException(reason, name, cfg)
+        self.inner.check_options(options)
+        return options
 
     # -- submission ----------------------------------------------------------------------------------------------------
 
     def _submit_dryrun(self, app: AppDef, cfg: Cfg) -> AppDryRunInfo[Any, Cfg]:
-        options = _own_options(cfg)
+        options = self._options(cfg)
+        check_names(app)
+        try:
+            rewritten = rewrite(app, self._wrap_options(app, options, cfg))
+        except (CommandError, SidecarError) as error:
+            raise InvalidCommandError(str(error)) from None
+        submitted = SubmittedApp(app, rewritten.roles, dict(cfg))
+        request = self.inner.render(rewritten.app, submitted, options)
+        for role, wrapped in zip(app.roles, rewritten.app.roles, strict=True):
+            role.image = wrapped.image  # a backend that pushes images writes the pushed name
+        return _DryRun(request, self.inner, submitted)
+
+    def _wrap_options(self, app: AppDef, options: MonarchOpts, cfg: Cfg) -> WrapOptions:
+        """Return the options of the host processes; add those of the network unless the hosts share one machine.
+
+        Raises:
+            InvalidRunConfigException: ``retry_on``, ``rendezvous_port`` or ``ports`` is invalid.
+        """
         try:
             retry_on = parse_exit_codes(options.retry_on)
         except ValueError as error:
@@ -209,32 +163,8 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             retry_on=retry_on,
             lease=float(options.lease),
         )
-        hosts = self._wrap_options(app, cfg, spec)
-        try:
-            for role in app.roles:
-                is_sidecar(role)
-            rewritten = rewrite(app, hosts)
-        except (CommandError, SidecarError) as error:
-            raise InvalidCommandError(str(error)) from None
-        for role, ours in zip(app.roles, rewritten.roles, strict=True):
-            if role.name in hosts.rendezvous and ours.args != role.args:
-                ours.env[CREDENTIALS] = PLACEHOLDER
-        inner_cfg = self._inner_cfg(cfg)
-        info = torchx_api.render(self.inner, rewritten, inner_cfg)
-        info.app, info.cfg = rewritten, inner_cfg
-        for role, ours in zip(app.roles, rewritten.roles, strict=True):
-            role.image = ours.image  # a scheduler that pushes images writes the pushed name
-        return _SubmitInfo(info, hosts.rendezvous)
-
-    def _wrap_options(self, app: AppDef, cfg: Cfg, spec: HostSpec) -> WrapOptions:
-        """Return the options of the host processes; add those of the network unless the hosts share one machine.
-
-        Raises:
-            InvalidRunConfigException: ``rendezvous_port`` or ``ports`` is invalid.
-        """
-        if not isinstance(self.inner, NetworkBackend):
+        if not isinstance(options, NetworkOpts):
             return WrapOptions(self._python, spec)
-        options = NetworkOpts.from_cfg({name: cfg[name] for name in cfg if name in NetworkOpts()})
         port = options.rendezvous_port or random.choice(_PORTS_DRAWN)
         if not 0 < port < 65536:
             reason = f"Run option `rendezvous_port` is {port}; it is a port, 1 to 65535, or 0 to draw one"
@@ -253,73 +183,84 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         )
         # A port per role: the replicas 0 of two roles may run on one machine.
         rendezvous = {
-            role.name: f"{scheme}:{self.inner.replica0_host(app, role)}:{port + index}"
+            role.name: f"{scheme}:{self.inner.replica0_host(app, index)}:{port + index}"
             for index, role in enumerate(app.roles)
         }
-        if not isinstance(self.inner, IndependentRoles):
+        capabilities = self.inner.capabilities
+        if not capabilities.separates_roles:
             return WrapOptions(self._python, spec, rendezvous)
-        main = rendezvous[app.roles[0].name]
-        return WrapOptions(self._python, spec, rendezvous, main, self.inner.always_together)
+        main = rendezvous[app.roles[0].name] if app.roles else ""
+        return WrapOptions(self._python, spec, rendezvous, main, capabilities.restarts_apps_only)
 
     def schedule(self, dryrun_info: AppDryRunInfo[Any, Cfg]) -> str:
-        """Submit the result of a dry run, including changes made to its request since, and return the app's id."""
-        assert isinstance(dryrun_info, _SubmitInfo), "the request of another scheduler"
-        inner = copy.copy(dryrun_info.inner)
-        inner.request = dryrun_info.request
-        with self._foreground.submission() as submitted:
-            client = ""
-            if isinstance(self.inner, NetworkBackend):
+        """Submit the result of a dry run, including changes made to its request since, and return the app's id.
+
+        Raises:
+            ValueError: the dry run is not of this scheduler.
+        """
+        if not isinstance(dryrun_info, _DryRun) or dryrun_info.app is None:
+            raise ValueError(f"not a dry run of {self.backend}; it must come from submit_dryrun()")
+        submitted = dataclasses.replace(dryrun_info.submitted, app=dryrun_info.app)
+        with self._foreground.submission() as on_submitted:
+            hosts = client = ""
+            if self.inner.capabilities.network:
                 from torchx_monarch.transport import credentials
 
-                hosts, for_client = credentials.create()
-                client = for_client.to_text()
-                # A copy: the caller's request keeps the placeholder, so printing it reveals no private key.
-                inner.request = with_credentials(inner.request, hosts.to_text())
-            app_id: str = self.inner.schedule(inner)
-            submitted(app_id)
+                for_hosts, for_client = credentials.create()
+                hosts, client = for_hosts.to_text(), for_client.to_text()
+            app_id = self.inner.submit(dryrun_info.request, submitted, hosts)
+            on_submitted(app_id)
             if client:
+                rendezvous = {role.name: role.rendezvous for role in submitted.roles if role.rendezvous}
                 try:
-                    client_credentials.keep(self.backend, app_id, client, dryrun_info.rendezvous)
+                    client_credentials.keep(self.backend, app_id, client, rendezvous)
                 except OSError as error:
                     _log.warning("The job runs, but the certificate to reach it with could not be kept: %s", error)
         return app_id
 
     def _pre_build_validate(self, app: AppDef, scheduler: str, cfg: Cfg) -> None:
-        _own_options(cfg)
-        torchx_api.validate_before_build(self.inner, app, scheduler, self._inner_cfg(cfg))
+        self._options(cfg)
 
     def _validate(self, app: AppDef, scheduler: str, cfg: Cfg) -> None:
-        torchx_api.validate(self.inner, app, scheduler, self._inner_cfg(cfg))
+        if self.inner.capabilities.needs_resources:
+            super()._validate(app, scheduler, cfg)
 
     # -- a submitted app -----------------------------------------------------------------------------------------------
 
     def describe(self, app_id: str) -> DescribeAppResponse | None:
-        """Describe an app through the wrapped scheduler, with the roles as the user wrote them; None if unknown.
+        """Describe an app, with the roles as the user wrote them; None if it does not exist.
 
         Raises:
             ValueError: the app does not exist, and the process runs `torchx cancel`, `delete` or `log`.
         """
         self._foreground.on_poll(app_id)
         keep_threads_quiet()
-        response = self.inner.describe(app_id)
-        if response is None and subcommand() in ("cancel", "delete", "log"):
-            # For an unknown app these subcommands do nothing, or wait, and exit with 0.
-            raise UserError(f"there is no app {app_id!r} of {self.backend}; `torchx list -s {self.backend}` shows all")
-        if response is not None:
-            response.roles = [restore(role) for role in response.roles]
-            for role in response.roles:
-                role.env.pop(CREDENTIALS, None)
-            if self._foreground.has_submitted(app_id):
-                write_root_cause(response)
-        return response and presentable(response)
+        found = self.apps.read(app_id)
+        if found is None:
+            if subcommand() in ("cancel", "delete", "log"):
+                # For an unknown app these subcommands do nothing, or wait, and exit with 0.
+                reason = f"there is no app {app_id!r} of {self.backend}"
+                raise UserError(f"{reason}; `torchx list -s {self.backend}` shows all")
+            return None
+        response = describe(*found)
+        if self._foreground.has_submitted(app_id):
+            write_root_cause(response)
+        return response
 
     def describe_native(self, app_id: str) -> AppDryRunInfo[Any, Any] | None:
-        """Return the wrapped scheduler's native description."""
-        return self.inner.describe_native(app_id)
+        """Return the request of an app as its backend keeps it; None if the app or its request does not exist."""
+        found = self.inner.native_request(app_id)
+        if found is None:
+            return None
+        request, submitted = found
+        info: AppDryRunInfo[Any, Any] = AppDryRunInfo(request, self.inner.show)
+        if submitted is not None:
+            info.app, info.cfg = submitted.app, submitted.cfg
+        return info
 
     def list(self, cfg: Cfg | None = None) -> list[ListAppResponse]:
-        """List the wrapped scheduler's apps."""
-        return presentable_list(self.inner.list(self._inner_cfg(cfg) if cfg else None))
+        """List the backend's apps, the newest first."""
+        return [summarize(*each) for each in self.apps.list(cfg or {})]
 
     def log_iter(
         self,
@@ -332,19 +273,24 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         should_tail: bool = False,
         streams: Stream | None = None,
     ) -> Iterable[str]:
-        """Return the log lines of one replica from the wrapped scheduler."""
-        lines: Iterable[str] = self.inner.log_iter(app_id, role_name, k, regex, since, until, should_tail, streams)
-        return lines
+        """Return the log lines of one replica; of both streams if ``streams`` is None.
+
+        Raises:
+            ValueError: the app, role or replica does not exist, or an argument is invalid.
+        """
+        return self.apps.lines(
+            app_id, role_name, k, regex=regex, since=since, until=until, follow=should_tail, stream=streams
+        )
 
     def _cancel_existing(self, app_id: str) -> None:
-        torchx_api.cancel(self.inner, app_id)
+        self.apps.cancel_and_wait(app_id)
 
     def _delete_existing(self, app_id: str) -> None:
-        torchx_api.delete(self.inner, app_id)
+        self.apps.delete(app_id)
         client_credentials.forget(self.backend, app_id)
 
     def close(self) -> None:
-        """Close the wrapped scheduler. If a signal has ended a waiting ``torchx run``, cancel its apps first.
+        """Close the backend's connections. If a signal has ended a waiting ``torchx run``, cancel its apps first.
 
         Raises:
             SystemExit: the torchx command exits because of a signal or a user's mistake.
@@ -357,17 +303,21 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
 
 
 class MonarchWorkspaceScheduler(WorkspaceMixin[Any], MonarchScheduler):  # type: ignore[misc]
-    """Wraps a scheduler that builds workspaces, which TorchX detects by the base class ``WorkspaceMixin``."""
+    """The scheduler of a backend that takes workspaces along, which TorchX detects by the base class."""
+
+    def workspace_opts(self) -> runopts:
+        """Return no options: those of the workspace are among the backend's."""
+        return runopts()
 
     def build_workspaces(self, roles: list[Role], cfg: Cfg) -> None:
-        """Build the workspaces through the wrapped scheduler, with its part of the options.
+        """Build the workspaces through the backend.
 
         Raises:
             WorkspaceError: TorchX cannot pack a file of the workspace, or Docker cannot build the image.
         """
-        assert isinstance(self.inner, WorkspaceMixin)
+        assert self.inner.workspace is not None
         try:
-            self.inner.build_workspaces(roles, self._inner_cfg(cfg))
+            self.inner.workspace.build_workspaces(roles, cfg)
         except Exception as error:
             if type(error).__module__.partition(".")[0] == "docker":
                 raise WorkspaceError(
@@ -383,14 +333,14 @@ class MonarchWorkspaceScheduler(WorkspaceMixin[Any], MonarchScheduler):  # type:
             ) from None
 
 
-def wrap(backend: str, session_name: str, inner: Scheduler[Any], python: str = "python") -> MonarchScheduler:
-    """Wrap a scheduler, with ``WorkspaceMixin`` as a base class if ``inner`` has it.
+def create(name: str, session_name: str, backend: Backend[Any, Any, Any], python: str) -> MonarchScheduler:
+    """Create the scheduler of a backend, with ``WorkspaceMixin`` as a base class if the backend takes workspaces along.
 
     Args:
-        backend: the registered name of the wrapper.
+        name: the registered name of the scheduler.
         session_name: TorchX's session name.
-        inner: the scheduler to wrap.
+        backend: the backend.
         python: the Python interpreter of the hosts.
     """
-    kind = MonarchWorkspaceScheduler if isinstance(inner, WorkspaceMixin) else MonarchScheduler
-    return kind(backend, session_name, inner, python)
+    kind = MonarchScheduler if backend.workspace is None else MonarchWorkspaceScheduler
+    return kind(name, session_name, backend, python)

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Make folders that only their owner may enter, among them folders for sockets, whose paths must be short."""
+"""Make and remove folders that only their owner may enter, some of them for sockets, whose paths must be short."""
 
 from __future__ import annotations
 
@@ -59,3 +59,10 @@ def private_dir(within: str) -> str:
         return tempfile.mkdtemp(prefix="h", dir=within)
     except OSError as error:
         raise ValueError(f"cannot make sockets in {within}: {error.strerror}") from None
+
+
+def remove_tree(path: str) -> None:
+    """Remove a folder with its content, as far as possible."""
+    import shutil  # it imports more than everything else that a task or a supervisor needs at its start
+
+    shutil.rmtree(path, ignore_errors=True)

@@ -134,8 +134,8 @@ def _child(parent: dict[str, Any], index: int) -> dict[str, Any]:
     container: dict[str, Any] = {"networkInterfaces": [{"privateIpv4Address": _NODES[parent["jobId"]][index]}]}
     if parent["container"].get("logStreamName"):
         container["logStreamName"] = f"{parent['container']['logStreamName']}/{index}"
-    if index == 0 and "exitCode" in parent["container"]:
-        container["exitCode"] = parent["container"]["exitCode"]
+    if "exitCode" in parent["container"]:
+        container["exitCode"] = parent["container"]["exitCode"]  # moto knows that of one node; hosts end with the same
     return {
         **{key: parent[key] for key in keys if key in parent},
         "jobId": f"{parent['jobId']}#{index}",

@@ -108,7 +108,7 @@ def test_a_failing_rank_is_the_cause(running_apps: Apps) -> None:
     error = json.loads(status.structured_error_msg)["message"]
     assert error["message"].startswith("rank 1 (local rank 0 on "), apps.log(handle, replicas=2)
     assert "ValueError: boom" in error["message"]
-    assert status.msg == "replica trainer/0 exited with code 1"
+    assert status.msg == "replica trainer/1 exited with code 1"
     assert json.loads(apps.torchx("status", "--json", handle))["state"] == "FAILED"
     log = apps.torchx("log", f"{handle}/trainer")
     assert "trainer/0 [monarch] FAILED: rank 1" in log

@@ -48,8 +48,8 @@ def test_lists_each_app_of_ours_once(apps: Apps, aws: Aws) -> None:
         "resourceRequirements": [{"type": "VCPU", "value": "1"}, {"type": "MEMORY", "value": "9"}],
     }
     theirs = client.register_job_definition(jobDefinitionName="theirs", type="container", containerProperties=container)
-    tags = {TAG_VERSION: "0.7.0"}  # as TorchX's former scheduler sets it
-    client.submit_job(jobName="theirs", jobQueue="first", jobDefinition="theirs", tags=tags)
+    for tags in ({"team": "theirs"}, {TAG_VERSION: "0.7.0"}):  # the latter are those of TorchX's former scheduler
+        client.submit_job(jobName="theirs", jobQueue="first", jobDefinition="theirs", tags=tags)
     client.deregister_job_definition(jobDefinition=theirs["jobDefinitionArn"])
     assert sorted(apps.listed()) == sorted([first, second])
     assert apps.torchx("list", "-s", NAME).count("SUCCEEDED") == 2

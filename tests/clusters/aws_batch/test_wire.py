@@ -22,12 +22,13 @@ from torchx.specs import NONE, AppDef, AppState
 
 from tests.clusters.aws_batch.apps import NAME, Apps
 from tests.clusters.aws_batch.wire import Wire, refusal
-from torchx_monarch.backends import appdef_codec
-from torchx_monarch.backends.aws_batch import logs, status
+from torchx_monarch.backends.aws_batch import logs
+from torchx_monarch.backends.aws_batch.backend import AWSBatchBackend
 from torchx_monarch.backends.aws_batch.request import APP_PARAMETER, TAG_VERSION
-from torchx_monarch.backends.aws_batch.scheduler import create_scheduler
-from torchx_monarch.backends.protocols import Reachable
+from torchx_monarch.backends.core.apps import Apps as BackendApps
+from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.model.job_result import JobResult
+from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
 from torchx_monarch.system import signed_line
 
 JOB = "11111111-2222-3333-4444-555555555555"
@@ -55,7 +56,8 @@ def wired(wire: Wire, tmp_path: Path) -> Iterator[Apps]:
 
 def job(wire: Wire, apps: Apps, status: str = "RUNNING", replicas: int = 2, **more: Any) -> dict[str, Any]:
     """What DescribeJobs says of a job of one role, as AWS's own model has it, and says to this test from now on."""
-    app = AppDef("app", [apps.torchrun("train.py", replicas=replicas)])
+    role = apps.torchrun("train.py", replicas=replicas)
+    app = SubmittedApp(AppDef("app", [role]), [RoleSpec.of(role, WorkloadKind.RANKS)])
     container = {"image": "image:1", "command": ["true"], "resourceRequirements": [{"type": "MEMORY", "value": "512"}]}
     found = {
         "jobArn": ARN,
@@ -66,7 +68,7 @@ def job(wire: Wire, apps: Apps, status: str = "RUNNING", replicas: int = 2, **mo
         "status": status,
         "startedAt": 1000,
         "tags": {TAG_VERSION: "1"},
-        "parameters": {APP_PARAMETER: appdef_codec.pack(app)},
+        "parameters": {APP_PARAMETER: app.pack()},
         "nodeProperties": {
             "numNodes": replicas,
             "mainNode": 0,
@@ -174,10 +176,10 @@ def test_nodes_have_states_names_and_addresses(wire: Wire, wired: Apps) -> None:
     assert (first.state, first.hostaddr) == (AppState.RUNNING, "10.0.1.2")
     assert first.hostname == "ip-10-0-1-2.eu-central-1.compute.internal"
     assert (second.state, second.hostname) == (AppState.PENDING, "")
-    with contextlib.closing(create_scheduler("torchx")) as scheduler:
-        assert isinstance(scheduler, Reachable)
-        assert scheduler.client_host("q:app-1", "trainer") == "10.0.1.2"
-        assert scheduler.client_host("q:app-1", "nobody") == ""
+    with contextlib.closing(AWSBatchBackend()) as backend:
+        known = BackendApps(backend, NAME)
+        assert known.address("q:app-1", "trainer") == "10.0.1.2"
+        assert known.address("q:app-1", "nobody") == ""
 
 
 @pytest.mark.parametrize(
@@ -275,8 +277,9 @@ def test_a_forgotten_job_can_still_be_deleted(wire: Wire, wired: Apps) -> None:
 def test_follows_a_log_through_attempts_throttling_and_empty_pages(
     wire: Wire, wired: Apps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, seconds in (("_POLL", 0.02), ("_POLL_THROTTLED", 0.05), ("_SETTLE", 0.1)):
+    for name, seconds in (("POLL", 0.02), ("_POLL_THROTTLED", 0.05), ("_DELAY", 0.1)):
         monkeypatch.setattr(logs, name, seconds)
+    monkeypatch.setattr(AWSBatchBackend, "poll", 0.01)
     parent = job(wire, wired)
     first = {"container": {"logStreamName": "one"}, "startedAt": 1, "stoppedAt": 2}
     looks = iter(range(1000))
@@ -325,7 +328,7 @@ def test_asks_for_the_time_that_is_wanted(wire: Wire, wired: Apps) -> None:
     asked = [arguments for operation, arguments in wire.asked if operation == "GetLogEvents"]
     asked = [one for one in asked if "startTime" in one]  # the status looks at the log's end
     assert {(one["startTime"], one["endTime"]) for one in asked} == {(10000, 20501)}
-    assert asked[0]["logGroupName"] == status.DEFAULT_LOG_GROUP
+    assert asked[0]["logGroupName"] == "/aws/batch/job"
 
 
 @pytest.mark.scenario("root cause in status", wire="fake")

@@ -24,7 +24,7 @@ from torchx.specs import AppState, BindMount, InvalidRunConfigException, Resourc
 from tests.clusters.apps import TORCHX
 from tests.clusters.docker.apps import NAME, Apps
 from tests.clusters.docker.daemon import ROOT, Daemon
-from torchx_monarch.backends import client_credentials
+from torchx_monarch.backends.core import client_credentials
 from torchx_monarch.transport.credentials import ClientCredentials
 
 Eventually = Callable[..., object]

@@ -23,8 +23,8 @@ from torchx.specs import AppDef, AppState, AppStatus, Resource, Role
 from tests.clusters.apps import BaseApps
 from tests.clusters.kubernetes.cluster import Cluster
 from tests.network.relay import Relay
-from torchx_monarch.backends.kubernetes.api import Api, KubernetesError
 from torchx_monarch.backends.kubernetes.names import LABEL_APP
+from torchx_monarch.backends.kubernetes.native import Api, KubernetesError
 from torchx_monarch.schedulers import monarch_kubernetes
 
 NAME = "monarch_kubernetes"

@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.clusters.kubernetes import api_proxy
 from tests.clusters.kubernetes.kubelet import now
-from torchx_monarch.backends.kubernetes.api import Api, KubernetesError
+from torchx_monarch.backends.kubernetes.native import Api, KubernetesError
 
 INDEX = "batch.kubernetes.io/job-completion-index"
 VOLCANO = "/apis/batch.volcano.sh/v1alpha1"

@@ -20,7 +20,7 @@ from pathlib import Path
 from tests.clusters.kubernetes.api_proxy import ApiProxy
 from tests.clusters.kubernetes.controllers import IndexedJobs, VolcanoJobs
 from tests.clusters.kubernetes.kubelet import Kubelet
-from torchx_monarch.backends.kubernetes.api import Api
+from torchx_monarch.backends.kubernetes.native import Api
 
 _EVERY = 0.1
 

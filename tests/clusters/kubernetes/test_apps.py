@@ -17,7 +17,7 @@ from torchx.specs.finder import ComponentValidationException
 
 from tests.clusters.kubernetes.apps import NAME, Apps
 from tests.clusters.kubernetes.cluster import ROOT, WIRE, Cluster
-from torchx_monarch.backends import client_credentials
+from torchx_monarch.backends.core import client_credentials
 from torchx_monarch.model import sidecars
 from torchx_monarch.transport.credentials import ClientCredentials
 
@@ -88,7 +88,7 @@ def test_two_hosts_meet_over_tls_and_everything_is_known_elsewhere(apps: Apps, t
     assert len([line for line in apps.lines(handle, 1, regex="rank 2 of")]) == 1
     assert apps.lines(handle, since=before) == apps.lines(handle, until=datetime.now()) == apps.lines(handle)
     assert apps.lines(handle, since=datetime.now()) == apps.lines(handle, until=before) == []
-    with pytest.raises(ValueError, match="both streams of a container as one; stdout alone"):
+    with pytest.raises(ValueError, match="both streams of a replica as one; stdout alone"):
         apps.lines(handle, streams=Stream.STDOUT)
 
     # A process elsewhere.

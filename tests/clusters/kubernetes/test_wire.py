@@ -21,9 +21,8 @@ from torchx.runner import Runner
 from torchx.specs import AppDef, AppState, Role
 from torchx.specs.finder import ComponentValidationException
 
-from torchx_monarch.backends.kubernetes import api as kubernetes_api
-from torchx_monarch.backends.kubernetes.api import Api, KubernetesError
-from torchx_monarch.backends.kubernetes.scheduler import create_scheduler
+from torchx_monarch.backends.kubernetes import native
+from torchx_monarch.backends.kubernetes.native import Api, KubernetesError
 from torchx_monarch.schedulers import monarch_kubernetes
 
 Answer = tuple[int, Any]
@@ -98,7 +97,7 @@ class Wire:
         if where in self.objects:
             return 200, self.objects[where]
         items = [one for name, one in self.objects.items() if name.rpartition("/")[0] == where]
-        known = where.rpartition("/")[2] in ("events", "jobs", "pods", "services", "secrets")
+        known = where.rpartition("/")[2] in ("events", "jobs", "pods", "services", "secrets", "v1alpha1")
         return (200, {"apiVersion": "v1", "kind": "List", "items": items}) if known else (404, {"message": "not found"})
 
     def close(self) -> None:
@@ -117,7 +116,7 @@ def wire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
     }
     (tmp_path / "config").write_text(yaml.safe_dump(config))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
-    monkeypatch.setattr(kubernetes_api, "_WAITS", (0.01,) * 4)
+    monkeypatch.setattr(native, "_WAITS", (0.01,) * 4)
     yield wire
     wire.close()
 
@@ -227,8 +226,11 @@ def test_a_submission_that_fails_midway_leaves_nothing(wire: Wire, runner: Runne
     assert wire.objects == {}
 
 
-@pytest.mark.parametrize("kind", ["secrets", "services", "jobs"])
-def test_a_submission_that_is_interrupted_leaves_nothing(wire: Wire, runner: Runner, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "kind"),
+    [("job", "secrets"), ("job", "services"), ("job", "jobs"), ("volcano", "jobs"), ("volcano", "secrets")],
+)
+def test_a_submission_that_is_interrupted_leaves_nothing(wire: Wire, runner: Runner, mode: str, kind: str) -> None:
     """By Ctrl-C, when an object has been made and its answer is not there yet."""
     plain = wire.cluster
 
@@ -241,11 +243,12 @@ def test_a_submission_that_is_interrupted_leaves_nothing(wire: Wire, runner: Run
 
     wire.cluster = cluster  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        submitted(runner, validate_spec=False)
+        submitted(runner, validate_spec=False, mode=mode)
     assert wire.objects == {}
 
 
-def test_a_submission_that_was_killed_is_listed_and_deleted(wire: Wire, runner: Runner) -> None:
+@pytest.mark.parametrize(("mode", "count"), [("job", 3), ("volcano", 2)])
+def test_a_submission_that_was_killed_is_listed_and_deleted(wire: Wire, runner: Runner, mode: str, count: int) -> None:
     """Whatever of its objects has been made by then."""
     plain, left = wire.cluster, list[dict[str, Any]]()
 
@@ -256,12 +259,21 @@ def test_a_submission_that_was_killed_is_listed_and_deleted(wire: Wire, runner: 
         return answer
 
     wire.cluster = cluster  # type: ignore[method-assign]
-    submitted(runner, validate_spec=False)
-    assert len(left) == 3
+    submitted(runner, validate_spec=False, mode=mode)
+    assert len(left) == count
     for wire.objects in left:
         (app,) = runner.list("monarch_kubernetes")
         runner.delete(app.app_handle)
         assert wire.objects == {}
+
+
+def test_the_secret_belongs_to_the_volcano_job_from_its_creation_on(wire: Wire, runner: Runner) -> None:
+    submitted(runner, mode="volcano")
+    job, secret = wire.objects.values()
+    assert job["apiVersion"] == "batch.volcano.sh/v1alpha1"
+    names = {key: job["metadata"][key] for key in ("name", "uid")}
+    assert secret["metadata"]["ownerReferences"] == [{"apiVersion": job["apiVersion"], "kind": "Job", **names}]
+    assert not any(word.startswith("PATCH") for word in wire.asked)
 
 
 def test_what_could_not_be_removed_is_said(wire: Wire, runner: Runner, caplog: pytest.LogCaptureFixture) -> None:
@@ -321,7 +333,7 @@ def test_a_handle_that_can_be_nobodys_is_not_asked_for(wire: Wire, runner: Runne
 def test_a_log_goes_on_where_its_stream_broke(wire: Wire) -> None:
     from datetime import datetime, timezone
 
-    scheduler = create_scheduler("torchx")
+    scheduler = monarch_kubernetes("torchx")
     role = Role("r", image="i", entrypoint="sh", args=[])
     with Runner("torchx", {"monarch_kubernetes": monarch_kubernetes}) as runner:
         handle = submitted(runner)

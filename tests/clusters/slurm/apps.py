@@ -16,8 +16,8 @@ from typing import Any
 from torchx.runner import Runner
 from torchx.specs import AppDef, AppState, AppStatus, Resource, Role
 
-from torchx_monarch.backends.slurm import commands
 from torchx_monarch.backends.slurm import folder as folders
+from torchx_monarch.backends.slurm import native
 from torchx_monarch.backends.slurm.folder import JobFolder
 from torchx_monarch.schedulers import monarch_slurm
 
@@ -83,13 +83,13 @@ class Apps:
             subprocess.run(["scancel", app_id], check=False, capture_output=True, timeout=240)
         until = time.monotonic() + 60
         running = ("RUNNING", "COMPLETING")
-        while any(job.state in running for app_id in left for job in commands.live_job(app_id)):
+        while any(job.state in running for app_id in left for job in native.live_job(app_id)):
             assert time.monotonic() < until, "jobs do not end"
             time.sleep(0.1)
 
     def slurm_state(self, app_id: str) -> str:
         """Slurm's word; empty for a job that it has forgotten."""
-        jobs = commands.live_job(app_id)
+        jobs = native.live_job(app_id)
         return jobs[0].state if jobs else ""
 
     def status(self, handle: str) -> AppStatus:

@@ -10,7 +10,7 @@ from tests.clusters.live import SAYS, runs_twice_and_after_a_failure
 from tests.clusters.slurm.apps import NAME, Apps, spmd
 from tests.clusters.slurm.cluster import SlurmCluster
 from torchx_monarch import SPMDJob, serve
-from torchx_monarch.backends import client_credentials
+from torchx_monarch.backends.core import client_credentials
 from torchx_monarch.client.target import Target
 
 

@@ -10,7 +10,7 @@ from torchx.specs import AppDef
 
 from tests.clusters.slurm.apps import NAME, Apps, spmd
 from tests.clusters.slurm.cluster import SlurmCluster
-from torchx_monarch.backends import client_credentials
+from torchx_monarch.backends.core import client_credentials
 from torchx_monarch.client.job import SPMDJob
 from torchx_monarch.client.result import RunResult
 from torchx_monarch.client.serve import serve

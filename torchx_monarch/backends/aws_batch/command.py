@@ -14,6 +14,8 @@ import shlex
 
 from torchx.specs import Role, macros
 
+from torchx_monarch.backends.core.errors import UserError
+
 RANK0 = "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"
 """Batch's variable with the address of the main node (replica 0 of the first role); Batch leaves it unset there."""
 
@@ -33,7 +35,7 @@ def render(role: Role, app_id: str, first: int) -> tuple[list[str], dict[str, st
         first: node index of the role's replica 0.
 
     Raises:
-        ValueError: a variable's name is reserved by Batch, or no shell can set it though its value uses the replica
+        UserError: a variable's name is reserved by Batch, or no shell can set it though its value uses the replica
             number.
     """
     known = role.num_replicas == 1
@@ -42,7 +44,7 @@ def render(role: Role, app_id: str, first: int) -> tuple[list[str], dict[str, st
     words, env = [filled.entrypoint, *filled.args], dict(filled.env)
     for name in env:
         if name.startswith("AWS_BATCH"):
-            raise ValueError(
+            raise UserError(
                 f"role {role.name!r} sets {name}; AWS Batch keeps names that begin with AWS_BATCH for itself"
             )
     late = {name: value for name, value in env.items() if _UNKNOWN in value}
@@ -51,7 +53,7 @@ def render(role: Role, app_id: str, first: int) -> tuple[list[str], dict[str, st
     lines = [f"{REPLICA}=$((${{AWS_BATCH_JOB_NODE_INDEX:-{first}}} - {first}))"]
     for name, value in late.items():
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-            raise ValueError(
+            raise UserError(
                 f"role {role.name!r}: the value of {name!r} holds ${{replica_id}}, and a shell cannot set that name"
             )
         lines.append(f"export {name}={_quoted(value)}")

@@ -12,6 +12,7 @@ from torchx.specs import BindMount, DeviceMount, Resource, Role, VolumeMount
 from torchx.specs.named_resources_aws import K8S_ITYPE
 
 from torchx_monarch.backends.aws_batch.options import AWSBatchOpts
+from torchx_monarch.backends.core.errors import UserError
 
 _PERMISSIONS = {"r": "READ", "w": "WRITE", "m": "MKNOD"}
 
@@ -29,7 +30,7 @@ def properties(role: Role, command: list[str], env: Mapping[str, str], cfg: AWSB
         cfg: the run options.
 
     Raises:
-        ValueError: Batch cannot provide a resource or mount of the role, or a ulimit is malformed.
+        UserError: Batch cannot provide a resource or mount of the role, or a ulimit is malformed.
     """
     volumes, points, devices = _mounts(role)
     found: dict[str, Any] = {
@@ -71,7 +72,7 @@ def instance_type(resource: Resource) -> str | None:
 def _requirements(role: Role) -> list[dict[str, str]]:
     resource = role.resource
     if resource.memMB < _LOWEST_MEMORY:
-        raise ValueError(
+        raise UserError(
             f"role {role.name!r} asks for {resource.memMB} MB of memory; AWS Batch must be told how much, "
             f"{_LOWEST_MEMORY} MB or more (memMB, or a named resource)"
         )
@@ -84,16 +85,6 @@ def _requirements(role: Role) -> list[dict[str, str]]:
     return found
 
 
-def resource(properties: Mapping[str, Any]) -> Resource:
-    """Convert container properties back to a resource.
-
-    Batch may return the older fields ``vcpus`` and ``memory`` instead of ``resourceRequirements``. -1 if unknown.
-    """
-    known = {"VCPU": int(properties.get("vcpus", -1)), "MEMORY": int(properties.get("memory", -1))}
-    known |= {each["type"]: int(float(each["value"])) for each in properties.get("resourceRequirements", ())}
-    return Resource(cpu=known["VCPU"], gpu=known.get("GPU", 0), memMB=known["MEMORY"])
-
-
 def _mounts(role: Role) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the volumes, mount points and devices of a role, including the devices of its resource."""
     volumes: list[dict[str, Any]] = []
@@ -102,7 +93,7 @@ def _mounts(role: Role) -> tuple[list[dict[str, Any]], list[dict[str, Any]], lis
         if isinstance(mount, DeviceMount):
             unknown = set(mount.permissions) - set(_PERMISSIONS)
             if unknown:
-                raise ValueError(
+                raise UserError(
                     f"role {role.name!r}: permissions {mount.permissions!r} of {mount.src_path}: r, w and m are known"
                 )
             devices.append(
@@ -119,7 +110,7 @@ def _mounts(role: Role) -> tuple[list[dict[str, Any]], list[dict[str, Any]], lis
         elif isinstance(mount, VolumeMount):
             volumes.append({"name": name, "efsVolumeConfiguration": _efs(mount.src)})
         else:
-            raise ValueError(
+            raise UserError(
                 f"role {role.name!r} has a mount of another kind than bind, volume (EFS) and device: {mount}"
             )
         points.append({"sourceVolume": name, "containerPath": mount.dst_path, "readOnly": mount.read_only})
@@ -136,7 +127,7 @@ def ulimits(texts: list[str]) -> list[dict[str, Any]]:
     """Parse ulimits of the form NAME:SOFT:HARD; empty texts are skipped.
 
     Raises:
-        ValueError: a text has another form.
+        UserError: a text has another form.
     """
     found = []
     for text in filter(None, (each.strip() for each in texts)):
@@ -146,6 +137,6 @@ def ulimits(texts: list[str]) -> list[dict[str, Any]]:
             if len(parts) != 3 or not name:
                 raise ValueError
         except (IndexError, ValueError):
-            raise ValueError(f"run option ulimits: {text!r} is not NAME:SOFT:HARD, such as memlock:-1:-1") from None
+            raise UserError(f"run option ulimits: {text!r} is not NAME:SOFT:HARD, such as memlock:-1:-1") from None
         found.append({"name": name, "softLimit": soft, "hardLimit": hard})
     return found

@@ -1,26 +1,29 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Read the log of one node from CloudWatch: all lines, a time window, or followed through restarts to the job's end."""
+"""Read the log of one node from CloudWatch: lines, followed through restarts to the job's end, and signed results."""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
-from torchx_monarch.backends.aws_batch.client import Aws, AwsError
+from torchx_monarch.backends.aws_batch.native import Aws, AwsError
+from torchx_monarch.system import signed_line
 
-_POLL = 2.0
+POLL = 2.0
 """Seconds between two polls of a followed log. CloudWatch itself lags by some seconds."""
 
 _POLL_THROTTLED = 15.0
 """Seconds until the next poll after AWS has throttled one."""
 
-_SETTLE = 5.0
+_DELAY = 5.0
 """Seconds after a job's end in which CloudWatch may still receive its last lines."""
 
 _TAIL = 200
+"""How many of a log's last lines are searched for a result."""
 
 Poll = Callable[[], tuple[list[tuple[str, str]], bool]]
 """Returns a node's log streams as (group, stream), one for each attempt in order, and whether the job has ended."""
@@ -50,16 +53,17 @@ def lines(aws: Aws, look: Poll, *, since: datetime | None, until: datetime | Non
             found, ended = look()
             # Ask before reading: every line written before the end is then still read.
             ended_at = ended_at or (time.monotonic() if ended else 0.0)
-            last = not follow or (ended_at > 0 and time.monotonic() >= ended_at + _SETTLE)
-            last = last or (until is not None and time.time() > until.timestamp() + _SETTLE)
+            last = not follow or (ended_at > 0 and time.monotonic() >= ended_at + _DELAY)
+            last = last or (until is not None and time.time() > until.timestamp() + _DELAY)
             while at < len(found):
-                for after, line in _read(aws, found[at], token, window):
-                    token = after
-                    if line is not None:
-                        yield line
-                if at + 1 == len(found):
-                    break
-                at, token = at + 1, ""
+                before = token
+                texts, token = _page(aws, found[at], token, window)
+                yield from texts
+                # An empty page is not the end. At the end, GetLogEvents returns the token of the request.
+                if token == before:
+                    if at + 1 == len(found):
+                        break
+                    at, token = at + 1, ""
         except AwsError as error:
             if not follow or not error.throttled:
                 raise
@@ -67,39 +71,39 @@ def lines(aws: Aws, look: Poll, *, since: datetime | None, until: datetime | Non
             continue
         if last:
             return
-        time.sleep(_POLL)
+        time.sleep(POLL)
 
 
-def _read(aws: Aws, stream: tuple[str, str], token: str, window: dict[str, int]) -> Iterator[tuple[str, str | None]]:
-    """Yield the lines of a stream from a token on, and None after each page, each with the token to continue from."""
+def _page(aws: Aws, stream: tuple[str, str], token: str, window: dict[str, int]) -> tuple[list[str], str]:
+    """Return the lines of one page of a stream, and the token of the next page."""
     group, name = stream
-    while True:
-        arguments: dict[str, Any] = {"logGroupName": group, "logStreamName": name, "startFromHead": True, **window}
-        if token:
-            arguments["nextToken"] = token
-        try:
-            answer = aws.call("logs", "GetLogEvents", **arguments)
-        except AwsError as error:
-            if error.code == "ResourceNotFoundException":
-                return  # the stream does not exist before its first line
-            raise
-        # A page's token marks the end of the page, so each of its lines is yielded with that token.
-        after = answer["nextForwardToken"]
-        for event in answer["events"]:
-            yield after, event["message"].rstrip("\n") + "\n"
-        # An empty page is not the end. At the end, GetLogEvents returns the token of the request.
-        if after == token:
-            return
-        token = after
-        yield token, None
+    arguments: dict[str, Any] = {"logGroupName": group, "logStreamName": name, "startFromHead": True, **window}
+    if token:
+        arguments["nextToken"] = token
+    try:
+        answer = aws.call("logs", "GetLogEvents", **arguments)
+    except AwsError as error:
+        if error.code == "ResourceNotFoundException":
+            return [], token  # the stream does not exist before its first line
+        raise
+    return [event["message"].rstrip("\n") + "\n" for event in answer["events"]], answer["nextForwardToken"]
 
 
-def tail(aws: Aws, stream: tuple[str, str]) -> list[str]:
-    """Return the last lines of a stream, 200 at most, without their line ends.
+def results(aws: Aws, streams: Sequence[tuple[str, str]], key: str) -> list[str]:
+    """Return the last signed result among the last lines of each stream; empty for a stream without one.
 
-    Raises:
-        AwsError: AWS is unreachable or refuses.
+    Args:
+        aws: sends the requests.
+        streams: the streams, as (group, stream).
+        key: the key of the job; empty if none of its hosts signs results.
     """
+    return [_result(aws, stream, key) for stream in streams] if key else []
+
+
+def _result(aws: Aws, stream: tuple[str, str], key: str) -> str:
     group, name = stream
-    answer = aws.call("logs", "GetLogEvents", logGroupName=group, logStreamName=name, startFromHead=False, limit=_TAIL)
-    return [event["message"] for event in answer["events"]]
+    arguments = {"logGroupName": group, "logStreamName": name, "startFromHead": False, "limit": _TAIL}
+    with contextlib.suppress(AwsError):
+        events = aws.call("logs", "GetLogEvents", **arguments)["events"]
+        return next(reversed(signed_line.verified([event["message"] for event in events], key)), "")
+    return ""

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchx.schedulers.api import StructuredOpts
+from torchx_monarch.backends.core.options import NetworkOpts
 
 
-@dataclass
-class AWSBatchOpts(StructuredOpts):  # type: ignore[misc]
-    """Run options of the scheduler that ``monarch_aws_batch`` wraps."""
+@dataclass(kw_only=True)
+class AWSBatchOpts(NetworkOpts):
+    """Run options of monarch_aws_batch."""
 
     queue: str
     """The job queue, by name or ARN. Jobs of several nodes need EC2 on-demand instances: not Fargate, not Spot."""

@@ -9,12 +9,13 @@ container job, unless its resource names an instance type, which only a node ran
 
 from __future__ import annotations
 
+import copy
 import getpass
 import json
 import re
 import secrets
 import signal
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -22,13 +23,15 @@ import torchx
 import yaml
 from torchx import settings
 from torchx.schedulers.ids import make_unique
-from torchx.specs import AppDef, Role
+from torchx.specs import AppDef
 
-from torchx_monarch.backends import appdef_codec, validation
 from torchx_monarch.backends.aws_batch import command, container
+from torchx_monarch.backends.aws_batch.definition import ROLE_NAME, SECRET_PREFIX, containers_of
 from torchx_monarch.backends.aws_batch.options import AWSBatchOpts
-from torchx_monarch.backends.protocols import CREDENTIALS, PLACEHOLDER
+from torchx_monarch.backends.core.errors import UserError
+from torchx_monarch.model.env_names import CREDENTIALS
 from torchx_monarch.model.exit_codes import NO_RESTART
+from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.system.signed_line import KEY_VARIABLE
 
 SCHEDULER = "monarch_aws_batch"
@@ -38,36 +41,27 @@ TAG_VERSION = "torchx.pytorch.org/version"
 TAG_APP = "torchx.pytorch.org/app-name"
 TAG_USER = "torchx.pytorch.org/user"
 TAG_SCHEDULER = "torchx-monarch/scheduler"
-"""Tag with ``SCHEDULER``, by which ``list`` knows our jobs; TorchX's former scheduler set the other tags only."""
+"""Tag with ``SCHEDULER``, by which ``list`` finds its jobs; TorchX's former scheduler set the other tags only."""
 
 TAG_DELETED = "torchx-monarch/deleted"
 """Tag of deleted jobs. Batch itself keeps every job for a week after its end."""
 
 APP_PARAMETER = "torchx-monarch-app"
-"""Job parameter that holds the app, packed by ``appdef_codec.pack``. Batch passes parameters to no container."""
+"""Job parameter that holds the app (``SubmittedApp.pack``). Batch passes parameters to no container."""
 
-ROLE_NAME = "TORCHX_ROLE_NAME"
-"""Variable of each container, from TorchX's former scheduler. It names the roles if the app is too large to store."""
-
-SECRET_ARN = "(ARN of the secret made when the job is submitted)"
-"""Placeholder for the secret's ARN until the job is submitted."""
+_LATER = "(made when the job is submitted)"
+"""The value of the secret until the job is submitted."""
 
 _ATTEMPT = "AWS_BATCH_JOB_ATTEMPT"
 """Batch's variable with the number of the job's attempt, the same on all nodes."""
-
-_MOST_ROLES = 5
-"""Most node ranges of one job."""
 
 _MOST_ATTEMPTS = 10
 
 _LARGEST_DEFINITION = 24 << 10
 """AWS Batch's quota for a RegisterJobDefinition request, in bytes."""
 
-_LARGEST_SUBMISSION = 30 << 10
-"""AWS Batch's quota for a SubmitJob request, in bytes."""
-
 _CREDENTIALS_SIZE = 2048
-"""Largest size in bytes of the credentials that replace their placeholder."""
+"""Largest size in bytes of the credentials of the hosts of one role."""
 
 _LONGEST_NAME = 128
 
@@ -82,7 +76,8 @@ class BatchJob:
         name: name of the job and of its definition.
         queue: name of the queue.
         definition: arguments of RegisterJobDefinition.
-        submit: arguments of SubmitJob; ``schedule`` replaces ``jobDefinition`` by the ARN of the registered revision.
+        submit: arguments of SubmitJob but the app itself; ``jobDefinition`` becomes the ARN of the registered revision
+            when the job is submitted.
         images_to_push: repository and tag for each local image; empty for none.
         secret: arguments of Secrets Manager's CreateSecret; empty for no secret.
     """
@@ -100,12 +95,8 @@ class BatchJob:
         return f"{self.queue}:{self.name}"
 
     def __str__(self) -> str:
-        """Return the request as YAML for a dry run, with the packed app replaced by its size."""
-        shown = asdict(self)
-        parameters = shown["submit"].get("parameters", {})
-        if APP_PARAMETER in parameters:
-            parameters[APP_PARAMETER] = f"(the app, {len(parameters[APP_PARAMETER])} bytes)"
-        return str(yaml.safe_dump(json.loads(json.dumps(shown)), sort_keys=False))
+        """Return the request as YAML for a dry run."""
+        return str(yaml.safe_dump(json.loads(json.dumps(asdict(self))), sort_keys=False))
 
 
 def new_name(app_name: str) -> str:
@@ -119,31 +110,30 @@ def queue_name(queue: str) -> str:
     return queue.rpartition("/")[2]
 
 
-def render(app: AppDef, cfg: AWSBatchOpts) -> BatchJob:
-    """Return the request for an app.
+def render(app: AppDef, roles: Sequence[RoleSpec], cfg: AWSBatchOpts) -> BatchJob:
+    """Return the request for an app that ``check`` allows.
 
     Args:
         app: the app; its images must be in a registry that the nodes can reach.
+        roles: what is known of its roles.
         cfg: the run options.
 
     Raises:
-        ValueError: AWS Batch cannot run the app; the message says what is allowed.
+        UserError: AWS Batch cannot run the app; the message says what is allowed.
     """
-    _check(app, cfg)
     name, queue = new_name(app.name), queue_name(cfg.queue)
     result_key = secrets.token_hex()
     containers, first = [], 0
-    for index, role in enumerate(app.roles):
+    for index, (role, spec) in enumerate(zip(app.roles, roles, strict=True)):
         words, env = command.render(role, f"{queue}:{name}", first)
         env |= {"TORCHX_ROLE_IDX": str(index), ROLE_NAME: role.name, settings.ENV_TORCHX_IMAGE: role.image}
-        env[KEY_VARIABLE] = result_key
         env.setdefault("PYTHONUNBUFFERED", "1")  # else Python buffers output to a pipe in blocks
-        if CREDENTIALS in role.env and len(app.roles) > 1:
-            env["MONARCH_START"] = f"@{_ATTEMPT}"
-        secret = env.pop(CREDENTIALS, None) if cfg.secret else None
+        if spec.runs_hosts:
+            env.pop(CREDENTIALS, None)
+            env[KEY_VARIABLE] = result_key
+            if len(app.roles) > 1:
+                env["MONARCH_START"] = f"@{_ATTEMPT}"
         containers.append(container.properties(role, words, env, cfg))
-        if secret is not None:
-            containers[-1]["secrets"] = [{"name": CREDENTIALS, "valueFrom": SECRET_ARN}]
         first += role.num_replicas
     definition: dict[str, Any] = {"jobDefinitionName": name, "tags": _tags(app, cfg)}
     if _is_single(app, cfg):
@@ -158,78 +148,53 @@ def render(app: AppDef, cfg: AWSBatchOpts) -> BatchJob:
         "jobQueue": cfg.queue,
         "jobDefinition": name,
         "tags": dict(definition["tags"]),
-        "parameters": {APP_PARAMETER: appdef_codec.pack(app)},
     }
     if cfg.share_id is not None:
         submit["shareIdentifier"] = cfg.share_id
         definition["schedulingPriority"] = cfg.priority
     job = BatchJob(name, queue, definition, submit)
-    if any("secrets" in one for one in containers):
+    if cfg.secret and any(spec.runs_hosts for spec in roles):
         job.secret = {
-            "Name": f"torchx-monarch/{name}",
+            "Name": f"{SECRET_PREFIX}{name}",
             "Description": f"Credentials of the hosts of the AWS Batch job {name}; removed by torchx delete",
-            "SecretString": PLACEHOLDER,
+            "SecretString": _LATER,
             "Tags": [{"Key": TAG_SCHEDULER, "Value": SCHEDULER}],
         }
+    _check_size(job, roles)
     return job
 
 
-def drop_app_if_too_large(job: BatchJob) -> str:
-    """Drop the packed app from a request that exceeds AWS Batch's quota.
+def with_credentials(job: BatchJob, roles: Sequence[RoleSpec], value: str) -> dict[str, Any]:
+    """Return a copy of a job definition whose hosts receive their credentials.
 
-    Returns:
-        A warning for the user; empty if the request fits.
-
-    Raises:
-        ValueError: the job definition is too large.
+    Args:
+        job: the request.
+        roles: what is known of the roles.
+        value: the ARN of the secret that holds the credentials if the request has one; otherwise the credentials.
     """
-    text = json.dumps(job.definition)
-    size = len(text.encode()) + _CREDENTIALS_SIZE * text.count(PLACEHOLDER)
+    definition = copy.deepcopy(job.definition)
+    where, key = ("secrets", "valueFrom") if job.secret else ("environment", "value")
+    for properties, spec in zip(containers_of(definition), roles, strict=False):
+        if spec.runs_hosts:
+            properties.setdefault(where, []).append({"name": CREDENTIALS, key: value})
+    return definition
+
+
+def _check_size(job: BatchJob, roles: Sequence[RoleSpec]) -> None:
+    value = "arn" if job.secret else "x" * _CREDENTIALS_SIZE
+    size = len(json.dumps(with_credentials(job, roles, value)).encode())
     if size > _LARGEST_DEFINITION:
-        raise ValueError(
+        raise UserError(
             f"the job definition has {size} bytes; AWS Batch takes {_LARGEST_DEFINITION}. Arguments and environments "
             "of all roles are part of it: put the larger ones into the image or into a file that the program reads"
         )
-    size = len(json.dumps(job.submit).encode())
-    if size <= _LARGEST_SUBMISSION:
-        return ""
-    job.submit.pop("parameters")
-    return (
-        f"the app is too large to travel with its job ({size} bytes; AWS Batch takes {_LARGEST_SUBMISSION}): "
-        "`describe` in another process will show it as the job definition has it"
-    )
-
-
-def _check(app: AppDef, cfg: AWSBatchOpts) -> None:
-    validation.check_names(app)
-    if len(app.roles) > _MOST_ROLES:
-        raise ValueError(
-            f"app {app.name!r} has {len(app.roles)} roles; a job of AWS Batch has at most {_MOST_ROLES} node ranges, "
-            "one for each role"
-        )
-    if cfg.job_type not in ("auto", "multinode", "container"):
-        raise ValueError(f"run option job_type is {cfg.job_type!r}; it is auto, multinode or container")
-    if cfg.job_type == "container" and not _has_one_replica(app):
-        replicas = sum(role.num_replicas for role in app.roles)
-        raise ValueError(f"run option job_type is container, which is for one replica; app {app.name!r} has {replicas}")
-    if not 0 <= cfg.priority <= 9999:
-        raise ValueError(f"run option priority is {cfg.priority}; it is a number from 0 to 9999")
-    if cfg.timeout is not None and cfg.timeout < 60:
-        raise ValueError(f"run option timeout is {cfg.timeout}; it is a number of seconds, 60 or more")
-    if cfg.host_retries < 0:
-        raise ValueError(f"run option host_retries is {cfg.host_retries}; it is a number, 0 or more")
-    if cfg.secret and not cfg.execution_role_arn:
-        raise ValueError("run option secret needs execution_role_arn, a role that may read secrets (GetSecretValue)")
-
-
-def _has_one_replica(app: AppDef) -> bool:
-    return len(app.roles) == 1 and bool(app.roles[0].num_replicas == 1)
 
 
 def _is_single(app: AppDef, cfg: AWSBatchOpts) -> bool:
     if cfg.job_type != "auto":
         return cfg.job_type == "container"
-    return _has_one_replica(app) and container.instance_type(app.roles[0].resource) is None
+    only = app.roles[0] if len(app.roles) == 1 else None
+    return only is not None and only.num_replicas == 1 and container.instance_type(only.resource) is None
 
 
 def _nodes(app: AppDef, containers: list[dict[str, Any]]) -> dict[str, Any]:
@@ -252,26 +217,26 @@ def _retries(app: AppDef, cfg: AWSBatchOpts) -> dict[str, Any]:
     attempts = 1 + (retries or cfg.host_retries)
     if attempts > _MOST_ATTEMPTS:
         what = "max_retries" if retries else "run option host_retries"
-        raise ValueError(f"{what} is {attempts - 1}; AWS Batch starts a job again at most {_MOST_ATTEMPTS - 1} times")
+        raise UserError(f"{what} is {attempts - 1}; AWS Batch starts a job again at most {_MOST_ATTEMPTS - 1} times")
     rules = [{"onExitCode": str(NO_RESTART), "action": "EXIT"}]
     if not retries and cfg.host_retries:
         # The instance sends its containers SIGTERM before it shuts down.
-        told = {"onExitCode": str(128 + signal.SIGTERM), "action": "RETRY"}
-        rules = [{"onStatusReason": "Host EC2*", "action": "RETRY"}, told, {"onReason": "*", "action": "EXIT"}]
+        shutdown = {"onExitCode": str(128 + signal.SIGTERM), "action": "RETRY"}
+        rules = [{"onStatusReason": "Host EC2*", "action": "RETRY"}, shutdown, {"onReason": "*", "action": "EXIT"}]
     return {"attempts": attempts, **({"evaluateOnExit": rules} if attempts > 1 else {})}
 
 
 def _tags(app: AppDef, cfg: AWSBatchOpts) -> dict[str, str]:
     """Return the job's tags: TorchX's former ones, the scheduler's name, and the app's metadata within AWS's limits."""
-    ours = {
+    own_tags = {
         TAG_VERSION: torchx.__version__,
         TAG_APP: app.name,
         TAG_USER: cfg.user or _user(),
         TAG_SCHEDULER: SCHEDULER,
     }
-    theirs = {_safe(name, 128): value for name, value in app.metadata.items() if not name.startswith("aws:")}
-    spare = _MOST_TAGS - len(ours)
-    return {name: _safe(value, 256) for name, value in (*list(theirs.items())[:spare], *ours.items()) if name}
+    app_tags = {_safe(name, 128): value for name, value in app.metadata.items() if not name.startswith("aws:")}
+    spare = _MOST_TAGS - len(own_tags)
+    return {name: _safe(value, 256) for name, value in (*list(app_tags.items())[:spare], *own_tags.items()) if name}
 
 
 def _safe(text: str, longest: int) -> str:
@@ -283,36 +248,3 @@ def _user() -> str:
         return getpass.getuser()
     except (KeyError, OSError):  # no passwd entry for the user, as in some containers
         return "unknown"
-
-
-def roles_of(job: Mapping[str, Any]) -> list[Role]:
-    """Reconstruct the roles from a job or a job definition, for a job that does not hold its app."""
-    nodes = job.get("nodeProperties")
-    if nodes:
-        return [
-            _role(each["container"], _count(each["targetNodes"], nodes["numNodes"]))
-            for each in nodes["nodeRangeProperties"]
-        ]
-    return [_role(job.get("containerProperties") or job.get("container") or {}, 1)]
-
-
-def _count(target: str, nodes: int) -> int:
-    """Return the number of nodes in a range ``2:5``, ``:5``, ``2:`` or ``2`` of a job of ``nodes`` nodes."""
-    first, colon, last = target.partition(":")
-    return int(last or nodes - 1) - int(first or 0) + 1 if colon else 1
-
-
-def _role(properties: Mapping[str, Any], replicas: int) -> Role:
-    env = {each["name"]: each.get("value", "") for each in properties.get("environment", ())}
-    for name in (CREDENTIALS, KEY_VARIABLE):
-        env.pop(name, None)
-    words = properties.get("command") or [""]
-    return Role(
-        env.pop(ROLE_NAME, "node"),
-        image=properties.get("image", ""),
-        entrypoint=words[0],
-        args=list(words[1:]),
-        env=env,
-        num_replicas=replicas,
-        resource=container.resource(properties),
-    )

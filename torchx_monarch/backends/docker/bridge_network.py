@@ -2,7 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Create TorchX's bridge network, which the containers of all apps share, and remove it when no container uses it.
 
-All apps share one network because a daemon has addresses for about thirty networks, and ended apps keep theirs.
+All apps share one network because a daemon has addresses for about thirty networks, and ended apps keep their
+addresses.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ def ensure(client: DockerClient) -> None:
     if _all(client):
         return
     try:
-        ours = client.networks.create(NETWORK, driver="bridge", check_duplicate=True)
+        made = client.networks.create(NETWORK, driver="bridge", check_duplicate=True)
     except APIError as error:
         if "already exists" not in str(error):
             raise
         return
     # Older daemons create two networks of one name for concurrent requests. Every client keeps the eldest one.
-    if _all(client)[0].id != ours.id:
-        ours.remove()
+    if _all(client)[0].id != made.id:
+        made.remove()
 
 
 def is_missing(error: NotFound) -> bool:

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
-from datetime import datetime
-from typing import TYPE_CHECKING
+from collections.abc import Generator, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from docker.errors import NotFound
+from torchx.schedulers.api import Stream
 
-from torchx_monarch.backends.docker import status
+from torchx_monarch.backends.core.backend import LogQuery
+from torchx_monarch.backends.docker.native import seconds
 from torchx_monarch.system.line_output import LineReader
 
 if TYPE_CHECKING:
@@ -25,40 +26,27 @@ _TICK = 1e-6
 """Seconds; the resolution of dockerd's ``since``."""
 
 
-def lines(
-    container: Container,
-    *,
-    stdout: bool,
-    stderr: bool,
-    since: datetime | None,
-    until: datetime | None,
-    follow: bool,
-    ended: Callable[[], bool],
-) -> Iterator[str]:
+def lines(container: Container, query: LogQuery[Any]) -> Iterator[str]:
     """Yield the lines of a container's log, each with its line end. Bytes that are not UTF-8 are replaced.
+
+    TorchX passes times to docker-py, which takes a time without zone for UTC and fails on a time with a zone. When it
+    follows a log, it stops at a restart, and yields chunks as written, which may be several lines or part of one.
 
     Args:
         container: the container; the iterator ends if it is deleted.
-        stdout, stderr: whether to read this stream.
-        since: skip lines written before it; a time without zone is local time; None for no limit. (TorchX passes it to
-            docker-py, which takes a time without zone for UTC and fails on a time with a zone.)
-        until: skip lines written after it, with the same zone rule; None for no limit.
-        follow: wait for more lines until the app has ended. (TorchX stops at a restart, and yields chunks as written,
-            which may be several lines or part of one.)
-        ended: returns whether the app has ended.
+        query: which lines.
     """
-    start = since.timestamp() if since is not None else 0.0
-    stop = until.timestamp() if until is not None else None
+    start = query.since.timestamp() if query.since is not None else 0.0
+    stop = query.until.timestamp() if query.until is not None else None
+    streams = {"stdout": query.stream is not Stream.STDERR, "stderr": query.stream is not Stream.STDOUT}
     while True:
         # Ask before the read: output written just before the app's end is then read, too.
-        last = not follow or ended() or (stop is not None and time.time() > stop)
+        last = not query.follow or query.has_ended() or (stop is not None and time.time() > stop)
         options: dict[str, float] = {"since": start} if start > 0 else {}
         if stop is not None:
             options["until"] = stop
         try:
-            chunks = container.logs(
-                stdout=stdout, stderr=stderr, timestamps=True, stream=True, follow=follow and not last, **options
-            )
+            chunks = container.logs(timestamps=True, stream=True, follow=not last, **streams, **options)
             with contextlib.closing(chunks):
                 latest = yield from _lines(chunks)
         except NotFound:
@@ -80,7 +68,7 @@ def _lines(chunks: Iterable[bytes]) -> Generator[str, None, float]:
     latest, reader = 0.0, LineReader()
     for chunk in chunks:
         stamp, _, text = chunk.partition(b" ")
-        latest = max(latest, status.seconds(stamp.decode(errors="replace")))
+        latest = max(latest, seconds(stamp.decode(errors="replace")))
         for line in reader.feed(text):
             yield line.decode(errors="replace")
     if rest := reader.rest():

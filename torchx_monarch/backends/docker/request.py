@@ -1,23 +1,36 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Adapt the containers that TorchX's DockerScheduler would create. Pure, except for listing this machine's GPUs."""
+"""Render an app into containers: those that TorchX's DockerScheduler would create, adapted.
+
+Pure, except for listing this machine's GPUs.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from docker.types import DeviceRequest
-from torchx.schedulers.docker_scheduler import LABEL_REPLICA_ID, LABEL_ROLE_NAME, DockerContainer, DockerJob
+from torchx.schedulers.docker_scheduler import (
+    LABEL_REPLICA_ID,
+    LABEL_ROLE_NAME,
+    DockerContainer,
+    DockerJob,
+    DockerScheduler,
+)
 from torchx.specs import AppDef
 
-from torchx_monarch.backends.errors import UserError
+from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.docker.options import DockerOpts
 from torchx_monarch.backends.local import gpus
-from torchx_monarch.backends.validation import check_names
-from torchx_monarch.model.env_names import JOB_VARIABLES, replica0_variable
+from torchx_monarch.backends.local.render import safe_name
+from torchx_monarch.model.env_names import CREDENTIALS, JOB_VARIABLES, replica0_variable
+from torchx_monarch.torchx_adapter import torchx_api
 
 LABEL_APP = "torchx-monarch/app"
-"""Label with the app, encoded by ``appdef_codec.pack``. TorchX's own scheduler does not set it."""
+"""Label with the app, the output of ``SubmittedApp.pack``. TorchX's own scheduler does not set it."""
 
 LABEL_GRACE = "torchx-monarch/grace"
 """Label with the run option ``grace``, in seconds."""
@@ -34,30 +47,40 @@ _LONGEST_NAME = 63
 _LONGEST_ROLE = 20
 
 
-def check(app: AppDef, grace: int) -> None:
-    """Validate an app and its grace period before submission.
+def render(app: AppDef, options: DockerOpts, environ: Mapping[str, str]) -> DockerJob:
+    """Return the containers that run an app.
 
     Args:
-        app: the app.
-        grace: the run option ``grace``, in seconds.
-
-    Raises:
-        ValueError: two roles have the same name, or the grace period is negative.
-    """
-    check_names(app)
-    if grace < 0:
-        raise UserError(f"the run option grace is {grace}; it is a number of seconds, 0 or more")
-
-
-def adapt(job: DockerJob, app: AppDef, init: bool, environ: Mapping[str, str]) -> None:
-    """Adapt TorchX's request in place.
-
-    Args:
-        job: the request, as ``DockerScheduler._submit_dryrun`` returns it.
-        app: the app that the request was made from.
-        init: whether docker-init is process 1 of each container.
+        app: the app, with the host process before each rank command.
+        options: the run options.
         environ: the submitter's environment, which limits the GPUs that replicas may use.
     """
+    # TorchX uses the name unchanged, but a slash would end the app's handle, and dockerd refuses it for a volume.
+    named = dataclasses.replace(app, name=safe_name(app.name))
+    # Not submit_dryrun: it calls each role's pre_proc, which the scheduler around this backend does.
+    job: DockerJob = torchx_api.render(DockerScheduler("torchx"), named, options).request
+    _adapt(job, app, options, environ)
+    return job
+
+
+def complete(container: DockerContainer, submitted: SubmittedApp, packed: str, credentials: str) -> dict[str, Any]:
+    """Return the options of a container, with the app's record, and with the credentials if it runs a host.
+
+    Args:
+        container: the container; it is not changed.
+        submitted: the app.
+        packed: the result of its ``pack``.
+        credentials: the hosts' credentials.
+    """
+    kwargs: dict[str, Any] = {**container.kwargs}
+    kwargs["labels"] = {**kwargs["labels"], LABEL_APP: packed}
+    if kwargs["labels"][LABEL_ROLE_NAME] in {spec.name for spec in submitted.roles if spec.runs_hosts}:
+        kwargs["environment"] = {**kwargs["environment"], CREDENTIALS: credentials}
+    return kwargs
+
+
+def _adapt(job: DockerJob, app: AppDef, options: DockerOpts, environ: Mapping[str, str]) -> None:
+    """Adapt TorchX's request in place."""
     names = host_names(job.app_id, {role.name: role.num_replicas for role in app.roles})
     given = {role.name: role.env for role in app.roles}
     retried = {role.name: role.max_retries > 0 for role in app.roles}
@@ -70,7 +93,8 @@ def adapt(job: DockerJob, app: AppDef, init: bool, environ: Mapping[str, str]) -
         kwargs["name"] = kwargs["hostname"] = name
         # TorchX runs the command itself as process 1, to which the kernel delivers no signal without a handler:
         # `docker stop` of a shell, or of a Python that is still importing, then takes the whole grace period.
-        kwargs["init"] = init
+        kwargs["init"] = options.init
+        labels[LABEL_GRACE] = str(options.grace)
         env: dict[str, str] = kwargs["environment"]  # type: ignore[assignment]
         for variable in JOB_VARIABLES:
             if variable not in given[role]:

@@ -1,153 +1,150 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Assemble the snapshot of an app from its existing containers."""
+"""Derive the replicas of an app from its existing containers."""
 
 from __future__ import annotations
 
-import time
+import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from torchx.specs import AppDef, AppState, ReplicaStatus, Role, RoleStatus
+from torchx.schedulers.docker_scheduler import LABEL_REPLICA_ID, LABEL_ROLE_NAME, NETWORK
 
-from torchx_monarch.backends import appdef_codec
-from torchx_monarch.backends.docker import request, status
-from torchx_monarch.backends.docker.final_states import FinalStates
-from torchx_monarch.backends.docker.status import DockerReplica, DockerRole, DockerStatus
-from torchx_monarch.backends.outcome import RolePolicy
-from torchx_monarch.backends.protocols import CREDENTIALS
+from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
+from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.docker import request
+from torchx_monarch.backends.docker.host_results import HostResult
+from torchx_monarch.backends.docker.native import seconds
+from torchx_monarch.model.job_result import describe_code
+from torchx_monarch.model.role_spec import RoleSpec
+from torchx_monarch.model.state import State
 
 if TYPE_CHECKING:
     from docker.models.containers import Container
 
-HOST_EXTRA = 10.0
-"""Seconds that a container gets beyond the grace period, in which its host ends the ranks."""
+_LIVING = {
+    "created": State.PENDING,
+    "restarting": State.PENDING,
+    "running": State.RUNNING,
+    "paused": State.RUNNING,
+}
+"""The state of a replica by dockerd's state of its container; in any other state the container has ended."""
 
 
 @dataclass(frozen=True)
-class DockerSnapshot:
-    """The containers of an app and the state that follows from them.
+class DockerSnapshot(AppSnapshot):
+    """An app and its containers.
 
     Attributes:
-        app_id: the app's id.
-        app: the submitted AppDef; without roles if the label that holds it is damaged.
-        containers: the app's containers, sorted by role and replica.
-        roles: the replicas that have a container, by role in the app's order; a role may have none.
-        removed: the replicas, as ROLE/K, whose containers were removed.
-        overall: the app's state.
-        grace: seconds from SIGTERM to SIGKILL when the app is cancelled.
-        created: when the first container was created, as dockerd writes times.
+        containers: the containers that exist, by the name of the replica (``ReplicaSnapshot.name``).
     """
 
-    app_id: str
-    app: AppDef
-    containers: list[Container]
-    roles: list[list[DockerReplica]]
-    removed: list[str]
-    overall: DockerStatus
-    grace: float
-    created: str
-
-    @property
-    def replicas(self) -> list[DockerReplica]:
-        """All replicas, in the order of ``containers``."""
-        return [replica for role in self.roles for replica in role]
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The number of replicas of each role, by role name."""
-        return {role.name: role.num_replicas for role in self.app.roles}
-
-    def message(self, cause: DockerReplica | None) -> str:
-        """Describe the failure and the removed replicas; empty without either.
-
-        Args:
-            cause: the replica that failed first; None if none failed.
-        """
-        said = [cause.failure] if cause is not None else []
-        said += [describe_removed(self.removed[0])] if self.removed else []
-        said += [f"{len(self.removed) - 1} more were removed"] if len(self.removed) > 1 else []
-        return "; ".join(said)
-
-    def statuses(self, errors: Sequence[str]) -> list[RoleStatus]:
-        """Return the status of every replica for ``torchx status``.
-
-        Args:
-            errors: the content of each replica's error file, in the order of ``replicas``; empty without an error.
-        """
-        statuses = {
-            (replica.role, replica.id): ReplicaStatus(
-                id=replica.id,
-                state=self._shown(replica),
-                role=replica.role,
-                hostname=replica.name,
-                structured_error_msg=error or "<NONE>",
-            )
-            for replica, error in zip(self.replicas, errors, strict=True)
-        }
-        removed = {
-            (role.name, index): ReplicaStatus(id=index, state=AppState.UNKNOWN, role=role.name, hostname="")
-            for role in self.app.roles
-            for index in range(role.num_replicas)
-            if f"{role.name}/{index}" in self.removed
-        }
-        statuses |= removed
-        return [
-            RoleStatus(role, [statuses[each] for each in sorted(statuses) if each[0] == role])
-            for role in dict.fromkeys([*self.sizes, *(replica.role for replica in self.replicas)])
-        ]
-
-    def _shown(self, replica: DockerReplica) -> AppState:
-        """Return the state to show for a replica: CANCELLED rather than FAILED if it was stopped with the app."""
-        if self.overall.state is AppState.SUCCEEDED and replica.ended <= self.overall.decided:
-            return replica.state  # may be a failure that the role tolerates
-        over = self.overall.state in (AppState.CANCELLED, AppState.SUCCEEDED)
-        return AppState.CANCELLED if over and replica.state is not AppState.SUCCEEDED else replica.state
+    containers: Mapping[str, Container] = field(default_factory=dict)
 
 
-def describe_removed(replica: str) -> str:
-    """Describe a replica whose container was removed."""
-    return f"the container of replica {replica} was removed (docker rm), and its log with it"
-
-
-def build_snapshot(app_id: str, containers: Sequence[Container], cancelled: float, ends: FinalStates) -> DockerSnapshot:
-    """Assemble the snapshot of an app.
+def build(
+    app_id: str, containers: Sequence[Container], cancelled: float, results: Mapping[str, HostResult]
+) -> DockerSnapshot:
+    """Assemble the snapshot of an app, without the content of error files.
 
     Args:
-        app_id: the app's id.
+        app_id: id of the app.
         containers: its containers; at least one.
         cancelled: when it was cancelled, in seconds since the epoch; 0 if it was not.
-        ends: the results that its hosts have written.
+        results: the results that hosts have written, by the id of the container.
     """
     labels = containers[0].labels
-    app = appdef_codec.unpack(labels[request.LABEL_APP]) or AppDef(app_id)
-    order = [role.name for role in app.roles]
-    pairs = list(zip(ends.apply(containers), containers, strict=True))
-    pairs.sort(key=lambda pair: (order.index(pair[0].role) if pair[0].role in order else len(order), pair[0].id))
-    roles: dict[str, list[DockerReplica]] = {name: [] for name in order}
-    for replica, _ in pairs:
-        roles.setdefault(replica.role, []).append(replica)
-    removed = _removed(app.roles, roles)
-    # Hosts wait forever for a removed host. A removed container of another role may have ended before.
-    hosts = {role.name for role in app.roles if CREDENTIALS in role.env}
-    policies = {role.name: RolePolicy.of(role) for role in app.roles}
-    found = []
-    for name, replicas in roles.items():
-        lost = frozenset(int(index) for role, _, index in (one.rpartition("/") for one in removed) if role == name)
-        policy = policies.get(name) or RolePolicy(len(replicas))
-        found.append(DockerRole(policy, replicas, lost if name in hosts else frozenset()))
-    grace = float(labels.get(request.LABEL_GRACE, 0))
-    overall = status.evaluate(found, cancelled, time.time(), grace + HOST_EXTRA)
-    created = min(container.attrs["Created"] for container in containers)
+    submitted = SubmittedApp.unpack(labels[request.LABEL_APP])
+    places = {(one.labels[LABEL_ROLE_NAME], int(one.labels[LABEL_REPLICA_ID])): one for one in containers}
+    specs = {spec.name: spec for spec in submitted.roles} if submitted else {}
+    stored = set(specs)
+    for role, replica in sorted(places):
+        if role not in stored:  # the record is damaged
+            specs[role] = RoleSpec(role, replica + 1)
+    # All containers are created before the first one starts: until then, those that are missing may be yet to come.
+    began = any(seconds(one.attrs["State"]["StartedAt"]) for one in containers)
+    missing = [(spec, index) for spec in specs.values() for index in range(spec.replicas)]
+    missing = [(spec, index) for spec, index in missing if (spec.name, index) not in places]
+    is_host_lost = began and any(spec.runs_hosts for spec, _ in missing)
+    found = [
+        replica_of(one.attrs, results.get(str(one.id)), is_cancelled=cancelled > 0, is_host_lost=is_host_lost)
+        for one in containers
+    ]
+    pending = State.CANCELLED if cancelled else State.PENDING
+    absent = [_removed(spec, index) if began else ReplicaSnapshot(spec.name, index, pending) for spec, index in missing]
+    replicas = sorted([*found, *absent], key=lambda one: one.id)
     return DockerSnapshot(
-        app_id, app, [container for _, container in pairs], list(roles.values()), removed, overall, grace, created
+        app_id=app_id,
+        name=submitted.app.name if submitted else app_id,
+        roles=[RoleSnapshot(spec, [one for one in replicas if one.role == spec.name]) for spec in specs.values()],
+        app=submitted.app if submitted else None,
+        created=min(seconds(one.attrs["Created"]) for one in containers),
+        grace=float(labels.get(request.LABEL_GRACE, 0)),
+        ending=Outcome(State.CANCELLED, time=cancelled) if cancelled else None,
+        notes=_notes([one for one in absent if one.state is State.UNKNOWN]),
+        containers={f"{role}/{index}": one for (role, index), one in places.items()},
     )
 
 
-def _removed(wanted: Sequence[Role], found: Mapping[str, Sequence[DockerReplica]]) -> list[str]:
-    if not any(replica.started for replicas in found.values() for replica in replicas):
-        return []  # schedule() creates all containers before it starts the first: the others may not exist yet
-    there = {f"{replica.role}/{replica.id}" for replicas in found.values() for replica in replicas}
-    every = [f"{role.name}/{index}" for role in wanted for index in range(role.num_replicas)]
-    return [name for name in every if name not in there]
+def replica_of(
+    attrs: Mapping[str, Any], result: HostResult | None, *, is_cancelled: bool, is_host_lost: bool
+) -> ReplicaSnapshot:
+    """Derive a replica from its container.
+
+    Args:
+        attrs: the output of ``docker inspect``.
+        result: the result of its host, if that must not be restarted; else None.
+        is_cancelled: whether the app was cancelled: a container that was never started never will be.
+        is_host_lost: whether the container of a host was removed, so that the rest of the app is stopped.
+    """
+    state, labels = attrs["State"], attrs["Config"]["Labels"]
+    role, index, status = labels[LABEL_ROLE_NAME], int(labels[LABEL_REPLICA_ID]), state["Status"]
+    code = result.code if result else state["ExitCode"]
+    living = _LIVING.get(status)
+    own = living if living and not result else (State.FAILED if code else State.SUCCEEDED)
+    if is_cancelled and own is State.PENDING and status == "created":
+        own = State.CANCELLED
+    networks = attrs.get("NetworkSettings", {}).get("Networks") or {}
+    return ReplicaSnapshot(
+        role,
+        index,
+        own,
+        hostname=attrs["Name"].lstrip("/"),
+        # The name resolves on the containers' network only.
+        address=networks.get(NETWORK, {}).get("IPAddress", "") if own is State.RUNNING else "",
+        started=seconds(state["StartedAt"]),
+        ended=result.ended if result else seconds(state["FinishedAt"]),
+        restarts=result.restarts if result else attrs.get("RestartCount", 0),
+        failure=f"replica {role}/{index} {_failure(attrs, code, result)}" if own is State.FAILED else "",
+        error=result.error if result else "",
+        was_stopped=is_host_lost and code == 128 + signal.SIGTERM,
+        respawns=living is not None and result is not None,
+    )
+
+
+def _failure(attrs: Mapping[str, Any], code: int, result: HostResult | None) -> str:
+    state = attrs["State"]
+    how = state.get("Error") or describe_code(128 - code if code > 128 else code)
+    if state.get("OOMKilled"):
+        memory = attrs.get("HostConfig", {}).get("Memory", 0) >> 20
+        how += f"; a process in it was killed for want of memory, of which it had {memory} MB (memMB)"
+    return f"{how}; not started again: {result.reason}" if result else str(how)
+
+
+def _removed(spec: RoleSpec, index: int) -> ReplicaSnapshot:
+    # The hosts of its role wait forever for a removed host. A replica of another role may have ended before.
+    failure = describe_removed(f"{spec.name}/{index}") if spec.runs_hosts else ""
+    return ReplicaSnapshot(spec.name, index, State.UNKNOWN, failure=failure)
+
+
+def describe_removed(replica: str) -> str:
+    """Describe a replica, ROLE/ID, whose container was removed."""
+    return f"the container of replica {replica} was removed (docker rm), and its log with it"
+
+
+def _notes(removed: Sequence[ReplicaSnapshot]) -> list[str]:
+    """Describe the removed replicas; empty without any. The first one is a host if there is one."""
+    ordered = sorted(removed, key=lambda one: not one.failure)
+    notes = [describe_removed(one.name) for one in ordered[:1]]
+    return notes if len(ordered) < 2 else [*notes, f"{len(ordered) - 1} more were removed"]

@@ -8,50 +8,44 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 
-from torchx_monarch.backends.kubernetes.api import Api, KubernetesError
-from torchx_monarch.backends.kubernetes.status import Attempt
+from torchx_monarch.backends.core.backend import LogQuery
+from torchx_monarch.backends.kubernetes.attempts import Attempt
+from torchx_monarch.backends.kubernetes.native import Api, KubernetesError
+from torchx_monarch.backends.kubernetes.snapshot import KubernetesSnapshot
 
 _POLL = 0.5
 """Seconds between two polls of a followed replica that has no running pod."""
 
 
 def lines(
-    api: Api,
-    path: str,
-    attempts: Callable[[], Sequence[Attempt]],
-    *,
-    since: datetime | None,
-    until: datetime | None,
-    follow: bool,
-    ended: Callable[[], bool],
+    api: Api, path: str, attempts: Callable[[], Sequence[Attempt]], query: LogQuery[KubernetesSnapshot]
 ) -> Iterator[str]:
     """Yield the lines, each with its line end. Bytes that are not UTF-8 are replaced.
+
+    TorchX passes the server a number of seconds for ``since``, which is wrong for a time with a zone, refuses
+    ``until``, and stops following when the pod ends.
 
     Args:
         api: the cluster.
         path: URL path of the pods' collection.
         attempts: returns the replica's current pods, the oldest first.
-        since: omit lines written before this time; None for no limit. A time without a zone is local time. (TorchX
-            passes the server a number of seconds, which is wrong for a time with a zone.)
-        until: omit lines written after this time; None for no limit. (TorchX refuses this option.)
-        follow: wait for further lines until the app has ended. (TorchX stops when the pod ends.)
-        ended: returns whether the app has ended.
+        query: which lines.
 
     Raises:
         KubernetesError: the server refuses; a missing pod or a container that has not started counts as an empty log.
     """
-    first = _nanoseconds_of(since) if since else 0
-    last = _nanoseconds_of(until) if until else None
+    first = _nanoseconds_of(query.since) if query.since else 0
+    last = _nanoseconds_of(query.until) if query.until else None
     read: dict[str, int] = {}
     over: set[str] = set()
     while True:
         # Ask before reading: every line written before the end is then still read.
-        final = not follow or ended()
+        final = not query.follow or query.has_ended()
         for one in attempts():
             if one.pod in over:
                 continue
             start = max(first, read.get(one.pod, -1) + 1)
-            live = follow and not final and one.lives
+            live = query.follow and not final and one.lives
             for stamp, text in _of_pod(api, f"{path}/{one.pod}/log", one.container, start, live):
                 if last is not None and stamp > last:
                     return

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torchx.schedulers.ids import random_id
 
-from torchx_monarch.backends.errors import UserError
+from torchx_monarch.backends.core.errors import UserError
 
 LABEL_APP = "torchx-monarch/app"
 """Label of every object of an app: the app's id without its namespace. Objects without it are not this scheduler's."""
@@ -18,13 +18,13 @@ LABEL_ROLE = "torchx-monarch/role"
 """Label of Jobs and pods: the index of the role in the app."""
 
 ANNOTATION_APP = "torchx-monarch/appdef"
-"""Annotation of an app's record: the app, packed by ``appdef_codec.pack``."""
+"""Annotation of an app's record: the app, packed by ``SubmittedApp.pack``."""
 
 ANNOTATION_OPTIONS = "torchx-monarch/options"
-"""Annotation of the record: the run options that ``describe`` needs, as JSON: ``grace``, ``pull_timeout``."""
+"""Annotation of the record: the run options that a snapshot needs, as JSON: ``grace``, ``pull_timeout``."""
 
 ANNOTATION_ENDED = "torchx-monarch/ended"
-"""Annotation of the record: how this scheduler ended the app, as JSON: ``state``, ``msg``, ``time``."""
+"""Annotation of the record: how this scheduler has begun to end the app, as JSON: ``state``, ``msg``, ``time``."""
 
 LARGEST_ANNOTATIONS = 256 << 10
 """Largest total size of an object's annotations in bytes; the API server refuses more."""

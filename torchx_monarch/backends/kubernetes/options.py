@@ -6,18 +6,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from torchx.schedulers.api import StructuredOpts
 from torchx.schedulers.kubernetes_scheduler import RESERVED_MEMMB, RESERVED_MILLICPU
 from torchx.specs import InvalidRunConfigException
 
+from torchx_monarch.backends.core.options import NetworkOpts
 from torchx_monarch.backends.kubernetes import names
 
 MODES = ("auto", "job", "volcano")
 
 
 @dataclass
-class KubernetesOpts(StructuredOpts):  # type: ignore[misc]
-    """Run options of the Kubernetes scheduler."""
+class KubernetesOpts(NetworkOpts):
+    """Run options of monarch_kubernetes."""
 
     mode: str = "auto"
     """`job` needs Kubernetes 1.29 or later and nothing else: an Indexed Job for each role. `volcano` submits a Volcano
@@ -73,12 +73,9 @@ class KubernetesOpts(StructuredOpts):  # type: ignore[misc]
     efa_device_count: int | None = None
     """Number of EFA devices of each pod. Default: that of the role's resource."""
 
-    grace: int = 30
-    """Seconds between SIGTERM and SIGKILL when a replica is ended."""
-
 
 def check(cfg: KubernetesOpts) -> None:
-    """Check the run options.
+    """Check the run options that are Kubernetes' own.
 
     Raises:
         InvalidRunConfigException: a value is not allowed; the message names the option, its value and what is allowed.
@@ -93,7 +90,7 @@ def check(cfg: KubernetesOpts) -> None:
         refuse("mode", f"allowed are {', '.join(MODES)}")
     if cfg.namespace is not None and not names.is_namespace(cfg.namespace):
         refuse("namespace", "a namespace is called by up to 63 lower-case letters, digits and dashes")
-    for name in ("grace", "pull_timeout", "ttl_seconds_after_finished", "reserved_millicpu", "reserved_memmb"):
+    for name in ("pull_timeout", "ttl_seconds_after_finished", "reserved_millicpu", "reserved_memmb"):
         if (options[name] or 0) < 0:
             refuse(name, "allowed is 0 or more")
     only = {"volcano": ("kueue_queue", "kueue_priority", "ttl_seconds_after_finished"), "job": ("queue",)}

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 from torchx.schedulers.kubernetes_scheduler import (
     LABEL_REPLICA_ID,
@@ -16,21 +16,17 @@ from torchx.schedulers.kubernetes_scheduler import (
 from torchx.specs import AppDef, Role, macros
 from torchx.specs.overlays import get_overlay
 
+from torchx_monarch.backends.core.state import HOST_EXTRA
 from torchx_monarch.backends.kubernetes.names import LABEL_APP, LABEL_ROLE
 from torchx_monarch.backends.kubernetes.options import KubernetesOpts
-from torchx_monarch.backends.kubernetes.request import Object
-from torchx_monarch.backends.protocols import CREDENTIALS
-from torchx_monarch.model.env_names import replica0_variable
+from torchx_monarch.backends.kubernetes.request import SECRET_KEY, Object
+from torchx_monarch.model.env_names import CREDENTIALS, replica0_variable
 from torchx_monarch.torchx_adapter import torchx_api
-
-HOST_EXTRA = 10
-"""Seconds by which a pod's grace period is longer than the run option: in the latter, the host ends its ranks."""
 
 RANK0 = "TORCHX_RANK0_HOST"
 INDEX = "JOB_COMPLETION_INDEX"
 _HANDLE = "TORCHX_JOB_ID"
 TERMINATION_LOG = "/dev/termination-log"
-SECRET_KEY = "credentials"
 
 _INDEX_ANNOTATION = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 
@@ -38,19 +34,34 @@ _REPLICA = "<torchx-monarch:replica>"
 """Placeholder for the replica's number, replaced by ``$(JOB_COMPLETION_INDEX)`` after the user's text is escaped."""
 
 
-def template(app: AppDef, index: int, app_id: str, namespace: str, cfg: KubernetesOpts, hosts: Sequence[str]) -> Object:
+@dataclass(frozen=True)
+class PodContext:
+    """The properties that the pods of all roles of an app share.
+
+    Attributes:
+        app_id: the app's id without the namespace; also the name of its Service and its Secret.
+        namespace: the app's namespace.
+        cfg: the run options.
+        hosts: the host name of each role's replica 0, in the order of the roles.
+    """
+
+    app_id: str
+    namespace: str
+    cfg: KubernetesOpts
+    hosts: Sequence[str]
+
+
+def template(app: AppDef, index: int, runs_hosts: bool, context: PodContext) -> Object:
     """Return the pod template of a role in mode ``job``, the same for all of its replicas.
 
     Args:
         app: the app.
         index: index of the role in the app.
-        app_id: the app's id without the namespace; also the name of the Service and the Secret.
-        namespace: the app's namespace.
-        cfg: the run options.
-        hosts: the host name of each role's replica 0, in the order of the roles.
+        runs_hosts: whether the role's pods run host processes.
+        context: what it shares with the other roles.
     """
-    role = app.roles[index]
-    values = macros.Values(img_root="", app_id=app_id, replica_id=_REPLICA, rank0_env=RANK0)
+    role, cfg = app.roles[index], context.cfg
+    values = macros.Values(img_root="", app_id=context.app_id, replica_id=_REPLICA, rank0_env=RANK0)
     applied: Role = values.apply(role)
     applied.env["TORCHX_IMAGE"] = applied.image  # as in TorchX
     pod = role_to_pod(
@@ -59,13 +70,12 @@ def template(app: AppDef, index: int, app_id: str, namespace: str, cfg: Kubernet
     if overlay := get_overlay(role, "kubernetes", "V1Pod"):
         torchx_api.apply_pod_overlay(pod, overlay)
     made: Object = sanitize_for_serialization(pod)
-    labels = pod_labels(app=app, role_idx=index, role=role, replica_id=0, app_id=app_id)
+    labels = pod_labels(app=app, role_idx=index, role=role, replica_id=0, app_id=context.app_id)
     del labels[LABEL_REPLICA_ID]
     made["metadata"].setdefault("labels", {}).update(labels)
-    finish(made, app_id, namespace, cfg, where(hosts))
-    made["metadata"]["labels"][LABEL_ROLE] = str(index)
+    finish(made, index, runs_hosts, context)
     spec = made["spec"]
-    spec["subdomain"] = app_id
+    spec["subdomain"] = context.app_id
     container = spec["containers"][0]
     # A variable can refer only to variables before it, and Kubernetes appends its own JOB_COMPLETION_INDEX at the end.
     position = {"name": INDEX, "valueFrom": {"fieldRef": {"fieldPath": _INDEX_ANNOTATION}}}
@@ -80,24 +90,24 @@ def template(app: AppDef, index: int, app_id: str, namespace: str, cfg: Kubernet
     return {"metadata": made["metadata"], "spec": spec}
 
 
-def finish(pod: Object, app_id: str, namespace: str, cfg: KubernetesOpts, variables: list[tuple[str, str]]) -> None:
+def finish(pod: Object, index: int, runs_hosts: bool, context: PodContext) -> None:
     """Change a pod made by ``role_to_pod``, in place, as both modes need it.
 
     Args:
         pod: the pod, as JSON.
-        app_id: the app's id without the namespace; also the name of the Secret with the credentials.
-        namespace: the app's namespace.
-        cfg: the run options.
-        variables: additional environment variables, placed before the role's own and overriding them.
+        index: index of its role in the app.
+        runs_hosts: whether it runs a host process.
+        context: what it shares with the pods of other roles.
     """
-    metadata, spec = pod["metadata"], pod["spec"]
-    metadata.setdefault("labels", {}).update({LABEL_APP: app_id, **(cfg.labels or {})})
+    metadata, spec, cfg = pod["metadata"], pod["spec"], context.cfg
+    labels = {LABEL_APP: context.app_id, **(cfg.labels or {}), LABEL_ROLE: str(index)}
+    metadata.setdefault("labels", {}).update(labels)
     metadata.setdefault("annotations", {}).update(cfg.annotations or {})
-    spec["terminationGracePeriodSeconds"] = cfg.grace + HOST_EXTRA
+    spec["terminationGracePeriodSeconds"] = cfg.grace + int(HOST_EXTRA)
     # Otherwise the command is process 1 of its PID namespace, and the kernel discards signals that process 1 has no
     # handler for: a shell, or an interpreter that is still importing, would last for the whole grace period.
     spec.setdefault("shareProcessNamespace", True)
-    spec.setdefault("enableServiceLinks", False)  # they add several variables per Service of the namespace
+    spec.setdefault("enableServiceLinks", False)  # service links add several variables per Service of the namespace
     if cfg.image_secret:
         spec.setdefault("imagePullSecrets", []).append({"name": cfg.image_secret})
     if cfg.priority_class:
@@ -110,38 +120,36 @@ def finish(pod: Object, app_id: str, namespace: str, cfg: KubernetesOpts, variab
     container["terminationMessagePolicy"] = "FallbackToLogsOnError"
     # Kubernetes expands $(NAME) and turns $$ into $. TorchX does not escape the user's own text against this.
     container["command"] = [_escaped(word) for word in container.get("command", ())]
-    for one in container.get("env", ()):
-        if one["name"] == _HANDLE and "value" in one:
-            # TorchX omits the namespace, and no app has that handle.
-            one["value"] = one["value"].replace(f"/{app_id}", f"/{namespace}:{app_id}")
-    theirs = [_escaped_variable(one) for one in container.get("env", ()) if one["name"] not in dict(variables)]
-    ours: list[Object] = [{"name": name, "value": value} for name, value in variables]
-    hosts = [one for one in theirs if one["name"] == CREDENTIALS]
-    if hosts:
-        # From a Secret, so that descriptions of the pod do not contain the private key.
-        hosts[0].clear()
-        hosts[0].update(name=CREDENTIALS, valueFrom={"secretKeyRef": {"name": app_id, "key": SECRET_KEY}})
-        ours.append({"name": "MONARCH_TERMINATION_LOG", "value": TERMINATION_LOG})
-        # The address, not the name: the cluster's DNS knows a pod some seconds after its start.
-        ours.append({"name": "MONARCH_HOST_ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}})
-    if not any(one["name"] == "PYTHONUNBUFFERED" for one in theirs):
+    added = _variables(runs_hosts, context)
+    names = {one["name"] for one in added}
+    kept = [dict(one) for one in container.get("env", ()) if one["name"] not in names]
+    for one in kept:
+        if "value" in one:
+            if one["name"] == _HANDLE:
+                # TorchX omits the namespace, and no app has that handle.
+                one["value"] = one["value"].replace(f"/{context.app_id}", f"/{context.namespace}:{context.app_id}")
+            one["value"] = _escaped(one["value"])
+    if not any(one["name"] == "PYTHONUNBUFFERED" for one in kept):
         # Python buffers output to a pipe in blocks; a followed log needs lines.
-        ours.append({"name": "PYTHONUNBUFFERED", "value": "1"})
-    container["env"] = [*ours, *theirs]
+        added.append({"name": "PYTHONUNBUFFERED", "value": "1"})
+    container["env"] = [*added, *kept]
 
 
-def where(hosts: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the variables with the host name of each role's replica 0; controllers of other roles connect to them."""
-    return [(RANK0, hosts[0]), *((replica0_variable(index), host) for index, host in enumerate(hosts))]
-
-
-def is_host(pod: Object) -> bool:
-    """Whether a pod runs a host process, which exits when another host of its role has failed."""
-    return any(one["name"] == CREDENTIALS for one in pod["spec"]["containers"][0].get("env", ()))
-
-
-def _escaped_variable(one: dict[str, Any]) -> dict[str, Any]:
-    return {**one, "value": _escaped(one["value"])} if "value" in one else one
+def _variables(runs_hosts: bool, context: PodContext) -> list[Object]:
+    """Return the environment variables that a pod gets beside those of its role, which they override."""
+    # Controllers connect to replica 0 of the other roles.
+    names = [RANK0, *(replica0_variable(index) for index in range(len(context.hosts)))]
+    found: list[Object] = [
+        {"name": name, "value": host} for name, host in zip(names, [context.hosts[0], *context.hosts], strict=True)
+    ]
+    if runs_hosts:
+        # From a Secret, so that descriptions of the pod do not contain the private key.
+        reference = {"secretKeyRef": {"name": context.app_id, "key": SECRET_KEY}}
+        found.append({"name": CREDENTIALS, "valueFrom": reference})
+        found.append({"name": "MONARCH_TERMINATION_LOG", "value": TERMINATION_LOG})
+        # The address, not the name: the cluster's DNS knows a pod some seconds after its start.
+        found.append({"name": "MONARCH_HOST_ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}})
+    return found
 
 
 def _escaped(text: str) -> str:

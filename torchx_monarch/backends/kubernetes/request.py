@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,12 @@ _PATHS = {
 
 VOLCANO = "batch.volcano.sh/v1alpha1"
 
+SECRET_KEY = "credentials"
+"""The key of an app's Secret."""
+
+_NO_CREDENTIALS = "(made when the job is submitted)"
+"""The content of the Secret until the app is submitted."""
+
 
 @dataclass
 class KubernetesRequest:
@@ -32,7 +39,7 @@ class KubernetesRequest:
         mode: ``job`` or ``volcano``.
         namespace: the namespace of its objects.
         app_id: the app's id without the namespace.
-        objects: the objects in the order of their creation; the last ones, the jobs, own the others.
+        objects: the objects in the order of their creation; the jobs own the others.
         images_to_push: the result of ``DockerWorkspaceMixin.dryrun_push_images``; empty for none.
     """
 
@@ -46,6 +53,19 @@ class KubernetesRequest:
         return str(yaml.safe_dump_all(self.objects, sort_keys=False))
 
 
+def secret(metadata: Object) -> Object:
+    """Return the Secret for the credentials of an app's hosts, as yet without them."""
+    data = {SECRET_KEY: _NO_CREDENTIALS}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "type": "Opaque", "stringData": data}
+
+
+def with_credentials(objects: Iterable[Object], credentials: str) -> list[Object]:
+    """Return the objects with the credentials in the app's Secret; the arguments are not changed."""
+    without = {SECRET_KEY: _NO_CREDENTIALS}
+    data = {"stringData": {SECRET_KEY: credentials}}
+    return [{**one, **data} if one.get("stringData") == without else one for one in objects]
+
+
 def collection(api_version: str, kind: str, namespace: str) -> str:
     """Return the URL path of all objects of a kind in a namespace."""
     return _PATHS[api_version, kind].format(namespace=namespace)
@@ -54,6 +74,11 @@ def collection(api_version: str, kind: str, namespace: str) -> str:
 def collection_of(one: Object, namespace: str) -> str:
     """Return the URL path of the collection that an object belongs to."""
     return collection(one["apiVersion"], one["kind"], namespace)
+
+
+def path_of(one: Object, namespace: str) -> str:
+    """Return the URL path of an existing object."""
+    return f"{collection_of(one, namespace)}/{one['metadata']['name']}"
 
 
 def owner(one: Object) -> Object:

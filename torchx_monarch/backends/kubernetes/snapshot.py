@@ -1,235 +1,249 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Read the records, Jobs and pods of a namespace from the API server and assemble them into apps."""
+"""Convert the objects of an app to a snapshot. Pure functions."""
 
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from types import MappingProxyType
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from torchx.schedulers.kubernetes_scheduler import JOB_STATE, LABEL_REPLICA_ID
-from torchx.specs import AppDef, AppState, Role
+from torchx.schedulers.kubernetes_scheduler import JOB_STATE, LABEL_REPLICA_ID, LABEL_ROLE_NAME
 
-from torchx_monarch.backends import appdef_codec, validation
-from torchx_monarch.backends.kubernetes import names, status
-from torchx_monarch.backends.kubernetes.api import Api, KubernetesError
-from torchx_monarch.backends.kubernetes.request import VOLCANO, Object, collection
-from torchx_monarch.backends.kubernetes.status import (
-    Attempt,
-    Ended,
-    KubernetesRole,
-    KubernetesStatus,
-    Rules,
-    WorkStatus,
-)
-from torchx_monarch.backends.outcome import RolePolicy
+from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
+from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.kubernetes import names
+from torchx_monarch.backends.kubernetes.attempts import Attempt, seconds
+from torchx_monarch.backends.kubernetes.objects import AppObjects
+from torchx_monarch.backends.kubernetes.request import Object
+from torchx_monarch.model.role_spec import RoleSpec
+from torchx_monarch.model.state import State
 
 _INDEX = "batch.kubernetes.io/job-completion-index"
 
-_VOLCANO_ENDED = {AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED}
+
+@dataclass(frozen=True, kw_only=True)
+class KubernetesSnapshot(AppSnapshot):
+    """The state of an app.
+
+    Attributes:
+        objects: the objects that it was read from.
+        attempts: the existing pods of each replica, the oldest first, by the role's name and the replica's id.
+    """
+
+    objects: AppObjects
+    attempts: Mapping[tuple[str, int], Sequence[Attempt]]
+
+    @property
+    def open_jobs(self) -> list[Object]:
+        """The Jobs that may still run pods."""
+        is_open = {str(index) for index, role in enumerate(self.roles) if role.is_open}
+        return [job for job in self.objects.jobs if job["metadata"]["labels"].get(names.LABEL_ROLE) in is_open]
 
 
 @dataclass(frozen=True)
-class KubernetesSnapshot:
-    """The state of an app at one time.
+class JobStatus:
+    """What the Job of a role, or the Volcano job of its app, reports.
 
     Attributes:
-        mode: ``job`` or ``volcano``.
-        namespace, name: the two parts of its id.
-        record: the object that carries its annotations: the Service, or the Volcano job.
-        jobs: its existing Jobs in mode ``job``; empty in mode ``volcano``.
-        app: the app as submitted.
-        roles: the state of each role.
-        overall: the state of the app.
+        is_active: whether it may still start pods.
+        finished: the state in which a Job has ended; None before its end.
+        succeeded, failed: indexes of the replicas that have finally succeeded or failed.
+        reason: what the Job waits for, or why it failed; empty if unknown.
     """
 
-    mode: str
-    namespace: str
-    name: str
-    record: Object
-    jobs: list[Object]
-    app: AppDef
-    roles: list[KubernetesRole]
-    overall: KubernetesStatus
-
-    @property
-    def app_id(self) -> str:
-        return f"{self.namespace}:{self.name}"
-
-    @property
-    def restarts(self) -> int:
-        """The number of restarts of replicas, and of ranks within them, as far as their pods still exist."""
-        counts = {role.name: [max(0, len(one.attempts) - 1) for one in role.replicas] or [0] for role in self.roles}
-        pods = [one for role in self.roles for each in role.replicas for one in each.attempts]
-        return validation.restarts(self.app, counts) + sum(one.rank_restarts for one in pods)
+    is_active: bool
+    finished: State | None = None
+    succeeded: frozenset[int] = frozenset()
+    failed: frozenset[int] = frozenset()
+    reason: str = ""
 
 
-def find(api: Api, namespace: str, name: str) -> KubernetesSnapshot | None:
-    """Return the snapshot of an app; None if this scheduler has no app of this id.
+def assemble(objects: AppObjects, now: float) -> KubernetesSnapshot:
+    """Return the snapshot of an app.
 
-    Raises:
-        KubernetesError: the cluster is unreachable or refuses.
+    Args:
+        objects: its objects.
+        now: the time, in seconds since the epoch.
     """
-    selector = f"{names.LABEL_APP}={name}"
-    record = api.find(f"{collection('v1', 'Service', namespace)}/{name}")
-    mode, jobs = "job", []
-    if record is not None and names.ANNOTATION_APP in (record["metadata"].get("annotations") or {}):
-        jobs = api.items(collection("batch/v1", "Job", namespace), selector)
+    metadata = objects.record["metadata"]
+    annotations = metadata["annotations"]
+    options = _decoded(annotations.get(names.ANNOTATION_OPTIONS))
+    patience = float(options.get("pull_timeout", 300))
+    submitted = SubmittedApp.unpack(annotations[names.ANNOTATION_APP])
+    specs = submitted.roles if submitted else _specs_of_pods(objects.pods)
+    native = _volcano_outcome(objects.record) if objects.mode == "volcano" else None
+    jobs = {job["metadata"]["labels"].get(names.LABEL_ROLE): job for job in objects.jobs}
+    roles, attempts = [], dict[tuple[str, int], Sequence[Attempt]]()
+    for index, spec in enumerate(specs):
+        job = jobs.get(str(index))
+        status = JobStatus(not native.state.is_terminal) if native else job_status(job, objects.refusals)
+        replicas = []
+        for number, each in enumerate(_attempts(objects.pods, index, spec.replicas)):
+            attempts[spec.name, number] = each
+            replicas.append(replica(spec, number, each, status, objects, now - patience))
+        roles.append(RoleSnapshot(spec, replicas, status.is_active, status.finished, status.reason))
+    ending = _ending(annotations)
+    if native is not None and native.state is State.CANCELLED and ending is not None:
+        native = ending  # ``stop`` has aborted the job
+    elif native is not None and any(one.failure or one.waiting for role in roles for one in role.replicas):
+        native = Outcome(native.state)  # a pod's reason is more exact than Volcano's
+    return KubernetesSnapshot(
+        app_id=f"{objects.namespace}:{objects.name}",
+        name=submitted.app.name if submitted else objects.name,
+        roles=roles,
+        app=submitted.app if submitted else None,
+        created=seconds(metadata["creationTimestamp"]),
+        grace=float(options.get("grace", 30)),
+        native=native,
+        ending=ending,
+        objects=objects,
+        attempts=attempts,
+    )
+
+
+def replica(
+    spec: RoleSpec, index: int, attempts: Sequence[Attempt], job: JobStatus, app: AppObjects, stuck_before: float
+) -> ReplicaSnapshot:
+    """Return the snapshot of a replica.
+
+    Args:
+        spec: its role.
+        index: its index in the role.
+        attempts: its pods, the oldest first.
+        job: what the role's Job reports.
+        app: the objects of the app, for the names of hosts.
+        stuck_before: a pod that could not be started since before this time, in seconds since the epoch, is stuck.
+    """
+    last = attempts[-1] if attempts else None
+    living = [one for one in attempts if one.lives]
+    state = _replica_state(spec, index, last, job)
+    failed = state is State.FAILED
+    return ReplicaSnapshot(
+        role=spec.name,
+        id=index,
+        state=state,
+        hostname=names.host(last.host, app.name, app.namespace) if last and last.host else "",
+        address=last.address if last else "",
+        started=last.started if last else 0.0,
+        ended=last.ended if last else 0.0,
+        restarts=max(0, len(attempts) - 1),
+        rank_restarts=sum(one.rank_restarts for one in attempts),
+        failure=f"replica {spec.name}/{index} {last.failure if last else 'failed; its pod is gone'}" if failed else "",
+        error=last.error if failed and last else "",
+        waiting=last.waiting if last else "",
+        is_stuck=last is not None and 0 < last.stuck_since < stuck_before,
+        is_stopping=bool(living) and all(one.stopping or one.deleting for one in living),
+        is_error_lost=failed and last is None,
+        lingers=state.is_terminal and bool(living),
+    )
+
+
+def _replica_state(spec: RoleSpec, index: int, last: Attempt | None, job: JobStatus) -> State:
+    if index in job.succeeded or (last and last.phase == "Succeeded"):
+        return State.SUCCEEDED
+    if last is None:
+        return State.FAILED if index in job.failed else State.PENDING if job.is_active else State.CANCELLED
+    if last.lives:
+        return State.PENDING if last.phase == "Pending" else State.RUNNING
+    if index in job.failed or not job.is_active or spec.max_retries == 0:
+        return State.CANCELLED if last.stopping else State.FAILED
+    return State.PENDING  # Kubernetes will start it again
+
+
+def job_status(job: Object | None, refusals: Mapping[str, str]) -> JobStatus:
+    """Return what an Indexed Job reports.
+
+    Args:
+        job: the Job; None if it was deleted.
+        refusals: as in ``AppObjects``.
+    """
+    if job is None:
+        return JobStatus(False)
+    status = job.get("status") or {}
+    true = {one["type"]: one for one in status.get("conditions") or () if one.get("status") == "True"}
+    finished, reason = None, ""
+    if "Complete" in true:
+        finished = State.SUCCEEDED
+    elif "Failed" in true:
+        finished = State.FAILED
+        reason = f"{true['Failed'].get('reason', '')}: {true['Failed'].get('message', '')}".strip(": ")
+    elif job["spec"].get("suspend"):
+        queue = job["metadata"].get("labels", {}).get("kueue.x-k8s.io/queue-name")
+        reason = f"waits for Kueue to admit it to the queue {queue}" if queue else "is suspended"
     else:
-        mode, record = "volcano", api.find(f"{collection(VOLCANO, 'Job', namespace)}/{name}")
-        if record is None or names.ANNOTATION_APP not in (record["metadata"].get("annotations") or {}):
-            return None
-    pods = api.items(collection("v1", "Pod", namespace), selector)
-    return _assemble(mode, namespace, record, jobs, pods, _refusals(api, namespace, jobs, pods))
+        reason = refusals.get(job["metadata"]["uid"], "")
+    is_active = finished is None and "deletionTimestamp" not in job["metadata"]
+    completed, failed = indexes(status.get("completedIndexes")), indexes(status.get("failedIndexes"))
+    return JobStatus(is_active, finished, completed, failed, reason)
 
 
-def _refusals(api: Api, namespace: str, jobs: Sequence[Object], pods: Sequence[Object]) -> dict[str, str]:
-    """Return why the Job controller cannot create pods, by the uid of each unfinished Job that has none.
-
-    Only the Jobs' FailedCreate events contain the reason. Empty if the user may not read events.
-    """
-    have = {owner["uid"] for pod in pods for owner in pod["metadata"].get("ownerReferences") or ()}
-    found = {}
-    for job in jobs:
-        uid, work = job["metadata"]["uid"], status.work_of_job(job)
-        if uid in have or work.finished is not None or work.word:
-            continue
-        wanted = f"involvedObject.uid={uid},reason=FailedCreate"
-        try:
-            events = api.get(collection("v1", "Event", namespace), fieldSelector=wanted)["items"]
-        except KubernetesError as error:
-            if error.status != 403:  # a user may have access to Jobs and not to events
-                raise
-            return {}
-        if events:
-            last = max(events, key=lambda one: str(one.get("lastTimestamp") or one["metadata"]["creationTimestamp"]))
-            found[uid] = f"gets no pods: {str(last.get('message', '')).removeprefix('Error creating: ')}"
-    return found
+def indexes(text: str | None) -> frozenset[int]:
+    """Parse the index list of a Job's status, such as ``0,2-4``; None and an empty text are an empty list."""
+    found: set[int] = set()
+    for part in (text or "").split(","):
+        low, _, high = part.partition("-")
+        if low:
+            found.update(range(int(low), int(high or low) + 1))
+    return frozenset(found)
 
 
-def find_all(api: Api, namespace: str) -> list[KubernetesSnapshot]:
-    """Return the snapshots of all apps of this scheduler in a namespace, the newest first.
-
-    Raises:
-        KubernetesError: the cluster is unreachable or refuses.
-    """
-    ours = names.LABEL_APP
-    jobs = _by_app(api.items(collection("batch/v1", "Job", namespace), ours))
-    pods = _by_app(api.items(collection("v1", "Pod", namespace), ours))
-    found = []
-    for mode, records in (
-        ("job", api.items(collection("v1", "Service", namespace), ours)),
-        ("volcano", api.items(collection(VOLCANO, "Job", namespace), ours) if has_volcano(api) else []),
-    ):
-        for record in records:
-            if names.ANNOTATION_APP in (record["metadata"].get("annotations") or {}):
-                name = record["metadata"]["name"]
-                theirs = jobs.get(name, []) if mode == "job" else []
-                found.append(_assemble(mode, namespace, record, theirs, pods.get(name, [])))
-    return sorted(found, key=lambda one: one.record["metadata"]["creationTimestamp"], reverse=True)
-
-
-def has_volcano(api: Api) -> bool:
-    """Whether Volcano is installed in the cluster.
-
-    Raises:
-        KubernetesError: the cluster is unreachable or refuses.
-    """
-    return api.find(f"/apis/{VOLCANO}") is not None
-
-
-def noted(record: Object) -> Ended | None:
-    """Return how this scheduler has ended an app, from the app's record; None if it has not."""
-    note = _json(record["metadata"]["annotations"].get(names.ANNOTATION_ENDED))
-    return Ended(AppState[note["state"]], note.get("msg", "")) if note else None
-
-
-def _by_app(objects: Iterable[Object]) -> dict[str, list[Object]]:
-    found: dict[str, list[Object]] = {}
-    for one in objects:
-        found.setdefault(one["metadata"]["labels"][names.LABEL_APP], []).append(one)
-    return found
-
-
-def _assemble(
-    mode: str,
-    namespace: str,
-    record: Object,
-    jobs: list[Object],
-    pods: Sequence[Object],
-    refusals: Mapping[str, str] = MappingProxyType({}),
-) -> KubernetesSnapshot:
-    annotations = record["metadata"]["annotations"]
-    name = record["metadata"]["name"]
-    app = appdef_codec.unpack(annotations[names.ANNOTATION_APP]) or AppDef(name, [Role("unknown", image="")])
-    by_role = {job["metadata"]["labels"].get(names.LABEL_ROLE): job for job in jobs}
-    roles = []
-    for index, role in enumerate(app.roles):
-        job = by_role.get(str(index))
-        work = _work_of_volcano(record) if mode == "volcano" else status.work_of_job(job)
-        if job is not None and (word := refusals.get(job["metadata"]["uid"])):
-            work = replace(work, word=word)
-        attempts = _attempts(pods, index, role.num_replicas)
-        replicas = [
-            status.replica(role.name, number, each, work, role.max_retries) for number, each in enumerate(attempts)
-        ]
-        roles.append(KubernetesRole(role.name, replicas, work, RolePolicy.of(role)))
-    options = _json(annotations.get(names.ANNOTATION_OPTIONS))
-    grace, patience = float(options.get("grace", 0)), float(options.get("pull_timeout", 300))
-    rules = Rules(time.time(), grace, patience, noted(record))
-    overall = _volcano_status(record, roles, rules) if mode == "volcano" else status.evaluate(roles, rules)
-    return KubernetesSnapshot(mode, namespace, name, record, jobs, app, roles, overall)
+def _volcano_outcome(job: Object) -> Outcome:
+    """Return the state of a Volcano job, with Volcano's reason if it fails or waits."""
+    status = job.get("status") or {}
+    reported = status.get("state") or {}
+    phase = reported.get("phase", "")
+    # TorchX reports a job without a phase as UNKNOWN (torchx#999). One value of JOB_STATE is of a different enum.
+    state = State[JOB_STATE[phase].name] if phase in JOB_STATE else State.PENDING
+    message = str(reported.get("message", "")) if state in (State.FAILED, State.PENDING) else ""
+    if not status:
+        queue = job["spec"].get("queue")
+        message = f"Volcano has not looked at the job yet: does it run here, and is there a queue {queue}?"
+    return Outcome(state, message)
 
 
 def _attempts(pods: Sequence[Object], role: int, replicas: int) -> list[list[Attempt]]:
     """Return the pods of each replica of a role, the oldest first."""
     found: list[list[Attempt]] = [[] for _ in range(replicas)]
     for pod in pods:
-        metadata = pod["metadata"]
-        labels, annotations = metadata["labels"], metadata.get("annotations") or {}
-        number = str(annotations.get(_INDEX) or labels.get(LABEL_REPLICA_ID) or "")
-        if labels.get(names.LABEL_ROLE) == str(role) and number.isdigit() and int(number) < replicas:
-            found[int(number)].append(status.attempt(pod))
+        index, number = _place(pod)
+        if index == role and 0 <= number < replicas:
+            found[number].append(Attempt.of(pod))
     for each in found:
         each.sort(key=lambda one: (one.created, one.lives))
     return found
 
 
-def _work_of_volcano(job: Object) -> WorkStatus:
-    state = _state_of_volcano(job)
-    finished = state if state in _VOLCANO_ENDED else None
-    return WorkStatus(finished is None, AppState.FAILED if finished is AppState.CANCELLED else finished)
+def _place(pod: Object) -> tuple[int, int]:
+    """Return the index of a pod's role in the app, and of its replica in the role; -1 for what its labels lack."""
+    labels, annotations = pod["metadata"]["labels"], pod["metadata"].get("annotations") or {}
+    role, number = labels.get(names.LABEL_ROLE, ""), str(annotations.get(_INDEX) or labels.get(LABEL_REPLICA_ID) or "")
+    return int(role) if role.isdigit() else -1, int(number) if number.isdigit() else -1
 
 
-def _state_of_volcano(job: Object) -> AppState:
-    phase = ((job.get("status") or {}).get("state") or {}).get("phase", "")
-    # TorchX reports a job without a phase as UNKNOWN (torchx#999). One value of JOB_STATE is of a different enum.
-    return AppState[JOB_STATE[phase].name] if phase in JOB_STATE else AppState.PENDING
+def _specs_of_pods(pods: Sequence[Object]) -> list[RoleSpec]:
+    """Return what the pods of an app show of its roles, for an app whose record cannot be decoded.
+
+    Only the Jobs know its retries. With one in the spec, a replica has failed for good only when they say so.
+    """
+    places = {_place(pod): pod["metadata"]["labels"].get(LABEL_ROLE_NAME, "unknown") for pod in pods}
+    specs = []
+    for index in range(max((role for role, _ in places), default=-1) + 1):
+        numbers = [number for role, number in places if role == index]
+        name = next((name for (role, _), name in places.items() if role == index), f"unknown-{index}")
+        specs.append(RoleSpec(name, max(numbers, default=-1) + 1, max_retries=1))
+    return specs
 
 
-def _volcano_status(job: Object, roles: Sequence[KubernetesRole], rules: Rules) -> KubernetesStatus:
-    """Return the status of a Volcano app: its state from the job's phase, its message and cause from the pods."""
-    state = _state_of_volcano(job)
-    told = status.evaluate(roles, rules)
-    msg = told.msg
-    if not job.get("status"):
-        queue = job["spec"].get("queue")
-        msg = f"Volcano has not looked at the job yet: does it run here, and is there a queue {queue}?"
-    elif not msg and state in (AppState.FAILED, AppState.PENDING):
-        msg = str((job["status"].get("state") or {}).get("message", ""))
-    if state is AppState.CANCELLED and rules.ended is not None:
-        return KubernetesStatus(rules.ended.state, rules.ended.msg, told.cause)  # aborted by cancel.abort()
-    if state is AppState.SUCCEEDED or state is AppState.CANCELLED:
-        return KubernetesStatus(state)
-    pending_decision = told.pending_decision if state not in _VOLCANO_ENDED else None
-    return KubernetesStatus(state, msg, told.cause, pending_decision)
+def _ending(annotations: Mapping[str, str]) -> Outcome | None:
+    """Return how this package has begun to end an app, without the time, so that the rest is stopped immediately."""
+    note = _decoded(annotations.get(names.ANNOTATION_ENDED))
+    state = str(note.get("state"))
+    return Outcome(State[state], str(note.get("msg", ""))) if state in State.__members__ else None
 
 
-def _json(text: str | None) -> dict[str, Any]:
+def _decoded(text: str | None) -> dict[str, Any]:
     try:
         read = json.loads(text or "{}")
     except ValueError:

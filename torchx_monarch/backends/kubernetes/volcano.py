@@ -6,20 +6,25 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Sequence
 
 from torchx.schedulers.kubernetes_scheduler import app_to_resource, sanitize_for_serialization
 from torchx.specs import AppDef, RetryPolicy, macros
 
-from torchx_monarch.backends.kubernetes import jobs, names, pods
+from torchx_monarch.backends.kubernetes import names, pods
 from torchx_monarch.backends.kubernetes.options import KubernetesOpts
-from torchx_monarch.backends.kubernetes.request import KubernetesRequest, Object
+from torchx_monarch.backends.kubernetes.request import KubernetesRequest, Object, secret
+from torchx_monarch.model.role_spec import RoleSpec
 
 
-def render(app: AppDef, cfg: KubernetesOpts, namespace: str, record: dict[str, str]) -> KubernetesRequest:
-    """Return the request for an app: a Secret and a Volcano job. Volcano creates the Service.
+def render(
+    app: AppDef, specs: Sequence[RoleSpec], cfg: KubernetesOpts, namespace: str, record: dict[str, str]
+) -> KubernetesRequest:
+    """Return the request for an app: a Volcano job and the Secret that it owns. Volcano creates the Service.
 
     Args:
         app: the app, with wrapped commands.
+        specs: how each of its roles ends and restarts.
         cfg: the run options.
         namespace: the namespace of both objects.
         record: the annotations of the app's record, which is the job.
@@ -27,9 +32,9 @@ def render(app: AppDef, cfg: KubernetesOpts, namespace: str, record: dict[str, s
     Raises:
         ValueError: the host name of a pod would be too long.
     """
-    theirs = copy.deepcopy(app)
-    theirs.name = names.short_app(app.name)
-    for role in theirs.roles:
+    adapted = copy.deepcopy(app)
+    adapted.name = names.short_app(app.name)
+    for role in adapted.roles:
         # TorchX derives the variable's name from the role's. A shell expands a name with a dash only up to the dash, so
         # replicas get a wrong host name. With several roles, TorchX gives all of them the first role's variable.
         role.args = [word.replace(macros.rank0_env, pods.RANK0) for word in role.args]
@@ -39,7 +44,7 @@ def render(app: AppDef, cfg: KubernetesOpts, namespace: str, record: dict[str, s
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TorchX warns about retries in Volcano 1.4
         resource = app_to_resource(
-            theirs,
+            adapted,
             cfg.queue or "default",
             cfg.service_account,
             cfg.priority_class,
@@ -54,7 +59,7 @@ def render(app: AppDef, cfg: KubernetesOpts, namespace: str, record: dict[str, s
     # Volcano's plugin svc names a pod's host JOB-TASK-0 and its domain like the job.
     tasks, hosts = iter(job["spec"]["tasks"]), list[str]()
     placed: list[tuple[int, Object]] = []
-    for index, role in enumerate(theirs.roles):
+    for index, role in enumerate(adapted.roles):
         for replica in range(role.num_replicas):
             task = next(tasks)
             placed.append((index, task))
@@ -62,7 +67,10 @@ def render(app: AppDef, cfg: KubernetesOpts, namespace: str, record: dict[str, s
             names.check_host_name(host, f"replica {role.name}/{replica}")
             if replica == 0:
                 hosts.append(f"{host}.{app_id}")
+    context = pods.PodContext(app_id, namespace, cfg, hosts)
     for index, task in placed:
-        pods.finish(task["template"], app_id, namespace, cfg, pods.where(hosts))
-        task["template"]["metadata"]["labels"][names.LABEL_ROLE] = str(index)
-    return KubernetesRequest("volcano", namespace, app_id, [jobs.secret(app_id, cfg), job])
+        pods.finish(task["template"], index, specs[index].runs_hosts, context)
+    # The job first: it is the record, and the Secret belongs to it from its creation on. A node tries again
+    # to start a container whose Secret does not exist yet.
+    metadata = {"name": app_id, "labels": dict(job["metadata"]["labels"])}
+    return KubernetesRequest("volcano", namespace, app_id, [job, secret(metadata)])

@@ -8,18 +8,11 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from torchx_monarch.backends.local.state_files import AppPaths
+from torchx_monarch.backends.core.state_files import AppPaths
 from torchx_monarch.system import run_dirs, safe_files
 
 STAGING_PREFIX = ".new-"
 TRASH_PREFIX = ".trash-"
-
-
-def remove_tree(path: str) -> None:
-    """Remove a folder with its content, as far as possible."""
-    import shutil  # it imports more than everything else that a task or a supervisor needs at its start
-
-    shutil.rmtree(path, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -41,7 +34,7 @@ def staged(apps: str) -> Iterator[str]:
     try:
         yield folder
     finally:
-        remove_tree(folder)
+        run_dirs.remove_tree(folder)
 
 
 def publish(folder: str, final: str) -> bool:
@@ -62,7 +55,7 @@ def remove_app(paths: AppPaths) -> None:
         os.rename(paths.root, trash)
     except FileNotFoundError:
         return
-    remove_tree(trash)
+    run_dirs.remove_tree(trash)
 
 
 def make_run_dir(paths: AppPaths) -> str:
@@ -77,4 +70,4 @@ def make_run_dir(paths: AppPaths) -> str:
 def remove_run_dir(paths: AppPaths, run_dir: str) -> None:
     """Remove a folder that ``make_run_dir`` has returned; leave any other folder alone."""
     if run_dir == paths.run or os.path.basename(run_dir).startswith(run_dirs.RUN_PREFIX):
-        remove_tree(run_dir)
+        run_dirs.remove_tree(run_dir)

@@ -14,20 +14,13 @@ import os
 import shutil
 import time
 
-from torchx_monarch.backends.local import folder, state_files, status
+from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.local import folder, status
 
-KEEP_DAYS = 14.0
 KEEP_APPS = 1000
 
 #: Seconds for which a half-made or half-removed folder is kept, because another process may still work on it.
 _WORK_TIME = 3600.0
-
-
-def keep_days() -> float:
-    """Return the number of days for which an ended app is kept."""
-    with contextlib.suppress(ValueError):
-        return max(0.0, float(os.environ["MONARCH_KEEP_DAYS"])) if "MONARCH_KEEP_DAYS" in os.environ else KEEP_DAYS
-    return KEEP_DAYS
 
 
 def keep_apps() -> int:
@@ -42,13 +35,13 @@ def prune(apps: str, *, days: float | None = None, newest: int | None = None) ->
 
     Args:
         apps: that folder.
-        days: for how many days an ended app is kept; None for ``keep_days``.
+        days: for how many days an ended app is kept; None for ``state_files.keep_days``.
         newest: how many ended apps are kept; None for ``keep_apps``.
 
     Returns:
         The ids of the removed apps.
     """
-    oldest_end = time.time() - (keep_days() if days is None else days) * 86400
+    oldest_end = time.time() - (state_files.keep_days() if days is None else days) * 86400
     ended: list[tuple[float, str]] = []
     with os.scandir(apps) as entries:
         for entry in entries:

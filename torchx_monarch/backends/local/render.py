@@ -6,17 +6,16 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torchx.schedulers.ids import make_unique
 from torchx.specs import AppDef, Role, macros
 
-from torchx_monarch.backends.errors import UserError
 from torchx_monarch.backends.local import gpus
-from torchx_monarch.backends.local.request import DetachedRequest, ReplicaRequest, RoleRequest
-from torchx_monarch.backends.validation import check_names
+from torchx_monarch.backends.local.request import LocalRequest, RoleRequest
 from torchx_monarch.model.env_names import JOB_VARIABLES
-from torchx_monarch.model.sidecars import is_sidecar
+from torchx_monarch.model.role_spec import RoleSpec
+from torchx_monarch.supervisor.records import ReplicaRequest
 
 #: The variable that gives each replica the host of the main role's first replica (TorchX's macro rank0_env).
 RANK0_HOST = "TORCHX_RANK0_HOST"
@@ -40,44 +39,38 @@ def new_app_id(name: str) -> str:
 
 
 def render(
-    app: AppDef, *, grace: float, assign_gpus: bool, environ: Mapping[str, str], lease: float = 30.0
-) -> DetachedRequest:
+    app: AppDef,
+    specs: Sequence[RoleSpec],
+    *,
+    grace: float,
+    assign_gpus: bool,
+    environ: Mapping[str, str],
+    lease: float = 30.0,
+) -> LocalRequest:
     """Return the request that runs an app.
 
     Args:
         app: the app.
+        specs: how each of its roles ends and restarts.
         grace: seconds from SIGTERM to SIGKILL when the app is stopped.
         assign_gpus: whether to divide this machine's GPUs between the replicas by CUDA_VISIBLE_DEVICES.
         environ: the submitter's environment.
         lease: seconds for which a host may be stopped (SIGSTOP) until it counts as lost.
-
-    Raises:
-        ValueError: the app cannot be run as it is.
     """
-    check_names(app)
-    if grace < 0:
-        raise UserError(f"the run option grace is {grace:g}; it is a number of seconds, 0 or more")
     app_id = new_app_id(app.name)
-    roles = [_role(role, app_id) for role in app.roles]
+    roles = [_role(role, spec, app_id) for role, spec in zip(app.roles, specs, strict=True)]
     _give_gpus(app, roles, assign_gpus, environ)
-    return DetachedRequest(app_id=app_id, name=app.name, roles=roles, grace=float(grace), lease=float(lease))
+    return LocalRequest(app_id=app_id, name=app.name, roles=roles, grace=float(grace), lease=float(lease))
 
 
-def _role(role: Role, app_id: str) -> RoleRequest:
+def _role(role: Role, spec: RoleSpec, app_id: str) -> RoleRequest:
     cwd = os.path.abspath(role.image) if role.image and os.path.isdir(role.image) else os.getcwd()
     replicas = []
     for replica in range(role.num_replicas):
         values = macros.Values(img_root=cwd, app_id=app_id, replica_id=str(replica), rank0_env=RANK0_HOST)
         filled = values.apply(role)
         replicas.append(ReplicaRequest(args=[filled.entrypoint, *filled.args], env=dict(filled.env), cwd=cwd))
-    return RoleRequest(
-        name=role.name,
-        replicas=replicas,
-        max_retries=role.max_retries,
-        retry_policy=str(role.retry_policy.value),
-        min_replicas=role.min_replicas,
-        sidecar=is_sidecar(role),
-    )
+    return RoleRequest(spec, replicas)
 
 
 def _give_gpus(app: AppDef, roles: list[RoleRequest], assign_gpus: bool, environ: Mapping[str, str]) -> None:
@@ -114,6 +107,6 @@ def submitter_env(environ: Mapping[str, str], job: str) -> dict[str, str]:
 
     Args:
         environ: the submitter's environment.
-        job: the app's marker (``DetachedRequest.job``).
+        job: the app's marker (``LocalRequest.job``).
     """
     return {**{name: value for name, value in environ.items() if name not in JOB_VARIABLES}, "MONARCH_JOB": job}

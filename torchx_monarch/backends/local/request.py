@@ -11,23 +11,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from torchx_monarch.backends.local import state_files
-from torchx_monarch.backends.outcome import RolePolicy
-
-
-@dataclass
-class ReplicaRequest:
-    """One process to start.
-
-    Attributes:
-        args: the command; its first word is looked up on the PATH of the replica's environment, then in ``cwd``.
-        env: variables that are set over the submitter's environment.
-        cwd: the working directory.
-    """
-
-    args: list[str]
-    env: dict[str, str]
-    cwd: str
+from torchx_monarch.backends.core import state_files
+from torchx_monarch.model.role_spec import RoleSpec
+from torchx_monarch.supervisor.records import ReplicaRequest
 
 
 @dataclass
@@ -35,29 +21,21 @@ class RoleRequest:
     """One role to run.
 
     Attributes:
-        name: name of the role.
+        spec: how it ends and restarts.
         replicas: its processes, by replica id.
-        max_retries: how often a replica, the role or the app is restarted after a failure.
-        retry_policy: APPLICATION, ROLE or REPLICA.
-        min_replicas: how many replicas the role needs, replica 0 among them; None for all.
-        sidecar: whether it ends with the other roles.
     """
 
-    name: str
+    spec: RoleSpec
     replicas: list[ReplicaRequest]
-    max_retries: int = 0
-    retry_policy: str = "APPLICATION"
-    min_replicas: int | None = None
-    sidecar: bool = False
 
     @property
-    def policy(self) -> RolePolicy:
-        """The properties that decide how the role and its app end."""
-        return RolePolicy(len(self.replicas), self.min_replicas, self.sidecar)
+    def name(self) -> str:
+        """The name of the role."""
+        return self.spec.name
 
 
 @dataclass
-class DetachedRequest:
+class LocalRequest:
     """One app to run.
 
     Attributes:
@@ -79,7 +57,7 @@ class DetachedRequest:
     job: str = ""
     lease: float = 30.0
 
-    def renamed(self, app_id: str) -> DetachedRequest:
+    def renamed(self, app_id: str) -> LocalRequest:
         """Return the same request under another id.
 
         The id also occurs in commands and environments (the macro ``${app_id}``). It ends in a random suffix, so every
@@ -99,10 +77,10 @@ class DetachedRequest:
         return asdict(self)
 
 
-def load(paths: state_files.AppPaths) -> DetachedRequest | None:
+def load(paths: state_files.AppPaths) -> LocalRequest | None:
     """Read the request of an app as submitted; return None if the app does not exist.
 
     Raises:
         state_files.DamagedFileError: the file exists but does not hold a request.
     """
-    return state_files.load(DetachedRequest, paths.request, paths.trusted)
+    return state_files.load(LocalRequest, paths.request, paths.trusted)

@@ -10,10 +10,13 @@ import os
 import signal
 import time
 
-from torchx_monarch.backends.local import folder, log_writer, owners, state_files, status
-from torchx_monarch.backends.local.request import DetachedRequest
+from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.local import folder, owners, status
+from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.backends.local.request import load as load_request
 from torchx_monarch.insight import events
+from torchx_monarch.model.state import State
+from torchx_monarch.supervisor import log_writer
 from torchx_monarch.system import processes
 
 #: Maximum seconds from the creation of an app's folder until its supervisor has written supervisor.json.
@@ -44,7 +47,7 @@ def request_stop(paths: state_files.AppPaths, grace: float | None) -> None:
     unwritten: OSError | None = None
     try:
         state_files.write_json(paths.cancel, {"grace": grace})
-    except OSError as error:  # a full disk, or a folder of that name: a running supervisor ends the app all the same
+    except OSError as error:  # a full disk, or a folder of that name: a running supervisor ends the app nevertheless
         unwritten = error
     found = supervisors(paths)
     for each in found:
@@ -59,9 +62,9 @@ def supervisors(paths: state_files.AppPaths) -> list[processes.ProcessIdentity]:
 
     A command line may also be the keeper's, which ignores the signals that a supervisor handles.
     """
-    who = load_owners(paths)
-    if who is not None and who.life(who.supervisor) is owners.ProcessStatus.ALIVE:
-        return [who.supervisor]
+    watching = load_owners(paths)
+    if watching is not None and watching.life(watching.supervisor) is owners.ProcessStatus.ALIVE:
+        return [watching.supervisor]
     real = os.path.realpath(paths.root)
     return [one for one, root in processes.running_script(SUPERVISE_FILE) if os.path.realpath(root) == real]
 
@@ -80,11 +83,11 @@ def removed_but_running(apps: str) -> list[str]:
 
 
 def orphaned_record(paths: state_files.AppPaths) -> status.AppRecord | None:
-    """Return a record of an app whose folder does not exist but which still runs; None if it does not run."""
+    """Return a record of an app whose folder, or the status in it, was removed; None if the app does not run."""
     if not supervisors(paths):
         return None
-    said = f"its folder {paths.root} was removed, so it ends within seconds; torchx cancel ends it now"
-    return status.AppRecord(paths.app_id, paths.app_id.rpartition("-")[0], time.time(), status.RUNNING, said)
+    message = f"its folder {paths.root} was removed, so it ends within seconds; torchx cancel ends it now"
+    return status.AppRecord(paths.app_id, paths.app_id.rpartition("-")[0], time.time(), State.RUNNING, message)
 
 
 def recorded(paths: state_files.AppPaths) -> status.AppRecord | None:
@@ -106,29 +109,31 @@ def current_state(paths: state_files.AppPaths) -> status.AppRecord | None:
         record = status.load(paths)
     except state_files.DamagedFileError as error:
         return _without_status(paths, str(error))
-    if record is None or record.terminal:
+    if record is None:
+        return orphaned_record(paths)  # `rm -r` may leave what the job writes meanwhile
+    if record.terminal:
         return record
-    who = load_owners(paths)
-    if who is None:
+    watching = load_owners(paths)
+    if watching is None:
         if time.time() - record.created < _START_TIME or supervisors(paths):
             return record
         if os.path.lexists(paths.supervisor):
-            record.state = status.FAILED
+            record.state = State.FAILED
             record.msg = f"{paths.supervisor} is damaged, and no supervisor of the app runs here"
             return record
         reason = "it was never started: its submission was interrupted"
     else:
-        life = who.life(who.supervisor)
+        life = watching.life(watching.supervisor)
         if life is owners.ProcessStatus.ALIVE:
             return record
-        if who.life(who.keeper) is owners.ProcessStatus.ALIVE:
+        if watching.life(watching.keeper) is owners.ProcessStatus.ALIVE:
             # The keeper is recording the end; if it is stopped, it does so after SIGCONT.
-            processes.send(who.keeper, signal.SIGCONT)
+            processes.send(watching.keeper, signal.SIGCONT)
             return record
         if supervisors(paths):  # supervisor.json names other processes
             return record
         if life is owners.ProcessStatus.ELSEWHERE:
-            record.msg = f"as last written by {who.machine.hostname}, which cannot be checked from here"
+            record.msg = f"as last written by {watching.machine.hostname}, which cannot be checked from here"
             return record
         # The supervisor may have recorded the end and exited between the two checks.
         try:
@@ -140,7 +145,9 @@ def current_state(paths: state_files.AppPaths) -> status.AppRecord | None:
         if life is owners.ProcessStatus.REBOOTED:
             reason = "the machine was rebooted while the app ran"
         else:
-            reason = f"the supervisor (pid {who.supervisor.pid}) and the keeper (pid {who.keeper.pid}) were killed"
+            reason = (
+                f"the supervisor (pid {watching.supervisor.pid}) and the keeper (pid {watching.keeper.pid}) were killed"
+            )
     return _mark_dead_once(paths, reason)
 
 
@@ -156,9 +163,9 @@ def _without_status(paths: state_files.AppPaths, damage: str) -> status.AppRecor
             record.name = request.name
             record.roles = status.new_roles(request)
     if supervisors(paths):
-        record.state, record.msg = status.RUNNING, f"{damage}. The app runs: its supervisor is there"
+        record.state, record.msg = State.RUNNING, f"{damage}. The app runs: its supervisor is there"
     else:
-        record.state, record.msg = status.FAILED, f"how it ended is lost: {damage}"
+        record.state, record.msg = State.FAILED, f"how it ended is lost: {damage}"
     for role in record.roles:
         for replica in role.replicas:
             replica.state = record.state
@@ -191,13 +198,11 @@ def _mark_dead_once(paths: state_files.AppPaths, reason: str) -> status.AppRecor
         os.close(fd)
 
 
-def mark_dead(
-    paths: state_files.AppPaths, record: status.AppRecord, request: DetachedRequest | None, reason: str
-) -> None:
+def mark_dead(paths: state_files.AppPaths, record: status.AppRecord, request: LocalRequest | None, reason: str) -> None:
     """Record that an app has ended without its supervisor: in its status, its events and its logs."""
     for role in record.roles:
         for replica in role.replicas:
-            if not status.is_terminal(replica.state):
+            if not replica.state.is_terminal:
                 _append_to_logs(paths.replica_logs(role.name, replica.id), reason)
     if request is not None:
         folder.remove_run_dir(paths, request.run_dir)

@@ -12,52 +12,16 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torchx_monarch.backends.local import state_files
-from torchx_monarch.backends.local.request import DetachedRequest
-
-PENDING = "PENDING"
-RUNNING = "RUNNING"
-SUCCEEDED = "SUCCEEDED"
-FAILED = "FAILED"
-CANCELLED = "CANCELLED"
-TERMINAL = frozenset({SUCCEEDED, FAILED, CANCELLED})
-STATES = TERMINAL | {PENDING, RUNNING}
+from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.local.request import LocalRequest
+from torchx_monarch.model.state import State
+from torchx_monarch.supervisor.records import ReplicaRecord
 
 #: Maximum characters of a message in the brief form, of six bytes each at most.
 _BRIEF_TEXT = 4000
 #: Minimum bytes to reserve for the brief form: for the app (names among them) and for each replica.
 _BRIEF_BASE = 64 * 1024
 _BRIEF_REPLICA = 256
-
-
-def is_terminal(state: str) -> bool:
-    """Return whether an app or a replica in this state has ended. The names are those of torchx.specs.AppState."""
-    return state in TERMINAL
-
-
-@dataclass
-class ReplicaRecord:
-    """One replica, in its latest start.
-
-    Attributes:
-        id: id of the replica.
-        state: a state of torchx.specs.AppState.
-        pid: its process; None before the start.
-        exit_code: as in ``subprocess``, -N for signal N; None while it runs, or if no process observed the end.
-        restarts: how often it was restarted.
-        error: the content of its error file, or of a substitute made from the exit code, as JSON text; None without
-            failure.
-        started, ended: seconds since the epoch; None if that has not happened.
-    """
-
-    id: int
-    state: str = PENDING
-    pid: int | None = None
-    exit_code: int | None = None
-    restarts: int = 0
-    error: str | None = None
-    started: float | None = None
-    ended: float | None = None
 
 
 @dataclass
@@ -76,8 +40,8 @@ class AppRecord:
         app_id: id of the app.
         name: the AppDef's name.
         created: when it was submitted, in seconds since the epoch.
-        state: a state of torchx.specs.AppState.
-        msg: for people: why it ended as it did, and what else they should know; "" for no message.
+        state: its state.
+        msg: for users: why it ended, and further facts; "" for no message.
         error: the content of the error file of the replica that caused the end, as JSON text; None without one.
         restarts: how often the app, a role or a replica was restarted.
         ended: seconds since the epoch; None before the end.
@@ -87,7 +51,7 @@ class AppRecord:
     app_id: str
     name: str
     created: float
-    state: str = PENDING
+    state: State = State.PENDING
     msg: str = ""
     error: str | None = None
     restarts: int = 0
@@ -96,7 +60,7 @@ class AppRecord:
 
     @property
     def terminal(self) -> bool:
-        return is_terminal(self.state)
+        return self.state.is_terminal
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -111,7 +75,7 @@ class AppRecord:
         return data
 
 
-def new_roles(request: DetachedRequest) -> list[RoleRecord]:
+def new_roles(request: LocalRequest) -> list[RoleRecord]:
     """Return the records of an app's roles before any replica was started."""
     return [RoleRecord(r.name, [ReplicaRecord(id=k) for k in range(len(r.replicas))]) for r in request.roles]
 
@@ -124,9 +88,6 @@ def load(paths: state_files.AppPaths) -> AppRecord | None:
     """
     record = state_files.load(AppRecord, paths.status, paths.trusted)
     if record is not None:
-        found = {record.state, *(replica.state for role in record.roles for replica in role.replicas)}
-        if unknown := found - STATES:
-            raise state_files.DamagedFileError(f"{paths.status} is damaged: {min(unknown)[:40]!r} is no state")
         record.app_id = paths.app_id
     return record
 
@@ -135,14 +96,14 @@ def close_for_dead(paths: state_files.AppPaths, record: AppRecord, reason: str) 
     """Record the end of an app whose supervisor is dead: FAILED, for this reason.
 
     Raises:
-        OSError: the record could not be written. It is changed in memory all the same.
+        OSError: the record could not be written. The record in memory is changed nevertheless.
     """
     now = time.time()
     for role in record.roles:
         for replica in role.replicas:
-            if not is_terminal(replica.state):
-                replica.state, replica.ended = FAILED, now
-    record.state, record.msg, record.ended = FAILED, reason, now
+            if not replica.state.is_terminal:
+                replica.state, replica.ended = State.FAILED, now
+    record.state, record.msg, record.ended = State.FAILED, reason, now
     save_last(paths, record)
 
 

@@ -44,8 +44,8 @@ class StoppedHosts:
         expired: dict[int, str] = {}
         for replica, found in hosts.items():
             for host in found:
-                if (looks := self._found.get(host, 0)) > self._looks:
-                    seconds = looks * self._every
+                if (stopped_checks := self._found.get(host, 0)) > self._looks:
+                    seconds = stopped_checks * self._every
                     expired[replica] = f"its host (pid {host}) does not answer: stopped (SIGSTOP) for {seconds:g} s"
         return expired
 

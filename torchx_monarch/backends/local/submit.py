@@ -13,21 +13,17 @@ import sys
 import time
 from dataclasses import replace
 
-from torchx.specs import AppDef, CfgVal
-
-from torchx_monarch.backends.errors import BackendError
-from torchx_monarch.backends.local import appdef, folder, render, state, state_files, status, supervise
-from torchx_monarch.backends.local.request import DetachedRequest
+from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.core.errors import BackendError, SubmitError
+from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.local import folder, render, state, status, supervise
+from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.insight import events
 from torchx_monarch.system import processes, safe_files
 
 #: Seconds in which a supervisor must report that it runs; it takes a few hundredths of one.
 _START_TIMEOUT = 60.0
 _READY = b"ok"
-
-
-class SubmitError(BackendError):
-    """Raised when an app could not be started; nothing is left of it. The torchx command shows no traceback."""
 
 
 class StateDirError(SubmitError):
@@ -51,7 +47,7 @@ class StateDirError(SubmitError):
 
 
 class StateAccessError(BackendError):
-    """Raised when this user must not use a part of the state directory. The torchx command shows no traceback.
+    """Raised when this user must not use a part of the state directory.
 
     Attributes:
         path: the file or folder.
@@ -81,13 +77,12 @@ class StateAccessError(BackendError):
         )
 
 
-def submit(request: DetachedRequest, app: AppDef, cfg: dict[str, CfgVal]) -> str:
+def submit(request: LocalRequest, app: SubmittedApp) -> str:
     """Start the supervisor of a request; return when the supervisor runs independently of this process.
 
     Args:
         request: the request.
         app: the app as submitted, stored for ``describe``.
-        cfg: the run options, stored for ``describe``.
 
     Returns:
         The app's id: the request's, or another one if an app of that id exists.
@@ -99,7 +94,7 @@ def submit(request: DetachedRequest, app: AppDef, cfg: dict[str, CfgVal]) -> str
     created = time.time()
     apps = state_files.apps_dir()
     try:
-        request = _publish(apps, request, app, cfg, created)
+        request = _publish(apps, request, app, created)
     except OSError as e:
         raise StateDirError(e.filename or apps, e.strerror or str(e)) from e
     paths = state_files.app_paths(request.app_id)
@@ -120,9 +115,7 @@ def submit(request: DetachedRequest, app: AppDef, cfg: dict[str, CfgVal]) -> str
     return request.app_id
 
 
-def _publish(
-    apps: str, request: DetachedRequest, app: AppDef, cfg: dict[str, CfgVal], created: float
-) -> DetachedRequest:
+def _publish(apps: str, request: LocalRequest, app: SubmittedApp, created: float) -> LocalRequest:
     """Write the app's folder; return the request as written there."""
     with folder.staged(apps) as staging:
         _make_log_dirs(state_files.AppPaths(staging), request)
@@ -135,24 +128,22 @@ def _publish(
             with contextlib.ExitStack() as undo:
                 undo.callback(folder.remove_run_dir, paths, run_dir)
                 request = replace(request, run_dir=run_dir, job=f"{request.app_id}:{secrets.token_hex(8)}")
-                _fill(state_files.AppPaths(staging), request, app, cfg, created)
+                _fill(state_files.AppPaths(staging), request, app, created)
                 if folder.publish(staging, paths.root):
                     undo.pop_all()
                     return request
             request = request.renamed(render.new_app_id(request.name))
 
 
-def _fill(
-    paths: state_files.AppPaths, request: DetachedRequest, app: AppDef, cfg: dict[str, CfgVal], created: float
-) -> None:
-    state_files.write_json(paths.app, {"format": 1, "created": created, "cfg": cfg, "app": appdef.to_json(app)})
+def _fill(paths: state_files.AppPaths, request: LocalRequest, app: SubmittedApp, created: float) -> None:
+    state_files.write_json(paths.app, {"format": 1, "created": created, **app.to_json()})
     state_files.write_json(paths.request, request.to_json())
     record = status.AppRecord(request.app_id, request.name, created, roles=status.new_roles(request))
     state_files.write_json(paths.status, record.to_json())
     safe_files.make_reserve(paths.reserve, status.reserve_bytes(record))
 
 
-def _make_log_dirs(paths: state_files.AppPaths, request: DetachedRequest) -> None:
+def _make_log_dirs(paths: state_files.AppPaths, request: LocalRequest) -> None:
     os.mkdir(paths.logs, 0o700)
     for role in request.roles:
         os.mkdir(os.path.dirname(paths.replica_logs(role.name, 0)), 0o700)
@@ -160,33 +151,33 @@ def _make_log_dirs(paths: state_files.AppPaths, request: DetachedRequest) -> Non
             os.mkdir(paths.replica_logs(role.name, k), 0o700)
 
 
-def _start_supervisor(paths: state_files.AppPaths, request: DetachedRequest) -> None:
+def _start_supervisor(paths: state_files.AppPaths, request: LocalRequest) -> None:
     if not sys.executable:
         raise SubmitError(
             "this Python does not know its own executable (sys.executable), so no supervisor can be started"
         )
-    ready, word = os.pipe()
+    ready, ready_writer = os.pipe()
     try:
         with open(paths.supervisor_log, "ab", opener=_private) as log:
             first = subprocess.Popen(
-                [sys.executable, "-I", "-S", supervise.__file__, paths.root, str(word)],
+                [sys.executable, "-I", "-S", supervise.__file__, paths.root, str(ready_writer)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env=render.submitter_env(os.environ, request.job),
                 cwd="/",
                 start_new_session=True,
-                pass_fds=(word,),
+                pass_fds=(ready_writer,),
             )
-        os.close(word)
-        word = -1
+        os.close(ready_writer)
+        ready_writer = -1
         first.wait()
-        said = _read(ready, len(_READY))
+        answer = _read(ready, len(_READY))
     finally:
         os.close(ready)
-        if word >= 0:
-            os.close(word)
-    if said != _READY:
+        if ready_writer >= 0:
+            os.close(ready_writer)
+    if answer != _READY:
         raise SubmitError(
             f"the supervisor of {paths.app_id} could not be started (with {sys.executable}): "
             f"{_tail(paths.supervisor_log) or 'it printed nothing'}"

@@ -21,12 +21,14 @@ import sys
 import time
 from collections.abc import Callable
 
-from torchx_monarch.backends.local import owners, spawn, state, state_files, status
-from torchx_monarch.backends.local.request import DetachedRequest
+from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.local import owners, state, status
+from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.backends.local.request import load as load_request
 from torchx_monarch.backends.local.supervisor_loop import SupervisorLoop
 from torchx_monarch.insight import events
 from torchx_monarch.model import job_result
+from torchx_monarch.supervisor import spawn
 from torchx_monarch.system import processes
 
 #: What the supervisor writes to the submitter when the app has been started.
@@ -103,19 +105,19 @@ def _keep(paths: state_files.AppPaths, ready: int) -> None:
         prune(os.path.dirname(paths.root))
 
 
-def _supervise(paths: state_files.AppPaths, request: DetachedRequest, keeper: int, alive: int, ready: int) -> None:
+def _supervise(paths: state_files.AppPaths, request: LocalRequest, keeper: int, alive: int, ready: int) -> None:
     os.setsid()
     processes.become_subreaper()
     spawn.raise_file_limit()
     record = status.load(paths)
-    mine, keepers = processes.identity(os.getpid()), processes.identity(keeper)
-    if record is None or mine is None or keepers is None:
+    mine, keeper_identity = processes.identity(os.getpid()), processes.identity(keeper)
+    if record is None or mine is None or keeper_identity is None:
         raise RuntimeError(f"{paths.status} is missing, or the keeper has died")
     if record.terminal:
         raise RuntimeError(f"the app has ended before it was started: {record.msg}")
     os.makedirs(request.run_dir, mode=0o700, exist_ok=True)
-    ours = owners.Owners(owners.this_machine(), keeper=keepers, supervisor=mine)
-    state_files.write_json(paths.supervisor, ours.to_json())
+    owning = owners.Owners(owners.this_machine(), keeper=keeper_identity, supervisor=mine)
+    state_files.write_json(paths.supervisor, owning.to_json())
 
     def on_ready() -> None:
         # The submitter may have died meanwhile; the app continues.
@@ -125,4 +127,4 @@ def _supervise(paths: state_files.AppPaths, request: DetachedRequest, keeper: in
 
     events.append(paths.events, "supervised", f"the supervisor (pid {mine.pid}) watches over the app", pid=mine.pid)
     SupervisorLoop(paths, request, record).run(on_ready, alive)
-    processes.send(keepers, signal.SIGCONT)  # a stopped keeper would never exit
+    processes.send(keeper_identity, signal.SIGCONT)  # a stopped keeper would never exit

@@ -7,13 +7,12 @@ passed. Two things are polled: whether the app's folder still exists, and whethe
 
 The rules:
 
-- ``backends.outcome`` decides how the app and its roles have ended; sidecars that still run then are stopped.
-- A replica that fails is restarted while its role has retries left: alone (REPLICA), with its role (ROLE), or with
-  the whole app (APPLICATION). The count is per replica, per role, per app.
+- ``core.state`` decides how the app and its roles have ended; sidecars that still run then are stopped.
+- A replica that fails is restarted while its role has retries left (``core.retries``).
 - A role with min_replicas continues without a replica whose failure it tolerates; only REPLICA restarts it first.
   The replica stays FAILED, and the app may still succeed.
-- Otherwise the app has FAILED: the failed replica's siblings get a few seconds to end by themselves, then everything is
-  stopped.
+- Otherwise the app has FAILED: the failed replica's siblings get ``SETTLE`` seconds to end by themselves, then
+  everything is stopped.
 """
 
 from __future__ import annotations
@@ -29,22 +28,20 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from torchx_monarch.backends import outcome
-from torchx_monarch.backends.local import folder, state_files, status
-from torchx_monarch.backends.local.graceful_stop import SETTLE, GracefulStop
-from torchx_monarch.backends.local.replica import Replica
-from torchx_monarch.backends.local.request import DetachedRequest
-from torchx_monarch.backends.local.status import (
-    CANCELLED,
-    FAILED,
-    PENDING,
-    RUNNING,
-    SUCCEEDED,
-    AppRecord,
-)
+from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.core.retries import RetryBudget
+from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, RoleSnapshot
+from torchx_monarch.backends.core.state import SETTLE, reduce, root_cause
+from torchx_monarch.backends.local import folder, status
+from torchx_monarch.backends.local.request import LocalRequest
+from torchx_monarch.backends.local.status import AppRecord
 from torchx_monarch.backends.local.stopped_hosts import StoppedHosts
 from torchx_monarch.insight import events
 from torchx_monarch.model import job_result
+from torchx_monarch.model.role_spec import RetryPolicy
+from torchx_monarch.model.state import State
+from torchx_monarch.supervisor.graceful_stop import GracefulStop
+from torchx_monarch.supervisor.replica import Replica
 from torchx_monarch.system import processes
 
 #: Seconds between two checks whether the app's folder still exists, and whether a host is stopped.
@@ -73,7 +70,7 @@ def _load_cancel_request(paths: state_files.AppPaths) -> CancelRequest | None:
 class SupervisorLoop:
     """Run one app from its request to its final status."""
 
-    def __init__(self, paths: state_files.AppPaths, request: DetachedRequest, record: AppRecord) -> None:
+    def __init__(self, paths: state_files.AppPaths, request: LocalRequest, record: AppRecord) -> None:
         self._paths = paths
         self._request = request
         self._record = record
@@ -85,16 +82,13 @@ class SupervisorLoop:
         self._by_pid: dict[int, Replica] = {}
         self._unfinished: set[Replica] = set()
         self._graceful_stops: list[GracefulStop] = []
-        self._verdict: tuple[str, str] | None = None
-        self._app_retries = 0
-        self._role_retries = [0] * len(self._roles)
-        self._replica_retries: dict[Replica, int] = {}
+        self._outcome: Outcome | None = None
+        self._retries = RetryBudget()
         self._given_up: set[Replica] = set()
+        """Replicas that have failed for good and are tolerated."""
         self._stopped = StoppedHosts(request.lease, _LOOK_EVERY)
         self._surplus: set[Replica] = set()
         """Hosts whose role has succeeded, whatever their own exit code."""
-        awaited = {role.name for role in outcome.awaited(request.roles)}
-        self._awaited = [index for index, role in enumerate(request.roles) if role.name in awaited]
         self._dirty = False
         self._done = False
 
@@ -121,7 +115,7 @@ class SupervisorLoop:
                     "TORCHX_RANK0_HOST": "localhost",
                 }
             )
-            replicas.append(Replica(index, role, request, record, log_dir, env, self._selector))
+            replicas.append(Replica(index, role.spec, request, record, log_dir, env, self._selector))
         return replicas
 
     def _peers(self) -> str:
@@ -152,11 +146,11 @@ class SupervisorLoop:
         self._selector.register(wake, selectors.EVENT_READ, None)
         self._selector.register(keeper_pipe, selectors.EVENT_READ, None)
         if os.path.exists(self._paths.cancel):
-            self._end(CANCELLED, "cancelled before it started", grace=0)
+            self._end(State.CANCELLED, "cancelled before it started", grace=0)
         else:
             self._start(self._all)
-            if self._verdict is None:
-                self._record.state = RUNNING
+            if self._outcome is None:
+                self._record.state = State.RUNNING
         self._write_status()
         on_ready()
         self._look_for_folder()
@@ -217,15 +211,15 @@ class SupervisorLoop:
 
     def _look_for_folder(self) -> None:
         """End an app whose folder was removed: users can no longer see or cancel it."""
-        if self._verdict is None:
+        if self._outcome is None:
             if self._is_removed():
-                self._end(CANCELLED, f"its folder {self._paths.root} was removed")
+                self._end(State.CANCELLED, f"its folder {self._paths.root} was removed")
             else:
                 self.at(time.monotonic() + _LOOK_EVERY, self._look_for_folder)
 
     def _look_for_stopped(self) -> None:
         """Kill hosts that have been stopped for too long, and count that as their failure."""
-        if self._verdict is None:
+        if self._outcome is None:
             ending = {replica for graceful_stop in self._graceful_stops for replica in graceful_stop.scope}
             living = {r.record.pid: r for r in self._all if r.alive and r.record.pid is not None and r not in ending}
             for pid, why in self._stopped.look(living).items():
@@ -258,7 +252,7 @@ class SupervisorLoop:
                 self._event(
                     "replica_exited",
                     replica.failure,
-                    role=replica.role.name,
+                    role=replica.spec.name,
                     replica=replica.record.id,
                     exit_code=replica.record.exit_code,
                 )
@@ -270,7 +264,7 @@ class SupervisorLoop:
                 "replica_started",
                 f"replica {replica.name} started (pid {replica.record.pid})",
                 seconds=time.monotonic() - began,
-                role=replica.role.name,
+                role=replica.spec.name,
                 replica=replica.record.id,
                 pid=replica.record.pid,
                 restart=replica.record.restarts,
@@ -288,7 +282,7 @@ class SupervisorLoop:
             "replica_exited",
             f"replica {replica.name} (pid {pid}) {job_result.describe_code(code)}",
             seconds=replica.record.ended - replica.record.started,
-            role=replica.role.name,
+            role=replica.spec.name,
             replica=replica.record.id,
             exit_code=code,
             stopped=replica.stopping,
@@ -304,21 +298,24 @@ class SupervisorLoop:
 
     def _on_success(self, replica: Replica) -> None:
         self._end_if_succeeded()
-        if self._verdict is None and replica.record.id == 0 and replica.role.policy.elastic:
+        if self._outcome is None and replica.record.id == 0 and replica.spec.is_elastic:
             self.at(time.monotonic() + SETTLE, lambda: self._stop_late_hosts(replica))
 
     def _end_if_succeeded(self) -> None:
         """End the app when every role that it waits for has succeeded."""
-        if self._verdict is None and all(self._has_succeeded(index) for index in self._awaited):
-            self._end(SUCCEEDED, "")
+        if self._outcome is None:
+            decided = reduce(self._snapshot(), time.time()).outcome
+            if decided is not None and decided.state is State.SUCCEEDED:
+                self._end(State.SUCCEEDED, "")
 
-    def _has_succeeded(self, role_index: int) -> bool:
-        replicas = self._roles[role_index]
-        succeeded = [r.record.id for r in replicas if r.succeeded or r in self._surplus]
-        return self._request.roles[role_index].policy.succeeded(succeeded, self._failed_for_good(role_index))
-
-    def _failed_for_good(self, role_index: int) -> set[int]:
-        return {r.record.id for r in self._roles[role_index] if r in self._given_up}
+    def _snapshot(self) -> AppSnapshot:
+        """Return the state of the app, in which a host that was killed after its role had succeeded has succeeded."""
+        roles = []
+        for request, replicas in zip(self._request.roles, self._roles, strict=True):
+            states = [State.SUCCEEDED if one in self._surplus else one.record.state for one in replicas]
+            each = [one.snapshot(state) for one, state in zip(replicas, states, strict=True)]
+            roles.append(RoleSnapshot(request.spec, each))
+        return AppSnapshot(self._request.app_id, self._request.name, roles, grace=self._request.grace)
 
     def _stop_late_hosts(self, first: Replica) -> None:
         """Stop hosts of an elastic role that were started too late to learn that its job is over.
@@ -327,7 +324,7 @@ class SupervisorLoop:
             first: replica 0 of the role, which has succeeded some seconds ago.
         """
         living = {r.record.pid: r for r in self._roles[first.role_index] if r.alive and r.record.pid is not None}
-        if self._verdict is not None or not first.succeeded:
+        if self._outcome is not None or not first.succeeded:
             return
         late = [living[pid] for pid, hosts in processes.hosts(living).items() if hosts]
         if late:
@@ -336,51 +333,36 @@ class SupervisorLoop:
 
     def _tolerate(self, replica: Replica) -> None:
         self._given_up.add(replica)
-        role = replica.role
+        spec = replica.spec
         left = sum(r.alive or r.succeeded for r in self._roles[replica.role_index])
-        text = f"{replica.failure}; {left} of {len(role.replicas)} are left, and {role.min_replicas} are enough"
-        self._event("replica_spared", text, role=role.name, replica=replica.record.id)
+        text = f"{replica.failure}; {left} of {spec.replicas} are left, and {spec.min_replicas} are enough"
+        self._event("replica_spared", text, role=spec.name, replica=replica.record.id)
         self._end_if_succeeded()
 
     def _on_failure(self, replica: Replica) -> None:
-        index, role = replica.role_index, replica.role
+        index, spec = replica.role_index, replica.spec
         siblings = self._roles[index]
-        failed = self._failed_for_good(index) | {replica.record.id}
-        spare = not replica.final and role.policy.tolerates(failed)
-        if replica.is_host and any(sibling.succeeded for sibling in siblings):
+        failed = {one.record.id for one in siblings if one in self._given_up} | {replica.record.id}
+        spare = not replica.final and spec.tolerates(failed)
+        if spec.runs_hosts and any(sibling.succeeded for sibling in siblings):
             # Hosts exit with 0 once all ranks of their role have: this host was killed after that.
             self._surplus.add(replica)
-            self._event(
-                "replica_spared",
-                f"{replica.failure}; its role had succeeded",
-                role=role.name,
-                replica=replica.record.id,
-            )
+            text = f"{replica.failure}; its role had succeeded"
+            self._event("replica_spared", text, role=spec.name, replica=replica.record.id)
             self._end_if_succeeded()
-            return
-        if replica.final:
-            pass
-        elif spare and (siblings[0].succeeded or role.retry_policy != "REPLICA"):
+        elif spare and (siblings[0].succeeded or spec.retry_policy is not RetryPolicy.REPLICA):
             self._tolerate(replica)
-            return
-        elif role.retry_policy == "REPLICA":
-            if self._replica_retries.get(replica, 0) < role.max_retries:
-                self._replica_retries[replica] = self._replica_retries.get(replica, 0) + 1
+        elif not replica.final and self._retries.take(spec, replica.record.id):
+            if spec.retry_policy is RetryPolicy.REPLICA:
                 self._restart([replica], f"replica {replica.name}")
-                return
-        elif role.retry_policy == "ROLE":
-            if self._role_retries[index] < role.max_retries:
-                self._role_retries[index] += 1
-                self._stop_gracefully(siblings, lambda: self._restart(siblings, f"role {role.name}"), settling=siblings)
-                return
-        elif self._app_retries < role.max_retries:
-            self._app_retries += 1
-            self._stop_gracefully(self._all, lambda: self._restart(self._all, "the app"), settling=siblings)
-            return
-        if spare:
+            elif spec.retry_policy is RetryPolicy.ROLE:
+                self._stop_gracefully(siblings, lambda: self._restart(siblings, f"role {spec.name}"), settling=siblings)
+            else:
+                self._stop_gracefully(self._all, lambda: self._restart(self._all, "the app"), settling=siblings)
+        elif spare:
             self._tolerate(replica)
         else:
-            self._end(FAILED, replica.failure, settling=siblings)
+            self._end(State.FAILED, replica.failure, settling=siblings)
 
     def _restart(self, replicas: Collection[Replica], what: str) -> None:
         self._graceful_stops = [w for w in self._graceful_stops if not set(w.scope) & set(replicas)]
@@ -413,49 +395,52 @@ class SupervisorLoop:
     # --- end of the app
 
     def _on_cancel(self) -> None:
-        wish = _load_cancel_request(self._paths)
-        grace = self._request.grace if wish is None or wish.grace is None else max(0.0, wish.grace)
-        if self._verdict is not None:
+        asked = _load_cancel_request(self._paths)
+        grace = self._request.grace if asked is None or asked.grace is None else max(0.0, asked.grace)
+        if self._outcome is not None:
             for graceful_stop in self._graceful_stops:
                 graceful_stop.shorten(grace)
             return
-        message = "cancelled" if wish is not None else "the supervisor received SIGTERM, as when a machine shuts down"
+        message = "cancelled" if asked is not None else "the supervisor received SIGTERM, as when a machine shuts down"
         self._event("cancel", f"{message}; the job has {grace:g} s to end")
-        self._end(CANCELLED, message, grace=grace)
+        self._end(State.CANCELLED, message, grace=grace)
 
     def _end(
         self,
-        state: str,
+        state: State,
         message: str,
         *,
         grace: float | None = None,
         settling: Collection[Replica] = (),
     ) -> None:
-        self._verdict = (state, message)
+        self._outcome = Outcome(state, message)
         self._stop_gracefully(self._all, self._finish, grace=grace, settling=settling)
 
     def _finish(self) -> None:
         """Write the final status. No replica is alive any more, but processes that it has started may be."""
-        assert self._verdict is not None
-        state, message = self._verdict
-        failed = self._failed() if state == FAILED else []
-        if failed:
-            message = failed[0].failure
+        assert self._outcome is not None
+        state, message, error = self._outcome.state, self._outcome.message, ""
+        if state is State.FAILED:
+            # The first replica to fail may only have lost another one, whose failure was reported later.
+            no_room = bool(self._note_on_disk())
+            failed = [one for one in self._all if one.record.state is State.FAILED and one not in self._given_up]
+            cause, error = root_cause([one.snapshot(State.FAILED, no_room) for one in failed])
+            message = cause.failure if cause is not None else message
         notes = [message] if message else []
         if left := processes.kill_descendants(self._request.job):
             notes.append(f"these processes could not be killed: {', '.join(map(str, left))}")
         for replica in self._all:
             replica.close_pipes()
             replica.logs.close()
-            if replica.record.state == PENDING:
-                replica.record.state = CANCELLED
+            if replica.record.state is State.PENDING:
+                replica.record.state = State.CANCELLED
         if lost := sum(replica.logs.lost for replica in self._all):
             reason = next(replica.logs.reason for replica in self._all if replica.logs.lost)
             notes.append(f"{lost} bytes of output could not be written to the logs: {reason}")
-        if state == FAILED and (full := self._note_on_disk()):
+        if state is State.FAILED and (full := self._note_on_disk()):
             notes.append(full)
         self._record.state, self._record.msg, self._record.ended = state, "; ".join(notes), time.time()
-        self._record.error = next((error for r in failed if (error := r.read_error()) is not None), None)
+        self._record.error = error or None
         folder.remove_run_dir(self._paths, self._request.run_dir)
         self._event(
             "ended", f"{state}: {message}" if message else state, seconds=self._record.ended - self._record.created
@@ -468,17 +453,6 @@ class SupervisorLoop:
             except OSError as e:
                 print(f"the final status {self._record.to_json()} could not be written: {e}", file=sys.stderr)
         self._done = True
-
-    def _failed(self) -> list[Replica]:
-        """Return the failed replicas by the time of their end, those that report the root cause directly first.
-
-        On a full disk, replicas without an error file come last: there may have been no room for it.
-        """
-        no_room = bool(self._note_on_disk())
-        failed = [replica for replica in self._all if replica.record.state == FAILED and replica not in self._given_up]
-        return sorted(
-            failed, key=lambda one: (*one.indirectness, no_room and one.read_error() is None, one.record.ended or 0.0)
-        )
 
     def _note_on_disk(self) -> str:
         """Describe a full state directory, for which files that name the cause may be missing; empty if it has room."""

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The folder of a job, and how any process finds it by the job's id.
 
-Below the state directory (see ``backends.local.state_files``)::
+Below the state directory (see ``core.state_files``)::
 
     slurm/jobs/NAME-RANDOM/   the folder, unless the run option job_dir puts it elsewhere
     slurm/ids/JOBID           a symbolic link to it
@@ -23,12 +23,11 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from torchx_monarch.backends.local import state_files
-from torchx_monarch.backends.local.folder import remove_tree
+from torchx_monarch.backends.core import state_files
+from torchx_monarch.system.run_dirs import remove_tree
 
 MARK = "torchx-monarch:"
 """Precedes the path of the folder in a job's comment, and marks the job as this scheduler's."""
-
 
 TRASH = ".trash-"
 """Part of the name of a folder that is being removed."""

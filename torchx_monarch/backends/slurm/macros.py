@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Fill in what is known on the nodes only: TorchX's macros, and the nodes of the replicas 0."""
+"""Substitute TorchX's macros on the nodes, and name the nodes of the replicas 0."""
 
 from __future__ import annotations
 

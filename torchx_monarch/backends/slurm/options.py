@@ -1,17 +1,17 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The run options of the Slurm scheduler, named as in TorchX's Slurm scheduler and in sbatch."""
+"""The run options of monarch_slurm, named as in TorchX's Slurm scheduler and in sbatch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torchx.schedulers.api import StructuredOpts
+from torchx_monarch.backends.core.options import NetworkOpts
 
 
 @dataclass
-class SlurmOpts(StructuredOpts):  # type: ignore[misc]
-    """Run options of the Slurm scheduler."""
+class SlurmOpts(NetworkOpts):
+    """Run options of monarch_slurm."""
 
     partition: str | None = None
     """The partition to run the job in."""
@@ -56,9 +56,6 @@ class SlurmOpts(StructuredOpts):  # type: ignore[misc]
     job_dir: str | None = None
     """Folder for the copy of the workspace, which must not exist then, and for the folder of the job with its logs. All
     nodes must see it. Default: the state directory, with no copy of the workspace."""
-
-    grace: int = 30
-    """Seconds that a replica has between SIGTERM and SIGKILL."""
 
     requeue: bool | None = None
     """Start the job again from its beginning when a node is lost or the job is preempted. Default: if a role has

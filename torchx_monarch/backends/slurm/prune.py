@@ -13,26 +13,26 @@ import contextlib
 import os
 import time
 
-from torchx_monarch.backends.local.prune import keep_days
+from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.slurm import folder, records, snapshot
-from torchx_monarch.backends.slurm.commands import SlurmError
 from torchx_monarch.backends.slurm.folder import JobFolder
+from torchx_monarch.backends.slurm.native import SlurmError
 from torchx_monarch.backends.slurm.records import EndRecord
 
 _ASKED = 10
-"""The most jobs per call whose state is asked from Slurm: those without end.json, as no client has seen their end."""
+"""The most jobs per call for which Slurm is asked: they have no end.json, because no client has seen their end."""
 
 
 def prune(*, days: float | None = None) -> list[str]:
     """Remove the folders of old jobs, and old dangling links, in this state directory.
 
     Args:
-        days: the age in days; None for ``keep_days()``.
+        days: the age in days; None for ``state_files.keep_days()``.
 
     Returns:
         The folders that were removed.
     """
-    oldest = time.time() - (keep_days() if days is None else days) * 86400
+    oldest = time.time() - (state_files.keep_days() if days is None else days) * 86400
     ids = {paths.root: app_id for app_id, paths in folder.known().items()}
     removed, asked = [], 0
     for root in _older(folder.jobs_dir(), oldest):
@@ -41,8 +41,9 @@ def prune(*, days: float | None = None) -> list[str]:
         if not ended and root in ids and asked < _ASKED:
             asked += 1
             with contextlib.suppress(SlurmError):
-                app = snapshot.look(ids[root])
-                ended = app is not None and app.folder.root == root and app.terminal and not app.other_user
+                job = snapshot.look(ids[root])
+                is_mine = job is not None and job.folder.root == root and not job.other_user
+                ended = job is not None and is_mine and job.state.is_terminal
         if ended:
             folder.remove(root)
             removed.append(root)

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Read the JSON files of a job's folder into data classes, and check the types of their fields.
+"""The JSON files of a job's folder as data classes, with their types checked when they are read.
 
 Files may be damaged, edited, planted, or written by another version. A file is valid as a whole or not at all: ``read``
 returns None for an invalid file as for a missing one. Standard library only, because the batch step imports this.
@@ -11,9 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from torchx_monarch.backends.local import state_files
-from torchx_monarch.backends.local.status import STATES, TERMINAL
+from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.slurm import array
+from torchx_monarch.model.state import State
+from torchx_monarch.supervisor.records import ReplicaRecord
 from torchx_monarch.system import error_files
 
 T = TypeVar("T")
@@ -39,14 +40,15 @@ class Submission:
         return array.tasks(self.sbatch.get("array"))
 
 
-@dataclass(frozen=True)
+@dataclass
 class BatchRecord:
     """The content of job.json: the batch step's record of its run.
 
     Attributes:
-        state: final state, a name of torchx.specs.AppState; empty until the run has ended.
+        job_id: id of the job or the array task.
+        started: when the run began, in seconds since the epoch.
+        state: its final state; RUNNING until it has ended.
         msg: the reason, for the user; may be empty.
-        role: name of the role that decided the result; None if no role has.
         nodes: node list of each role.
         restarts: how often the job or a role was restarted.
         retries: how many of these restarts counted as retries of the app.
@@ -55,9 +57,10 @@ class BatchRecord:
         ended: when the run ended, in seconds since the epoch; None until then.
     """
 
-    state: str = ""
+    job_id: str = ""
+    started: float = 0.0
+    state: State = State.RUNNING
     msg: str = ""
-    role: str | None = None
     nodes: list[str] = field(default_factory=list)
     restarts: int = 0
     retries: int = 0
@@ -65,27 +68,24 @@ class BatchRecord:
     outside: bool = False
     ended: float | None = None
 
-    def __post_init__(self) -> None:
-        if self.state:
-            _check_state(self.state, TERMINAL)
-
 
 @dataclass(frozen=True)
 class RunEnd:
     """The final state of a job or an array task.
 
     Attributes:
-        state: a name of torchx.specs.AppState.
+        state: SUCCEEDED, FAILED or CANCELLED.
         msg: the reason, for the user; may be empty.
         nodes: node list of each role; empty if not known.
     """
 
-    state: str
+    state: State
     msg: str = ""
     nodes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        _check_state(self.state, TERMINAL)
+        if not self.state.is_terminal:
+            raise ValueError(f"state is {self.state}, which is no end")
 
 
 @dataclass(frozen=True)
@@ -110,32 +110,21 @@ class CancelRecord:
     time: float
 
 
-@dataclass(frozen=True)
-class SlurmReplica:
+@dataclass
+class TaskRecord(ReplicaRecord):
     """The content of replica.json: the latest start of one replica.
 
+    ``restarts`` includes restarts of the job and its role.
+
     Attributes:
-        state: a name of torchx.specs.AppState.
-        exit_code: -N for signal N; None while it runs.
-        restarts: how often the replica was restarted, including restarts of the job and its role.
         job_restart: the batch step's number of restarts when the replica's task began.
-        error: the content of its error file as JSON text; None without one.
-        started: when this start began, in seconds since the epoch; None if it has not.
-        ended: when it ended, in seconds since the epoch; None while it runs.
         hostname: the name of its node; may be empty.
     """
 
-    state: str
-    exit_code: int | None = None
-    restarts: int = 0
     job_restart: int = 0
-    error: str | None = None
-    started: float | None = None
-    ended: float | None = None
     hostname: str = ""
 
     def __post_init__(self) -> None:
-        _check_state(self.state, STATES)
         if self.exit_code is not None and abs(self.exit_code) >= _LARGEST_CODE:
             raise ValueError("exit_code is out of range")
 
@@ -158,17 +147,7 @@ def checked(cls: type[T], path: str) -> tuple[T | None, str]:
         return None, str(error)
 
 
-def read_replica(path: str) -> SlurmReplica | None:
+def read_task(path: str) -> TaskRecord | None:
     """Read the record of a replica; keep the known fields of its error only (``error_files.cleaned``)."""
-    found = read(SlurmReplica, path)
+    found = read(TaskRecord, path)
     return found and replace(found, error=error_files.cleaned(found.error or "") or None)
-
-
-def _check_state(state: str, allowed: frozenset[str]) -> None:
-    """Validate the name of a state.
-
-    Raises:
-        ValueError: ``state`` is not in ``allowed``.
-    """
-    if state not in allowed:
-        raise ValueError(f"state is {state[:40]!r}, not one of {', '.join(sorted(allowed))}")

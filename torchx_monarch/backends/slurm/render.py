@@ -7,48 +7,49 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping
 
 from torchx.specs import NULL_RESOURCE, AppDef, InvalidRunConfigException, Role
 
-from torchx_monarch.backends.outcome import RolePolicy
-from torchx_monarch.backends.protocols import CREDENTIALS
-from torchx_monarch.backends.slurm import array, commands, folder
+from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.slurm import array, folder, native
 from torchx_monarch.backends.slurm.options import SlurmOpts
 from torchx_monarch.backends.slurm.request import SlurmRequest, SlurmRole
-from torchx_monarch.backends.validation import check_names
-from torchx_monarch.model.sidecars import is_sidecar
+from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
 
 _SMALL_PARTITION = 1000
 """MB of memory; Slurm's configuration lacks the memory of nodes that report no more (aws-parallelcluster#2198)."""
 
+_WAITING_MODULES = {WorkloadKind.SESSION: "torchx_monarch.hosts", WorkloadKind.ACTORS: "torchx_monarch.actors"}
+"""The modules of commands whose hosts wait for clients, for messages."""
 
-def render(app: AppDef, cfg: SlurmOpts) -> SlurmRequest:
+
+def render(app: AppDef, submitted: SubmittedApp, cfg: SlurmOpts) -> SlurmRequest:
     """Render the request for an app.
 
     Args:
-        app: the app.
+        app: the app, with the host process before each rank command.
+        submitted: what is known of its roles.
         cfg: the run options.
 
     Raises:
-        InvalidRunConfigException: a run option has an invalid value.
-        ValueError: two roles have the same name.
+        InvalidRunConfigException: the run option ``array`` has an invalid value, or one that the app does not allow.
     """
-    check_names(app)
-    _check(cfg)
     if cfg.array is not None:
-        _check_array(app, cfg.array, cfg)
+        _check_array(app, submitted, cfg)
     retries = any(role.max_retries for role in app.roles)
     requeue = retries if cfg.requeue is None else cfg.requeue
     asks = any(role.resource != NULL_RESOURCE and role.resource.memMB > 0 for role in app.roles)
-    memory = commands.partition_memory(cfg.partition) if asks and not cfg.nomem else None
+    memory = native.partition_memory(cfg.partition) if asks and not cfg.nomem else None
     nomem = cfg.nomem or (memory is not None and memory <= _SMALL_PARTITION)
     path = folder.new(app.name, cfg.job_dir)
+    roles = [
+        _role(role, spec, nomem, _gres(role, app, cfg)) for role, spec in zip(app.roles, submitted.roles, strict=True)
+    ]
     return SlurmRequest(
         name=app.name,
         folder=path,
         python=sys.executable,
-        roles=[_role(role, cfg, nomem, _gres(role, app, cfg)) for role in app.roles],
+        roles=roles,
         sbatch=_job_options(app, cfg, path, requeue),
         grace=float(cfg.grace),
         requeue=requeue,
@@ -56,40 +57,35 @@ def render(app: AppDef, cfg: SlurmOpts) -> SlurmRequest:
     )
 
 
-def _check(cfg: SlurmOpts) -> None:
-    options: Mapping[str, object] = dict(cfg)
-    if cfg.grace < 0:
-        raise InvalidRunConfigException(f"Run option `grace` is {cfg.grace}; give seconds, 0 or more", "grace", options)
+def check_options(cfg: SlurmOpts) -> None:
+    """Check the run options that do not depend on the app.
+
+    Raises:
+        InvalidRunConfigException: a value is not allowed; the message names the option and says what is.
+    """
     if cfg.retry not in ("in_place", "requeue"):
         reason = f"Run option `retry` is {cfg.retry!r}; allowed are in_place and requeue"
-        raise InvalidRunConfigException(reason, "retry", options)
+        raise InvalidRunConfigException(reason, "retry", dict(cfg))
     # Without B:, Slurm signals all processes of a step, including Monarch's, which the signal would kill.
     if cfg.signal is not None and not re.fullmatch(r"(R?B:|B:?R?:)TERM(@\d+)?", cfg.signal):
         reason = f"Run option `signal` is {cfg.signal!r}; allowed is B:TERM@SECONDS, such as B:TERM@120"
-        raise InvalidRunConfigException(reason, "signal", options)
+        raise InvalidRunConfigException(reason, "signal", dict(cfg))
 
 
-def _check_array(app: AppDef, given: str, cfg: SlurmOpts) -> None:
+def _check_array(app: AppDef, submitted: SubmittedApp, cfg: SlurmOpts) -> None:
     reason = ""
     try:
-        array.parse(given)
+        array.parse(cfg.array or "")
     except ValueError as error:
         reason = f"{error}; allowed are indices and ranges, and how many may run at a time: 0-9, 0,3,7-20:2%4"
     if len(app.roles) != 1:
         names = ", ".join(role.name for role in app.roles)
         reason = f"app {app.name!r} has {len(app.roles)} roles ({names}), and Slurm has arrays of one-role jobs only"
-    elif module := _waits_for_clients([app.roles[0].entrypoint, *app.roles[0].args]):
+    elif submitted.roles[0].awaits_clients:
+        module = _WAITING_MODULES[submitted.roles[0].workload]
         reason = f"role {app.roles[0].name} waits for clients ({module}), which connect to one run, not to several"
     if reason:
-        raise InvalidRunConfigException(f"Run option `array` is {given!r}: {reason}", "array", dict(cfg))
-
-
-def _waits_for_clients(words: list[str]) -> str:
-    """Return the module in a command whose hosts wait for clients; empty if the command brings its own program."""
-    for module, has_program in (("torchx_monarch.hosts", False), ("torchx_monarch.actors", True)):
-        if module in words and not (has_program and "--" in words[words.index(module) :]):
-            return module
-    return ""
+        raise InvalidRunConfigException(f"Run option `array` is {cfg.array!r}: {reason}", "array", dict(cfg))
 
 
 def _job_options(app: AppDef, cfg: SlurmOpts, path: str, requeue: bool) -> dict[str, str | None]:
@@ -128,17 +124,16 @@ def _gres(role: Role, app: AppDef, cfg: SlurmOpts) -> str | None:
     return f"gpu:{gpus}" if gpus else None
 
 
-def _role(role: Role, cfg: SlurmOpts, nomem: bool, gres: str | None) -> SlurmRole:
+def _role(role: Role, spec: RoleSpec, nomem: bool, gres: str | None) -> SlurmRole:
     nodes = str(role.num_replicas)
     sbatch: dict[str, str | None] = {"nodes": nodes, "ntasks-per-node": "1"}
-    ends_together = CREDENTIALS in role.env
     srun = {
         "nodes": nodes,
         "ntasks": nodes,
         "ntasks-per-node": "1",
         # Monarch's hosts stop each other when one fails, and then still report the failure.
-        # The batch step supervises a role that tolerates failures (BatchStep._end_intolerable).
-        "kill-on-bad-exit": "0" if ends_together or RolePolicy.of(role).elastic else "1",
+        # The batch step supervises a role that tolerates failures (``BatchStep._end_intolerable``).
+        "kill-on-bad-exit": "0" if spec.runs_hosts or spec.is_elastic else "1",
         # With TorchX's setting, srun ends a step 60 s after its first task has ended, even successfully.
         "wait": "0",
         "export": "ALL",
@@ -154,17 +149,11 @@ def _role(role: Role, cfg: SlurmOpts, nomem: bool, gres: str | None) -> SlurmRol
         sbatch["gres"] = srun["gres"] = gres
     in_image = role.image and os.path.isdir(role.image)
     return SlurmRole(
-        name=role.name,
+        spec=spec,
         command=[role.entrypoint, *role.args],
         env=dict(role.env),
         cwd=os.path.abspath(role.image) if in_image else os.getcwd(),
         image=role.image,
-        replicas=role.num_replicas,
         sbatch=sbatch,
         srun=srun,
-        max_retries=role.max_retries,
-        retry_policy=str(role.retry_policy.value),
-        ends_together=ends_together,
-        min_replicas=role.min_replicas,
-        sidecar=is_sidecar(role),
     )

@@ -14,10 +14,11 @@ import sys
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from torchx_monarch.backends.outcome import RolePolicy
 from torchx_monarch.backends.slurm import macros
 from torchx_monarch.backends.slurm.folder import JobFolder
 from torchx_monarch.model import codec
+from torchx_monarch.model.env_names import CREDENTIALS
+from torchx_monarch.model.role_spec import RoleSpec
 
 _COMPONENTS_OWN = (
     "SLURM_CPUS_PER_TASK",
@@ -30,45 +31,36 @@ _COMPONENTS_OWN = (
 )
 """Variables with the resources of the first component, which srun would apply to the steps of the others, too."""
 
+_ENTRYPOINT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "in_job", "entrypoint.py")
+"""The script that starts the batch step and the tasks."""
+
 
 @dataclass
 class SlurmRole:
-    """One role: a component of the job with one task on each of its nodes.
+    """One role: a component of the job with one task, which runs one replica, on each of its nodes.
 
     Attributes:
-        name: the role's name.
+        spec: how it ends and restarts.
         command: program and arguments, with TorchX's macros, which each task substitutes.
         env: variables that override the job's environment; with macros, too.
         cwd: working directory of the replicas.
         image: value of the macro ``img_root``.
-        replicas: number of replicas, one per node.
         sbatch: sbatch options of its component, by name without dashes; None for an option without a value.
         srun: srun options of its step, by name without dashes.
-        max_retries: how often the scope that ``retry_policy`` names is restarted.
-        retry_policy: APPLICATION, ROLE or REPLICA.
-        ends_together: whether its replicas stop each other when one fails, as Monarch's hosts do.
-        min_replicas: the fewest replicas that the role needs; None for all.
-        sidecar: whether it is stopped when the other roles have succeeded.
     """
 
-    name: str
+    spec: RoleSpec
     command: list[str]
     env: dict[str, str]
     cwd: str
     image: str
-    replicas: int
     sbatch: dict[str, str | None] = field(default_factory=dict)
     srun: dict[str, str] = field(default_factory=dict)
-    max_retries: int = 0
-    retry_policy: str = "APPLICATION"
-    ends_together: bool = False
-    min_replicas: int | None = None
-    sidecar: bool = False
 
     @property
-    def policy(self) -> RolePolicy:
-        """The rules by which the role succeeds or fails."""
-        return RolePolicy(self.replicas, self.min_replicas, self.sidecar)
+    def name(self) -> str:
+        """The role's name."""
+        return self.spec.name
 
     def substitute(self, app_id: str, replica: int) -> tuple[list[str], dict[str, str]]:
         """Return the command and the environment of one replica, with macros substituted."""
@@ -104,7 +96,7 @@ class SlurmRequest:
         """The batch script of the job, or of each array task.
 
         On the first start the script itself starts the steps, so that they do not wait for a Python interpreter. It
-        then replaces itself with the batch step (``batch_step``), which keeps them as its children.
+        then replaces itself with the batch step (``in_job.batch_step``), which keeps them as its children.
         """
         array = bool(self.sbatch.get("array"))
         app_id = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if array else '"$SLURM_JOB_ID"'
@@ -145,7 +137,7 @@ class SlurmRequest:
     @property
     def starter(self) -> list[str]:
         """The command that starts the batch step or a task, without its arguments."""
-        return [self.python, "-I", "-S", os.path.join(os.path.dirname(os.path.abspath(__file__)), "entrypoint.py")]
+        return [self.python, "-I", "-S", _ENTRYPOINT]
 
     def command(self, script: str) -> list[str]:
         """Return the sbatch command that submits the request.
@@ -165,7 +157,16 @@ class SlurmRequest:
 
     def renamed(self, folder: str) -> SlurmRequest:
         """Return a copy of the request with another folder."""
-        return replace(self, folder=folder)
+        options = {name: value and value.replace(self.folder, folder) for name, value in self.sbatch.items()}
+        return replace(self, folder=folder, sbatch=options)
+
+    def with_credentials(self, credentials: str) -> SlurmRequest:
+        """Return a copy of the request in which all hosts have the job's credentials in their environment."""
+        roles = [
+            replace(role, env={**role.env, CREDENTIALS: credentials}) if role.spec.runs_hosts else role
+            for role in self.roles
+        ]
+        return replace(self, roles=roles)
 
     def to_json(self) -> dict[str, Any]:
         """Return the request as dicts, lists and scalars."""
@@ -184,7 +185,7 @@ class SlurmRequest:
         """Return the text that a dry run shows."""
         lines = [shlex.join(self.command(f"{self.folder}/job.sh")), "", "# job.sh", self.script]
         for role in self.roles:
-            lines.append(f"# role {role.name}: {role.replicas} x, in {role.cwd}")
+            lines.append(f"# role {role.name}: {role.spec.replicas} x, in {role.cwd}")
             lines += [f"export {name}={shlex.quote(value)}" for name, value in role.env.items()]
             lines += [shlex.join(["srun", *option_words(role.srun), *role.command]), ""]
         return "\n".join(lines)

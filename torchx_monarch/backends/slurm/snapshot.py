@@ -1,38 +1,50 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Compute the snapshot of an app: of a job, of a whole job array, or of an array task (``123_7``).
-
-Slurm's records of an array are incomplete: one record for all waiting tasks, one for each task that has begun, none for
-a task that was cancelled before it began, and, after a while, none for a task that has ended. Each array task therefore
-has its own folder and snapshot, like a job (``job_status``), and the array's state is derived from those of its tasks.
-"""
+"""The snapshot of an app: a job, a whole job array, or an array task (``123_7``), which is an app of its own."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torchx.specs import NONE, AppDef, AppState, Role, RoleStatus
-
-from torchx_monarch.backends.errors import UserError
-from torchx_monarch.backends.local import appdef, state_files
-from torchx_monarch.backends.slurm import array, commands, job_status, records, states
+from torchx_monarch.backends.core import state_files, submitted_app
+from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot, RoleSnapshot
+from torchx_monarch.backends.core.state import reduce
+from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.slurm import array, array_state, job_state, macros, native, records
 from torchx_monarch.backends.slurm import folder as folders
-from torchx_monarch.backends.slurm.commands import Job, SlurmError
 from torchx_monarch.backends.slurm.folder import JobFolder
-from torchx_monarch.backends.slurm.job_status import TERMINAL, SlurmSnapshot
-from torchx_monarch.backends.slurm.records import BatchRecord, EndRecord, RunEnd, Submission
+from torchx_monarch.backends.slurm.job_state import JobState
+from torchx_monarch.backends.slurm.native import Job, SlurmError
+from torchx_monarch.backends.slurm.records import BatchRecord, EndRecord, Submission, TaskRecord
+from torchx_monarch.insight import events
 from torchx_monarch.model import job_result
+from torchx_monarch.model.role_spec import RoleSpec
+from torchx_monarch.model.state import State
 
 _MOST_REPLICAS = 1 << 16
 """Limit on the replicas of a role in app.json, which may be damaged: it decides how many records are read."""
 
 
-def look(app_id: str) -> SlurmSnapshot | None:
-    """Return the snapshot of an app; None if no app of this scheduler has this id.
+@dataclass(frozen=True, kw_only=True)
+class SlurmSnapshot(AppSnapshot):
+    """An app on Slurm.
+
+    Attributes:
+        job: the state of the job, the array or the array task.
+    """
+
+    job: JobState
+
+
+# -- the state of the job ----------------------------------------------------------------------------------------------
+
+
+def look(app_id: str) -> JobState | None:
+    """Return the state of an app; None if no app of this scheduler has this id.
 
     Args:
         app_id: the id of a job, an array or an array task.
@@ -47,7 +59,7 @@ def look(app_id: str) -> SlurmSnapshot | None:
     folder = folders.find(leader)
     end = records.read(EndRecord, folder.end) if folder else None
     try:
-        components = [job for job in commands.live_job(leader) if job.leader == leader]
+        components = [job for job in native.live_job(leader) if job.leader == leader]
     except SlurmError:
         if end is None:
             raise
@@ -59,67 +71,15 @@ def look(app_id: str) -> SlurmSnapshot | None:
         return None
     # Another user's comment may name a folder of this user: nothing is written there.
     other_user = next((job.other_user for job in components if job.other_user), "")
-    whole = known(folder, components, lambda: commands.recorded_job(leader), save=not other_user)
+    whole = known(folder, components, lambda: native.recorded_job(leader), save=not other_user)
     found = whole if index is None else whole.tasks.get(index)
     return found and replace(found, other_user=other_user)
 
 
-def look_own(app_id: str) -> SlurmSnapshot | None:
-    """Return the snapshot of an app for an operation that changes it; None if no app of this scheduler has this id.
-
-    Raises:
-        UserError: the job belongs to another user, whose comment on it may name any folder.
-        SlurmError: as ``look``.
-    """
-    app = look(app_id)
-    if app is not None and app.other_user:
-        raise UserError(
-            f"job {app_id} belongs to another user, {app.other_user}: only that user can cancel or delete it by torchx"
-        )
-    return app
-
-
-def folder_of(app_id: str) -> JobFolder | None:
-    """Return the folder of an app, or of an array task, of this state directory; None if there is no such folder."""
-    parts = array.split(app_id)
-    folder = folders.find(parts[0]) if parts else None
-    return folder.task(parts[1]) if folder and parts and parts[1] is not None else folder
-
-
-def has_recorded_end(folder: JobFolder) -> bool:
-    """Whether the batch step's record, or that of every array task, has an end time. Slurm's state takes precedence."""
-    if not os.path.isdir(folder.array):
-        return _has_said_that_it_ended(folder)
-    submission = records.read(Submission, folder.request)
-    indices = submission.tasks if submission else []
-    # Check the last task first: it usually ends last.
-    return bool(indices) and all(_has_said_that_it_ended(folder.task(index)) for index in reversed(indices))
-
-
-def _has_said_that_it_ended(run: JobFolder) -> bool:
-    record = records.read(BatchRecord, run.job)
-    return record is not None and record.ended is not None
-
-
-def submitted(folder: JobFolder) -> AppDef | None:
-    """Read the submitted app; return None if app.json is missing, damaged or holds an impossible app."""
-    found = appdef.load(folder.app)
-    if found is None:
-        return None
-    for role in found.app.roles:
-        try:
-            state_files.path_name(role.name)
-        except UnicodeEncodeError:
-            return None
-        if not 0 <= role.num_replicas < _MOST_REPLICAS:
-            return None
-    return found.app
-
-
 def known(
-    folder: JobFolder, components: list[Job], recorded: Callable[[], list[Job]], save: bool = True
-) -> SlurmSnapshot:
-    """Compute the snapshot of a job or an array from Slurm's records and the files in its folder.
+    folder: JobFolder, components: list[Job], recorded: Callable[[], list[Job]], *, save: bool = True
+) -> JobState:
+    """Return the state of a job or an array, from Slurm's records and the files in its folder.
 
     Args:
         folder: the folder of the job or the array.
@@ -132,144 +92,173 @@ def known(
     if not indices:
         indices = sorted({*folder.begun_tasks(), *(index for job in components for index in job.tasks)})
     if indices:
-        return _of_array(folder, indices, components, recorded, save)
+        return array_state.of_array(folder, indices, components, recorded, save=save)
     if components:
-        return job_status.known(folder, components, save)
-    return _ended(folder, records.read(EndRecord, folder.end)) or job_status.known(folder, recorded()[:1], save)
+        return job_state.of_job(folder, components, save=save)
+    ended = job_state.of_ended(folder, records.read(EndRecord, folder.end))
+    return ended or job_state.of_job(folder, recorded()[:1], save=save)
 
 
-def _ended(folder: JobFolder, end: RunEnd | None) -> SlurmSnapshot | None:
-    if end is None:
-        return None
-    return SlurmSnapshot(folder, AppState[end.state], end.msg, end.nodes, record=records.read(BatchRecord, folder.job))
+def folder_of(app_id: str) -> JobFolder | None:
+    """Return the folder of an app, or of an array task, of this state directory; None if there is no such folder."""
+    parts = array.split(app_id)
+    folder = folders.find(parts[0]) if parts else None
+    return folder.task(parts[1]) if folder and parts and parts[1] is not None else folder
+
+
+def has_recorded_end(folder: JobFolder) -> bool:
+    """Whether the batch step's record, or that of every array task, has an end time. Slurm's state takes precedence."""
+    if not os.path.isdir(folder.array):
+        return _records_an_end(folder)
+    submission = records.read(Submission, folder.request)
+    indices = submission.tasks if submission else []
+    # Check the last task first: it usually ends last.
+    return bool(indices) and all(_records_an_end(folder.task(index)) for index in reversed(indices))
+
+
+def _records_an_end(run: JobFolder) -> bool:
+    record = records.read(BatchRecord, run.job)
+    return record is not None and record.ended is not None
+
+
+# -- the app -----------------------------------------------------------------------------------------------------------
+
+
+def submitted(folder: JobFolder) -> SubmittedApp | None:
+    """Read the submitted app; return None if app.json is missing, damaged or holds an impossible app."""
+    found = submitted_app.load(folder.app)
+    for spec in found.roles if found else ():
+        try:
+            state_files.path_name(spec.name)
+        except UnicodeEncodeError:
+            return None
+        if not 0 <= spec.replicas < _MOST_REPLICAS:
+            return None
+    return found
+
+
+def of_app(app_id: str, job: JobState, *, brief: bool) -> SlurmSnapshot:
+    """Return the snapshot of an app.
+
+    Args:
+        app_id: the id of the job, the array or the array task.
+        job: its state.
+        brief: leave out what the records of the replicas hold.
+    """
+    app = submitted(job.folder)
+    # Without app.json, each component of the job is shown as a role.
+    components = job.components[:1] if job.tasks else job.components
+    specs = app.roles if app else [RoleSpec(f"{one.name}-{k}" if k else one.name) for k, one in enumerate(components)]
+    runs = [_run(one, specs, brief) for one in (job.tasks.values() or [job])]
+    roles, outcome = runs[0], job.outcome
+    if job.tasks:
+        roles = [_concatenated(spec, [run[at] for run in runs]) for at, spec in enumerate(specs)]
+        first = array_state.first_failed(job.tasks) if job.state is State.FAILED else None
+        if first is not None and not brief:
+            task = job.tasks[first]
+            error = reduce(AppSnapshot("", "", runs[list(job.tasks).index(first)], native=task.outcome), 0.0).error
+            outcome = replace(outcome, error=prefix_message(error, f"array task {first}: "))
+    name = app.app.name if app else components[0].name if components else app_id
+    restarts = None if brief else sum(_restarts(one) for one in (job.tasks.values() or [job]))
+    if restarts is not None:
+        restarts += sum(replica.restarts for role in roles for replica in role.replicas)
+    submission = records.read(Submission, job.folder.request)
+    return SlurmSnapshot(
+        app_id=app_id,
+        name=name,
+        roles=roles,
+        app=app.app if app else None,
+        grace=submission.grace if submission else 0.0,
+        native=outcome,
+        is_supervised=True,
+        restarts=restarts,
+        ui_url=f"file://{job.folder.root}",
+        job=job,
+    )
+
+
+def _run(job: JobState, specs: Sequence[RoleSpec], brief: bool) -> list[RoleSnapshot]:
+    """Return the roles of a job or an array task."""
+    return [RoleSnapshot(spec, _replicas(job, spec, index, brief)) for index, spec in enumerate(specs)]
+
+
+def _replicas(job: JobState, role: RoleSpec, index: int, brief: bool) -> list[ReplicaSnapshot]:
+    """Return the replicas of a role from their records.
+
+    Args:
+        job: the job or the array task.
+        role: the role.
+        index: the index of the role's component.
+        brief: read no records; the node is known of replica 0 only then.
+    """
+    now = job.record.role_restarts.get(role.name, 0) if job.record else 0
+    places = [job.folder.record(role.name, replica) for replica in range(role.replicas)]
+    every = [None if brief else records.read_task(place) for place in places]
+    nodes = job.nodes[index] if index < len(job.nodes) else ""
+    all_recorded = all(record is not None and record.job_restart == now for record in every)
+    hosts = [] if not nodes or all_recorded else [macros.first_node(nodes)] if brief else native.hostnames(nodes)
+    found = []
+    for replica, record in enumerate(every):
+        # The record of an earlier start counts only for a job that ended before its next start.
+        counts = record is not None and (record.job_restart == now or job.state.is_terminal)
+        state = _replica_state(job.state, record if counts else None)
+        hostname = record.hostname if record and counts else ""
+        found.append(
+            ReplicaSnapshot(
+                role.name,
+                replica,
+                state,
+                hostname=hostname or (hosts[replica] if replica < len(hosts) else ""),
+                started=(record.started if record else None) or 0.0,
+                ended=(record.ended if record else None) or 0.0,
+                restarts=max(0, record.restarts - record.job_restart) if record else 0,
+                error=(record.error if record and state.is_terminal else None) or "",
+            )
+        )
+    return found
+
+
+def _replica_state(job: State, record: TaskRecord | None) -> State:
+    """Return the state of a replica.
+
+    Args:
+        job: the state of its job.
+        record: its record, if it counts.
+    """
+    if job is State.PENDING:
+        return State.PENDING
+    if job.is_terminal:
+        return record.state if record and record.state.is_terminal else job
+    return record.state if record else State.PENDING
+
+
+def _restarts(job: JobState) -> int:
+    """Count the restarts of a job or an array task, its roles and their ranks; not those of single replicas."""
+    now = job.record.restarts if job.record else 0
+    if job.components:
+        now = max(now, job.components[0].restarts)
+    happened, _ = events.read(job.folder.events)
+    return now + len([event for event in happened if event["kind"] == "rank_restart"])
 
 
 # -- arrays ------------------------------------------------------------------------------------------------------------
 
 
-def _of_array(
-    folder: JobFolder,
-    indices: Sequence[int],
-    components: list[Job],
-    recorded: Callable[[], list[Job]],
-    save: bool,
-) -> SlurmSnapshot:
-    jobs = by_task(components)
-    end = records.read(EndRecord, folder.end)
-    noted = end.tasks if end else {}
-    accounts: dict[int, Job] | None = None
-    tasks: dict[int, SlurmSnapshot] = {}
-    for index in indices:
-        part, job = folder.task(index), jobs.get(index)
-        if job is None:
-            if ended := _ended(part, records.read(EndRecord, part.end) or noted.get(str(index))):
-                tasks[index] = ended
-                continue
-            if accounts is None:
-                # The accounting database may report a task that was cancelled before it began as PENDING forever.
-                accounts = by_task(
-                    one for one in recorded() if not components or states.app_state(one.state) in TERMINAL
-                )
-            job = accounts.get(index)
-        tasks[index] = job_status.known(part, [job] if job else [], save)
-        if job is None and components and not tasks[index].record and not tasks[index].damage:
-            tasks[index] = replace(tasks[index], msg="cancelled before it had started")
-    state, msg = array_state(folder, tasks)
-    found = SlurmSnapshot(folder, state, msg, components=components, tasks=tasks)
-    if save and found.terminal and all(task.is_settled for task in tasks.values()):
-        # Array tasks that never ran have no folder for an end.json.
-        ends = {str(index): {"state": one.state.name, "msg": one.msg} for index, one in tasks.items() if not one.record}
-        job_status.note_end(folder, {"state": state.name, "msg": msg, "tasks": ends})
-    return found
-
-
-def by_task(jobs: Iterable[Job]) -> dict[int, Job]:
-    """Index Slurm's records by array task. The record of a single task overrides one of several waiting tasks."""
-    ordered = sorted(jobs, key=lambda job: -len(job.tasks))
-    return {index: job for job in ordered for index in job.tasks}
-
-
-def array_state(folder: JobFolder, tasks: Mapping[int, SlurmSnapshot]) -> tuple[AppState, str]:
-    """Derive the state of an array and a message on it from its tasks.
-
-    The array ends when all of its tasks have ended: FAILED if any failed, else CANCELLED if any was cancelled, else
-    SUCCEEDED. Until then it is RUNNING if any task is running, else PENDING.
+def _concatenated(spec: RoleSpec, runs: Sequence[RoleSnapshot]) -> RoleSnapshot:
+    """Return the role of an array, with the replicas of all of its tasks.
 
     Args:
-        folder: the array's folder.
-        tasks: the snapshots of its tasks, by index.
-
-    Returns:
-        The state, and the message; empty if all tasks have succeeded.
+        spec: the role in one array task.
+        runs: the role in each array task.
     """
-    states_of = [task.state for task in tasks.values()]
-    if not TERMINAL.issuperset(states_of):
-        order = (AppState.RUNNING, AppState.PENDING, AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED)
-        counts = [f"{states_of.count(state)} {state.name.lower()}" for state in order if state in states_of]
-        waits = next((task.msg for task in tasks.values() if task.state is AppState.PENDING and task.msg), "")
-        state = next((state for state in order[:2] if state in states_of), AppState.UNKNOWN)
-        return state, f"array tasks: {', '.join(counts)}" + (f" ({waits})" if waits else "")
-    first = first_failed(tasks)
-    if first is not None:
-        more = states_of.count(AppState.FAILED) - 1
-        said = f"array task {first}: {tasks[first].msg}"
-        return AppState.FAILED, f"{said} ({more} more of {len(tasks)} failed)" if more else said
-    for index, task in tasks.items():
-        if task.state is AppState.CANCELLED:
-            return AppState.CANCELLED, "cancelled" if folder.is_cancelled else f"array task {index}: {task.msg}"
-    return AppState.SUCCEEDED, ""
-
-
-def first_failed(tasks: Mapping[int, SlurmSnapshot]) -> int | None:
-    """Return the index of the first array task to fail, None if none failed; unknown end times sort last."""
-    failed = [(_ended_at(task), index) for index, task in tasks.items() if _has_failed(task)]
-    return min(failed)[1] if failed else None
-
-
-def _ended_at(task: SlurmSnapshot) -> float:
-    """Return when an array task ended, in seconds since the epoch; infinity if unknown."""
-    ended = task.record.ended if task.record else None
-    return float("inf") if ended is None else ended
-
-
-def _has_failed(task: SlurmSnapshot) -> bool:
-    return task.state is AppState.FAILED
-
-
-# -- for describe and log ----------------------------------------------------------------------------------------------
-
-
-def report(app: SlurmSnapshot, roles: Sequence[Role]) -> tuple[list[RoleStatus], int, str]:
-    """Return the status of the roles, the number of restarts, and the root cause as JSON text.
-
-    Args:
-        app: the app's snapshot.
-        roles: the roles of the submitted app.
-
-    Returns:
-        The status of each role with its replicas; how often anything was restarted; the content of the root cause's
-        error file, ``torchx.specs.NONE`` if the app has not failed or left no error.
-    """
-    if app.tasks:
-        return _report_array(app, roles)
-    statuses, by_role = [], {}
-    for index, role in enumerate(roles):
-        status, by_role[role.name] = job_status.replicas(app, role.name, index, role.num_replicas)
-        statuses.append(status)
-    cause = job_status.root_cause(app, by_role) if _has_failed(app) else NONE
-    return statuses, job_status.restarts(app, by_role), cause
-
-
-def _report_array(app: SlurmSnapshot, roles: Sequence[Role]) -> tuple[list[RoleStatus], int, str]:
-    statuses = [RoleStatus(role.name, []) for role in roles]
-    restarts, causes = 0, {}
-    for position, (index, task) in enumerate(app.tasks.items()):
-        theirs, again, causes[index] = report(task, roles)
-        restarts += again
-        for status, of_task, role in zip(statuses, theirs, roles, strict=True):
-            status.replicas += [replace(one, id=position * role.num_replicas + one.id) for one in of_task.replicas]
-    first = first_failed(app.tasks) if _has_failed(app) else None
-    return statuses, restarts, NONE if first is None else prefix_message(causes[first], f"array task {first}: ")
+    fewest = None if spec.min_replicas is None else spec.min_replicas * len(runs)
+    whole = replace(spec, replicas=spec.replicas * len(runs), min_replicas=fewest)
+    every = [
+        replace(replica, id=position * spec.replicas + replica.id)
+        for position, run in enumerate(runs)
+        for replica in run.replicas
+    ]
+    return RoleSnapshot(whole, every)
 
 
 def prefix_message(error: str, prefix: str) -> str:
@@ -284,20 +273,21 @@ def prefix_message(error: str, prefix: str) -> str:
     return json.dumps(data)
 
 
-def locate_replica(app_id: str, app: SlurmSnapshot, replica: int, replicas: int) -> tuple[str, SlurmSnapshot, int]:
+def locate_replica(app: SlurmSnapshot, role: str, replica: int) -> tuple[str, JobState, int]:
     """Locate a replica in the job or array task that runs it.
 
     Args:
-        app_id: the app's id.
-        app: its snapshot.
+        app: the app.
+        role: name of the role.
         replica: the replica's number in the app.
-        replicas: how many replicas its role has in one job or array task.
 
     Returns:
-        The id of the job or array task, its snapshot, and the replica's number there.
+        The id of the job or array task, its state, and the replica's number there.
     """
-    if not app.tasks:
-        return app_id, app, replica
-    position, own = divmod(replica, replicas)
-    index = list(app.tasks)[position]
-    return f"{app_id}_{index}", app.tasks[index], own
+    tasks = app.job.tasks
+    if not tasks:
+        return app.app_id, app.job, replica
+    whole = next(one for one in app.roles if one.spec.name == role)
+    position, own = divmod(replica, len(whole.replicas) // len(tasks))
+    index = list(tasks)[position]
+    return f"{app.app_id}_{index}", tasks[index], own

@@ -1,40 +1,40 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Map Slurm's job states to TorchX's and describe them."""
+"""Map Slurm's job states to those of apps, and describe them."""
 
 from __future__ import annotations
 
-from torchx.specs import AppState
+from torchx_monarch.model.state import State
 
 STATES = {
-    "BOOT_FAIL": AppState.FAILED,
-    "CANCELLED": AppState.CANCELLED,
-    "COMPLETED": AppState.SUCCEEDED,
-    "COMPLETING": AppState.RUNNING,
-    "CONFIGURING": AppState.PENDING,
-    "DEADLINE": AppState.FAILED,
-    "FAILED": AppState.FAILED,
-    "LAUNCH_FAILED": AppState.FAILED,
-    "NODE_FAIL": AppState.FAILED,
-    "OUT_OF_MEMORY": AppState.FAILED,
-    "PENDING": AppState.PENDING,
-    "PREEMPTED": AppState.FAILED,
-    "RECONFIG_FAIL": AppState.FAILED,
-    "REQUEUED": AppState.PENDING,
-    "REQUEUE_FED": AppState.PENDING,
-    "REQUEUE_HOLD": AppState.PENDING,
-    "RESIZING": AppState.RUNNING,
-    "RESV_DEL_HOLD": AppState.PENDING,
-    "REVOKED": AppState.FAILED,
-    "RUNNING": AppState.RUNNING,
-    "SIGNALING": AppState.RUNNING,
-    "SPECIAL_EXIT": AppState.PENDING,
-    "STAGE_OUT": AppState.RUNNING,
-    "STOPPED": AppState.RUNNING,
-    "SUSPENDED": AppState.PENDING,
-    "TIMEOUT": AppState.FAILED,
+    "BOOT_FAIL": State.FAILED,
+    "CANCELLED": State.CANCELLED,
+    "COMPLETED": State.SUCCEEDED,
+    "COMPLETING": State.RUNNING,
+    "CONFIGURING": State.PENDING,
+    "DEADLINE": State.FAILED,
+    "FAILED": State.FAILED,
+    "LAUNCH_FAILED": State.FAILED,
+    "NODE_FAIL": State.FAILED,
+    "OUT_OF_MEMORY": State.FAILED,
+    "PENDING": State.PENDING,
+    "PREEMPTED": State.FAILED,
+    "RECONFIG_FAIL": State.FAILED,
+    "REQUEUED": State.PENDING,
+    "REQUEUE_FED": State.PENDING,
+    "REQUEUE_HOLD": State.PENDING,
+    "RESIZING": State.RUNNING,
+    "RESV_DEL_HOLD": State.PENDING,
+    "REVOKED": State.FAILED,
+    "RUNNING": State.RUNNING,
+    "SIGNALING": State.RUNNING,
+    "SPECIAL_EXIT": State.PENDING,
+    "STAGE_OUT": State.RUNNING,
+    "STOPPED": State.RUNNING,
+    "SUSPENDED": State.PENDING,
+    "TIMEOUT": State.FAILED,
 }
-"""TorchX's state for each of Slurm's (squeue(1), section JOB STATE CODES)."""
+"""The app's state for each of Slurm's (squeue(1), section JOB STATE CODES)."""
 
 _REASONS = {
     "BOOT_FAIL": "a node could not be booted",
@@ -56,9 +56,9 @@ def word(state: str) -> str:
     return words[0].rstrip("+") if words else ""
 
 
-def app_state(state: str) -> AppState:
-    """Return TorchX's state for one of Slurm's; UNKNOWN if there is no equivalent."""
-    return STATES.get(word(state), AppState.UNKNOWN)
+def to_state(state: str) -> State:
+    """Return the app's state for one of Slurm's; UNKNOWN if there is no equivalent."""
+    return STATES.get(word(state), State.UNKNOWN)
 
 
 def explanation(state: str, reason: str = "") -> str:
@@ -70,7 +70,7 @@ def explanation(state: str, reason: str = "") -> str:
     """
     name = word(state)
     given = "" if reason in ("", "None", "(null)") else reason
-    said = _REASONS.get(name, "")
-    if app_state(name) is AppState.PENDING:
-        return f"{name}: waits for {given}" if given and not said else f"{name}: {said}" if said else ""
-    return f"{name}: {said}" if said else ""
+    explained = _REASONS.get(name, "")
+    if to_state(name) is State.PENDING:
+        return f"{name}: waits for {given}" if given and not explained else f"{name}: {explained}" if explained else ""
+    return f"{name}: {explained}" if explained else ""

@@ -1,0 +1,190 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What monarch_aws_batch makes of Batch's answers: states, root causes, and the requests that it sends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torchx.specs import AppDef, Resource, Role
+
+from torchx_monarch.backends.aws_batch.backend import AWSBatchBackend
+from torchx_monarch.backends.aws_batch.native import Aws, AwsError
+from torchx_monarch.backends.aws_batch.request import APP_PARAMETER, TAG_VERSION, BatchJob
+from torchx_monarch.backends.aws_batch.snapshot import CANCELLED, FORGOTTEN, app_snapshot
+from torchx_monarch.backends.core.apps import Apps
+from torchx_monarch.backends.core.errors import UserError
+from torchx_monarch.backends.core.state import count_restarts, reduce
+from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.model.job_result import JobResult
+from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
+from torchx_monarch.model.state import State
+
+NAMES = ("trainer", "reader")
+SPECS = [RoleSpec(name, 2, workload=WorkloadKind.RANKS, ends_together=True) for name in NAMES]
+APP = AppDef("app", [Role(name, "image", entrypoint="torchrun", num_replicas=2) for name in NAMES])
+SUBMITTED = SubmittedApp(APP, SPECS)
+
+P, R, S, F, C, U = (State[name] for name in ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED", "UNKNOWN"))
+
+
+def job(status: str, reason: str = "", **more: Any) -> dict[str, Any]:
+    """Batch's description of a job of two roles of two nodes."""
+    ranges = [{"targetNodes": nodes, "container": {"image": "image"}} for nodes in ("0:1", "2:3")]
+    return {
+        "jobId": "1",
+        "jobName": "app-1",
+        "jobArn": "arn:aws:batch:us-east-1:1:job/1",
+        "status": status,
+        **({"statusReason": reason} if reason else {}),
+        "tags": {TAG_VERSION: "1"},
+        "parameters": {APP_PARAMETER: SUBMITTED.pack()},
+        "nodeProperties": {"numNodes": 4, "mainNode": 0, "nodeRangeProperties": ranges},
+        **more,
+    }
+
+
+def node(status: str, stopped: int = 0, code: int | None = None, **more: Any) -> dict[str, Any]:
+    """Batch's description of a node."""
+    container = {"exitCode": code} if code is not None else {}
+    return {"status": status, "container": container, **({"stoppedAt": stopped} if stopped else {}), **more}
+
+
+@pytest.mark.parametrize(
+    ("described", "nodes", "state", "message", "shown"),
+    [
+        (job("SUBMITTED"), {}, P, "", [P, P, P, P]),
+        (job("RUNNABLE", "CAPACITY: none"), {}, P, "RUNNABLE: CAPACITY: none (AWS has no such instance", [P, P, P, P]),
+        (job("RUNNING"), {0: node("RUNNING"), 1: node("STARTING")}, R, "", [R, P, P, P]),
+        # Batch looks at the main node alone, and may restart the job.
+        (job("RUNNING"), {0: node("RUNNING"), 3: node("FAILED", 5, 1)}, R, "replica reader/1 exited", [R, P, P, F]),
+        # Batch stops the others when the main node has ended.
+        (job("SUCCEEDED"), {0: node("SUCCEEDED", 5, 0), 1: node("FAILED", 6, 143)}, S, "", [S, C, C, C]),
+        (job("FAILED", CANCELLED), {0: node("FAILED", 5, 143), 1: node("RUNNING")}, C, CANCELLED, [C, C, C, C]),
+        (
+            job("FAILED", "Essential container in task exited"),
+            {0: node("FAILED", 7, 1), 2: node("FAILED", 6, 3), 3: node("FAILED", 8, 137)},
+            F,
+            "replica reader/0 exited with code 3",
+            [F, F, F, F],
+        ),
+        (job("FAILED", "Job attempt duration exceeded timeout"), {}, F, "Job attempt duration exceeded", [F] * 4),
+        (job("A_NEW_STATUS"), {}, U, "", [P, P, P, P]),
+        ({"tags": {}, "parameters": {APP_PARAMETER: SUBMITTED.pack()}}, {}, U, FORGOTTEN, [U, U, U, U]),
+    ],
+)
+def test_states(
+    described: dict[str, Any], nodes: dict[int, dict[str, Any]], state: State, message: str, shown: list[State]
+) -> None:
+    app = app_snapshot("q:app-1", described, nodes, {})
+    status = reduce(app, now=1000.0)
+    assert status.state is state
+    assert status.message.startswith(message) and bool(status.message) == bool(message)
+    assert [status.shown(replica) for replica in app.replicas] == shown
+    assert app.app == APP
+
+
+def test_the_result_of_the_main_node_names_the_root_cause() -> None:
+    """Its host ends with the code of another node's rank."""
+    result = JobResult(3, "rank 1 exited with code 3", replica=1).error_file(rank_restarts=2)
+    nodes = {0: node("FAILED", 5, 3), 1: node("FAILED", 6, 3)}
+    app = app_snapshot(
+        "q:app-1", job("FAILED", attempts=[{"stoppedAt": 1}, {"stoppedAt": 2}]), nodes, {0: ["", result]}
+    )
+    status = reduce(app, now=1000.0)
+    assert status.message == "replica trainer/1 exited with code 3"
+    assert "rank 1 exited with code 3" in status.error
+    assert count_restarts(app) == 3
+
+
+@pytest.mark.parametrize("packed", ["", "cut", "eJwDAAAAAAE="])
+def test_an_app_that_cannot_be_read_is_described_by_its_definition(packed: str) -> None:
+    app = app_snapshot("q:app-1", job("RUNNING", parameters={APP_PARAMETER: packed}), {}, {})
+    assert [(role.spec.name, len(role.replicas)) for role in app.roles] == [("node", 2), ("node", 2)]
+    assert app.app is not None and app.app.roles[0].image == "image"
+    assert reduce(app, now=0.0).state is State.RUNNING
+
+
+class Answers:
+    """Stands for AWS.
+
+    Attributes:
+        asked: the requests, (operation, arguments).
+        answers: what is answered to each operation; an error is raised.
+    """
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.answers: dict[str, dict[str, Any] | AwsError] = {
+            "CreateSecret": {"ARN": "arn:aws:secretsmanager:us-east-1:1:secret:torchx-monarch/app"},
+            "RegisterJobDefinition": {"jobDefinitionArn": "arn:definition"},
+            "SubmitJob": {"jobId": "1"},
+        }
+
+    def call(self, service: str, operation: str, **arguments: Any) -> dict[str, Any]:
+        self.asked.append((operation, arguments))
+        answer = self.answers.get(operation, {})
+        if isinstance(answer, AwsError):
+            raise answer
+        return answer
+
+
+@pytest.fixture
+def aws(monkeypatch: pytest.MonkeyPatch) -> Answers:
+    answers = Answers()
+    monkeypatch.setattr(Aws, "call", lambda self, *words, **arguments: answers.call(*words, **arguments))
+    return answers
+
+
+@pytest.fixture
+def backend() -> Iterator[AWSBatchBackend]:
+    one = AWSBatchBackend()
+    yield one
+    one.close()
+
+
+def rendered(backend: AWSBatchBackend, **cfg: Any) -> BatchJob:
+    roles = [Role(name, "image", entrypoint="true", num_replicas=2, resource=Resource(1, 0, 512)) for name in NAMES]
+    options = {"queue": "q", "execution_role_arn": "arn:aws:iam::1:role/x", **cfg}
+    return backend.render(AppDef("app", roles), SUBMITTED, backend.options.from_cfg(options))
+
+
+@pytest.mark.parametrize("secret", [False, True])
+def test_submission_stores_the_app_and_gives_hosts_their_credentials(
+    aws: Answers, backend: AWSBatchBackend, secret: bool
+) -> None:
+    request = rendered(backend, secret=secret)
+    shown = str(request)
+    app_id = backend.submit(request, SUBMITTED, "the credentials")
+    asked = dict(aws.asked)
+    packed = SubmittedApp.unpack(asked["SubmitJob"]["parameters"][APP_PARAMETER])
+    assert packed is not None and (packed.app, list(packed.roles)) == (APP, SPECS)
+    assert asked["SubmitJob"]["jobDefinition"] == "arn:definition"
+    assert str(asked["RegisterJobDefinition"]).count("the credentials") == (0 if secret else 2)
+    assert str(asked["RegisterJobDefinition"]).count(":secret:torchx-monarch/app") == (2 if secret else 0)
+    assert asked.get("CreateSecret", {}).get("SecretString") == ("the credentials" if secret else None)
+    assert str(request) == shown and "the credentials" not in shown
+    with pytest.raises(UserError, match=f"submitted already, as {app_id}"):
+        backend.submit(request, SUBMITTED, "the credentials")
+
+
+def test_a_refused_submission_leaves_nothing(aws: Answers, backend: AWSBatchBackend) -> None:
+    aws.answers["SubmitJob"] = AwsError("no such queue")
+    with pytest.raises(AwsError, match="no such queue"):
+        backend.submit(rendered(backend, secret=True), SUBMITTED, "the credentials")
+    assert [operation for operation, _ in aws.asked[-2:]] == ["DeregisterJobDefinition", "DeleteSecret"]
+
+
+def test_a_failed_node_does_not_make_us_end_a_job_that_batch_may_restart(
+    aws: Answers, backend: AWSBatchBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = app_snapshot("q:app-1", job("RUNNING"), {0: node("RUNNING"), 1: node("FAILED", 5, 1)}, {})
+    monkeypatch.setattr(backend, "snapshot", lambda app_id, brief: app)
+    apps = Apps(backend, "monarch_aws_batch")
+    found = apps.read("q:app-1")
+    assert found is not None and found[1].state is State.RUNNING
+    assert aws.asked == []
+    apps.cancel("q:app-1")
+    assert aws.asked == [("TerminateJob", {"jobId": "1", "reason": CANCELLED})]

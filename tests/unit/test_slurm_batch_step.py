@@ -1,0 +1,186 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the batch step of a Slurm job decides when steps end, without Slurm: the tasks' records are written here."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.slurm import records
+from torchx_monarch.backends.slurm.folder import JobFolder
+from torchx_monarch.backends.slurm.in_job import batch_step, commands
+from torchx_monarch.backends.slurm.in_job.batch_step import BatchStep
+from torchx_monarch.backends.slurm.records import BatchRecord, TaskRecord
+from torchx_monarch.backends.slurm.request import SlurmRequest, SlurmRole
+from torchx_monarch.model.role_spec import RetryPolicy, RoleSpec, WorkloadKind
+from torchx_monarch.model.state import State
+
+S, F, C, R = State.SUCCEEDED, State.FAILED, State.CANCELLED, State.RUNNING
+TERMINATED = 143
+
+
+class Batch(BatchStep):
+    """A batch step that notes what it would start, and has no steps."""
+
+    started: list[tuple[str, ...]]
+
+    def _start(self, names: Any) -> None:
+        self.started.append(tuple(names))
+        for name in names:
+            self._ended.pop(name, None)
+            self._record.role_restarts[name] = self._record.restarts
+
+
+Make = Callable[..., Batch]
+
+
+@pytest.fixture
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Makes the batch step of an app with these roles."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(commands, "_run", lambda *words: "RUNNING")
+    monkeypatch.setattr(batch_step, "_REQUEUE_TIMEOUT", 0.0)
+
+    def made(*specs: RoleSpec, **more: Any) -> Batch:
+        for index in range(len(specs)):
+            monkeypatch.setenv(f"MONARCH_NODES_{index}", f"n{index}")
+        roles = [SlurmRole(spec, ["x"], {}, "/", "") for spec in specs]
+        batch = Batch(JobFolder(str(tmp_path)), SlurmRequest("app", str(tmp_path), "python", roles, **more), ())
+        os.close(batch._wake)
+        os.close(batch._signalled)
+        batch.started = []
+        return batch
+
+    return made
+
+
+def write(batch: Batch, role: str, *states: State | tuple[State, int], **more: Any) -> None:
+    """Write the records of a role's replicas, the first of which ends last."""
+    for replica, given in enumerate(states):
+        state, code = given if isinstance(given, tuple) else (given, {S: 0, C: TERMINATED, F: 3}.get(given))
+        restart = batch._record.role_restarts[role]
+        record = TaskRecord(replica, state, exit_code=code, ended=100.0 - replica, job_restart=restart, **more)
+        path = batch._paths.record(role, replica)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        state_files.write_json(path, asdict(record))
+
+
+def end(batch: Batch, role: str, code: int) -> None:
+    batch._ended[role] = code, time.time()
+    batch._decide()
+
+
+def test_a_run_has_succeeded_when_all_roles_but_sidecars_have(make: Make) -> None:
+    batch = make(RoleSpec("a"), RoleSpec("b"), RoleSpec("side", sidecar=True))
+    end(batch, "a", 0)
+    assert not bool(batch._stopping)
+    end(batch, "b", 0)
+    assert batch._stopping == "every role that the job waits for has succeeded"
+    assert batch._conclude() == 0
+    record = records.read(BatchRecord, batch._paths.job)
+    assert record is not None and (record.state, record.msg, record.job_id) == (S, "", "7")
+
+
+def test_a_sidecar_that_fails_first_fails_the_run(make: Make) -> None:
+    batch = make(RoleSpec("a"), RoleSpec("side", sidecar=True))
+    write(batch, "side", F)
+    end(batch, "side", 3)
+    assert batch._stopping == "role side failed"
+
+
+@pytest.mark.parametrize(
+    ("states", "code", "message"),
+    [
+        ((F, (F, 5)), 5, "role r ended with exit code 5"),
+        ((C, (F, 5)), 5, "role r ended with exit code 5"),
+        # srun has stopped the first: that signal may reach the process before it reaches the task.
+        (((F, TERMINATED), C, (F, 4)), 4, "role r ended with exit code 4"),
+        (((F, -9), S), 137, "role r ended with exit code 137"),
+        (((F, 78), S), 78, "role r ended with exit code 78; not started again: exit code 78 .* asks for no restart"),
+        ((), 9, "role r ended with exit code 9"),  # srun could not start the tasks
+        ((R, R), 9, "role r ended with exit code 9"),
+    ],
+)
+def test_the_exit_code_is_that_of_the_root_cause(make: Make, states: tuple[Any, ...], code: int, message: str) -> None:
+    batch = make(RoleSpec("r", max(len(states), 1)))
+    write(batch, "r", *states)
+    end(batch, "r", 9)
+    assert batch._stopping == "role r failed"
+    assert batch._conclude() == code
+    assert batch._record.state is F
+    assert re.fullmatch(message, batch._record.msg), batch._record.msg
+
+
+def test_a_replica_that_reports_the_loss_of_another_is_not_the_cause(make: Make) -> None:
+    batch = make(RoleSpec("r", 2, workload=WorkloadKind.RANKS))
+    lost = json.dumps({"message": {"message": "host 0 was lost", "extraInfo": {"consequence": True}}})
+    write(batch, "r", (F, 6), (F, 1), error=lost)
+    write(batch, "r", (F, 6))  # it ends later, and has no error file
+    end(batch, "r", 6)
+    assert batch._verdict.code == 6
+
+
+@pytest.mark.parametrize(("states", "state"), [((S, F, S), S), ((S, F, F), F), ((F, S, S), F), ((S, R, S), S)])
+def test_an_elastic_role_tolerates_failures(make: Make, states: tuple[State, ...], state: State) -> None:
+    batch = make(RoleSpec("r", 3, min_replicas=2))
+    write(batch, "r", *states)
+    end(batch, "r", 3)
+    assert batch._verdict.state is state
+
+
+def test_tasks_that_slurm_has_stopped_are_no_failure(make: Make) -> None:
+    batch = make(RoleSpec("r", 2), requeue=False)
+    write(batch, "r", C, (F, TERMINATED))
+    end(batch, "r", TERMINATED)
+    assert batch._stopping == "role r was told to stop"
+    assert batch._conclude() == TERMINATED
+    assert (batch._record.state, batch._record.outside) == (F, True)
+
+
+def test_a_role_is_restarted_alone_while_it_has_retries(make: Make) -> None:
+    role = RoleSpec("again", max_retries=1, retry_policy=RetryPolicy.ROLE)
+    batch = make(RoleSpec("main"), role)
+    for restarts in ([("again",)], [("again",)]):
+        write(batch, "again", F)
+        end(batch, "again", 3)
+        assert batch.started == restarts
+    assert batch._stopping == "role again failed"
+    assert (batch._record.restarts, batch._record.retries) == (1, 0)
+    assert batch._record.role_restarts == {"main": 0, "again": 1}
+
+
+@pytest.mark.parametrize("how", ["in_place", "requeue"])
+def test_the_app_is_restarted_while_it_has_retries(make: Make, how: str) -> None:
+    spec = RoleSpec("r", max_retries=1)
+    batch = make(spec, retry=how)
+    write(batch, "r", F)
+    end(batch, "r", 3)
+    assert batch._conclude() == (None if how == "in_place" else 3)
+    assert batch.started == ([("r",)] if how == "in_place" else [])
+    assert not batch._stopping or how == "requeue"
+    record = records.read(BatchRecord, batch._paths.job)
+    assert record is not None and record.retries == 1
+    # The batch step of the next start of the job, which Slurm has queued again, continues the count.
+    following = make(spec)
+    write(following, "r", F)
+    end(following, "r", 3)
+    assert (following._conclude(), following._record.restarts) == (3, record.restarts + 1)
+
+
+def test_a_cancel_overrides_a_failure(make: Make) -> None:
+    batch = make(RoleSpec("r", max_retries=1))
+    write(batch, "r", F)
+    end(batch, "r", 3)
+    batch._stop("cancelled")
+    assert batch._conclude() == TERMINATED
+    assert (batch._record.state, batch._record.msg) == (C, "cancelled")

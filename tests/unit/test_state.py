@@ -1,0 +1,287 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The state of an app: from its replicas, for all backends."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torchx.runner import Runner
+from torchx.specs import AppDef, Role
+
+from torchx_monarch.backends.core.retries import RetryBudget
+from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
+from torchx_monarch.backends.core.state import SETTLE, AppStatus, count_restarts, reduce
+from torchx_monarch.command.rewrite import hold
+from torchx_monarch.components import controller
+from torchx_monarch.model.role_spec import RetryPolicy, RoleSpec, WorkloadKind
+from torchx_monarch.model.sidecars import is_sidecar, mark
+from torchx_monarch.model.state import State
+from torchx_monarch.schedulers import monarch_local
+
+MARKED = {"monarch": {"sidecar": True}}
+
+
+@pytest.mark.parametrize(
+    ("policy", "failed", "tolerated"),
+    [
+        (RoleSpec("r", 3), set(), True),
+        (RoleSpec("r", 3), {2}, False),
+        (RoleSpec("r", 3, 3), {2}, False),
+        (RoleSpec("r", 3, 2), {2}, True),
+        (RoleSpec("r", 3, 2), {1, 2}, False),
+        (RoleSpec("r", 3, 2), {0}, False),
+        (RoleSpec("r", 3, 0), {1, 2}, True),
+    ],
+)
+def test_which_failures_a_role_tolerates(policy: RoleSpec, failed: set[int], tolerated: bool) -> None:
+    assert policy.tolerates(failed) is tolerated
+    assert policy.succeeded({0, 1, 2} - failed, failed) is tolerated
+    assert not policy.succeeded({0} - failed, failed) or len(failed) == 2
+
+
+GRACE = 30.0
+NOW = 1000.0
+
+
+def one(index: int, state: State, role: str = "r", **more: Any) -> ReplicaSnapshot:
+    if state in (State.SUCCEEDED, State.FAILED, State.CANCELLED):
+        more.setdefault("ended", 100.0 + index)
+    if state is State.FAILED:
+        more.setdefault("failure", f"replica {role}/{index} exited with code 3")
+    return ReplicaSnapshot(role, index, state, **{"started": 10.0, **more})
+
+
+def role(*states: State, name: str = "r", **spec: Any) -> RoleSnapshot:
+    return RoleSnapshot(
+        RoleSpec(name, len(states), **spec), [one(index, state, name) for index, state in enumerate(states)]
+    )
+
+
+def app(*roles: RoleSnapshot, **more: Any) -> AppSnapshot:
+    return AppSnapshot("a-1", "a", roles, grace=GRACE, **more)
+
+
+def error(secondary: bool = False, replica: int = -1) -> str:
+    extra = {"consequence": secondary, "replica": replica}
+    return json.dumps({"message": {"message": "boom", "errorCode": 3, "extraInfo": extra}})
+
+
+S, F, R, P, C, U = State.SUCCEEDED, State.FAILED, State.RUNNING, State.PENDING, State.CANCELLED, State.UNKNOWN
+
+
+@pytest.mark.parametrize(
+    ("given", "state", "outcome", "stop"),
+    [
+        pytest.param(app(role(P, P)), P, None, False, id="nothing has started"),
+        pytest.param(app(role(R, P)), R, None, False, id="one of two runs"),
+        pytest.param(app(role(S, R)), R, None, False, id="one of two has succeeded"),
+        pytest.param(app(role(S, S)), S, S, False, id="all have succeeded"),
+        pytest.param(app(role(S), role(R, name="side", sidecar=True)), R, S, True, id="a sidecar is left"),
+        pytest.param(app(role(S), role(F, name="side", sidecar=True)), S, S, False, id="a sidecar has failed later"),
+        pytest.param(
+            app(role(S), RoleSnapshot(RoleSpec("side", sidecar=True), [one(0, F, "side", ended=50.0)])),
+            *(F, F, False),
+            id="a sidecar had failed before",
+        ),
+        pytest.param(app(role(R, name="side", sidecar=True)), R, None, False, id="sidecars alone are awaited"),
+        pytest.param(app(role(F, S)), F, F, False, id="one has failed and nothing runs"),
+        pytest.param(app(role(F, R)), R, F, True, id="one has failed long ago and the other runs"),
+        pytest.param(app(role(S, F, S, min_replicas=2)), S, S, False, id="a tolerated failure"),
+        pytest.param(app(role(F, S, S, min_replicas=2)), F, F, False, id="replica 0 is needed"),
+        pytest.param(app(role(R, F, F, min_replicas=2)), R, F, True, id="too few are left"),
+        pytest.param(app(role(C, C), ending=Outcome(C, time=1.0)), C, C, False, id="cancelled and ended"),
+        pytest.param(app(role(C, R), ending=Outcome(C, time=NOW)), R, C, False, id="another process cancels it"),
+        pytest.param(app(role(C, R), ending=Outcome(C, time=1.0)), R, C, True, id="the canceller has died"),
+        pytest.param(app(role(C, R), ending=Outcome(C)), R, C, True, id="cancelled at an unknown time"),
+        pytest.param(app(role(S, S), ending=Outcome(C, time=1.0)), S, S, False, id="cancelled after its success"),
+        pytest.param(app(role(F, C), ending=Outcome(F, "boom")), F, F, False, id="ended as failed"),
+        pytest.param(app(role(U, R, workload=WorkloadKind.RANKS)), R, F, True, id="the record of a host was removed"),
+        pytest.param(app(role(U, S)), S, S, False, id="the record of a program was removed"),
+        pytest.param(app(role(U, U)), F, F, False, id="all records were removed"),
+        pytest.param(app(role(C, C)), F, F, False, id="stopped by nobody known"),
+        pytest.param(app(role(F, S), native=Outcome(S)), S, S, False, id="the backend's own controller decides"),
+        pytest.param(app(role(F, R), native=Outcome(R)), R, F, True, id="that controller has not decided yet"),
+        pytest.param(app(role(F, R), native=Outcome(F)), F, F, False, id="that controller has ended it"),
+        pytest.param(app(role(F, R), native=Outcome(R), is_supervised=True), R, F, False, id="our own process ends it"),
+    ],
+)
+def test_the_state_of_an_app(given: AppSnapshot, state: State, outcome: State | None, stop: bool) -> None:
+    status = reduce(given, NOW)
+    assert (status.state, status.outcome and status.outcome.state, status.is_stop_due) == (state, outcome, stop)
+
+
+def test_the_rest_of_a_failed_app_may_end_by_itself_first() -> None:
+    given = app(role(F, R))
+    assert not reduce(given, 100.0 + SETTLE - 0.1).is_stop_due
+    assert reduce(given, 100.0 + SETTLE).is_stop_due
+    stopping = replace(given.roles[0], replicas=[one(0, F), one(1, R, is_stopping=True)])
+    assert not reduce(replace(given, roles=[stopping]), NOW).is_stop_due
+
+
+def test_what_a_controller_may_still_start_is_alive() -> None:
+    queued = replace(role(P, P), is_active=True, reason="waits for Kueue")
+    assert reduce(app(queued), NOW) == AppStatus(P, "role r waits for Kueue")
+    failed = replace(role(F, P), is_active=True)
+    assert reduce(app(failed), NOW).state is R and reduce(app(failed), NOW).is_stop_due
+    ended = replace(role(S, S), is_active=True)
+    status = reduce(app(ended), NOW)
+    assert status.state is R and not status.is_stop_due, "only the controller's own status is late"
+    over = replace(role(S, P), finished=S)
+    assert reduce(app(over), NOW).outcome == Outcome(S, time=100.0)
+    broken = replace(role(C, C), finished=F, reason="DeadlineExceeded")
+    assert reduce(app(broken), NOW).message == "role r failed: DeadlineExceeded"
+    tolerated = replace(role(S, F, min_replicas=1), finished=F)
+    assert reduce(app(tolerated), NOW).state is S
+
+
+def test_a_replica_that_can_never_start_fails_the_app() -> None:
+    stuck = RoleSnapshot(RoleSpec("r", 2), [one(0, R), one(1, P, waiting="ErrImagePull: no such image", is_stuck=True)])
+    status = reduce(app(stuck), NOW)
+    assert (status.state, status.message) == (R, "replica r/1 cannot start: ErrImagePull: no such image")
+    assert status.is_stop_due
+    waits = replace(stuck, replicas=[one(0, P, waiting="no node"), one(1, P, waiting="no node")])
+    assert reduce(app(waits), NOW) == AppStatus(P, "replica r/0: no node (and 1 more replicas wait)")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "cause"),
+    [
+        ({"ended": 5.0}, {"ended": 6.0}, 0),
+        ({"ended": 6.0}, {"ended": 5.0}, 1),
+        ({"ended": 5.0, "error": error(secondary=True)}, {"ended": 6.0}, 1),
+        ({"ended": 5.0, "error": error(replica=1)}, {"ended": 6.0}, 1),
+        ({"ended": 5.0, "error": error(replica=0)}, {"ended": 6.0}, 0),
+        ({"ended": 5.0, "was_stopped": True}, {"ended": 6.0, "error": error(secondary=True)}, 1),
+        ({"ended": 5.0, "is_error_lost": True}, {"ended": 6.0, "is_error_lost": True, "error": error()}, 1),
+    ],
+)
+def test_the_root_cause(first: dict[str, Any], second: dict[str, Any], cause: int) -> None:
+    failed = RoleSnapshot(RoleSpec("r", 2), [one(0, F, **first), one(1, F, **second)])
+    status = reduce(app(failed), NOW)
+    assert status.cause is failed.replicas[cause]
+    assert status.message == f"replica r/{cause} exited with code 3"
+
+
+def test_the_error_of_another_replica_is_shown_where_the_cause_left_none() -> None:
+    failed = RoleSnapshot(RoleSpec("r", 2), [one(0, F, ended=5.0), one(1, F, ended=6.0, error=error(secondary=True))])
+    status = reduce(app(failed, notes=["the disk is full"]), NOW)
+    assert status.cause is failed.replicas[0] and status.error == failed.replicas[1].error
+    assert status.message == "replica r/0 exited with code 3; the disk is full"
+
+
+GONE = ReplicaSnapshot("r", 1, U, started=10.0, failure="r/1 was removed")
+
+
+@pytest.mark.parametrize(
+    ("first", "workload", "notes", "state", "message"),
+    [
+        # A host succeeds only with its role, so the removed one had ended.
+        (one(0, S), WorkloadKind.RANKS, (), S, ""),
+        (one(0, F, failure="r/0 failed"), WorkloadKind.RANKS, (), F, "r/0 failed"),
+        (one(0, S), WorkloadKind.NONE, (), S, ""),
+        # A note that is the message is not repeated.
+        (one(0, R), WorkloadKind.RANKS, ("r/1 was removed", "so"), R, "r/1 was removed; so"),
+    ],
+)
+def test_removed_replicas_and_notes(
+    first: ReplicaSnapshot, workload: WorkloadKind, notes: tuple[str, ...], state: State, message: str
+) -> None:
+    found = RoleSnapshot(RoleSpec("r", 2, workload=workload), [first, GONE])
+    status = reduce(app(found, notes=notes), NOW)
+    assert (status.state, status.message) == (state, message)
+
+
+def test_an_error_that_was_made_of_an_exit_code_gives_way_to_one_that_was_written() -> None:
+    made = json.dumps({"message": "replica r/0 was killed by signal 9", "errorCode": -9})
+    given = app(RoleSnapshot(RoleSpec("r", 2), [one(0, F, error=made), one(1, F, error=error(secondary=True))]))
+    assert reduce(given, NOW).error == given.replicas[1].error
+    assert reduce(app(RoleSnapshot(RoleSpec("r"), [one(0, F, error=made)])), NOW).error == made
+
+
+def test_the_error_of_a_tolerated_failure_is_not_that_of_the_app() -> None:
+    elastic = RoleSnapshot(
+        RoleSpec("e", 3, 2), [one(0, S, "e"), one(1, S, "e"), one(2, F, "e", ended=5.0, error=error())]
+    )
+    other = RoleSnapshot(RoleSpec("o"), [one(0, F, "o", error=error(replica=7))])
+    assert reduce(app(elastic, other), NOW).error == other.replicas[0].error
+
+
+def test_states_that_are_shown_of_replicas() -> None:
+    def shown(given: AppSnapshot) -> list[State]:
+        status = reduce(given, NOW)
+        return [status.shown(replica) for replica in given.replicas]
+
+    assert shown(app(role(F, R))) == [F, R]
+    late = RoleSnapshot(RoleSpec("side", 1, sidecar=True), [one(0, F, ended=200.0)])
+    assert shown(app(role(S), late)) == [S, C], "it was ended because the app had succeeded"
+    assert shown(app(role(S, F, S, min_replicas=2))) == [S, F, S]
+    assert shown(app(role(S, F), ending=Outcome(C, time=1.0))) == [S, C]
+    assert shown(app(role(U, S))) == [U, S]
+    assert shown(app(role(R, P), native=Outcome(F, "the machine was rebooted"))) == [F, F]
+
+
+def test_restarts_that_one_failure_has_caused_count_once() -> None:
+    def counted(*counts: int, ranks: int = 0, **spec: Any) -> RoleSnapshot:
+        replicas = [one(index, S, restarts=count, rank_restarts=ranks) for index, count in enumerate(counts)]
+        return RoleSnapshot(RoleSpec("r", len(counts), **spec), replicas)
+
+    assert count_restarts(app(counted(1, 2))) == 2
+    assert count_restarts(app(counted(1, 2, retry_policy=RetryPolicy.REPLICA))) == 3
+    assert count_restarts(app(counted(1, 1, ends_together=True), counted(2, ends_together=True))) == 2
+    assert count_restarts(app(counted(1, ranks=3))) == 4
+    assert count_restarts(app(counted(1), restarts=7)) == 7
+
+
+@pytest.mark.parametrize(
+    ("policy", "failures", "allowed"),
+    [
+        (RetryPolicy.REPLICA, [("r", 0), ("r", 0), ("r", 1)], [True, False, True]),
+        (RetryPolicy.ROLE, [("r", 0), ("r", 1), ("other", 0)], [True, False, True]),
+        (RetryPolicy.APPLICATION, [("r", 0), ("other", 0)], [True, False]),
+    ],
+)
+def test_retries_are_counted_by_the_scope_of_their_policy(
+    policy: RetryPolicy, failures: list[tuple[str, int]], allowed: list[bool]
+) -> None:
+    budget = RetryBudget()
+    specs = {name: RoleSpec(name, 2, max_retries=1, retry_policy=policy) for name in ("r", "other")}
+    assert [budget.take(specs[name], replica) for name, replica in failures] == allowed
+    assert budget.app_retries == (1 if policy is RetryPolicy.APPLICATION else 0)
+    assert not RetryBudget(app_retries=1).take(RoleSpec("r", max_retries=1))
+
+
+def test_a_mark_is_kept_and_read() -> None:
+    role = Role("r", "image", metadata={"kubernetes": {"x": 1}})
+    assert not is_sidecar(role)
+    mark(role)
+    assert is_sidecar(role) and role.metadata == {"kubernetes": {"x": 1}, **MARKED}
+    assert RoleSpec.of(role) == RoleSpec("r", sidecar=True)
+    kept = Role("r", "image", metadata={"monarch": {"sidecar": False}})
+    mark(kept)
+    assert not is_sidecar(kept)
+
+
+@pytest.mark.parametrize("ours", [{"sidecar": "yes"}, "sidecar", 1])
+def test_a_mark_that_says_nothing_is_refused(ours: Any) -> None:
+    with pytest.raises(ValueError, match="role 'r': its metadata 'monarch' is .*'sidecar': True"):
+        is_sidecar(Role("r", "image", metadata={"monarch": ours}))
+
+
+def test_hosts_that_wait_end_with_those_of_the_first_role() -> None:
+    meshes = controller("main.py", meshes={"trainers": "1", "loaders": "2"}, image="")
+    assert [is_sidecar(role) for role in meshes.roles] == [False, True]
+    roles = [Role(name, "", entrypoint="torchrun", args=["a.py"]) for name in ("a", "b")]
+    assert [is_sidecar(role) for role in hold(AppDef("app", roles)).roles] == [False, True]
+    assert not any(role.metadata for role in roles)
+
+
+def test_the_local_request_says_which_roles_are_sidecars() -> None:
+    roles = [Role("a", "", entrypoint="sh", args=["-c", "true"], num_replicas=3, min_replicas=2)]
+    roles.append(Role("b", "", entrypoint="sh", args=["-c", "true"], metadata=MARKED))
+    with Runner("torchx", {"monarch_local": monarch_local}) as runner:
+        request = runner.dryrun(AppDef("app", roles), "monarch_local").request
+    assert [role.spec for role in request.roles] == [RoleSpec("a", 3, 2), RoleSpec("b", sidecar=True)]

@@ -1,0 +1,164 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Run an app as one job of AWS Batch, with boto3's credentials and region."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from docker.errors import DockerException
+from torchx.specs import AppDef
+from torchx.workspace.docker_workspace import DockerWorkspaceMixin
+
+from torchx_monarch.backends.aws_batch import check, logs, request, snapshot
+from torchx_monarch.backends.aws_batch.command import RANK0
+from torchx_monarch.backends.aws_batch.definition import result_key
+from torchx_monarch.backends.aws_batch.jobs import Jobs
+from torchx_monarch.backends.aws_batch.native import Aws
+from torchx_monarch.backends.aws_batch.options import AWSBatchOpts
+from torchx_monarch.backends.aws_batch.request import BatchJob
+from torchx_monarch.backends.aws_batch.snapshot import BatchSnapshot, Results
+from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery
+from torchx_monarch.backends.core.errors import SubmitError, UserError
+from torchx_monarch.backends.core.snapshot import Outcome
+from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.model.state import State
+
+
+class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
+    """Runs each replica as a node of a job.
+
+    Passes Monarch hosts replica 0's address and the credentials; other roles run as ordinary containers. Batch ends a
+    job with its main node, and restarts all nodes or none. Methods that send requests raise ``AwsError`` if AWS is
+    unreachable or refuses.
+    """
+
+    options = AWSBatchOpts
+    capabilities = Capabilities(
+        separates_roles=True,
+        restarts_apps_only=True,
+        removes_running_apps=True,
+        kills=False,
+        separate_streams=False,
+    )
+    poll = logs.POLL
+
+    def __init__(self) -> None:
+        self.workspace = self._images = DockerWorkspaceMixin()
+        self._aws = Aws()
+        self._jobs = Jobs(self._aws)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._aws.close()
+
+    # -- submitting ----------------------------------------------------------------------------------------------------
+
+    def check_options(self, options: AWSBatchOpts) -> None:
+        """Check the run options.
+
+        Raises:
+            UserError: a value is not allowed.
+        """
+        check.check_options(options)
+
+    def replica0_host(self, app: AppDef, role: int) -> str:
+        """Return ``@VARIABLE`` with the main node's address for the first role; ``@`` (unknown) for others.
+
+        Batch gives the nodes no other node's address.
+        """
+        return "@" if role else f"@{RANK0}"
+
+    def render(self, app: AppDef, submitted: SubmittedApp, options: AWSBatchOpts) -> BatchJob:
+        """Return the request that runs an app.
+
+        Raises:
+            UserError: AWS Batch cannot run the app; the message says what is allowed.
+        """
+        local = [role.image for role in app.roles if role.image.startswith("sha256:")]
+        if local and not options.image_repo:
+            raise UserError(
+                f"the image {local[0]} is on this machine alone, where a workspace was built into it: name a "
+                "repository to push it to in the run option image_repo, or submit without a workspace (--workspace '')"
+            )
+        images = self._images.dryrun_push_images(app, options)
+        check.check_app(app, submitted.roles, options)
+        job = request.render(app, submitted.roles, options)
+        job.images_to_push = images
+        return job
+
+    def submit(self, request: BatchJob, submitted: SubmittedApp, credentials: str) -> str:
+        """Submit the job and return the app's id, QUEUE:NAME.
+
+        Raises:
+            UserError: this request was submitted before.
+            SubmitError: an image cannot be pushed.
+        """
+        try:
+            self._images.push_images(request.images_to_push)
+        except (DockerException, OSError, RuntimeError) as error:  # TorchX raises RuntimeError for a refused push
+            raise SubmitError(f"the image with the workspace cannot be pushed: {error}") from None
+        self._jobs.submit(request, submitted, credentials)
+        return request.app_id
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def snapshot(self, app_id: str, *, brief: bool = False) -> BatchSnapshot | None:
+        """Read the state of an app; return None if it does not exist."""
+        job = self._jobs.find(app_id)
+        if job is None:
+            return None
+        nodes = self._jobs.nodes(job)
+        ended = snapshot.state(job).is_terminal
+        return snapshot.app_snapshot(app_id, job, nodes, self._results(job, nodes) if ended and not brief else {})
+
+    def _results(self, job: Mapping[str, Any], nodes: Mapping[int, Mapping[str, Any]]) -> Results:
+        """Read the result of the main node's host, and of the node that failed first if the main node has none."""
+        key, results = result_key(job), dict[int, list[str]]()
+        for index in dict.fromkeys((0, snapshot.first_failed(nodes))):
+            if index in nodes and not any(map(any, results.values())):
+                results[index] = logs.results(self._aws, snapshot.streams(job, nodes[index]), key)
+        return results
+
+    def snapshots(self, options: Cfg) -> list[BatchSnapshot]:
+        """Read the state of all apps of the queue in ``options``, or of all queues, without the nodes."""
+        chosen = options.get("queue")
+        found = [
+            snapshot.app_snapshot(f"{queue}:{job['jobName']}", job, {}, {})
+            for queue in ([request.queue_name(str(chosen))] if chosen else self._jobs.queues())
+            for job in self._jobs.in_queue(queue)
+        ]
+        return sorted(found, key=lambda app: app.created, reverse=True)
+
+    def read_log(self, app: BatchSnapshot, role: str, replica: int, query: LogQuery[BatchSnapshot]) -> Iterable[str]:
+        """Return lines of a replica's log, from all of its attempts.
+
+        Raises:
+            UserError: AWS Batch has forgotten the job.
+        """
+        if app.is_forgotten:
+            raise UserError(f"there is no log of {app.app_id}: {snapshot.FORGOTTEN}")
+        index = [(one.role, one.id) for one in app.replicas].index((role, replica))
+
+        def look() -> tuple[list[tuple[str, str]], bool]:
+            now = query.latest() if query.follow else app
+            found = snapshot.streams(now.job, now.nodes.get(index, {})) if now else []
+            return found, not query.follow or query.has_ended()
+
+        return logs.lines(self._aws, look, since=query.since, until=query.until, follow=query.follow)
+
+    # -- ending --------------------------------------------------------------------------------------------------------
+
+    def stop(self, app: BatchSnapshot, outcome: Outcome, grace: float | None) -> None:
+        """Have Batch end the job."""
+        self._end(app)
+
+    def remove(self, app: BatchSnapshot) -> None:
+        """End the job, and remove its definition and its secret."""
+        self._end(app)
+        self._jobs.remove(app.app_id, app.job)
+
+    def _end(self, app: BatchSnapshot) -> None:
+        if snapshot.state(app.job) in (State.PENDING, State.RUNNING):
+            self._jobs.end(app.job, snapshot.CANCELLED)

@@ -1,0 +1,205 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Convert Batch's descriptions of a job and its nodes to the snapshot of an app. Pure functions.
+
+Batch gives a multi-node job the state of its main node, which is replica 0 of the first role, and stops the other nodes
+when the main node ends. So the main node's host first waits for the other roles (``controller.roles``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchx.specs import AppDef
+
+from torchx_monarch.backends.aws_batch import definition
+from torchx_monarch.backends.aws_batch.reasons import container_of, failure, with_hint
+from torchx_monarch.backends.aws_batch.request import APP_PARAMETER, TAG_APP
+from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
+from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.model.job_result import RANK_RESTARTS, read_error_file
+from torchx_monarch.model.role_spec import RoleSpec
+from torchx_monarch.model.state import State
+from torchx_monarch.system import error_files
+
+CANCELLED = "cancelled through torchx"
+"""The reason given to TerminateJob. It marks a job as cancelled, for which Batch has no state but FAILED."""
+
+FORGOTTEN = "AWS Batch has forgotten the job, as it does a week after its end; only the job definition is left"
+
+_STATES = {
+    "SUBMITTED": State.PENDING,
+    "PENDING": State.PENDING,
+    "RUNNABLE": State.PENDING,
+    "STARTING": State.PENDING,
+    "RUNNING": State.RUNNING,
+    "SUCCEEDED": State.SUCCEEDED,
+    "FAILED": State.FAILED,
+}
+
+Results = Mapping[int, Sequence[str]]
+"""The signed result in the log of each attempt of a node, by node index; empty for an attempt that has logged none."""
+
+
+@dataclass(frozen=True)
+class BatchSnapshot(AppSnapshot):
+    """The state of an app at one time.
+
+    Attributes:
+        job: Batch's description of the job; that of its definition if Batch has forgotten the job.
+        nodes: Batch's description of each node that it knows, by node index.
+    """
+
+    job: Mapping[str, Any] = field(default_factory=dict)
+    nodes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether Batch has forgotten the job."""
+        return "jobId" not in self.job
+
+
+def state(job: Mapping[str, Any]) -> State:
+    """Return the state of a job or a node from Batch's description; UNKNOWN for a job definition."""
+    found = _STATES.get(job.get("status", ""), State.UNKNOWN)
+    if found is State.FAILED and str(job.get("statusReason", "")).startswith(CANCELLED):
+        return State.CANCELLED
+    return found
+
+
+def first_failed(nodes: Mapping[int, Mapping[str, Any]]) -> int:
+    """Return the index of the node that failed first; -1 if none has failed."""
+    failed = [index for index, node in nodes.items() if state(node) is State.FAILED]
+    return min(failed, key=lambda index: (nodes[index].get("stoppedAt", float("inf")), index), default=-1)
+
+
+def app_snapshot(
+    app_id: str, job: Mapping[str, Any], nodes: Mapping[int, Mapping[str, Any]], results: Results
+) -> BatchSnapshot:
+    """Return the snapshot of an app.
+
+    Args:
+        app_id: id of the app.
+        job: as for ``BatchSnapshot``.
+        nodes: as for ``BatchSnapshot``.
+        results: what the hosts have logged of their end; empty in a brief snapshot, and before the end of the job.
+    """
+    submitted = SubmittedApp.unpack(job.get("parameters", {}).get(APP_PARAMETER, ""))
+    name = job.get("tags", {}).get(TAG_APP) or app_id.rpartition(":")[2]
+    app = submitted.app if submitted else AppDef(name, definition.roles_of(job))
+    specs = submitted.roles if submitted else [RoleSpec.of(role) for role in app.roles]
+    errors = {index: error_files.cleaned(texts[-1]) for index, texts in results.items() if texts}
+    indexes = itertools.count()
+    roles = [
+        RoleSnapshot(
+            spec,
+            [
+                _replica(spec.name, replica, job, nodes.get(index), errors.get(index, ""))
+                for replica, index in zip(range(spec.replicas), indexes, strict=False)
+            ],
+        )
+        for spec in specs
+    ]
+    # Each attempt of the main node's host logs how often it has restarted the ranks.
+    ranks = sum(read_error_file(text).get(RANK_RESTARTS, 0) for text in results.get(0, ()))
+    return BatchSnapshot(
+        app_id,
+        name,
+        roles,
+        app=app,
+        created=job.get("createdAt", 0) / 1000,
+        native=_outcome(job, nodes),
+        # Batch ends a job with its main node, and may restart it; it would not restart a job that a request has ended.
+        is_supervised=True,
+        restarts=_restarts(job) + ranks,
+        ui_url=console_url(job.get("jobArn", ""), "nodeProperties" in job),
+        job=job,
+        nodes=nodes,
+    )
+
+
+def _outcome(job: Mapping[str, Any], nodes: Mapping[int, Mapping[str, Any]]) -> Outcome:
+    """Return the state of a job, and why it is in it unless a node's failure says that."""
+    now, reason = state(job), str(job.get("statusReason", ""))
+    if "jobId" not in job:
+        return Outcome(now, FORGOTTEN)
+    if now is State.PENDING and reason:
+        return Outcome(now, f"{job['status']}: {with_hint(reason, {})}")
+    if now is State.CANCELLED:
+        return Outcome(now, CANCELLED)
+    if now is State.FAILED and first_failed(nodes) < 0:
+        return Outcome(now, with_hint(reason, container_of(job)))
+    return Outcome(now)
+
+
+def _replica(
+    role: str, replica: int, job: Mapping[str, Any], node: Mapping[str, Any] | None, error: str
+) -> ReplicaSnapshot:
+    """Return the snapshot of a replica.
+
+    Args:
+        role: name of its role.
+        replica: its id.
+        job: Batch's description of the job.
+        node: Batch's description of its node; None if Batch does not know it yet, or has forgotten the job.
+        error: its host's result, if the log has it.
+    """
+    if node is None:
+        return ReplicaSnapshot(role, replica, State.PENDING if "jobId" in job else State.UNKNOWN)
+    now, address = state(node), _address(node)
+    has_failed = now is State.FAILED
+    return ReplicaSnapshot(
+        role,
+        replica,
+        now,
+        hostname=_hostname(address, str(job.get("jobArn", ""))),
+        address=address,
+        started=node.get("startedAt", 0) / 1000,
+        ended=node.get("stoppedAt", 0) / 1000,
+        failure=f"replica {role}/{replica} {failure(node, job)}" if has_failed else "",
+        error=error if has_failed else "",
+    )
+
+
+def _restarts(job: Mapping[str, Any]) -> int:
+    """Return how often Batch has restarted a job."""
+    ended = sum("stoppedAt" in attempt for attempt in job.get("attempts", ()))
+    return max(0, ended - 1) if state(job).is_terminal else ended
+
+
+def _address(node: Mapping[str, Any]) -> str:
+    """Return a node's private address; empty if Batch reports none, as for a container on its host's network."""
+    interfaces = container_of(node).get("networkInterfaces") or [{}]
+    return str(interfaces[0].get("privateIpv4Address", ""))
+
+
+def _hostname(address: str, arn: str) -> str:
+    """Return the VPC's DNS name for an address, since Batch reports addresses only; empty for an empty address."""
+    if not address:
+        return ""
+    region = (arn.split(":") + [""] * 4)[3]
+    domain = "ec2.internal" if region == "us-east-1" else f"{region}.compute.internal"
+    return f"ip-{address.replace('.', '-')}.{domain}"
+
+
+def streams(job: Mapping[str, Any], node: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the CloudWatch streams of a job's node as (group, stream), one for each attempt, in order."""
+    found = [attempt.get("container", {}).get("logStreamName") for attempt in node.get("attempts", ())]
+    found.append(node.get("container", {}).get("logStreamName"))
+    return [(definition.log_group(job), stream) for stream in dict.fromkeys(found) if stream]
+
+
+def console_url(arn: str, multinode: bool = False) -> str:
+    """Return the URL of a job's page in the AWS console; empty if ``arn`` is not the ARN of a job."""
+    found = re.fullmatch(r"arn:([a-z-]+):batch:([a-z0-9-]+):\d*:job/([a-zA-Z0-9-]+)", arn)
+    if found is None:
+        return ""
+    partition, region, job_id = found.groups()
+    kind = "mnp-job" if multinode else "detail"
+    domain = {"aws-cn": "amazonaws.cn", "aws-us-gov": "amazonaws-us-gov.com"}.get(partition, "aws.amazon.com")
+    host = f"{region}.console.{domain}" if partition == "aws" else f"console.{domain}"
+    return f"https://{host}/batch/home?region={region}#jobs/{kind}/{job_id}"

@@ -1,0 +1,188 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Read, follow, wait for, cancel and delete the apps of a backend: the same on all of them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from torchx.schedulers.api import Stream
+
+from torchx_monarch.backends.core.backend import Backend, Cfg, LogQuery
+from torchx_monarch.backends.core.errors import BackendError, UserError
+from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
+from torchx_monarch.backends.core.state import HOST_EXTRA, AppStatus, reduce
+from torchx_monarch.backends.core.validation import check_replica, matching
+from torchx_monarch.model.state import State
+
+_END_EXTRA = 30.0
+"""Seconds that an app may take to end beyond the grace period and that of its hosts: freeing memory takes time."""
+
+_log = logging.getLogger("torchx_monarch")
+
+S = TypeVar("S", bound=AppSnapshot)
+
+
+class Apps(Generic[S]):
+    """The apps of one backend.
+
+    Args:
+        backend: the backend.
+        scheduler: the name of the scheduler, for messages.
+    """
+
+    def __init__(self, backend: Backend[Any, Any, S], scheduler: str) -> None:
+        self._backend = backend
+        self._scheduler = scheduler
+        self._lock = threading.Lock()
+        self._latest: dict[str, tuple[float, S | None]] = {}
+
+    def read(self, app_id: str, *, brief: bool = False) -> tuple[S, AppStatus] | None:
+        """Read the state of an app; None if it does not exist.
+
+        No process of this package watches over the apps of some backends. So this call also ends the rest of an app
+        whose outcome is decided: sidecars after the other roles have succeeded, other roles after one has failed.
+
+        Args:
+            app_id: id of the app.
+            brief: as for ``Backend.snapshot``.
+        """
+        app = self._backend.snapshot(app_id, brief=brief)
+        if app is None:
+            return None
+        status = reduce(app, time.time())
+        if status.is_stop_due and status.outcome is not None:
+            try:
+                self._backend.stop(app, status.outcome, None)
+            except BackendError as error:  # a user with read access only may still read the app
+                _log.warning("%s is decided and could not be ended: %s", app_id, error)
+        return app, status
+
+    def list(self, options: Cfg) -> list[tuple[S, AppStatus]]:
+        """Read the state of all apps, the newest first; ``options`` as for ``Backend.snapshots``."""
+        now = time.time()
+        return [(app, reduce(app, now)) for app in self._backend.snapshots(options)]
+
+    def lines(
+        self,
+        app_id: str,
+        role: str,
+        replica: int,
+        *,
+        regex: str | None,
+        since: datetime | None,
+        until: datetime | None,
+        follow: bool,
+        stream: Stream | None,
+    ) -> Iterable[str]:
+        """Return the log lines of one replica; arguments as for TorchX's ``Scheduler.log_iter``.
+
+        Raises:
+            UserError: the app, role or replica does not exist, the regular expression is invalid, or the backend does
+                not keep the streams apart.
+        """
+        stream = None if stream is Stream.COMBINED else stream
+        if stream is not None and not self._backend.capabilities.separate_streams:
+            reason = f"{stream.value} alone is not there"
+            raise UserError(f"{self._scheduler} keeps both streams of a replica as one; {reason}")
+        app = self._cached(app_id)
+        if app is None:
+            raise UserError(f"there is no app {app_id!r} of {self._scheduler}")
+        check_replica(app_id, {one.spec.name: len(one.replicas) for one in app.roles}, role, replica)
+        query = LogQuery(
+            since,
+            until,
+            stream,
+            follow=follow and not reduce(app, time.time()).state.is_terminal,
+            latest=lambda: self._cached(app_id),
+            has_ended=lambda: self.has_ended(app_id),
+        )
+        return matching(self._backend.read_log(app, role, replica, query), regex)
+
+    def _cached(self, app_id: str) -> S | None:
+        """Return a snapshot that is at most ``Backend.poll`` seconds old; None if the app does not exist.
+
+        Followers of logs share it: `torchx log` reads 500 replicas in 500 threads.
+        """
+        with self._lock:
+            when, app = self._latest.get(app_id, (0.0, None))
+            if app is None or time.monotonic() > when + self._backend.poll:
+                found = self.read(app_id, brief=True)
+                app = found[0] if found else None
+                self._latest[app_id] = time.monotonic(), app
+            return app
+
+    def has_ended(self, app_id: str) -> bool:
+        """Return whether an app has ended or does not exist."""
+        ended = self._backend.has_ended(app_id)
+        if ended is not None:
+            return ended
+        app = self._cached(app_id)
+        return app is None or reduce(app, time.time()).state.is_terminal
+
+    def wait(self, app_id: str, timeout: float) -> bool:
+        """Wait at most ``timeout`` seconds for the end of an app; return whether it has ended or does not exist."""
+        deadline = time.monotonic() + timeout
+        while not self.has_ended(app_id):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(left, self._backend.poll))
+        return True
+
+    def cancel(self, app_id: str, grace: float | None = None) -> None:
+        """Begin to end an app and return immediately; do nothing if it has ended or does not exist.
+
+        Args:
+            app_id: id of the app.
+            grace: as for ``Backend.stop``.
+        """
+        found = self.read(app_id, brief=True)
+        if found is not None:
+            self._stop(*found, grace)
+
+    def cancel_and_wait(self, app_id: str) -> None:
+        """Begin to end an app, and wait for its end if the backend's users expect that of `torchx cancel`."""
+        found = self.read(app_id, brief=True)
+        if found is not None and self._stop(*found, None) and self._backend.capabilities.waits_for_cancel:
+            self.wait(app_id, found[0].grace + HOST_EXTRA + _END_EXTRA)
+
+    def _stop(self, app: S, status: AppStatus, grace: float | None) -> bool:
+        """Begin to end an app; return False if it has ended already."""
+        if status.state.is_terminal and not self._backend.still_runs(app):
+            return False
+        self._backend.stop(app, Outcome(State.CANCELLED, time=time.time()), grace)
+        return True
+
+    def delete(self, app_id: str) -> None:
+        """End an app, wait for that, and remove all that the backend stores of it; nothing if it does not exist.
+
+        Raises:
+            BackendError: the app did not end; it is kept.
+        """
+        found = self.read(app_id, brief=True)
+        if found is None:
+            return
+        app, status = found
+        self._backend.check_removable(app)
+        if not self._backend.capabilities.removes_running_apps and self._stop(app, status, None):
+            if not self.wait(app_id, app.grace + HOST_EXTRA + _END_EXTRA):
+                raise BackendError(f"app {app_id} did not end after a stop request; it is kept")
+            app = self._backend.snapshot(app_id, brief=True) or app
+        self._backend.remove(app)
+
+    def address(self, app_id: str, role: str) -> str:
+        """Return the address or host name of a role's replica 0 for clients; empty if it is not known (yet)."""
+        app = self._backend.snapshot(app_id, brief=True)
+        replicas = [one for one in (app.replicas if app else ()) if one.role == role and one.id == 0]
+        return (replicas[0].address or replicas[0].hostname) if replicas else ""
+
+    def events_path(self, app_id: str) -> Path | None:
+        """Return the path of an app's events file (``insight.events``); None if this machine does not have it."""
+        return self._backend.events_path(app_id)

@@ -1,0 +1,232 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The interface of a backend: what ``schedulers.monarch.MonarchScheduler`` needs to run apps somewhere.
+
+A backend renders, submits, reads, stops and removes; it decides nothing. What follows from what it reads is decided in
+one place for all of them (``core.state``), and the scheduler implements TorchX's ``describe``, ``list``, ``log_iter``,
+``cancel`` and ``delete`` from it.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+from torchx.schedulers.api import Stream
+from torchx.specs import AppDef, CfgVal, runopts
+from torchx.workspace import WorkspaceMixin
+
+from torchx_monarch.backends.core.options import MonarchOpts, run_options
+from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
+from torchx_monarch.backends.core.submitted_app import SubmittedApp
+
+Cfg = Mapping[str, CfgVal]
+O = TypeVar("O", bound=MonarchOpts)  # noqa: E741
+R = TypeVar("R")
+S = TypeVar("S", bound=AppSnapshot)
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a backend can do.
+
+    Attributes:
+        network: whether its hosts reach each other over a network; otherwise they share one machine and one user.
+        separates_roles: whether it lets each role end and restart by itself, so that the hosts must coordinate roles.
+        restarts_apps_only: whether it can restart roles only together. The end of one role must then end all, whatever
+            the retry policy.
+        waits_for_cancel: whether ``torchx cancel`` waits for the app's end; otherwise it returns immediately.
+        removes_running_apps: whether ``remove`` also ends what still runs, within its grace period.
+        kills: whether ``stop`` can kill immediately.
+        separate_streams: whether it keeps a replica's stdout and stderr apart.
+        shares_interpreter: whether its replicas find the submitter's Python interpreter at the same path.
+        needs_resources: whether each role must say which resources it needs.
+    """
+
+    network: bool = True
+    separates_roles: bool = False
+    restarts_apps_only: bool = False
+    waits_for_cancel: bool = False
+    removes_running_apps: bool = False
+    kills: bool = True
+    separate_streams: bool = True
+    shares_interpreter: bool = False
+    needs_resources: bool = False
+
+
+@dataclass(frozen=True)
+class LogQuery(Generic[S]):
+    """Which lines of a replica's log to return.
+
+    Attributes:
+        since: skip lines written before it; a time without zone is local time; None for no limit.
+        until: skip lines written after it; None for no limit.
+        stream: stdout or stderr alone; None for both.
+        follow: whether to wait for more lines until the app has ended.
+        latest: returns the app's current snapshot; None if the app was removed.
+        has_ended: returns whether the app has ended or was removed.
+    """
+
+    since: datetime | None = None
+    until: datetime | None = None
+    stream: Stream | None = None
+    follow: bool = False
+    latest: Callable[[], S | None] = field(default=lambda: None)
+    has_ended: Callable[[], bool] = field(default=lambda: True)
+
+
+class Backend(abc.ABC, Generic[O, R, S]):
+    """A place where apps run.
+
+    The type parameters are its run options, its request and its snapshot of an app.
+
+    Attributes:
+        options: its run options.
+        capabilities: what it can do.
+        poll: seconds between two checks while waiting for an app's end.
+        config_section: TorchX's scheduler for the same place, whose section of ``.torchxconfig`` sets defaults for the
+            options; empty for none.
+        workspace: builds workspaces into images or folders; None if the backend does not take workspaces along.
+    """
+
+    options: type[O]
+    capabilities: ClassVar[Capabilities] = Capabilities()
+    poll: ClassVar[float] = 1.0
+    config_section: ClassVar[str] = ""
+    workspace: WorkspaceMixin[Any] | None = None
+
+    def run_opts(self) -> runopts:
+        """Return the run options of the backend and its workspaces."""
+        options = run_options(self.options)
+        if self.workspace is not None:
+            options.update(self.workspace.workspace_opts())
+        return options
+
+    # -- submitting ----------------------------------------------------------------------------------------------------
+
+    def check_options(self, options: O) -> None:
+        """Check the run options before a workspace is built, which may take long.
+
+        Raises:
+            InvalidRunConfigException: a value is not allowed.
+        """
+
+    def replica0_host(self, app: AppDef, role: int) -> str:
+        """Return the name by which all replicas of a role reach its replica 0. Called only for ``network`` backends.
+
+        It may contain macros. ``@NAME`` stands for the value of the environment variable NAME on each host. If that is
+        unset or ``localhost`` on replica 0, replica 0 uses its machine's name. ``@`` alone means that the name is not
+        known until replica 0 runs: it then registers with replica 0 of the first role, which the other hosts query.
+
+        Args:
+            app: the app.
+            role: index of the role in the app.
+        """
+        raise NotImplementedError("this backend has no network")
+
+    @abc.abstractmethod
+    def render(self, app: AppDef, submitted: SubmittedApp, options: O) -> R:
+        """Return the request that runs an app; a dry run shows it.
+
+        Args:
+            app: the app to run: as submitted, with the host process before each rank command.
+            submitted: the app as the user wrote it, to be stored with it, and what is known of its roles. A backend
+                that pushes images writes the pushed names into the roles of ``app``.
+            options: the run options.
+
+        Raises:
+            ValueError: the backend cannot run the app; the message says what is allowed.
+        """
+
+    def show(self, request: R) -> str:
+        """Return a request as text for ``torchx run --dryrun``."""
+        return str(request)
+
+    @abc.abstractmethod
+    def submit(self, request: R, submitted: SubmittedApp, credentials: str) -> str:
+        """Submit a request and return the app's id. Leave nothing behind if that fails.
+
+        Args:
+            request: the request, perhaps changed by the user since it was rendered. It is not changed.
+            submitted: as for ``render``.
+            credentials: the secret that hosts expect in the environment variable ``env_names.CREDENTIALS``; empty for
+                backends without a network.
+        """
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def snapshot(self, app_id: str, *, brief: bool = False) -> S | None:
+        """Read the state of an app; return None if the app does not exist.
+
+        Args:
+            app_id: id of the app.
+            brief: leave out what costs further requests and only describes: error files, numbers of restarts.
+        """
+
+    @abc.abstractmethod
+    def snapshots(self, options: Cfg) -> Sequence[S]:
+        """Read the state of all apps of this backend, briefly, the newest first.
+
+        Args:
+            options: the run options of ``torchx list``, which may select some of the apps; may be empty.
+        """
+
+    @abc.abstractmethod
+    def read_log(self, app: S, role: str, replica: int, query: LogQuery[S]) -> Iterable[str]:
+        """Yield lines of the log of a replica that exists, each with its line end.
+
+        Args:
+            app: the app.
+            role: name of the role.
+            replica: id of the replica.
+            query: which lines.
+        """
+
+    def native_request(self, app_id: str) -> tuple[R, SubmittedApp | None] | None:
+        """Return the request of a submitted app; None if the app does not exist or the backend does not keep it."""
+        return None
+
+    def events_path(self, app_id: str) -> Path | None:
+        """Return the path of an app's events file (``insight.events``); None if this machine does not have it."""
+        return None
+
+    def still_runs(self, app: S) -> bool:
+        """Return whether an app still runs although its state is terminal: its files may be damaged or ahead."""
+        return False
+
+    def check_removable(self, app: S) -> None:
+        """Check that the user may remove an app.
+
+        Raises:
+            BackendError: the app belongs to another user, or is a part of an app that is removed as a whole.
+        """
+
+    def has_ended(self, app_id: str) -> bool | None:
+        """Return whether an app has ended or does not exist, for frequent calls; None to derive it from a snapshot."""
+        return None
+
+    # -- ending --------------------------------------------------------------------------------------------------------
+
+    @abc.abstractmethod
+    def stop(self, app: S, outcome: Outcome, grace: float | None) -> None:
+        """Begin to end what is left of an app, and return immediately.
+
+        Args:
+            app: the app, in its current state.
+            outcome: why it ends; the backend stores it where the state would not follow from the replicas alone. An
+                outcome that is stored already takes precedence.
+            grace: seconds from SIGTERM to SIGKILL, where the backend allows a choice; 0 to kill immediately; None for
+                the app's run option.
+        """
+
+    @abc.abstractmethod
+    def remove(self, app: S) -> None:
+        """Remove all that the backend stores of an app that has ended, or could not be ended in time."""
+
+    def close(self) -> None:
+        """Close connections."""

@@ -1,0 +1,81 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Store the certificates with which the submitting machine reaches a job over the network (``controller.run_queue``).
+
+Each app has one file of mode 0600 below the state directory (``state_files``):
+``clients/SCHEDULER/APP``. It exists until the app is deleted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import urllib.parse
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torchx_monarch.backends.core import state_files
+from torchx_monarch.system import safe_files
+
+_log = logging.getLogger("torchx_monarch")
+
+
+@dataclass
+class _StoredCredentials:
+    """The content of the file: the arguments of ``keep`` with the same names."""
+
+    credentials: str = ""
+    rendezvous: dict[str, str] = field(default_factory=dict)
+
+
+def path(scheduler: str, app_id: str) -> str:
+    """Return the path of an app's file."""
+    return os.path.join(state_files.state_dir(), "clients", scheduler, urllib.parse.quote(app_id, safe=""))
+
+
+def keep(scheduler: str, app_id: str, credentials: str, rendezvous: Mapping[str, str]) -> None:
+    """Store what a client needs to reach an app.
+
+    Args:
+        scheduler: the name under which this package registers the scheduler.
+        app_id: id of the app.
+        credentials: the text of its ``credentials.ClientCredentials``.
+        rendezvous: the address of replica 0 of each role, by the role's name; the host may be ``@NAME``, which only the
+            hosts can resolve.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    where = path(scheduler, app_id)
+    for folder in (state_files.state_dir(), os.path.dirname(os.path.dirname(where)), os.path.dirname(where)):
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+    os.close(safe_files.open_folder(os.path.dirname(where), below=state_files.state_dir()))
+    state_files.write_json(where, {"credentials": credentials, "rendezvous": dict(rendezvous)})
+
+
+def kept(scheduler: str, app_id: str) -> tuple[str, dict[str, str]]:
+    """Return the credentials and addresses that ``keep`` has stored; empty if nothing usable is stored."""
+    try:
+        found = state_files.load(_StoredCredentials, path(scheduler, app_id), state_files.state_dir())
+    except state_files.DamagedFileError as error:
+        _log.warning("the certificate of %s is not used: %s", app_id, error)
+        found = None
+    return (found.credentials, found.rendezvous) if found else ("", {})
+
+
+def known() -> list[tuple[str, str]]:
+    """List all stored apps as pairs of scheduler and app id."""
+    root = os.path.join(state_files.state_dir(), "clients")
+    found = []
+    with contextlib.suppress(OSError):
+        for scheduler in sorted(os.listdir(root)):
+            names = sorted(os.listdir(os.path.join(root, scheduler)))
+            found += [(scheduler, urllib.parse.unquote(name)) for name in names if not name.endswith(".tmp")]
+    return found
+
+
+def forget(scheduler: str, app_id: str) -> None:
+    """Remove the file of an app, if it exists."""
+    with contextlib.suppress(OSError):
+        os.unlink(path(scheduler, app_id))

@@ -1,0 +1,77 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The run options of all backends, and their description for TorchX."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+from torchx.schedulers.api import StructuredOpts
+from torchx.specs import runopts
+
+_described: dict[object, runopts] = {}
+
+
+@dataclass
+class MonarchOpts(StructuredOpts):  # type: ignore[misc]
+    """Run options of every ``monarch_*`` scheduler; each backend's options inherit them."""
+
+    grace: int = 30
+    """Seconds between SIGTERM and SIGKILL when ranks are ended."""
+
+    host_timeout: int = 300
+    """Seconds after which the job fails if the hosts of a role have not all joined."""
+
+    lease: int = 30
+    """Seconds without a heartbeat after which a host, or its agent, counts as lost, also if it is stopped or hung."""
+
+    preload: str = "torch"
+    """Modules, separated by `+`, that the interpreters of a torchrun command import while the mesh forms; `none` for
+    programs that must set environment variables before the first import of torch."""
+
+    retry_on: str = ""
+    """Exit codes after which ranks are restarted, within torchrun's `--max-restarts`: numbers and names of signals,
+    separated by `+` (`1+134+SIGKILL`); empty for any. On monarch_local, monarch_slurm and monarch_docker this also
+    applies to restarts of hosts within `max_retries`. Exit code 78 always prevents a restart."""
+
+
+@dataclass
+class NetworkOpts(MonarchOpts):
+    """Run options of schedulers whose hosts communicate over a network."""
+
+    rendezvous_port: int = 0
+    """Port on which replica 0 listens for the other hosts; 0 for a random one per job."""
+
+    ports: str = ""
+    """The range LOW-HIGH of ports that Monarch may listen on, for firewalls; empty for any."""
+
+    bind: str = ""
+    """Address or interface on which hosts listen; empty for all."""
+
+    peer_timeout: int = 5
+    """Seconds without network traffic from a machine after which it counts as lost."""
+
+    rejoin_timeout: int = 60
+    """Seconds for which a host that has lost replica 0 tries to reach its replacement."""
+
+    insecure_plain_tcp: bool = False
+    """Use no TLS between the hosts. Anyone who can reach one of their ports can run code there."""
+
+
+def run_options(kind: type[MonarchOpts]) -> runopts:
+    """Return a copy of ``kind.as_runopts()``, with the help texts of inherited options, which TorchX leaves out.
+
+    The result is cached: TorchX parses the source text of the class, and one submission asks a dozen times.
+    """
+    if kind not in _described:
+        options = kind.as_runopts()
+        texts: dict[str, str] = {}
+        bases: list[Any] = [base for base in kind.__mro__ if issubclass(base, StructuredOpts)]
+        for base in bases:
+            texts = {**base.get_docstrings(), **texts}
+        for name, option in options:
+            option.help = texts.get(name, option.help)
+        _described[kind] = options
+    return copy.deepcopy(_described[kind])

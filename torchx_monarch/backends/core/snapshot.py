@@ -1,0 +1,198 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The state of an app at one time, as a backend reads it. ``core.state.reduce`` derives the app's state from it.
+
+Standard library only: the local supervisor and Slurm's batch step import this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torchx_monarch.model import job_result
+from torchx_monarch.model.role_spec import RoleSpec
+from torchx_monarch.model.state import State
+
+if TYPE_CHECKING:
+    from torchx.specs import AppDef
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an app has ended, or is to end.
+
+    Attributes:
+        state: SUCCEEDED, FAILED or CANCELLED; a backend's own controller may also report PENDING or RUNNING.
+        message: the reason, for users; empty for none.
+        error: the content of the root cause's error file, as JSON text; empty for none; None to take it from the
+            replicas.
+        time: when it was decided, in seconds since the epoch; 0 if unknown.
+    """
+
+    state: State
+    message: str = ""
+    error: str | None = None
+    time: float = 0.0
+
+
+@dataclass(frozen=True)
+class ReplicaSnapshot:
+    """One replica.
+
+    Attributes:
+        role: name of its role.
+        id: its index in the role.
+        state: its own state, regardless of the rest of the app. FAILED only if it is not restarted; UNKNOWN if its
+            record was removed from the backend, with the exit code.
+        hostname: the name of its machine or container; empty if unknown.
+        address: its network address, if that suits clients better than the name; empty if unknown.
+        started: when its latest start began, in seconds since the epoch; 0 for never.
+        ended: when it last ended, in seconds since the epoch; 0 for never, or if unknown.
+        restarts: how often the backend has restarted it.
+        rank_restarts: how often its host has restarted ranks, as far as known.
+        failure: how it failed, in one line that names the replica; empty if it has not.
+        error: the content of its error file, as JSON text; empty without one, or in a brief snapshot.
+        waiting: why it cannot be started now; empty for normal progress.
+        is_stuck: whether it could not be started for so long that the app fails.
+        is_stopping: whether it was asked to stop already.
+        was_stopped: whether it ended because it was asked to: it is not the root cause then.
+        is_error_lost: whether its error file may be missing: there was no room for it, or it was removed.
+        lingers: whether processes of it still run although ``state`` is terminal.
+        respawns: whether the backend keeps restarting it although ``state`` is terminal.
+    """
+
+    role: str
+    id: int
+    state: State
+    hostname: str = ""
+    address: str = ""
+    started: float = 0.0
+    ended: float = 0.0
+    restarts: int = 0
+    rank_restarts: int = 0
+    failure: str = ""
+    error: str = ""
+    waiting: str = ""
+    is_stuck: bool = False
+    is_stopping: bool = False
+    was_stopped: bool = False
+    is_error_lost: bool = False
+    lingers: bool = False
+    respawns: bool = False
+
+    @property
+    def name(self) -> str:
+        """ROLE/ID, as messages name it."""
+        return f"{self.role}/{self.id}"
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it runs or may still start, or a process of it still runs."""
+        return self.state in (State.PENDING, State.RUNNING) or self.lingers
+
+    @property
+    def distance(self) -> tuple[bool, bool, bool, bool, bool, float]:
+        """How far its failure is from the root cause, as a sort key: the root cause comes first.
+
+        Replicas that were stopped come last, then those that report only a secondary failure, a failure of another
+        replica, those whose record was removed, and those that had no room for an error file.
+        """
+        blamed = job_result.extra_info(self.error).get("replica", self.id)
+        return (
+            self.was_stopped,
+            job_result.is_secondary(self.error),
+            blamed not in (self.id, -1),
+            self.state is State.UNKNOWN,
+            self.is_error_lost and not self.error,
+            self.ended,
+        )
+
+
+@dataclass(frozen=True)
+class RoleSnapshot:
+    """One role.
+
+    Attributes:
+        spec: what was submitted.
+        replicas: its replicas, by index; replicas of an unknown role of a damaged record may be missing.
+        is_active: whether the backend's own controller may still start replicas of it.
+        finished: the state in which the backend's own controller has ended the role; None if it has not, or there is
+            no such controller.
+        reason: what that controller waits for, or why it has ended the role; empty if it does not say.
+    """
+
+    spec: RoleSpec
+    replicas: Sequence[ReplicaSnapshot]
+    is_active: bool = False
+    finished: State | None = None
+    reason: str = ""
+
+    def _failed_ids(self) -> set[int]:
+        # A host whose record was removed has failed: the other hosts wait for it. Another program may have ended well,
+        # and so has a host if another one has: a host succeeds only when the whole role has.
+        waits = self.spec.runs_hosts and not any(one.state is State.SUCCEEDED for one in self.replicas)
+        lost = {State.FAILED, State.UNKNOWN} if waits else {State.FAILED}
+        return {replica.id for replica in self.replicas if replica.state in lost}
+
+    @property
+    def failures(self) -> list[ReplicaSnapshot]:
+        """The replicas that have failed for good; empty while the role tolerates their failure."""
+        failed = self._failed_ids()
+        return [] if self.spec.tolerates(failed) else [one for one in self.replicas if one.id in failed]
+
+    @property
+    def has_succeeded(self) -> bool:
+        """Whether the role has succeeded, perhaps with failed replicas that it tolerates."""
+        # A Job of Kubernetes in which one index has failed ends as failed, though the role may tolerate that.
+        if self.finished is State.SUCCEEDED:
+            return True
+        failed = self._failed_ids()
+        ended = (State.SUCCEEDED, State.UNKNOWN)
+        succeeded = {one.id for one in self.replicas if one.state in ended} - failed
+        return any(one.state is not State.UNKNOWN for one in self.replicas) and self.spec.succeeded(succeeded, failed)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the backend's controller may still run replicas: not if all have ended and only its status lags."""
+        return self.is_active and not all(one.state in (State.SUCCEEDED, State.FAILED) for one in self.replicas)
+
+
+@dataclass(frozen=True)
+class AppSnapshot:
+    """One app.
+
+    Attributes:
+        app_id: id of the app.
+        name: name of the AppDef.
+        roles: its roles, in the order of the AppDef.
+        app: the app as the user wrote it; None if that cannot be read.
+        created: when it was submitted, in seconds since the epoch.
+        grace: seconds from SIGTERM to SIGKILL when its replicas are stopped.
+        native: the state that the backend's own controller has decided; None if it follows from the replicas.
+        is_supervised: whether another process ends what is left of the app when it is decided, such as this package's
+            supervisor; a reader then does not.
+        ending: how this package has begun to end the app, as the backend has stored it; None if it has not.
+        restarts: how often the app, a role, a replica or ranks were restarted; None to count it from the replicas.
+        notes: further facts for users, which are appended to the message unless they are the message.
+        ui_url: where a browser shows the app; empty if nowhere.
+    """
+
+    app_id: str
+    name: str
+    roles: Sequence[RoleSnapshot]
+    app: AppDef | None = None
+    created: float = 0.0
+    grace: float = 30.0
+    native: Outcome | None = None
+    is_supervised: bool = False
+    ending: Outcome | None = None
+    restarts: int | None = None
+    notes: Sequence[str] = field(default_factory=tuple)
+    ui_url: str = ""
+
+    @property
+    def replicas(self) -> list[ReplicaSnapshot]:
+        """All replicas, role by role."""
+        return [replica for role in self.roles for replica in role.replicas]

@@ -1,0 +1,198 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Decide an app's state, its root cause, and whether the rest of it must be ended. The rules, for all backends:
+
+- An app has succeeded when every role has (``LocalScheduler.describe`` of torchx.schedulers.local_scheduler: RUNNING
+  while a replica of any role lives, FAILED if one has failed, else SUCCEEDED). The app does not wait for sidecars
+  (``model.sidecars``): they are ended when all other roles have succeeded.
+- A role has failed when one of its replicas has failed for good, with no retries left. A role with ``min_replicas``
+  tolerates failed replicas, other than replica 0, while enough others run or have succeeded.
+- An app has failed when a role has failed. A sidecar's failure counts until all other roles have succeeded.
+- The state is terminal only when nothing of the app runs or may still start. When the outcome is decided before that,
+  the rest has ``SETTLE`` seconds to end by itself, and is stopped then.
+
+Standard library only: the local supervisor and Slurm's batch step import this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
+from torchx_monarch.model import job_result
+from torchx_monarch.model.role_spec import RetryPolicy
+from torchx_monarch.model.state import State
+
+SETTLE = 5.0
+"""Seconds that the other replicas of a failed app have to end by themselves: hosts usually do, by the job's result."""
+
+HOST_EXTRA = 10.0
+"""Seconds that a host has beyond the grace period, in which it ends its ranks and writes its result."""
+
+
+@dataclass(frozen=True)
+class AppStatus:
+    """The state of an app.
+
+    Attributes:
+        state: the state; terminal only when nothing of the app runs or may still start.
+        message: why it ended or what it waits for, for users; may be empty.
+        cause: the replica that is the root cause; None if the app has not failed, or not because of a replica.
+        error: the content of the root cause's error file, as JSON text; empty without one.
+        outcome: how the app has ended or is to end; None if that is not decided yet.
+        is_stop_due: whether the caller must stop what is left of the app.
+        decided: when the app succeeded, in seconds since the epoch; 0 if it has not.
+    """
+
+    state: State
+    message: str = ""
+    cause: ReplicaSnapshot | None = None
+    error: str = ""
+    outcome: Outcome | None = None
+    is_stop_due: bool = False
+    decided: float = 0.0
+
+    def shown(self, replica: ReplicaSnapshot) -> State:
+        """Return the state of a replica to show: CANCELLED, not FAILED, if it ended because the app had ended."""
+        if replica.state in (State.SUCCEEDED, State.UNKNOWN) or not self.state.is_terminal:
+            return replica.state
+        if self.state is State.FAILED:
+            return replica.state if replica.state.is_terminal else State.FAILED
+        if self.state is State.SUCCEEDED and replica.state is State.FAILED and replica.ended <= self.decided:
+            return replica.state  # the role tolerated it
+        return State.CANCELLED
+
+
+def awaited(roles: Sequence[RoleSnapshot]) -> list[RoleSnapshot]:
+    """Return the roles that must succeed for the app to succeed: all but sidecars, or all if every role is one."""
+    return [role for role in roles if not role.spec.sidecar] or list(roles)
+
+
+def reduce(app: AppSnapshot, now: float) -> AppStatus:
+    """Decide the state of an app.
+
+    Args:
+        app: what its backend knows of it.
+        now: the time, in seconds since the epoch.
+    """
+    status, native = _from_replicas(app, now), app.native
+    if native is None:
+        return status
+    if native.state is State.FAILED:
+        message = _with_notes(native.message, app) if native.message else status.message
+        error = _error(app) if native.error is None else native.error
+        return replace(status, state=native.state, message=message, error=error, outcome=native, is_stop_due=False)
+    if native.state.is_terminal:
+        return AppStatus(native.state, _with_notes(native.message, app), outcome=native, decided=status.decided)
+    return replace(status, state=native.state, message=_with_notes(native.message, app) or status.message)
+
+
+def _from_replicas(app: AppSnapshot, now: float) -> AppStatus:
+    """Decide the state of an app from its replicas, whatever the backend's own controller says of the app."""
+    failures = sorted((one for role in app.roles for one in role.failures), key=lambda one: one.distance)
+    outcome, cause, decided, due = _decide(app, failures)
+    alive = [one for one in app.replicas if one.is_alive]
+    active = any(role.is_active for role in app.roles)
+    if outcome is None:
+        running = any(one.state is State.RUNNING for one in app.replicas)
+        return AppStatus(State.RUNNING if running else State.PENDING, _with_notes(_waiting(app), app))
+    left = any(not one.is_stopping for one in alive) or any(role.is_open for role in app.roles)
+    respawns = any(one.respawns for one in app.replicas)
+    return AppStatus(
+        state=State.RUNNING if alive or active else outcome.state,
+        message=_with_notes(outcome.message, app),
+        cause=cause,
+        error=_error(app) if outcome.state is State.FAILED else "",
+        outcome=outcome,
+        is_stop_due=not app.is_supervised and (respawns or (left and now >= due)),
+        decided=decided,
+    )
+
+
+def _decide(
+    app: AppSnapshot, failures: Sequence[ReplicaSnapshot]
+) -> tuple[Outcome | None, ReplicaSnapshot | None, float, float]:
+    """Decide how an app ends.
+
+    Args:
+        app: the app.
+        failures: the failed replicas that no role tolerates, the root cause first.
+
+    Returns:
+        The outcome, None if it is open; the replica that is the root cause, or None; when the app succeeded, in seconds
+        since the epoch, 0 if it has not; and from when on the rest of the app is to be stopped.
+    """
+    awaited_roles = awaited(app.roles)
+    cause = failures[0] if failures else None
+    ending = app.ending
+    if ending is not None and ending.state is State.FAILED:
+        return replace(ending, message=ending.message or (cause.failure if cause else "")), cause, 0.0, 0.0
+    if awaited_roles and all(role.has_succeeded for role in awaited_roles):
+        decided = max((one.ended for role in awaited_roles for one in role.replicas), default=0.0)
+        if not any(one.ended < decided for one in failures):
+            return Outcome(State.SUCCEEDED, time=decided), None, decided, 0.0
+    if ending is not None:
+        # The process that ends the app may still be doing so.
+        return ending, None, 0.0, (ending.time + app.grace + HOST_EXTRA + SETTLE) if ending.time else 0.0
+    if cause is not None:
+        return Outcome(State.FAILED, cause.failure, time=cause.ended), cause, 0.0, cause.ended + SETTLE
+    broken = next((role for role in app.roles if role.finished is State.FAILED and not role.has_succeeded), None)
+    if broken is not None:
+        return Outcome(State.FAILED, f"role {broken.spec.name} failed: {broken.reason}"), None, 0.0, SETTLE
+    stuck = next((one for one in app.replicas if one.is_stuck), None)
+    if stuck is not None:
+        return Outcome(State.FAILED, f"replica {stuck.name} cannot start: {stuck.waiting}"), None, 0.0, 0.0
+    idle = not any(one.is_alive for one in app.replicas) and not any(role.is_active for role in app.roles)
+    if idle and any(one.started or one.ended or one.state is State.UNKNOWN for one in app.replicas):
+        return Outcome(State.FAILED), None, 0.0, 0.0  # the exit codes of some replicas are lost
+    return None, None, 0.0, 0.0
+
+
+def root_cause(failed: Sequence[ReplicaSnapshot]) -> tuple[ReplicaSnapshot | None, str]:
+    """Choose the root cause among replicas that have failed.
+
+    Returns:
+        The replica, None without any; and the error file that is nearest to the root cause, which need not be that of
+        the replica, because a killed replica leaves none, or only a substitute that a backend has made of its exit
+        code. Empty if no replica has left one.
+    """
+    ordered = sorted(failed, key=lambda one: one.distance)
+    errors = [one.error for one in ordered if one.error]
+    written = [error for error in errors if isinstance(job_result.read_error_file(error).get("message"), dict)]
+    return (ordered[0] if ordered else None), next(iter(written or errors), "")
+
+
+def _error(app: AppSnapshot) -> str:
+    decisive = [one for role in app.roles for one in role.failures]
+    return root_cause(decisive or [one for one in app.replicas if one.state is State.FAILED])[1]
+
+
+def _waiting(app: AppSnapshot) -> str:
+    """Describe in one line what the first waiting replica, or else a role, waits for; empty if none waits."""
+    waiting = [one for one in app.replicas if one.waiting]
+    if waiting:
+        more = f" (and {len(waiting) - 1} more replicas wait)" if len(waiting) > 1 else ""
+        return f"replica {waiting[0].name}: {waiting[0].waiting}{more}"
+    return next((f"role {role.spec.name} {role.reason}" for role in app.roles if role.reason), "")
+
+
+def _with_notes(message: str, app: AppSnapshot) -> str:
+    return "; ".join(dict.fromkeys(filter(None, (message, *app.notes))))
+
+
+def count_restarts(app: AppSnapshot) -> int:
+    """Count how often an app was restarted; count restarts that one replica's failure has caused in others as one."""
+    if app.restarts is not None:
+        return app.restarts
+    alone, together, ranks = 0, 0, 0
+    for role in app.roles:
+        counts = [replica.restarts for replica in role.replicas] or [0]
+        ranks += sum(replica.rank_restarts for replica in role.replicas)
+        if role.spec.ends_together:
+            together = max(together, *counts)
+        elif role.spec.retry_policy is RetryPolicy.REPLICA:
+            alone += sum(counts)
+        else:
+            alone += max(counts)
+    return alone + together + ranks

@@ -1,0 +1,280 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Name the files of all apps on disk, and read and write them.
+
+The state directory is ``$MONARCH_STATE_DIR``, else ``$XDG_STATE_HOME/torchx-monarch``, else
+``~/.local/state/torchx-monarch``. Below it ``apps/<app id>/`` is one app. Folders have mode 0700, files 0600. A file
+that another process reads is written aside and renamed, so a reader sees the old content or the new, never half of it;
+events and logs are append-only. A folder appears under its final name only when it is complete, and is renamed before
+it is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
+
+from torchx_monarch.model import codec
+from torchx_monarch.system import safe_files
+
+T = TypeVar("T")
+
+MAX_FILE_BYTES = 256 * 1024 * 1024
+"""The maximum bytes read of a file: the status of hundreds of replicas holds the error file of each."""
+
+_KEEP_DAYS = 14.0
+
+
+class DamagedFileError(ValueError):
+    """Raised when a file of the state directory does not hold what was written; the message names file and reason."""
+
+
+def state_dir(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the absolute path of the state directory, which need not exist."""
+    if chosen := environ.get("MONARCH_STATE_DIR"):
+        return os.path.abspath(os.path.expanduser(chosen))
+    base = environ.get("XDG_STATE_HOME", "")
+    # The XDG specification requires that relative values be ignored.
+    if not os.path.isabs(base):
+        base = os.path.expanduser("~/.local/state")
+    return os.path.abspath(os.path.join(base, "torchx-monarch"))
+
+
+def apps_dir(root: str | None = None) -> str:
+    """Return the folder that holds one folder per app.
+
+    Args:
+        root: the state directory; None for ``state_dir()``.
+    """
+    return os.path.join(root if root is not None else state_dir(), "apps")
+
+
+def keep_days() -> float:
+    """Return the number of days for which an ended app is kept: ``$MONARCH_KEEP_DAYS``, else 14."""
+    with contextlib.suppress(ValueError):
+        return max(0.0, float(os.environ.get("MONARCH_KEEP_DAYS", _KEEP_DAYS)))
+    return _KEEP_DAYS
+
+
+def path_name(name: str) -> str:
+    """Return ``name`` as one path component: unchanged if it is safe, percent-encoded if not.
+
+    Different names give different components.
+    """
+    raw = name.encode(errors="surrogateescape")
+    safe = b"".join(bytes([c]) if chr(c).isalnum() and c < 128 or c in b"_-." else b"%%%02X" % c for c in raw)
+    if safe[:1] == b".":
+        safe = b"%2E" + safe[1:]
+    return safe.decode() or "%"
+
+
+def is_app_id(app_id: str) -> bool:
+    """Return whether a text can be the id of an app, and so the name of its folder."""
+    return bool(app_id) and not app_id.startswith(".") and path_name(app_id) == app_id
+
+
+class AppPaths(NamedTuple):
+    """All paths below one app's folder.
+
+    Attributes:
+        root: the app's folder.
+    """
+
+    root: str
+
+    @property
+    def app_id(self) -> str:
+        return os.path.basename(self.root)
+
+    @property
+    def trusted(self) -> str:
+        """The state directory: everything below it belongs to the caller and is no symbolic link (``safe_files``)."""
+        return os.path.dirname(os.path.dirname(self.root))
+
+    def check_owner(self) -> None:
+        """Check that the app's folder belongs to the caller.
+
+        Raises:
+            safe_files.UnsafeFileError: the folder, or one above it, is a link or belongs to another user.
+            OSError: the folder does not exist, or may not be entered.
+        """
+        os.close(safe_files.open_folder(self.root, below=self.trusted))
+
+    @property
+    def app(self) -> str:
+        """The AppDef and the run options as submitted, and when."""
+        return os.path.join(self.root, "app.json")
+
+    @property
+    def request(self) -> str:
+        """The replicas to start: commands, environments, working directories."""
+        return os.path.join(self.root, "request.json")
+
+    @property
+    def supervisor(self) -> str:
+        """The processes that own the app: machine, keeper, supervisor."""
+        return os.path.join(self.root, "supervisor.json")
+
+    @property
+    def supervisor_log(self) -> str:
+        """Output of the keeper and the supervisor themselves."""
+        return os.path.join(self.root, "supervisor.log")
+
+    @property
+    def status(self) -> str:
+        return os.path.join(self.root, "status.json")
+
+    @property
+    def cancel(self) -> str:
+        """The request to end the app: ``{"grace": seconds}``, null for the app's own run option."""
+        return os.path.join(self.root, "cancel.json")
+
+    @property
+    def events(self) -> str:
+        return os.path.join(self.root, "events.jsonl")
+
+    @property
+    def reserve(self) -> str:
+        """Disk space that is reserved for the final status."""
+        return os.path.join(self.root, "reserve")
+
+    @property
+    def run(self) -> str:
+        """The folder for sockets while the app runs, unless its path is too long for a socket."""
+        return os.path.join(self.root, "run")
+
+    @property
+    def logs(self) -> str:
+        return os.path.join(self.root, "logs")
+
+    def replica_logs(self, role: str, replica: int) -> str:
+        """Return the folder of one replica's logs."""
+        return os.path.join(self.logs, path_name(role), str(replica))
+
+
+def app_paths(app_id: str, root: str | None = None) -> AppPaths:
+    """Return the paths of the app with this id, whether it exists or not.
+
+    Args:
+        app_id: id of the app.
+        root: the state directory; None for ``state_dir()``.
+    """
+    return AppPaths(os.path.join(apps_dir(root), app_id))
+
+
+def app_ids(root: str | None = None) -> list[str]:
+    """Return the ids of all apps on disk, in no order.
+
+    Args:
+        root: the state directory; None for ``state_dir()``.
+
+    Raises:
+        safe_files.UnsafeFileError: another user owns the state directory.
+        PermissionError: the state directory may not be read.
+    """
+    root = root if root is not None else state_dir()
+    try:
+        fd = safe_files.open_folder(apps_dir(root), below=root)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    try:
+        return [name for name in os.listdir(fd) if not name.startswith(".")]
+    finally:
+        os.close(fd)
+
+
+def write_json(path: str, value: object, *, durable: bool = False) -> None:
+    """Replace the file at ``path`` atomically.
+
+    Args:
+        path: the file.
+        value: the content; objects that JSON does not support are written as their ``str``.
+        durable: whether to sync the file to disk, after readers can see it.
+
+    Raises:
+        OSError: the file could not be written; its old content is unchanged.
+    """
+    data = json.dumps(value, default=str, separators=(",", ":")).encode()
+    aside = f"{path}.{os.getpid()}.tmp"
+    fd = safe_files.open_file(aside, os.O_WRONLY | os.O_CREAT)
+    try:
+        try:
+            os.ftruncate(fd, 0)  # a killed process with the same pid may have left the file
+            write_all(fd, data)
+            os.rename(aside, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(aside)
+            raise
+        if durable:
+            with contextlib.suppress(OSError):
+                os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_last_json(path: str, value: object, reserve: str) -> None:
+    """Write the final content of a file, even if the disk is full.
+
+    Args:
+        path: the file.
+        value: the content, as for ``write_json``.
+        reserve: a file made by ``safe_files.make_reserve``; it does not exist afterwards.
+
+    Raises:
+        OSError: the file could not be written into the reserve either.
+    """
+    try:
+        write_json(path, value, durable=True)
+    except OSError:
+        data = json.dumps(value, default=str, separators=(",", ":")).encode()
+        safe_files.write_into_reserve(reserve, path, data)
+    else:
+        with contextlib.suppress(OSError):
+            os.unlink(reserve)
+
+
+def write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def read_json(path: str, below: str | None = None) -> dict[str, Any] | None:
+    """Read the JSON object in a file; return None if the file is missing, damaged, or not the caller's.
+
+    Args:
+        path: the file.
+        below: a folder of the caller inside which no link is followed (``safe_files.open_file``); None for no check.
+    """
+    try:
+        value = safe_files.read_json(path, limit=MAX_FILE_BYTES, below=below)
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def load(cls: type[T], path: str, below: str | None = None) -> T | None:
+    """Read a file of the state directory into a data class; return None if the file does not exist.
+
+    Args:
+        cls: the class that was written with ``write_json``.
+        path: the file.
+        below: as for ``read_json``.
+
+    Raises:
+        DamagedFileError: the file cannot be read, or does not hold a ``cls``.
+    """
+    try:
+        return codec.decode(cls, safe_files.read_json(path, limit=MAX_FILE_BYTES, below=below))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except safe_files.UnsafeFileError as error:
+        raise DamagedFileError(str(error)) from None
+    except OSError as error:
+        raise DamagedFileError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise DamagedFileError(f"{path} is damaged: {error}") from None

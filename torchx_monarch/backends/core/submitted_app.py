@@ -1,0 +1,166 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""An app as submitted, and its JSON form: what backends store, so that ``describe`` shows what the user wrote."""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, TypeVar
+
+from torchx.specs import AppDef, BindMount, DeviceMount, Resource, RetryPolicy, Role, VolumeMount, Workspace
+
+from torchx_monarch.backends.core import state_files
+from torchx_monarch.model import codec
+from torchx_monarch.model.role_spec import RoleSpec
+from torchx_monarch.model.sidecars import SidecarError
+from torchx_monarch.system import safe_files
+
+_MOUNTS: dict[str, Any] = {"bind": BindMount, "volume": VolumeMount, "device": DeviceMount}
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Essential:
+    """The fields of a role that this package reads, with the types on which it relies."""
+
+    name: str
+    image: str
+    entrypoint: str = ""
+    args: list[str] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
+    num_replicas: int = 1
+    max_retries: int = 0
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SubmittedApp:
+    """An app as submitted.
+
+    Attributes:
+        app: the app as the user wrote it.
+        roles: what backends must know of each role, in the order of the app.
+        cfg: the run options.
+    """
+
+    app: AppDef
+    roles: Sequence[RoleSpec]
+    cfg: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the app as JSON values.
+
+        In TorchX, metadata, and tags and capabilities of resources, may hold any object. Objects that JSON does not
+        support become their ``str`` when the result is written. Overrides of a role are resolved.
+        """
+        return {"app": _app_to_json(self.app), "roles": [asdict(role) for role in self.roles], "cfg": dict(self.cfg)}
+
+    @classmethod
+    def from_json(cls, data: Any) -> SubmittedApp:
+        """Build an app from the output of ``to_json``; ignore fields that this version of TorchX does not know.
+
+        Raises:
+            ValueError: the data is no app.
+        """
+        if not isinstance(data, dict):
+            raise ValueError("this is no app: it is no JSON object")
+        if "app" not in data:  # packed by a version that did not store specs
+            data = {"app": data}
+        app, cfg = _app_from_json(data["app"]), data.get("cfg")
+        if "roles" in data:
+            roles = codec.decode(list[RoleSpec], data["roles"])
+            if [role.name for role in roles] != [role.name for role in app.roles]:
+                raise ValueError("this is no app: its roles have other names than their specs")
+        else:  # stored by a version that did not store specs
+            try:
+                roles = [RoleSpec.of(role) for role in app.roles]
+            except SidecarError as error:
+                raise ValueError(str(error)) from None
+        return cls(app, roles, cfg if isinstance(cfg, dict) else {})
+
+    def pack(self) -> str:
+        """Encode the app without its run options as one word of text, for labels, comments and annotations.
+
+        The word is base64 of compressed JSON; environments and arguments are repetitive and compress well.
+        """
+        data = {name: value for name, value in self.to_json().items() if name != "cfg"}
+        text = json.dumps(data, default=str, separators=(",", ":"))
+        return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
+
+    @classmethod
+    def unpack(cls, word: str) -> SubmittedApp | None:
+        """Decode the output of ``pack``; return None for a text that is no app, as when it was cut or edited."""
+        try:
+            return cls.from_json(safe_files.parse_json(zlib.decompress(base64.b64decode(word, validate=True))))
+        except (zlib.error, ValueError):  # binascii.Error is a ValueError
+            return None
+
+
+def load(path: str, below: str | None = None) -> SubmittedApp | None:
+    """Read app.json; return None if the file is missing or damaged.
+
+    Args:
+        path: path of app.json.
+        below: as for ``state_files.read_json``.
+    """
+    data = state_files.read_json(path, below)
+    try:
+        return SubmittedApp.from_json(data) if data else None
+    except ValueError:
+        return None
+
+
+def _app_to_json(app: AppDef) -> dict[str, Any]:
+    return {"name": app.name, "metadata": dict(app.metadata), "roles": [_role_to_json(role) for role in app.roles]}
+
+
+def _app_from_json(data: Any) -> AppDef:
+    try:
+        for role in data["roles"]:
+            codec.decode(_Essential, role)
+        metadata = codec.decode(dict[str, Any], data.get("metadata", {}))
+        roles = [_role_from_json(role) for role in data["roles"]]
+        return AppDef(codec.decode(str, data["name"]), roles, metadata)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"this is no app: {error!r}") from None
+
+
+def _role_to_json(role: Role) -> dict[str, Any]:
+    # Read attribute by attribute: a role resolves an override only when its attribute is read.
+    data = {field.name: getattr(role, field.name) for field in fields(Role) if field.name != "overrides"}
+    data["retry_policy"] = RetryPolicy(role.retry_policy).value
+    data["resource"] = asdict(role.resource)
+    data["mounts"] = [_mount_to_json(mount) for mount in role.mounts]
+    data["workspace"] = None if role.workspace is None else dict(role.workspace.projects)
+    return data
+
+
+def _role_from_json(data: dict[str, Any]) -> Role:
+    data = dict(data)
+    data["retry_policy"] = RetryPolicy(data.get("retry_policy", RetryPolicy.APPLICATION))
+    if "resource" in data:
+        data["resource"] = _known(Resource, data["resource"])
+    data["mounts"] = [_mount_from_json(mount) for mount in data.get("mounts", ())]
+    if data.get("workspace") is not None:
+        data["workspace"] = Workspace(projects=data["workspace"])
+    return _known(Role, data)
+
+
+def _mount_to_json(mount: BindMount | VolumeMount | DeviceMount) -> dict[str, Any]:
+    kind = next(kind for kind, cls in _MOUNTS.items() if isinstance(mount, cls))
+    return {"type": kind, **asdict(mount)}
+
+
+def _mount_from_json(data: dict[str, Any]) -> BindMount | VolumeMount | DeviceMount:
+    mount: BindMount | VolumeMount | DeviceMount = _known(_MOUNTS[data["type"]], data)
+    return mount
+
+
+def _known(cls: type[T], data: dict[str, Any]) -> T:
+    names = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+    return cls(**{name: value for name, value in data.items() if name in names})

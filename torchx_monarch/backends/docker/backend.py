@@ -1,0 +1,188 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Run each replica as a container of one Docker daemon, on the network ``torchx``.
+
+The daemon stores the whole state of an app: its containers, their labels, and an empty volume if the app was cancelled.
+Any process on any machine that reaches the daemon can therefore query the app.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from docker.errors import DockerException
+from torchx.schedulers.docker_scheduler import LABEL_APP_ID, DockerJob
+from torchx.specs import AppDef, CfgVal, Role, runopts
+from torchx.workspace import WorkspaceMixin
+from torchx.workspace.docker_workspace import DockerWorkspaceMixin
+
+from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery
+from torchx_monarch.backends.core.errors import SubmitError, UserError
+from torchx_monarch.backends.core.snapshot import Outcome
+from torchx_monarch.backends.core.state import HOST_EXTRA
+from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.docker import bridge_network, host_files, logs, native
+from torchx_monarch.backends.docker.host_results import HostResults
+from torchx_monarch.backends.docker.native import Daemon, DaemonError, answering, map_concurrently
+from torchx_monarch.backends.docker.options import DockerOpts
+from torchx_monarch.backends.docker.request import complete, render
+from torchx_monarch.backends.docker.snapshot import DockerSnapshot, build, describe_removed
+from torchx_monarch.model.env_names import replica0_variable
+from torchx_monarch.model.state import State
+
+if TYPE_CHECKING:
+    from docker.models.containers import Container
+
+_ASKING = 2.0
+"""Seconds that ``stop`` waits for the containers; dockerd stops them even if the client exits."""
+
+
+class _Workspace(WorkspaceMixin[None]):  # type: ignore[misc]
+    """Builds workspaces into images of the daemon, through the backend's connection.
+
+    Args:
+        daemon: the daemon, to which a build connects.
+    """
+
+    def __init__(self, daemon: Daemon) -> None:
+        super().__init__()
+        self._daemon = daemon
+
+    def workspace_opts(self) -> runopts:
+        """Return the options of TorchX's builder."""
+        return DockerWorkspaceMixin().workspace_opts()
+
+    def caching_build_workspace_and_update_role(
+        self, role: Role, cfg: Mapping[str, CfgVal], build_cache: dict[object, object]
+    ) -> None:
+        """Build the workspace of a role and write the image into the role."""
+        builder = DockerWorkspaceMixin(docker_client=self._daemon.client)
+        builder.caching_build_workspace_and_update_role(role, cfg, build_cache)
+
+
+class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
+    """Runs each replica as a container. dockerd restarts one that fails, up to the role's ``max_retries`` times."""
+
+    options = DockerOpts
+    capabilities = Capabilities(separates_roles=True, waits_for_cancel=True)
+    poll = 0.2
+    config_section = "local_docker"
+
+    def __init__(self) -> None:
+        self._daemon = Daemon()
+        self._results = HostResults()
+        self._stopping: dict[str, threading.Thread] = {}
+        self.workspace = _Workspace(self._daemon)
+
+    def close(self) -> None:
+        """Close the connections to the daemon."""
+        self._daemon.close()
+
+    # -- submitting ----------------------------------------------------------------------------------------------------
+
+    def replica0_host(self, app: AppDef, role: int) -> str:
+        """Return ``@VARIABLE``, which stands for the DNS name of the role's replica 0. (TorchX: of the first role.)"""
+        return f"@{replica0_variable(role)}"
+
+    def render(self, app: AppDef, submitted: SubmittedApp, options: DockerOpts) -> DockerJob:
+        """Return the containers that run an app."""
+        return render(app, options, os.environ)
+
+    @answering()
+    def submit(self, request: DockerJob, submitted: SubmittedApp, credentials: str) -> str:
+        """Create all containers, then start them.
+
+        Raises:
+            SubmitError: a container could not be created or started; all are removed. (TorchX leaves those that were.)
+            DaemonError: the daemon is missing or stops answering.
+        """
+        daemon, packed = self._daemon, submitted.pack()
+        daemon.pull({container.image for container in request.containers})
+        made: list[Container] = []
+        try:
+            bridge_network.ensure(daemon.client)
+            for one in request.containers:
+                made.append(daemon.create(one.image, one.command, complete(one, submitted, packed, credentials)))
+            map_concurrently(daemon.start, made)
+            if daemon.cancelled(request.app_id) and (app := self.snapshot(request.app_id, brief=True)):
+                self.stop(app, Outcome(State.CANCELLED), None)  # cancelled while containers were created
+        except BaseException as error:
+            daemon.remove(request.app_id, made)
+            if isinstance(error, DockerException):
+                hint = " (run option init=False does without)" if "docker-init" in native.explained(error) else ""
+                raise SubmitError(f"the app was not started: {native.explained(error)}{hint}") from None
+            raise
+        return str(request.app_id)
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    @answering()
+    def snapshot(self, app_id: str, *, brief: bool = False) -> DockerSnapshot | None:
+        """Read the state of an app from its containers; return None if it has none."""
+        containers = self._daemon.containers(app_id)
+        if not containers:
+            return None
+        app = self._build(app_id, containers, self._daemon.cancelled(app_id))
+        return app if brief else host_files.add_files(app)
+
+    @answering()
+    def snapshots(self, options: Cfg) -> Sequence[DockerSnapshot]:
+        """Read the state of all apps, the newest first. (TorchX lists an app once per state of its containers.)"""
+        apps: dict[str, list[Container]] = {}
+        for container in self._daemon.containers():
+            apps.setdefault(container.labels[LABEL_APP_ID], []).append(container)
+        cancelled = self._daemon.cancelled()
+        found = [self._build(app_id, containers, cancelled) for app_id, containers in apps.items()]
+        return sorted(found, key=lambda app: app.created, reverse=True)
+
+    def _build(self, app_id: str, containers: Sequence[Container], cancelled: Mapping[str, float]) -> DockerSnapshot:
+        return build(app_id, containers, cancelled.get(app_id, 0.0), self._results.read(containers))
+
+    def read_log(self, app: DockerSnapshot, role: str, replica: int, query: LogQuery[DockerSnapshot]) -> Iterable[str]:
+        """Return lines of a replica's log.
+
+        Raises:
+            UserError: its container was removed, or is not created yet.
+        """
+        name = f"{role}/{replica}"
+        if name not in app.containers:
+            removed = any(one.name == name and one.state is State.UNKNOWN for one in app.replicas)
+            raise UserError(describe_removed(name) if removed else f"replica {name} has no container yet")
+        return native.while_answering(logs.lines(app.containers[name], query))
+
+    # -- ending --------------------------------------------------------------------------------------------------------
+
+    @answering()
+    def stop(self, app: DockerSnapshot, outcome: Outcome, grace: float | None) -> None:
+        """Begin to stop the containers that run or are restarted; record a cancel on the daemon."""
+        if outcome.state is State.CANCELLED:
+            self._daemon.mark_cancelled(app.app_id)
+        names = [one.name for one in app.replicas if one.is_alive or one.respawns]
+        left = [app.containers[name] for name in names if name in app.containers]
+        if grace == 0:
+            map_concurrently(native.kill, left)
+        else:
+            self._stop_in_background(app.app_id, left, app.grace if grace is None else grace)
+
+    def _stop_in_background(self, app_id: str, containers: Sequence[Container], grace: float) -> None:
+        """Stop containers in a thread, unless one stops those of the app already, and wait a moment for it."""
+
+        def stop() -> None:
+            with contextlib.suppress(DaemonError), answering():
+                map_concurrently(lambda one: native.stop(one, grace + HOST_EXTRA), containers)
+
+        running = self._stopping.get(app_id)
+        if running is None or not running.is_alive():
+            thread = threading.Thread(target=stop, name="docker-stop", daemon=True)
+            self._stopping[app_id] = thread
+            thread.start()
+            thread.join(_ASKING)
+
+    @answering()
+    def remove(self, app: DockerSnapshot) -> None:
+        """Remove the app's containers, the volume that marks it as cancelled, and the network if it is unused."""
+        self._daemon.remove(app.app_id, self._daemon.containers(app.app_id))

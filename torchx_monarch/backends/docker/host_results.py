@@ -1,0 +1,86 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Read the results of hosts that must not be restarted: dockerd restarts them regardless, and they end immediately.
+
+Such a host has written its result to a marker file in its container (``host.no_restart_marker``). The marker gives the
+final state of the replica; the state that dockerd reports is that of a later start, in which no rank ran.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torchx_monarch.backends.docker import request
+from torchx_monarch.backends.docker.native import environment, map_concurrently, read_file
+from torchx_monarch.model.job_result import JobResult
+
+if TYPE_CHECKING:
+    from docker.models.containers import Container
+
+
+@dataclass(frozen=True)
+class HostResult:
+    """The result of a host that must not be restarted.
+
+    Attributes:
+        code: the exit code of the job.
+        ended: when the host ended, in seconds since the epoch.
+        restarts: how often dockerd had restarted it until then.
+        reason: why it must not be restarted.
+        error: the content of its error file, as JSON text.
+    """
+
+    code: int
+    ended: float
+    restarts: int
+    reason: str
+    error: str
+
+
+class HostResults:
+    """Read the marker files of containers, and cache them for callers that poll."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, HostResult] = {}
+        self._without: set[tuple[str, str]] = set()
+
+    def read(self, containers: Sequence[Container]) -> Mapping[str, HostResult]:
+        """Return the results that hosts have written, by the id of the container."""
+        map_concurrently(self._look, [container for container in containers if self._may_have_result(container)])
+        return self._known
+
+    def _may_have_result(self, container: Container) -> bool:
+        """Whether to read the marker: only of a container of which a start has failed, and once for each start.
+
+        A host writes the marker as the last action of a start.
+        """
+        state: Mapping[str, Any] = container.attrs["State"]
+        if str(container.id) in self._known or request.STARTS not in environment(container):
+            return False
+        if state["Status"] == "running":
+            restarts: int = container.attrs.get("RestartCount", 0)
+            return restarts > 0 and (str(container.id), state["StartedAt"]) not in self._without
+        return bool(state["Status"] == "restarting" or (state["Status"] != "created" and state["ExitCode"] != 0))
+
+    def _look(self, container: Container) -> None:
+        paths = environment(container)[request.STARTS].split(":")
+        text = next((text for path in paths if (text := read_file(container, path))), "")
+        result = parse(text)
+        if result is not None:
+            self._known[str(container.id)] = result
+        elif container.attrs["State"]["Status"] == "running":
+            self._without.add((str(container.id), container.attrs["State"]["StartedAt"]))
+
+
+def parse(text: str) -> HostResult | None:
+    """Return the result in a marker file; None if the text is no marker or holds no result."""
+    try:
+        note = json.loads(text)
+        result = JobResult.from_json(note["verdict"])
+        code, ended, restarts = int(result.code), float(note["time"]), int(note["restarts"])
+        return HostResult(code, ended, restarts, str(note["why"]), result.error_file())
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None

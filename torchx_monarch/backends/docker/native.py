@@ -1,0 +1,256 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Make requests to the Docker daemon, and report to the user when it is missing or stops answering."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import re
+import tarfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, TypeVar
+
+import docker
+import requests
+import urllib3
+from docker.errors import APIError, DockerException, NotFound
+from torchx.schedulers.docker_scheduler import LABEL_APP_ID
+
+from torchx_monarch.backends.core.errors import BackendError
+from torchx_monarch.backends.docker import bridge_network
+from torchx_monarch.backends.docker.request import LABEL_APP
+
+if TYPE_CHECKING:
+    from docker import DockerClient
+    from docker.models.containers import Container
+
+LABEL_CANCELLED = "torchx-monarch/cancelled"
+"""Label with the app's id, on the volume that marks the app as cancelled. (Container labels cannot be changed.)"""
+
+_AT_A_TIME = 128
+
+_TOO_LONG = 1 << 20
+
+_GO_MODE_TYPE = 0x8F280000
+"""Go's ``fs.ModeType``: dockerd sets one of these bits for anything but a regular file."""
+
+_log = logging.getLogger("torchx_monarch")
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class DaemonError(BackendError):
+    """Raised when the Docker daemon is missing, does not answer, or refuses a request."""
+
+
+@contextlib.contextmanager
+def answering() -> Iterator[None]:
+    """Convert the errors of requests to the daemon, which may end or hang meanwhile.
+
+    Raises:
+        DaemonError: the daemon does not answer, or refuses a request.
+    """
+    try:
+        yield
+    except (requests.exceptions.RequestException, urllib3.exceptions.HTTPError, DockerException) as error:
+        if isinstance(error, DockerException):
+            raise DaemonError(f"the Docker daemon at {_where()} refuses a request: {explained(error)}") from None
+        raise DaemonError(
+            f"the Docker daemon at {_where()} does not answer any more ({error}). What runs there may go on: ask again "
+            "when it is back"
+        ) from None
+
+
+def while_answering(lines: Iterable[str]) -> Iterator[str]:
+    """Yield lines that are read from the daemon.
+
+    Raises:
+        DaemonError: the daemon does not answer.
+    """
+    with answering():
+        yield from lines
+
+
+def explained(error: DockerException) -> str:
+    """Return the reason that the daemon gives for an error."""
+    return str(getattr(error, "explanation", None) or error)
+
+
+def map_concurrently(action: Callable[[T], R], each: Sequence[T]) -> list[R]:
+    """Return the results of ``action``, in order; raise the first error, in that order, after all calls have ended.
+
+    dockerd takes as long for one container as for many in parallel.
+    """
+    if not each:
+        return []
+    with ThreadPoolExecutor(min(len(each), _AT_A_TIME), thread_name_prefix="docker") as pool:
+        futures = [pool.submit(action, one) for one in each]
+    return [future.result() for future in futures]
+
+
+class Daemon:
+    """The daemon that ``DOCKER_HOST`` names, or this machine's if that is unset. Connects at the first request.
+
+    All methods may raise ``DaemonError``: the daemon cannot be reached.
+    """
+
+    def __init__(self) -> None:
+        self._client: DockerClient | None = None
+
+    @property
+    def client(self) -> DockerClient:
+        """The client of the daemon."""
+        if self._client is None:
+            try:
+                self._client = docker.from_env()
+            except DockerException as error:
+                raise DaemonError(
+                    f"there is no Docker daemon at {_where()} ({error}). Start it (systemctl start docker; Debian's "
+                    "package is docker.io), name another in DOCKER_HOST, or have yourself put into the group that may "
+                    "use it"
+                ) from None
+        return self._client
+
+    def close(self) -> None:
+        """Close the connections."""
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+
+    def containers(self, app_id: str = "") -> list[Container]:
+        """Return the containers of an app; those of all apps without an id."""
+        label = [LABEL_APP, f"{LABEL_APP_ID}={app_id}" if app_id else LABEL_APP_ID]
+        found: list[Container] = self.client.containers.list(all=True, filters={"label": label}, ignore_removed=True)
+        return found
+
+    def cancelled(self, app_id: str = "") -> dict[str, float]:
+        """Return when each cancelled app was cancelled, in seconds since the epoch, by app id.
+
+        Args:
+            app_id: id of the only app to return; empty for all apps.
+        """
+        label = f"{LABEL_CANCELLED}={app_id}" if app_id else LABEL_CANCELLED
+        volumes = self.client.volumes.list(filters={"label": label})
+        return {each.attrs["Labels"][LABEL_CANCELLED]: seconds(each.attrs["CreatedAt"]) for each in volumes}
+
+    def mark_cancelled(self, app_id: str) -> None:
+        """Mark an app as cancelled; a second call keeps the time of the first."""
+        self.client.volumes.create(_marker(app_id), labels={LABEL_CANCELLED: app_id})
+
+    def pull(self, images: Iterable[str]) -> None:
+        """Pull images; warn of those that cannot be pulled, which the daemon may have."""
+        for image in sorted(images):
+            if not image.startswith("sha256:"):
+                _log.info("pulling the image %s", image)
+                try:
+                    self.client.images.pull(image)
+                except DockerException as error:
+                    _log.warning("the image %s cannot be pulled, the daemon's own is used: %s", image, error)
+
+    def create(self, image: str, command: Sequence[str], options: Mapping[str, object]) -> Container:
+        """Create a container, with the options of docker-py's ``containers.create``."""
+        return self.client.containers.create(image, list(command), **options)
+
+    def start(self, container: Container) -> None:
+        """Start a container; create the network again if it was removed with the last app that used it."""
+        try:
+            container.start()
+        except NotFound as error:
+            if not bridge_network.is_missing(error):
+                raise
+            bridge_network.ensure(self.client)
+            container.start()
+
+    def remove(self, app_id: str, containers: Sequence[Container]) -> None:
+        """Remove containers with their anonymous volumes, the mark of a cancelled app, and the network if unused."""
+        map_concurrently(_remove, containers)
+        with contextlib.suppress(NotFound):
+            self.client.volumes.get(_marker(app_id)).remove()
+        bridge_network.remove_unused(self.client)
+
+
+def stop(container: Container, timeout: float) -> None:
+    """Stop a container if it exists.
+
+    Args:
+        container: the container.
+        timeout: seconds from SIGTERM to SIGKILL.
+    """
+    with contextlib.suppress(NotFound):
+        container.stop(timeout=int(timeout))
+
+
+def kill(container: Container) -> None:
+    """Kill a container if it runs."""
+    with contextlib.suppress(APIError):
+        container.kill()
+
+
+def environment(container: Container) -> dict[str, str]:
+    """Return the environment of a container's command."""
+    return dict(word.split("=", 1) for word in container.attrs["Config"].get("Env") or () if "=" in word)
+
+
+def last_line(container: Container) -> str:
+    """Return the last line of a container's log; empty if it cannot be read."""
+    with contextlib.suppress(DockerException):
+        return str(container.logs(tail=1).decode(errors="replace").strip())
+    return ""
+
+
+def read_file(container: Container, path: str, since: float = 0.0) -> str:
+    """Return the text of a file in a running or stopped container.
+
+    Args:
+        container: the container.
+        path: the file's path in it; empty means no file.
+        since: in seconds since the epoch; a file last modified before it is ignored.
+
+    Returns:
+        The text; empty if the file is missing, too old, longer than ``_TOO_LONG`` or not regular.
+    """
+    if not path:
+        return ""
+    try:
+        chunks, about = container.get_archive(path)
+        if about["size"] > _TOO_LONG or about["mode"] & _GO_MODE_TYPE:
+            chunks.close()  # the archive of a folder holds the folder's whole content
+            return ""
+        with tarfile.open(fileobj=io.BytesIO(b"".join(chunks))) as archive:
+            member = archive.next()
+            # Times in an archive are whole seconds. An older file is from an earlier start of the container.
+            if member is None or not member.isfile() or member.mtime + 1 < since:
+                return ""
+            file = archive.extractfile(member)
+            return file.read().decode(errors="replace") if file is not None else ""
+    except (DockerException, tarfile.TarError):
+        return ""
+
+
+def seconds(text: str) -> float:
+    """Convert dockerd's ``2026-11-20T10:11:12.123456789Z`` to seconds since the epoch; 0.0 for its zero time."""
+    found = re.fullmatch(r"(\d+-\d+-\d+T\d+:\d+:\d+)(\.\d+)?(Z|[+-]\d+:\d+)", text)
+    if found is None or text.startswith("0001-"):
+        return 0.0
+    zone = "+00:00" if found[3] == "Z" else found[3]
+    whole = datetime.fromisoformat(found[1] + zone).astimezone(timezone.utc).timestamp()
+    return whole + float(found[2] or 0)
+
+
+def _where() -> str:
+    return os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock")
+
+
+def _marker(app_id: str) -> str:
+    return f"{app_id}-cancelled"
+
+
+def _remove(container: Container) -> None:
+    with contextlib.suppress(NotFound):
+        container.remove(force=True, v=True)

@@ -1,0 +1,154 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Read one start of a replica, an attempt, from its pod. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+from torchx_monarch.backends.kubernetes.request import Object
+from torchx_monarch.model.job_result import RANK_RESTARTS, describe_code, read_error_file
+from torchx_monarch.system import error_files
+from torchx_monarch.system.untrusted_text import one_line
+
+DEADLINE = 1
+"""The ``activeDeadlineSeconds`` that ``stop`` sets on a running pod: seconds from the pod's start."""
+
+_NOT_STARTED = frozenset(
+    {
+        "CreateContainerConfigError",
+        "CreateContainerError",
+        "ErrImageNeverPull",
+        "ErrImagePull",
+        "ImageInspectError",
+        "ImagePullBackOff",
+        "InvalidImageName",
+        "RegistryUnavailable",
+        "RunContainerError",
+    }
+)
+"""Reasons for which a container waits because the kubelet cannot start it. It retries for ever (torchx#207)."""
+
+_LONGEST_LINE = 300
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a replica: one pod.
+
+    Attributes:
+        pod: the pod's name.
+        container: name of the container that runs the role's command, which is the first one.
+        host: the pod's host name; empty before the pod starts.
+        address: the pod's IP address; empty unless it runs.
+        phase: the pod's phase in Kubernetes.
+        created: when the pod was created, in seconds since the epoch.
+        started: when its node began to start it, in seconds since the epoch; 0 before.
+        ended: when it ended, in seconds since the epoch; 0 before.
+        deleting: whether the pod is being deleted.
+        stopping: whether ``stop`` has ended it by a deadline.
+        waiting: why it cannot be scheduled or started; empty for normal progress.
+        stuck_since: seconds since the epoch from which the container could not be started; 0 if it could.
+        failure: how it failed, as a clause that follows the replica's name; empty if it has not.
+        error: the error file that the host has left as its termination message, as JSON text; empty without one.
+        rank_restarts: restarts of its ranks that its ended containers have reported.
+    """
+
+    pod: str
+    container: str = ""
+    host: str = ""
+    address: str = ""
+    phase: str = "Pending"
+    created: float = 0.0
+    started: float = 0.0
+    ended: float = 0.0
+    deleting: bool = False
+    stopping: bool = False
+    waiting: str = ""
+    stuck_since: float = 0.0
+    failure: str = ""
+    error: str = ""
+    rank_restarts: int = 0
+
+    @property
+    def lives(self) -> bool:
+        """Whether the pod runs or may still start."""
+        return self.phase not in ("Succeeded", "Failed")
+
+    @classmethod
+    def of(cls, pod: Object) -> Attempt:
+        """Read a pod object."""
+        metadata, spec, status = pod["metadata"], pod["spec"], pod.get("status") or {}
+        conditions = {one["type"]: one for one in status.get("conditions") or ()}
+        name = spec["containers"][0].get("name", "")
+        # A pod overlay may have added further containers.
+        statuses = status.get("containerStatuses") or ()
+        container: Object = next((one for one in statuses if one.get("name") == name), {})
+        state, before = container.get("state") or {}, (container.get("lastState") or {}).get("terminated") or {}
+        waits, terminated = state.get("waiting") or {}, state.get("terminated") or {}
+        started = seconds(status.get("startTime") or "")
+        waiting, stuck = "", 0.0
+        scheduled = conditions.get("PodScheduled") or {}
+        if scheduled.get("reason") == "Unschedulable":
+            waiting = f"no node can take it (Unschedulable): {scheduled.get('message', '')}"
+        elif waits.get("reason") in _NOT_STARTED:
+            waiting = f"{waits['reason']}: {waits.get('message', '')}"
+            stuck = started or seconds(metadata["creationTimestamp"])
+        phase = status.get("phase") or "Pending"
+        error = error_files.cleaned(terminated.get("message") or "")
+        return cls(
+            pod=metadata["name"],
+            container=name,
+            host=spec.get("hostname") or metadata["name"] if phase != "Pending" else "",
+            address=(status.get("podIP") or "") if phase == "Running" else "",
+            phase=phase,
+            created=seconds(metadata["creationTimestamp"]),
+            started=started,
+            ended=seconds(terminated.get("finishedAt") or "") or _ended(conditions, phase),
+            deleting="deletionTimestamp" in metadata,
+            stopping=spec.get("activeDeadlineSeconds") == DEADLINE,
+            waiting=waiting.strip(": "),
+            stuck_since=stuck,
+            failure=_failure(status, conditions, terminated, spec) if phase == "Failed" else "",
+            error=error if isinstance(read_error_file(error).get("message"), dict) else "",
+            rank_restarts=_rank_restarts(terminated) + _rank_restarts(before),
+        )
+
+
+def _rank_restarts(terminated: Object) -> int:
+    number = read_error_file(terminated.get("message")).get(RANK_RESTARTS)
+    return number if isinstance(number, int) else 0
+
+
+def _ended(conditions: Mapping[str, Object], phase: str) -> float:
+    if phase not in ("Succeeded", "Failed"):
+        return 0.0
+    return max((seconds(one.get("lastTransitionTime") or "") for one in conditions.values()), default=0.0)
+
+
+def _failure(status: Object, conditions: Mapping[str, Object], terminated: Object, spec: Object) -> str:
+    """Describe how a pod failed, as a clause that follows the replica's name: "on node n1 exited with code 1"."""
+    code = terminated.get("exitCode", 0)
+    how = describe_code(128 - code if code > 128 else code) if terminated else "failed"
+    reason = terminated.get("reason")
+    if reason == "OOMKilled":
+        limits = (spec["containers"][0].get("resources") or {}).get("limits") or {}
+        how = f"was killed for want of memory (OOMKilled), of which it had {limits.get('memory', 'no limit')} (memMB)"
+    elif reason in ("StartError", "ContainerCannotRun", "ContainerStatusUnknown"):
+        how = f"could not be started ({reason}): {terminated.get('message', '')}".rstrip(": ")
+    elif terminated.get("message") and not terminated["message"].startswith("{"):
+        how += f": {one_line(terminated['message'].strip().splitlines()[-1], _LONGEST_LINE)}"
+    disruption = conditions.get("DisruptionTarget") or {}
+    if status.get("reason"):
+        # Evicted, NodeLost, DeadlineExceeded, UnexpectedAdmissionError ...
+        how = f"was ended by its node ({status['reason']}: {status.get('message', '')})".replace(": )", ")")
+    elif disruption.get("status") == "True":
+        how = f"was taken away by Kubernetes ({disruption.get('reason', '')}: {disruption.get('message', '')})"
+    return f"on node {spec['nodeName']} {how}" if spec.get("nodeName") else how
+
+
+def seconds(text: str) -> float:
+    """Convert a Kubernetes time such as ``2026-11-20T10:11:12Z`` to seconds since the epoch; 0.0 for an empty text."""
+    return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp() if text else 0.0

@@ -1,0 +1,199 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Run apps on a Kubernetes cluster, with TorchX's pods and workspaces.
+
+The API server holds the whole state of an app, so any process on any machine can query and cancel it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+
+from docker.errors import DockerException
+from torchx.specs import AppDef
+from torchx.workspace.docker_workspace import DockerWorkspaceMixin
+
+from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery
+from torchx_monarch.backends.core.errors import SubmitError, UserError
+from torchx_monarch.backends.core.snapshot import Outcome
+from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.kubernetes import jobs, logs, names, objects, snapshot, stop, submit, volcano
+from torchx_monarch.backends.kubernetes.attempts import Attempt
+from torchx_monarch.backends.kubernetes.native import Api, KubernetesError
+from torchx_monarch.backends.kubernetes.options import KubernetesOpts, check
+from torchx_monarch.backends.kubernetes.request import KubernetesRequest, collection
+from torchx_monarch.backends.kubernetes.snapshot import KubernetesSnapshot
+from torchx_monarch.model.env_names import replica0_variable
+
+
+class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSnapshot]):
+    """Runs each replica as a pod of the cluster that the kubeconfig names."""
+
+    options = KubernetesOpts
+    capabilities = Capabilities(separates_roles=True, removes_running_apps=True, kills=False, separate_streams=False)
+    config_section = "kubernetes"
+
+    def __init__(self) -> None:
+        self.workspace: DockerWorkspaceMixin = DockerWorkspaceMixin()
+        self._connected: Api | None = None
+
+    @property
+    def _api(self) -> Api:
+        if self._connected is None:
+            self._connected = Api.from_environment()
+        return self._connected
+
+    def close(self) -> None:
+        """Close the connections."""
+        if self._connected is not None:
+            self._connected.close()
+            self._connected = None
+
+    # -- submitting ----------------------------------------------------------------------------------------------------
+
+    def check_options(self, options: KubernetesOpts) -> None:
+        """Check the options and the cluster's configuration.
+
+        Raises:
+            InvalidRunConfigException: the value of an option is not allowed.
+            KubernetesError: no cluster is configured, and ``mode=auto`` or ``validate_spec`` needs one.
+        """
+        check(options)
+        if options.mode == "auto" or options.validate_spec:
+            _ = self._api
+
+    def replica0_host(self, app: AppDef, role: int) -> str:
+        """Return the reference ``@VARIABLE`` to the variable that holds the DNS name of the role's replica 0."""
+        return f"@{replica0_variable(role)}"
+
+    def render(self, app: AppDef, submitted: SubmittedApp, options: KubernetesOpts) -> KubernetesRequest:
+        """Return the request that runs an app.
+
+        Queries the cluster for Volcano (``mode=auto``) and has it validate the objects (``validate_spec``).
+
+        Raises:
+            UserError: the app cannot run on Kubernetes.
+            KubernetesError: the cluster is unreachable or would refuse the objects.
+        """
+        try:
+            images = self.workspace.dryrun_push_images(app, options)
+        except KeyError as error:  # an image was built, and there is no repository for it
+            raise UserError(str(error.args[0])) from None
+        for role, pushed in zip(submitted.app.roles, app.roles, strict=True):
+            role.image = pushed.image
+        record = {
+            names.ANNOTATION_APP: submitted.pack(),
+            names.ANNOTATION_OPTIONS: json.dumps({"grace": options.grace, "pull_timeout": options.pull_timeout}),
+        }
+        size = sum(len(key) + len(value) for key, value in record.items())
+        if size > names.LARGEST_ANNOTATIONS:
+            raise UserError(
+                f"the app takes {size} bytes when it is packed, and Kubernetes keeps {names.LARGEST_ANNOTATIONS} "
+                "with an object; put what is large among its arguments and environment into files"
+            )
+        mode = options.mode
+        if mode == "auto":
+            mode = "volcano" if objects.has_volcano(self._api) else "job"
+        render = volcano.render if mode == "volcano" else jobs.render
+        # A dry run with mode=job,validate_spec=False needs no cluster, and may have no context with a namespace.
+        offline = options.mode == "job" and not options.validate_spec
+        namespace = options.namespace or ("default" if offline and not self._is_configured() else self._api.namespace)
+        request = render(app, submitted.roles, options, namespace, record)
+        request.images_to_push = images
+        if options.validate_spec:
+            submit.validate(self._api, request)
+        return request
+
+    def _is_configured(self) -> bool:
+        try:
+            return bool(self._api)
+        except KubernetesError:
+            return False
+
+    def submit(self, request: KubernetesRequest, submitted: SubmittedApp, credentials: str) -> str:
+        """Push the images, create all objects of a request, and return the app's id.
+
+        Raises:
+            SubmitError: an image could not be pushed.
+            KubernetesError: an object could not be created; those created before are removed.
+        """
+        try:
+            self.workspace.push_images(request.images_to_push)
+        except (DockerException, RuntimeError) as error:  # TorchX raises RuntimeError when the repository refuses
+            raise SubmitError(f"the image of the workspace could not be pushed: {error}") from error
+        submit.submit(self._api, request, credentials)
+        return f"{request.namespace}:{request.app_id}"
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def snapshot(self, app_id: str, *, brief: bool = False) -> KubernetesSnapshot | None:
+        """Read the state of an app; return None if it does not exist.
+
+        Raises:
+            KubernetesError: the cluster is unreachable or refuses.
+        """
+        try:
+            namespace, name = names.split(app_id)
+        except ValueError:
+            return None  # no app has such an id
+        found = objects.find(self._api, namespace, name)
+        if found is None:
+            return None
+        return snapshot.assemble(found if brief else objects.with_refusals(self._api, found), time.time())
+
+    def snapshots(self, options: Cfg) -> list[KubernetesSnapshot]:
+        """Read the state of this scheduler's apps in one namespace. (TorchX lists all Volcano jobs of all users.)
+
+        Args:
+            options: its ``namespace`` is the namespace; without it, that of the kubeconfig's context.
+
+        Raises:
+            KubernetesError: the cluster is unreachable or refuses.
+        """
+        namespace = str(options.get("namespace") or self._api.namespace)
+        now = time.time()
+        return [snapshot.assemble(one, now) for one in objects.find_all(self._api, namespace)]
+
+    def read_log(
+        self, app: KubernetesSnapshot, role: str, replica: int, query: LogQuery[KubernetesSnapshot]
+    ) -> Iterator[str]:
+        """Yield the lines of one replica's log, from all of its pods that still exist.
+
+        Raises:
+            KubernetesError: the cluster is unreachable or refuses.
+        """
+
+        def attempts() -> Sequence[Attempt]:
+            latest = query.latest() if query.follow else None
+            return (latest or app).attempts[role, replica]
+
+        return logs.lines(self._api, collection("v1", "Pod", app.objects.namespace), attempts, query)
+
+    def native_request(self, app_id: str) -> tuple[KubernetesRequest, SubmittedApp | None] | None:
+        """Return the app's record and Jobs as the API server has them; None if the app does not exist."""
+        app = self.snapshot(app_id, brief=True)
+        if app is None:
+            return None
+        found = app.objects
+        submitted = SubmittedApp(app.app, [role.spec for role in app.roles]) if app.app else None
+        return KubernetesRequest(found.mode, found.namespace, found.name, [found.record, *found.jobs]), submitted
+
+    # -- ending --------------------------------------------------------------------------------------------------------
+
+    def stop(self, app: KubernetesSnapshot, outcome: Outcome, grace: float | None) -> None:
+        """Begin to end what is left of an app. The pods have their grace period, whatever ``grace`` is.
+
+        Raises:
+            KubernetesError: the cluster is unreachable or refuses.
+        """
+        stop.stop(self._api, app, outcome)
+
+    def remove(self, app: KubernetesSnapshot) -> None:
+        """Delete all objects of an app; running pods get their grace period.
+
+        Raises:
+            KubernetesError: the cluster is unreachable or refuses.
+        """
+        stop.remove(self._api, app)

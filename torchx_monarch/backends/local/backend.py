@@ -1,0 +1,252 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Run apps on this machine, under a supervisor that outlives the submitter, and keep their state on disk.
+
+The backend answers every query from the app's folder, so any process can query an app: the submitter, another shell, or
+a process after a reboot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pprint
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from torchx.specs import AppDef
+
+from torchx_monarch.backends.core import state_files, submitted_app
+from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery
+from torchx_monarch.backends.core.errors import BackendError
+from torchx_monarch.backends.core.options import MonarchOpts
+from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
+from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.local import folder, owners, render, request, state, submit
+from torchx_monarch.backends.local.request import LocalRequest
+from torchx_monarch.backends.local.status import AppRecord, RoleRecord
+from torchx_monarch.backends.local.submit import StateAccessError
+from torchx_monarch.insight import events
+from torchx_monarch.model.role_spec import RoleSpec
+from torchx_monarch.supervisor import log_reader
+
+_log = logging.getLogger("torchx_monarch")
+
+_READS_PER_PROCESS_CHECK = 25
+"""Reads of the status file for each check of the processes, while a caller waits for an app's end."""
+
+
+@dataclass
+class LocalOpts(MonarchOpts):
+    """Run options of monarch_local."""
+
+    auto_set_cuda_visible_devices: bool = False
+    """Divide this machine's GPUs between the replicas by setting CUDA_VISIBLE_DEVICES."""
+
+
+class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
+    """Runs each replica as a process on this machine.
+
+    The replicas run in the current folder, or in ``role.image`` if that is a folder. Requested CPUs and memory are not
+    enforced. All data of an app is in one folder below the state directory (see ``core.state_files``) until it is
+    deleted or pruned (see ``prune``).
+    """
+
+    options = LocalOpts
+    capabilities = Capabilities(network=False, waits_for_cancel=True, shares_interpreter=True)
+    poll = 0.02
+
+    def __init__(self) -> None:
+        self._checks: dict[str, int] = {}
+
+    # -- submitting ----------------------------------------------------------------------------------------------------
+
+    def render(self, app: AppDef, submitted: SubmittedApp, options: LocalOpts) -> LocalRequest:
+        """Return the request that runs an app."""
+        return render.render(
+            app,
+            submitted.roles,
+            grace=options.grace,
+            assign_gpus=options.auto_set_cuda_visible_devices,
+            environ=os.environ,
+            lease=options.lease,
+        )
+
+    def show(self, request: LocalRequest) -> str:
+        """Return a request as text for a dry run."""
+        return pprint.pformat(asdict(request), indent=2, width=80, sort_dicts=False)
+
+    def submit(self, request: LocalRequest, submitted: SubmittedApp, credentials: str) -> str:
+        """Start the app and return its id: the request's, or another one if an app of that id exists.
+
+        Raises:
+            StateDirError: the state directory cannot be written; nothing was started.
+            SubmitError: the supervisor could not be started; nothing is left of the app.
+        """
+        return submit.submit(request, submitted)
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def snapshot(self, app_id: str, *, brief: bool = False) -> AppSnapshot | None:
+        """Read the state of an app; return None if it does not exist.
+
+        Raises:
+            StateAccessError: the app's folder is a link, belongs to another user, or may not be read.
+        """
+        if not state_files.is_app_id(app_id):
+            return None
+        paths = state_files.app_paths(app_id)
+        record = _look(paths)
+        if record is None:
+            return None
+        watching = state.load_owners(paths)
+        hostname = watching.machine.hostname if watching else os.uname().nodename
+        grace = float(LocalOpts.grace)
+        with contextlib.suppress(state_files.DamagedFileError):
+            rendered = request.load(paths)
+            grace = rendered.grace if rendered else grace
+        app = _snapshot(paths.app_id, record, hostname, None if brief else submitted_app.load(paths.app, paths.trusted))
+        # Each restart of ranks within one start of their hosts is an event.
+        ranks = 0 if brief else sum(event["kind"] == "rank_restart" for event in events.read(paths.events)[0])
+        return replace(app, grace=grace, restarts=record.restarts + ranks, ui_url=Path(paths.root).as_uri())
+
+    def snapshots(self, options: Cfg) -> list[AppSnapshot]:
+        """Read the state of all apps in the state directory, the newest first; warn of folders of other users.
+
+        Raises:
+            StateAccessError: another user owns the state directory.
+        """
+        try:
+            app_ids = [*state_files.app_ids(), *state.removed_but_running(state_files.apps_dir())]
+        except OSError as error:
+            raise StateAccessError.of(error, state_files.apps_dir()) from None
+        found = []
+        for app_id in app_ids:
+            paths = state_files.app_paths(app_id)
+            try:
+                record = _look(paths)
+            except StateAccessError as error:
+                _log.warning("%s", error)
+                continue
+            if record is not None:
+                found.append(_snapshot(app_id, record, "", None))
+        return sorted(found, key=lambda app: app.created, reverse=True)
+
+    def read_log(self, app: AppSnapshot, role: str, replica: int, query: LogQuery[AppSnapshot]) -> Iterator[str]:
+        """Yield lines of a replica's log; of both streams together if no stream is named. Times are right to 0.1 s."""
+        paths = state_files.app_paths(app.app_id)
+        return log_reader.lines(
+            paths.replica_logs(role, replica),
+            query.stream.value if query.stream else "combined",
+            since=query.since,
+            until=query.until,
+            ended=query.has_ended,
+            follow=query.follow,
+            below=paths.trusted,
+        )
+
+    def native_request(self, app_id: str) -> tuple[LocalRequest, SubmittedApp | None] | None:
+        """Return the request as submitted; None if the app does not exist or its files are damaged."""
+        if not state_files.is_app_id(app_id):
+            return None
+        paths = state_files.app_paths(app_id)
+        submitted = submitted_app.load(paths.app, paths.trusted)
+        with contextlib.suppress(state_files.DamagedFileError):
+            rendered = request.load(paths)
+            return None if rendered is None or submitted is None else (rendered, submitted)
+        return None
+
+    def events_path(self, app_id: str) -> Path:
+        """Return the path of the app's events file."""
+        return Path(state_files.app_paths(app_id).events)
+
+    def still_runs(self, app: AppSnapshot) -> bool:
+        """Return whether a supervisor of the app runs, whatever the files say."""
+        return bool(state.supervisors(state_files.app_paths(app.app_id)))
+
+    def has_ended(self, app_id: str) -> bool:
+        """Return whether an app has ended or does not exist, mostly from its status file alone."""
+        paths = state_files.app_paths(app_id)
+        checks = self._checks.get(app_id, 0)
+        self._checks[app_id] = checks + 1
+        now = state.recorded(paths) if checks % _READS_PER_PROCESS_CHECK else None
+        now = now or _look(paths)  # an app whose folder was removed may still run
+        return now is None or now.terminal
+
+    # -- ending --------------------------------------------------------------------------------------------------------
+
+    def stop(self, app: AppSnapshot, outcome: Outcome, grace: float | None) -> None:
+        """Ask the app's supervisor to end the app.
+
+        Raises:
+            BackendError: the app runs on another machine.
+        """
+        paths = state_files.app_paths(app.app_id)
+        if not state.supervisors(paths):
+            watching = state.load_owners(paths)
+            if watching is not None and watching.life(watching.supervisor) is owners.ProcessStatus.ELSEWHERE:
+                machine = watching.machine.hostname
+                raise BackendError(f"app {app.app_id} runs on {machine}; it can only be cancelled there")
+        state.request_stop(paths, grace)
+
+    def remove(self, app: AppSnapshot) -> None:
+        """Remove the app's folder."""
+        folder.remove_app(state_files.app_paths(app.app_id))
+
+
+def _look(paths: state_files.AppPaths) -> AppRecord | None:
+    """Return the current state of an app; None if it does not exist.
+
+    Raises:
+        StateAccessError: the app's folder is a link, belongs to another user, or may not be read.
+    """
+    try:
+        paths.check_owner()
+    except FileNotFoundError:
+        return state.orphaned_record(paths)
+    except NotADirectoryError:
+        return None
+    except OSError as error:
+        raise StateAccessError.of(error, paths.root) from None
+    return state.current_state(paths)
+
+
+def _snapshot(app_id: str, record: AppRecord, hostname: str, submitted: SubmittedApp | None) -> AppSnapshot:
+    """Convert the record of an app, whose state its supervisor has decided.
+
+    Args:
+        app_id: id of the app.
+        record: the record.
+        hostname: the name of the machine on which it runs.
+        submitted: the app as submitted; None if it is not needed or damaged.
+    """
+    specs = {spec.name: spec for spec in submitted.roles} if submitted else {}
+    return AppSnapshot(
+        app_id=app_id,
+        name=record.name,
+        roles=[_role(role, specs.get(role.name), hostname) for role in record.roles],
+        app=submitted.app if submitted else None,
+        created=record.created,
+        is_supervised=True,
+        native=Outcome(record.state, record.msg, record.error or "", record.ended or 0.0),
+        restarts=record.restarts,
+    )
+
+
+def _role(role: RoleRecord, spec: RoleSpec | None, hostname: str) -> RoleSnapshot:
+    replicas = [
+        ReplicaSnapshot(
+            role.name,
+            replica.id,
+            replica.state,
+            hostname=hostname,
+            started=replica.started or 0.0,
+            ended=replica.ended or 0.0,
+            restarts=replica.restarts,
+            error=replica.error or "",
+        )
+        for replica in role.replicas
+    ]
+    return RoleSnapshot(spec or RoleSpec(role.name, len(replicas)), replicas)

@@ -1,0 +1,251 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Submit apps to Slurm.
+
+It does not use TorchX's Slurm scheduler, which makes every replica a job component, fails on pending jobs with a
+KeyError (on Slurm 22.05), looks for logs in the directory of submission only, and cuts environment values at commas.
+None of these can be fixed from outside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from torchx.specs import AppDef
+from torchx.workspace.dir_workspace import DirWorkspaceMixin
+
+from torchx_monarch.backends.core import state_files, submitted_app
+from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery
+from torchx_monarch.backends.core.errors import SubmitError, UserError
+from torchx_monarch.backends.core.snapshot import Outcome
+from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.slurm import cancel, folder, job_state, native, prune, records, render, snapshot
+from torchx_monarch.backends.slurm.folder import JobFolder
+from torchx_monarch.backends.slurm.native import Job, SlurmError
+from torchx_monarch.backends.slurm.options import SlurmOpts
+from torchx_monarch.backends.slurm.records import EndRecord
+from torchx_monarch.backends.slurm.request import SlurmRequest
+from torchx_monarch.backends.slurm.snapshot import SlurmSnapshot
+from torchx_monarch.insight import events
+from torchx_monarch.model import codec
+from torchx_monarch.model.env_names import replica0_variable
+from torchx_monarch.supervisor import log_reader
+
+_ASK_EVERY = 5.0
+"""Seconds between two queries to Slurm while waiting for an app to end: all users share slurmctld."""
+
+_ASK_AFTER_END = 0.5
+"""Seconds between two queries to Slurm once the job's own record says that it has ended."""
+
+
+class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
+    """Runs each role as a component of a Slurm job, and each replica as the task of one node.
+
+    It needs Slurm's commands, and a folder that all nodes see, such as, usually, the home directory.
+    """
+
+    options = SlurmOpts
+    capabilities = Capabilities(shares_interpreter=True)
+    poll = 0.05
+    config_section = "slurm"
+
+    def __init__(self) -> None:
+        self.workspace = DirWorkspaceMixin()
+        self._asked: dict[str, float] = {}
+
+    # -- submitting ----------------------------------------------------------------------------------------------------
+
+    def check_options(self, options: SlurmOpts) -> None:
+        """Check the run options that do not depend on the app."""
+        render.check_options(options)
+
+    def replica0_host(self, app: AppDef, role: int) -> str:
+        """Return ``@VARIABLE``; the job sets the variable to the node of the role's replica 0."""
+        return f"@{replica0_variable(role)}"
+
+    def render(self, app: AppDef, submitted: SubmittedApp, options: SlurmOpts) -> SlurmRequest:
+        """Return the request that runs an app."""
+        return render.render(app, submitted, options)
+
+    def submit(self, request: SlurmRequest, submitted: SubmittedApp, credentials: str) -> str:
+        """Submit the job and return its id.
+
+        Raises:
+            SubmitError: the job's folder cannot be written. It is removed.
+            SlurmError: sbatch fails. The folder is removed.
+        """
+        if os.path.exists(request.folder):  # the same dry run may be submitted twice
+            request = request.renamed(folder.new(request.name, os.path.dirname(request.folder)))
+        paths = JobFolder(request.folder)
+        began = time.time()
+        try:
+            os.makedirs(os.path.dirname(paths.root), mode=0o700, exist_ok=True)
+            os.mkdir(paths.root, 0o700)
+            if request.sbatch.get("array"):
+                os.mkdir(paths.array)
+            state_files.write_json(paths.app, {"created": began, **submitted.to_json()})
+            state_files.write_json(paths.request, request.with_credentials(credentials).to_json())
+            with open(paths.script, "x") as file:
+                file.write(request.script)
+        except OSError as error:
+            shutil.rmtree(paths.root, ignore_errors=True)
+            where = error.filename or paths.root
+            raise SubmitError(
+                f"cannot write the folder of the job, {where}: {error.strerror} (run option job_dir)"
+            ) from None
+        try:
+            app_id = native.submit(request.command(paths.script))
+        except SlurmError:
+            shutil.rmtree(paths.root, ignore_errors=True)
+            raise
+        folder.link_id(app_id, paths.root)
+        events.append(paths.events, "submitted", f"submitted as job {app_id}", seconds=time.time() - began)
+        with contextlib.suppress(OSError):
+            prune.prune()
+        return app_id
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def snapshot(self, app_id: str, *, brief: bool = False) -> SlurmSnapshot | None:
+        """Read the state of an app; return None if no app of this scheduler has this id.
+
+        Raises:
+            SlurmError: a command of Slurm's fails or cannot be run.
+        """
+        job = snapshot.look(app_id)
+        return snapshot.of_app(app_id, job, brief=brief) if job else None
+
+    def snapshots(self, options: Cfg) -> list[SlurmSnapshot]:
+        """Read the states of the apps of this state directory and of this user's other apps that Slurm remembers.
+
+        Raises:
+            SlurmError: a command of Slurm's fails or cannot be run.
+        """
+        live: dict[str, list[Job]] = {}
+        for job in native.listed_jobs():
+            live.setdefault(job.leader, []).append(job)
+        known = folder.known()
+        for app_id, jobs in live.items():
+            noted = folder.noted(jobs[0].comment)
+            if noted is not None and not folder.is_deleted(app_id, noted):
+                known[app_id] = noted
+        states = {
+            app_id: ended
+            for app_id, paths in known.items()
+            if app_id not in live and (ended := job_state.of_ended(paths, records.read(EndRecord, paths.end)))
+        }
+        recorded = native.recorded_jobs([app_id for app_id in known if app_id not in live and app_id not in states])
+        found = []
+        for app_id in sorted(known, key=int, reverse=True):
+            seen, accounts = live.get(app_id, []), recorded.get(app_id, [])
+            state = states.get(app_id)
+            if state is None:
+                ask = partial(native.recorded_job, app_id) if seen else partial(list, accounts)
+                state = snapshot.known(known[app_id], seen, ask)
+            app = snapshot.submitted(known[app_id])
+            records_seen = seen or accounts
+            name = app.app.name if app else records_seen[0].name if records_seen else ""
+            found.append(SlurmSnapshot(app_id=app_id, name=name, roles=[], native=state.outcome, job=state))
+        return found
+
+    def read_log(self, app: SlurmSnapshot, role: str, replica: int, query: LogQuery[SlurmSnapshot]) -> Iterator[str]:
+        """Yield lines of a replica's log; of both streams together if no stream is named. Times are right to 0.1 s."""
+        run_id, run, own = snapshot.locate_replica(app, role, replica)
+        return log_reader.lines(
+            run.folder.replica_logs(role, own),
+            query.stream.value if query.stream else "combined",
+            since=query.since,
+            until=query.until,
+            ended=lambda: self.has_ended(run_id),
+            follow=query.follow and not run.state.is_terminal,
+        )
+
+    def native_request(self, app_id: str) -> tuple[SlurmRequest, SubmittedApp | None] | None:
+        """Return the request as submitted; None if the app does not exist or its request.json is damaged."""
+        paths = snapshot.folder_of(app_id)
+        if paths is None:
+            return None
+        try:
+            request = SlurmRequest.from_json(state_files.read_json(paths.request))
+        except codec.DecodeError:
+            return None
+        return request, submitted_app.load(paths.app)
+
+    def events_path(self, app_id: str) -> Path | None:
+        """Return the path of the app's events file; None if this state directory does not know its folder."""
+        known = snapshot.folder_of(app_id)
+        return Path(known.events) if known else None
+
+    def still_runs(self, app: SlurmSnapshot) -> bool:
+        """Return whether Slurm reports that the app runs, whatever its files say."""
+        return app.job.is_live
+
+    def check_removable(self, app: SlurmSnapshot) -> None:
+        """Check that the app is this user's, and no array task.
+
+        Raises:
+            UserError: it is not.
+        """
+        _check_owner(app)
+        if app.job.folder.whole != app.job.folder:
+            whole = app.app_id.partition("_")[0]
+            raise UserError(
+                f"{app.app_id} is one task of an array, which is deleted as a whole: {whole} (torchx cancel ends it "
+                "alone)"
+            )
+
+    def has_ended(self, app_id: str) -> bool:
+        """Return whether an app has ended or does not exist; at most every 5 s, or 0.5 s once its record says so."""
+        now = time.monotonic()
+        known = snapshot.folder_of(app_id)
+        is_recorded = known is not None and snapshot.has_recorded_end(known)
+        if now < self._asked.get(app_id, -_ASK_EVERY) + (_ASK_AFTER_END if is_recorded else _ASK_EVERY):
+            return False
+        self._asked[app_id] = now
+        with contextlib.suppress(SlurmError):
+            job = snapshot.look(app_id)
+            return job is None or not job.is_live
+        return False
+
+    # -- ending --------------------------------------------------------------------------------------------------------
+
+    def stop(self, app: SlurmSnapshot, outcome: Outcome, grace: float | None) -> None:
+        """Cancel an app and return immediately.
+
+        Args:
+            app: the app.
+            outcome: ignored: the batch step ends the rest of an app that has succeeded or failed.
+            grace: seconds from SIGTERM to SIGKILL: 0 to kill immediately; None, and any other value, for the app's run
+                option, since the batch step knows no other.
+
+        Raises:
+            UserError: the job belongs to another user.
+            SlurmError: a command of Slurm's fails or cannot be run.
+        """
+        _check_owner(app)
+        self._asked.pop(app.app_id, None)
+        cancel.cancel(app.app_id, app.job)
+        if grace == 0:
+            native.run(["scancel", "--signal=KILL", app.app_id])
+
+    def remove(self, app: SlurmSnapshot) -> None:
+        """Remove the job's folder."""
+        folder.delete(app.app_id, app.job.folder)
+
+
+def _check_owner(app: SlurmSnapshot) -> None:
+    """Check that an app is this user's: the comment of another user's job may name any folder.
+
+    Raises:
+        UserError: it is not.
+    """
+    if owner := app.job.other_user:
+        raise UserError(
+            f"job {app.app_id} belongs to another user, {owner}: only that user can cancel or delete it by torchx"
+        )

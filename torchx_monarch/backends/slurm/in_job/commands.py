@@ -1,0 +1,64 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Run Slurm's commands on the job, or the array task, around this process."""
+
+from __future__ import annotations
+
+_TIMEOUT = 60.0
+"""Seconds that a command may take."""
+
+RUNNING = "RUNNING"
+
+
+class JobCommands:
+    """Slurm's commands for one job.
+
+    Args:
+        job_id: id of the job or the array task.
+        is_array_task: whether it is an array task.
+    """
+
+    def __init__(self, job_id: str, is_array_task: bool) -> None:
+        self.job_id = job_id
+        self._is_array_task = is_array_task
+
+    def state(self) -> str:
+        """Return Slurm's state of the job; empty if squeue fails."""
+        return (self._ask("--format=%T") or [""])[0]
+
+    def signal_tasks(self) -> None:
+        """Request all tasks of all steps to stop (``task``)."""
+        if not self._is_array_task:
+            _run("scancel", "--signal=URG", self.job_id)
+            return
+        # Slurm is slow to signal an array task as a whole (``native._TOLD_WITHIN``), but not its steps.
+        if steps := [step for step in self._ask("--steps", "--format=%i") if step.rpartition(".")[2].isdigit()]:
+            _run("scancel", "--signal=URG", *steps)
+
+    def cancel(self) -> None:
+        """Cancel the job; Slurm then ends this process."""
+        _run("scancel", self.job_id)
+
+    def requeue(self) -> bool:
+        """Put the job back into the queue; Slurm then ends this process. Return whether Slurm accepts that."""
+        return _run("scontrol", "requeue", self.job_id) is not None
+
+    def _ask(self, *options: str) -> list[str]:
+        """Return the words that squeue prints of the job; none if it fails."""
+        return (_run("squeue", "--noheader", f"--jobs={self.job_id}", *options) or "").split()
+
+
+def _run(*words: str) -> str | None:
+    """Run a command and return its stdout; print a message and return None if it fails."""
+    import subprocess  # imported late: its import would delay the start of the steps
+
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_TIMEOUT, check=True)
+    except subprocess.CalledProcessError as error:
+        failure = error.stderr.strip()
+    except (OSError, subprocess.SubprocessError) as error:
+        failure = str(error)
+    else:
+        return done.stdout
+    print(f"{' '.join(words)}: {failure}", flush=True)
+    return None

@@ -1,0 +1,154 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The state of a job or an array task, from Slurm's records and the files in the job's folder.
+
+Slurm forgets a job some time after its end; from then on the files alone count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.core.snapshot import Outcome
+from torchx_monarch.backends.slurm import records, states
+from torchx_monarch.backends.slurm.folder import JobFolder
+from torchx_monarch.backends.slurm.native import Job
+from torchx_monarch.backends.slurm.records import BatchRecord, RunEnd
+from torchx_monarch.model import job_result
+from torchx_monarch.model.state import State
+
+
+@dataclass(frozen=True)
+class JobState:
+    """The state of a job, an array or an array task at one time.
+
+    Attributes:
+        folder: its folder; may not exist if it is on another machine.
+        outcome: its state and the reason, by Slurm and the batch step; not terminal while it waits or runs.
+        nodes: node list of each component; empty before nodes are assigned.
+        components: Slurm's records; empty if Slurm has forgotten the job.
+        record: the batch step's record (job.json); None if it is missing or damaged.
+        damage: what is wrong with job.json; empty if it is sound or missing.
+        tasks: for an array, the state of each task by index, in ascending order; empty otherwise.
+        other_user: name of the job's owner if that is another user; else empty.
+    """
+
+    folder: JobFolder
+    outcome: Outcome
+    nodes: list[str] = field(default_factory=list)
+    components: list[Job] = field(default_factory=list)
+    record: BatchRecord | None = None
+    damage: str = ""
+    tasks: Mapping[int, JobState] = field(default_factory=dict)
+    other_user: str = ""
+
+    @property
+    def state(self) -> State:
+        """The state of its outcome."""
+        return self.outcome.state
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether a terminal state is final.
+
+        While Slurm cleans up the nodes (COMPLETING) it may still report another state, and once Slurm has forgotten the
+        job, a damaged job.json may still be restored.
+        """
+        if not self.components:
+            return not self.damage
+        return states.word(self.components[0].state) != "COMPLETING"
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it has not ended, or Slurm reports, whatever its files say, that it or a task of it waits or runs.
+
+        If job.json says that the app has ended but Slurm reports that it runs, the job is about to exit or the file is
+        wrong.
+        """
+        in_slurm = any(
+            not states.to_state(one.state).is_terminal and states.word(one.state) != "COMPLETING"
+            for one in self.components
+        )
+        return not self.state.is_terminal or in_slurm or any(task.is_live for task in self.tasks.values())
+
+
+def of_job(folder: JobFolder, components: list[Job], *, save: bool) -> JobState:
+    """Return the state of a job or an array task.
+
+    Args:
+        folder: the folder of the job or the array task.
+        components: Slurm's records; empty if Slurm has forgotten the job.
+        save: whether to save a final state in end.json.
+    """
+    record, damage = records.checked(BatchRecord, folder.job)
+    outcome = derive_outcome(components[0] if components else None, record, folder.is_cancelled, damage)
+    message = outcome.message
+    if damage and damage not in message:
+        message = f"{message}; {damage}" if message else damage
+    elif outcome.state is State.FAILED and record is None and not damage and os.path.isdir(folder.whole.root):
+        message += f"; it has written no record to {folder.root}: do all nodes see that folder (run option job_dir)?"
+    outcome = Outcome(outcome.state, message)
+    nodes = [one.nodes for one in components if one.nodes] or (record.nodes if record else [])
+    found = JobState(folder, outcome, nodes, components, record, damage)
+    if save and found.state.is_terminal and found.is_settled:
+        save_end(folder, {"state": found.state, "msg": message, "nodes": nodes})
+    return found
+
+
+def of_ended(folder: JobFolder, end: RunEnd | None) -> JobState | None:
+    """Return the state of a job or an array task from its saved end; None without one."""
+    if end is None:
+        return None
+    return JobState(folder, Outcome(end.state, end.msg), end.nodes, record=records.read(BatchRecord, folder.job))
+
+
+def save_end(folder: JobFolder, end: Mapping[str, Any]) -> None:
+    """Save the final state in end.json, for when Slurm has forgotten the job.
+
+    Args:
+        folder: the folder; nothing is saved if it does not exist.
+        end: the content, as ``records.EndRecord`` reads it.
+    """
+    if not os.path.isdir(folder.root) or state_files.read_json(folder.end) == end:
+        return
+    with contextlib.suppress(OSError):  # another user's folder, or a full disk: the next call tries again
+        state_files.write_json(folder.end, end)
+
+
+def derive_outcome(job: Job | None, record: BatchRecord | None, cancelled: bool, damage: str = "") -> Outcome:
+    """Derive the state of a job, and the reason for it, which is empty if there is nothing to add to the state.
+
+    Args:
+        job: Slurm's record; None if Slurm has forgotten the job.
+        record: the batch step's record; None if it is missing or damaged.
+        cancelled: whether this scheduler has cancelled the job.
+        damage: what is wrong with the batch step's record; empty if it is sound or missing.
+    """
+    recorded_outcome = Outcome(record.state, record.msg) if record and record.state.is_terminal else None
+    if job is None:
+        if recorded_outcome is not None:
+            return recorded_outcome
+        if cancelled:
+            return Outcome(State.CANCELLED, "cancelled")
+        if damage:
+            return Outcome(State.FAILED, f"how it ended is lost: {damage}")
+        if record:
+            reason = "Slurm has forgotten the job, and it was killed before it recorded how it ended"
+            return Outcome(State.FAILED, reason)
+        reason = "Slurm has forgotten the job, which had not started: scancel, or a start that failed"
+        return Outcome(State.CANCELLED, reason)
+    state = states.to_state(job.state)
+    if state is State.RUNNING and recorded_outcome is not None and not (record and record.outside):
+        return recorded_outcome  # Slurm cleans up the nodes, or its database lags behind
+    has_failed = recorded_outcome is not None and recorded_outcome.state is State.FAILED
+    if cancelled and (state is State.CANCELLED or state is State.FAILED and not has_failed):
+        return Outcome(State.CANCELLED, "cancelled")
+    if states.word(job.state) != "FAILED":
+        return Outcome(state, states.explanation(job.state, job.reason))
+    recorded_message = record.msg if record else ""
+    return Outcome(state, recorded_message or f"the job's script {job_result.describe_code(job.exit_code)}")

@@ -1,0 +1,133 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a backend must know of a role beside its command: what it runs, where it meets, how it ends and restarts.
+
+``command.rewrite`` derives the specs of an app's roles when it wraps their commands. Backends store them with the app.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+from torchx_monarch.model.sidecars import HasMetadata, is_sidecar
+
+
+class RetryPolicy(str, enum.Enum):
+    """What restarts when a replica fails, within ``max_retries``. The names are those of ``torchx.specs.RetryPolicy``.
+
+    Attributes:
+        REPLICA: the replica alone.
+        ROLE: all replicas of its role.
+        APPLICATION: all replicas of the app.
+    """
+
+    REPLICA = "REPLICA"
+    ROLE = "ROLE"
+    APPLICATION = "APPLICATION"
+
+
+class WorkloadKind(str, enum.Enum):
+    """What the host processes of a role run.
+
+    Attributes:
+        NONE: nothing: the role's command is an ordinary program, and its replicas have no host process.
+        RANKS: the ranks of a torchrun or Python command.
+        SESSION: runs that clients submit to a live allocation.
+        ACTORS: the actors of a Monarch client.
+    """
+
+    NONE = ""
+    RANKS = "ranks"
+    SESSION = "session"
+    ACTORS = "actors"
+
+
+class TorchXRole(HasMetadata, Protocol):
+    """The fields of ``torchx.specs.Role`` that a spec takes over; this package does not import TorchX."""
+
+    num_replicas: int
+    min_replicas: int | None
+    max_retries: int
+    retry_policy: enum.Enum
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """What a backend must know of a role beside its command.
+
+    Attributes:
+        name: name of the role.
+        replicas: number of replicas.
+        min_replicas: how many of them the role needs, replica 0 among them; None for all.
+        sidecar: whether the app ends without waiting for the role.
+        max_retries: how often the scope of ``retry_policy`` is restarted.
+        retry_policy: what restarts when a replica fails.
+        workload: what its host processes run.
+        rendezvous: address of its replica 0, as in ``HostSpec.rendezvous``; empty if its hosts share one machine, or it
+            has none.
+        ends_together: whether its hosts end and restart with those of the other roles (``controller.roles``).
+        awaits_clients: whether clients connect to its hosts from outside.
+    """
+
+    name: str
+    replicas: int = 1
+    min_replicas: int | None = None
+    sidecar: bool = False
+    max_retries: int = 0
+    retry_policy: RetryPolicy = RetryPolicy.APPLICATION
+    workload: WorkloadKind = WorkloadKind.NONE
+    rendezvous: str = ""
+    ends_together: bool = False
+    awaits_clients: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        role: TorchXRole,
+        workload: WorkloadKind = WorkloadKind.NONE,
+        rendezvous: str = "",
+        ends_together: bool = False,
+    ) -> RoleSpec:
+        """Return the spec of a TorchX role; the other arguments are attributes.
+
+        Raises:
+            SidecarError: the role's sidecar mark is invalid.
+        """
+        return cls(
+            name=role.name,
+            replicas=role.num_replicas,
+            min_replicas=role.min_replicas,
+            sidecar=is_sidecar(role),
+            max_retries=role.max_retries,
+            retry_policy=RetryPolicy(str(role.retry_policy.value)),
+            workload=workload,
+            rendezvous=rendezvous,
+            ends_together=ends_together,
+        )
+
+    @property
+    def runs_hosts(self) -> bool:
+        """Whether its replicas run host processes, which end together when one of them fails."""
+        return self.workload is not WorkloadKind.NONE
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the role tolerates any failed replica."""
+        return self.min_replicas is not None and self.min_replicas < self.replicas
+
+    def tolerates(self, failed: Collection[int]) -> bool:
+        """Return whether the role can still succeed when these of its replicas have failed for good."""
+        fewest = self.replicas if self.min_replicas is None else self.min_replicas
+        return not failed or (0 not in failed and self.replicas - len(failed) >= fewest)
+
+    def succeeded(self, succeeded: Collection[int], failed: Collection[int]) -> bool:
+        """Return whether the role has succeeded: all replicas have ended, and it tolerates those that have failed.
+
+        Args:
+            succeeded: ids of the replicas that have succeeded.
+            failed: ids of the replicas that have failed for good.
+        """
+        return len(succeeded) + len(failed) >= self.replicas and self.tolerates(failed)

@@ -1,0 +1,77 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Describe apps for TorchX.
+
+The names, messages and error files of jobs come from programs, and from files that any user may have written. TorchX
+prints them unchanged, and its parser for error files fails on some of them, so they are made printable here.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from torchx.schedulers.api import DescribeAppResponse, ListAppResponse
+from torchx.specs import NONE, AppDef, AppState, ReplicaStatus, Role, RoleStatus
+
+from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot, RoleSnapshot
+from torchx_monarch.backends.core.state import AppStatus, count_restarts
+from torchx_monarch.system.safe_files import parse_json
+from torchx_monarch.system.untrusted_text import one_line, printable
+
+
+def describe(app: AppSnapshot, status: AppStatus) -> DescribeAppResponse:
+    """Return TorchX's description of an app, with the roles as the user wrote them."""
+    # Only a damaged record lacks the app: TorchX then shows at least the replicas.
+    written = app.app or AppDef(app.name, [Role(role.spec.name, image="") for role in app.roles])
+    return DescribeAppResponse(
+        app_id=app.app_id,
+        state=AppState[status.state.value],
+        num_restarts=count_restarts(app),
+        msg=printable(status.message) or NONE,
+        structured_error_msg=_error(status.error),
+        ui_url=app.ui_url or None,
+        metadata=written.metadata,
+        roles_statuses=[_role(role, status) for role in app.roles],
+        roles=written.roles,
+    )
+
+
+def summarize(app: AppSnapshot, status: AppStatus) -> ListAppResponse:
+    """Return TorchX's entry for an app in a list."""
+    return ListAppResponse(app.app_id, AppState[status.state.value], name=one_line(app.name))
+
+
+def _role(role: RoleSnapshot, status: AppStatus) -> RoleStatus:
+    return RoleStatus(one_line(role.spec.name), [_replica(replica, status) for replica in role.replicas])
+
+
+def _replica(replica: ReplicaSnapshot, status: AppStatus) -> ReplicaStatus:
+    return ReplicaStatus(
+        id=replica.id,
+        state=AppState[status.shown(replica).value],
+        role=one_line(replica.role),
+        hostname=one_line(replica.hostname),
+        hostaddr=one_line(replica.address) or NONE,
+        structured_error_msg=_error(replica.error),
+    )
+
+
+def _error(text: str) -> str:
+    """Return an error file with printable texts; NONE for text that TorchX could not parse as JSON."""
+    if not text:
+        return str(NONE)
+    try:
+        return json.dumps(_texts(parse_json(text)))
+    except (ValueError, RecursionError):
+        return str(NONE)
+
+
+def _texts(value: Any) -> Any:
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, list):
+        return [_texts(each) for each in value]
+    if isinstance(value, dict):
+        return {one_line(name): _texts(each) for name, each in value.items()}
+    return value

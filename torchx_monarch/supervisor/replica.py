@@ -1,0 +1,287 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""One replica under the supervisor: its process, its pipes and logs, its record."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchx_monarch.backends.core.snapshot import ReplicaSnapshot
+from torchx_monarch.model import job_result
+from torchx_monarch.model.role_spec import RoleSpec
+from torchx_monarch.model.state import State
+from torchx_monarch.supervisor import log_writer, spawn
+from torchx_monarch.supervisor.records import ReplicaRecord, ReplicaRequest
+from torchx_monarch.system import error_files, open_files, processes, safe_files
+from torchx_monarch.system.untrusted_text import one_line
+
+#: The maximum capacity of a pipe of an unprivileged process.
+_PIPE_BYTES = 1024 * 1024
+
+#: The exit status of shells for a command that was not found.
+EXIT_NOT_STARTED = 127
+
+
+class Replica:
+    """One replica, as the supervisor manages it.
+
+    Attributes:
+        role_index: index of its role in the app.
+        spec: how its role ends and restarts.
+        record: its entry in the status file.
+        log_dir: the folder of its logs.
+        logs: its log files.
+        stopping: whether the supervisor has asked it to stop, so that its end is not a failure.
+        final: whether it must not be retried: its command cannot be started, or it has asked for no restart.
+        failure: why it failed, in words; "" while it has not failed.
+    """
+
+    def __init__(
+        self,
+        role_index: int,
+        spec: RoleSpec,
+        request: ReplicaRequest,
+        record: ReplicaRecord,
+        log_dir: str,
+        env: Mapping[str, str],
+        selector: selectors.BaseSelector,
+    ) -> None:
+        self.role_index = role_index
+        self.spec = spec
+        self.record = record
+        self.stopping = False
+        self.final = False
+        self.failure = ""
+        self._killed_for = ""
+        self.log_dir = log_dir
+        self.logs = log_writer.ReplicaLogs(log_dir)
+        self._request = request
+        self._env = dict(env)
+        self._selector = selector
+        self._pipes: dict[int, str] = {}
+        self._error_file = self._env["TORCHELASTIC_ERROR_FILE"]
+        self._unreadable = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.spec.name}/{self.record.id}"
+
+    @property
+    def alive(self) -> bool:
+        return self.record.state is State.RUNNING
+
+    @property
+    def succeeded(self) -> bool:
+        return self.record.state is State.SUCCEEDED
+
+    def snapshot(self, state: State, is_error_lost: bool = False) -> ReplicaSnapshot:
+        """Return its snapshot.
+
+        Args:
+            state: the state in which the app counts it.
+            is_error_lost: as in ``ReplicaSnapshot``.
+        """
+        return ReplicaSnapshot(
+            self.spec.name,
+            self.record.id,
+            state,
+            started=self.record.started or 0.0,
+            ended=self.record.ended or 0.0,
+            failure=self.failure,
+            error=(self.read_error() or "") if self.record.state is State.FAILED else "",
+            is_error_lost=is_error_lost,
+        )
+
+    @property
+    def _stop_file(self) -> str:
+        """A file that exists once the supervisor has asked this start to stop; any other SIGTERM means preemption."""
+        return self._variables["MONARCH_STOP_FILE"]
+
+    @property
+    def _variables(self) -> dict[str, str]:
+        run_dir = self._env["MONARCH_RUN_DIR"]
+        return spawn.variables(run_dir, self.role_index, self.record.id, self.record.restarts)
+
+    @property
+    def marks(self) -> list[bytes]:
+        """Environment entries that every process of this replica has, unless it has removed them."""
+        return [processes.mark(name, self._env[name]) for name in (processes.MARKER, "MONARCH_LOG_DIR")]
+
+    def start(self) -> bool:
+        """Start the process; if that fails, return False: the replica has ended with EXIT_NOT_STARTED."""
+        self.stopping = self.final = False
+        self.failure = self._killed_for = ""
+        self.record.pid = self.record.exit_code = self.record.error = self.record.ended = None
+        self.record.started = time.time()
+        self._keep_old_error()
+        env = {**self._env, **self._variables}
+        pipes = [os.pipe2(os.O_CLOEXEC) for _ in (log_writer.STDOUT, log_writer.STDERR)]
+        try:
+            pid = spawn.spawn(self._request.args, env, self._request.cwd, pipes[0][1], pipes[1][1])
+        except (OSError, ValueError) as e:  # ValueError: a null byte in an argument
+            for end in (pipes[0][0], pipes[1][0]):
+                os.close(end)
+            reason = e.strerror if isinstance(e, spawn.SpawnError) else f"{e}{open_files.hint(e)}"
+            self.final = True
+            self._ended(EXIT_NOT_STARTED, f"replica {self.name} could not be started: {reason}")
+            return False
+        finally:
+            for end in (pipes[0][1], pipes[1][1]):
+                os.close(end)
+        self.adopt(pid, self.record.started, [end for end, _ in pipes])
+        return True
+
+    def adopt(self, pid: int, started: float, pipes: Sequence[int]) -> None:
+        """Manage a process that was started as ``start`` does.
+
+        Args:
+            pid: pid of the process.
+            started: when it was started, in seconds since the epoch.
+            pipes: read ends of its stdout and stderr.
+        """
+        self.record.pid, self.record.state, self.record.started = pid, State.RUNNING, started
+        for stream, end in zip((log_writer.STDOUT, log_writer.STDERR), pipes, strict=True):
+            os.set_blocking(end, False)
+            self._pipes[end] = stream
+            self._selector.register(end, selectors.EVENT_READ, self)
+
+    def read(self, fd: int) -> None:
+        """Read what one of its pipes holds."""
+        # A pipe of an earlier start may still be in the batch of events that the selector has returned.
+        if fd in self._pipes:
+            self._drain(fd, 4 * log_writer.CHUNK)
+
+    def _drain(self, fd: int, limit: int) -> None:
+        for data in log_writer.read_available(fd, limit):
+            if data:
+                self.logs.feed(self._pipes[fd], data)
+            else:
+                self._close_pipe(fd)
+
+    def _close_pipe(self, fd: int) -> None:
+        self._selector.unregister(fd)
+        del self._pipes[fd]
+        os.close(fd)
+
+    def close_pipes(self) -> None:
+        """Read what is left in the pipes and close them, even if other processes still hold the write ends."""
+        for fd in list(self._pipes):
+            # Read at most a pipe's capacity: an orphan process may write without end.
+            self._drain(fd, _PIPE_BYTES)
+            if fd in self._pipes:
+                self._close_pipe(fd)
+
+    def exited(self, code: int) -> None:
+        """Record that its process has ended.
+
+        Args:
+            code: exit code, -N for signal N.
+        """
+        for fd in list(self._pipes):
+            self._drain(fd, _PIPE_BYTES)
+        text = f"replica {self.name} (pid {self.record.pid}) {job_result.describe_code(code)}"
+        if self._killed_for:
+            text += f": {self._killed_for}"
+        if self.stopping and code:
+            text += " after a stop request"
+        elif code and (why := job_result.no_retry_reason(code, self.read_error())):
+            self.final = True
+            if self.spec.max_retries:
+                text += f"; not started again: {why}"
+        self._ended(code, text)
+
+    def _ended(self, code: int, text: str) -> None:
+        self.record.exit_code, self.record.ended = code, time.time()
+        if code == 0:
+            self.record.state = State.SUCCEEDED
+            return
+        self.record.error = self.read_error()
+        if self._unreadable:
+            text += f"; its error file is unreadable: {self._unreadable}"
+        self.logs.say(text)
+        self.record.state = State.CANCELLED if self.stopping else State.FAILED
+        if not self.stopping:
+            self.failure = text
+            message = error_message(self.record.error)
+            if message:
+                self.failure += f": {message}"
+            if self.record.error is None:
+                # `torchx status` shows this flat form, and thereby the exit code.
+                flat = {"message": text, "errorCode": code, "timestamp": int(self.record.ended)}
+                self.record.error = json.dumps(flat)
+
+    def read_error(self) -> str | None:
+        """Return the known fields of its error file as JSON; None if the file is missing or unreadable."""
+        # A role may set TORCHELASTIC_ERROR_FILE itself; that file may be left over from an earlier job.
+        since = (self.record.started or 0.0) - 0.1
+        self._unreadable = ""
+        try:
+            found = error_files.read(self._error_file, since)
+        except error_files.UnreadableError as error:
+            self._unreadable = str(error)
+            return None
+        return None if found is None else json.dumps(found)
+
+    def _keep_old_error(self) -> None:
+        if self.record.restarts and os.path.exists(self._error_file):
+            with contextlib.suppress(OSError):
+                os.rename(self._error_file, f"{self._error_file}.{self.record.restarts - 1}")
+
+    def prepare_restart(self) -> None:
+        """Prepare another start: kill what is left of the last start, and note the restart in the logs."""
+        processes.kill_until_gone(lambda: processes.adopted(self.marks))
+        self.close_pipes()
+        self.logs.end_lines()
+        self.record.restarts += 1
+        self.record.state = State.PENDING
+        self.logs.say(f"replica {self.name} is restarted (restart {self.record.restarts})")
+
+    def terminate(self, hosts: Sequence[int]) -> None:
+        """Ask the replica to stop, once: send SIGTERM to its hosts, or to its process group if it has none.
+
+        Args:
+            hosts: the host processes of this replica (``processes.hosts``).
+        """
+        pid = self.record.pid
+        if self.stopping or pid is None or not self.alive:
+            return
+        self.stopping = True
+        with contextlib.suppress(OSError):  # on a full disk, the host reports a preemption in its log instead
+            os.close(safe_files.open_file(self._stop_file, os.O_WRONLY | os.O_CREAT))
+        # A stopped process handles SIGTERM only after SIGCONT: systemd and Slurm send both as well.
+        for number in (signal.SIGTERM, signal.SIGCONT):
+            for host in hosts:
+                with contextlib.suppress(OSError):
+                    os.kill(host, number)
+            if not hosts:
+                with contextlib.suppress(OSError):
+                    os.killpg(pid, number)
+
+    def kill(self, failure: str = "") -> None:
+        """Kill the replica and everything that it has started, immediately.
+
+        Args:
+            failure: why the replica has failed; empty if its end is not a failure.
+        """
+        self.stopping, self._killed_for = not failure, failure
+        pid = self.record.pid
+        if pid is not None and self.alive:
+            job = self._env[processes.MARKER]
+            family = [*processes.descendants(pid, job), *processes.adopted(self.marks)]
+            processes.kill([pid, *family])
+
+
+def error_message(error: str | None) -> str:
+    """Return the first line of the message in an error file; "" if it has none."""
+    data: Any = job_result.read_error_file(error)
+    for _ in range(2):
+        data = data.get("message") if isinstance(data, dict) else data
+    lines = data.strip().splitlines() if isinstance(data, str) else []
+    return one_line(lines[0], 500) if lines else ""
