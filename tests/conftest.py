@@ -18,7 +18,9 @@ import hypothesis
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-pytest_plugins = ["tests.clusters.table"]
+# Beside test modules, pytest shows the values in failed assertions of these.
+pytest.register_assert_rewrite("tests.contract.contract", "tests.contract.place")
+pytest_plugins = ["tests.contract.table"]
 
 # The same examples in every run, and none that fails because the machine is slow. `--hypothesis-profile=nightly` draws
 # new ones, and says how to repeat what fails.

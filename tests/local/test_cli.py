@@ -17,8 +17,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from torchx.runner import get_runner
-from torchx.specs import AppDef, RetryPolicy, Role
 
 Eventually = Callable[..., object]
 
@@ -63,8 +61,6 @@ def submit_sleepers(work: Path, eventually: Eventually, *words: str) -> tuple[st
     return handle, app
 
 
-@pytest.mark.scenario("cancel while running")
-@pytest.mark.scenario("delete leaves nothing")
 def test_a_job_from_other_processes(work: Path, eventually: Eventually) -> None:
     handle, app = submit_sleepers(work, eventually, "-j", "2x2", "--name", "sleepers")
     assert re.fullmatch(r"monarch_local://torchx/sleepers-\w+", handle)
@@ -133,17 +129,6 @@ def test_wait_tells_by_its_exit_code(work: Path, body: str, code: int) -> None:
     assert "Traceback (most recent call last)" not in done.stderr or body.startswith("raise")
 
 
-@pytest.mark.slow
-@pytest.mark.scenario("two hosts, digits")
-def test_two_hosts_train_on_real_digits(work: Path) -> None:
-    script = Path(__file__).parents[2] / "examples" / "digits.py"
-    train = [str(script), "--epochs", "4", "--min-accuracy", "0.8", "--checkpoint-dir", str(work / "checkpoints")]
-    words = [*RUN, "--wait", "--log", "monarch.spmd", "-j", "2x2", *train]
-    done = subprocess.run(words, cwd=work, capture_output=True, text=True, timeout=220, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "4 ranks on" in done.stderr
-
-
 def test_restarts_of_ranks_are_counted(work: Path) -> None:
     name = write(work, "sys.exit(int(os.environ['TORCHELASTIC_RESTART_COUNT']) < 2)")
     words = ("--wait", "-cfg", "preload=none", "monarch.spmd", "--max_restarts", "3", name)
@@ -187,7 +172,6 @@ def test_dryrun_as_json(work: Path) -> None:
     assert "No apps" not in torchx("list", "-s", "monarch_local").stdout
 
 
-@pytest.mark.scenario("bad options named")
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -349,32 +333,6 @@ def test_kill_9_of_any_process(work: Path, eventually: Eventually, victim: str) 
     assert {"rank": "was killed by signal 9", "agent": "agent", "host": "SIGKILL", "supervisor": "supervisor"}[
         victim
     ] in last
-
-
-@pytest.mark.scenario("lost host replaced")
-@pytest.mark.parametrize("replica", [0, 1])
-def test_a_killed_host_is_replaced_under_the_policy_replica(
-    work: Path, eventually: Eventually, monkeypatch: pytest.MonkeyPatch, replica: int
-) -> None:
-    monkeypatch.chdir(work)
-    name = write(work, "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n    time.sleep(1000)\n")
-    args = ["--nnodes", "2", "--nproc-per-node", "2", name]
-    role = Role("r", image="", entrypoint="torchrun", args=args, num_replicas=2)
-    role.max_retries, role.retry_policy = 1, RetryPolicy.REPLICA
-    with get_runner() as runner:
-        handle = runner.run(AppDef("replaced", roles=[role]), "monarch_local", cfg={"preload": "none", "grace": 2})
-        app = folder(handle)
-        eventually(lambda: '"ranks"' in (app / "events.jsonl").read_text(), "the ranks")
-        supervisor = json.loads((app / "supervisor.json").read_text())["supervisor"]["pid"]
-        host = [
-            one
-            for one in psutil.Process(supervisor).children()
-            if one.cmdline()[one.cmdline().index("--replica") + 1] == str(replica)
-        ]
-        host[0].kill()
-        status = runner.wait(handle, wait_interval=0.1)
-    assert status is not None and str(status.state) == "SUCCEEDED", status
-    assert status.num_restarts == 1
 
 
 def test_twenty_jobs_at_once_have_ports_of_their_own(work: Path, eventually: Eventually) -> None:

@@ -14,7 +14,6 @@ import pytest
 from torchx.specs import AppState
 
 from tests.local.detached import Detached, fresh, lives, pid_in, py, sh
-from torchx_monarch.backends.core import state_files
 
 Eventually = Callable[..., object]
 
@@ -120,24 +119,6 @@ def test_cancelling_what_has_ended(apps: Detached) -> None:
     apps.wait(app_id)
     apps.scheduler.cancel(app_id)
     assert apps.status(app_id).state is AppState.SUCCEEDED
-
-
-@pytest.mark.scenario("cancel while pending")
-def test_a_cancel_before_the_supervisor_has_started(apps: Detached) -> None:
-    from torchx_monarch.backends.local import submit
-
-    started = submit._start_supervisor
-
-    def late(paths: state_files.AppPaths, request: object) -> None:
-        apps.scheduler.apps.cancel(paths.app_id, None)
-        started(paths, request)  # type: ignore[arg-type]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(submit, "_start_supervisor", late)
-        app_id = apps.run(sh("sleep 1000"))
-    assert apps.wait(app_id).state is AppState.CANCELLED
-    assert apps.states(app_id) == {"r/0": AppState.CANCELLED}
-    assert apps.log(app_id) == []
 
 
 def fake_host(folder: Path) -> list[str]:

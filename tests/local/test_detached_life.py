@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from torchx.specs import AppDef, AppState, BindMount, InvalidRunConfigException, Resource, Role, macros
 
-from tests.local.detached import NAME, Detached, fresh, py, sh
+from tests.local.detached import NAME, Detached, py, sh
 
 Eventually = Callable[..., object]
 
@@ -47,34 +47,6 @@ def test_everything_is_private(apps: Detached, eventually: Eventually) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 
 
-@pytest.mark.scenario("status and log long after, elsewhere")
-def test_another_process_sees_it_all(apps: Detached) -> None:
-    code = """
-from torchx.specs import AppDef, Role
-app = AppDef("far", [Role("r", image="", entrypoint="sh", args=["-c", "echo ${app_id}; exit 3"])])
-print(json.dumps(runner.run(app, "monarch_local").rpartition("/")[2]))
-"""
-    app_id = apps.fresh(code)
-    assert apps.wait(app_id).state is AppState.FAILED
-    code = f"""
-status = runner.status(handle({app_id!r}))
-app = runner.describe(handle({app_id!r}))
-listed = [(a.app_id, str(a.state), a.app_handle, a.name) for a in runner.list("monarch_local")]
-print(json.dumps([str(status.state), status.msg, app.roles[0].args, listed,
-                  list(runner.log_lines(handle({app_id!r}), "r", 0))]))
-"""
-    state, msg, args, listed, log = apps.fresh(code)
-    assert state == "FAILED"
-    assert "replica r/0" in msg and "exited with code 3" in msg
-    assert args == ["-c", "echo ${app_id}; exit 3"]
-    assert listed == [[app_id, "FAILED", apps.handle(app_id), "far"]]
-    assert log[0] == app_id + "\n"
-    fresh(f"runner.delete(handle({app_id!r}))")
-    assert apps.runner.status(apps.handle(app_id)) is None
-    assert apps.runner.list(NAME) == []
-
-
-@pytest.mark.scenario("describe gives the original app")
 def test_describe_gives_back_what_was_submitted(apps: Detached, tmp_path: Path) -> None:
     role = sh(
         "true # ${replica_id}",
@@ -111,7 +83,6 @@ def test_an_app_that_does_not_exist(apps: Detached) -> None:
     assert apps.runner.list(NAME) == []
 
 
-@pytest.mark.scenario("environment arrives whole")
 def test_environment_of_a_replica(apps: Detached, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FROM_SHELL", "kept")
     monkeypatch.setenv("BOTH", "shell")

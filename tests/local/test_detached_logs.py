@@ -124,7 +124,6 @@ def test_what_is_not_there(apps: Detached) -> None:
     apps.wait(app_id)
 
 
-@pytest.mark.scenario("log follow, since, until")
 def test_following(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
     command = f"for i in 1 2 3; do echo $i; while ! test -e {tmp_path}/$i; do sleep 0.01; done; done; printf end"
     app_id = apps.run(sh(command))
@@ -156,7 +155,6 @@ def test_following_a_role_that_starts_late(apps: Detached) -> None:
     assert apps.log(app_id, should_tail=True) == []
 
 
-@pytest.mark.scenario("log follow, since, until")
 def test_since_and_until(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:
     code = """
 import os, sys, time

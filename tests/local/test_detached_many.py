@@ -70,7 +70,6 @@ def test_one_dry_run_submitted_many_times(apps: Detached) -> None:
         assert apps.log(app_id) == [f"{app_id}\n"]
 
 
-@pytest.mark.scenario("list once each")
 def test_listing_many_old_apps(apps: Detached) -> None:
     assert apps.scheduler.list() == []
     now = time.time()

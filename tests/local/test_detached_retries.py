@@ -102,7 +102,6 @@ def scene(apps: Detached, folder: Path, policy: RetryPolicy) -> str:
     return apps.run(*roles, grace=2)
 
 
-@pytest.mark.scenario("retries")
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [

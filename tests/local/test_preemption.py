@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from torchx.runner import Runner
-from torchx.specs import AppDef, AppState, AppStatus, RetryPolicy, Role
+from torchx.specs import AppDef, AppState, AppStatus, Role
 
 from tests.local.hosts import Hosts
 from torchx_monarch.backends.core import state_files
@@ -223,25 +223,6 @@ def test_a_preempted_job_says_so(script: Callable[[str], str], eventually: Event
     assert status.state is AppState.FAILED
     assert "exited with code 143: preempted: host 1 (" in status.msg
     assert job.text().count("]:clean") == 4
-
-
-@pytest.mark.scenario("preemption")
-@pytest.mark.parametrize("policy", [RetryPolicy.APPLICATION, RetryPolicy.REPLICA])
-def test_a_preempted_job_is_started_again(
-    script: Callable[[str], str], tmp_path: Path, eventually: Eventually, policy: RetryPolicy
-) -> None:
-    path = script(f"""
-        print("pid", os.getpid(), flush=True)
-        while not os.path.exists("{tmp_path}/go"):
-            time.sleep(0.02)
-    """)
-    job = Job(path, max_retries=1, retry_policy=policy)
-    eventually(lambda: job.text().count("]:pid") == 4, "the ranks")
-    os.kill(job.pid(1), signal.SIGTERM)
-    eventually(lambda: job.text().count("]:pid") == 8, "the ranks again")
-    (tmp_path / "go").touch()
-    assert job.wait().state is AppState.SUCCEEDED
-    assert "preempted: host 1 (" in job.text()
 
 
 def test_a_job_whose_folder_is_removed_is_stopped(script: Callable[[str], str], eventually: Eventually) -> None:

@@ -38,7 +38,6 @@ def torchx(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240, check=False)
 
 
-@pytest.mark.scenario("root cause in status")
 @pytest.mark.parametrize(
     ("end", "shape"), [("ValueError", "2x2"), ("SIGKILL", "1x4"), ("segfault", "1x4"), ("silent", "2x2")]
 )

@@ -10,22 +10,19 @@ import os
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import boto3
-from torchx.runner import Runner
-from torchx.specs import AppDef, AppStatus, BindMount, Resource, Role
+from torchx.specs import BindMount, Resource, Role
 
-from tests.clusters.apps import BaseApps
 from tests.clusters.aws_batch.checked import WRONG
 from tests.clusters.docker.daemon import ROOT, Daemon
+from tests.contract.place import Place
 from torchx_monarch.schedulers import monarch_aws_batch
 
 NAME = "monarch_aws_batch"
-SCHEDULERS = {NAME: monarch_aws_batch}
 
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "testing",
@@ -102,8 +99,8 @@ def with_docker(daemon: Daemon) -> Aws:
     return Aws("docker", {"DOCKER_HOST": daemon.host, "MOTO_DOCKER_NETWORK_NAME": _NETWORK})
 
 
-class Apps(BaseApps):
-    """A Runner, and shorthands.
+class Apps(Place):
+    """An AWS of moto's.
 
     Args:
         folder: where programs are written.
@@ -111,10 +108,14 @@ class Apps(BaseApps):
         mounts: what a container of the image needs.
     """
 
+    name = NAME
+    factory = staticmethod(monarch_aws_batch)
+    cfg = {"queue": "first", "preload": "none", "grace": 5}
+
     def __init__(self, folder: Path, image: str = "image:1", mounts: list[BindMount] | None = None) -> None:
         self.image = image
         self.mounts = mounts or []
-        super().__init__(folder, SCHEDULERS)
+        super().__init__(folder)
 
     def role(self, entrypoint: str, *args: str, name: str = "trainer", replicas: int = 1, **more: Any) -> Role:
         resource = more.pop("resource", Resource(cpu=1, gpu=0, memMB=512))
@@ -128,25 +129,6 @@ class Apps(BaseApps):
             resource=resource,
             **more,
         )
-
-    def run(self, *roles: Role, **cfg: Any) -> str:
-        """Submits; the handle."""
-        cfg = {"queue": "first", "preload": "none", "grace": 5, **cfg}
-        handle: str = self.runner.run(AppDef("app", list(roles), {"team": "a b"}), NAME, cfg=cfg)
-        return self.adopt(handle)
-
-    def wait(self, handle: str, seconds: float = 60.0) -> AppStatus:
-        """Its final status."""
-        until = time.monotonic() + seconds
-        while not (status := self.status(handle)).is_terminal():
-            assert time.monotonic() < until, f"not over after {seconds:g} s: {status}"
-            time.sleep(0.2)
-        return status
-
-    def listed(self) -> list[str]:
-        """The handles that ``torchx list`` would show."""
-        with Runner("torchx", SCHEDULERS) as runner:
-            return [each.app_handle for each in runner.list(NAME)]
 
 
 def definitions(client: Any) -> list[str]:

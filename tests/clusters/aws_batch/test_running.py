@@ -38,7 +38,7 @@ def test_trains_on_real_digits(running_apps: Apps) -> None:
     component = ["monarch.spmd", "-j", "2x2", "--memMB", "6000", "--image", apps.image, "--mounts", ",".join(mounts)]
     words = ["run", "-s", NAME, "-cfg", "queue=first", "--workspace", "", *component]
     handle = apps.adopt(apps.torchx(*words, str(ROOT / "examples" / "digits.py"), *train).split()[-1])
-    status = apps.wait(handle, 200)
+    status = apps.wait(handle, seconds=200)
     (role,) = apps.described(handle).roles
     log = apps.log(handle, role.name, 2)
     assert status.state is AppState.SUCCEEDED, log
@@ -64,7 +64,7 @@ def test_two_roles_of_two_hosts_each_meet(running_apps: Apps) -> None:
     """)
     roles = [apps.torchrun(path, nproc=1, name=name) for name in ("trainer", "reader")]
     handle = apps.run(*roles, host_timeout=60)
-    assert apps.wait(handle, 120).state is AppState.SUCCEEDED, apps.log(handle)
+    assert apps.wait(handle, seconds=120).state is AppState.SUCCEEDED, apps.log(handle)
     said = {each.name: each.read_text() for each in met.iterdir() if each.is_file()}
     assert sorted(said) == ["reader0", "reader1", "trainer0", "trainer1"]
     assert all(text.startswith("2 at ") for text in said.values()), said
@@ -129,7 +129,7 @@ def test_a_lost_node_ends_the_job_and_is_named(running_apps: Apps, daemon: Daemo
     with contextlib.closing(daemon.client()) as client:
         (lost,) = [each.name for each in client.containers.list() if each.name.endswith("-1")]
     daemon.kill(lost)
-    status = apps.wait(handle, 90)
+    status = apps.wait(handle, seconds=90)
     assert status.state is AppState.FAILED
     assert "host 1" in json.loads(status.structured_error_msg)["message"]["message"], apps.log(handle)
 

@@ -51,7 +51,7 @@ def test_lists_each_app_of_ours_once(apps: Apps, aws: Aws) -> None:
     for tags in ({"team": "theirs"}, {TAG_VERSION: "0.7.0"}):  # the latter are those of TorchX's former scheduler
         client.submit_job(jobName="theirs", jobQueue="first", jobDefinition="theirs", tags=tags)
     client.deregister_job_definition(jobDefinition=theirs["jobDefinitionArn"])
-    assert sorted(apps.listed()) == sorted([first, second])
+    assert sorted(dict(apps.listed())) == sorted([first, second])
     assert apps.torchx("list", "-s", NAME).count("SUCCEEDED") == 2
 
 
@@ -131,7 +131,7 @@ def test_a_request_is_submitted_once(apps: Apps) -> None:
     handle = apps.adopt(apps.runner.schedule(info))
     with pytest.raises(ValueError, match="submitted already, as first:app-.*; another job needs another dry run"):
         apps.runner.schedule(info)
-    assert apps.listed() == [handle]
+    assert list(dict(apps.listed())) == [handle]
 
 
 def test_an_app_too_large_for_its_job_is_still_submitted(apps: Apps, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,31 +6,38 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import tarfile
-import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchx.specs import AppDef, AppStatus, Resource, Role
+from torchx.specs import Resource, Role
 
-from tests.clusters.apps import BaseApps
 from tests.clusters.docker.daemon import Daemon
+from tests.contract.place import Place
 from torchx_monarch.schedulers import monarch_docker
 
 NAME = "monarch_docker"
 
 
-class Apps(BaseApps):
-    """A Runner, and shorthands.
+class Apps(Place):
+    """A Docker daemon.
 
     Args:
         daemon: where they run.
         folder: where programs are written; every container sees it.
     """
 
+    name = NAME
+    factory = staticmethod(monarch_docker)
+    own_bad_options = (({"innit": False}, "(?s)innit.*init"),)
+    package = "docker"
+    install = "pip install 'docker>=7'"
+
     def __init__(self, daemon: Daemon, folder: Path) -> None:
         self.daemon = daemon
-        super().__init__(folder, {NAME: monarch_docker})
+        super().__init__(folder)
 
     def role(self, entrypoint: str, *args: str, name: str = "trainer", replicas: int = 1, **more: Any) -> Role:
         """A role that sees what is installed here."""
@@ -45,32 +52,34 @@ class Apps(BaseApps):
             **more,
         )
 
-    def run(
-        self,
-        *roles: Role,
-        name: str = "app",
-        preload: str = "none",
-        grace: int = 5,
-        workspace: str | None = None,
-        **cfg: Any,
-    ) -> str:
-        """Submits; the handle."""
-        cfg = {"preload": preload, "grace": grace, **cfg}
-        app = AppDef(name, list(roles), {"team": "a b"})
-        handle: str = self.runner.run(app, NAME, cfg=cfg, workspace=workspace)
-        return self.adopt(handle)
+    def component_words(self) -> Sequence[str]:
+        """Return options of ``monarch.spmd``: memory for a torch that is built for GPUs, and this machine's folders."""
+        mounts = self.daemon.mount_words(self.folder)
+        return ("--memMB", "6000", "--image", self.daemon.image, "--mounts", mounts)
 
-    def wait(self, handle: str, seconds: float = 60.0) -> AppStatus:
-        """Its final status."""
-        until = time.monotonic() + seconds
-        while not (status := self.status(handle)).is_terminal():
-            assert time.monotonic() < until, f"not over after {seconds:g} s: {status}"
-            time.sleep(0.1)
-        return status
+    def lose(self, handle: str, replica: int) -> None:
+        """Kill the container."""
+        self.daemon.kill(self.hostname(handle, replica))
 
-    def hostname(self, handle: str, replica: int, role: int = 0) -> str:
-        """The name of a replica's container."""
-        return str(self.status(handle).roles[role].replicas[replica].hostname)
+    def preempt(self, handle: str, replica: int) -> None:
+        """Send the container SIGTERM, as when its machine shuts down."""
+        self.daemon.kill(self.hostname(handle, replica), "TERM")
+
+    @contextlib.contextmanager
+    def pending(self) -> Iterator[str]:
+        """Have a container wait for its next start."""
+        yield self.run(self.role("sh", "-c", "exit 3", max_retries=50))
+
+    def credentials(self, handle: str) -> tuple[str, str]:
+        """Return the credentials, which are in the containers' environment alone, and all else of a container."""
+        with contextlib.closing(self.daemon.client()) as client:
+            about = client.containers.get(self.hostname(handle, 0)).attrs
+        given = dict(word.split("=", 1) for word in about["Config"].pop("Env"))
+        return given["MONARCH_CREDENTIALS"], json.dumps(about)
+
+    def left(self, handle: str) -> Sequence[object]:
+        """Return the objects of the daemon that are ours."""
+        return list(self.daemon.left())
 
     def files(self, handle: str, replica: int, folder: str) -> set[str]:
         """What lies in a folder of a container."""

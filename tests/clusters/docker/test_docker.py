@@ -21,9 +21,9 @@ import pytest
 from torchx.schedulers.api import Stream
 from torchx.specs import AppState, BindMount, InvalidRunConfigException, Resource, RetryPolicy
 
-from tests.clusters.apps import TORCHX
 from tests.clusters.docker.apps import NAME, Apps
 from tests.clusters.docker.daemon import ROOT, Daemon
+from tests.contract.place import TORCHX
 from torchx_monarch.backends.core import client_credentials
 from torchx_monarch.transport.credentials import ClientCredentials
 
@@ -121,7 +121,7 @@ def test_trains_on_real_digits(apps: Apps) -> None:
     ]
     words = ["run", "-s", NAME, "--workspace", "", *component, str(ROOT / "examples" / "digits.py"), *train]
     handle = apps.adopt(apps.torchx(*words).split()[-1])
-    status = apps.wait(handle, 200)
+    status = apps.wait(handle, seconds=200)
     (role,) = apps.described(handle).roles
     log = apps.log(handle, role.name)
     assert status.state is AppState.SUCCEEDED, log
@@ -188,7 +188,7 @@ def test_all_roles_begin_again_when_one_has_failed(apps: Apps, often: int, state
     folder.mkdir()
     words, names = (path, str(folder), str(often)), ("trainer", "reader")
     handle = apps.run(*(apps.torchrun(*words, name=name, nproc=1, max_retries=1, env={"ROLE": name}) for name in names))
-    status = apps.wait(handle, 90)
+    status = apps.wait(handle, seconds=90)
     logs = apps.log(handle) + apps.log(handle, "reader")
     assert (status.state, status.num_restarts) == (state, 1), logs
     assert len(list(folder.iterdir())) == 8, logs

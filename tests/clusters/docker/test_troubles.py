@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from torchx.specs import AppState, RetryPolicy
 
-from tests.clusters.apps import TORCHX
 from tests.clusters.docker.apps import NAME, Apps
 from tests.clusters.docker.daemon import Daemon
+from tests.contract.place import TORCHX
 
 Eventually = Callable[..., object]
 
@@ -41,7 +41,7 @@ def test_a_container_that_is_removed_fails_its_job(
     eventually(lambda: apps.log(handle).count("]:rank") == 2, "the ranks")
     with contextlib.closing(daemon.client()) as client:
         client.containers.get(apps.hostname(handle, removed)).remove(force=True)
-    status = apps.wait(handle, 90)
+    status = apps.wait(handle, seconds=90)
     said = f"the container of replica trainer/{removed} was removed (docker rm), and its log with it"
     assert (status.state, status.msg) == (AppState.FAILED, said)
     assert apps.states(handle)[f"trainer/{removed}"] is AppState.UNKNOWN
@@ -64,7 +64,7 @@ def test_an_elastic_job_succeeds_without_a_container(apps: Apps, daemon: Daemon,
     eventually(lambda: apps.log(handle).count("]:rank") == 2, "the ranks", seconds=60)
     daemon.kill(apps.hostname(handle, 1))
     go.touch()
-    assert apps.wait(handle, 60).state is AppState.SUCCEEDED, apps.log(handle)
+    assert apps.wait(handle, seconds=60).state is AppState.SUCCEEDED, apps.log(handle)
     assert apps.states(handle) == {"trainer/0": AppState.SUCCEEDED, "trainer/1": AppState.FAILED}
 
 

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import json
 import shlex
 import shutil
 import subprocess
@@ -18,10 +20,10 @@ from typing import Any
 import pytest
 import yaml
 from kubernetes import config
-from torchx.specs import AppDef, AppState, AppStatus, Resource, Role
+from torchx.specs import Resource, Role
 
-from tests.clusters.apps import BaseApps
-from tests.clusters.kubernetes.cluster import Cluster
+from tests.clusters.kubernetes.cluster import WIRE, Cluster
+from tests.contract.place import Place
 from tests.network.relay import Relay
 from torchx_monarch.backends.kubernetes.names import LABEL_APP
 from torchx_monarch.backends.kubernetes.native import Api, KubernetesError
@@ -30,8 +32,8 @@ from torchx_monarch.schedulers import monarch_kubernetes
 NAME = "monarch_kubernetes"
 
 
-class Apps(BaseApps):
-    """A Runner, and shorthands, in a namespace of its own. KUBECONFIG must name the cluster.
+class Apps(Place):
+    """A cluster, and on it a namespace of its own. KUBECONFIG must name the cluster.
 
     Nothing is shared with the pods but what any cluster has: a program travels in the command, and what a test tells it
     later is a name in the cluster's DNS (``go``).
@@ -41,6 +43,17 @@ class Apps(BaseApps):
         folder: for files of this machine.
     """
 
+    name = NAME
+    factory = staticmethod(monarch_kubernetes)
+    wire = WIRE
+    wires = dict.fromkeys(("bad options named", "missing tool says what to install"), "real")
+    own_bad_options = (
+        ({"mode": "jobset"}, "`mode` is 'jobset'; allowed are auto, job, volcano"),
+        ({"kueu_queue": "a"}, "kueu_queue.*kueue_queue"),
+    )
+    package = "kubernetes"
+    install = "pip install 'kubernetes>=29,!=37.0.2'"
+
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.cluster = cluster
         self.patience = cluster.patience
@@ -48,7 +61,9 @@ class Apps(BaseApps):
         self.namespace = f"tests-{uuid.uuid4().hex[:6]}"
         self.api.create("/api/v1/namespaces", {"kind": "Namespace", "metadata": {"name": self.namespace}})
         self._programs: dict[str, str] = {}
-        super().__init__(folder, {NAME: monarch_kubernetes})
+        self.cfg = {"preload": "none", "grace": 3, "namespace": self.namespace, "mode": "job"}
+        self.list_cfg = {"namespace": self.namespace}
+        super().__init__(folder)
 
     def program(self, text: str) -> str:
         """A program for ``torchrun``; the path that it is to have in the pods."""
@@ -77,26 +92,48 @@ class Apps(BaseApps):
             role.entrypoint, role.args = "sh", ["-c", f'printf %s "$$0" > {path} && exec {command}', text]
         return role
 
-    def go(self) -> None:
-        """Have the name ``go`` be known in the namespace's DNS: what the programs wait for."""
+    @property
+    def hears(self) -> str:
+        """The source of ``told(word)``: whether the name is known in the namespace's DNS."""
+        return textwrap.dedent("""
+            import socket
+            def told(word):
+                try:
+                    return bool(socket.getaddrinfo(word, None))
+                except OSError:
+                    return False
+        """)
+
+    def tell(self, word: str) -> None:
+        """Have a name be known in the namespace's DNS."""
         spec = {"ports": [{"port": 1}], "selector": {"nobody": "is"}}
-        service = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "go"}, "spec": spec}
+        service = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": word}, "spec": spec}
         self.api.create(f"/api/v1/namespaces/{self.namespace}/services", service)
 
-    def run(self, *roles: Role, name: str = "app", **cfg: Any) -> str:
-        """Submits; the handle."""
-        options = {"preload": "none", "grace": 3, "namespace": self.namespace, "mode": "job", **cfg}
-        app = AppDef(name, list(roles), {"team": "a b"})
-        handle: str = self.runner.run(app, NAME, cfg=options, workspace=None)
-        return handle
+    def go(self) -> None:
+        """Have the name ``go`` be known: what the programs wait for."""
+        self.tell("go")
 
-    def until(self, condition: Callable[[], object], what: str, handle: str, seconds: float = 60.0) -> None:
-        """Poll until it holds."""
-        until = time.monotonic() + seconds * self.patience
-        while not condition():
-            if time.monotonic() > until:
-                raise AssertionError(f"waited {seconds:g} s in vain for {what}\n{self.everything(handle)}")
-            time.sleep(0.1)
+    def submit_script(self, script: Path, *args: str) -> str:
+        """Submit a script whose text travels in the command: it is not in the image."""
+        return self.run(self.torchrun(self.program(script.read_text()), *args), preload="torch")
+
+    def preempt(self, handle: str, replica: int) -> None:
+        """Evict the pod, as when its node is drained."""
+        self.evict(handle, replica)
+
+    @contextlib.contextmanager
+    def pending(self) -> Iterator[str]:
+        """Ask for a node that is not there."""
+        nowhere = Resource(cpu=1, gpu=0, memMB=1, capabilities={"example.com/zone": "none"})
+        yield self.run(self.role("true", resource=nowhere, replicas=2))
+
+    def credentials(self, handle: str) -> tuple[str, str]:
+        """Return what the Secret holds, and the pods and Jobs."""
+        path = f"/api/v1/namespaces/{self.namespace}/secrets/{handle.rpartition(':')[2]}"
+        secret = base64.b64decode(self.api.get(path)["data"]["credentials"]).decode()
+        jobs = self.api.get(f"/apis/batch/v1/namespaces/{self.namespace}/jobs")
+        return secret, json.dumps([self.pods(handle), jobs])
 
     def until_true(self, condition: Callable[[], bool], what: str, seconds: float = 30.0) -> None:
         """Poll until it holds, of what is no app's."""
@@ -104,13 +141,6 @@ class Apps(BaseApps):
         while not condition():
             assert time.monotonic() < until, f"waited {seconds:g} s in vain for {what}"
             time.sleep(0.1)
-
-    def wait(self, handle: str, state: AppState, seconds: float = 60.0) -> AppStatus:
-        """Its final status, which must be this state."""
-        self.until(lambda: self.status(handle).is_terminal(), "the end", handle, seconds)
-        status = self.status(handle)
-        assert status.state is state, f"{status}\n{self.everything(handle)}"
-        return status
 
     def everything(self, handle: str) -> str:
         """For the message of a failure."""
@@ -199,8 +229,8 @@ class Apps(BaseApps):
         path.write_text(yaml.safe_dump(mine))
         return path
 
-    def left(self) -> list[str]:
-        """What is in the namespace that is ours."""
+    def left(self, handle: str = "") -> list[str]:
+        """Return what is in the namespace that is ours."""
         found = []
         for path in ("/api/v1", "/apis/batch/v1"):
             for kind in ("pods", "services", "secrets") if path == "/api/v1" else ("jobs",):

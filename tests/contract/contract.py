@@ -1,0 +1,402 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What every backend does, as tests: each scenario of ``scenarios.SCENARIOS``, written once.
+
+A backend's test folder has a ``test_contract.py`` with a subclass of ``Contract`` that names the backend's ``Place``.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from torchx.runner import Runner
+from torchx.schedulers.api import Stream
+from torchx.specs import AppState, InvalidRunConfigException, RetryPolicy, Role
+
+from tests.contract.place import Place
+from torchx_monarch.backends.core import client_credentials
+from torchx_monarch.transport.credentials import ClientCredentials
+
+_ROOT = Path(__file__).parents[2]
+
+_WEIRD = "a,b=c 'q' \"d\" $HOME $(HOME) `x` \\ %j\nline2\t."
+"""The value of a variable. Roles write ``$`` as ``$$``, because of TorchX's macros."""
+
+_NAMES = """
+import glob, os, signal, sys, time
+rank, group = os.environ["RANK"], os.environ["GROUP_RANK"]
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+"""
+
+_MEETS = """
+env = os.environ
+print("rank", rank, "of", env["WORLD_SIZE"], "on", os.uname().nodename, env["MASTER_ADDR"], flush=True)
+print("weird", repr(env["WEIRD"]), file=sys.stderr, flush=True)
+"""
+
+_EXPOSES = """
+def words(path):
+    try:
+        return open(path, "rb").read()
+    except OSError:  # that process is gone
+        return b""
+print("secret", os.environ.get("MONARCH_CREDENTIALS"), flush=True)
+shown = b"".join(map(words, glob.glob("/proc/[0-9]*/cmdline")))
+secrets = (os.environ["TOKEN"], "eyJhdXRob3JpdHki")  # the credentials of every job begin with the latter
+print("exposed", any(value.encode() in shown for value in secrets), flush=True)
+"""
+
+_SAVES = """
+def stop(number, frame):
+    time.sleep(1)
+    os.write(1, f"saved {rank}\\n".encode())  # print is not reentrant
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+"""
+
+_WAITS = """
+print("attempt", attempt, "rank", rank, flush=True)
+if not told("go"):
+    while not told("go"):
+        time.sleep(0.2)
+    while not told("lose" + group):
+        time.sleep(0.2)
+    if os.environ["LOCAL_RANK"] == "0":
+        os.kill(os.getppid(), signal.SIGKILL)  # the host
+    time.sleep(1000)
+"""
+"""Ends at once where ``Place.tell("go")`` was called before; otherwise waits to be lost or ended."""
+
+_PRINTS = """
+print("early", rank, flush=True)
+while not told("go"):
+    time.sleep(0.1)
+print("late", flush=True)
+print("to stderr", file=sys.stderr, flush=True)
+"""
+
+_FAILS = """
+if rank == "3":
+    raise ValueError("boom")
+time.sleep(1000)
+"""
+
+
+class Contract:
+    """The tests.
+
+    Attributes:
+        kind: the backend's ``Place``.
+    """
+
+    kind: ClassVar[type[Place]]
+
+    @pytest.fixture
+    def place(self, leaves_nothing: None, tmp_path: Path) -> Iterator[Place]:
+        """Yield the place; a subclass may have it made by another fixture."""
+        place = self.kind(tmp_path)
+        yield place
+        place.close()
+
+    @pytest.mark.slow
+    @pytest.mark.scenario("two hosts, digits")
+    def test_two_hosts_train_on_real_digits(self, place: Place) -> None:
+        checkpoints = str(place.folder / "checkpoints")
+        train = ("--epochs", "4", "--min-accuracy", "0.8", "--checkpoint-dir", checkpoints)
+        handle = place.submit_script(_ROOT / "examples" / "digits.py", *train)
+        place.wait(handle, AppState.SUCCEEDED, 240)
+        (role,) = place.status(handle).roles
+        assert "4 ranks on" in place.log(handle, role.role)
+
+    @pytest.mark.scenario("lost host replaced")
+    @pytest.mark.parametrize("lost", [1, 0])
+    def test_a_lost_host_is_replaced(self, place: Place, lost: int) -> None:
+        role = place.torchrun(_program(place, _WAITS), max_retries=1, retry_policy=RetryPolicy.REPLICA)
+        handle = _lose(place, role, lost)
+        log = place.log(handle)
+        # The lost replica's log from before is still a part of its log.
+        assert (log.count("attempt 0"), log.count("attempt 1")) == (4, 4), log
+
+    @pytest.mark.scenario("retries")
+    @pytest.mark.parametrize("lost", [1, 0])
+    def test_the_job_begins_again_when_a_host_is_lost(self, place: Place, lost: int) -> None:
+        # The other host ends late: a backend that restarts the lost one immediately must wait for it.
+        program = _program(place, "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + _WAITS)
+        handle = _lose(place, place.torchrun(program, max_retries=1), lost)
+        assert place.log(handle).count("attempt 0") == 8, place.log(handle)
+
+    @pytest.mark.scenario("retries")
+    @pytest.mark.scenario("log follow, since, until")
+    def test_a_failing_command_is_restarted_and_its_log_followed(self, place: Place) -> None:
+        handle = place.run(place.role("sh", "-c", "echo start; sleep 0.5; exit 3", max_retries=2))
+        followed = place.lines(handle, should_tail=True)
+        assert [line for line in followed if not line.startswith("[monarch]")] == ["start\n"] * 3
+        status = place.wait(handle, AppState.FAILED)
+        assert status.num_restarts == 2 and "code 3" in status.msg, status
+
+    @pytest.mark.scenario("retries")
+    def test_exit_code_78_asks_for_no_restart(self, place: Place) -> None:
+        program = _program(place, 'if rank == "0":\n    time.sleep(1000)\nprint("once", flush=True)\nsys.exit(78)')
+        handle = place.run(place.torchrun(program, nproc=1, max_retries=2))
+        status = place.wait(handle, AppState.FAILED)
+        assert (status.num_restarts, place.log(handle).count("once")) == (0, 1), place.everything(handle)
+        assert json.loads(status.structured_error_msg)["message"]["errorCode"] == 78
+
+    @pytest.mark.scenario("preemption")
+    @pytest.mark.parametrize("policy", [RetryPolicy.APPLICATION, RetryPolicy.REPLICA])
+    def test_a_preempted_job_goes_on(self, place: Place, policy: RetryPolicy) -> None:
+        role = place.torchrun(_program(place, _SAVES + _WAITS), max_retries=1, retry_policy=policy)
+        handle = place.run(role)
+        place.until(lambda: place.log(handle).count("attempt 0") == 4, "the first attempt", handle)
+        place.tell("go")
+        place.preempt(handle, 1)
+        status = place.wait(handle, AppState.SUCCEEDED, 120)
+        log = place.log(handle)
+        # Under REPLICA the other host may restart as well.
+        assert status.num_restarts <= (1 if policy is RetryPolicy.APPLICATION else 2)
+        # All ranks had the grace period, and all have begun again.
+        assert (log.count("saved"), log.count("attempt ")) == (4, 8), log
+        assert "preempted" in log
+
+    @pytest.mark.scenario("cancel while pending")
+    def test_cancel_while_pending(self, place: Place) -> None:
+        with place.pending() as handle:
+            place.until(lambda: place.status(handle).state is AppState.PENDING, "the queue", handle)
+            place.runner.cancel(handle)
+        place.wait(handle, AppState.CANCELLED)
+        time.sleep(0.5)
+        assert place.status(handle).state is AppState.CANCELLED
+        assert set(place.states(handle).values()) == {AppState.CANCELLED}
+
+    @pytest.mark.scenario("cancel while running")
+    def test_cancel_while_running(self, place: Place) -> None:
+        reader = place.role("sh", "-c", "echo up; exec sleep 1000", name="reader")
+        handle = place.run(place.torchrun(_program(place, _SAVES + _WAITS)), reader)
+        place.until(lambda: place.log(handle).count("attempt 0") == 4, "the ranks", handle)
+        place.until(lambda: "up\n" in place.lines(handle, role="reader"), "the reader", handle)
+        assert place.status(handle).state is AppState.RUNNING
+        assert set(place.states(handle).values()) == {AppState.RUNNING}
+        followed: list[str] = []
+        log = place.runner.log_lines(handle, "trainer", 0, should_tail=True)
+        follower = threading.Thread(target=followed.extend, args=[log])
+        follower.start()
+        place.until(lambda: any("attempt 0" in line for line in followed), "the follower", handle)
+        place.runner.cancel(handle)
+        status = place.wait(handle, AppState.CANCELLED)
+        assert set(place.states(handle).values()) == {AppState.CANCELLED}
+        assert status.num_restarts == 0
+        # The ranks had their grace period, the log ends with the app, and stays.
+        follower.join(60 * place.patience)
+        assert not follower.is_alive()
+        assert followed == place.lines(handle)
+        assert place.log(handle).count("saved") == 4, place.log(handle)
+        assert place.lines(handle, role="reader")[0] == "up\n"
+        place.runner.cancel(handle)
+        assert place.status(handle).state is AppState.CANCELLED
+
+    @pytest.mark.scenario("status and log long after, elsewhere")
+    def test_other_processes_see_it_all(self, place: Place) -> None:
+        handle = place.run(place.role("sh", "-c", "echo $$WORD; exit 3", env={"WORD": "seen"}))
+        place.wait(handle, AppState.FAILED)
+        told = json.loads(place.torchx("status", "--json", handle))
+        assert (told["state"], told["num_restarts"]) == ("FAILED", 0)
+        assert "replica trainer/0" in told["msg"] or "role trainer" in told["msg"], told
+        assert "code 3" in told["msg"]
+        assert "seen\n" in place.torchx("log", f"{handle}/trainer/0")
+        assert "'metadata': {'team': 'a b'}" in place.torchx("describe", handle)
+        if not place.list_cfg:  # the command takes none
+            (line,) = [line for line in place.torchx("list", "-s", place.name).splitlines() if handle in line]
+            assert "FAILED" in line
+        place.torchx("cancel", handle)
+        assert place.status(handle).state is AppState.FAILED
+        place.torchx("delete", handle)
+        place.until(lambda: place.runner.status(handle) is None, "its end", handle)
+        assert place.torchx("status", handle, code=1)
+
+    @pytest.mark.scenario("cancel while running")
+    @pytest.mark.scenario("status and log long after, elsewhere")
+    def test_another_process_cancels(self, place: Place) -> None:
+        handle = place.run(place.role("sh", "-c", "echo up; exec sleep 1000"))
+        place.until(lambda: "up\n" in place.lines(handle), "the start", handle)
+        place.torchx("cancel", handle)
+        place.wait(handle, AppState.CANCELLED)
+        assert json.loads(place.torchx("status", "--json", handle))["state"] == "CANCELLED"
+
+    @pytest.mark.scenario("describe gives the original app")
+    @pytest.mark.parametrize("replicas", [1, 3])
+    def test_describe_gives_the_original_app(self, place: Place, replicas: int) -> None:
+        env = {"WEIRD": _WEIRD.replace("$", "$$"), "ID": "${app_id}"}
+        role = place.torchrun(
+            "train.py", "--lr", "0.1", "${replica_id}", replicas=replicas, env=env, metadata={"x": {"y": [1]}}
+        )
+        handle = place.run(role)
+        app = place.described(handle)
+        (described,) = app.roles
+        assert app.metadata == {"team": "a b"}
+        for name in [name for name in described.env if name.startswith("TORCHX_")]:
+            described.env.pop(name)  # the Runner's
+        assert described == role
+        assert "MONARCH_CREDENTIALS" not in described.env
+        place.runner.cancel(handle)
+
+    @pytest.mark.scenario("list once each")
+    def test_list_has_each_app_once(self, place: Place) -> None:
+        first = place.run(place.role("true", replicas=2), place.role("true", name="other"))
+        second = place.run(place.role("sh", "-c", "exit 3"))
+        place.wait(first, AppState.SUCCEEDED)
+        place.wait(second, AppState.FAILED)
+        listed = [one for one in place.listed() if one[0] in (first, second)]
+        assert sorted(listed) == sorted([(first, AppState.SUCCEEDED), (second, AppState.FAILED)])
+
+    @pytest.mark.scenario("delete leaves nothing")
+    @pytest.mark.parametrize("seconds", [0, 1000])
+    def test_delete_leaves_nothing(self, place: Place, seconds: int) -> None:
+        program = _program(place, f"print('up', flush=True)\ntime.sleep({seconds})")
+        handle = place.run(place.torchrun(program, nproc=1))
+        place.until(lambda: place.log(handle).count("up") == 2, "the ranks", handle)
+        if not seconds:
+            place.wait(handle, AppState.SUCCEEDED)
+        client = Path(client_credentials.path(place.name, handle.rpartition("/")[2]))
+        if place.capabilities.network:
+            assert ClientCredentials.from_text(json.loads(client.read_text())["credentials"])
+        with Runner("torchx", place.schedulers) as runner:
+            runner.delete(handle)
+        until = time.monotonic() + 60 * place.patience
+        while (left := place.left(handle)) and time.monotonic() < until:
+            time.sleep(0.1)
+        assert not left
+        assert place.runner.status(handle) is None
+        assert handle not in dict(place.listed())
+        assert not client.exists()
+
+    @pytest.mark.scenario("root cause in status")
+    def test_a_failing_rank_is_the_root_cause(self, place: Place) -> None:
+        handle = place.run(place.torchrun("--max-restarts", "1", _program(place, _FAILS)))
+        status = place.wait(handle, AppState.FAILED)
+        assert status.num_restarts == 1
+        error = json.loads(status.structured_error_msg)["message"]
+        assert error["message"].startswith("rank 3 (local rank 1 on "), error
+        assert error["message"].endswith("ValueError: boom")
+        assert error["errorCode"] == 1
+        assert "ValueError: boom" in error["extraInfo"]["py_callstack"]
+        assert "code 1" in status.msg
+        assert set(place.states(handle).values()) == {AppState.FAILED}
+        assert "FAILED: rank 3" in place.log(handle)
+
+    @pytest.mark.scenario("environment arrives whole")
+    def test_ranks_meet_and_have_their_environment(self, place: Place) -> None:
+        role = place.torchrun(_program(place, _MEETS), env={"WEIRD": _WEIRD.replace("$", "$$")})
+        handle = place.run(role)
+        place.wait(handle, AppState.SUCCEEDED)
+        masters = set()
+        for replica in (0, 1):
+            log = "".join(place.lines(handle, replica))
+            node = place.hostname(handle, replica).partition(".")[0] if place.names_hosts else ""
+            for rank in (2 * replica, 2 * replica + 1):
+                (line,) = [line for line in log.splitlines() if f"rank {rank} of 4 on {node}" in line]
+                masters.add(line.split()[-1])
+            assert log.count(f"weird {_WEIRD!r}") == 2, log
+            assert "INSECURE" not in log
+        assert len(masters) == 1
+        assert place.states(handle) == {"trainer/0": AppState.SUCCEEDED, "trainer/1": AppState.SUCCEEDED}
+
+    @pytest.mark.scenario("environment arrives whole")
+    def test_a_command_has_its_arguments_and_environment(self, place: Place) -> None:
+        value = "a,b='c' \"d\" $e `f` \\ g\n  h=i; j"
+        shows = 'printf "%s|" "$$VALUE" "$$MINE" "$$1" "$$2" ${replica_id}; echo'
+        env = {"VALUE": value.replace("$", "$$"), "MINE": "mine is '${replica_id}'"}
+        handle = place.run(place.role("sh", "-c", shows, "x", "it's", "r ${replica_id}/'", replicas=2, env=env))
+        place.wait(handle, AppState.SUCCEEDED)
+        for k in (0, 1):
+            lines = "".join(place.lines(handle, k)).splitlines()
+            # Some logs lack the blanks at the beginning of a line.
+            expected = f"{value}|mine is '{k}'|it's|r {k}/'|{k}|".splitlines()
+            assert [line.strip() for line in lines] == [line.strip() for line in expected]
+
+    @pytest.mark.scenario("credentials not on show")
+    def test_credentials_are_not_on_show(self, place: Place) -> None:
+        handle = place.run(place.torchrun(_program(place, _EXPOSES), env={"TOKEN": "to" + "ken123"}))
+        place.wait(handle, AppState.SUCCEEDED)
+        secret, shown = place.credentials(handle)
+        log = place.log(handle)
+        assert (log.count("secret None"), log.count("exposed False")) == (4, 4), log
+        assert len(secret) > 500
+        assert secret not in shown + log + str(place.described(handle)) + str(place.status(handle))
+
+    @pytest.mark.scenario("log follow, since, until")
+    def test_a_log_is_read_by_times_streams_and_expressions(self, place: Place) -> None:
+        before = datetime.now(timezone.utc)
+        text = (
+            'print("early", rank, flush=True)\nwhile not told("go"):\n    time.sleep(0.1)\nprint("late", flush=True)\n'
+        )
+        program = _program(place, text + 'print("to stderr", file=sys.stderr, flush=True)')
+        handle = place.run(place.torchrun(program))
+        place.until(lambda: place.log(handle).count("early") == 4, "the ranks", handle)
+        time.sleep(0.5)  # the times of lines are right to a tenth of a second
+        middle = datetime.now(timezone.utc)
+        time.sleep(0.5)
+        place.tell("go")
+        place.wait(handle, AppState.SUCCEEDED)
+        lines = place.lines(handle)
+        assert place.lines(handle, since=before) == place.lines(handle, until=datetime.now()) == lines
+        assert place.lines(handle, since=datetime.now()) == place.lines(handle, until=before) == []
+        first, last = place.lines(handle, until=middle), place.lines(handle, since=middle)
+        assert first + last == lines
+        assert "early" in "".join(first) and "late" not in "".join(first)
+        assert len(place.lines(handle, 1, regex="early 2")) == 1
+        with pytest.raises(ValueError, match=r"\(\(\(.*is no regular expression"):
+            place.lines(handle, regex="(((")
+        if place.capabilities.separate_streams:
+            assert not any("to stderr" in line for line in place.lines(handle, streams=Stream.STDOUT))
+            assert not any("early" in line for line in place.lines(handle, streams=Stream.STDERR))
+            assert any("early" in line for line in place.lines(handle, streams=Stream.STDOUT))
+            assert any("to stderr" in line for line in place.lines(handle, streams=Stream.STDERR))
+        else:
+            with pytest.raises(ValueError, match="both streams of a replica as one; stdout alone"):
+                place.lines(handle, streams=Stream.STDOUT)
+
+    @pytest.mark.scenario("log follow, since, until")
+    def test_a_log_is_followed_to_its_end(self, place: Place) -> None:
+        handle = place.run(place.role("sh", "-c", "for i in 1 2 3; do echo line $$i; sleep 0.5; done"))
+        assert place.lines(handle, should_tail=True) == ["line 1\n", "line 2\n", "line 3\n"]
+        place.wait(handle, AppState.SUCCEEDED)
+        with pytest.raises(ValueError, match="has no role 'nobody'; its roles are trainer"):
+            place.lines(handle, role="nobody")
+        with pytest.raises(ValueError, match="has no replica 1"):
+            place.lines(handle, 1)
+
+    @pytest.mark.scenario("bad options named")
+    def test_bad_options_are_named(self, place: Place) -> None:
+        before = place.listed()
+        for cfg, words in (*place.bad_options, *place.own_bad_options):
+            with pytest.raises((InvalidRunConfigException, ValueError), match=words):
+                place.run(place.role("true", replicas=2), **cfg)
+        assert place.listed() == before
+
+    @pytest.mark.scenario("missing tool says what to install")
+    def test_a_missing_tool_is_named(self, place: Place) -> None:
+        assert place.install in place.message_without_client()
+
+
+def _program(place: Place, text: str) -> str:
+    return place.program(_NAMES + place.hears + textwrap.dedent(text))
+
+
+def _lose(place: Place, role: Role, lost: int) -> str:
+    """Run ``_WAITS`` on two hosts, lose one of them, and wait for success after one restart; return the handle."""
+    cfg: dict[str, Any] = {"rejoin_timeout": 120} if place.capabilities.network else {}
+    handle = place.run(role, **cfg)
+    place.until(lambda: place.log(handle).count("attempt 0") == 4, "the first attempt", handle)
+    place.tell("go")
+    place.lose(handle, lost)
+    status = place.wait(handle, AppState.SUCCEEDED, 120)
+    assert status.num_restarts == 1, place.everything(handle)
+    return handle

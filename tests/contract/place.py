@@ -1,0 +1,247 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A backend on its test system, as the contract uses it: apps through TorchX's Runner, and through its command."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torchx.runner import Runner
+from torchx.specs import AppDef, AppState, AppStatus, Role
+
+from torchx_monarch.backends.core.backend import Capabilities
+
+TORCHX = [sys.executable, "-c", "import sys; sys.argv[0] = 'torchx'; from torchx.cli.main import main; main()"]
+"""The torchx command. Under this name it shows users' mistakes without a traceback."""
+
+
+class Place(abc.ABC):
+    """Where the contract's apps run.
+
+    The defaults suit a backend whose replicas see this machine's files and report its name as theirs.
+
+    Args:
+        folder: where programs are written.
+
+    Attributes:
+        name: name of the scheduler.
+        factory: creates the scheduler.
+        is_registered: whether the torchx command knows the scheduler.
+        wire: how real the test system is: a key of ``scenarios.WIRES``.
+        wires: the same for single scenarios that differ from ``wire``.
+        cannot: why the backend, or its test system, cannot do a scenario, by the scenario or by the test's name. The
+            tests are skipped with that reason.
+        cfg: run options of all apps, unless a test sets others.
+        list_cfg: run options by which ``list`` finds the tests' apps; empty for all apps.
+        bad_options: run options that must be refused, each with a regular expression for the message; for all backends.
+        own_bad_options: further ones of this backend.
+        package: the Python package of the client library; empty without one.
+        install: what the message names when the client library, or tool, is missing.
+        names_hosts: whether ``status`` shows the host names that the replicas themselves know.
+        patience: factor by which timeouts are longer than on a test system of our own.
+    """
+
+    name: ClassVar[str]
+    factory: ClassVar[Callable[..., Any]]
+    is_registered: ClassVar[bool] = True
+    wire: ClassVar[str] = "real"
+    wires: ClassVar[Mapping[str, str]] = {}
+    cannot: ClassVar[Mapping[str, str]] = {}
+    cfg: Mapping[str, Any] = {"preload": "none", "grace": 5}
+    list_cfg: Mapping[str, Any] = {}
+    bad_options: ClassVar[Sequence[tuple[Mapping[str, Any], str]]] = (
+        ({"grace": -1}, "`grace` is -1; it is a number of seconds"),
+        ({"host_timeout": 0}, "`host_timeout` is 0; it is a number of seconds"),
+        ({"gracce": 1}, "(?s)gracce.*grace"),
+        ({"retry_on": "300"}, "`retry_on` is 300: '300' is no exit code"),
+    )
+    own_bad_options: ClassVar[Sequence[tuple[Mapping[str, Any], str]]] = ()
+    package: ClassVar[str] = ""
+    install: ClassVar[str] = ""
+    names_hosts: ClassVar[bool] = True
+    patience = 1.0
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.schedulers: dict[str, Callable[..., Any]] = {self.name: self.factory}
+        self.runner = Runner("torchx", self.schedulers)
+        self._handles: list[str] = []
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What the backend says that it can do."""
+        capabilities: Capabilities = self.runner._scheduler(self.name).inner.capabilities
+        return capabilities
+
+    # -- apps ----------------------------------------------------------------------------------------------------------
+
+    def program(self, text: str) -> str:
+        """Write a program for ranks, and return its path."""
+        path = self.folder / f"prog{len(list(self.folder.glob('prog*.py')))}.py"
+        path.write_text(textwrap.dedent(text))
+        return str(path)
+
+    def role(self, entrypoint: str, *args: str, name: str = "trainer", replicas: int = 1, **more: Any) -> Role:
+        """Return a role whose replicas can run our programs."""
+        return Role(name, image="", entrypoint=entrypoint, args=list(args), num_replicas=replicas, **more)
+
+    def torchrun(self, *words: str, nproc: int = 2, replicas: int = 2, **more: Any) -> Role:
+        """Return a role of ranks."""
+        shape = ("--nnodes", str(replicas), "--nproc-per-node", str(nproc), "--tee", "3")
+        return self.role("torchrun", *shape, *words, replicas=replicas, **more)
+
+    def run(self, *roles: Role, name: str = "app", workspace: str | None = None, **cfg: Any) -> str:
+        """Submit an app, and return its handle."""
+        app = AppDef(name, list(roles), {"team": "a b"})
+        handle: str = self.runner.run(app, self.name, cfg={**self.cfg, **cfg}, workspace=workspace)
+        return self.adopt(handle)
+
+    def submit_script(self, script: Path, *args: str) -> str:
+        """Submit a script on two hosts with two ranks each by the command that a person types; return the handle."""
+        if not self.is_registered:
+            words = ["-j", "2x2", *self.component_words(), str(script), *args]
+            handle: str = self.runner.run_component("monarch.spmd", words, self.name, cfg={})
+            return self.adopt(handle)
+        command = ("run", "-s", self.name, *self.run_words(), "--workspace", "", "monarch.spmd", "-j", "2x2")
+        return self.adopt(self.torchx(*command, *self.component_words(), str(script), *args).split()[-1])
+
+    def run_words(self) -> Sequence[str]:
+        """Return the options of ``torchx run`` that the backend needs."""
+        return ()
+
+    def component_words(self) -> Sequence[str]:
+        """Return the options of ``monarch.spmd`` that the backend needs."""
+        return ()
+
+    def adopt(self, handle: str) -> str:
+        """Delete this app, too, at the end of the test."""
+        self._handles.append(handle)
+        return handle
+
+    # -- reading -------------------------------------------------------------------------------------------------------
+
+    def status(self, handle: str) -> AppStatus:
+        """Return the status of an app that exists."""
+        status: AppStatus | None = self.runner.status(handle)
+        assert status is not None
+        return status
+
+    def states(self, handle: str) -> dict[str, AppState]:
+        """Return the state of each replica, by ROLE/K."""
+        return {f"{r.role}/{r.id}": r.state for role in self.status(handle).roles for r in role.replicas}
+
+    def until(self, condition: Callable[[], object], what: str, handle: str, seconds: float = 60.0) -> None:
+        """Poll a condition of an app until it holds."""
+        until = time.monotonic() + seconds * self.patience
+        while not condition():
+            if time.monotonic() > until:
+                raise AssertionError(f"waited {seconds:g} s in vain for {what}\n{self.everything(handle)}")
+            time.sleep(0.1)
+
+    def wait(self, handle: str, state: AppState | None = None, seconds: float = 60.0) -> AppStatus:
+        """Wait for the end of an app and return its status, which must have this state."""
+        self.until(lambda: self.status(handle).is_terminal(), "the end", handle, seconds)
+        status = self.status(handle)
+        assert state in (None, status.state), f"{status}\n{self.everything(handle)}"
+        return status
+
+    def everything(self, handle: str) -> str:
+        """Return what is known of an app, for the message of a failure."""
+        status = self.status(handle)
+        found = [str(status)]
+        for replica in [one for role in status.roles for one in role.replicas]:
+            with contextlib.suppress(Exception):  # a replica that was removed has no log
+                found += [f"== {replica.role}/{replica.id}\n", *self.lines(handle, replica.id, replica.role)]
+        return "".join(found)
+
+    def lines(self, handle: str, k: int = 0, role: str = "trainer", **more: Any) -> list[str]:
+        """Return the log lines of one replica."""
+        return list(self.runner.log_lines(handle, role, k, **more))
+
+    def log(self, handle: str, role: str = "trainer", replicas: int = 2) -> str:
+        """Return the logs of all replicas of a role as one text."""
+        return "".join(line for k in range(replicas) for line in self.lines(handle, k, role))
+
+    def hostname(self, handle: str, replica: int, role: int = 0) -> str:
+        """Return the name of a replica's host as ``status`` shows it."""
+        return str(self.status(handle).roles[role].replicas[replica].hostname)
+
+    def described(self, handle: str) -> AppDef:
+        """Return the app as a Runner describes it that has not submitted it."""
+        with Runner("torchx", self.schedulers) as runner:
+            app: AppDef | None = runner.describe(handle)
+        assert app is not None
+        return app
+
+    def listed(self) -> list[tuple[str, AppState]]:
+        """Return handle and state of all apps that a Runner lists that has not submitted them."""
+        with Runner("torchx", self.schedulers) as runner:
+            return [(one.app_handle, one.state) for one in runner.list(self.name, cfg=self.list_cfg)]
+
+    def torchx(self, *words: str, code: int = 0, **environ: str) -> str:
+        """Run the torchx command in another folder; return its output, with its errors where it is to fail."""
+        elsewhere = self.folder / "elsewhere"
+        elsewhere.mkdir(exist_ok=True)
+        # This channel of registration does not depend on which version of this package is installed.
+        env = {**os.environ, "TORCHX_PLUGINS_SOURCE": "1", **environ}
+        timeout = 240 * self.patience
+        done = subprocess.run(
+            [*TORCHX, *words], cwd=elsewhere, env=env, capture_output=True, text=True, timeout=timeout, check=False
+        )
+        assert done.returncode == code, f"torchx {' '.join(words)}: {done.stdout}{done.stderr}"
+        return done.stdout + (done.stderr if code else "")
+
+    # -- what happens to apps ------------------------------------------------------------------------------------------
+
+    @property
+    def hears(self) -> str:
+        """The source of a function ``told(word)`` for programs: whether the test has called ``tell(word)``."""
+        return f"def told(word):\n    return os.path.exists(os.path.join({str(self.folder)!r}, 'told-' + word))\n"
+
+    def tell(self, word: str) -> None:
+        """Tell the programs a word: lower-case letters, then digits."""
+        (self.folder / f"told-{word}").touch()
+
+    def lose(self, handle: str, replica: int) -> None:
+        """Take away a replica's host; by default the contract's program kills it when told."""
+        self.tell(f"lose{replica}")
+
+    def preempt(self, handle: str, replica: int) -> None:
+        """Have the backend's system take away a replica, or the whole job, to start it again."""
+        raise NotImplementedError
+
+    def pending(self) -> contextlib.AbstractContextManager[str]:
+        """Submit an app of ``trainer``, and hold it PENDING until the end of the context, but for its cancellation."""
+        raise NotImplementedError
+
+    def credentials(self, handle: str) -> tuple[str, str]:
+        """Return the job's credentials as its hosts get them, and all that others can see of the job, as text."""
+        raise NotImplementedError
+
+    def left(self, handle: str) -> Sequence[object]:
+        """Return what is left of an app that was deleted, beside processes, which each test checks for."""
+        return ()
+
+    def message_without_client(self) -> str:
+        """Return what the scheduler says on a machine that lacks the client library or tool."""
+        code = (
+            f"import sys; sys.modules[{self.package!r}] = None\nfrom torchx_monarch import schedulers\n"
+            f"try: schedulers.{self.name}('torchx')\nexcept ModuleNotFoundError as error: print(error)"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=True)
+        return done.stdout
+
+    def close(self) -> None:
+        """Delete the apps."""
+        for handle in self._handles:
+            self.runner.delete(handle)
+        self.runner.close()

@@ -1,0 +1,46 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What every backend is tested for: the rows and columns of the table in docs/backends.md.
+
+``Contract`` has a test for each scenario, marked ``@pytest.mark.scenario("retries")``. A backend's further tests may be
+marked as well, with the wire that they use: ``@pytest.mark.scenario("retries", wire="fake")``; see ``table``.
+"""
+
+from __future__ import annotations
+
+import os
+
+SCENARIOS = (
+    "two hosts, digits",
+    "lost host replaced",
+    "cancel while pending",
+    "cancel while running",
+    "status and log long after, elsewhere",
+    "describe gives the original app",
+    "list once each",
+    "delete leaves nothing",
+    "root cause in status",
+    "retries",
+    "environment arrives whole",
+    "preemption",
+    "credentials not on show",
+    "log follow, since, until",
+    "bad options named",
+    "missing tool says what to install",
+)
+
+BACKENDS = ("local", "docker", "slurm", "kubernetes", "aws_batch")
+"""The columns: the folders of tests/clusters, and tests/local/test_contract.py."""
+
+WIRES = {
+    "real": "tested real",
+    "api-server": "tested on a real API server, with stand-ins for nodes and controllers",
+    "moto+docker": "tested on a fake wire (moto, containers in a real dockerd)",
+    "fake": "tested on a fake wire",
+}
+"""How the table names a test's ``wire``. Where tests of one cell differ, the first of these counts."""
+
+
+def elsewhere() -> frozenset[str]:
+    """Return the backends whose tests run on a cluster that the environment names, instead of one of the tests' own."""
+    return frozenset({"kubernetes"} if os.environ.get("TEST_KUBECONFIG") else ())

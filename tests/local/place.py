@@ -1,0 +1,64 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Apps on monarch_local, as the contract uses them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from tests.contract.place import Place
+from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.local import state, submit
+from torchx_monarch.schedulers import monarch_local
+
+
+class LocalPlace(Place):
+    """This machine."""
+
+    name = "monarch_local"
+    factory = staticmethod(monarch_local)
+    cannot = {
+        "credentials not on show": "hosts of one machine meet at socket files of their own and need none",
+        "missing tool says what to install": "it needs nothing beside this package",
+    }
+
+    def _host(self, handle: str, replica: int) -> int:
+        """Return the pid of a replica's host."""
+        owners = state.load_owners(state_files.app_paths(handle.rpartition("/")[2]))
+        assert owners is not None
+        (host,) = [
+            one.pid
+            for one in psutil.Process(owners.supervisor.pid).children()
+            if one.cmdline()[one.cmdline().index("--replica") + 1] == str(replica)
+        ]
+        return host
+
+    def lose(self, handle: str, replica: int) -> None:
+        """Kill the host."""
+        os.kill(self._host(handle, replica), signal.SIGKILL)
+
+    def preempt(self, handle: str, replica: int) -> None:
+        """Send the host SIGTERM, as a machine does that shuts down."""
+        os.kill(self._host(handle, replica), signal.SIGTERM)
+
+    @contextlib.contextmanager
+    def pending(self) -> Iterator[str]:
+        """Start the supervisor late."""
+        with pytest.MonkeyPatch.context() as patch:
+            started = submit._start_supervisor
+            held: list[tuple[state_files.AppPaths, object]] = []
+            patch.setattr(submit, "_start_supervisor", lambda paths, request: held.append((paths, request)))
+            handle = self.run(self.role("sleep", "1000", replicas=2))
+        yield handle
+        started(*held[0])  # type: ignore[arg-type]
+
+    def left(self, handle: str) -> list[str]:
+        """Return the app's folders; that no process is left is checked after each test."""
+        paths = state_files.app_paths(handle.rpartition("/")[2])
+        return [path for path in (paths.root, paths.run) if os.path.exists(path)]

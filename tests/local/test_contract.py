@@ -1,0 +1,12 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The contract of all backends on monarch_local."""
+
+from __future__ import annotations
+
+from tests.contract.contract import Contract
+from tests.local.place import LocalPlace
+
+
+class TestContract(Contract):
+    kind = LocalPlace
