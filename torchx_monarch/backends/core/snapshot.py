@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchx_monarch.model import job_result
 from torchx_monarch.model.role_spec import RoleSpec
@@ -81,6 +81,34 @@ class ReplicaSnapshot:
     is_error_lost: bool = False
     lingers: bool = False
     respawns: bool = False
+
+    @classmethod
+    def of_process(
+        cls, role: str, id: int, code: int | None, error: str = "", *, stopped: bool = False, **more: Any
+    ) -> ReplicaSnapshot:
+        """Return a replica that is a process, for backends that learn no more than its exit code.
+
+        Args:
+            role: name of its role.
+            id: its index in the role.
+            code: its exit code, -n for death by signal n; None if it runs.
+            error: the content of its error file or its termination message, as JSON text; empty without one.
+            stopped: whether it was asked to stop.
+            more: further attributes.
+        """
+        said = job_result.read_error_file(error)
+        restarts = said.get(job_result.RANK_RESTARTS)
+        return cls(
+            role,
+            id,
+            State.RUNNING if code is None else State.FAILED if code else State.SUCCEEDED,
+            rank_restarts=restarts if isinstance(restarts, int) else 0,
+            failure=f"replica {role}/{id} {job_result.describe_code(code)}" if code else "",
+            error=error if code is not None and "message" in said else "",
+            is_stopping=stopped and code is None,
+            was_stopped=stopped and code is not None,
+            **more,
+        )
 
     @property
     def name(self) -> str:

@@ -1,0 +1,28 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The contract of all backends on examples/process_backend.py."""
+
+from examples.process_backend import ProcessBackend, create_scheduler
+from tests.contract.contract import Contract
+from tests.contract.place import Place
+
+
+class ProcessPlace(Place):
+    name = "processes"
+    factory = staticmethod(create_scheduler)
+    is_registered = False
+    cannot = {
+        **dict.fromkeys(("lost host replaced", "retries", "preemption"), "it restarts nothing"),
+        "cancel while pending": "processes start immediately",
+        "status and log long after, elsewhere": "its state is in memory",
+        "test_a_log_is_read_by_times_streams_and_expressions": "its logs have no times",
+        "missing tool says what to install": "it needs nothing beside this package",
+    }
+
+    def credentials(self, handle: str) -> tuple[str, str]:
+        app = ProcessBackend.apps[handle.rpartition("/")[2]]
+        return app.env["MONARCH_CREDENTIALS"], str(app.request)
+
+
+class TestContract(Contract):
+    kind = ProcessPlace
