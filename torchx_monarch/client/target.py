@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torchx_monarch.backends.core import client_credentials, state_files
-from torchx_monarch.backends.local.request import LocalRequest
-from torchx_monarch.backends.local.request import load as load_request
 from torchx_monarch.exceptions import UnreachableError
 from torchx_monarch.torchx_adapter import torchx_api
 from torchx_monarch.transport.address import Address, AddressError
 
 if TYPE_CHECKING:
     from torchx.runner import Runner
+
+    from torchx_monarch.backends.local.request import LocalRequest
 
 
 @dataclass(frozen=True, repr=False)
@@ -100,8 +100,10 @@ def _request(app_id: str) -> LocalRequest | None:
     Raises:
         UnreachableError: the stored request is damaged or belongs to another user.
     """
+    from torchx_monarch.backends.local import request  # not needed by `torchx --help`, which imports this module
+
     try:
-        return load_request(state_files.app_paths(app_id)) if state_files.is_app_id(app_id) else None
+        return request.load(state_files.app_paths(app_id)) if state_files.is_app_id(app_id) else None
     except state_files.DamagedFileError as error:
         raise UnreachableError(f"it is not known where the hosts of {app_id} listen: {error}") from None
 
