@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchx_monarch.backends.core import client_credentials, state_files
-from torchx_monarch.backends.local.request import load as load_request
 from torchx_monarch.client.connection import ask
 from torchx_monarch.client.target import Target
 from torchx_monarch.exceptions import RefusedError, UnreachableError
@@ -50,7 +49,9 @@ def list_allocations() -> Iterator[AllocationInfo]:
 
 
 def _local_apps() -> list[tuple[str, list[str]]]:
-    from torchx_monarch.command.command import HOSTS_MODULE  # `torchx --help` imports this module; keep it fast
+    # `torchx --help` imports this module; keep it fast.
+    from torchx_monarch.backends.local import request as local_request
+    from torchx_monarch.model.role_spec import WorkloadKind
 
     found = []
     try:
@@ -60,10 +61,10 @@ def _local_apps() -> list[tuple[str, list[str]]]:
     for app_id in app_ids:
         request = None
         with contextlib.suppress(state_files.DamagedFileError):
-            request = load_request(state_files.app_paths(app_id))
+            request = local_request.load(state_files.app_paths(app_id))
         if request is None or not os.path.isdir(request.run_dir):
             continue
-        roles = [one.name for one in request.roles if one.replicas and HOSTS_MODULE in " ".join(one.replicas[0].args)]
+        roles = [one.name for one in request.roles if one.spec.workload is WorkloadKind.SESSION]
         if roles:
             found.append((f"monarch_local://torchx/{app_id}", roles))
     return found
