@@ -20,6 +20,7 @@ import pytest
 from torchx.runner import Runner
 from torchx.schedulers.api import Stream
 from torchx.specs import AppState, InvalidRunConfigException, RetryPolicy, Role
+from torchx.specs.finder import ComponentValidationException
 
 from tests.contract.place import Place
 from torchx_monarch.backends.core import client_credentials
@@ -377,7 +378,7 @@ class Contract:
     def test_bad_options_are_named(self, place: Place) -> None:
         before = place.listed()
         for cfg, words in (*place.bad_options, *place.own_bad_options):
-            with pytest.raises((InvalidRunConfigException, ValueError), match=words):
+            with pytest.raises((InvalidRunConfigException, ComponentValidationException, ValueError), match=words):
                 place.run(place.role("true", replicas=2), **cfg)
         assert place.listed() == before
 

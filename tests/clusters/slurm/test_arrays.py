@@ -23,8 +23,6 @@ def states(apps: Apps, handle: str) -> list[AppState]:
     return [replica.state for replica in role.replicas]
 
 
-@pytest.mark.scenario("root cause in status")
-@pytest.mark.scenario("list once each")
 def test_each_array_task_is_a_run_of_its_own_and_the_app_is_all_of_them(apps: Apps, tmp_path: Path) -> None:
     script = apps.script("""
         import os, time
@@ -76,9 +74,6 @@ def test_each_array_task_is_a_run_of_its_own_and_the_app_is_all_of_them(apps: Ap
         apps.log(handle, 6)
 
 
-@pytest.mark.scenario("cancel while pending")
-@pytest.mark.scenario("cancel while running")
-@pytest.mark.scenario("delete leaves nothing")
 def test_one_array_task_is_cancelled_and_then_all(apps: Apps) -> None:
     waits = sh("echo waiting; trap 'sleep 1; echo saved; exit 3' TERM; sleep 1000 & wait")
     handle = apps.run(waits, array="2-5%2")
@@ -103,7 +98,6 @@ def test_one_array_task_is_cancelled_and_then_all(apps: Apps) -> None:
     assert not root.exists()
 
 
-@pytest.mark.scenario("preemption")
 def test_one_array_task_goes_back_into_the_queue(apps: Apps) -> None:
     again = sh("test $$SLURM_ARRAY_TASK_ID = 1 && test -n $${SLURM_RESTART_COUNT:-''} && exit 0; echo up; sleep 1000")
     handle = apps.run(again, array="0-2%2", requeue=True)
@@ -123,7 +117,6 @@ def test_one_array_task_goes_back_into_the_queue(apps: Apps) -> None:
     assert "array task 0: CANCELLED: by scancel" in status.msg
 
 
-@pytest.mark.scenario("cancel while pending")
 def test_whole_array_is_cancelled_while_some_run_and_some_wait(apps: Apps) -> None:
     handle = apps.run(sh("echo up; trap 'echo saved; exit 3' TERM; sleep 1000 & wait"), array="0-9,20-39:3%2")
     for replica in (0, 1):
@@ -134,7 +127,6 @@ def test_whole_array_is_cancelled_while_some_run_and_some_wait(apps: Apps) -> No
     assert [apps.log(handle, replica, "r").count("saved") for replica in (0, 1, 2)] == [1, 1, 0]
 
 
-@pytest.mark.scenario("bad options named")
 def test_array_that_the_cluster_does_not_take(apps: Apps) -> None:
     with pytest.raises(ComponentValidationException, match="--array=0-5000 .* MaxArraySize is 1001, so .* to 1000"):
         apps.run(sh("true"), array="0-5000")
