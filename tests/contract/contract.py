@@ -164,7 +164,8 @@ class Contract:
         # Under REPLICA the other host may restart as well.
         assert status.num_restarts <= (1 if policy is RetryPolicy.APPLICATION else 2)
         # All ranks had the grace period, and all have begun again.
-        assert (log.count("saved"), log.count("attempt ")) == (4, 8), log
+        lost = 0 if place.keeps_preempted_logs else 2
+        assert (log.count("saved"), log.count("attempt ")) == (4 - lost, 8 - lost), log
         assert "preempted" in log
 
     @pytest.mark.scenario("cancel while pending")

@@ -47,6 +47,7 @@ class Place(abc.ABC):
         package: the Python package of the client library; empty without one.
         install: what the message names when the client library, or tool, is missing.
         names_hosts: whether ``status`` shows the host names that the replicas themselves know.
+        keeps_preempted_logs: whether the log of a replica that ``preempt`` takes away stays.
         patience: factor by which timeouts are longer than on a test system of our own.
     """
 
@@ -68,6 +69,7 @@ class Place(abc.ABC):
     package: ClassVar[str] = ""
     install: ClassVar[str] = ""
     names_hosts: ClassVar[bool] = True
+    keeps_preempted_logs: ClassVar[bool] = True
     patience = 1.0
 
     def __init__(self, folder: Path) -> None:

@@ -47,6 +47,7 @@ class Apps(Place):
     factory = staticmethod(monarch_kubernetes)
     wire = WIRE
     wires = dict.fromkeys(("bad options named", "missing tool says what to install"), "real")
+    keeps_preempted_logs = False
     own_bad_options = (
         ({"mode": "jobset"}, "`mode` is 'jobset'; allowed are auto, job, volcano"),
         ({"kueu_queue": "a"}, "kueu_queue.*kueue_queue"),

@@ -6,17 +6,16 @@ from __future__ import annotations
 
 import base64
 import json
-import threading
 from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
 from torchx.schedulers.api import Stream
-from torchx.specs import NONE, AppState, Resource, RetryPolicy
+from torchx.specs import NONE, AppState, Resource
 from torchx.specs.finder import ComponentValidationException
 
 from tests.clusters.kubernetes.apps import NAME, Apps
-from tests.clusters.kubernetes.cluster import ROOT, WIRE, Cluster
+from tests.clusters.kubernetes.cluster import Cluster
 from torchx_monarch.backends.core import client_credentials
 from torchx_monarch.model import sidecars
 from torchx_monarch.transport.credentials import ClientCredentials
@@ -55,12 +54,6 @@ WAITS = """
 """Waits for ``Apps.go``; then the ranks named by its arguments kill their hosts. One that starts later ends at once."""
 
 
-@pytest.mark.scenario("environment arrives whole", wire=WIRE)
-@pytest.mark.scenario("credentials not on show", wire=WIRE)
-@pytest.mark.scenario("status and log long after, elsewhere", wire=WIRE)
-@pytest.mark.scenario("describe gives the original app", wire=WIRE)
-@pytest.mark.scenario("list once each", wire=WIRE)
-@pytest.mark.scenario("delete leaves nothing", wire=WIRE)
 def test_two_hosts_meet_over_tls_and_everything_is_known_elsewhere(apps: Apps, tmp_path: Path) -> None:
     before = datetime.now(timezone.utc)
     env = {"WEIRD": WEIRD.replace("$", "$$")}
@@ -112,39 +105,6 @@ def test_two_hosts_meet_over_tls_and_everything_is_known_elsewhere(apps: Apps, t
     assert not client.exists()
 
 
-@pytest.mark.scenario("two hosts, digits", wire=WIRE)
-def test_trains_on_real_digits(apps: Apps) -> None:
-    script = apps.program((ROOT / "examples" / "digits.py").read_text())
-    train = ["--epochs", "4", "--min-accuracy", "0.8", "--checkpoint-dir", "/tmp/checkpoints"]
-    handle = apps.run(apps.torchrun(script, *train), preload="torch")
-    apps.wait(handle, AppState.SUCCEEDED, 240)
-    assert "4 ranks on" in apps.log(handle)
-
-
-@pytest.mark.scenario("lost host replaced", wire=WIRE)
-@pytest.mark.parametrize("rank", [3, 0])
-def test_the_job_goes_on_when_a_host_is_killed(apps: Apps, rank: int) -> None:
-    role = apps.torchrun(apps.program(WAITS), str(rank), max_retries=1, retry_policy=RetryPolicy.REPLICA)
-    handle = apps.run(role, rejoin_timeout=120)
-    apps.until(lambda: apps.log(handle).count("attempt 0") == 4, "the first attempt", handle)
-    apps.go()
-    status = apps.wait(handle, AppState.SUCCEEDED)
-    assert status.num_restarts == 1
-    log = apps.log(handle)
-    # The killed pod's own log is still a part of its replica's.
-    assert (log.count("attempt 0"), log.count("attempt 1")) == (4, 4), log
-
-
-@pytest.mark.scenario("retries", wire=WIRE)
-def test_the_job_begins_again_when_a_host_is_killed(apps: Apps) -> None:
-    handle = apps.run(apps.torchrun(apps.program(WAITS), "2", max_retries=1))
-    apps.until(lambda: apps.log(handle).count("attempt 0") == 4, "the first attempt", handle)
-    apps.go()
-    status = apps.wait(handle, AppState.SUCCEEDED)
-    assert status.num_restarts == 1
-    assert apps.log(handle).count("attempt 0") == 8, apps.log(handle)
-
-
 @pytest.mark.parametrize(("again", "state"), [(False, AppState.SUCCEEDED), (True, AppState.FAILED)])
 def test_all_roles_begin_again_when_one_has_failed(apps: Apps, again: bool, state: AppState) -> None:
     text = WAITS.replace("os.kill(os.getppid(), 9)  # the host", 'raise ValueError("boom")')
@@ -173,7 +133,6 @@ def test_all_roles_begin_again_when_one_has_failed(apps: Apps, again: bool, stat
         assert logs().count("attempt 0") == 8, logs()
 
 
-@pytest.mark.scenario("retries", wire=WIRE)
 def test_restarts_of_ranks_count_also_those_of_a_host_that_was_killed(apps: Apps) -> None:
     text = f"""
 {WAITS}
@@ -191,59 +150,6 @@ def test_restarts_of_ranks_count_also_those_of_a_host_that_was_killed(apps: Apps
     assert log.count("attempt 0") in (3, 4), log
 
 
-@pytest.mark.scenario("retries", wire=WIRE)
-def test_exit_code_78_asks_for_no_other_start(apps: Apps) -> None:
-    handle = apps.run(apps.role("sh", "-c", "echo once; exit 78", max_retries=5))
-    status = apps.wait(handle, AppState.FAILED)
-    assert (status.num_restarts, apps.lines(handle)) == (0, ["once\n"])
-
-
-@pytest.mark.scenario("preemption", wire=WIRE)
-def test_a_pod_that_is_taken_away_costs_no_retry(apps: Apps) -> None:
-    """As by the eviction of a drained node."""
-    role = apps.torchrun(apps.program(WAITS), max_retries=1, retry_policy=RetryPolicy.REPLICA)
-    handle = apps.run(role)
-    apps.until(lambda: apps.log(handle).count("attempt 0") == 4, "the first attempt", handle)
-    followed: list[str] = []
-    follower = threading.Thread(target=lambda: followed.extend(apps.lines(handle, 0, should_tail=True)))
-    follower.start()
-    apps.go()
-    apps.evict(handle, 1)
-    status = apps.wait(handle, AppState.SUCCEEDED)
-    follower.join(60 * apps.patience)
-    assert not follower.is_alive()
-    assert any("preempted or cancelled" in line for line in followed), followed
-    assert status.state is AppState.SUCCEEDED
-
-
-@pytest.mark.scenario("cancel while running", wire=WIRE)
-@pytest.mark.scenario("log follow, since, until", wire=WIRE)
-def test_cancelled_while_running_keeps_its_logs(apps: Apps) -> None:
-    handle = apps.run(apps.torchrun(apps.program(WAITS)), apps.role("sh", "-c", "echo up; sleep 1000", name="reader"))
-    apps.until(lambda: apps.log(handle).count("attempt 0") == 4, "the ranks", handle)
-    assert apps.status(handle).state is AppState.RUNNING
-    early = datetime.now(timezone.utc)
-    followed: list[str] = []
-    follower = threading.Thread(target=lambda: followed.extend(apps.lines(handle, 0, should_tail=True)))
-    follower.start()
-    apps.torchx("cancel", handle)
-    status = apps.wait(handle, AppState.CANCELLED)
-    assert set(apps.states(handle).values()) == {AppState.CANCELLED}
-    follower.join(60 * apps.patience)
-    assert not follower.is_alive()
-    assert any("SIGTERM" in line for line in followed)
-    # It stays so, with its logs, wherever one looks.
-    assert json.loads(apps.torchx("status", "--json", handle))["state"] == "CANCELLED"
-    assert followed == apps.lines(handle)
-    assert apps.log(handle).count("attempt 0") == 4
-    assert apps.lines(handle, role="reader") == ["up\n"]
-    assert apps.lines(handle, since=early) == followed[len(apps.lines(handle, until=early)) :] != []
-    apps.runner.cancel(handle)
-    assert apps.status(handle).state is AppState.CANCELLED
-    assert status.num_restarts == 0
-
-
-@pytest.mark.scenario("cancel while pending", wire=WIRE)
 def test_cancelled_while_pending(apps: Apps) -> None:
     nowhere = Resource(cpu=1, gpu=0, memMB=1, capabilities={"example.com/zone": "none"})
     handle = apps.run(apps.role("true", resource=nowhere, replicas=2))
@@ -278,7 +184,6 @@ def test_an_image_that_is_not_there_is_told_and_ends_the_app(apps: Apps) -> None
     assert "cannot start" in json.loads(apps.torchx("status", "--json", handle))["msg"]
 
 
-@pytest.mark.scenario("root cause in status", wire=WIRE)
 def test_a_failing_rank_is_the_cause(apps: Apps) -> None:
     path = apps.program("""
         import os, time
@@ -318,13 +223,6 @@ def test_a_sidecar_ends_with_the_others(apps: Apps) -> None:
         job["metadata"]["name"]
         for job in apps.api.items(f"/apis/batch/v1/namespaces/{apps.namespace}/jobs", "torchx-monarch/app")
     ] == [f"{handle.rpartition(':')[2]}-main"]
-
-
-def test_follows_a_log_through_restarts_to_the_end(apps: Apps) -> None:
-    handle = apps.run(apps.role("sh", "-c", "echo start; sleep 0.5; exit 3", max_retries=2))
-    assert apps.lines(handle, should_tail=True) == ["start\n"] * 3
-    status = apps.wait(handle, AppState.FAILED)
-    assert status.num_restarts == 2
 
 
 def test_all_goes_some_time_after_the_end(apps: Apps) -> None:

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from torchx.specs import AppDef, InvalidRunConfigException, Role
 from torchx_monarch.schedulers import monarch_kubernetes
 
 
-@pytest.mark.scenario("bad options named")
 @pytest.mark.parametrize(
     "cfg, words",
     [
@@ -38,12 +36,3 @@ def test_options_that_make_no_sense_are_named(
         pytest.raises(InvalidRunConfigException, match=words),
     ):
         runner.dryrun(app, "monarch_kubernetes", cfg=cfg)
-
-
-@pytest.mark.scenario("missing tool says what to install")
-def test_without_the_client_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("torchx_monarch.backends.kubernetes")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "kubernetes", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'kubernetes>=29,!=37.0.2'"):
-        monarch_kubernetes("torchx")
