@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import urllib.request
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,32 @@ class Apps(Place):
 
     name = NAME
     factory = staticmethod(monarch_aws_batch)
+    wire = "moto+docker"
+    wires = {"missing tool says what to install": "real"}
+    cannot = {
+        "lost host replaced": "AWS Batch replaces no node of a job: it starts all of it again (max_retries)",
+        "retries": "moto starts no job again",
+        "preemption": "moto takes no instance away",
+        "credentials not on show": "containers of moto get no secrets",
+        "test_a_failing_rank_is_the_root_cause": "moto knows no exit code but that of node 0",
+        "test_cancel_while_running": "moto has no log of a job before its end",
+        "test_another_process_cancels": "moto has no log of a job before its end",
+        "test_delete_leaves_nothing": "moto has no log of a job before its end",
+        "test_a_log_is_read_by_times_streams_and_expressions": "moto has no log of a job before its end",
+    }
     cfg = {"queue": "first", "preload": "none", "grace": 5}
+    own_bad_options = (
+        ({"job_type": "array"}, "job_type is 'array'; it is auto, multinode or container"),
+        ({"job_type": "container"}, "job_type is container, which is for one replica; app 'app' has 2"),
+        ({"priority": 10000}, "priority is 10000; it is a number from 0 to 9999"),
+        ({"timeout": 59}, "timeout is 59; it is a number of seconds, 60 or more"),
+        ({"ulimits": ["memlock:-1"]}, "'memlock:-1' is not NAME:SOFT:HARD"),
+        ({"secret": True}, "secret needs execution_role_arn"),
+        ({"host_retries": 10}, "host_retries is 10; AWS Batch starts a job again at most 9 times"),
+    )
+    package = "boto3"
+    install = "monarch_aws_batch needs AWS's client for Python; run: pip install 'boto3>=1.34'"
+    names_hosts = False
 
     def __init__(self, folder: Path, image: str = "image:1", mounts: list[BindMount] | None = None) -> None:
         self.image = image
@@ -129,6 +155,39 @@ class Apps(Place):
             resource=resource,
             **more,
         )
+
+    def run_words(self) -> Sequence[str]:
+        """Return the options of ``torchx run``: the queue."""
+        return ("-cfg", "queue=first")
+
+    def component_words(self) -> Sequence[str]:
+        """Return the options of ``monarch.spmd``: the image, and this machine's folders."""
+        mounts = [
+            f"type=bind,src={each.src_path},dst={each.dst_path}{',readonly' if each.read_only else ''}"
+            for each in self.mounts
+        ]
+        return ("--memMB", "6000", "--image", self.image, "--mounts", ",".join(mounts))
+
+    @contextlib.contextmanager
+    def pending(self) -> Iterator[str]:
+        """Have jobs stay in each state until they have been looked at very often."""
+        _transition({"progression": "manual", "times": 100000})
+        try:
+            yield self.run(self.role("sleep", "1000", replicas=2))
+        finally:
+            _transition({"progression": "immediate"})  # moto ends a job only when its time has come
+
+    def left(self, handle: str) -> Sequence[object]:
+        """Return nothing: the fixture looks for definitions and secrets after each test."""
+        return ()
+
+
+def _transition(how: dict[str, object]) -> None:
+    """Tell moto how jobs go from state to state."""
+    data = json.dumps({"model_name": "batch::job", "transition": how}).encode()
+    url = f"{os.environ['AWS_ENDPOINT_URL']}/moto-api/state-manager/set-transition"
+    with contextlib.closing(urllib.request.urlopen(urllib.request.Request(url, data), timeout=240)) as answer:
+        assert answer.status == 201
 
 
 def definitions(client: Any) -> list[str]:

@@ -6,17 +6,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from torchx.specs import AppState
 
-from tests.clusters.aws_batch.apps import NAME, Apps, Aws
-from tests.clusters.docker.daemon import ROOT, Daemon
+from tests.clusters.aws_batch.apps import Apps
+from tests.clusters.docker.daemon import Daemon
 
 Eventually = Callable[..., object]
 
@@ -24,27 +21,6 @@ SAYS = """
     import os, sys
     print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], "at", os.environ["MASTER_ADDR"], flush=True)
 """
-
-
-@pytest.mark.scenario("two hosts, digits", wire="moto+docker")
-def test_trains_on_real_digits(running_apps: Apps) -> None:
-    """By the command that a person types."""
-    apps = running_apps
-    train = ["--epochs", "4", "--min-accuracy", "0.8", "--checkpoint-dir", str(apps.folder / "checkpoints")]
-    mounts = [
-        f"type=bind,src={each.src_path},dst={each.dst_path}{',readonly' if each.read_only else ''}"
-        for each in apps.mounts
-    ]
-    component = ["monarch.spmd", "-j", "2x2", "--memMB", "6000", "--image", apps.image, "--mounts", ",".join(mounts)]
-    words = ["run", "-s", NAME, "-cfg", "queue=first", "--workspace", "", *component]
-    handle = apps.adopt(apps.torchx(*words, str(ROOT / "examples" / "digits.py"), *train).split()[-1])
-    status = apps.wait(handle, seconds=200)
-    (role,) = apps.described(handle).roles
-    log = apps.log(handle, role.name, 2)
-    assert status.state is AppState.SUCCEEDED, log
-    assert "4 ranks on" in log
-    replicas = status.roles[0].replicas
-    assert all(re.fullmatch(r"ip-[\d-]+\.ec2\.internal", replica.hostname) for replica in replicas), replicas
 
 
 def test_two_roles_of_two_hosts_each_meet(running_apps: Apps) -> None:
@@ -69,27 +45,6 @@ def test_two_roles_of_two_hosts_each_meet(running_apps: Apps) -> None:
     assert sorted(said) == ["reader0", "reader1", "trainer0", "trainer1"]
     assert all(text.startswith("2 at ") for text in said.values()), said
     assert said["trainer0"] == said["trainer1"] != said["reader0"] == said["reader1"]
-
-
-@pytest.mark.scenario("environment arrives whole", wire="moto+docker")
-def test_environment_and_replica_arrive_whole(running_apps: Apps) -> None:
-    apps = running_apps
-    value = "a,b='c' \"d\" $e `f` \\ g\n  h=i; j"
-    shows = apps.role(
-        *("sh", "-c", 'printf "%s|" "$VALUE" "$MINE" "$1" "$2" ${replica_id}', "x", "it's", "r ${replica_id}/'"),
-        replicas=2,
-        env={"VALUE": value.replace("$", "$$"), "MINE": "mine is '${replica_id}'"},
-    )
-    shows.args[1] = (
-        shows.args[1].replace("$VALUE", "$$VALUE").replace("$MINE", "$$MINE").replace('"$1" "$2"', '"$$1" "$$2"')
-    )
-    handle = apps.run(shows)
-    assert apps.wait(handle).state is AppState.SUCCEEDED
-    for k in (0, 1):
-        lines = "".join(apps.runner.log_lines(handle, "trainer", k)).splitlines()
-        # moto takes the blanks off every line
-        expected = f"{value}|mine is '{k}'|it's|r {k}/'|{k}|".splitlines()
-        assert [line.strip() for line in lines] == [line.strip() for line in expected]
 
 
 @pytest.mark.scenario("root cause in status", wire="moto+docker")
@@ -151,32 +106,3 @@ def test_cancel_while_running(running_apps: Apps, eventually: Eventually) -> Non
     assert json.loads(apps.torchx("status", "--json", handle))["state"] == "CANCELLED"
     assert list(apps.runner.log_lines(handle, "trainer", 0, should_tail=True)) == ["up\n"]
     assert list(apps.runner.log_lines(handle, "trainer", 0, regex="down")) == []
-
-
-@pytest.fixture
-def slow_queue(aws_with_docker: Aws) -> Iterator[None]:
-    """Jobs stay in each state until they have been looked at very often."""
-    _transition(aws_with_docker, {"progression": "manual", "times": 100000})
-    yield
-    _transition(aws_with_docker, {"progression": "immediate"})
-
-
-def _transition(aws: Aws, how: dict[str, object]) -> None:
-    data = json.dumps({"model_name": "batch::job", "transition": how}).encode()
-    url = f"{aws.url}/moto-api/state-manager/set-transition"
-    with contextlib.closing(urllib.request.urlopen(urllib.request.Request(url, data), timeout=240)) as answer:
-        assert answer.status == 201
-
-
-@pytest.mark.scenario("cancel while pending", wire="moto+docker")
-def test_cancel_while_pending(running_apps: Apps, aws_with_docker: Aws, slow_queue: None) -> None:
-    apps = running_apps
-    handle = apps.run(apps.torchrun(apps.program(SAYS)))
-    status = apps.status(handle)
-    assert status.state is AppState.PENDING
-    assert set(apps.states(handle).values()) == {AppState.PENDING}
-    apps.runner.cancel(handle)
-    _transition(aws_with_docker, {"progression": "immediate"})  # moto ends a job only when its time has come
-    assert apps.wait(handle).state is AppState.CANCELLED
-    time.sleep(0.5)
-    assert set(apps.states(handle).values()) == {AppState.CANCELLED}

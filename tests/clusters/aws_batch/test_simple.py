@@ -6,9 +6,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
-from typing import Any
 
 import pytest
 from torchx.specs import AppDef, AppState, InvalidRunConfigException, Resource
@@ -24,19 +21,6 @@ def test_from_another_process(apps: Apps) -> None:
     status = json.loads(apps.torchx("status", "--json", handle))
     assert status["state"] == "SUCCEEDED"
     assert apps.torchx("log", f"{handle}/trainer") == ""
-
-
-@pytest.mark.scenario("describe gives the original app", wire="fake")
-@pytest.mark.parametrize("replicas", [1, 3])
-def test_describe_gives_the_app_as_it_was_submitted(apps: Apps, replicas: int) -> None:
-    role = apps.torchrun("train.py", "--lr", "0.1", replicas=replicas, env={"A": "b,\n'\"$c"}, metadata={"x": "y"})
-    handle = apps.run(role)
-    found = apps.described(handle)
-    (described,) = found.roles
-    assert found.metadata == {"team": "a b"}
-    for name in [name for name in described.env if name.startswith("TORCHX_")]:
-        described.env.pop(name)  # the Runner's
-    assert described == role
 
 
 @pytest.mark.scenario("list once each", wire="fake")
@@ -88,25 +72,6 @@ def test_with_a_secret_aws_batch_shows_no_credentials(apps: Apps, aws: Aws) -> N
             assert len(environment["MONARCH_CREDENTIALS"]) > 1000
             assert "MONARCH_CREDENTIALS" not in apps.described(handle).roles[0].env
         apps.runner.delete(handle)
-
-
-@pytest.mark.scenario("bad options named", wire="fake")
-@pytest.mark.parametrize(
-    ("cfg", "words"),
-    [
-        ({"job_type": "array"}, "job_type is 'array'; it is auto, multinode or container"),
-        ({"job_type": "container"}, "job_type is container, which is for one replica; app 'app' has 2"),
-        ({"priority": 10000}, "priority is 10000; it is a number from 0 to 9999"),
-        ({"timeout": 59}, "timeout is 59; it is a number of seconds, 60 or more"),
-        ({"ulimits": ["memlock:-1"]}, "'memlock:-1' is not NAME:SOFT:HARD"),
-        ({"secret": True}, "secret needs execution_role_arn"),
-        ({"host_retries": 10}, "host_retries is 10; AWS Batch starts a job again at most 9 times"),
-    ],
-)
-def test_bad_options_are_named(apps: Apps, cfg: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError) as told:
-        apps.run(apps.torchrun("train.py"), **cfg)
-    assert words in str(told.value)
 
 
 def test_what_is_missing_is_named(apps: Apps) -> None:
@@ -172,11 +137,3 @@ def test_tags_and_console_link(apps: Apps, aws: Aws) -> None:
     assert described["tags"]["team"] == "a b"
     url = f"https://us-east-1.console.aws.amazon.com/batch/home?region=us-east-1#jobs/detail/{described['jobId']}"
     assert apps.status(handle).ui_url == url
-
-
-@pytest.mark.scenario("missing tool says what to install")
-def test_boto3_missing_says_what_to_install() -> None:
-    code = "import sys; sys.modules['boto3'] = None\nfrom torchx_monarch import schedulers as s\n"
-    text = f"{code}try: s.{NAME}('torchx')\nexcept ModuleNotFoundError as error: print(error)"
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=240, check=True)
-    assert done.stdout == f"{NAME} needs AWS's client for Python; run: pip install 'boto3>=1.34'\n"

@@ -1,0 +1,18 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The contract of all backends on monarch_aws_batch, whose jobs run as containers."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.clusters.aws_batch.apps import Apps
+from tests.contract.contract import Contract
+
+
+class TestContract(Contract):
+    kind = Apps
+
+    @pytest.fixture
+    def place(self, running_apps: Apps) -> Apps:
+        return running_apps
