@@ -78,11 +78,13 @@ def test_an_app_of_meshes() -> None:
 
 def test_hosts_are_told_where_those_of_other_roles_meet() -> None:
     meet = {"a": "tls:@A:1", "b": "tls:@B:2"}
-    found = rewrite(waiting(app_of_meshes({"a": 1, "b": 1}), 0.0, ("python", "main.py")), WrapOptions(rendezvous=meet))
-    for role in found.app.roles:
+    app = waiting(app_of_meshes({"a": 1, "b": 1}), 0.0, ("python", "main.py"))
+    app.roles.append(Role("logger", image="", entrypoint="sh", args=["-c", "true"]))
+    found = rewrite(app, WrapOptions(rendezvous={**meet, "logger": "tls:@C:3"}))
+    for role in found.app.roles[:2]:
         assert role.args[role.args.index("--peers") + 1] == "a=tls:@A:1,b=tls:@B:2"
-    assert [spec.workload for spec in found.roles] == [WorkloadKind.ACTORS] * 2
-    assert [spec.rendezvous for spec in found.roles] == list(meet.values())
+    assert [spec.workload for spec in found.roles] == [WorkloadKind.ACTORS] * 2 + [WorkloadKind.NONE]
+    assert [spec.rendezvous for spec in found.roles] == [*meet.values(), ""]
     ranks = AppDef("ranks", [Role("a", image="", entrypoint="torchrun", args=["t.py"], num_replicas=1)])
     assert "--peers" not in rewrite(ranks, WrapOptions(rendezvous=meet)).app.roles[0].args
 

@@ -110,6 +110,9 @@ def rewrite(app: AppDef, options: WrapOptions) -> Rewritten:
     registry = _role_registry(hosts, options) if has_main else {}
     peer_roles = _end_together(hosts, options.always_together) if has_main and options.application else 0
     awaited = _awaited([role for role, _ in hosts[1:]]) if peer_roles and options.always_together else []
+    # A script waits for the hosts of all these roles; roles of other commands would never answer it.
+    actors = [role.name for role, found in zip(app.roles, commands, strict=True) if found and found.kind == "actors"]
+    peers = ",".join(f"{name}={options.rendezvous[name]}" for name in actors if name in options.rendezvous)
     specs = []
     for role, found in zip(rewritten.roles, commands, strict=True):
         if found is None:
@@ -118,7 +121,7 @@ def rewrite(app: AppDef, options: WrapOptions) -> Rewritten:
         rendezvous = options.rendezvous.get(role.name, "")
         spec = RoleSpec.of(role, _WORKLOADS[found.kind], rendezvous, ends_together=peer_roles > 0)
         specs.append(replace(spec, awaits_clients=found.awaits_clients))
-        words = _host_arguments(role, found.kind, options, registry, peer_roles, awaited)
+        words = _host_arguments(role, options, peers if found.kind == "actors" else "", registry, peer_roles, awaited)
         _insert(role, found, [options.python, *words])
     return Rewritten(rewritten, tuple(specs))
 
@@ -268,7 +271,7 @@ def _command(words: Sequence[str], role: Role) -> Command | None:
 
 
 def _host_arguments(
-    role: Role, kind: str, options: WrapOptions, registry: Mapping[str, str], peer_roles: int, awaited: Sequence[str]
+    role: Role, options: WrapOptions, peers: str, registry: Mapping[str, str], peer_roles: int, awaited: Sequence[str]
 ) -> list[str]:
     """Return the arguments of the host process, which follow the interpreter and precede the command."""
     # TorchX or the backend fills in what these hold: an app's id, or the name of a host in it.
@@ -276,7 +279,7 @@ def _host_arguments(
         "app": macros.app_id,
         "replica": macros.replica_id,
         "rendezvous": options.rendezvous.get(role.name, ""),
-        "peers": _peers(options) if kind == "actors" else "",
+        "peers": peers,
         "role_registry": registry.get(role.name, ""),
         "application": options.application if peer_roles else "",
     }
@@ -290,10 +293,6 @@ def _host_arguments(
     )
     words = spec.to_argv(escape, {name: text for name, text in placeholders.items() if text})
     return ["-m", HOST_MODULE, *words, "--"]
-
-
-def _peers(options: WrapOptions) -> str:
-    return ",".join(f"{name}={rendezvous}" for name, rendezvous in options.rendezvous.items())
 
 
 def _are_replaced(role: Role) -> bool:

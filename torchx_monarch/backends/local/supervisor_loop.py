@@ -38,7 +38,7 @@ from torchx_monarch.backends.local.status import AppRecord
 from torchx_monarch.backends.local.stopped_hosts import StoppedHosts
 from torchx_monarch.insight import events
 from torchx_monarch.model import job_result
-from torchx_monarch.model.role_spec import RetryPolicy
+from torchx_monarch.model.role_spec import RetryPolicy, WorkloadKind
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor.graceful_stop import GracefulStop
 from torchx_monarch.supervisor.replica import Replica
@@ -119,8 +119,9 @@ class SupervisorLoop:
         return replicas
 
     def _peers(self) -> str:
-        names = [role.name for role in self._request.roles]
-        return ",".join(f"{name}=unix:{self._socket(index)}" for index, name in enumerate(names) if name.isidentifier())
+        specs = [role.spec for role in self._request.roles]
+        actors = [index for index, spec in enumerate(specs) if spec.workload is WorkloadKind.ACTORS]
+        return ",".join(f"{specs[index].name}=unix:{self._socket(index)}" for index in actors)
 
     def _socket(self, role_index: int) -> str:
         return os.path.join(self._request.run_dir, f"{role_index}.sock")
