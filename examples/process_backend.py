@@ -103,12 +103,14 @@ class ProcessBackend(Backend[NetworkOpts, Request, AppSnapshot]):
             yield from log
 
     def stop(self, app: AppSnapshot, outcome: Outcome, grace: float | None) -> None:
-        """Send SIGTERM to all processes, and set when they are killed."""
+        """Send SIGTERM to all processes once, and set when they are killed; a later call can only advance that."""
         found = self.apps[app.app_id]
         found.ending = found.ending or outcome
         for replica in [found.replicas[one.role][one.id] for one in app.replicas if one.is_alive]:
-            replica.kill_at = time.time() + (app.grace + HOST_EXTRA if grace is None else grace)
-            replica.process.terminate()
+            if replica.kill_at == float("inf"):
+                replica.process.terminate()
+            due = time.time() + (app.grace if grace is None else grace) + (HOST_EXTRA if grace != 0 else 0.0)
+            replica.kill_at = min(replica.kill_at, due)
 
     def remove(self, app: AppSnapshot) -> None:
         """Forget an app, and remove its files."""
