@@ -142,7 +142,7 @@ def test_growth(start: Start, request: pytest.FixtureRequest, eventually: Eventu
             time.sleep(0.05)
         mark(str(time.time()))
     """
-    nodes = start(body, "--max-restarts", "3", "--rdzv-conf", "last_call_timeout=3", nodes=3)
+    nodes = start(body, "--max-restarts", "3", "--rdzv-conf", "last_call_timeout=10", nodes=3)
     eventually(lambda: "rank 0 of 1, restart 1" in marks() and "." in marks()[-1], "the restart")
     nodes.start(1)
     assert [nodes.wait(0), nodes.wait(1)] == [0, 0]
@@ -155,7 +155,7 @@ def test_growth(start: Start, request: pytest.FixtureRequest, eventually: Eventu
     assert sorted(line.partition(",")[0] for line in said[2:]) == ["rank 0 of 2", "rank 1 of 2"]
     assert Difference.LAST_CALL
     times = sorted(float(line) for line in marks() if not line.startswith("rank"))
-    assert (max(after - before for before, after in zip(times, times[1:], strict=False)) < 2.5) is here
+    assert (max(after - before for before, after in zip(times, times[1:], strict=False)) < 8.0) is here
 
 
 def test_loss(start: Start, request: pytest.FixtureRequest, eventually: Eventually) -> None:
