@@ -166,7 +166,7 @@ class Contract:
         # All ranks had the grace period, and all have begun again.
         lost = 0 if place.keeps_preempted_logs else 2
         assert (log.count("saved"), log.count("attempt ")) == (4 - lost, 8 - lost), log
-        assert "preempted" in log
+        assert "preempted" in log or not place.names_preemptions, log
 
     @pytest.mark.scenario("cancel while pending")
     def test_cancel_while_pending(self, place: Place) -> None:

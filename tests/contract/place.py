@@ -48,6 +48,7 @@ class Place(abc.ABC):
         install: what the message names when the client library, or tool, is missing.
         names_hosts: whether ``status`` shows the host names that the replicas themselves know.
         keeps_preempted_logs: whether the log of a replica that ``preempt`` takes away stays.
+        names_preemptions: whether the hosts' log always tells a preemption from a stop request.
         patience: factor by which timeouts are longer than on a test system of our own.
     """
 
@@ -70,6 +71,7 @@ class Place(abc.ABC):
     install: ClassVar[str] = ""
     names_hosts: ClassVar[bool] = True
     keeps_preempted_logs: ClassVar[bool] = True
+    names_preemptions: ClassVar[bool] = True
     patience = 1.0
 
     def __init__(self, folder: Path) -> None:

@@ -35,6 +35,7 @@ class SlurmPlace(Place):
         ({"partition": "nosuch"}, "invalid partition"),
     )
     install = "Debian: slurm-client"
+    names_preemptions = False  # Slurm signals the tasks, and the batch step announces a stop to them: either is first
 
     def __init__(self, apps: Apps, folder: Path) -> None:
         super().__init__(folder)
