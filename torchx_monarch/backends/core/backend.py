@@ -23,6 +23,7 @@ from torchx.workspace import WorkspaceMixin
 from torchx_monarch.backends.core.options import MonarchOpts, run_options
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.model.env_names import replica0_variable
 
 Cfg = Mapping[str, CfgVal]
 O = TypeVar("O", bound=MonarchOpts)  # noqa: E741
@@ -122,11 +123,13 @@ class Backend(abc.ABC, Generic[O, R, S]):
         unset or ``localhost`` on replica 0, replica 0 uses its machine's name. ``@`` alone means that the name is not
         known until replica 0 runs: it then registers with replica 0 of the first role, which the other hosts query.
 
+        By default it is ``@`` and the variable of ``env_names.replica0_variable``, which the backend then sets.
+
         Args:
             app: the app.
             role: index of the role in the app.
         """
-        raise NotImplementedError("this backend has no network")
+        return f"@{replica0_variable(role)}"
 
     @abc.abstractmethod
     def render(self, app: AppDef, submitted: SubmittedApp, options: O) -> R:

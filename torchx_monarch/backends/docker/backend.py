@@ -31,7 +31,6 @@ from torchx_monarch.backends.docker.native import Daemon, DaemonError, answering
 from torchx_monarch.backends.docker.options import DockerOpts
 from torchx_monarch.backends.docker.request import complete, render
 from torchx_monarch.backends.docker.snapshot import DockerSnapshot, build, describe_removed
-from torchx_monarch.model.env_names import replica0_variable
 from torchx_monarch.model.state import State
 
 if TYPE_CHECKING:
@@ -83,10 +82,6 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
         self._daemon.close()
 
     # -- submitting ----------------------------------------------------------------------------------------------------
-
-    def replica0_host(self, app: AppDef, role: int) -> str:
-        """Return ``@VARIABLE``, which stands for the DNS name of the role's replica 0. (TorchX: of the first role.)"""
-        return f"@{replica0_variable(role)}"
 
     def render(self, app: AppDef, submitted: SubmittedApp, options: DockerOpts) -> DockerJob:
         """Return the containers that run an app."""

@@ -25,7 +25,6 @@ from torchx_monarch.backends.kubernetes.native import Api, KubernetesError
 from torchx_monarch.backends.kubernetes.options import KubernetesOpts, check
 from torchx_monarch.backends.kubernetes.request import KubernetesRequest, collection
 from torchx_monarch.backends.kubernetes.snapshot import KubernetesSnapshot
-from torchx_monarch.model.env_names import replica0_variable
 
 
 class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSnapshot]):
@@ -63,10 +62,6 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
         check(options)
         if options.mode == "auto" or options.validate_spec:
             _ = self._api
-
-    def replica0_host(self, app: AppDef, role: int) -> str:
-        """Return the reference ``@VARIABLE`` to the variable that holds the DNS name of the role's replica 0."""
-        return f"@{replica0_variable(role)}"
 
     def render(self, app: AppDef, submitted: SubmittedApp, options: KubernetesOpts) -> KubernetesRequest:
         """Return the request that runs an app.

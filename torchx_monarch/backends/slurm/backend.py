@@ -34,7 +34,6 @@ from torchx_monarch.backends.slurm.request import SlurmRequest
 from torchx_monarch.backends.slurm.snapshot import SlurmSnapshot
 from torchx_monarch.insight import events
 from torchx_monarch.model import codec
-from torchx_monarch.model.env_names import replica0_variable
 from torchx_monarch.supervisor import log_reader
 
 _ASK_EVERY = 5.0
@@ -64,10 +63,6 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
     def check_options(self, options: SlurmOpts) -> None:
         """Check the run options that do not depend on the app."""
         render.check_options(options)
-
-    def replica0_host(self, app: AppDef, role: int) -> str:
-        """Return ``@VARIABLE``; the job sets the variable to the node of the role's replica 0."""
-        return f"@{replica0_variable(role)}"
 
     def render(self, app: AppDef, submitted: SubmittedApp, options: SlurmOpts) -> SlurmRequest:
         """Return the request that runs an app."""
