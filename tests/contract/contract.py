@@ -267,7 +267,7 @@ class Contract:
         if not seconds:
             place.wait(handle, AppState.SUCCEEDED)
         client = Path(client_credentials.path(place.name, handle.rpartition("/")[2]))
-        if place.capabilities.network:
+        if place.backend.has_network:
             assert ClientCredentials.from_text(json.loads(client.read_text())["credentials"])
         with Runner("torchx", place.schedulers) as runner:
             runner.delete(handle)
@@ -356,7 +356,7 @@ class Contract:
         assert len(place.lines(handle, 1, regex="early 2")) == 1
         with pytest.raises(ValueError, match=r"\(\(\(.*is no regular expression"):
             place.lines(handle, regex="(((")
-        if place.capabilities.separate_streams:
+        if place.backend.capabilities.separate_streams:
             assert not any("to stderr" in line for line in place.lines(handle, streams=Stream.STDOUT))
             assert not any("early" in line for line in place.lines(handle, streams=Stream.STDERR))
             assert any("early" in line for line in place.lines(handle, streams=Stream.STDOUT))
@@ -394,7 +394,7 @@ def _program(place: Place, text: str) -> str:
 
 def _lose(place: Place, role: Role, lost: int) -> str:
     """Run ``_WAITS`` on two hosts, lose one of them, and wait for success after one restart; return the handle."""
-    cfg: dict[str, Any] = {"rejoin_timeout": 120} if place.capabilities.network else {}
+    cfg: dict[str, Any] = {"rejoin_timeout": 120} if place.backend.has_network else {}
     handle = place.run(role, **cfg)
     place.until(lambda: place.log(handle).count("attempt 0") == 4, "the first attempt", handle)
     place.tell("go")

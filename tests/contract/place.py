@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from torchx.runner import Runner
 from torchx.specs import AppDef, AppState, AppStatus, Role
 
-from torchx_monarch.backends.core.backend import Capabilities
+from torchx_monarch.backends.core.backend import Backend
 
 TORCHX = [sys.executable, "-c", "import sys; sys.argv[0] = 'torchx'; from torchx.cli.main import main; main()"]
 """The torchx command. Under this name it shows users' mistakes without a traceback."""
@@ -81,10 +81,10 @@ class Place(abc.ABC):
         self._handles: list[str] = []
 
     @property
-    def capabilities(self) -> Capabilities:
-        """What the backend says that it can do."""
-        capabilities: Capabilities = self.runner._scheduler(self.name).inner.capabilities
-        return capabilities
+    def backend(self) -> Backend[Any, Any, Any]:
+        """The backend."""
+        backend: Backend[Any, Any, Any] = self.runner._scheduler(self.name).inner
+        return backend
 
     # -- apps ----------------------------------------------------------------------------------------------------------
 

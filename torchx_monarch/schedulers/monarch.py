@@ -203,7 +203,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         submitted = dataclasses.replace(dryrun_info.submitted, app=dryrun_info.app)
         with self._foreground.submission() as on_submitted:
             hosts = client = ""
-            if self.inner.capabilities.network:
+            if self.inner.has_network:
                 from torchx_monarch.transport import credentials
 
                 for_hosts, for_client = credentials.create()
@@ -222,8 +222,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         self._options(cfg)
 
     def _validate(self, app: AppDef, scheduler: str, cfg: Cfg) -> None:
-        if self.inner.capabilities.needs_resources:
-            super()._validate(app, scheduler, cfg)
+        """Accept roles without resources, which TorchX refuses; ``Backend.render`` refuses what a backend needs."""
 
     # -- a submitted app -----------------------------------------------------------------------------------------------
 

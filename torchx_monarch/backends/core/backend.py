@@ -20,7 +20,7 @@ from torchx.schedulers.api import Stream
 from torchx.specs import AppDef, CfgVal, runopts
 from torchx.workspace import WorkspaceMixin
 
-from torchx_monarch.backends.core.options import MonarchOpts, run_options
+from torchx_monarch.backends.core.options import MonarchOpts, NetworkOpts, run_options
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.model.env_names import replica0_variable
@@ -36,7 +36,6 @@ class Capabilities:
     """What a backend can do.
 
     Attributes:
-        network: whether its hosts reach each other over a network; otherwise they share one machine and one user.
         separates_roles: whether it lets each role end and restart by itself, so that the hosts must coordinate roles.
         restarts_apps_only: whether it can restart roles only together. The end of one role must then end all, whatever
             the retry policy.
@@ -45,10 +44,8 @@ class Capabilities:
         kills: whether ``stop`` can kill immediately.
         separate_streams: whether it keeps a replica's stdout and stderr apart.
         shares_interpreter: whether its replicas find the submitter's Python interpreter at the same path.
-        needs_resources: whether each role must say which resources it needs.
     """
 
-    network: bool = True
     separates_roles: bool = False
     restarts_apps_only: bool = False
     waits_for_cancel: bool = False
@@ -56,7 +53,6 @@ class Capabilities:
     kills: bool = True
     separate_streams: bool = True
     shares_interpreter: bool = False
-    needs_resources: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,7 +82,7 @@ class Backend(abc.ABC, Generic[O, R, S]):
     The type parameters are its run options, its request and its snapshot of an app.
 
     Attributes:
-        options: its run options.
+        options: its run options; ``NetworkOpts`` among its bases if hosts reach each other over a network.
         capabilities: what it can do.
         poll: seconds between two checks while waiting for an app's end.
         config_section: TorchX's scheduler for the same place, whose section of ``.torchxconfig`` sets defaults for the
@@ -99,6 +95,11 @@ class Backend(abc.ABC, Generic[O, R, S]):
     poll: ClassVar[float] = 1.0
     config_section: ClassVar[str] = ""
     workspace: WorkspaceMixin[Any] | None = None
+
+    @property
+    def has_network(self) -> bool:
+        """Whether hosts reach each other over a network; otherwise they share one machine and one user."""
+        return issubclass(self.options, NetworkOpts)
 
     def run_opts(self) -> runopts:
         """Return the run options of the backend and its workspaces."""
@@ -117,7 +118,7 @@ class Backend(abc.ABC, Generic[O, R, S]):
         """
 
     def replica0_host(self, app: AppDef, role: int) -> str:
-        """Return the name by which all replicas of a role reach its replica 0. Called only for ``network`` backends.
+        """Return the name by which all replicas of a role reach its replica 0. Called only if ``has_network``.
 
         It may contain macros. ``@NAME`` stands for the value of the environment variable NAME on each host. If that is
         unset or ``localhost`` on replica 0, replica 0 uses its machine's name. ``@`` alone means that the name is not
@@ -156,8 +157,8 @@ class Backend(abc.ABC, Generic[O, R, S]):
         Args:
             request: the request, perhaps changed by the user since it was rendered. It is not changed.
             submitted: as for ``render``.
-            credentials: the secret that hosts expect in the environment variable ``env_names.CREDENTIALS``; empty for
-                backends without a network.
+            credentials: the secret that hosts expect in the environment variable ``env_names.CREDENTIALS``; empty
+                without a network.
         """
 
     # -- reading -------------------------------------------------------------------------------------------------------

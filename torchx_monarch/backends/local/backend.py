@@ -55,7 +55,7 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
     """
 
     options = LocalOpts
-    capabilities = Capabilities(network=False, waits_for_cancel=True, shares_interpreter=True)
+    capabilities = Capabilities(waits_for_cancel=True, shares_interpreter=True)
     poll = 0.02
 
     def __init__(self) -> None:
