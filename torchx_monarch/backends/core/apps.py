@@ -41,7 +41,7 @@ class Apps(Generic[S]):
         self._backend = backend
         self._scheduler = scheduler
         self._lock = threading.Lock()
-        self._latest: dict[str, tuple[float, S | None]] = {}
+        self._latest: dict[str, tuple[float, tuple[S, AppStatus] | None]] = {}
 
     def read(self, app_id: str, *, brief: bool = False) -> tuple[S, AppStatus] | None:
         """Read the state of an app; None if it does not exist.
@@ -91,40 +91,40 @@ class Apps(Generic[S]):
         if stream is not None and not self._backend.capabilities.separate_streams:
             reason = f"{stream.value} alone is not there"
             raise UserError(f"{self._scheduler} keeps both streams of a replica as one; {reason}")
-        app = self._cached(app_id)
-        if app is None:
+        found = self._cached(app_id)
+        if found is None:
             raise UserError(f"there is no app {app_id!r} of {self._scheduler}")
+        app, status = found
         check_replica(app_id, {one.spec.name: len(one.replicas) for one in app.roles}, role, replica)
         query = LogQuery(
             since,
             until,
             stream,
-            follow=follow and not reduce(app, time.time()).state.is_terminal,
-            latest=lambda: self._cached(app_id),
+            follow=follow and not status.state.is_terminal,
+            latest=lambda: latest[0] if (latest := self._cached(app_id)) else None,
             has_ended=lambda: self.has_ended(app_id),
         )
         return matching(self._backend.read_log(app, role, replica, query), regex)
 
-    def _cached(self, app_id: str) -> S | None:
-        """Return a snapshot that is at most ``Backend.poll`` seconds old; None if the app does not exist.
+    def _cached(self, app_id: str) -> tuple[S, AppStatus] | None:
+        """Return a state that is at most ``Backend.poll`` seconds old; None if the app does not exist.
 
         Followers of logs share it: `torchx log` reads 500 replicas in 500 threads.
         """
         with self._lock:
-            when, app = self._latest.get(app_id, (0.0, None))
-            if app is None or time.monotonic() > when + self._backend.poll:
+            when, found = self._latest.get(app_id, (0.0, None))
+            if found is None or time.monotonic() > when + self._backend.poll:
                 found = self.read(app_id, brief=True)
-                app = found[0] if found else None
-                self._latest[app_id] = time.monotonic(), app
-            return app
+                self._latest[app_id] = time.monotonic(), found
+            return found
 
     def has_ended(self, app_id: str) -> bool:
         """Return whether an app has ended or does not exist."""
         ended = self._backend.has_ended(app_id)
         if ended is not None:
             return ended
-        app = self._cached(app_id)
-        return app is None or reduce(app, time.time()).state.is_terminal
+        found = self._cached(app_id)
+        return found is None or found[1].state.is_terminal
 
     def wait(self, app_id: str, timeout: float) -> bool:
         """Wait at most ``timeout`` seconds for the end of an app; return whether it has ended or does not exist."""
@@ -151,7 +151,7 @@ class Apps(Generic[S]):
         """Begin to end an app, and wait for its end if the backend's users expect that of `torchx cancel`."""
         found = self.read(app_id, brief=True)
         if found is not None and self._stop(*found, None) and self._backend.capabilities.waits_for_cancel:
-            self.wait(app_id, found[0].grace + HOST_EXTRA + _END_EXTRA)
+            self._await_end(found[0])
 
     def _stop(self, app: S, status: AppStatus, grace: float | None) -> bool:
         """Begin to end an app; return False if it has ended already."""
@@ -159,6 +159,10 @@ class Apps(Generic[S]):
             return False
         self._backend.stop(app, Outcome(State.CANCELLED, time=time.time()), grace)
         return True
+
+    def _await_end(self, app: S) -> bool:
+        """Wait as long as an app that was asked to stop may take to end; return whether it has ended."""
+        return self.wait(app.app_id, app.grace + HOST_EXTRA + _END_EXTRA)
 
     def delete(self, app_id: str) -> None:
         """End an app, wait for that, and remove all that the backend stores of it; nothing if it does not exist.
@@ -172,7 +176,7 @@ class Apps(Generic[S]):
         app, status = found
         self._backend.check_removable(app)
         if not self._backend.capabilities.removes_running_apps and self._stop(app, status, None):
-            if not self.wait(app_id, app.grace + HOST_EXTRA + _END_EXTRA):
+            if not self._await_end(app):
                 raise BackendError(f"app {app_id} did not end after a stop request; it is kept")
             app = self._backend.snapshot(app_id, brief=True) or app
         self._backend.remove(app)
