@@ -91,7 +91,7 @@ def reduce(app: AppSnapshot, now: float) -> AppStatus:
 def _from_replicas(app: AppSnapshot, now: float) -> AppStatus:
     """Decide the state of an app from its replicas, whatever the backend's own controller says of the app."""
     failures = sorted((one for role in app.roles for one in role.failures), key=lambda one: one.distance)
-    outcome, cause, decided, due = _decide(app, failures)
+    outcome, cause, due = _decide(app, failures)
     alive = [one for one in app.replicas if one.is_alive]
     active = any(role.is_active for role in app.roles)
     if outcome is None:
@@ -106,13 +106,13 @@ def _from_replicas(app: AppSnapshot, now: float) -> AppStatus:
         error=_error(app) if outcome.state is State.FAILED else "",
         outcome=outcome,
         is_stop_due=not app.is_supervised and (respawns or (left and now >= due)),
-        decided=decided,
+        decided=outcome.time if outcome.state is State.SUCCEEDED else 0.0,
     )
 
 
 def _decide(
     app: AppSnapshot, failures: Sequence[ReplicaSnapshot]
-) -> tuple[Outcome | None, ReplicaSnapshot | None, float, float]:
+) -> tuple[Outcome | None, ReplicaSnapshot | None, float]:
     """Decide how an app ends.
 
     Args:
@@ -120,33 +120,33 @@ def _decide(
         failures: the failed replicas that no role tolerates, the root cause first.
 
     Returns:
-        The outcome, None if it is open; the replica that is the root cause, or None; when the app succeeded, in seconds
-        since the epoch, 0 if it has not; and from when on the rest of the app is to be stopped.
+        The outcome, None if it is open; the replica that is the root cause, or None; and from when on the rest of the
+        app is to be stopped, in seconds since the epoch.
     """
     awaited_roles = awaited(app.roles)
     cause = failures[0] if failures else None
     ending = app.ending
     if ending is not None and ending.state is State.FAILED:
-        return replace(ending, message=ending.message or (cause.failure if cause else "")), cause, 0.0, 0.0
+        return replace(ending, message=ending.message or (cause.failure if cause else "")), cause, 0.0
     if awaited_roles and all(role.has_succeeded for role in awaited_roles):
         decided = max((one.ended for role in awaited_roles for one in role.replicas), default=0.0)
         if not any(one.ended < decided for one in failures):
-            return Outcome(State.SUCCEEDED, time=decided), None, decided, 0.0
+            return Outcome(State.SUCCEEDED, time=decided), None, 0.0
     if ending is not None:
         # The process that ends the app may still be doing so.
-        return ending, None, 0.0, (ending.time + app.grace + HOST_EXTRA + SETTLE) if ending.time else 0.0
+        return ending, None, (ending.time + app.grace + HOST_EXTRA + SETTLE) if ending.time else 0.0
     if cause is not None:
-        return Outcome(State.FAILED, cause.failure, time=cause.ended), cause, 0.0, cause.ended + SETTLE
+        return Outcome(State.FAILED, cause.failure, time=cause.ended), cause, cause.ended + SETTLE
     broken = next((role for role in app.roles if role.finished is State.FAILED and not role.has_succeeded), None)
     if broken is not None:
-        return Outcome(State.FAILED, f"role {broken.spec.name} failed: {broken.reason}"), None, 0.0, SETTLE
+        return Outcome(State.FAILED, f"role {broken.spec.name} failed: {broken.reason}"), None, SETTLE
     stuck = next((one for one in app.replicas if one.is_stuck), None)
     if stuck is not None:
-        return Outcome(State.FAILED, f"replica {stuck.name} cannot start: {stuck.waiting}"), None, 0.0, 0.0
+        return Outcome(State.FAILED, f"replica {stuck.name} cannot start: {stuck.waiting}"), None, 0.0
     idle = not any(one.is_alive for one in app.replicas) and not any(role.is_active for role in app.roles)
     if idle and any(one.started or one.ended or one.state is State.UNKNOWN for one in app.replicas):
-        return Outcome(State.FAILED), None, 0.0, 0.0  # the exit codes of some replicas are lost
-    return None, None, 0.0, 0.0
+        return Outcome(State.FAILED), None, 0.0  # the exit codes of some replicas are lost
+    return None, None, 0.0
 
 
 def root_cause(failed: Sequence[ReplicaSnapshot]) -> tuple[ReplicaSnapshot | None, str]:
