@@ -16,7 +16,7 @@ in time, so that only ``--at-once`` of them connect at a time. What the columns 
     KiB a host   memory of replica 0 for each registered host
     checked      seconds in which replica 0 reaches the Monarch port of every host (``HostNetwork.check``)
     alive        CPU that signs of life cost replica 0, in percent of a core (each host sends one every 15 s)
-    verdict      seconds from the verdict until the last host knows it
+    result       seconds from the result until the last host knows it
 
 Apart from that: the seconds in which a host makes its certificate, which every real one does for itself.
 """
@@ -78,7 +78,7 @@ class Sample:
     memory: float
     checked: float
     alive: float
-    verdict: float
+    result: float
 
 
 def free_port() -> int:
@@ -121,10 +121,10 @@ async def _serve(pipe: Connection, address: Address, identity: Identity, replica
 
 
 async def hosts(address: Address, identity: Identity, replicas: int, at_once: int) -> tuple[float, float, float, int]:
-    """All other hosts, from their first try to connect to the verdict.
+    """All other hosts, from their first try to connect to the result.
 
     Returns:
-        seconds and seconds of CPU until all were registered, when the last of them knew the verdict, failed tries.
+        seconds and seconds of CPU until all were registered, when the last of them knew the result, failed tries.
 
     Raises:
         BenchError: one could not register, or lost replica 0.
@@ -150,7 +150,7 @@ async def hosts(address: Address, identity: Identity, replicas: int, at_once: in
         except RendezvousError as error:
             raise BenchError(f"{replicas} hosts, host {replica}: {error}; before: {failures}") from None
         registered.append((time.monotonic() - started, time.process_time() - cpu))
-        if await rendezvous_client.verdict() is None:
+        if await rendezvous_client.result() is None:
             raise BenchError(f"{replicas} hosts: host {replica} lost replica 0")
         return time.monotonic()
 
@@ -166,7 +166,7 @@ async def _hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
 
 
 def once(identity: Identity, replicas: int, alive: float, at_once: int) -> Sample:
-    """Bring up so many hosts, keep them for ``alive`` seconds and tell them the verdict."""
+    """Bring up so many hosts, keep them for ``alive`` seconds and tell them the result."""
     address = Address("tls", NAME, free_port())
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -182,8 +182,8 @@ def once(identity: Identity, replicas: int, alive: float, at_once: int) -> Sampl
         raise BenchError(f"{replicas} hosts: the process of replica 0 has ended") from None
     finally:
         process.kill()
-    verdict = told - server.announced
-    return Sample(registered, server.cpu, cpu, retries, server.memory, server.checked, server.alive, verdict)
+    result = told - server.announced
+    return Sample(registered, server.cpu, cpu, retries, server.memory, server.checked, server.alive, result)
 
 
 def minting(authority: credentials.HostCredentials, rounds: int = 50) -> float:
@@ -205,7 +205,7 @@ def report(samples: dict[int, list[Sample]]) -> str:
     base = min((number for number in samples if number >= 64), default=min(samples))
     base_cost = median(samples[base], "registered") / base
     rows = ["hosts  registered  (least-greatest)  per host  growth  server CPU  hosts CPU  retries  KiB a host"]
-    rows[0] += "  checked   alive  verdict"
+    rows[0] += "  checked   alive   result"
     for number, taken in sorted(samples.items()):
         times = [sample.registered for sample in taken]
         cost = median(taken, "registered") / number
@@ -213,7 +213,7 @@ def report(samples: dict[int, list[Sample]]) -> str:
             f"{number:>5}  {median(taken, 'registered'):>10.2f}  {f'({min(times):.2f}-{max(times):.2f})':>16}  "
             f"{1000 * cost:>8.2f}  {cost / base_cost:>6.2f}  {median(taken, 'server_cpu'):>10.2f}  "
             f"{median(taken, 'hosts_cpu'):>9.2f}  {median(taken, 'retries'):>7.0f}  {median(taken, 'memory'):>10.0f}  "
-            f"{median(taken, 'checked'):>7.2f}  {median(taken, 'alive'):>5.1f}%  {median(taken, 'verdict'):>7.3f}"
+            f"{median(taken, 'checked'):>7.2f}  {median(taken, 'alive'):>5.1f}%  {median(taken, 'result'):>7.3f}"
         )
     return "\n".join(rows)
 

@@ -49,7 +49,7 @@ def test_a_client_is_let_in_when_all_hosts_are_there_and_is_missed_when_it_goes(
         assert hosts.processes[0].poll() is None
     assert hosts.wait() == [0, 0]
     assert "SUCCEEDED: no client for 1 s (--idle-timeout)" in hosts.err()
-    assert [event["kind"] for event in hosts.events()] == ["hosts", "ready", "verdict"]
+    assert [event["kind"] for event in hosts.events()] == ["hosts", "ready", "result"]
 
 
 @pytest.mark.parametrize(

@@ -209,14 +209,14 @@ def test_a_failing_side_role_fails_the_app(apps: Detached) -> None:
 
 
 def test_siblings_may_end_by_themselves(apps: Detached, tmp_path: Path) -> None:
-    command = f"if test $0 = 0; then exit 1; fi; trap 'touch {tmp_path}/told' TERM; sleep 1; echo verdict; exit 7"
+    command = f"if test $0 = 0; then exit 1; fi; trap 'touch {tmp_path}/told' TERM; sleep 1; echo ended; exit 7"
     role = sh(command, replicas=2)
     role.args.append("${replica_id}")
     app_id = apps.run(role, sh("trap '' TERM; while true; do sleep 0.05; done", name="side"), grace=1)
     status = apps.wait(app_id)
     assert "replica r/0" in status.msg, "the first failure is the cause"
     assert not (tmp_path / "told").exists()
-    assert apps.log(app_id, k=1)[0] == "verdict\n"
+    assert apps.log(app_id, k=1)[0] == "ended\n"
     assert apps.record(app_id)["roles"][0]["replicas"][1]["exit_code"] == 7
 
 
@@ -228,7 +228,7 @@ def test_siblings_that_stay_are_stopped(apps: Detached) -> None:
     assert apps.states(app_id) == {"r/0": F, "r/1": C}
 
 
-def test_the_verdict_of_a_sibling_is_used_when_the_first_has_none(apps: Detached) -> None:
+def test_the_error_of_a_sibling_is_used_when_the_first_has_none(apps: Detached) -> None:
     command = (
         'test $0 = 0 && kill -9 $$$$; sleep 0.5; echo \'{"message": "peer died"}\' > $TORCHELASTIC_ERROR_FILE; exit 1'
     )

@@ -83,7 +83,7 @@ def test_exit_code_of_one_rank_is_the_jobs(
         error = json.loads((hosts.logs(0) / "error.json").read_text())["message"]
         assert error["errorCode"] == code
         assert words in error["message"]
-    assert [event["kind"] for event in hosts.events()][-1] == "verdict"
+    assert [event["kind"] for event in hosts.events()][-1] == "result"
 
 
 def test_every_host_has_its_own_file_of_filtered_lines(folder: Path, script: Callable[[str], str]) -> None:
@@ -146,7 +146,7 @@ def test_two_hosts_are_one_world(folder: Path, script: Callable[[str], str]) -> 
         "[trainer3]:env 3 1 1 4 2 2 trainer",
     ]
     kinds = [event["kind"] for event in hosts.events()]
-    assert kinds == ["hosts", "mesh", "ranks", "output", "verdict"]
+    assert kinds == ["hosts", "mesh", "ranks", "output", "result"]
     assert all("seconds" in event for event in hosts.events())
 
 

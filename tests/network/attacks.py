@@ -128,7 +128,7 @@ def lines(how_many: int, replicas: int) -> list[bytes]:
     )
     plausible = st.fixed_dictionaries({}, optional=fields)
     odd = st.fixed_dictionaries({}, optional={name: anything for name in fields})
-    kinds = ["look", "alive", "verdict", "AgentLost", "SignalReceived"]
+    kinds = ["look", "alive", "result", "AgentLost", "SignalReceived"]
     greeting = st.fixed_dictionaries(
         {},
         optional={

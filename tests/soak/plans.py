@@ -56,7 +56,7 @@ PHASES: dict[str, tuple[tuple[str, ...], ...]] = {
     "start": ((), ("submitted",), ("supervised",), ("replica_started",), ("hosts",), ("mesh",)),
     "run": (("ranks",), ("output",)),
     "restart": (("restart", "rank_restart", "replacement", "resize"),),
-    "end": (("rank_ended",), ("verdict",), ("replica_exited",)),
+    "end": (("rank_ended",), ("result",), ("replica_exited",)),
 }
 
 #: Seconds after the event, at most: a phase's own length, about.

@@ -132,9 +132,9 @@ def test_a_termination_message_that_is_too_deep() -> None:
 def test_a_host_signs_its_result_where_its_backend_reads_the_log(tmp_path: Path) -> None:
     with open(tmp_path / "log", "w+") as log:
         reporter = Reporter(Console(log.fileno()), None, "r")
-        verdict = JobResult(3, "rank 1 exited with code 3: ValueError: a\n[monarch] result b")
-        write_failure_report(verdict, {signed_line.KEY_VARIABLE: "key"}, reporter)
-        write_failure_report(verdict, {}, reporter)
+        job_result = JobResult(3, "rank 1 exited with code 3: ValueError: a\n[monarch] result b")
+        write_failure_report(job_result, {signed_line.KEY_VARIABLE: "key"}, reporter)
+        write_failure_report(job_result, {}, reporter)
         log.seek(0)
         lines = log.read().split("\n")
     assert len(lines) == 2

@@ -70,11 +70,11 @@ def test_others_are_grouped_by_how_they_failed() -> None:
 
 def test_they_survive_json_and_pickling() -> None:
     cause = exit_of(2, -11, error=error("x", began=False))
-    verdict = JobResult(139, cause.describe(), cause)
-    assert JobResult.from_json(json.loads(json.dumps(verdict.to_json()))) == verdict
-    assert pickle.loads(pickle.dumps(verdict)) == verdict
+    result = JobResult(139, cause.describe(), cause)
+    assert JobResult.from_json(json.loads(json.dumps(result.to_json()))) == result
+    assert pickle.loads(pickle.dumps(result)) == result
     assert not cause.began
-    assert json.loads(verdict.error_file())["message"]["errorCode"] == 139
+    assert json.loads(result.error_file())["message"]["errorCode"] == 139
 
 
 @pytest.mark.parametrize("content", [{}, {"message": "text"}, {"message": {}}, {"message": {"message": 3}}, {"x": 1}])

@@ -68,7 +68,7 @@ def test_both_ends_of_a_rendezvous_name_the_other_when_it_is_silent(address: Add
         first.register(Registration(0, "ipc:///nowhere", "node0", 4710, 1))
         await first.start()
         host = Registration(1, "ipc:///nowhere", "node1", 4711, 1)
-        # It sends no heartbeats: nobody waits for its verdict.
+        # It sends no heartbeats: nobody waits for its result.
         silent = await RendezvousClient.join(address, host, 5)
         host_event = await asyncio.wait_for(first.events.next(), 20)
         silent._writer.close()
@@ -82,7 +82,7 @@ def test_both_ends_of_a_rendezvous_name_the_other_when_it_is_silent(address: Add
         other = Address("unix", path=address.path + "2")
         server = await asyncio.start_unix_server(register_and_be_silent, other.path)
         member = await RendezvousClient.join(other, host, 5, lease=0.6)
-        assert await asyncio.wait_for(member.verdict(), 20) is None
+        assert await asyncio.wait_for(member.result(), 20) is None
         server.close()
         await first.announce(JobResult(1, "over"), 5)
         Path(other.path).unlink(missing_ok=True)
@@ -100,11 +100,11 @@ def test_heartbeats_keep_both_ends(address: Address) -> None:
         first = Rendezvous(address, replicas=2, lease=1.0)
         await first.start()
         member = await RendezvousClient.join(address, Registration(1, "ipc:///nowhere", "node1", 1, 1), 5, lease=1.0)
-        verdict = asyncio.ensure_future(member.verdict())
-        done, _ = await asyncio.wait([verdict], timeout=3.0)  # three leases
+        result = asyncio.ensure_future(member.result())
+        done, _ = await asyncio.wait([result], timeout=3.0)  # three leases
         assert not done and not first.events.pending
         announcing = asyncio.ensure_future(first.announce(JobResult(7, "over"), 5))
-        told = await asyncio.wait_for(verdict, 20)
+        told = await asyncio.wait_for(result, 20)
         member._writer.close()
         await announcing
         return told

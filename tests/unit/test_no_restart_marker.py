@@ -53,7 +53,7 @@ def test_where_nothing_can_be_noted(own: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("verdict", "retry_on", "reason"),
+    ("result", "retry_on", "reason"),
     [
         (JobResult(78, "", CAUSE), (), "EX_CONFIG"),
         (JobResult(3, "", CAUSE), (1, 137), "is not one of 1, 137"),
@@ -62,6 +62,6 @@ def test_where_nothing_can_be_noted(own: Path) -> None:
         (JobResult(1, "a host was lost"), (3,), ""),
     ],
 )
-def test_programs_decide_and_not_what_befalls_hosts(verdict: JobResult, retry_on: tuple[int, ...], reason: str) -> None:
-    assert reason in why_no_other_start(verdict, retry_on)
-    assert bool(reason) == bool(why_no_other_start(verdict, retry_on))
+def test_programs_decide_and_not_what_befalls_hosts(result: JobResult, retry_on: tuple[int, ...], reason: str) -> None:
+    assert reason in why_no_other_start(result, retry_on)
+    assert bool(reason) == bool(why_no_other_start(result, retry_on))

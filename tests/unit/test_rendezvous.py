@@ -27,7 +27,7 @@ def host(replica: int, attempt: int = -1) -> Registration:
     return Registration(replica, "ipc:///nowhere", "here", 1, 1, attempt=attempt)
 
 
-def test_a_verdict_before_all_have_come_is_told_to_those_that_come(
+def test_a_result_before_all_have_come_is_told_to_those_that_come(
     address: Address, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendezvous, "_LATECOMERS", 60.0)
@@ -38,8 +38,8 @@ def test_a_verdict_before_all_have_come_is_told_to_those_that_come(
         first.register(host(0))
         announcing = asyncio.ensure_future(first.announce(JobResult(2, "no such file"), 60))
         late = await RendezvousClient.join(address, host(1), 60)
-        verdict = await asyncio.wait_for(late.verdict(), 60)
-        assert verdict is not None and verdict.code == 2
+        result = await asyncio.wait_for(late.result(), 60)
+        assert result is not None and result.code == 2
         late._writer.close()
         await asyncio.wait_for(announcing, 60)  # nobody is missing any more
 
@@ -47,7 +47,7 @@ def test_a_verdict_before_all_have_come_is_told_to_those_that_come(
 
 
 def test_a_host_that_is_started_again_before_the_others_waits_for_them(address: Address) -> None:
-    """A container is, by dockerd: were it told the verdict, it would fail, and use up its restarts for nothing."""
+    """A container is, by dockerd: were it told the result, it would fail, and use up its restarts for nothing."""
 
     async def main() -> None:
         first = Rendezvous(address, replicas=2)
@@ -61,11 +61,11 @@ def test_a_host_that_is_started_again_before_the_others_waits_for_them(address: 
         joining = asyncio.ensure_future(RendezvousClient.join(address, host(1), 20))
         with pytest.raises(RendezvousError, match="was not reached in 0.3 s: .*are ending"):
             await RendezvousClient.join(address, host(1), 0.3)
-        # One that was there, and has lost its connection alone, gets the verdict.
+        # One that was there, and has lost its connection alone, gets the result.
         rejoined = await RendezvousClient.join(address, host(1, attempt=0), 5)
         announcing = asyncio.ensure_future(first.announce(JobResult(7, "over"), 5))
-        verdict = await asyncio.wait_for(rejoined.verdict(), 5)
-        assert verdict is not None and verdict.code == 7
+        result = await asyncio.wait_for(rejoined.result(), 5)
+        assert result is not None and result.code == 7
         rejoined._writer.close()
         await announcing
         assert not joining.done()

@@ -127,7 +127,7 @@ def test_a_replica_that_reports_the_loss_of_another_is_not_the_cause(make: Make)
     write(batch, "r", (F, 6), (F, 1), error=lost)
     write(batch, "r", (F, 6))  # it ends later, and has no error file
     end(batch, "r", 6)
-    assert batch._verdict.code == 6
+    assert batch._outcome.code == 6
 
 
 @pytest.mark.parametrize(("states", "state"), [((S, F, S), S), ((S, F, F), F), ((F, S, S), F), ((S, R, S), S)])
@@ -135,7 +135,7 @@ def test_an_elastic_role_tolerates_failures(make: Make, states: tuple[State, ...
     batch = make(RoleSpec("r", 3, min_replicas=2))
     write(batch, "r", *states)
     end(batch, "r", 3)
-    assert batch._verdict.state is state
+    assert batch._outcome.state is state
 
 
 def test_tasks_that_slurm_has_stopped_are_no_failure(make: Make) -> None:

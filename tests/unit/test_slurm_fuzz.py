@@ -300,8 +300,8 @@ def test_batch_step_survives_any_content_of_what_it_reads(apps: Apps, name: str,
             batch._record.role_restarts["r"] = 1
             batch._ended["r"] = 1, time.time()
             batch._decide()
-            assert batch._verdict.state in (State.FAILED, None)
-            assert isinstance(batch._verdict.code, int)
+            assert batch._outcome.state in (State.FAILED, None)
+            assert isinstance(batch._outcome.code, int)
     finally:
         apps.restore()
 

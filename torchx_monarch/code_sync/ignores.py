@@ -49,7 +49,7 @@ class TorchXIgnore:
             (_glob(line[1:]) if line[0] == "!" else None, _glob(line)) for line in lines if line not in ("", ".")
         ]
 
-    def verdict(self, path: str, is_folder: bool, first: int = 0) -> tuple[bool | None, int]:
+    def match(self, path: str, is_folder: bool, first: int = 0) -> tuple[bool | None, int]:
         """Decide whether a path is ignored.
 
         Args:
@@ -135,7 +135,7 @@ class IgnoreRules:
         name = path.rpartition("/")[2]
         if name in ALWAYS or name.startswith(MARKER):
             return True, self
-        answer, first = self._torchx.verdict(path, is_folder, self._first)
+        answer, first = self._torchx.match(path, is_folder, self._first)
         if answer is None:
             answer = _by_git(self._git, f"{path}/" if is_folder else path)
         if first == self._first or not is_folder:

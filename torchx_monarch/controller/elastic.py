@@ -154,9 +154,9 @@ class HostGatherer:
             return None
         losses = []
         for replica, reason in reasons.items():
-            verdict = JobResult(1, reason, replica=replica)
-            losses.append(HostLost(replica, verdict))
-            await self._rendezvous.dismiss(replica, verdict)
+            result = JobResult(1, reason, replica=replica)
+            losses.append(HostLost(replica, result))
+            await self._rendezvous.dismiss(replica, result)
         for loss in losses[1:]:
             self._reporter.note(loss.KIND, loss.result.reason, replica=loss.replica)
         return losses[0]

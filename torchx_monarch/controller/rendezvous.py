@@ -1,9 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The rendezvous, through which the hosts of a role register with replica 0 and learn the verdict of the job.
+"""The rendezvous, through which the hosts of a role register with replica 0 and learn the result of the job.
 
 Replica 0 listens. Every other host connects, registers, sends heartbeats, which replica 0 answers, and waits for the
-verdict. Each side counts the other as lost when the connection breaks, or stays silent for longer than the lease
+result. Each side counts the other as lost when the connection breaks, or stays silent for longer than the lease
 (``transport.lease``).
 
 =========================  =======================================================================================
@@ -12,7 +12,7 @@ host to replica 0          ``register`` (greeting, with the protocol's version),
 client to replica 0        ``look``, ``stop`` (greetings; the answer is ``state``), and the kinds in
                            ``Rendezvous.clients``
 replica 0 to either        ``registered`` (with its name), ``alive``, ``refused`` (with the reason), ``state``,
-                           ``verdict``
+                           ``result``
 =========================  =======================================================================================
 
 The certificate distinguishes hosts from clients (``transport.connections.is_client``). Without certificates, on a
@@ -110,7 +110,7 @@ class Rendezvous:
         self._silent: set[int] = set()
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._ending = False
-        self._verdict: JobResult | None = None
+        self._result: JobResult | None = None
         self._informed: set[int] = set()
         self._listener: Listener | None = None
 
@@ -133,34 +133,34 @@ class Rendezvous:
         self.hosts.add(host)
         if host.error:
             reason = f"{host.name} cannot start: {host.error}"
-            verdict = JobResult(host.code, reason, replica=host.replica)
-            self.events.post(StopRequested(host.replica, verdict))
+            result = JobResult(host.code, reason, replica=host.replica)
+            self.events.post(StopRequested(host.replica, result))
 
-    async def dismiss(self, replica: int, verdict: JobResult) -> None:
-        """Send one host the verdict with which it ends, while the job goes on without it."""
+    async def dismiss(self, replica: int, result: JobResult) -> None:
+        """Send one host the result with which it ends, while the job goes on without it."""
         if self.hosts.remove(replica):
-            await messages.send(self._writers[replica], {"type": "verdict", "dismissed": True, **verdict.to_json()})
+            await messages.send(self._writers[replica], {"type": "result", "dismissed": True, **result.to_json()})
 
     def end(self) -> None:
         """Put off hosts that the backend restarts, until it has restarted replica 0 as well.
 
         This is for backends that restart the hosts of a job one by one. A host that registered now would get the
-        verdict of the job that is ending, and would use up one of its restarts for nothing.
+        result of the job that is ending, and would use up one of its restarts for nothing.
         """
         self._ending = self.hosts.formed
 
-    async def announce(self, verdict: JobResult, timeout: float) -> None:
-        """Send every host the verdict; return when all have disconnected, or after ``timeout`` seconds.
+    async def announce(self, result: JobResult, timeout: float) -> None:
+        """Send every host the result; return when all have disconnected, or after ``timeout`` seconds.
 
-        If no attempt has been formed, keep listening for a second and send the verdict to hosts that arrive late. They
+        If no attempt has been formed, keep listening for a second and send the result to hosts that arrive late. They
         would otherwise look for a replica 0 for a long time.
         """
-        self._verdict = verdict
+        self._result = result
         self._informed = set(self._writers)
-        if verdict.code != 0:
+        if result.code != 0:
             self.end()
         started = time.monotonic()
-        message = {"type": "verdict", **verdict.to_json()}
+        message = {"type": "result", **result.to_json()}
         if telling := [asyncio.ensure_future(messages.send(writer, message)) for writer in self._writers.values()]:
             await asyncio.wait(telling, timeout=timeout)  # in parallel: a host that does not read must not delay others
         open_for = 0.0 if self.hosts.formed or self._listener is None else _LATECOMERS
@@ -204,8 +204,8 @@ class Rendezvous:
             self._listener.mark_authenticated()
         own = self.hosts.registered.get(0)
         await messages.send(writer, {"type": "registered", "name": own.name if own else "replica 0"})
-        if self._verdict is not None:
-            await messages.send(writer, {"type": "verdict", **self._verdict.to_json()})
+        if self._result is not None:
+            await messages.send(writer, {"type": "result", **self._result.to_json()})
         try:
             lost = await self._follow(host, reader)
         except messages.ProtocolError as error:
@@ -234,7 +234,7 @@ class Rendezvous:
     def state(self) -> messages.Message:
         """Return the hosts' state for a client."""
         hosts = [dataclasses.asdict(host) for host in self.hosts.registered.values()]
-        return {"hosts": hosts, "missing": self.hosts.missing, "ended": self._verdict is not None}
+        return {"hosts": hosts, "missing": self.hosts.missing, "ended": self._result is not None}
 
     def _admit(self, greeting: messages.Message) -> Registration:
         try:
@@ -247,7 +247,7 @@ class Rendezvous:
             raise _TakenError(
                 f"replica {host.replica} has registered already: {self.hosts.registered[host.replica].name}"
             )
-        if self._ending and host.attempt < 0:  # a host that has run attempts belongs to this job and needs its verdict
+        if self._ending and host.attempt < 0:  # a host that has run attempts belongs to this job and needs its result
             raise _EndingError("the hosts that this one was started to join are ending")
         if host.replica in self._informed:
             raise _EndingError("its start before this one knows how the job has ended: it belongs to the next job")
@@ -290,8 +290,8 @@ class Rendezvous:
 
 
 def _lost(host: Registration, how: str) -> HostLost:
-    verdict = JobResult(1, f"{host.name} {how}", consequence=True, replica=host.replica)
-    return HostLost(host.replica, verdict)
+    result = JobResult(1, f"{host.name} {how}", consequence=True, replica=host.replica)
+    return HostLost(host.replica, result)
 
 
 def _brief(value: object) -> str:

@@ -110,7 +110,7 @@ class RendezvousClient:
 
     Attributes:
         lost: why replica 0 is lost; empty if no more is known than that the connection broke.
-        dismissed: whether the verdict is for this host alone, and the job goes on without it.
+        dismissed: whether the result is for this host alone, and the job goes on without it.
 
     Args:
         reader: reader of the connection to replica 0.
@@ -166,15 +166,15 @@ class RendezvousClient:
         """Send a report to replica 0."""
         await messages.send(self._writer, encode_message(report))
 
-    async def verdict(self) -> JobResult | None:
-        """Wait for the verdict and send heartbeats meanwhile; return None if replica 0 is lost."""
+    async def result(self) -> JobResult | None:
+        """Wait for the result and send heartbeats meanwhile; return None if replica 0 is lost."""
         heartbeats = asyncio.ensure_future(self._send_heartbeats())
         self._leases.start()
         self._leases.renew(self._name)
         try:
             while message := await messages.receive(self._reader):
                 self._leases.renew(self._name)
-                if message.get("type") == "verdict":
+                if message.get("type") == "result":
                     self.dismissed = message.get("dismissed") is True
                     return JobResult.from_json(message)
             if not self.lost and (pause := self._leases.own_pause):

@@ -78,14 +78,14 @@ def why_not(
     return ""
 
 
-def why_no_other_start(verdict: JobResult, retry_on: Collection[int]) -> str:
+def why_no_other_start(result: JobResult, retry_on: Collection[int]) -> str:
     """Return why the hosts of a job must not be restarted, judged by the program's exit code; empty if they may be.
 
     Args:
-        verdict: the job's result. A failure of hosts or machines, without a rank as its cause, never forbids a restart.
+        result: the job's result. A failure of hosts or machines, without a rank as its cause, never forbids a restart.
         retry_on: exit codes, as a shell reports them, after which hosts are restarted; empty for any.
     """
-    return _forbidden_by(verdict.code, retry_on) if verdict.code and verdict.cause is not None else ""
+    return _forbidden_by(result.code, retry_on) if result.code and result.cause is not None else ""
 
 
 def _forbidden_by(code: int, retry_on: Collection[int]) -> str:

@@ -60,9 +60,9 @@ class Run:
         submitted: time of acceptance, in seconds since the epoch.
         started: time of the start, in seconds since the epoch; 0 before it.
         ended: time of the end, in seconds since the epoch; 0 before it.
-        verdict: result of the run; None before its end.
+        result: result of the run; None before its end.
         ending: result of the run after a request to end it; None without such a request.
-        result: the last record; None before the end.
+        last_record: the last record of its log; None before the end.
         ranks: number of ranks; 0 before the hosts have started the run.
     """
 
@@ -73,17 +73,17 @@ class Run:
     submitted: float = dataclasses.field(default_factory=time.time)
     started: float = 0.0
     ended: float = 0.0
-    verdict: JobResult | None = None
+    result: JobResult | None = None
     ending: JobResult | None = None
-    result: dict[str, Any] | None = None
+    last_record: dict[str, Any] | None = None
     ranks: int = 0
 
     @property
     def state(self) -> str:
         """Return ``queued``, ``running``, ``succeeded``, ``failed`` or ``stopped``."""
-        if self.verdict is None:
+        if self.result is None:
             return "running" if self.started else "queued"
-        return "stopped" if self.verdict.stopped else "failed" if self.verdict.code else "succeeded"
+        return "stopped" if self.result.stopped else "failed" if self.result.code else "succeeded"
 
     def describe(self) -> str:
         """Return a description of the run for messages."""
@@ -96,7 +96,7 @@ class Run:
         if rank is None or 0 <= rank < self.ranks:
             return ""
         if not self.ranks:
-            return f"run {self.number} has started no ranks" if self.verdict else ""
+            return f"run {self.number} has started no ranks" if self.result else ""
         known = f"ranks 0 to {self.ranks - 1}" if self.ranks > 1 else "rank 0 alone"
         return f"run {self.number} has no rank {rank}; it has {known}"
 
@@ -112,8 +112,8 @@ class Run:
             "submitted": self.submitted,
             "started": self.started,
             "ended": self.ended,
-            "exit_code": self.verdict.code if self.verdict else None,
-            "reason": self.verdict.reason if self.verdict else "",
+            "exit_code": self.result.code if self.result else None,
+            "reason": self.result.reason if self.result else "",
         }
 
 
@@ -195,33 +195,33 @@ class RunQueue:
         run.started = time.time()
         if run.request.timeout is not None:
             reason = f"run {run.number} was ended by its timeout of {run.request.timeout:g} s"
-            verdict = JobResult(TIMED_OUT, reason, stopped=True)
-            self._timer = asyncio.get_running_loop().call_later(run.request.timeout, self.end_run, run, verdict)
+            result = JobResult(TIMED_OUT, reason, stopped=True)
+            self._timer = asyncio.get_running_loop().call_later(run.request.timeout, self.end_run, run, result)
         return run
 
-    def finish(self, run: Run, verdict: JobResult, records: list[dict[str, Any]]) -> None:
+    def finish(self, run: Run, result: JobResult, records: list[dict[str, Any]]) -> None:
         """Record the end of a run.
 
         Args:
             run: the run.
-            verdict: its result.
+            result: its result.
             records: records that its log gets before the result.
         """
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        run.verdict, run.ended = verdict, time.time()
-        run.result = {
+        run.result, run.ended = result, time.time()
+        run.last_record = {
             "type": "result",
             "run": run.number,
-            "exit_code": verdict.code,
-            "reason": verdict.reason,
-            "stopped": verdict.stopped,
-            "cause": verdict.cause.rank if verdict.cause else None,
+            "exit_code": result.code,
+            "reason": result.reason,
+            "stopped": result.stopped,
+            "cause": result.cause.rank if result.cause else None,
             "seconds": run.ended - (run.started or run.ended),
             "code": run.request.code,
         }
-        for record in (*records, run.result):
+        for record in (*records, run.last_record):
             with contextlib.suppress(messages.ProtocolError):
                 messages.encode(record)
                 run.run_log.append(record)
@@ -237,27 +237,27 @@ class RunQueue:
         self._busy_at = time.monotonic()
         self._wake.set()
 
-    def end_run(self, run: Run, verdict: JobResult, number: int = signal.SIGTERM) -> None:
-        """End a run with the given verdict: remove it from the queue, or have the controller stop its ranks.
+    def end_run(self, run: Run, result: JobResult, number: int = signal.SIGTERM) -> None:
+        """End a run with the given result: remove it from the queue, or have the controller stop its ranks.
 
         Args:
             run: the run; nothing happens if it has ended.
-            verdict: its result.
+            result: its result.
             number: the signal for its ranks.
         """
         if run in self._queue:
             self._queue.remove(run)
-            self.finish(run, verdict, [])
+            self.finish(run, result, [])
         elif run is self.current:
-            run.ending = run.ending or verdict
+            run.ending = run.ending or result
             self._rendezvous.events.post(RunEndRequested(0, run.ending, number))
 
-    async def close(self, verdict: JobResult) -> None:
+    async def close(self, result: JobResult) -> None:
         """End all runs because the hosts end, and wait until the clients have received the last records."""
-        self._result = verdict
-        reason = f"the hosts have ended: {verdict.reason}"
+        self._result = result
+        reason = f"the hosts have ended: {result.reason}"
         for run in [*([self.current] if self.current else []), *self._queue]:
-            self.finish(run, JobResult(verdict.code or 1, reason, stopped=verdict.stopped), [])
+            self.finish(run, JobResult(result.code or 1, reason, stopped=result.stopped), [])
         self._queue.clear()
         if self._feeding:
             await asyncio.wait(self._feeding, timeout=_CLOSE_TIMEOUT)
@@ -385,8 +385,9 @@ class RunQueue:
                 last = kept[-1] if kept else last
                 writer.write(b"".join(kept))
                 await writer.drain()
-            if run.result is not None and not last.startswith(b'{"type":"result"'):  # not in the log: the disk was full
-                await messages.send(writer, run.result)
+            # The log lacks its last record if the disk was full.
+            if run.last_record is not None and not last.startswith(b'{"type":"result"'):
+                await messages.send(writer, run.last_record)
 
 
 async def _look(run_queue: RunQueue, greeting: messages.Message, reader: Any, writer: asyncio.StreamWriter) -> None:
@@ -399,8 +400,8 @@ async def _touch(run_queue: RunQueue, greeting: messages.Message, reader: Any, w
 
 
 async def _stop(run_queue: RunQueue, greeting: messages.Message, reader: Any, writer: asyncio.StreamWriter) -> None:
-    verdict = JobResult(0, "released by its client", stopped=True)
-    run_queue._rendezvous.events.post(StopRequested(0, verdict))
+    result = JobResult(0, "released by its client", stopped=True)
+    run_queue._rendezvous.events.post(StopRequested(0, result))
     await messages.send(writer, run_queue.state())
 
 
@@ -435,10 +436,10 @@ async def _end_run(run_queue: RunQueue, greeting: messages.Message, reader: Any,
     run = run_queue.find(greeting.get("run"))
     kill = greeting.get("kill") is True
     number = signal.SIGKILL if kill else signal.SIGTERM
-    verdict = JobResult(
+    result = JobResult(
         128 + number, f"run {run.number} was {'killed' if kill else 'stopped'} by its client", stopped=True
     )
-    run_queue.end_run(run, verdict, number)
+    run_queue.end_run(run, result, number)
     if kill and run is run_queue.current and run_queue.stop_ranks is not None:
         # Directly: the controller may be waiting out the grace period of an earlier stop request.
         with contextlib.suppress(Exception):

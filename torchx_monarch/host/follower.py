@@ -57,7 +57,7 @@ class Follower:
             return JobResult(registration.code if registration.error else 1, reason)
         while True:
             host.report = client.report
-            result = await client.verdict()
+            result = await client.result()
             if result is not None:
                 if client.dismissed and not result.stopped:
                     host.reporter.line(f"host {registration.replica} was refused: {result.reason}")

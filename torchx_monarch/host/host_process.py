@@ -236,7 +236,7 @@ class HostProcess:
         if result.cause and result.cause.stderr_path:
             reporter.line(f"log of rank {result.cause.rank}: {result.cause.stderr_path}")
         word = "SUCCEEDED" if result.code == 0 else "STOPPED" if result.stopped else "FAILED"
-        reporter.phase("verdict", f"{word}: {result.reason}", code=result.code)
+        reporter.phase("result", f"{word}: {result.reason}", code=result.code)
         return result
 
     # -- events --------------------------------------------------------------------------------------------------------

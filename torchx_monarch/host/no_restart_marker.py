@@ -45,11 +45,11 @@ class NoRestartMarker:
         self._write()
         return None
 
-    def end(self, verdict: JobResult, why: str) -> bool:
+    def end(self, result: JobResult, why: str) -> bool:
         """Store the result of the job if the host must not be restarted.
 
         Args:
-            verdict: the result of the job.
+            result: the result of the job.
             why: why the host must not be restarted; empty if it may be.
 
         Returns:
@@ -57,7 +57,7 @@ class NoRestartMarker:
         """
         if not (self._paths and why):
             return True
-        self._note.update(verdict=verdict.to_json(), why=why, time=time.time())
+        self._note.update(verdict=result.to_json(), why=why, time=time.time())
         return self._write()
 
     def _write(self) -> bool:

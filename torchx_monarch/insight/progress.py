@@ -110,11 +110,11 @@ class Reporter:
             events.append(self._events_path, kind, one_line(text), seconds=seconds, role=self._role, **fields)
 
 
-def write_failure_report(verdict: JobResult, environ: Mapping[str, str], reporter: Reporter, final: str = "") -> None:
+def write_failure_report(result: JobResult, environ: Mapping[str, str], reporter: Reporter, final: str = "") -> None:
     """Write the result of a job to where its backend reads it.
 
     Args:
-        verdict: the job's result.
+        result: the job's result.
         environ: the environment. TORCHELASTIC_ERROR_FILE names an error file that this function creates.
             MONARCH_TERMINATION_LOG names an existing file, of which Kubernetes reads 4096 bytes. MONARCH_RESULT_KEY
             requests a signed line in the log.
@@ -125,13 +125,13 @@ def write_failure_report(verdict: JobResult, environ: Mapping[str, str], reporte
     path = environ.get("TORCHELASTIC_ERROR_FILE")
     further = {RANK_RESTARTS: reporter.rank_restarts} if reporter.rank_restarts else {}
     if key := environ.get(signed_line.KEY_VARIABLE):
-        reporter.line(signed_line.sign(verdict.error_file(_TERMINATION_MESSAGE, **further), key))
-    if verdict.code == 0:
+        reporter.line(signed_line.sign(result.error_file(_TERMINATION_MESSAGE, **further), key))
+    if result.code == 0:
         return
     if path:
         with contextlib.suppress(OSError):
-            error_files.write(path, lambda limit: verdict.error_file(limit, **({FINAL: final} if final else {})))
-    _write(environ.get("MONARCH_TERMINATION_LOG"), verdict.error_file(_TERMINATION_MESSAGE, **further))
+            error_files.write(path, lambda limit: result.error_file(limit, **({FINAL: final} if final else {})))
+    _write(environ.get("MONARCH_TERMINATION_LOG"), result.error_file(_TERMINATION_MESSAGE, **further))
 
 
 def _write(path: str | None, text: str) -> None:

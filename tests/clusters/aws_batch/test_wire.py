@@ -332,7 +332,7 @@ def test_asks_for_the_time_that_is_wanted(wire: Wire, wired: Apps) -> None:
 
 
 @pytest.mark.scenario("root cause in status", wire="fake")
-def test_the_hosts_verdict_is_read_from_the_log(wire: Wire, wired: Apps) -> None:
+def test_the_hosts_result_is_read_from_the_log(wire: Wire, wired: Apps) -> None:
     parent = job(wire, wired, "FAILED")
     container = {"exitCode": 3, "logStreamName": "one"}
     environment = parent["nodeProperties"]["nodeRangeProperties"][0]["container"].setdefault("environment", [])

@@ -55,7 +55,7 @@ _BY_SLURM = "Slurm told the job to stop"
 
 
 @dataclass(frozen=True)
-class _Verdict:
+class _RunOutcome:
     """How a run of all roles ends.
 
     Attributes:
@@ -107,7 +107,7 @@ class BatchStep:
         self._wake, self._signalled = os.pipe()
 
     def _reset_stop(self) -> None:
-        self._verdict = _Verdict()
+        self._outcome = _RunOutcome()
         self._stopping = ""
         self._resignal_after = 0.0
         self._killing = False
@@ -189,14 +189,14 @@ class BatchStep:
         if decided.outcome is None:
             return
         if decided.outcome.state is State.SUCCEEDED:
-            self._verdict = _Verdict(State.SUCCEEDED)
+            self._outcome = _RunOutcome(State.SUCCEEDED)
             self._stop("every role that the job waits for has succeeded")
             return
         cause = decided.cause
         assert cause is not None  # a step that ends with another code than 0 has a replica that has not succeeded
         role = self._specs[cause.role]
         if cause.was_stopped:
-            self._verdict = _Verdict(None, role, self._ended[role.name][0])
+            self._outcome = _RunOutcome(None, role, self._ended[role.name][0])
             self._stop(f"role {role.name} was told to stop")
             return
         # srun's own exit code is the highest of all tasks, including those that srun itself stopped.
@@ -208,7 +208,7 @@ class BatchStep:
         if not final and role.retry_policy is RetryPolicy.ROLE and self._retries.take(role):
             self._restart([role.name], f"role {role.name}")
             return
-        self._verdict = _Verdict(State.FAILED, role, code, final)
+        self._outcome = _RunOutcome(State.FAILED, role, code, final)
         self._stop(f"role {role.name} failed")
 
     def _snapshot(self) -> AppSnapshot:
@@ -281,25 +281,25 @@ class BatchStep:
 
     def _conclude(self) -> int | None:
         """Handle the end of the last step: return the exit code of the job, or None if all roles were restarted."""
-        verdict, role = self._verdict, self._verdict.role
-        if verdict.state is State.SUCCEEDED:
+        outcome, role = self._outcome, self._outcome.role
+        if outcome.state is State.SUCCEEDED:
             return self._finish(State.SUCCEEDED, "", 0)
         if self._stopping == _CANCELLED:
             return self._cancelled()
-        if verdict.state is None or role is None:
-            return self._ended_from_outside(verdict.code)
-        message = f"role {role.name} ended with exit code {verdict.code}"
-        if verdict.final:
-            message += f"; not started again: {verdict.final}"
+        if outcome.state is None or role is None:
+            return self._ended_from_outside(outcome.code)
+        message = f"role {role.name} ended with exit code {outcome.code}"
+        if outcome.final:
+            message += f"; not started again: {outcome.final}"
         elif role.retry_policy is RetryPolicy.APPLICATION and self._retries.take(role):
             self._record.retries = self._retries.app_retries
             if self._request.retry == "requeue":
                 self._write()
-                return self._requeue(message, verdict.code)
+                return self._requeue(message, outcome.code)
             self._reset_stop()
             self._restart(list(self._specs), "the app")
             return None
-        return self._finish(State.FAILED, message, verdict.code)
+        return self._finish(State.FAILED, message, outcome.code)
 
     def _cancelled(self) -> int:
         code = self._finish(State.CANCELLED, "cancelled", _TERMINATED)
@@ -347,7 +347,7 @@ class BatchStep:
             return
         self._stopping = reason
         if reason == _CANCELLED:
-            self._verdict = _Verdict()
+            self._outcome = _RunOutcome()
         if self._steps:
             self._event("stop", f"{reason}; what still runs has {self._request.grace:g} s to end")
             self._kill_at = time.monotonic() + self._request.grace + _STOP_EXTRA
