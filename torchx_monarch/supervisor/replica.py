@@ -81,11 +81,12 @@ class Replica:
     def succeeded(self) -> bool:
         return self.record.state is State.SUCCEEDED
 
-    def snapshot(self, state: State, is_error_lost: bool = False) -> ReplicaSnapshot:
+    def snapshot(self, state: State, error: str = "", is_error_lost: bool = False) -> ReplicaSnapshot:
         """Return its snapshot.
 
         Args:
             state: the state in which the app counts it.
+            error: as in ``ReplicaSnapshot``; empty where only the state of the app is decided, and not its cause.
             is_error_lost: as in ``ReplicaSnapshot``.
         """
         return ReplicaSnapshot(
@@ -95,7 +96,7 @@ class Replica:
             started=self.record.started or 0.0,
             ended=self.record.ended or 0.0,
             failure=self.failure,
-            error=(self.read_error() or "") if self.record.state is State.FAILED else "",
+            error=error,
             is_error_lost=is_error_lost,
         )
 

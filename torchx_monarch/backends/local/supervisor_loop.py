@@ -425,7 +425,8 @@ class SupervisorLoop:
             # The first replica to fail may only have lost another one, whose failure was reported later.
             no_room = bool(self._note_on_disk())
             failed = [one for one in self._all if one.record.state is State.FAILED and one not in self._given_up]
-            cause, error = root_cause([one.snapshot(State.FAILED, no_room) for one in failed])
+            each = [one.snapshot(State.FAILED, one.read_error() or "", no_room) for one in failed]
+            cause, error = root_cause(each)
             message = cause.failure if cause is not None else message
         notes = [message] if message else []
         if left := processes.kill_descendants(self._request.job):
