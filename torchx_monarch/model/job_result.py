@@ -45,6 +45,11 @@ def shell_code(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
+def describe_shell_code(code: int) -> str:
+    """Describe the exit status of a shell or a container in words; 128+n is death by signal n."""
+    return describe_code(128 - code if code > 128 else code)
+
+
 FINAL = "final"
 """Key in an error file, beside torch's ``message``: why the host must not be restarted; absent where it may be."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torchx_monarch.model.job_result import describe_code
+from torchx_monarch.model.job_result import describe_shell_code
 
 _GENERIC_REASONS = ("Essential container in task exited", "Task failed to start")
 """Beginnings of status reasons that give no cause; another field of the job gives it."""
@@ -57,7 +57,7 @@ def failure(node: Mapping[str, Any], job: Mapping[str, Any]) -> str:
     given = (container.get("reason"), node.get("statusReason"), job.get("statusReason"))
     reasons = [one for one in dict.fromkeys(map(str, filter(None, given))) if not one.startswith(_GENERIC_REASONS)]
     code = container.get("exitCode")
-    ended = [describe_code(128 - code if code > 128 else code)] if code else []
+    ended = [describe_shell_code(code)] if code else []
     return ": ".join([*ended, *(with_hint(one, container) for one in reasons)]) or "failed"
 
 

@@ -16,7 +16,7 @@ from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.docker import request
 from torchx_monarch.backends.docker.host_results import HostResult
 from torchx_monarch.backends.docker.native import seconds
-from torchx_monarch.model.job_result import describe_code
+from torchx_monarch.model.job_result import describe_shell_code
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 
@@ -125,7 +125,7 @@ def replica_of(
 
 def _failure(attrs: Mapping[str, Any], code: int, result: HostResult | None) -> str:
     state = attrs["State"]
-    how = state.get("Error") or describe_code(128 - code if code > 128 else code)
+    how = state.get("Error") or describe_shell_code(code)
     if state.get("OOMKilled"):
         memory = attrs.get("HostConfig", {}).get("Memory", 0) >> 20
         how += f"; a process in it was killed for want of memory, of which it had {memory} MB (memMB)"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from torchx_monarch.backends.kubernetes.request import Object
-from torchx_monarch.model.job_result import RANK_RESTARTS, describe_code, read_error_file
+from torchx_monarch.model.job_result import RANK_RESTARTS, describe_shell_code, read_error_file
 from torchx_monarch.system import error_files
 from torchx_monarch.system.untrusted_text import one_line
 
@@ -131,7 +131,7 @@ def _ended(conditions: Mapping[str, Object], phase: str) -> float:
 def _failure(status: Object, conditions: Mapping[str, Object], terminated: Object, spec: Object) -> str:
     """Describe how a pod failed, as a clause that follows the replica's name: "on node n1 exited with code 1"."""
     code = terminated.get("exitCode", 0)
-    how = describe_code(128 - code if code > 128 else code) if terminated else "failed"
+    how = describe_shell_code(code) if terminated else "failed"
     reason = terminated.get("reason")
     if reason == "OOMKilled":
         limits = (spec["containers"][0].get("resources") or {}).get("limits") or {}
