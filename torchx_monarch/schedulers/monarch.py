@@ -117,11 +117,13 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
     def _options(self, cfg: Cfg) -> MonarchOpts:
         """Convert run options to the backend's type and check them.
 
+        Args:
+            cfg: the options with defaults filled in: TorchX resolves them before it calls a scheduler.
+
         Raises:
             InvalidRunConfigException: a value is out of range; the message names the option.
         """
-        resolved = self.run_opts().resolve(cfg)
-        options: MonarchOpts = self.inner.options.from_cfg(resolved)
+        options: MonarchOpts = self.inner.options.from_cfg(cfg)
         for name, lowest in _LOWEST.items():
             if options[name] < lowest:
                 reason = f"Run option `{name}` is {options[name]}; it is a number of seconds, {lowest} or more"
