@@ -125,8 +125,9 @@ def work(session: Session, agents: Agents, events: HostEvents) -> SpmdWork:
     async def reachable(hosts: object) -> dict[int, str]:
         return {}
 
+    gatherer = HostGatherer(FIXED, rendezvous, reporter, reachable)
     return SpmdWork(
-        OPTIONS, session, agents, HostGatherer(FIXED, rendezvous, reporter, reachable), events, reporter, None
+        session, agents, gatherer, events, lambda: Attempts(OPTIONS, agents, gatherer, events, reporter, None)
     )
 
 

@@ -8,9 +8,8 @@ runs until it is released or idle (``live_session.LiveSession``).
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import signal
+from collections.abc import Callable
 
 from torchx_monarch.controller.agents import Agents, HostRefused
 from torchx_monarch.controller.attempts import Attempts
@@ -24,7 +23,6 @@ from torchx_monarch.controller.host_events import (
     concerns_hosts,
 )
 from torchx_monarch.controller.job_options import JobOptions
-from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.registration import Registration
 
@@ -92,31 +90,27 @@ class SpmdWork:
     """Execute the runs of a session.
 
     Args:
-        options: options of the job.
         session: the runs.
         agents: the agents of the hosts.
         gatherer: gathers the hosts.
         events: the events that interrupt the controller.
-        reporter: writes progress lines and events.
-        first_output: set when a rank of this host has printed something; None if that is not reported.
+        new_attempts: returns the attempts of a new run.
     """
 
     def __init__(
         self,
-        options: JobOptions,
         session: Session,
         agents: Agents,
         gatherer: HostGatherer,
         events: HostEvents,
-        reporter: Reporter,
-        first_output: asyncio.Event | None,
+        new_attempts: Callable[[], Attempts],
     ) -> None:
         self._session = session
         self._agents = agents
         self._gatherer = gatherer
         self._events = events
-        self._new_attempts = functools.partial(Attempts, options, agents, gatherer, events, reporter, first_output)
-        self._attempts = self._new_attempts()
+        self._new_attempts = new_attempts
+        self._attempts = new_attempts()
 
     async def run(self, hosts: list[Registration], hosts_may_change: bool) -> JobResult:
         """Execute runs until the session ends (see ``Work``)."""

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from torchx_monarch.command.command import Command, CommandError
 from torchx_monarch.controller.agents import Agents
+from torchx_monarch.controller.attempts import Attempts
 from torchx_monarch.controller.controller import Work
 from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_messages import (
@@ -125,7 +126,12 @@ class SpmdWorkload:
         options, events, reporter = control.options, control.rendezvous.events, self._host.reporter
         agents = Agents(options, events, reporter, self._handle)
         session = self._runs.session(control, agents)
-        return SpmdWork(options, session, agents, control.gatherer, events, reporter, self._runs.first_output)
+        first_output = self._runs.first_output
+
+        def new_attempts() -> Attempts:
+            return Attempts(options, agents, control.gatherer, events, reporter, first_output)
+
+        return SpmdWork(session, agents, control.gatherer, events, new_attempts)
 
     def close(self) -> None:
         """Do nothing: the host process has no processes but those of the ranks."""
