@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torchx.specs import macros
 
 from torchx_monarch.command.shell import command_string, simple_commands
-from torchx_monarch.command.template import escape, substitute, unescape
+from torchx_monarch.command.template import escape, substitute
 from torchx_monarch.command.torchrun_options import UNEXPANDED
 
 X = UNEXPANDED
@@ -161,7 +161,7 @@ def test_substitution_is_torchxs(text: str) -> None:
     visible, offsets = substitute(text)
     assert visible == values.substitute(text)
     assert len(offsets) == len(visible) and offsets == sorted(offsets)
-    assert values.substitute(escape(text)) == text == unescape(escape(text))
+    assert values.substitute(escape(text)) == text
 
 
 @pytest.fixture(scope="module")

@@ -42,8 +42,3 @@ def substitute(text: str) -> tuple[str, list[int]]:
 def escape(text: str) -> str:
     """Return a template whose substitution is ``text``."""
     return text.replace("$", "$$")
-
-
-def unescape(template: str) -> str:
-    """Reverse :func:`escape`."""
-    return template.replace("$$", "$")
