@@ -158,7 +158,7 @@ class Bench:
         until = time.monotonic() + TIMEOUT
         while not condition():
             if time.monotonic() > until:
-                sys.exit(f"bench/slurm.py: waited {TIMEOUT:g} s in vain for {what}")
+                sys.exit(f"bench/slurm.py: still waiting for {what} after {TIMEOUT:g} s")
             time.sleep(every)
 
     def close(self) -> None:

@@ -157,7 +157,7 @@ def eventually() -> Callable[..., object]:
     def poll(condition: Callable[[], object], what: str, seconds: float = 60.0) -> object:
         until = time.monotonic() + seconds
         while not (value := condition()):
-            assert time.monotonic() < until, f"waited {seconds:g} s in vain for {what}"
+            assert time.monotonic() < until, f"still waiting for {what} after {seconds:g} s"
             time.sleep(0.02)
         return value
 

@@ -78,7 +78,7 @@ class Job(NamedTuple):
         """Wait until ranks have made these marks."""
         path, until = self.work / "marks", time.monotonic() + TIMEOUT
         while not path.exists() or not set(marks) <= set(path.read_text().splitlines()):
-            assert time.monotonic() < until, f"{self.under}: waited in vain for {marks}"
+            assert time.monotonic() < until, f"{self.under}: still waiting for {marks} after {TIMEOUT:g} s"
             time.sleep(0.02)
 
     def signal(self, number: int, node: int = 0) -> None:

@@ -148,7 +148,7 @@ class Place(abc.ABC):
         until = time.monotonic() + seconds * self.patience
         while not condition():
             if time.monotonic() > until:
-                raise AssertionError(f"waited {seconds:g} s in vain for {what}\n{self.everything(handle)}")
+                raise AssertionError(f"still waiting for {what} after {seconds:g} s\n{self.everything(handle)}")
             time.sleep(0.1)
 
     def wait(self, handle: str, state: AppState | None = None, seconds: float = 60.0) -> AppStatus:

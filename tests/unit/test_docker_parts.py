@@ -230,7 +230,7 @@ REMOVED = "the container of replica {} was removed (docker rm), and its log with
 @pytest.mark.parametrize(
     ("found", "sizes", "hosts", "state", "stop", "message"),
     [
-        # Hosts wait in vain for the removed one.
+        # The other hosts of the role wait forever for the removed one.
         ([RUNS], (2, 0), True, State.RUNNING, True, REMOVED.format("main/1")),
         ([RUNS], (3, 0), True, State.RUNNING, True, f"{REMOVED.format('main/1')}; 1 more were removed"),
         ([one("main", code=143)], (2, 0), True, State.FAILED, False, REMOVED.format("main/1")),

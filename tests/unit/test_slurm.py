@@ -315,7 +315,7 @@ def test_deleted_jobs_stay_deleted_while_slurm_remembers_them() -> None:
 
 
 def test_folders_of_jobs_that_ended_long_ago_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nonexistent")  # of a job that is not known to have ended, Slurm is asked in vain
+    monkeypatch.setenv("PATH", "/nonexistent")  # prune asks Slurm about jobs without a record of their end
 
     def job_folder(app_id: str, days: float, ended: bool) -> folder.JobFolder:
         paths = folder.JobFolder(folder.new("app", None))

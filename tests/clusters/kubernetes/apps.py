@@ -140,7 +140,7 @@ class Apps(Place):
         """Poll until it holds, of what is no app's."""
         until = time.monotonic() + seconds * self.patience
         while not condition():
-            assert time.monotonic() < until, f"waited {seconds:g} s in vain for {what}"
+            assert time.monotonic() < until, f"still waiting for {what} after {seconds:g} s"
             time.sleep(0.1)
 
     def everything(self, handle: str) -> str:

@@ -102,7 +102,7 @@ class Apps:
         until = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > until:
-                raise AssertionError(f"waited {seconds:g} s in vain for {what}\n{self.everything(handle)}")
+                raise AssertionError(f"still waiting for {what} after {seconds:g} s\n{self.everything(handle)}")
             time.sleep(0.1)
 
     def wait(self, handle: str, state: AppState, seconds: float = 60.0) -> AppStatus:

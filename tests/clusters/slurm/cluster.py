@@ -252,7 +252,7 @@ class SlurmCluster:
         while not condition():
             if time.monotonic() > until:
                 logs = "\n".join(f"{path}:\n{path.read_text()[-2000:]}" for path in (self._lab / "log").iterdir())
-                raise AssertionError(f"waited {_UP_WITHIN:g} s in vain for {what}\n{logs}")
+                raise AssertionError(f"still waiting for {what} after {_UP_WITHIN:g} s\n{logs}")
             time.sleep(0.05)
 
     def lose_node(self, node: str) -> None:

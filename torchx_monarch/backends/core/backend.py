@@ -114,7 +114,9 @@ class Backend(abc.ABC, Generic[O, R, S]):
         """Check the run options before a workspace is built, which may take long.
 
         Raises:
-            InvalidRunConfigException: a value is not allowed.
+            InvalidRunConfigException: a value is not allowed, which the exception names as TorchX does.
+            UserError: a value is not allowed, or two options exclude each other.
+            BackendError: an option needs a configured backend for its check, and there is none.
         """
 
     def replica0_host(self, app: AppDef, role: int) -> str:
