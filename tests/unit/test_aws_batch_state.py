@@ -18,7 +18,7 @@ from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.state import count_restarts, reduce
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.model.job_result import JobResult
+from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
 from torchx_monarch.model.state import State
 
@@ -88,7 +88,7 @@ def test_states(
 
 def test_the_result_of_the_main_node_names_the_root_cause() -> None:
     """Its host ends with the code of another node's rank."""
-    result = JobResult(3, "rank 1 exited with code 3", replica=1).error_file(rank_restarts=2)
+    result = HostResult(3, "rank 1 exited with code 3", replica=1, rank_restarts=2).to_text()
     nodes = {0: node("FAILED", 5, 3), 1: node("FAILED", 6, 3)}
     app = app_snapshot(
         "q:app-1", job("FAILED", attempts=[{"stoppedAt": 1}, {"stoppedAt": 2}]), nodes, {0: ["", result]}

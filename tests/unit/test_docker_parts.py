@@ -25,9 +25,9 @@ from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.docker import host_results, native, request, snapshot
-from torchx_monarch.backends.docker.host_results import HostResult, HostResults
+from torchx_monarch.backends.docker.host_results import HostResults
 from torchx_monarch.backends.docker.snapshot import DockerSnapshot
-from torchx_monarch.model.job_result import JobResult
+from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers import description, monarch_docker
@@ -307,35 +307,25 @@ def test_a_container_becomes_a_replica() -> None:
 
 @pytest.mark.parametrize(("now", "due"), [("running", True), ("restarting", True), ("exited", False)])
 def test_a_host_that_must_not_be_restarted_has_ended(now: str, due: bool) -> None:
-    result = HostResult(78, NOW - 20, 1, "exit code 78 asks for it", '{"message": "boom"}')
+    result = HostResult(78, "boom", no_retry_reason="exit code 78 asks for it", restarts=1, ended=NOW - 20)
     container = one("main", now, code=0 if now == "running" else 78, ended=NOW - 1)
     container.attrs["RestartCount"] = 2
     app = build([spec("main", hosts=True)], container, results={"main/0": result})
     (replica,) = app.replicas
     assert (replica.state, replica.restarts, replica.ended, replica.respawns) == (State.FAILED, 1, NOW - 20, due)
     status = reduce(app, NOW)
-    assert (status.state, status.is_stop_due, status.error) == (State.FAILED, due, result.error)
+    assert (status.state, status.is_stop_due, status.error) == (State.FAILED, due, result.to_text())
     assert status.message == "replica main/0 exited with code 78; not started again: exit code 78 asks for it"
 
 
-def test_marker_files_give_results() -> None:
-    result = JobResult(3, "rank 0 exited with code 3", replica=0)
-    note = {"restarts": 1, "verdict": result.to_json(), "why": "because", "time": 5.0}
-    parsed = host_results.parse(json.dumps(note))
-    assert parsed is not None
-    assert (parsed.code, parsed.ended, parsed.restarts, parsed.reason) == (3, 5.0, 1, "because")
-    assert json.loads(parsed.error)["message"]["message"] == "rank 0 exited with code 3"
-    for text in ("", "{", "[]", "null", '{"restarts": 1}', '{"verdict": {}}', '{"verdict": 3, "why": ""}'):
-        assert host_results.parse(text) is None
-
-
 def test_marker_files_are_read_when_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {"/var/tmp/a": json.dumps({"restarts": 0, "verdict": JobResult(3, "").to_json(), "why": "w", "time": 1.0})}
+    files = {"/var/tmp/a": HostResult(3, "x", no_retry_reason="w", restarts=0, ended=1.0).to_text()}
     reads: list[str] = []
 
     def read_file(container: SimpleNamespace, path: str) -> str:
         reads.append(path)
-        return files.get(path, "") if container.id == "failed/0" else ""
+        counted = HostResult(restarts=1).to_text() if path == "/var/tmp/a" else ""  # of a host that has not ended
+        return files.get(path, "") if container.id == "failed/0" else counted
 
     monkeypatch.setattr(host_results, "read_file", read_file)
     results = HostResults()

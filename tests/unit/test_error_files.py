@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchx_monarch.backends.kubernetes.attempts import Attempt
-from torchx_monarch.insight.progress import Reporter, write_failure_report
-from torchx_monarch.model import job_result
+from torchx_monarch.insight.progress import Reporter, write_result
+from torchx_monarch.model.host_result import HostResult, no_retry_reason
 from torchx_monarch.model.job_result import JobResult, RankExit
 from torchx_monarch.system import error_files, signed_line
 from torchx_monarch.system.console import Console
@@ -67,7 +67,7 @@ def test_what_torch_and_hosts_write_is_kept(tmp_path: Path) -> None:
     flat = {"message": "replica r/0 exited with code 3", "errorCode": 3, "timestamp": 17}
     path.write_text(json.dumps(flat))
     assert error_files.read(str(path)) == flat
-    ours = json.loads(JobResult(3, "why", consequence=True, replica=2).error_file(final="code 78", rank_restarts=4))
+    ours = json.loads(HostResult(3, "why", "x", 17.0, True, 2, 4, "code 78", 1, 18.5).to_text())
     path.write_text(json.dumps(ours))
     assert error_files.read(str(path)) == ours
 
@@ -98,9 +98,8 @@ def test_any_content_is_an_end_of_a_rank(data: dict[str, Any]) -> None:
     assert one.describe().startswith("rank 3 (local rank 1 on node, pid 17) exited with code 5")
     assert one.describe().isprintable()
     assert isinstance(one.traceback, str) and isinstance(one.began, bool) and not one.is_collateral
-    text = JobResult(5, one.describe(), one).error_file()
-    assert job_result.no_retry_reason(5, text) == ""
-    job_result.is_secondary(json.dumps(kept))
+    text = HostResult.of(JobResult(5, one.describe(), one)).to_text()
+    assert no_retry_reason(5, text) == ""
 
 
 @given(st.text())
@@ -132,9 +131,9 @@ def test_a_termination_message_that_is_too_deep() -> None:
 def test_a_host_signs_its_result_where_its_backend_reads_the_log(tmp_path: Path) -> None:
     with open(tmp_path / "log", "w+") as log:
         reporter = Reporter(Console(log.fileno()), None, "r")
-        job_result = JobResult(3, "rank 1 exited with code 3: ValueError: a\n[monarch] result b")
-        write_failure_report(job_result, {signed_line.KEY_VARIABLE: "key"}, reporter)
-        write_failure_report(job_result, {}, reporter)
+        host_result = HostResult(3, "rank 1 exited with code 3: ValueError: a\n[monarch] result b")
+        write_result(host_result, {signed_line.KEY_VARIABLE: "key"}, reporter)
+        write_result(host_result, {}, reporter)
         log.seek(0)
         lines = log.read().split("\n")
     assert len(lines) == 2

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from torchx_monarch.backends.kubernetes.attempts import Attempt
 from torchx_monarch.backends.kubernetes.objects import AppObjects
 from torchx_monarch.backends.kubernetes.request import with_credentials
 from torchx_monarch.backends.kubernetes.snapshot import JobStatus
-from torchx_monarch.model.job_result import JobResult, RankExit
+from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers import monarch_kubernetes
@@ -339,7 +338,7 @@ def test_why_a_pod_waits() -> None:
 
 
 def test_restarts_of_ranks_are_those_of_all_containers_that_have_ended() -> None:
-    now = ended(1, message=JobResult(1, "x" * 5000).error_file(4096, rank_restarts=2))
+    now = ended(1, message=HostResult(1, "x" * 5000, rank_restarts=2).to_text(4096))
     now["containerStatuses"][1]["lastState"] = {"terminated": {"exitCode": 137, "message": '{"rank_restarts": 3}'}}
     one = Attempt.of(pod("Failed", **now))
     assert one.rank_restarts == 5 and len(one.error) <= 4096
@@ -446,7 +445,7 @@ def test_a_failed_replica_whose_pod_was_removed_has_failed() -> None:
     well = run("Succeeded", 950.0)
     assert state_of(role("main", [well], [], [well], job=job, fewest=2)).state is State.SUCCEEDED
     assert state_of(role("main", [well], [], job=job)).message == "replica main/1 failed; its pod is gone"
-    error = JobResult(1, "boom").error_file()
+    error = HostResult(1, "boom").to_text()
     found = state_of(role("main", [run("Failed", 990.0, error=error)], [], job=job))
     assert found.cause is not None and (found.cause.id, found.error) == (0, error)
 
@@ -480,7 +479,7 @@ def test_a_pod_that_can_never_start_fails_the_app_after_a_while() -> None:
 
 def test_the_error_is_that_of_the_root_cause() -> None:
     def error(message: str, consequence: bool) -> str:
-        return JobResult(1, message, consequence=consequence).error_file()
+        return HostResult(1, message, is_secondary=consequence).to_text()
 
     lost = run("Failed", 990.0, error=error("host 1 lost replica 0", True))
     cause = run("Failed", 995.0, error=error("rank 3 failed", False))
@@ -586,15 +585,3 @@ def test_the_state_of_a_volcano_job_is_volcanos(
     record = stored(packed(), ending, "volcano", pods=them, status={"state": status} if status else {})
     found = reduce(snapshot.assemble(record, NOW), NOW)
     assert (found.state, found.message) == (state, message)
-
-
-def test_termination_messages_fit() -> None:
-    error = {"message": {"message": "x" * 3000, "extraInfo": {"py_callstack": "begin" + "ü" * 9000 + "end"}}}
-    cause = RankExit(0, 0, 0, "n", 1, 1, time.time(), error=error)
-    text = JobResult(1, cause.describe(), cause).error_file(4096)
-    assert len(text) <= 4096
-    read = json.loads(text)["message"]
-    assert read["message"] == cause.describe()
-    assert read["extraInfo"]["py_callstack"].endswith("end")
-    assert len(JobResult(1, "y" * 9000).error_file(4096)) <= 4096
-    assert json.loads(JobResult(1, "y" * 9000).error_file())["message"]["message"] == "y" * 9000

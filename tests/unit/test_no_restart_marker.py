@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,12 @@ import pytest
 from torchx_monarch.controller.retry import why_no_other_start
 from torchx_monarch.host import no_restart_marker
 from torchx_monarch.host.no_restart_marker import VARIABLE, NoRestartMarker
+from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.job_result import JobResult, RankExit
 
 CAUSE = RankExit(rank=1, local_rank=0, replica=1, hostname="n", pid=9, code=3, time=5.0)
-FAILED = JobResult(3, "rank 1 failed", CAUSE)
+FAILED = HostResult.of(JobResult(3, "rank 1 failed", CAUSE), no_retry_reason="no use")
+LOST = HostResult.of(JobResult(1, "lost"))
 
 
 @pytest.fixture
@@ -29,14 +32,18 @@ def test_ends_are_known_at_the_next_start(own: Path) -> None:
     for _ in range(2):
         host = NoRestartMarker(environ)
         assert host.begin() is None
-        assert host.end(JobResult(1, "lost"), "")
-    assert host.end(FAILED, "no use")
-    assert NoRestartMarker(environ).begin() == (FAILED, "no use")
-    assert '"restarts": 1' in (own / "new" / "note").read_text()
+        assert host.end(LOST)
+    assert host.end(FAILED)
+    for _ in range(2):
+        again = NoRestartMarker(environ)
+        stored = again.begin()
+        assert stored == replace(FAILED, failed_at=5.0, restarts=1)
+        assert again.end(stored)
+    assert not (own / "shared").exists()
     assert not (own / "shared").exists()
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"restarts": "x"}', '{"restarts": 0, "verdict": 1, "why": "w"}'])
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"restarts": "x"}', '{"restarts": 0, "message": 1, "final": "w"}'])
 def test_what_is_no_note_is_none(own: Path, text: str) -> None:
     (own / "note").write_text(text)
     assert NoRestartMarker({VARIABLE: f"{own}/note"}).begin() is None
@@ -46,10 +53,10 @@ def test_where_nothing_can_be_noted(own: Path) -> None:
     (own / "file").write_text("")
     host = NoRestartMarker({VARIABLE: f"{own}/file/note"})
     assert host.begin() is None
-    assert host.end(JobResult(1, "lost"), "")
-    assert not host.end(FAILED, "no use")
+    assert host.end(LOST)
+    assert not host.end(FAILED)
     assert NoRestartMarker({}).begin() is None
-    assert NoRestartMarker({}).end(FAILED, "no use")
+    assert NoRestartMarker({}).end(FAILED)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Iterable
 
-from torchx_monarch.model.job_result import JobResult, RankExit, no_retry_reason, shell_code
+from torchx_monarch.model.host_result import no_retry_reason
+from torchx_monarch.model.job_result import JobResult, RankExit, shell_code
 
 _FIRST_DELAY = 1.0
 """Upper limit in seconds of the delay before the second restart in a row. It doubles with each further restart."""

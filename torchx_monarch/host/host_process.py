@@ -28,7 +28,8 @@ from torchx_monarch.host.meeting_point import settle_addresses
 from torchx_monarch.host.no_restart_marker import NoRestartMarker
 from torchx_monarch.host.orphan_reaper import reap_orphans
 from torchx_monarch.host.workload import Control, Host, Workload
-from torchx_monarch.insight.progress import Reporter, write_failure_report
+from torchx_monarch.insight.progress import Reporter, write_result
+from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.registration import Registration
@@ -87,9 +88,8 @@ class HostProcess:
         self._handle_signals()
         self._spawn(reap_orphans())
         if stored := self._no_restart_marker.begin():
-            result, why = stored
-            host.reporter.line(f"host {host.options.replica}: not started again: {why}")
-            await self._report_and_exit(result)
+            host.reporter.line(f"host {host.options.replica}: not started again: {stored.no_retry_reason}")
+            self._write_and_exit(stored)
         try:
             result = await self._job()
         except Exception as error:
@@ -104,11 +104,16 @@ class HostProcess:
     async def _report_and_exit(self, result: JobResult) -> None:
         host = self._host
         await self._stop_ranks(signal.SIGTERM)
-        final = retry.why_no_other_start(result, host.options.retry_on)
-        write_failure_report(result, host.environ, host.reporter, final)
+        why = retry.why_no_other_start(result, host.options.retry_on)
+        restarts = host.reporter.rank_restarts
+        self._write_and_exit(HostResult.of(result, rank_restarts=restarts, no_retry_reason=why))
+
+    def _write_and_exit(self, result: HostResult) -> NoReturn:
+        host = self._host
+        write_result(result, host.environ, host.reporter)
         if self._error_file:
             error_files.remove_reserve(self._error_file)
-        if not self._no_restart_marker.end(result, final):
+        if not self._no_restart_marker.end(result):
             host.reporter.line("it may be started again: there is no folder here to note that it must not be")
         self._workload.close()
         if self._workload.pool is not None:
@@ -118,7 +123,7 @@ class HostProcess:
         if folder:
             shutil.rmtree(folder, ignore_errors=True)
         # Joining Monarch's threads can take seconds, and they have no work left.
-        os._exit(result.code)
+        os._exit(result.code or 0)
 
     async def _job(self) -> JobResult:
         host, options, command = self._host, self._host.options, None

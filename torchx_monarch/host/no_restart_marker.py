@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Store a host's final result for its next start, for backends that restart a host whatever its exit code (dockerd).
+"""Keep the result of a host that must not be restarted, for backends that restart it whatever its exit code (dockerd).
 
 The backend sets ``MONARCH_STARTS`` to paths separated by colons. The host uses the first path that it can write and
 that is not on a mount: another host may share a mounted folder, and the folder may be empty at the next start.
@@ -9,13 +9,11 @@ that is not on a mount: another host may share a mounted folder, and the folder 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import time
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
 
-from torchx_monarch.model.job_result import JobResult
+from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.system import safe_files
 
 VARIABLE = "MONARCH_STARTS"
@@ -30,54 +28,51 @@ class NoRestartMarker:
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._paths = [path for path in environ.get(VARIABLE, "").split(":") if path]
-        self._note: dict[str, Any] = {}
+        self._restarts = 0
 
-    def begin(self) -> tuple[JobResult, str] | None:
-        """Count a start of the host, unless an earlier start has stored a final result.
+    def begin(self) -> HostResult | None:
+        """Count a start of the host, unless an earlier start has stored a result that forbids another one.
 
         Returns:
-            the stored result and why the host must not be restarted; None if the host may start.
+            That result; None if the host may start.
         """
-        self._note = next((note for path in self._paths if (note := _read(path))), {"restarts": -1})
-        with contextlib.suppress(KeyError, TypeError, AttributeError):
-            return JobResult.from_json(self._note["verdict"]), str(self._note["why"])
-        self._note["restarts"] += 1
-        self._write()
+        found = next((result for path in self._paths if (result := _read(path))), None)
+        if found is not None and found.forbids_restart:
+            return found
+        self._restarts = 0 if found is None or found.restarts is None else found.restarts + 1
+        self._write(HostResult(restarts=self._restarts))
         return None
 
-    def end(self, result: JobResult, why: str) -> bool:
-        """Store the result of the job if the host must not be restarted.
+    def end(self, result: HostResult) -> bool:
+        """Store the result of the host if it must not be restarted.
 
         Args:
-            result: the result of the job.
-            why: why the host must not be restarted; empty if it may be.
+            result: the result; one that ``begin`` has returned keeps its number of restarts.
 
         Returns:
             False if the result had to be stored and could not be.
         """
-        if not (self._paths and why):
+        if not (self._paths and result.forbids_restart):
             return True
-        self._note.update(verdict=result.to_json(), why=why, time=time.time())
-        return self._write()
+        return self._write(result if result.restarts is not None else replace(result, restarts=self._restarts))
 
-    def _write(self) -> bool:
+    def _write(self, result: HostResult) -> bool:
         mounts = _mounts() if self._paths else set()
         for path in self._paths:
             if _mount_of(path, mounts) != "/":
                 continue
             with contextlib.suppress(OSError):
                 os.makedirs(os.path.dirname(path), exist_ok=True)
-                safe_files.replace_file(path, json.dumps(self._note).encode())
+                safe_files.replace_file(path, result.to_text().encode())
                 return True
         return False
 
 
-def _read(path: str) -> dict[str, Any] | None:
+def _read(path: str) -> HostResult | None:
     """Read a marker file; return None if it is missing or is not a marker."""
-    with contextlib.suppress(OSError, ValueError):
-        note = safe_files.read_json(path)
-        if isinstance(note, dict) and isinstance(note.get("restarts"), int):
-            return note
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        result = HostResult.from_text(safe_files.read_file(path).decode())
+        return result if result.restarts is not None else None
     return None
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import stat
 import time
@@ -14,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 from torchx_monarch.insight import events
-from torchx_monarch.model.job_result import FINAL, RANK_RESTARTS, JobResult
+from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.system import error_files, signed_line
 from torchx_monarch.system.console import Console
 from torchx_monarch.system.untrusted_text import lines, one_line
@@ -27,8 +26,8 @@ _WAITING_EVERY = 10.0
 _WAITING_FIRST = 5.0
 """Seconds of waiting before the first "waiting for" line."""
 
-_TERMINATION_MESSAGE = 4096
-"""Largest size in bytes of a container's termination message."""
+_SHORT_RESULT = 4096
+"""Largest size in bytes of a container's termination message, and of a signed line of the log."""
 
 
 class Reporter:
@@ -42,7 +41,7 @@ class Reporter:
         console: the host's stderr.
         events_path: path of the app's events file; None if the backend has none.
         role: name of the role, part of each event.
-        termination_log: path of the container's termination message (see ``write_failure_report``); None for none.
+        termination_log: path of the container's termination message (see ``write_result``); None for none.
     """
 
     def __init__(
@@ -88,8 +87,8 @@ class Reporter:
         """Report a restart of the ranks and count it where the backend reads the number."""
         self.note("rank_restart", text, **fields)
         self.rank_restarts += 1
-        # Now and not at the end: a host that is killed writes no failure report.
-        _write(self._termination_log, json.dumps({RANK_RESTARTS: self.rank_restarts}))
+        # Now and not at the end: a host that is killed writes no result.
+        _write(self._termination_log, HostResult(rank_restarts=self.rank_restarts).to_text())
 
     async def while_waiting(self, awaitable: Awaitable[T], what: Callable[[], str]) -> T:
         """Await something and write a line every few seconds meanwhile: ``waiting for host 3 of 4, 20 s``."""
@@ -110,28 +109,24 @@ class Reporter:
             events.append(self._events_path, kind, one_line(text), seconds=seconds, role=self._role, **fields)
 
 
-def write_failure_report(result: JobResult, environ: Mapping[str, str], reporter: Reporter, final: str = "") -> None:
-    """Write the result of a job to where its backend reads it.
+def write_result(result: HostResult, environ: Mapping[str, str], reporter: Reporter) -> None:
+    """Write the result of this host to where its backend reads it.
 
     Args:
-        result: the job's result.
-        environ: the environment. TORCHELASTIC_ERROR_FILE names an error file that this function creates.
-            MONARCH_TERMINATION_LOG names an existing file, of which Kubernetes reads 4096 bytes. MONARCH_RESULT_KEY
-            requests a signed line in the log.
-        reporter: writes the signed line, and knows how often this host has restarted the ranks. The signed line and the
-            termination message contain that number.
-        final: why the host must not be restarted; empty if it may be.
+        result: the result.
+        environ: the environment. MONARCH_RESULT_KEY requests a signed line in the log. After a failure,
+            TORCHELASTIC_ERROR_FILE names a file that this function creates, and MONARCH_TERMINATION_LOG an existing
+            file, of which Kubernetes reads 4096 bytes.
+        reporter: writes the signed line.
     """
-    path = environ.get("TORCHELASTIC_ERROR_FILE")
-    further = {RANK_RESTARTS: reporter.rank_restarts} if reporter.rank_restarts else {}
     if key := environ.get(signed_line.KEY_VARIABLE):
-        reporter.line(signed_line.sign(result.error_file(_TERMINATION_MESSAGE, **further), key))
+        reporter.line(signed_line.sign(result.to_text(_SHORT_RESULT), key))
     if result.code == 0:
         return
-    if path:
+    if path := environ.get("TORCHELASTIC_ERROR_FILE"):
         with contextlib.suppress(OSError):
-            error_files.write(path, lambda limit: result.error_file(limit, **({FINAL: final} if final else {})))
-    _write(environ.get("MONARCH_TERMINATION_LOG"), result.error_file(_TERMINATION_MESSAGE, **further))
+            error_files.write(path, result.to_text)
+    _write(environ.get("MONARCH_TERMINATION_LOG"), result.to_text(_SHORT_RESULT))
 
 
 def _write(path: str | None, text: str) -> None:

@@ -9,15 +9,11 @@ first. All are plain values that survive JSON and pickling.
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import re
 import signal
-import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torchx_monarch.system import safe_files
 from torchx_monarch.system.untrusted_text import one_line
 
 _PEER_IS_GONE = re.compile(
@@ -48,46 +44,6 @@ def shell_code(code: int) -> int:
 def describe_shell_code(code: int) -> str:
     """Describe the exit status of a shell or a container in words; 128+n is death by signal n."""
     return describe_code(128 - code if code > 128 else code)
-
-
-FINAL = "final"
-"""Key in an error file, beside torch's ``message``: why the host must not be restarted; absent where it may be."""
-
-RANK_RESTARTS = "rank_restarts"
-"""Key in a termination message: how often the current start of a replica 0 has restarted the ranks."""
-
-
-def read_error_file(error: str | None) -> Mapping[str, Any]:
-    """Parse an error file or the termination message of a container; empty if it is None or holds no JSON object."""
-    try:
-        data = safe_files.parse_json(error or "null")
-    except ValueError:
-        return {}
-    return data if isinstance(data, dict) else {}
-
-
-def extra_info(error: str | None) -> Mapping[str, Any]:
-    """Return the ``extraInfo`` of an error file (``JobResult.error_file``); empty if the file has none."""
-    message = read_error_file(error).get("message")
-    extra = message.get("extraInfo") if isinstance(message, dict) else None
-    return extra if isinstance(extra, dict) else {}
-
-
-def is_secondary(error: str | None) -> bool:
-    """Return whether a replica's error file reports only that it lost another replica or ended because of it."""
-    return extra_info(error).get("consequence") is True
-
-
-def no_retry_reason(code: int, error: str | None) -> str:
-    """Return why a failed replica must not be restarted; empty if it may be.
-
-    Args:
-        code: its exit code.
-        error: the content of its error file; None if it wrote none.
-    """
-    if code == os.EX_CONFIG:
-        return f"exit code {code} (EX_CONFIG) asks for no restart"
-    return str(read_error_file(error).get(FINAL, ""))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,31 +164,6 @@ class JobResult:
     stopped: bool = False
     consequence: bool = False
     replica: int = -1
-
-    def error_file(self, limit: int = 0, **further: object) -> str:
-        """Return the result as a torchelastic error file (see torch's ``ErrorHandler.record_exception``).
-
-        Args:
-            limit: the maximum size in bytes; 0 for no limit. The beginning of the traceback is cut first, then the end
-                of the reason.
-            further: keys to add beside torch's ``message``.
-        """
-        when = self.cause.time if self.cause else time.time()
-        extra: dict[str, object] = {
-            "py_callstack": self.cause.traceback if self.cause else "",
-            "timestamp": str(int(when)),
-            # The backend gets an error file from every replica and chooses the one to show by these two fields.
-            "consequence": self.consequence,
-            "replica": self.cause.replica if self.cause else self.replica,
-        }
-        message: dict[str, object] = {"message": self.reason, "errorCode": self.code, "extraInfo": extra}
-        text = json.dumps({"message": message, **further})
-        for holder, key, end in ((extra, "py_callstack", 0), (message, "message", -1)):
-            while limit and len(text) > limit and (value := str(holder[key])):
-                over = max(1, (len(text) - limit) // 6)  # JSON escapes some characters to six
-                holder[key] = value[:-over] if end else value[over:]
-                text = json.dumps({"message": message, **further})
-        return text
 
     def to_json(self) -> dict[str, Any]:
         """Return the result as plain values for a message."""

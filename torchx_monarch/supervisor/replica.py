@@ -11,10 +11,10 @@ import selectors
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from torchx_monarch.backends.core.snapshot import ReplicaSnapshot
-from torchx_monarch.model import job_result
+from torchx_monarch.model.host_result import HostResult, no_retry_reason
+from torchx_monarch.model.job_result import describe_code
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor import log_writer, spawn
@@ -187,12 +187,12 @@ class Replica:
         """
         for fd in list(self._pipes):
             self._drain(fd, _PIPE_BYTES)
-        text = f"replica {self.name} (pid {self.record.pid}) {job_result.describe_code(code)}"
+        text = f"replica {self.name} (pid {self.record.pid}) {describe_code(code)}"
         if self._killed_for:
             text += f": {self._killed_for}"
         if self.stopping and code:
             text += " after a stop request"
-        elif code and (why := job_result.no_retry_reason(code, self.read_error())):
+        elif code and (why := no_retry_reason(code, self.read_error())):
             self.final = True
             if self.spec.max_retries:
                 text += f"; not started again: {why}"
@@ -214,9 +214,9 @@ class Replica:
             if message:
                 self.failure += f": {message}"
             if self.record.error is None:
-                # `torchx status` shows this flat form, and thereby the exit code.
-                flat = {"message": text, "errorCode": code, "timestamp": int(self.record.ended)}
-                self.record.error = json.dumps(flat)
+                # `torchx status` shows the short form, and thereby the exit code.
+                substitute = HostResult(code, text, failed_at=self.record.ended, is_short=True)
+                self.record.error = substitute.to_text()
 
     def read_error(self) -> str | None:
         """Return the known fields of its error file as JSON; None if the file is missing or unreadable."""
@@ -281,8 +281,5 @@ class Replica:
 
 def error_message(error: str | None) -> str:
     """Return the first line of the message in an error file; "" if it has none."""
-    data: Any = job_result.read_error_file(error)
-    for _ in range(2):
-        data = data.get("message") if isinstance(data, dict) else data
-    lines = data.strip().splitlines() if isinstance(data, str) else []
+    lines = HostResult.from_text(error).reason.strip().splitlines()
     return one_line(lines[0], 500) if lines else ""

@@ -101,13 +101,19 @@ def _reserve(path: str) -> str:
     return f"{path}.reserve"
 
 
-def cleaned(text: str) -> str:
-    """Reduce the content of an error file to its known fields (``known_fields``); empty if it is no JSON object."""
+def parse(text: str | None) -> dict[str, Any]:
+    """Return the known fields (``known_fields``) of an error file's content; empty if it is None or no JSON object."""
     try:
         data = safe_files.parse_json(text or "null")
     except ValueError:
-        return ""
-    return json.dumps(known_fields(data)) if isinstance(data, dict) else ""
+        return {}
+    return known_fields(data) if isinstance(data, dict) else {}
+
+
+def cleaned(text: str) -> str:
+    """Reduce the content of an error file to its known fields; empty if it has none."""
+    fields = parse(text)
+    return json.dumps(fields) if fields else ""
 
 
 def known_fields(data: dict[str, Any], traceback_bytes: int = TRACEBACK_BYTES) -> dict[str, Any]:
@@ -131,7 +137,10 @@ def known_fields(data: dict[str, Any], traceback_bytes: int = TRACEBACK_BYTES) -
     return kept
 
 
-_SHORT = ("errorCode", "timestamp", "raised_at", "began", "joined", "consequence", "replica", "rank_restarts", "final")
+_SHORT = (
+    *("errorCode", "timestamp", "raised_at", "began", "joined", "consequence", "replica"),
+    *("rank_restarts", "final", "restarts", "ended"),
+)
 
 
 def _scalars(data: dict[str, Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from torchx_monarch.backends.aws_batch.reasons import container_of, failure, wit
 from torchx_monarch.backends.aws_batch.request import APP_PARAMETER, TAG_APP
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.model.job_result import RANK_RESTARTS, read_error_file
+from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 from torchx_monarch.system import error_files
@@ -105,7 +105,7 @@ def app_snapshot(
         for spec in specs
     ]
     # Each attempt of the main node's host logs how often it has restarted the ranks.
-    ranks = sum(read_error_file(text).get(RANK_RESTARTS, 0) for text in results.get(0, ()))
+    ranks = sum(HostResult.from_text(text).rank_restarts for text in results.get(0, ()))
     return BatchSnapshot(
         app_id,
         name,

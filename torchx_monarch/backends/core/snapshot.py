@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from torchx_monarch.model import job_result
+from torchx_monarch.model.host_result import HostResult
+from torchx_monarch.model.job_result import describe_code
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 
@@ -96,15 +97,14 @@ class ReplicaSnapshot:
             stopped: whether it was asked to stop.
             more: further attributes.
         """
-        said = job_result.read_error_file(error)
-        restarts = said.get(job_result.RANK_RESTARTS)
+        result = HostResult.from_text(error)
         return cls(
             role,
             id,
             State.RUNNING if code is None else State.FAILED if code else State.SUCCEEDED,
-            rank_restarts=restarts if isinstance(restarts, int) else 0,
-            failure=f"replica {role}/{id} {job_result.describe_code(code)}" if code else "",
-            error=error if code is not None and "message" in said else "",
+            rank_restarts=result.rank_restarts,
+            failure=f"replica {role}/{id} {describe_code(code)}" if code else "",
+            error=error if code is not None and result.reason else "",
             is_stopping=stopped and code is None,
             was_stopped=stopped and code is not None,
             **more,
@@ -127,11 +127,11 @@ class ReplicaSnapshot:
         Replicas that were stopped come last, then those that report only a secondary failure, a failure of another
         replica, those whose record was removed, and those that had no room for an error file.
         """
-        blamed = job_result.extra_info(self.error).get("replica", self.id)
+        result = HostResult.from_text(self.error)
         return (
             self.was_stopped,
-            job_result.is_secondary(self.error),
-            blamed not in (self.id, -1),
+            result.is_secondary,
+            result.replica not in (self.id, -1),
             self.state is State.UNKNOWN,
             self.is_error_lost and not self.error,
             self.ended,

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
-from torchx_monarch.model import job_result
+from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.role_spec import RetryPolicy
 from torchx_monarch.model.state import State
 
@@ -159,8 +159,8 @@ def root_cause(failed: Sequence[ReplicaSnapshot]) -> tuple[ReplicaSnapshot | Non
     """
     ordered = sorted(failed, key=lambda one: one.distance)
     errors = [one.error for one in ordered if one.error]
-    written = [error for error in errors if isinstance(job_result.read_error_file(error).get("message"), dict)]
-    return (ordered[0] if ordered else None), next(iter(written or errors), "")
+    written = (error for error in errors if HostResult.from_text(error).names_cause)
+    return (ordered[0] if ordered else None), next(written, errors[0] if errors else "")
 
 
 def _error(app: AppSnapshot) -> str:

@@ -8,36 +8,15 @@ final state of the replica; the state that dockerd reports is that of a later st
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torchx_monarch.backends.docker import request
 from torchx_monarch.backends.docker.native import environment, map_concurrently, read_file
-from torchx_monarch.model.job_result import JobResult
+from torchx_monarch.model.host_result import HostResult
 
 if TYPE_CHECKING:
     from docker.models.containers import Container
-
-
-@dataclass(frozen=True)
-class HostResult:
-    """The result of a host that must not be restarted.
-
-    Attributes:
-        code: the exit code of the job.
-        ended: when the host ended, in seconds since the epoch.
-        restarts: how often dockerd had restarted it until then.
-        reason: why it must not be restarted.
-        error: the content of its error file, as JSON text.
-    """
-
-    code: int
-    ended: float
-    restarts: int
-    reason: str
-    error: str
 
 
 class HostResults:
@@ -68,19 +47,8 @@ class HostResults:
     def _look(self, container: Container) -> None:
         paths = environment(container)[request.STARTS].split(":")
         text = next((text for path in paths if (text := read_file(container, path))), "")
-        result = parse(text)
-        if result is not None:
+        result = HostResult.from_text(text)
+        if result.forbids_restart:
             self._known[str(container.id)] = result
         elif container.attrs["State"]["Status"] == "running":
             self._without.add((str(container.id), container.attrs["State"]["StartedAt"]))
-
-
-def parse(text: str) -> HostResult | None:
-    """Return the result in a marker file; None if the text is no marker or holds no result."""
-    try:
-        note = json.loads(text)
-        result = JobResult.from_json(note["verdict"])
-        code, ended, restarts = int(result.code), float(note["time"]), int(note["restarts"])
-        return HostResult(code, ended, restarts, str(note["why"]), result.error_file())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None

@@ -14,8 +14,8 @@ from torchx.schedulers.docker_scheduler import LABEL_REPLICA_ID, LABEL_ROLE_NAME
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.docker import request
-from torchx_monarch.backends.docker.host_results import HostResult
 from torchx_monarch.backends.docker.native import seconds
+from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.job_result import describe_shell_code
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
@@ -100,7 +100,7 @@ def replica_of(
     """
     state, labels = attrs["State"], attrs["Config"]["Labels"]
     role, index, status = labels[LABEL_ROLE_NAME], int(labels[LABEL_REPLICA_ID]), state["Status"]
-    code = result.code if result else state["ExitCode"]
+    code = state["ExitCode"] if result is None or result.code is None else result.code
     living = _LIVING.get(status)
     own = living if living and not result else (State.FAILED if code else State.SUCCEEDED)
     if is_cancelled and own is State.PENDING and status == "created":
@@ -115,9 +115,9 @@ def replica_of(
         address=networks.get(NETWORK, {}).get("IPAddress", "") if own is State.RUNNING else "",
         started=seconds(state["StartedAt"]),
         ended=result.ended if result else seconds(state["FinishedAt"]),
-        restarts=result.restarts if result else attrs.get("RestartCount", 0),
+        restarts=(result.restarts or 0) if result else attrs.get("RestartCount", 0),
         failure=f"replica {role}/{index} {_failure(attrs, code, result)}" if own is State.FAILED else "",
-        error=result.error if result else "",
+        error=result.to_text() if result else "",
         was_stopped=is_host_lost and code == 128 + signal.SIGTERM,
         respawns=living is not None and result is not None,
     )
@@ -129,7 +129,7 @@ def _failure(attrs: Mapping[str, Any], code: int, result: HostResult | None) -> 
     if state.get("OOMKilled"):
         memory = attrs.get("HostConfig", {}).get("Memory", 0) >> 20
         how += f"; a process in it was killed for want of memory, of which it had {memory} MB (memMB)"
-    return f"{how}; not started again: {result.reason}" if result else str(how)
+    return f"{how}; not started again: {result.no_retry_reason}" if result else str(how)
 
 
 def _removed(spec: RoleSpec, index: int) -> ReplicaSnapshot:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from torchx_monarch.backends.kubernetes.request import Object
-from torchx_monarch.model.job_result import RANK_RESTARTS, describe_shell_code, read_error_file
+from torchx_monarch.model.host_result import HostResult
+from torchx_monarch.model.job_result import describe_shell_code
 from torchx_monarch.system import error_files
 from torchx_monarch.system.untrusted_text import one_line
 
@@ -97,7 +98,7 @@ class Attempt:
             waiting = f"{waits['reason']}: {waits.get('message', '')}"
             stuck = started or seconds(metadata["creationTimestamp"])
         phase = status.get("phase") or "Pending"
-        error = error_files.cleaned(terminated.get("message") or "")
+        result, earlier = (HostResult.from_text(each.get("message")) for each in (terminated, before))
         return cls(
             pod=metadata["name"],
             container=name,
@@ -112,14 +113,9 @@ class Attempt:
             waiting=waiting.strip(": "),
             stuck_since=stuck,
             failure=_failure(status, conditions, terminated, spec) if phase == "Failed" else "",
-            error=error if isinstance(read_error_file(error).get("message"), dict) else "",
-            rank_restarts=_rank_restarts(terminated) + _rank_restarts(before),
+            error=error_files.cleaned(terminated["message"]) if result.names_cause else "",
+            rank_restarts=result.rank_restarts + earlier.rank_restarts,
         )
-
-
-def _rank_restarts(terminated: Object) -> int:
-    number = read_error_file(terminated.get("message")).get(RANK_RESTARTS)
-    return number if isinstance(number, int) else 0
 
 
 def _ended(conditions: Mapping[str, Object], phase: str) -> float:

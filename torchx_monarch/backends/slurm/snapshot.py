@@ -4,11 +4,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torchx_monarch.backends.core import state_files, submitted_app
 from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot, RoleSnapshot
@@ -21,7 +19,7 @@ from torchx_monarch.backends.slurm.job_state import JobState
 from torchx_monarch.backends.slurm.native import Job, SlurmError
 from torchx_monarch.backends.slurm.records import BatchRecord, EndRecord, Submission, TaskRecord
 from torchx_monarch.insight import events
-from torchx_monarch.model import job_result
+from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
 
@@ -262,15 +260,9 @@ def _concatenated(spec: RoleSpec, runs: Sequence[RoleSnapshot]) -> RoleSnapshot:
 
 
 def prefix_message(error: str, prefix: str) -> str:
-    """Return an error file's content with a prefix before its message; unchanged if it is not a JSON object."""
-    data = dict(job_result.read_error_file(error))
-    if not data:
-        return error
-    holder: dict[str, Any] = data
-    while isinstance(holder.get("message"), dict):
-        holder = holder["message"]
-    holder["message"] = f"{prefix}{holder.get('message', '')}"
-    return json.dumps(data)
+    """Return a host's result with a prefix before its reason; unchanged if it has none."""
+    result = HostResult.from_text(error)
+    return replace(result, reason=prefix + result.reason).to_text() if result.reason else error
 
 
 def locate_replica(app: SlurmSnapshot, role: str, replica: int) -> tuple[str, JobState, int]:

@@ -34,6 +34,7 @@ from torchx_monarch.backends.slurm.records import BatchRecord, TaskRecord
 from torchx_monarch.backends.slurm.request import SlurmRequest, decode_or_exit
 from torchx_monarch.insight import events
 from torchx_monarch.model import job_result
+from torchx_monarch.model.host_result import no_retry_reason
 from torchx_monarch.model.role_spec import RetryPolicy, RoleSpec
 from torchx_monarch.model.state import State
 
@@ -204,7 +205,7 @@ class BatchStep:
         code, final = self._ended[role.name][0], ""
         if record is not None and record.exit_code is not None:
             code = job_result.shell_code(record.exit_code)
-            final = job_result.no_retry_reason(record.exit_code, record.error)
+            final = no_retry_reason(record.exit_code, record.error)
         if not final and role.retry_policy is RetryPolicy.ROLE and self._retries.take(role):
             self._restart([role.name], f"role {role.name}")
             return
