@@ -201,10 +201,12 @@ def test_only_the_secret_that_is_created_holds_the_credentials(runner: Runner, c
 def test_images_of_workspaces_are_named_as_they_will_be_pushed(runner: Runner) -> None:
     role = trainer()
     role.image = "sha256:abc"
-    with pytest.raises(ComponentValidationException, match="must specify the image repository via `image_repo`"):
+    with pytest.raises(
+        ComponentValidationException, match="name a repository to push it to in the run option image_repo"
+    ):
         objects(runner, role)
     info = runner.dryrun(AppDef("app", [role]), "monarch_kubernetes", cfg={**OFFLINE, "image_repo": "registry/a"})
-    assert info.request.images_to_push == {"sha256:abc": ("registry/a", "abc")}
+    assert info.images == {"sha256:abc": ("registry/a", "abc")}
     service, _, job = info.request.objects
     assert container(job)["image"] == "registry/a:abc"
     described = SubmittedApp.unpack(service["metadata"]["annotations"][names.ANNOTATION_APP])

@@ -31,6 +31,7 @@ from torchx_monarch.command.rewrite import WrapOptions, rewrite
 from torchx_monarch.model.exit_codes import parse_exit_codes
 from torchx_monarch.model.host_spec import HostSpec, parse_ports
 from torchx_monarch.model.sidecars import SidecarError
+from torchx_monarch.schedulers import image_push
 from torchx_monarch.schedulers.caller_error_file import write_root_cause
 from torchx_monarch.schedulers.command import CheckedRunopts, exit_on_user_error, keep_threads_quiet, subcommand
 from torchx_monarch.schedulers.description import describe, summarize
@@ -62,11 +63,13 @@ class _DryRun(AppDryRunInfo[Any, Cfg]):  # type: ignore[misc]
         request: the request.
         backend: shows the request.
         submitted: the app, to be stored with it.
+        images: the images to push (``image_push.name_images``).
     """
 
-    def __init__(self, request: Any, backend: Backend[Any, Any, Any], submitted: SubmittedApp) -> None:
+    def __init__(self, request: Any, backend: Backend[Any, Any, Any], submitted: SubmittedApp, images: Any) -> None:
         super().__init__(request, backend.show)
         self.submitted = submitted
+        self.images = images
 
 
 class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
@@ -136,15 +139,14 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
     def _submit_dryrun(self, app: AppDef, cfg: Cfg) -> AppDryRunInfo[Any, Cfg]:
         options = self._options(cfg)
         check_names(app)
+        images = image_push.name_images(self.inner.workspace, app, options)
         try:
             rewritten = rewrite(app, self._wrap_options(app, options, cfg))
         except (CommandError, SidecarError) as error:
             raise InvalidCommandError(str(error)) from None
         submitted = SubmittedApp(app, rewritten.roles, dict(cfg))
         request = self.inner.render(rewritten.app, submitted, options)
-        for role, wrapped in zip(app.roles, rewritten.app.roles, strict=True):
-            role.image = wrapped.image  # a backend that pushes images writes the pushed name
-        return _DryRun(request, self.inner, submitted)
+        return _DryRun(request, self.inner, submitted, images)
 
     def _wrap_options(self, app: AppDef, options: MonarchOpts, cfg: Cfg) -> WrapOptions:
         """Return the options of the host processes; add those of the network unless the hosts share one machine.
@@ -199,6 +201,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
 
         Raises:
             ValueError: the dry run is not of this scheduler.
+            SubmitError: an image cannot be pushed.
         """
         if not isinstance(dryrun_info, _DryRun) or dryrun_info.app is None:
             raise ValueError(f"not a dry run of {self.backend}; it must come from submit_dryrun()")
@@ -210,6 +213,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
 
                 for_hosts, for_client = credentials.create()
                 hosts, client = for_hosts.to_text(), for_client.to_text()
+            image_push.push(self.inner.workspace, dryrun_info.images)
             app_id = self.inner.submit(dryrun_info.request, submitted, hosts)
             on_submitted(app_id)
             if client:

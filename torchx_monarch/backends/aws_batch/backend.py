@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from docker.errors import DockerException
 from torchx.specs import AppDef
 from torchx.workspace.docker_workspace import DockerWorkspaceMixin
 
@@ -20,7 +19,7 @@ from torchx_monarch.backends.aws_batch.options import AWSBatchOpts
 from torchx_monarch.backends.aws_batch.request import BatchJob
 from torchx_monarch.backends.aws_batch.snapshot import BatchSnapshot, Results
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery
-from torchx_monarch.backends.core.errors import SubmitError, UserError
+from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.model.state import State
@@ -45,7 +44,7 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
     poll = logs.POLL
 
     def __init__(self) -> None:
-        self.workspace = self._images = DockerWorkspaceMixin()
+        self.workspace = DockerWorkspaceMixin()
         self._aws = Aws()
         self._jobs = Jobs(self._aws)
 
@@ -76,29 +75,15 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
         Raises:
             UserError: AWS Batch cannot run the app; the message says what is allowed.
         """
-        local = [role.image for role in app.roles if role.image.startswith("sha256:")]
-        if local and not options.image_repo:
-            raise UserError(
-                f"the image {local[0]} is on this machine alone, where a workspace was built into it: name a "
-                "repository to push it to in the run option image_repo, or submit without a workspace (--workspace '')"
-            )
-        images = self._images.dryrun_push_images(app, options)
         check.check_app(app, submitted.roles, options)
-        job = request.render(app, submitted.roles, options)
-        job.images_to_push = images
-        return job
+        return request.render(app, submitted.roles, options)
 
     def submit(self, request: BatchJob, submitted: SubmittedApp, credentials: str) -> str:
         """Submit the job and return the app's id, QUEUE:NAME.
 
         Raises:
             UserError: this request was submitted before.
-            SubmitError: an image cannot be pushed.
         """
-        try:
-            self._images.push_images(request.images_to_push)
-        except (DockerException, OSError, RuntimeError) as error:  # TorchX raises RuntimeError for a refused push
-            raise SubmitError(f"the image with the workspace cannot be pushed: {error}") from None
         self._jobs.submit(request, submitted, credentials)
         return request.app_id
 

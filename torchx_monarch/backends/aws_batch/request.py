@@ -78,7 +78,6 @@ class BatchJob:
         definition: arguments of RegisterJobDefinition.
         submit: arguments of SubmitJob but the app itself; ``jobDefinition`` becomes the ARN of the registered revision
             when the job is submitted.
-        images_to_push: repository and tag for each local image; empty for none.
         secret: arguments of Secrets Manager's CreateSecret; empty for no secret.
     """
 
@@ -86,7 +85,6 @@ class BatchJob:
     queue: str
     definition: dict[str, Any]
     submit: dict[str, Any]
-    images_to_push: dict[str, tuple[str, str]] = field(default_factory=dict)
     secret: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -87,7 +87,8 @@ class Backend(abc.ABC, Generic[O, R, S]):
         poll: seconds between two checks while waiting for an app's end.
         config_section: TorchX's scheduler for the same place, whose section of ``.torchxconfig`` sets defaults for the
             options; empty for none.
-        workspace: builds workspaces into images or folders; None if the backend does not take workspaces along.
+        workspace: builds workspaces into images or folders; None if the backend does not take workspaces along. The
+            images of a builder with a push step (``dryrun_push_images``) are pushed before ``submit``.
     """
 
     options: type[O]
@@ -140,8 +141,7 @@ class Backend(abc.ABC, Generic[O, R, S]):
 
         Args:
             app: the app to run: as submitted, with the host process before each rank command.
-            submitted: the app as the user wrote it, to be stored with it, and what is known of its roles. A backend
-                that pushes images writes the pushed names into the roles of ``app``.
+            submitted: the app as the user wrote it, to be stored with it, and what is known of its roles.
             options: the run options.
 
         Raises:

@@ -11,12 +11,11 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 
-from docker.errors import DockerException
 from torchx.specs import AppDef
 from torchx.workspace.docker_workspace import DockerWorkspaceMixin
 
 from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, LogQuery
-from torchx_monarch.backends.core.errors import SubmitError, UserError
+from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.kubernetes import jobs, logs, names, objects, snapshot, stop, submit, volcano
@@ -35,7 +34,7 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
     config_section = "kubernetes"
 
     def __init__(self) -> None:
-        self.workspace: DockerWorkspaceMixin = DockerWorkspaceMixin()
+        self.workspace = DockerWorkspaceMixin()
         self._connected: Api | None = None
 
     @property
@@ -72,12 +71,6 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
             UserError: the app cannot run on Kubernetes.
             KubernetesError: the cluster is unreachable or would refuse the objects.
         """
-        try:
-            images = self.workspace.dryrun_push_images(app, options)
-        except KeyError as error:  # an image was built, and there is no repository for it
-            raise UserError(str(error.args[0])) from None
-        for role, pushed in zip(submitted.app.roles, app.roles, strict=True):
-            role.image = pushed.image
         record = {
             names.ANNOTATION_APP: submitted.pack(),
             names.ANNOTATION_OPTIONS: json.dumps({"grace": options.grace, "pull_timeout": options.pull_timeout}),
@@ -96,7 +89,6 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
         offline = options.mode == "job" and not options.validate_spec
         namespace = options.namespace or ("default" if offline and not self._is_configured() else self._api.namespace)
         request = render(app, submitted.roles, options, namespace, record)
-        request.images_to_push = images
         if options.validate_spec:
             submit.validate(self._api, request)
         return request
@@ -108,16 +100,11 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
             return False
 
     def submit(self, request: KubernetesRequest, submitted: SubmittedApp, credentials: str) -> str:
-        """Push the images, create all objects of a request, and return the app's id.
+        """Create all objects of a request, and return the app's id.
 
         Raises:
-            SubmitError: an image could not be pushed.
             KubernetesError: an object could not be created; those created before are removed.
         """
-        try:
-            self.workspace.push_images(request.images_to_push)
-        except (DockerException, RuntimeError) as error:  # TorchX raises RuntimeError when the repository refuses
-            raise SubmitError(f"the image of the workspace could not be pushed: {error}") from error
         submit.submit(self._api, request, credentials)
         return f"{request.namespace}:{request.app_id}"
 

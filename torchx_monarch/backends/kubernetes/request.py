@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -40,14 +40,12 @@ class KubernetesRequest:
         namespace: the namespace of its objects.
         app_id: the app's id without the namespace.
         objects: the objects in the order of their creation; the jobs own the others.
-        images_to_push: the result of ``DockerWorkspaceMixin.dryrun_push_images``; empty for none.
     """
 
     mode: str
     namespace: str
     app_id: str
     objects: list[Object]
-    images_to_push: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return str(yaml.safe_dump_all(self.objects, sort_keys=False))
