@@ -44,6 +44,9 @@ for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
+        "--ranks", choices=("fork", "fresh"), default="fork", help="how ranks are started in tests/conformance"
+    )
+    parser.addoption(
         "--torchrun", choices=("recorded", "live"), default="recorded", help="what is compared with: what was recorded"
     )
     parser.addoption("--record-torchrun", metavar="FOLDER", help="for python -m tests.conformance.record")

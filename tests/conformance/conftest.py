@@ -36,7 +36,7 @@ def both(
     request: pytest.FixtureRequest,
 ) -> Iterator[Launchers]:
     test = request.node.nodeid.partition("conformance/")[2]
-    launchers = Launchers(torchrun_server, recorded, test, tmp_path, monkeypatch)
+    launchers = Launchers(torchrun_server, recorded, test, tmp_path, monkeypatch, request.config.getoption("--ranks"))
     failed = request.session.testsfailed
     yield launchers
     if request.session.testsfailed == failed:

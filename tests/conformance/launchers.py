@@ -194,6 +194,7 @@ class Launchers:
         test: by which the recording knows the test's cases.
         folder: for the working folder and what is observed.
         monkeypatch: sets environment and working folder of both.
+        ranks: run option ``ranks`` of the host process.
     """
 
     def __init__(
@@ -203,7 +204,9 @@ class Launchers:
         test: str,
         folder: Path,
         monkeypatch: pytest.MonkeyPatch,
+        ranks: str,
     ) -> None:
+        self.ranks = ranks
         self._server = server
         self._recorded = recorded
         self._test = test
@@ -247,7 +250,8 @@ class Launchers:
             environ: variables to set, or with None to unset.
             prepare: does what is left to do in the folder.
             during: called while the launch is under way.
-            preload: modules that rank interpreters import ahead under the host process.
+            preload: modules that the zygote imports under the host process; ``none`` for none; empty for none that
+                matters, so that ranks are forks of a zygote if the option ``--ranks`` says so.
             cwd: where to start, relative to the folder.
             stdin: what torchrun has as stdin; a host process has none, as under every backend.
             nodes: how many hosts, with a launcher each; the options with which several meet are added to the words.
@@ -320,7 +324,8 @@ class Launchers:
     ) -> tuple[list[int], bytes, bytes]:
         folder = Path(tempfile.mkdtemp(prefix="h"))
         environ = {"TORCHELASTIC_ERROR_FILE": str(self._error_file)}
-        command, options = ["torchrun", *words[0]], ("--preload", preload)
+        modules = {"none": "", "": "json" if self.ranks == "fork" else ""}.get(preload, preload)
+        command, options = ["torchrun", *words[0]], ("--preload", modules, "--ranks", self.ranks)
         hosts = Hosts(folder, command, len(words), options, environ).start()
         processes = [hosts.processes[node] for node in range(len(words))]
         try:

@@ -43,7 +43,7 @@ def test_program_that_meets_at_the_named_port(way: str, both: Launchers) -> None
 
 def test_port_from_the_environment_without_preload(both: Launchers) -> None:
     port = str(free_port())
-    theirs, ours = both.script(MEET, args=[port], environ={"PET_MASTER_PORT": port}, preload="", live=True)
+    theirs, ours = both.script(MEET, args=[port], environ={"PET_MASTER_PORT": port}, preload="none", live=True)
     assert Difference.STORE
     assert theirs.code == ours.code == 0, ours.err.decode()
     assert ours.reports == theirs.reports != {}

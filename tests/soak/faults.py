@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import threading
@@ -20,6 +21,8 @@ from torchx_monarch.system import processes
 
 _SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP, "freeze": signal.SIGSTOP}
 
+#: What is in the command line of a process of each kind. The first zygote of a host has modules to import.
+_MARKS = {"agent": "bootstrap_main", "rank": r"\(rank \d+ of |/rank_main\.py ", "zygote": "torchx-monarch zygote torch"}
 #: Seconds between two looks at the events of a job, and at its processes.
 _LOOK_EVERY = 0.005
 #: Seconds that a further fault's moment is waited for in a job that may hang: it may never come.
@@ -81,7 +84,7 @@ def targets(job: Job, kind: str) -> list[int]:
             return _is_host(words)
         if kind == "child":
             return words[:1] == ["sleep"]
-        return any(word.endswith({"agent": "bootstrap_main", "rank": "rank_main.py"}[kind]) for word in words)
+        return re.search(_MARKS[kind], " ".join(words)) is not None
 
     marker = str(job.request().get("job", ""))
     return sorted(pid for pid in processes.marked(marker) if is_one(_words(pid))) if marker else []

@@ -60,7 +60,7 @@ class Job:
     async def _check(self, hosts: Iterable[Registration]) -> dict[int, str]:
         return {host.replica: self.unreachable[host.replica] for host in hosts if host.replica in self.unreachable}
 
-    async def run(self, hosts: list[Registration], hosts_may_change: bool) -> JobResult:
+    async def run(self, hosts: list[Registration]) -> JobResult:
         self.log.append([host.replica for host in hosts])
         step = self._steps.pop(0)
         if isinstance(step, JobResult):
@@ -168,7 +168,7 @@ def test_the_end_of_a_run_waits_until_the_hosts_are_together() -> None:
 def test_what_interrupts_is_an_event_of_the_work_as_well() -> None:
     job = Job(FIXED, 0)
 
-    async def fails(hosts: list[Registration], hosts_may_change: bool) -> JobResult:
+    async def fails(hosts: list[Registration]) -> JobResult:
         raise Interrupted(StopRequested(0, JobResult(7, "no mesh")))
 
     job.run = fails  # type: ignore[method-assign]

@@ -49,7 +49,7 @@ EXIT = RankExit(3, 1, 0, "node7", 4711, -9, 5.5, None, "/e", {"message": {"extra
     "request_",
     [
         OpenStore("", "node7", 2),
-        LaunchRanks(WORLD, True),
+        LaunchRanks(WORLD),
         WatchRanks(),
         StopRanks(15, 30.0),
         BeginRun(3, "ab", RunRequest(("torchrun", "x.py"), None, env={"A": "b"}, timeout=3.0)),
@@ -86,7 +86,7 @@ def test_an_answer_arrives_as_it_was_sent(answer: Answer) -> None:
         ("Explode", {}, "unknown request 'Explode'"),
         ("StopRanks", {"signal": "15", "grace": 1.0}, "StopRanks.signal is '15', not int"),
         ("StopRanks", {"signal": 15}, "StopRanks lacks 'grace'"),
-        ("LaunchRanks", {"world": {}, "spares": True}, "LaunchRanks.world lacks 'attempt'"),
+        ("LaunchRanks", {"world": {}}, "LaunchRanks.world lacks 'attempt'"),
     ],
 )
 def test_an_invalid_request_is_named(name: str, fields: dict[str, Any], message: str) -> None:

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""With which interpreters the ranks of a run start, and which runs can share them."""
+"""With which interpreter the zygote of a run starts, and which runs can share it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from torchx_monarch.command.command import Command, parse
-from torchx_monarch.host.run_spec import RunSpec, program_argv
+from torchx_monarch.host.run_spec import RunSpec
 
 BARE = [sys.executable, "-I", "-S"]
 OURS = [sys.executable, "-u"]
@@ -26,22 +26,21 @@ def spec(*words: str, modules: tuple[str, ...] = ("torch",), cwd: str | None = N
 
 
 @pytest.mark.parametrize(
-    ("run", "starts", "execs", "preloads"),
+    ("run", "python", "preloads"),
     [
-        (spec("torchrun", "x.py"), OURS, [], ["torch"]),
-        (spec("torchrun", "x.py", modules=()), BARE, OURS, []),
-        (spec("python", "x.py"), BARE, OURS, []),
-        (spec("torchrun", "--no-python", "ls"), BARE, [], []),
-        (spec("torchrun", "--nproc-per-node", "gpu", "--no-python", "ls"), OURS, [], []),
-        (spec("torchrun", "--numa-binding", "node", "x.py", modules=()), OURS, OURS, []),
+        (spec("torchrun", "x.py"), OURS, ["torch"]),
+        (spec("torchrun", "x.py", modules=()), BARE, []),
+        (spec("python", "x.py"), BARE, []),
+        (spec("torchrun", "--no-python", "ls"), BARE, []),
+        (spec("torchrun", "--nproc-per-node", "gpu", "--no-python", "ls"), OURS, []),
+        (spec("torchrun", "--numa-binding", "node", "x.py", modules=()), OURS, []),
     ],
 )
-def test_the_interpreter_of_a_rank(run: RunSpec, starts: list[str], execs: list[str], preloads: list[str]) -> None:
-    program = run.command.program_of(0)
-    assert (run.start_command(program), run.exec_command(program), run.preload) == (starts, execs, preloads)
+def test_the_interpreter_of_the_zygote(run: RunSpec, python: list[str], preloads: list[str]) -> None:
+    assert (run.zygote_command(run.command.program_of(0)), run.preload) == (python, preloads)
 
 
-def test_interpreters_start_with_the_variables_that_are_read_early() -> None:
+def test_the_zygote_starts_with_the_variables_that_are_read_early() -> None:
     run = spec("torchrun", "x.py", cwd="/w", PYTHONHASHSEED="0", MINE="1")
     assert run.environ["MINE"] == "1"
     assert run.start_environ(2) == {"PATH": "/usr/bin:/bin", "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
@@ -57,22 +56,11 @@ def test_interpreters_start_with_the_variables_that_are_read_early() -> None:
         (spec("torchrun", "--no-python", "ls", cwd="/w"), False),
     ],
 )
-def test_runs_share_interpreters_that_read_the_same_early(other: RunSpec, shared: bool) -> None:
+def test_runs_share_a_zygote_that_reads_the_same_early(other: RunSpec, shared: bool) -> None:
     assert (spec("torchrun", "x.py", cwd="/w").signature(2) == other.signature(2)) is shared
 
 
-def test_interpreters_start_in_the_folder_of_the_run_only_where_a_path_is_relative_to_it() -> None:
+def test_the_zygote_starts_in_the_folder_of_the_run_only_where_a_path_is_relative_to_it() -> None:
     assert spec("torchrun", "x.py").start_folder() is None
     assert spec("torchrun", "x.py", cwd="/w").start_folder() is None
     assert spec("torchrun", "x.py", cwd="/w", PYTHONPATH="/a:lib").start_folder() == "/w"
-
-
-def test_an_interpreter_is_looked_for_on_the_path_of_the_role() -> None:
-    run = spec("python", "x.py")
-    assert run.is_found("sh") and not run.is_found("nosuch-python")
-    assert run.is_found("venv/bin/python")  # relative to the folder of the program
-
-
-def test_the_words_of_a_program() -> None:
-    assert program_argv(command("python", "-m", "json.tool", "a").program) == ["-m", "json.tool", "a"]
-    assert program_argv(command("torchrun", "x.py", "--lr", "1").program) == ["x.py", "--lr", "1"]

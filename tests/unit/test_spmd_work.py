@@ -76,7 +76,7 @@ class ScriptedAgents(Agents):
         if self.refusal == (type(request), False):
             raise HostRefused(REFUSED)
         if isinstance(request, LaunchRanks):
-            self.log.append(("launch", request.world.attempt, request.spares))
+            self.log.append(("launch", request.world.attempt))
             for host in self.hosts:
                 yield Launched(host.replica, (7,))
         if isinstance(request, WatchRanks):
@@ -137,7 +137,7 @@ def batch(*watched: Any, refusal: tuple[type[Request], bool] | None = None) -> t
         agents = ScriptedAgents(events, *watched)
         agents.refusal = refusal
         fresh = [dataclasses.replace(host, attempt=-1) for host in HOSTS]
-        return await work(Session(OPTIONS, events), agents, events).run(fresh, False), agents.log
+        return await work(Session(OPTIONS, events), agents, events).run(fresh), agents.log
 
     return asyncio.run(main())
 
@@ -145,13 +145,13 @@ def batch(*watched: Any, refusal: tuple[type[Request], bool] | None = None) -> t
 def test_a_batch_job_ends_with_its_run() -> None:
     result, log = batch(GOOD)
     assert result == JobResult(0, "all 2 ranks ended with code 0")
-    assert log == ["mesh", ("launch", 0, True)]
+    assert log == ["mesh", ("launch", 0)]
 
 
 def test_ranks_are_restarted_on_the_same_mesh() -> None:
     result, log = batch(FAILED, FAILED)
     assert result.code == 3 and result.cause is not None and result.cause.replica == 1
-    assert log == ["mesh", ("launch", 0, True), ("stop", 15), ("launch", 1, False), ("stop", 15)]
+    assert log == ["mesh", ("launch", 0), ("stop", 15), ("launch", 1), ("stop", 15)]
 
 
 @pytest.mark.parametrize(
@@ -175,15 +175,15 @@ def test_an_event_leaves_the_ranks_to_the_controller_and_the_run_goes_on_on_the_
         agents = ScriptedAgents(events, lambda: events.post(lost), GOOD)
         spmd = work(Session(OPTIONS, events), agents, events)
         with pytest.raises(Interrupted) as caught:
-            await spmd.run(HOSTS, True)
+            await spmd.run(HOSTS)
         assert caught.value.event is lost and events.pending == [lost]
         events.settle(lost)
         assert await spmd.stop(lost, left=True)
         assert not await spmd.stop(lost, left=True)  # nothing runs any more
         spmd.hosts_changed(joined=False)
-        assert (await spmd.run(HOSTS, True)).code == 0
+        assert (await spmd.run(HOSTS)).code == 0
         # Host 1 has run attempt 1 under an earlier replica 0.
-        assert agents.log == ["mesh", ("launch", 2, True), ("stop", 15), "mesh", ("launch", 3, True)]
+        assert agents.log == ["mesh", ("launch", 2), ("stop", 15), "mesh", ("launch", 3)]
 
     asyncio.run(main())
 
@@ -194,13 +194,11 @@ def test_runs_of_a_session_begin_at_the_first_attempt_and_end_one_by_one() -> No
         ended = RunEndRequested(0, JobResult(137, "killed", stopped=True), signal.SIGKILL)
         agents = ScriptedAgents(events, FAILED, GOOD, lambda: events.post(ended), GOOD)
         session = LiveLike(events, 3)
-        assert await work(session, agents, events).run([HOSTS[0]], False) == JobResult(0, "idle")
+        assert await work(session, agents, events).run([HOSTS[0]]) == JobResult(0, "idle")
         assert [result.code for result in session.results] == [0, 137, 0]
         assert events.pending == []
         launches = [each for each in agents.log if each[0] == "launch"]  # type: ignore[index]
-        assert launches == [
-            ("launch", attempt, spares) for attempt, spares in ((0, True), (1, False), (0, True), (0, True))
-        ]
+        assert launches == [("launch", attempt) for attempt in (0, 1, 0, 0)]
         assert ("stop", 9) in agents.log
 
     asyncio.run(main())
@@ -211,7 +209,7 @@ def test_a_refusal_ends_a_run_and_not_the_session() -> None:
         events = HostEvents()
         agents, session = ScriptedAgents(events), LiveLike(events, 1)
         agents.refusal = (LaunchRanks, False)
-        assert await work(session, agents, events).run(HOSTS, False) == JobResult(0, "idle")
+        assert await work(session, agents, events).run(HOSTS) == JobResult(0, "idle")
         assert session.results == [JobResult(1, "host 1 (node1): cannot write the ranks' logs")]
         assert agents.log == ["mesh", ("stop", 9)]
 

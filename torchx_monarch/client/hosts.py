@@ -53,7 +53,7 @@ class AllocationStatus:
         missing: ids of the replicas whose hosts have not joined.
         run: number of the current run; None if no run is active.
         runs: number of runs that have ended.
-        warm: number of spare interpreters on the first host that have imported torch.
+        warm: whether the ranks of a run on the first host find torch imported.
         idle: seconds since the hosts were last used; 0 during a run.
         idle_timeout: seconds of idleness after which the hosts end; 0 for never.
         message: why the allocation cannot be reached, or the scheduler's reason for its end; empty if it is reachable.
@@ -65,7 +65,7 @@ class AllocationStatus:
     missing: Sequence[int] = ()
     run: int | None = None
     runs: int = 0
-    warm: int = 0
+    warm: bool = False
     idle: float = 0.0
     idle_timeout: float = 0.0
     message: str = ""
@@ -159,7 +159,7 @@ class Hosts:
             missing=answer["missing"],
             run=live["run"],
             runs=live["runs"],
-            warm=live["warm"],
+            warm=bool(live["warm"]),
             idle=live["idle"],
             idle_timeout=live["idle_timeout"],
         )
@@ -224,7 +224,7 @@ class Hosts:
             timeout: seconds; None for no limit.
             on_progress: called with a line each time the reason for waiting changes; None for no progress lines.
             ready: whether to wait until a run can start immediately.
-            warm: whether to wait until spare interpreters have imported torch.
+            warm: whether to wait until ranks find torch imported.
 
         Raises:
             AllocationError: the hosts have ended, or did not answer in time.
@@ -242,7 +242,7 @@ class Hosts:
             elif ready and not status.ready:
                 waiting = f"hosts {', '.join(map(str, status.missing))}" if status.missing else "the mesh"
             elif warm and not status.warm:
-                waiting = "the interpreters"
+                waiting = "the import of torch"
             else:
                 self._were_ready = self._were_ready or status.ready
                 return

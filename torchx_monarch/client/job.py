@@ -130,7 +130,7 @@ class SPMDJob:
         Args:
             timeout: seconds; None for no limit.
             on_progress: called with a line each time the reason for waiting changes; None for no progress lines.
-            warm: whether to wait until spare interpreters have imported torch, which saves the next run the import.
+            warm: whether to wait until ranks find torch imported.
 
         Returns:
             This job.

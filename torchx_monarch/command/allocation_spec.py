@@ -38,8 +38,8 @@ class AllocationSpec:
 
     Attributes:
         idle_timeout: seconds without a run after which the hosts end; 0 for never.
-        nproc: number of spare interpreters per host before the first run: a value of torchrun's ``--nproc-per-node``,
-            or ``0`` for none.
+        nproc: number of ranks per host that is expected: a value of torchrun's ``--nproc-per-node``; or ``0`` to import
+            torch no sooner than for the first run.
         words: default command of a run; empty if each run must name a command.
         command: the default command, parsed; None if there is no default.
     """

@@ -153,7 +153,8 @@ def hosts(j: str, h: str | None) -> tuple[int, str]:
     """Parse ``-j`` of ``monarch.hosts``; return the number of nodes, and of processes per node.
 
     Args:
-        j: value of ``-j``, NNODESxNPROC. NPROC 0 means that the hosts keep no spare interpreters.
+        j: value of ``-j``, NNODESxNPROC. NPROC 0 means that torch is imported no sooner
+            than for the first run.
         h: named resource; None for none.
 
     Raises:

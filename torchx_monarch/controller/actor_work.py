@@ -89,7 +89,7 @@ class ActorWork:
         self._changed = asyncio.Event()
         rendezvous.clients["attach"] = self._attach
 
-    async def run(self, hosts: list[Registration], hosts_may_change: bool) -> JobResult:
+    async def run(self, hosts: list[Registration]) -> JobResult:
         """Run the script to its end, or admit clients until one shuts the mesh down or all are gone (see ``Work``)."""
         self._hosts = hosts
         if self._script is not None:

@@ -80,12 +80,11 @@ class Attempts:
             self.number += 1
             self._uncounted += joined
 
-    async def run(self, hosts: list[Registration], hosts_may_change: bool) -> JobResult:
+    async def run(self, hosts: list[Registration]) -> JobResult:
         """Run attempts until one has succeeded or no other may help; return the result.
 
         Args:
             hosts: the hosts of the mesh.
-            hosts_may_change: whether the run goes on after a change of the hosts; it then needs spare interpreters.
 
         Raises:
             Interrupted: an event is pending; the ranks still run.
@@ -94,7 +93,7 @@ class Attempts:
         budget, never_joined = self._options.max_restarts, frozenset[int]()
         backoff, clock = retry.Backoff(), asyncio.get_running_loop().time
         began = clock()
-        while cause := await self._attempt(hosts, hosts_may_change):
+        while cause := await self._attempt(hosts):
             lived = clock() - began
             for line in describe_others(self.exits.values(), cause):
                 self._reporter.line(f"also: {line}")
@@ -118,7 +117,7 @@ class Attempts:
         """Stop the ranks of every host that can be reached with a signal, and note their exits."""
         await self._agents.stop(number, self._options.grace, self._note)
 
-    async def _attempt(self, hosts: list[Registration], hosts_may_change: bool) -> RankExit | None:
+    async def _attempt(self, hosts: list[Registration]) -> RankExit | None:
         """Run the ranks once; return the root cause of a failure, or None if all ranks ended with code 0."""
         self.exits = {}
         arrived = self._gatherer.reachable_newcomers
@@ -126,7 +125,7 @@ class Attempts:
             raise Interrupted(_joined(newcomers[0]))
         world = await self._world(hosts)
         self._launched = self.number
-        async for _ in self._agents.ask(LaunchRanks(world, self._restarts_left > 0 or hosts_may_change)):
+        async for _ in self._agents.ask(LaunchRanks(world)):
             pass
         self._reporter.phase("ranks", f"ranks {world.size}/{world.size}", attempt=self.number)
         output = asyncio.ensure_future(self._report_output()) if self.number == 0 else None
@@ -155,7 +154,7 @@ class Attempts:
         opening = self._agents.ask_own(
             OpenStore(options.store_bind, options.master_addr, len(hosts)), options.host_timeout
         )
-        store = await self._reporter.while_waiting(opening, lambda: "the interpreter of rank 0")
+        store = await self._reporter.while_waiting(opening, lambda: "the ranks' imports")
         assert isinstance(store, StoreOpened)
         return World(
             attempt=self.number,

@@ -29,12 +29,11 @@ _NAMED_HOST_REPORT_TIMEOUT = 1.0
 class Work(Protocol):
     """The work of the hosts once they are together: runs of ranks (``SpmdWork``), or actors (``ActorWork``)."""
 
-    async def run(self, hosts: list[Registration], hosts_may_change: bool) -> JobResult:
+    async def run(self, hosts: list[Registration]) -> JobResult:
         """Do the work on these hosts, or continue it, and return the result of the job.
 
         Args:
             hosts: the hosts, by replica.
-            hosts_may_change: whether the job goes on after the loss or the arrival of a host.
 
         Raises:
             Interrupted: an event is pending; what runs on the hosts still runs.
@@ -89,7 +88,7 @@ class Controller:
         while result is None:
             try:
                 hosts = await self._gather(wait)
-                result = await self._work.run(hosts, self._sizes.elastic or self._replacements_left > 0)
+                result = await self._work.run(hosts)
             except Interrupted as interruption:
                 event = interruption.event
                 result = await self._handle(event)

@@ -42,7 +42,6 @@ class LaunchRanks:
     """Start the ranks of an attempt (see ``RankPool.launch``)."""
 
     world: World
-    spares: bool
 
 
 @dataclasses.dataclass(frozen=True)

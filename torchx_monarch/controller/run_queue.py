@@ -136,7 +136,7 @@ class RunQueue:
         log_dir: folder in which each run gets a folder ``run_N``.
         default_command: command of runs that name none; empty for none.
         idle_timeout: seconds without a run after which the allocation ends; 0 for no limit.
-        warm: returns the number of interpreters of this host that wait with all modules imported.
+        is_warm: returns whether ranks of this host are to find their modules imported.
     """
 
     KINDS: dict[str, Handler] = {}
@@ -149,7 +149,7 @@ class RunQueue:
         log_dir: str,
         default_command: tuple[str, ...],
         idle_timeout: float,
-        warm: Callable[[], int],
+        is_warm: Callable[[], bool],
     ) -> None:
         self.current: Run | None = None
         self.ready = False
@@ -163,7 +163,7 @@ class RunQueue:
         self._role = role
         self._log_dir = log_dir
         self._default_command = default_command
-        self._warm = warm
+        self._is_warm = is_warm
         self._queue: deque[Run] = deque()
         self._ended: deque[Run] = deque(maxlen=_RUNS_KEPT)
         self._number = _last_run(log_dir)
@@ -285,7 +285,7 @@ class RunQueue:
             "runs": self._count,
             "idle": idle,
             "idle_timeout": self.idle_timeout,
-            "warm": self._warm(),
+            "warm": self._is_warm(),
             "command": list(self._default_command),
         }
         return {"type": "state", **self._rendezvous.state(), "ended": self._result is not None, "live": live}

@@ -112,7 +112,7 @@ class SpmdWork:
         self._new_attempts = new_attempts
         self._attempts = new_attempts()
 
-    async def run(self, hosts: list[Registration], hosts_may_change: bool) -> JobResult:
+    async def run(self, hosts: list[Registration]) -> JobResult:
         """Execute runs until the session ends (see ``Work``)."""
         # Hosts that outlived an earlier replica 0 have run attempts already.
         self._attempts.number = max(self._attempts.number, *(host.attempt + 1 for host in hosts))
@@ -124,7 +124,7 @@ class SpmdWork:
                     if idle := await self._events.interrupt(self._session.next_run(), concerns_hosts):
                         return idle
                     self._attempts = self._new_attempts()
-                result = await self._execute(hosts, hosts_may_change)
+                result = await self._execute(hosts)
                 ended = await self._session.finish(self._attempts, result)
                 # A request to end this run that is still pending concerns no run any more.
                 self._events.settle_all(lambda event: isinstance(event, RunEndRequested))
@@ -133,12 +133,12 @@ class SpmdWork:
         finally:
             self._session.set_ready(False)
 
-    async def _execute(self, hosts: list[Registration], hosts_may_change: bool) -> JobResult:
+    async def _execute(self, hosts: list[Registration]) -> JobResult:
         """Execute the current run, or continue it on a new mesh, and return its result."""
         try:
             options, ready = await self._session.begin(hosts)
             self._attempts.begin(options)
-            return await self._attempts.run(ready, hosts_may_change)
+            return await self._attempts.run(ready)
         except HostRefused as refusal:
             result = await self._session.refused(refusal)
             await self._attempts.stop(signal.SIGKILL)

@@ -189,7 +189,7 @@ class ClientScript:
             agent_store=served,
             run_id=options.run_id,
         )
-        await pool.launch(world, spares=False)
+        await pool.launch(world)
 
     async def wait(self) -> Sequence[RankExit]:
         """Wait until the script has ended and return its exit."""

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The one run of a batch job on a host: its interpreters start with the host, and know their program."""
+"""The one run of a batch job on a host: its zygote starts with the host, and knows the program."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from torchx_monarch.controller.agents import Agents
 from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_messages import Answer, Request
 from torchx_monarch.controller.spmd_work import Session
-from torchx_monarch.host.interpreters import Interpreters
 from torchx_monarch.host.rank_environment import env_number
 from torchx_monarch.host.rank_logs import RankLogs
 from torchx_monarch.host.rank_pool import RankPool
+from torchx_monarch.host.rank_starter import RankStarter
 from torchx_monarch.host.run_spec import RunSpec
 from torchx_monarch.host.watchdog import ENABLED, FILE
 from torchx_monarch.host.workload import Control, Host
+from torchx_monarch.host.zygote import Zygotes
 
 
 class BatchRun:
@@ -57,14 +58,15 @@ class BatchRun:
         return command
 
     async def start(self) -> int:
-        """Start the interpreters (see ``Workload``), and torch's timer server if the role's environment enables it."""
+        """Start the zygote (see ``Workload``), and torch's timer server if the role's environment enables it."""
         host, command = self._host, self.command
         assert command is not None
-        run = RunSpec(command, host.environ, host.options.preload)
+        run = RunSpec(command, host.environ, host.options.preload, forks=host.options.ranks == "fork")
         log_dir = log_folder(command, host.log_dir, os.getcwd(), host.run_id(command))
         self._logs = RankLogs(host.options.replica, host.hostname, log_dir, run, host.stdout, host.stderr)
         first_output = self.first_output.set if self.first_output is not None else None
-        self.pool = RankPool(self._logs, Interpreters(run, host.reporter.line, first_output), host.reporter.line)
+        starter = RankStarter(run, Zygotes(host.reporter.line), host.reporter.line, first_output)
+        self.pool = RankPool(self._logs, starter, host.reporter.line)
         nproc = await self.pool.start(command.options.nproc_per_node if command.kind == "torchrun" else "1")
         if command.kind == "torchrun" and host.environ.get(ENABLED) == "1":
             path = host.environ.get(FILE) or os.path.join(host.sockets, "timers")

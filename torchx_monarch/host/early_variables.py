@@ -56,7 +56,7 @@ def _warn(name: str) -> None:
         if sys.stderr is not None:
             print(
                 f"warning: {name} is set by the program and has no effect on torch, which was imported before. Set it "
-                f"where the job is submitted (--env {name}=...), or have the program import torch (-cfg preload=none)",
+                f"where the job is submitted (--env {name}=...), or have the program import torch (-cfg ranks=fresh)",
                 file=sys.stderr,
                 flush=True,
             )

@@ -137,7 +137,7 @@ class HostProcess:
             host.sockets = run_dirs.private_dir(self._run_dir)
             rendezvous, advertised = settle_addresses(host, self._run_dir, command, self._warn)
             if command is not None:
-                # Before the rest: the imports of the ranks take longer than all steps below.
+                # Before the rest: the imports of the zygote take longer than all steps below.
                 nproc = await self._workload.start()
         except LaunchError as failure:
             error = str(failure)

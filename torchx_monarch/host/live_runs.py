@@ -35,12 +35,13 @@ from torchx_monarch.controller.run_request import RunRequest
 from torchx_monarch.controller.spmd_work import Session
 from torchx_monarch.host.batch_run import check_script, log_folder
 from torchx_monarch.host.code_distribution import OPS, HostCode, distribute_code
-from torchx_monarch.host.interpreters import Interpreters
 from torchx_monarch.host.rank_logs import RankLogs
 from torchx_monarch.host.rank_pool import RankPool
+from torchx_monarch.host.rank_starter import RankStarter
 from torchx_monarch.host.run_spec import RunSpec
 from torchx_monarch.host.watchdog import ENABLED, FILE
 from torchx_monarch.host.workload import Control, Host
+from torchx_monarch.host.zygote import Zygotes
 from torchx_monarch.insight.run_log import RunLog
 from torchx_monarch.model.world import LaunchError
 
@@ -53,7 +54,7 @@ class LiveRuns:
 
     Attributes:
         command: command of the allocation; None before it is parsed.
-        pool: the ranks of the present run; None before the first interpreters are started.
+        pool: the ranks of the present run; None before there is one.
         first_output: None: the first output of a run is not reported.
         listens: see ``Workload``.
 
@@ -68,7 +69,7 @@ class LiveRuns:
         self.listens = True
         self._host = host
         self._allocation_spec = AllocationSpec(0.0, "0", (), None)
-        self._interpreters: Interpreters | None = None
+        self._zygotes = Zygotes(host.reporter.line)
         self._run_queue: RunQueue | None = None
         self._begun: tuple[str, RunBegun] | None = None  # token of the present run, and the answer to its request
         self._run_log: RunLog | None = None
@@ -86,7 +87,7 @@ class LiveRuns:
         return command
 
     async def start(self) -> int:
-        """Start interpreters for the first run (see ``Workload``)."""
+        """Start the zygote for the first run (see ``Workload``)."""
         held = self._allocation_spec.command or Command("torchrun", DEFAULTS, Program("script", "run"))
         self.pool = self._new_pool(held, None, {}, os.getcwd())
         return await self.pool.start(self._allocation_spec.nproc)
@@ -105,7 +106,7 @@ class LiveRuns:
             self._host.log_dir,
             spec.words,
             spec.idle_timeout,
-            lambda: self._interpreters.warm if self._interpreters else 0,
+            lambda: self._zygotes.ready,
         )
         run_queue.distribute_code = lambda code: distribute_code(run_queue, self._host_code(), code)
         return LiveSession(control.options, control.rendezvous, self._host.reporter, agents, run_queue)
@@ -154,10 +155,9 @@ class LiveRuns:
 
     def _new_pool(self, command: Command, log_dir: str | None, env: Mapping[str, str], cwd: str) -> RankPool:
         host = self._host
-        run = RunSpec(command, host.environ, host.options.preload, env, cwd)
+        run = RunSpec(command, host.environ, host.options.preload, env, cwd, host.options.ranks == "fork")
         logs = RankLogs(host.options.replica, host.hostname, log_dir, run, host.stdout, host.stderr, self._run_log)
-        self._interpreters = Interpreters(run, host.reporter.line, None, self._interpreters)
-        return RankPool(logs, self._interpreters, host.reporter.line)
+        return RankPool(logs, RankStarter(run, self._zygotes, host.reporter.line), host.reporter.line)
 
     def _host_code(self) -> HostCode:
         """Return the store of the code that clients have sent to this host."""
@@ -196,7 +196,7 @@ class LiveRuns:
         if self._begun is None or self._begun[0] != token or self.pool is None:
             return 0
         await self.pool.stop(signal.SIGKILL, 0.0)
-        self._interpreters = self.pool.retire()
+        self.pool.retire()
         await self._host_code().release()
         run_log = self._run_log
         await self._close_run_log()

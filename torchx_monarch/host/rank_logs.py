@@ -43,11 +43,11 @@ class RankLogs:
     stderr: Console | None = None
     run_log: RunLog | None = None
 
-    def attach(self, interpreter: RankProcess, attempt: int, rank: int, local_rank: int) -> Path | None:
+    def attach(self, process: RankProcess, attempt: int, rank: int, local_rank: int) -> Path | None:
         """Set the destinations of a rank's output.
 
         Args:
-            interpreter: the process of the rank.
+            process: the process of the rank.
             attempt: N of the folder ``attempt_N``.
             rank: global rank.
             local_rank: rank within the host.
@@ -66,8 +66,8 @@ class RankLogs:
         names = {"role_name": options.role, "rank": rank, "local_rank": local_rank, "hostname": socket.gethostname()}
         template = self.run.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", _PREFIX)
         prefix = Template(options.log_line_prefix_template or template).safe_substitute(names)
-        out = (interpreter.stdout, options.tee.stdout, options.redirects.stdout, options.duplicate_stdout_filters)
-        err = (interpreter.stderr, options.tee.stderr, options.redirects.stderr, options.duplicate_stderr_filters)
+        out = (process.stdout, options.tee.stdout, options.redirects.stdout, options.duplicate_stdout_filters)
+        err = (process.stderr, options.tee.stderr, options.redirects.stderr, options.duplicate_stderr_filters)
         for name, console, (output, tee, redirect, texts) in (
             ("stdout", self.stdout, out),
             ("stderr", self.stderr, err),

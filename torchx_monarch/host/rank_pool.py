@@ -9,29 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
 import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchx_monarch.host.interpreters import Interpreters
 from torchx_monarch.host.master_endpoint import EndpointError, MasterEndpoint
 from torchx_monarch.host.orphan_reaper import end_orphans
 from torchx_monarch.host.out_of_memory import OutOfMemory
 from torchx_monarch.host.rank_environment import interpreter_environment, rank_environment
 from torchx_monarch.host.rank_logs import RankLogs
 from torchx_monarch.host.rank_process import RankProcess
-from torchx_monarch.host.run_spec import program_argv
+from torchx_monarch.host.rank_starter import RankStarter
 from torchx_monarch.host.watchdog import FILE, Watchdog, WatchdogError
 from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.model.world import LaunchError, World
 from torchx_monarch.system import error_files, open_files, processes
 from torchx_monarch.transport import messages
-
-_SPARES_AFTER = 5.0
-"""Seconds from a launch to the start of spare interpreters, which must not slow down the start of the ranks."""
 
 
 @dataclasses.dataclass
@@ -43,7 +38,7 @@ class Rank:
         stopped_at: time of the first signal to stop, in seconds since the epoch; None if none was sent.
     """
 
-    interpreter: RankProcess
+    process: RankProcess
     rank: int
     local_rank: int
     directory: Path | None
@@ -59,31 +54,32 @@ class RankPool:
 
     Args:
         logs: what the ranks execute, on which host, and where their output goes.
-        interpreters: the interpreters that become the ranks.
+        starter: starts the processes of the ranks.
         say: called with a progress line.
     """
 
-    def __init__(self, logs: RankLogs, interpreters: Interpreters, say: Callable[[str], None]) -> None:
+    def __init__(self, logs: RankLogs, starter: RankStarter, say: Callable[[str], None]) -> None:
         self.attempt = -1
         self._run = logs.run
         self._replica = logs.replica
         self._logs = logs
-        self._interpreters = interpreters
+        self._starter = starter
         self._say = say
         self._watchdog: Watchdog | None = None
         self._ranks: list[Rank] = []
-        self._spares: asyncio.Task[None] | None = None
+        self._is_retired = False
+        self._stops = 0
         self._memory = OutOfMemory()
 
     async def start(self, nproc: str) -> int:
-        """Start the interpreters (see ``Interpreters.prepare``) and return the number of ranks on this host.
+        """Prepare for the ranks (see ``RankStarter.prepare``) and return their number on this host.
 
         Raises:
-            LaunchError: the interpreters cannot be started, or their number is not known.
+            LaunchError: their zygote cannot be started, or their number is not known.
         """
         if (node_rank := self._run.command.options.node_rank) not in (0, self._replica):
             self._say(f"--node-rank={node_rank} is not used: this is the host of replica {self._replica}")
-        return await self._interpreters.prepare(nproc)
+        return await self._starter.prepare(nproc)
 
     def start_watchdog(self, path: str, run_id: str) -> None:
         """Start the timer server of the ranks; see ``Watchdog`` for the arguments.
@@ -91,24 +87,25 @@ class RankPool:
         Raises:
             LaunchError: the server's process cannot be started.
         """
-        env = interpreter_environment(self._run.environ, self._interpreters.count)
+        env = interpreter_environment(self._run.environ, self._starter.count)
         try:
             self._watchdog = Watchdog(self._run.python(), path, run_id, env, self._say)
         except OSError as error:
             raise LaunchError(f"cannot start torch's timer server: {error.strerror}: {error.filename}") from None
 
     def close(self) -> None:
-        """End the timer server and release the reserved port; ranks and spare interpreters run on."""
+        """End the timer server and release the reserved port; ranks run on."""
         if self._watchdog is not None:
             self._watchdog.close()
             self._watchdog = None
-        self._interpreters.store.release()
+        self._starter.store.release()
 
-    def retire(self) -> Interpreters:
-        """Close the pool at the end of its run; return the interpreters for the next one, with spares started."""
+    def retire(self) -> None:
+        """Close the pool, and the store of its ranks, at the end of its run."""
         self.close()
         self._ranks = []
-        return self._interpreters.retire()
+        self._is_retired = True
+        self._starter.store.end()
 
     # -- an attempt ----------------------------------------------------------------------------------------------------
 
@@ -124,70 +121,73 @@ class RankPool:
             MASTER_ADDR, MASTER_PORT, and whether a store is already served there.
 
         Raises:
-            LaunchError: an interpreter cannot be started, or the endpoint cannot be opened.
+            LaunchError: a zygote cannot be started, or the endpoint cannot be opened.
         """
-        interpreters = self._interpreters
-        interpreters.start_missing()
         try:
             endpoint = await MasterEndpoint.of(self._run.command.options, bind, advertised, hosts)
             if endpoint.unused and self.attempt < 0:
                 self._say(f"--master-addr={endpoint.unused} is not used: the ranks meet at {advertised}, replica 0's")
-            port, served = await interpreters.store.open(endpoint, interpreters.server())
+            port, served = await self._starter.open_store(endpoint)
         except EndpointError as error:
             raise LaunchError(str(error)) from None
-        if interpreters.retired:  # the run has ended meanwhile
-            interpreters.store.end()
+        if self._is_retired:  # the run has ended meanwhile
+            self._starter.store.end()
         return endpoint.address, port, served
 
-    async def launch(self, world: World, spares: bool) -> list[int]:
-        """Assign a rank to each interpreter and start the program in it.
+    async def launch(self, world: World) -> list[int]:
+        """Start the program of each rank of an attempt.
 
         Args:
             world: the ranks of the attempt.
-            spares: whether to start spare interpreters for another attempt.
 
         Returns:
             the process ids, in the order of local ranks.
 
         Raises:
-            LaunchError: an interpreter cannot be started or bound to CPUs, the timer server does not run, a log file
-                cannot be opened, or there are fewer visible devices than ranks.
+            LaunchError: a rank cannot be started or bound to CPUs, the timer server does not run, a log file cannot be
+                opened, or there are fewer visible devices than ranks.
         """
-        if self._interpreters.store.port != world.master_port:
-            self._interpreters.store.move_away()
+        if self._starter.store.port != world.master_port:
+            self._starter.store.end()  # the ranks meet on another host
         try:
             if self._watchdog is not None:
                 await self._watchdog.ready()
         except WatchdogError as error:
             raise LaunchError(f"torch's timer server does not run: {error}") from None
-        interpreters = await self._interpreters.ready()
+        ranks: list[Rank] = []
+        stops = self._stops
+        await self._starter.ready()
+        if stops != self._stops:  # the attempt has ended while the modules were imported
+            raise LaunchError("the ranks were stopped before they were started")
         try:
-            self._ranks = [self._assign(world, number, each) for number, each in enumerate(interpreters)]
-            orders = [self._order(world, rank) for rank in self._ranks]
-        except OSError as error:
-            raise LaunchError(
-                f"cannot write the ranks' logs: {error.strerror}: {error.filename}{open_files.hint(error)}"
-            ) from None
-        except ValueError as error:
-            raise LaunchError(str(error)) from None
-        self._interpreters.taken()
-        self.attempt = world.attempt
+            for local_rank in range(self._starter.count):
+                ranks.append(self._assign(world, local_rank))
+            await self._starter.start([(rank.process, self._describe(world, rank)) for rank in ranks])
+        except BaseException as error:
+            for rank in ranks:
+                rank.process.discard()
+            if isinstance(error, OSError):
+                reason = f"cannot write the ranks' logs: {error.strerror}: {error.filename}{open_files.hint(error)}"
+                raise LaunchError(reason) from None
+            if isinstance(error, ValueError):
+                raise LaunchError(str(error)) from None
+            raise
+        if stops != self._stops:
+            for rank in ranks:
+                rank.process.kill(signal.SIGKILL)
+            raise LaunchError("the ranks were stopped while they were started")
+        self._ranks, self.attempt = ranks, world.attempt
         self._memory = OutOfMemory()
-        pythons = [self._run.exec_command(self._run.command.program_of(rank.local_rank)) for rank in self._ranks]
-        each = zip(self._ranks, orders, pythons, strict=True)
-        await asyncio.gather(*(rank.interpreter.run(order, python) for rank, order, python in each))
-        if spares or self._run.cwd is not None:  # on an allocation another run may follow
-            self._spares = asyncio.ensure_future(self._start_spares(world.attempt))
-        return [rank.interpreter.process.pid for rank in self._ranks]
+        return [rank.process.pid for rank in ranks]
 
     async def watch(self) -> None:
         """Wait until a rank has failed or all have ended; after a failure, send SIGTERM to the other ranks."""
         ranks = self._ranks
-        running = {asyncio.ensure_future(rank.interpreter.ended.wait()): rank for rank in ranks}
+        running = {asyncio.ensure_future(rank.process.ended.wait()): rank for rank in ranks}
         while running:
             done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             ended = [running.pop(task) for task in done]
-            if any(rank.interpreter.process.returncode != 0 for rank in ended):
+            if any(rank.process.returncode != 0 for rank in ended):
                 for task in running:
                     task.cancel()
                 # Stop this host's ranks immediately; the controller then stops all others and waits for them.
@@ -202,53 +202,54 @@ class RankPool:
         ranks nothing happens.
         """
         ranks = self._ranks
+        self._stops += 1
         if not ranks:
             return
         left = self._signal_ranks(number)
         if left:
-            ends = [asyncio.ensure_future(rank.interpreter.ended.wait()) for rank in left]
+            ends = [asyncio.ensure_future(rank.process.ended.wait()) for rank in left]
             await asyncio.wait(ends, timeout=grace)
         for rank in left:
-            if not rank.interpreter.ended.is_set():
-                rank.interpreter.kill(signal.SIGKILL)
+            if not rank.process.ended.is_set():
+                rank.process.kill(signal.SIGKILL)
         await self._drained(ranks)
-        await self._interpreters.store.settled()
         if ranks is self._ranks:  # otherwise a new attempt has started
             # Ranks of other hosts may still be shutting down and need the store.
             watchdog = [self._watchdog.pid] if self._watchdog is not None else []
             marker = self._run.environ.get(processes.MARKER, "")
-            end_orphans(marker, [*watchdog, *self._interpreters.pids])
+            end_orphans(marker, [*watchdog, *self._starter.pids])
 
     def _signal_ranks(self, number: int) -> list[Rank]:
         """Signal the ranks that still run, each once unless by SIGKILL; return all ranks that still run."""
-        left = [rank for rank in self._ranks if not rank.interpreter.ended.is_set()]
+        left = [rank for rank in self._ranks if not rank.process.ended.is_set()]
         for rank in left:
             if rank.stopped_at is None or number == signal.SIGKILL:
                 rank.stopped_at = rank.stopped_at or time.time()
-                rank.interpreter.kill(number)
+                rank.process.kill(number)
         return left
 
     def notify(self, number: int) -> None:
         """Send a signal to the rank processes but not to their process groups; the ranks do not count as stopped."""
         for rank in self._ranks:
-            if not rank.interpreter.ended.is_set():
-                rank.interpreter.process.send_signal(number)
+            if not rank.process.ended.is_set():
+                rank.process.send_signal(number)
 
     def exits(self) -> list[RankExit]:
         """Return the exits of the ranks of this attempt that have ended."""
-        return [self._exit_of(rank) for rank in self._ranks if rank.interpreter.ended.is_set()]
+        return [self._exit_of(rank) for rank in self._ranks if rank.process.ended.is_set()]
 
-    async def _start_spares(self, attempt: int) -> None:
-        """Start spare interpreters for the next attempt, unless that attempt starts first, with what it lacks."""
-        await asyncio.sleep(_SPARES_AFTER)
-        await self._interpreters.start_spares(lambda: self.attempt == attempt and not self._interpreters.retired)
-
-    def _assign(self, world: World, local_rank: int, interpreter: RankProcess) -> Rank:
+    def _assign(self, world: World, local_rank: int) -> Rank:
         rank = world.first_rank(self._replica) + local_rank
-        directory = self._logs.attach(interpreter, world.log_attempt, rank, local_rank)
-        return Rank(interpreter, rank, local_rank, directory)
+        process = self._starter.new_process()
+        try:
+            directory = self._logs.attach(process, world.log_attempt, rank, local_rank)
+        except BaseException:
+            process.discard()
+            raise
+        return Rank(process, rank, local_rank, directory)
 
-    def _order(self, world: World, rank: Rank) -> dict[str, Any]:
+    def _describe(self, world: World, rank: Rank) -> dict[str, Any]:
+        """Return the description of a rank for ``RankStarter.start``."""
         run, program, error_file = self._run, self._run.command.program_of(rank.local_rank), ""
         if rank.directory is not None:
             (rank.directory / "error.json").unlink(missing_ok=True)
@@ -257,20 +258,18 @@ class RankPool:
         env = rank_environment(world, run.command.options, self._replica, rank.local_rank, run.environ, error_file)
         if self._watchdog is not None:
             env[FILE] = self._watchdog.path
-        cwd = os.getcwd() if run.cwd is None and run.exec_command(program) else run.cwd
         return {
-            **({"cwd": cwd} if cwd is not None else {}),
-            "op": "run",
+            **({"cwd": run.cwd} if run.cwd is not None else {}),
             "mode": program.mode,
             "target": program.target,
             "args": list(program.args),
-            "orig_argv": ["-u", *program_argv(program)],
             "env": {**run.added, **env},
+            "label": f"rank {rank.rank} of {world.run_id}",
         }
 
     async def _drained(self, ranks: Sequence[Rank]) -> None:
         for rank in ranks:
-            await rank.interpreter.drained.wait()
+            await rank.process.drained.wait()
 
     def _exit_of(self, rank: Rank) -> RankExit:
         error: dict[str, Any] | None = None
@@ -282,20 +281,21 @@ class RankPool:
             except error_files.UnreadableError as failure:
                 error = {"message": f"its error file is unreadable: {failure}"}
             error_files.remove_reserve(str(rank.directory / "error.json"))
-        interpreter = rank.interpreter
-        killed = interpreter.process.returncode == -signal.SIGKILL and rank.stopped_at is None
+        process = rank.process
+        assert process.returncode is not None
+        killed = process.returncode == -signal.SIGKILL and rank.stopped_at is None
         exit = RankExit(
             rank=rank.rank,
             local_rank=rank.local_rank,
             replica=self._replica,
             hostname=self._logs.hostname,
-            pid=interpreter.process.pid,
-            code=interpreter.process.returncode,
-            time=interpreter.ended_at,
+            pid=process.pid,
+            code=process.returncode,
+            time=process.ended_at,
             stopped_at=rank.stopped_at,
             stderr_path=str(rank.directory / "stderr.log") if rank.directory else "",
             error=error,
-            timer=self._watchdog.timer_of(interpreter.process.pid) if self._watchdog else "",
+            timer=self._watchdog.timer_of(process.pid) if self._watchdog else "",
             started=rank.started,
             out_of_memory=self._memory.evidence() if killed else "",
         )

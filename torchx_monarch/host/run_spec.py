@@ -1,12 +1,11 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What the ranks of a run execute on one host, and with which interpreters they start."""
+"""What the ranks of a run execute on one host, and with which interpreters."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -17,8 +16,8 @@ _READ_EARLY = (
     *("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "TORCH", "PYTORCH"),
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_"),
 )
-"""Prefixes of variables that an interpreter and its preloaded modules read before a run: a run that changes one of them
-needs new interpreters."""
+"""Prefixes of variables that a zygote and its modules read before a run: a run that changes one of them needs another
+zygote."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +27,11 @@ class RunSpec:
     Attributes:
         command: command of the run.
         role_environ: environment of the role.
-        modules: modules that interpreters of a torchrun command import before they know their rank.
+        modules: modules that the zygote of a torchrun command imports.
         added: environment variables that the run adds.
-        cwd: folder in which the ranks start; None in a batch job, whose interpreters start in the host's folder and
-            know their program from the start.
+        cwd: folder in which the ranks start; None in a batch job, whose ranks start in the host's folder and whose
+            zygote knows the program.
+        forks: whether ranks are forks of the zygote, if it has modules; else they are interpreters of their own.
     """
 
     command: Command
@@ -39,6 +39,7 @@ class RunSpec:
     modules: Sequence[str]
     added: Mapping[str, str] = dataclasses.field(default_factory=dict)
     cwd: str | None = None
+    forks: bool = True
 
     @property
     def environ(self) -> Mapping[str, str]:
@@ -47,7 +48,7 @@ class RunSpec:
 
     @property
     def preload(self) -> list[str]:
-        """The modules that interpreters import ahead; none for a program that is not Python or without torchrun."""
+        """The modules that the zygote imports; none for a program that is not Python or without torchrun."""
         is_python = self.command.kind == "torchrun" and self.command.program.mode != "exec"
         return list(self.modules) if is_python else []
 
@@ -59,24 +60,16 @@ class RunSpec:
             typed[0] = sys.executable
         return [*typed, "-u"]
 
-    def start_command(self, program: Program) -> list[str]:
-        """Return the interpreter that starts a rank's process: the program's, or a bare one that execs it later."""
+    def zygote_command(self, program: Program) -> list[str]:
+        """Return the interpreter of the zygote: the program's, or a bare one if the zygote imports nothing."""
         options = self.command.options
         # Only torch can resolve the number of ranks and the CPUs, even if the program is not Python.
         asks_torch = options.numa_binding is not None or not options.nproc_per_node.isdigit()
         ahead = program.mode != "exec" and self.preload
         return self.python() if ahead or asks_torch else [sys.executable, "-I", "-S"]
 
-    def exec_command(self, program: Program) -> list[str]:
-        """Return the interpreter that a rank's process execs when its rank is known; empty if it execs none.
-
-        An interpreter without preload modules starts with the rank's whole environment, as under torchrun, so that code
-        that runs before the program (sitecustomize, .pth files) sees it.
-        """
-        return [] if program.mode == "exec" or self.preload else self.python()
-
     def start_folder(self) -> str | None:
-        """Return the folder in which interpreters start; None for that of the host process.
+        """Return the folder in which the zygote starts; None for that of the host process.
 
         It is the run's folder if Python resolves a relative path at its start, else the host's, for any run.
         """
@@ -87,7 +80,7 @@ class RunSpec:
         return self.cwd if relative or _is_relative(python) else None
 
     def start_environ(self, count: int) -> dict[str, str]:
-        """Return the environment with which interpreters start; ranks get the run's other variables later.
+        """Return the environment with which the zygote starts; ranks get the run's other variables later.
 
         Args:
             count: number of ranks on this host.
@@ -95,25 +88,15 @@ class RunSpec:
         early = {name: value for name, value in self.added.items() if name.startswith(_READ_EARLY)}
         return interpreter_environment({**self.role_environ, **early}, count)
 
-    def is_found(self, python: str) -> bool:
-        """Return whether an interpreter exists; a relative path is resolved later, in the program's folder."""
-        return _is_relative(python) or shutil.which(python, path=self.environ.get("PATH")) is not None
-
     def signature(self, count: int) -> object:
-        """Return the value that two runs share if the interpreters of one can run the programs of the other.
+        """Return the value that two runs share if the zygote of one can start the ranks of the other.
 
         Args:
             count: number of ranks on this host.
         """
         read = {name: value for name, value in self.start_environ(count).items() if name.startswith(_READ_EARLY)}
-        return self.start_command(self.command.program_of(0)), self.preload, read, self.start_folder()
+        return self.zygote_command(self.command.program_of(0)), self.preload, read, self.start_folder()
 
 
 def _is_relative(python: str) -> bool:
     return os.sep in python and not os.path.isabs(python)
-
-
-def program_argv(program: Program) -> list[str]:
-    """Return the program's part of the command line."""
-    lead = {"module": ["-m", program.target], "code": ["-c", program.target]}.get(program.mode, [program.target])
-    return [*lead, *program.args]

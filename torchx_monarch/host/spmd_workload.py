@@ -99,7 +99,7 @@ class SpmdWorkload:
         return self._runs.parse()
 
     async def start(self) -> int:
-        """Start the ranks' interpreters (see ``Workload``)."""
+        """Prepare for the ranks (see ``Workload``)."""
         return await self._runs.start()
 
     async def start_worker(
@@ -158,7 +158,7 @@ class SpmdWorkload:
         if isinstance(request, OpenStore):
             return StoreOpened(*await pool.serve_store(request.bind, request.advertised, request.hosts))
         if isinstance(request, LaunchRanks):
-            return Launched(replica, tuple(await pool.launch(request.world, request.spares)))
+            return Launched(replica, tuple(await pool.launch(request.world)))
         if isinstance(request, WatchRanks):
             await pool.watch()
         elif isinstance(request, StopRanks):

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The process that serves the ranks' TCPStore: a fork of rank 0's interpreter, so that torch is imported once."""
+"""The process that serves the ranks' TCPStore: a fork of the zygote, so that torch is imported once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from torchx_monarch.host.rank_process import RankProcess
+from torchx_monarch.host.zygote import Zygote
 from torchx_monarch.model.job_result import describe_code
 
 
@@ -49,28 +49,29 @@ class StoreProcess:
 
     @classmethod
     async def start(
-        cls, interpreter: RankProcess, address: str, say: Callable[[str], None], port: int = 0
+        cls, zygote: Zygote, address: str, say: Callable[[str], None], port: int = 0
     ) -> StoreProcess | None:
-        """Have an interpreter fork the process.
+        """Have a zygote fork the process.
 
         Args:
-            interpreter: a rank's interpreter that has not started its program.
+            zygote: the zygote.
             address: local address that the store listens on; empty for all.
             say: called with a progress line when the process ends before it is closed.
             port: port of the store; 0 for any free port.
 
         Returns:
-            None if the interpreter cannot serve a store, for example without torch.
+            None if the zygote cannot serve a store, for example without torch.
 
         Raises:
             OSError: the port cannot be bound on the address.
+            ZygoteError: the zygote has ended or does not answer.
         """
         read_end, lifeline = os.pipe()
         answer: dict[str, Any] | None = None
         try:
             with bound(address, port, reuse=port != 0) as listener:
                 passed = [read_end, listener.fileno()]
-                answer = await interpreter.ask({"op": "store", "address": address}, passed)
+                answer = await zygote.ask({"op": "store", "address": address}, passed)
                 port = listener.getsockname()[1]
         finally:
             os.close(read_end)

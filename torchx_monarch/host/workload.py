@@ -134,10 +134,10 @@ class Workload(Protocol):
         """
 
     async def start(self) -> int:
-        """Start the ranks' interpreters and return their number; return while they import their modules.
+        """Prepare for the ranks and return their number, while their zygote imports its modules.
 
         Raises:
-            LaunchError: they cannot be started.
+            LaunchError: the zygote cannot be started, or the number is not known.
         """
 
     async def start_worker(

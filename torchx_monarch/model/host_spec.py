@@ -86,11 +86,12 @@ class HostSpec:
     host_timeout: float = _seconds(300.0, "seconds that all hosts have to arrive", 0.001, always=True)
     preload: tuple[str, ...] = _flag(
         ("torch",),
-        "modules that rank interpreters import before they know their program, separated by commas",
+        "modules that the zygote imports, of which ranks are forks, separated by commas",
         parse=_parse_names,
         show=",".join,
         always=True,
     )
+    ranks: str = _flag("fork", "fork: ranks are forks of the zygote; fresh: they are interpreters of their own")
     lease: float = _seconds(LEASE, "seconds without a message after which a host or its agent counts as lost", 1)
     retry_on: tuple[int, ...] = _flag(
         (),

@@ -44,6 +44,9 @@ _log = logging.getLogger(__name__)
 _PORTS_DRAWN = range(20000, 30000)
 """Below Linux's default range of ephemeral ports, which outgoing connections use."""
 
+_RANKS = ("fork", "fresh")
+"""Values of the run option `ranks`."""
+
 _LOWEST = {"grace": 0, "host_timeout": 1, "lease": 1}
 """The lowest value of options that are numbers of seconds."""
 
@@ -131,6 +134,9 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             if options[name] < lowest:
                 reason = f"Run option `{name}` is {options[name]}; it is a number of seconds, {lowest} or more"
                 raise InvalidRunConfigException(reason, name, cfg)
+        if options.ranks not in _RANKS:
+            reason = f"Run option `ranks` is {options.ranks}; it is {' or '.join(_RANKS)}"
+            raise InvalidRunConfigException(reason, "ranks", cfg)
         self.inner.check_options(options)
         return options
 
@@ -164,6 +170,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             grace=float(options.grace),
             host_timeout=float(options.host_timeout),
             preload=tuple(filter(None, preload)),
+            ranks=options.ranks,
             retry_on=retry_on,
             lease=float(options.lease),
         )

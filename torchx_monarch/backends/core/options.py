@@ -28,8 +28,12 @@ class MonarchOpts(StructuredOpts):  # type: ignore[misc]
     """Seconds without a heartbeat after which a host, or its agent, counts as lost, also if it is stopped or hung."""
 
     preload: str = "torch"
-    """Modules, separated by `+`, that the interpreters of a torchrun command import while the mesh forms; `none` for
-    programs that must set environment variables before the first import of torch."""
+    """Modules, separated by `+`, that one interpreter per host imports while the mesh forms, for all ranks of a
+    torchrun command; `none` for programs that must set environment variables before the first import of torch."""
+
+    ranks: str = "fork"
+    """`fork`: ranks are forks of the interpreter that has imported the modules of `preload`. `fresh`: each rank is an
+    interpreter of its own, which imports for itself, as under torchrun."""
 
     retry_on: str = ""
     """Exit codes after which ranks are restarted, within torchrun's `--max-restarts`: numbers and names of signals,

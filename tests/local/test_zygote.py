@@ -1,0 +1,166 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Ranks that are forks of a host's zygote: what they share, what they do not, and when they are not forks."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.local.hosts import Hosts
+
+Eventually = Callable[..., object]
+
+FORKED = ("--grace", "5", "--preload", "json,random,tempfile,uuid,multiprocessing,concurrent.futures")
+
+
+def torchrun(path: str, nproc: int = 2, restarts: int = 0) -> list[str]:
+    return ["torchrun", "--tee", "3", "--nproc-per-node", str(nproc), "--max-restarts", str(restarts), path]
+
+
+def said(hosts: Hosts) -> dict[int, str]:
+    """What each rank has printed."""
+    lines: dict[int, str] = {}
+    for number, text in re.findall(r"^\[\D*(\d+)\]:(.*)$", hosts.out(), re.MULTILINE):
+        lines[int(number)] = lines.get(int(number), "") + text
+    return lines
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "__import__('random').random()",
+        "__import__('numpy').random.rand()",
+        "__import__('uuid').uuid4()",
+        "__import__('ssl').RAND_bytes(8)",
+        "__import__('tempfile').mkdtemp()",
+        "__import__('multiprocessing').current_process().authkey.hex()",
+        "__import__('threading').main_thread().native_id",
+        "(os.getpid(), os.getsid(0), os.getpgid(0))",
+        "open('/proc/self/cmdline').read()",
+    ],
+)
+def test_two_ranks_do_not_share(folder: Path, script: Callable[[str], str], value: str) -> None:
+    path = script(f"print({value}, flush=True)")
+    hosts = Hosts(folder, torchrun(path), options=(*FORKED[:-1], f"{FORKED[-1]},numpy.random,ssl")).start()
+    assert hosts.wait() == [0], hosts.err()
+    assert len(set(said(hosts).values())) == 2, hosts.out()
+
+
+def test_a_rank_is_a_process_like_any_other(folder: Path, script: Callable[[str], str]) -> None:
+    path = script("""
+        import gc, resource, threading
+        ignored = next(line for line in open("/proc/self/status") if line.startswith("SigIgn")).split()[1]
+        print(os.getppid() == int(os.environ["HOST"]) or os.getppid(), os.getsid(0) == os.getpid(), ignored,
+              gc.isenabled(), threading.active_count(), threading.main_thread().native_id == os.getpid(),
+              sorted(os.listdir("/proc/self/fd"))[:4], signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+              signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, oct(os.umask(0)), sep=";", flush=True)
+    """)
+    hosts = Hosts(folder, torchrun(path, nproc=1), options=FORKED, environ={"HOST": "0"}).start()
+    assert hosts.wait() == [0], hosts.err()
+    host, *rest = said(hosts)[0].split(";")
+    assert int(host) == hosts.processes[0].pid
+    mask = os.umask(0)
+    os.umask(mask)
+    # Python ignores SIGPIPE and SIGXFSZ; the fourth descriptor is that of the listing.
+    assert rest == ["True", "0000000001001000", "True", "1", "True", "['0', '1', '2', '3']", "True", "True", oct(mask)]
+
+
+def test_a_process_listing_names_the_program_and_the_rank(folder: Path, script: Callable[[str], str]) -> None:
+    path = script("print(open('/proc/self/cmdline').read().rstrip(chr(0)), open('/proc/self/comm').read().strip())")
+    hosts = Hosts(folder, [*torchrun(path), "--lr", "1"], options=FORKED).start()
+    assert hosts.wait() == [0], hosts.err()
+    for rank in (0, 1):
+        assert re.fullmatch(rf"\S+ -u {path} --lr 1 \(rank {rank} of app\) python\S*", said(hosts)[rank])
+
+
+def test_environment_and_folder_of_temporary_files_are_the_rank_s(folder: Path, script: Callable[[str], str]) -> None:
+    path = script("""
+        import tempfile
+        print(tempfile.gettempdir(), os.environ["LOCAL_RANK"], os.getenv("SPT_NOENV"), flush=True)
+    """)
+    (folder / "tmp").mkdir()
+    environ = {"TMPDIR": str(folder / "tmp")}
+    hosts = Hosts(folder, torchrun(path), options=FORKED, environ=environ).start()
+    assert hosts.wait() == [0], hosts.err()
+    assert said(hosts) == {rank: f"{folder}/tmp {rank} None" for rank in (0, 1)}
+
+
+UNSAFE = {
+    "a thread": ("import threading, time\nthreading.Thread(target=time.sleep, args=(60,), name='mine', daemon=True)"
+                 ".start()", "mod runs a thread (mine)"),
+    "a file": ("import sys\nfile = open(__file__)", "mod keeps "),
+    "a process": ("import subprocess\nchild = subprocess.Popen(['sleep', '60'])", "mod runs a process ("),
+    "a tracer": ("import sys\nsys.setprofile(lambda *_: None)", "a tracer or profiler is active"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", UNSAFE)
+def test_ranks_are_no_forks_of_an_interpreter_with(
+    folder: Path, script: Callable[[str], str], tmp_path: Path, what: str
+) -> None:
+    (tmp_path / "mod.py").write_text(UNSAFE[what][0])
+    path = script("print('mod' in sys.modules, flush=True)")
+    hosts = Hosts(folder, torchrun(path), options=("--preload", "mod")).start()
+    assert hosts.wait() == [0], hosts.err()
+    assert said(hosts) == {0: "False", 1: "False"}
+    [line] = [line for line in hosts.err().splitlines() if "the ranks are not forks of one interpreter: " in line]
+    assert UNSAFE[what][1] in line
+
+
+@pytest.mark.parametrize("ranks", ["fork", "fresh"])
+def test_fresh_ranks_import_for_themselves(
+    folder: Path, script: Callable[[str], str], tmp_path: Path, ranks: str
+) -> None:
+    (tmp_path / "mod.py").write_text("")
+    path = script("print('mod' in sys.modules, flush=True)")
+    hosts = Hosts(folder, torchrun(path), options=("--preload", "mod", "--ranks", ranks)).start()
+    assert hosts.wait() == [0], hosts.err()
+    assert said(hosts) == dict.fromkeys((0, 1), str(ranks == "fork"))
+
+
+def test_a_module_that_ends_the_zygote(folder: Path, script: Callable[[str], str], tmp_path: Path) -> None:
+    (tmp_path / "mod.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)")
+    path = script("print('mod' in sys.modules, flush=True)")
+    hosts = Hosts(folder, torchrun(path), options=("--preload", "mod")).start()
+    assert hosts.wait() == [0], hosts.err()
+    assert said(hosts) == {0: "False", 1: "False"}
+    assert "was killed by signal 11 (SIGSEGV) while it imported mod; the ranks import for themselves" in hosts.err()
+
+
+def test_a_killed_zygote_is_replaced(folder: Path, script: Callable[[str], str]) -> None:
+    path = script("""
+        import pathlib
+        if attempt == 0:
+            for pid in pathlib.Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read_text().split():
+                if "torchx-monarch zygote" in pathlib.Path(f"/proc/{pid}/cmdline").read_text():
+                    os.kill(int(pid), signal.SIGKILL)
+            sys.exit(1)
+        print("attempt", attempt, "uuid" in sys.modules, flush=True)
+    """)
+    hosts = Hosts(folder, torchrun(path, nproc=1, restarts=1), options=FORKED).start()
+    assert hosts.wait() == [0], hosts.err()
+    assert said(hosts) == {0: "attempt 1 True"}
+
+
+def test_exact_exit_codes(folder: Path, script: Callable[[str], str]) -> None:
+    for code, end in ((7, "sys.exit(7)"), (3, "os._exit(3)"), (139, "os.kill(os.getpid(), signal.SIGSEGV)")):
+        hosts = Hosts(folder, torchrun(script(end), nproc=1), options=FORKED).start()
+        assert hosts.wait() == [code], hosts.err()
+
+
+def test_a_stop_while_modules_are_imported(
+    folder: Path, script: Callable[[str], str], tmp_path: Path, eventually: Eventually
+) -> None:
+    (tmp_path / "mod.py").write_text(f"import time\nopen({str(tmp_path / 'importing')!r}, 'w')\ntime.sleep(3)")
+    path = script(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    hosts = Hosts(folder, torchrun(path), options=("--grace", "1", "--preload", "mod")).start()
+    eventually((tmp_path / "importing").exists, "the import")
+    hosts.processes[0].send_signal(signal.SIGTERM)
+    assert hosts.wait() != [0]
+    assert not (tmp_path / "ran").exists()

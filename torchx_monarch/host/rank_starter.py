@@ -1,0 +1,189 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Start the processes of a run's ranks: as forks of the host's zygote, or as interpreters of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torchx_monarch.host.master_endpoint import MasterEndpoint
+from torchx_monarch.host.master_store import MasterStore
+from torchx_monarch.host.rank_process import RankProcess
+from torchx_monarch.host.run_spec import RunSpec
+from torchx_monarch.host.zygote import Zygote, ZygoteError, Zygotes
+from torchx_monarch.model.world import LaunchError
+from torchx_monarch.system import open_files
+
+_TRIES = 3
+"""How many zygotes are started for one order if something else ends them."""
+
+
+class RankStarter:
+    """Start the ranks of a run, and the TCPStore through which they meet.
+
+    Attributes:
+        store: the TCPStore, which is a fork of the zygote.
+        count: number of ranks on this host; 0 before ``prepare``.
+
+    Args:
+        run: what the ranks execute.
+        zygotes: the zygotes of this host.
+        say: called with a progress line.
+        on_first_output: called once, when a rank first prints; None for no call.
+    """
+
+    def __init__(
+        self,
+        run: RunSpec,
+        zygotes: Zygotes,
+        say: Callable[[str], None],
+        on_first_output: Callable[[], None] | None = None,
+    ) -> None:
+        self.store = MasterStore(say)
+        self.count = 0
+        self._run = run
+        self._zygotes = zygotes
+        self._say = say
+        self._on_first_output = on_first_output
+        self._forks = run.forks
+        self._is_lost = False
+        """Whether a zygote has ended while it imported the modules: another would end as well."""
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the zygotes and the store."""
+        return [*self._zygotes.pids, *self.store.pids]
+
+    async def prepare(self, nproc: str) -> int:
+        """Start the zygote; return the number of ranks while it imports its modules.
+
+        Args:
+            nproc: a number, or auto, cpu, gpu or xpu, which torch resolves.
+
+        Raises:
+            LaunchError: the zygote cannot be started, torch rejects the name, or the open file limit is too low.
+        """
+        # Unknown as yet, the zygote gets the environment of several ranks.
+        self.count = int(nproc) if nproc.isdigit() else 2
+        if self.count:
+            self._zygotes.fitting(self._run, self.count)
+        if not nproc.isdigit():
+            self.count = int(
+                await self._ask_torch({"op": "count", "device": nproc}, "count", f"nproc-per-node={nproc}")
+            )
+            if self.count < 1:
+                reason = f"--nproc-per-node={nproc} gives {self.count} ranks on this host; 1 or more are needed"
+                raise LaunchError(reason)
+        if too_few := open_files.shortage(self.count):
+            raise LaunchError(too_few)
+        return self.count
+
+    async def open_store(self, endpoint: MasterEndpoint) -> tuple[int, bool]:
+        """Open the port where the ranks meet (see ``MasterStore.open``).
+
+        Raises:
+            EndpointError: the endpoint cannot be opened.
+            LaunchError: a zygote cannot be started.
+        """
+        for _ in range(_TRIES):
+            try:
+                return await self.store.open(endpoint, await self._importer())
+            except ZygoteError as error:
+                self._say(failure := f"{error}; another is started")
+        raise LaunchError(failure)
+
+    async def ready(self) -> None:
+        """Wait until the zygote has imported its modules.
+
+        Raises:
+            LaunchError: the zygote cannot be started.
+        """
+        await self._importer()
+
+    def new_process(self) -> RankProcess:
+        """Return the process of a rank, which has pipes and has not begun.
+
+        Raises:
+            OSError: the pipes cannot be made.
+        """
+        return RankProcess(self._printed)
+
+    async def start(self, ranks: Sequence[tuple[RankProcess, Mapping[str, Any]]]) -> None:
+        """Start the processes of all ranks of an attempt.
+
+        Args:
+            ranks: by local rank, the process and the description of the rank (see ``zygote_main``), without ``python``
+                and ``cpus``.
+
+        Raises:
+            LaunchError: one cannot be started, or bound to CPUs. None is left running then.
+        """
+        cpus = [await self._cpus(local_rank) for local_rank in range(len(ranks))]
+        for _ in range(_TRIES):
+            importer = await self._importer()
+            zygote = importer if importer is not None and self._forks else self._zygotes.bare(self._run, self.count)
+            python = [] if zygote is importer else self._run.python()
+            described = [
+                (process, {**rank, **near, "python": [] if rank["mode"] == "exec" else python})
+                for (process, rank), near in zip(ranks, cpus, strict=True)
+            ]
+            try:
+                if not (failure := await zygote.fork(described)):
+                    return
+                what = f"the Python interpreter {python[0]!r}" if python else "a rank"
+                raise LaunchError(f"cannot start {what}: {failure}")
+            except ZygoteError as error:
+                self._say(failure := f"{error}; another is started")
+                if any(process.pid for process, _ in ranks):
+                    break  # some ranks run: their attempt cannot be started again
+        raise LaunchError(failure)
+
+    async def _importer(self) -> Zygote | None:
+        """Return the zygote that has imported the modules; None if there are none, or if importing them ends it.
+
+        Raises:
+            LaunchError: it cannot be started.
+        """
+        if not self._run.preload or self._is_lost:
+            return None
+        zygote = self._zygotes.fitting(self._run, self.count)
+        try:
+            unsafe = await zygote.unsafe()
+        except ZygoteError as error:
+            self._is_lost = True
+            self._say(f"{error} while it imported {', '.join(self._run.preload)}; the ranks import for themselves")
+            return None
+        if unsafe and self._forks:
+            self._forks = False
+            self._say(f"the ranks are not forks of one interpreter: {unsafe}")
+        return zygote
+
+    async def _cpus(self, local_rank: int) -> dict[str, Any]:
+        mode = self._run.command.options.numa_binding
+        if mode is None:
+            return {}
+        order = {"op": "cpus", "mode": mode, "gpu": local_rank}
+        return {"cpus": await self._ask_torch(order, "cpus", f"numa-binding={mode}")}
+
+    async def _ask_torch(self, order: Mapping[str, Any], name: str, option: str) -> Any:
+        """Have a zygote's fork ask torch; return the value ``name`` of the answer.
+
+        Raises:
+            LaunchError: torch rejects the value of the option.
+        """
+        try:
+            answer = await self._zygotes.fitting(self._run, self.count).ask(order)
+        except ZygoteError as error:
+            answer = {"error": str(error)}
+        if "error" in answer:
+            why = answer["error"]
+            if name == "cpus":
+                raise LaunchError(f"--{option}: local rank {order['gpu']} has no CPUs near GPU {order['gpu']}: {why}")
+            raise LaunchError(f"--{option} cannot be resolved on this host: {why}")
+        return answer[name]
+
+    def _printed(self) -> None:
+        called, self._on_first_output = self._on_first_output, None
+        if called is not None:
+            called()

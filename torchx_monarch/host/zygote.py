@@ -1,0 +1,290 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Start and control the zygotes of a host (``zygote_main``), of which its ranks and their TCPStore are forks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from torchx_monarch.host.rank_process import RankProcess
+from torchx_monarch.host.run_spec import RunSpec
+from torchx_monarch.model.job_result import describe_code
+from torchx_monarch.model.world import LaunchError
+from torchx_monarch.system import open_files, processes
+
+_ZYGOTE_MAIN = str(Path(__file__).with_name("zygote_main.py"))
+
+_IMPORT_TIMEOUT = 600.0
+"""Seconds within which a zygote must have imported its modules, from a file system as slow as it may be."""
+
+_ORDER_TIMEOUT = 150.0
+"""Seconds within which a zygote must execute any other order; the slowest one asks torch in a fork."""
+
+_RANKS_PER_ORDER = 120
+"""Ranks that are forked at once: a message carries at most 253 descriptors, and each rank has two."""
+
+_TITLE_ROOM = 100
+"""Length of a zygote's last argument, in characters: the room for the command lines that process listings show."""
+
+_KEPT = 3
+"""Zygotes that a live allocation keeps for later runs with other interpreters, modules or early variables."""
+
+
+class ZygoteError(Exception):
+    """Raised when a zygote has ended or does not answer; the message gives the reason."""
+
+
+class Zygote:
+    """Represent one zygote, a child of the host process. Use from the main thread only (see ``RankProcess``).
+
+    Attributes:
+        pid: process id.
+        signature: equal for runs whose ranks can be forks of this zygote (``RunSpec.signature``).
+        ready: whether it runs and has imported its modules.
+
+    Args:
+        run: what the first ranks execute.
+        count: number of ranks on this host.
+        limits: limit of open files, or None for that of this process; and umask of the ranks.
+        say: called with a progress line.
+
+    Raises:
+        OSError: the process cannot be started.
+    """
+
+    def __init__(
+        self, run: RunSpec, count: int, limits: tuple[tuple[int, int] | None, int], say: Callable[[str], None]
+    ) -> None:
+        files, umask = limits
+        program = run.command.program_of(0)
+        python, known = run.zygote_command(program), run.cwd is None
+        self.signature = run.signature(count)
+        self._say = say
+        self._channel, far_end = socket.socketpair()
+        self._channel.setblocking(False)
+        title = f"torchx-monarch zygote {' '.join(run.preload)}".ljust(_TITLE_ROOM)
+        with far_end:
+            try:
+                self._process = subprocess.Popen(
+                    [*python, _ZYGOTE_MAIN, str(far_end.fileno()), str(os.getpid()), title],
+                    pass_fds=(far_end.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    bufsize=0,
+                    start_new_session=True,
+                    env=run.start_environ(count),
+                    umask=umask,
+                    cwd=run.start_folder(),
+                )
+            except OSError:
+                self._channel.close()
+                raise
+        if files is not None:
+            resource.prlimit(self._process.pid, resource.RLIMIT_NOFILE, files)
+        assert self._process.stdout is not None
+        self._output = _Output(self._process.stdout, say)
+        self._asking = asyncio.Lock()
+        # The program and its folder are not known on an allocation before a run.
+        mode, target = (program.mode, program.target) if known else ("exec", "")
+        order = {"op": "import", "mode": mode, "target": target, "modules": run.preload}
+        self._imported = asyncio.ensure_future(self._ask(order, (), _IMPORT_TIMEOUT))
+        self._imported.add_done_callback(_retrieve)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def ended(self) -> bool:
+        """Whether the process has ended."""
+        return self._process.poll() is not None
+
+    @property
+    def ready(self) -> bool:
+        return self._imported.done() and not self.ended
+
+    async def unsafe(self) -> str:
+        """Wait for the import of the modules; return why ranks cannot be forks, or empty if they can.
+
+        Raises:
+            ZygoteError: the zygote has ended or does not answer.
+        """
+        return str((await asyncio.shield(self._imported))["unsafe"])
+
+    async def ask(self, order: Mapping[str, Any], passed: Sequence[int] = ()) -> dict[str, Any]:
+        """Send an order, after the import of the modules, and wait for the answer.
+
+        Args:
+            order: the order (see ``zygote_main``).
+            passed: file descriptors to send with it.
+
+        Raises:
+            ZygoteError: the zygote has ended or does not answer.
+        """
+        await asyncio.shield(self._imported)
+        return await self._ask(order, passed, _ORDER_TIMEOUT)
+
+    async def fork(self, ranks: Sequence[tuple[RankProcess, Mapping[str, Any]]]) -> str:
+        """Start the processes of ranks.
+
+        Args:
+            ranks: each process that has not begun, and the description of the rank (see ``zygote_main``).
+
+        Returns:
+            why a rank could not be started; empty if all have been.
+
+        Raises:
+            ZygoteError: the zygote has ended or does not answer.
+        """
+        failure = ""
+        for first in range(0, len(ranks), _RANKS_PER_ORDER):
+            part = ranks[first : first + _RANKS_PER_ORDER]
+            order = {"op": "fork", "ranks": [description for _, description in part]}
+            answer = await self.ask(order, [end for process, _ in part for end in process.write_ends])
+            for (process, _), begun in zip(part, answer["ranks"], strict=True):
+                failure = failure or str(begun.get("error", ""))
+                if "pid" in begun:
+                    process.begin(begun["pid"])
+        return failure
+
+    def close(self) -> None:
+        """End the zygote; its forks run on."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+        self._channel.close()
+        self._output.close()
+
+    async def _ask(self, order: Mapping[str, Any], passed: Sequence[int], timeout: float) -> dict[str, Any]:
+        try:
+            async with self._asking:
+                answer = await asyncio.wait_for(self._exchange(order, passed), timeout)
+        except asyncio.TimeoutError:
+            self.close()  # its state is unknown
+            raise ZygoteError(
+                f"the zygote (pid {self.pid}) has not answered {order['op']!r} for {timeout:g} s"
+            ) from None
+        except OSError:
+            answer = None
+        if answer is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(1.0)  # it is ending: its end of the channel is closed
+            self.close()
+            raise ZygoteError(f"the zygote (pid {self.pid}) {describe_code(self._process.returncode)}")
+        return answer
+
+    async def _exchange(self, order: Mapping[str, Any], passed: Sequence[int]) -> dict[str, Any] | None:
+        loop, buffer = asyncio.get_running_loop(), b""
+        line = json.dumps(order).encode() + b"\n"
+        sent = socket.send_fds(self._channel, [line], passed) if passed else 0
+        await loop.sock_sendall(self._channel, line[sent:])
+        while not buffer.endswith(b"\n"):
+            data = await loop.sock_recv(self._channel, 65536)
+            if not data:
+                return None
+            buffer += data
+        answer: dict[str, Any] = json.loads(buffer)
+        return answer
+
+
+class Zygotes:
+    """Keep the zygotes of a host: one for each kind of run.
+
+    Args:
+        say: called with a progress line.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        # Files of this process and of Monarch's processes are private to the user; ranks keep the user's umask.
+        self._limits = (processes.raise_file_limit(), os.umask(0o077))
+        self._say = say
+        self._zygotes: list[Zygote] = []  # the one that was used last is the last
+
+    @property
+    def ready(self) -> bool:
+        """Whether a zygote has imported its modules."""
+        return any(one.ready for one in self._zygotes)
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the zygotes."""
+        return [one.pid for one in self._zygotes]
+
+    def fitting(self, run: RunSpec, count: int) -> Zygote:
+        """Return a zygote for a run; start one if there is none, or if it has ended.
+
+        Args:
+            run: what the ranks execute.
+            count: number of ranks on this host.
+
+        Raises:
+            LaunchError: it cannot be started.
+        """
+        signature = run.signature(count)
+        found = next((one for one in self._zygotes if one.signature == signature and not one.ended), None)
+        try:
+            zygote = found or Zygote(run, count, self._limits, self._say)
+        except OSError as error:
+            python = run.zygote_command(run.command.program_of(0))[0]
+            reason = f"cannot start the Python interpreter {python!r}: {error.strerror}{open_files.hint(error)}"
+            raise LaunchError(reason) from None
+        others = [one for one in self._zygotes if one is not zygote]
+        dropped = [one for one in others if one.ended or one in others[: len(others) + 1 - _KEPT]]
+        for one in dropped:
+            one.close()
+        self._zygotes = [*(one for one in others if one not in dropped), zygote]
+        return zygote
+
+    def bare(self, run: RunSpec, count: int) -> Zygote:
+        """Return a zygote without modules, for ranks with interpreters of their own.
+
+        Raises:
+            LaunchError: it cannot be started.
+        """
+        return self.fitting(dataclasses.replace(run, modules=()), count)
+
+
+class _Output:
+    """Show what a zygote prints, such as warnings of the modules that it imports, as progress lines."""
+
+    def __init__(self, pipe: IO[bytes], say: Callable[[str], None]) -> None:
+        self._pipe = pipe
+        self._say = say
+        self._partial = b""
+        os.set_blocking(pipe.fileno(), False)
+        asyncio.get_running_loop().add_reader(pipe, self._readable)
+
+    def close(self) -> None:
+        if not self._pipe.closed:
+            asyncio.get_running_loop().remove_reader(self._pipe)
+            self._pipe.close()
+
+    def _readable(self) -> None:
+        try:
+            data = os.read(self._pipe.fileno(), 1 << 16)
+        except BlockingIOError:
+            return
+        *lines, self._partial = (self._partial + data)[-(1 << 16) :].split(b"\n")
+        for line in lines if data else [*lines, self._partial]:
+            if line.strip():
+                self._say(f"the ranks' imports: {line.decode(errors='replace')}")
+        if not data:
+            self.close()
+
+
+def _retrieve(task: asyncio.Future[Any]) -> None:
+    """Take the exception of a task, which asyncio otherwise reports if nobody awaits the task again."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,451 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The zygote of a host: an interpreter that imports the ranks' modules once, and of which every rank is a fork.
+
+Run by path, as ``python -u zygote_main.py FD PARENT_PID TITLE``, by any interpreter: it imports the standard library
+alone. ``FD`` is one end of a socket pair on which the host sends orders as JSON lines and reads one answer to each:
+
+=========================================  ====================================================================
+``{"op": "import", "modules": [...]}``     import modules, with ``sys.path[0]`` as for the program of ``mode`` and
+                                           ``target``; answer ``unsafe``, why ranks cannot be forked, or empty
+``{"op": "count", "device": D}``           answer how many ranks torchrun would start for ``--nproc-per-node D``
+``{"op": "cpus", "mode": M, "gpu": N}``    answer the CPUs that ``--numa-binding M`` selects for GPU N
+``{"op": "store", "address": A}``          fork a process that serves a TCPStore on ``A`` until a pipe is closed; answer
+                                           its pid. The order carries the pipe and a socket bound to the store's port
+``{"op": "fork", "ranks": [...]}``         fork a process for each rank; answer a pid or an error for each. The order
+                                           carries the write ends of each rank's stdout and stderr
+=========================================  ====================================================================
+
+A rank is described by ``mode``, ``target`` and ``args`` of its program, ``env``, which is added to the zygote's
+environment, ``cwd`` (may be missing), ``cpus`` (may be missing), ``label``, and ``python``: the interpreter and flags
+that the rank must execute, or nothing if it goes on as a fork.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+# The folder of this file must not shadow the program's imports. With -P (or PYTHONSAFEPATH) Python does not add it.
+if not getattr(sys.flags, "safe_path", False) and not sys.flags.isolated:
+    del sys.path[0]
+
+import contextlib  # noqa: E402
+import gc  # noqa: E402
+import importlib  # noqa: E402
+import json  # noqa: E402
+import select  # noqa: E402
+import signal  # noqa: E402
+import socket  # noqa: E402
+import time  # noqa: E402
+import warnings  # noqa: E402
+from collections.abc import Callable  # noqa: E402
+from typing import Any, NoReturn  # noqa: E402
+
+_PR_SET_PDEATHSIG = 1
+
+_FORK_TIMEOUT = 120.0
+"""Seconds within which a fork must have imported torch and returned a value from it."""
+
+_START_TIMEOUT = 60.0
+"""Seconds within which forked ranks must have begun."""
+
+_MOST_DESCRIPTORS = 253
+"""Largest number of descriptors in one message (SCM_MAX_FD of Linux)."""
+
+_FOR_ALL = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that a backend may send to every process of a job. The host decides when the zygote and the store end."""
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel send SIGKILL when the parent's main thread ends; exit if it has already ended."""
+    import ctypes
+
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _import(order: dict[str, Any], program: dict[str, Any]) -> str:
+    """Import the modules that ranks are to find imported.
+
+    Returns:
+        why ranks cannot be forks of this process; empty if they can.
+    """
+    before = program["run_sibling_file"]("fork_safety.py")["Resources"]()
+    unsafe: str = before.tracer()
+    path0 = sys.path[0] if order["mode"] != "exec" and program["set_path0"](order["mode"], order["target"]) else None
+    # Importing torch makes 260,000 objects that stay. Scanning them for garbage again and again costs an eighth of the
+    # import. gc.freeze exempts them from collection, which would write to every page that forks share.
+    gc.disable()
+    for name in order["modules"]:
+        # The program may import it later, and fail with a traceback of its own code, or never need it.
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+        unsafe = unsafe or before.what_is_new(name)
+    gc.freeze()
+    if path0 is not None:
+        sys.path.remove(path0)
+    return unsafe
+
+
+def _count(device: str) -> int:
+    """Return ``torch.distributed.run.determine_local_world_size`` for a name: auto, cpu, gpu or xpu."""
+    from torch.distributed.run import determine_local_world_size
+
+    return int(determine_local_world_size(device))
+
+
+def _fork() -> int:
+    """Fork without Python 3.12's warning of threads: OpenBLAS has some, and ends them before the fork."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return os.fork()
+
+
+def _fork_store(address: str, lifeline: int, bound: int) -> dict[str, Any]:
+    """Fork a process that serves a TCPStore on a bound socket until the write end of ``lifeline`` is closed.
+
+    Forking twice makes it a child of the host, like the ranks.
+
+    Args:
+        address: address that the store is created with; empty for 127.0.0.1.
+        lifeline: descriptor of the read end of a pipe.
+        bound: descriptor of a socket that is bound to the store's port.
+
+    Returns:
+        ``pid`` once the store listens, or ``error``.
+    """
+    answer, write_end = os.pipe()
+    child = _fork()
+    if child == 0:
+        try:
+            _become_store(address, lifeline, bound, write_end)
+        finally:
+            os._exit(1)
+    os.close(write_end)
+    os.waitpid(child, 0)
+    with open(answer, "rb") as file:
+        answered: dict[str, Any] = json.loads(file.read())
+    return answered
+
+
+def _become_store(address: str, lifeline: int, bound: int, answer: int) -> NoReturn:
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    null = os.open(os.devnull, os.O_RDWR)
+    for standard in range(3):
+        os.dup2(null, standard)
+    for name in os.listdir("/proc/self/fd"):
+        # Such as the zygote's channel and pipes: the host sees their end only when every process has closed them.
+        if int(name) > 2 and int(name) not in (lifeline, bound, answer):
+            with contextlib.suppress(OSError):
+                os.close(int(name))
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
+        file.write("tcpstore")  # the name in a process listing; the command line is still the zygote's
+    try:
+        _store = _serve_store(address, bound)
+    except Exception as error:
+        os.write(answer, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
+        os._exit(1)
+    os.write(answer, json.dumps({"pid": os.getpid()}).encode())
+    os.close(answer)
+    os.read(lifeline, 1)  # returns when the pipe is closed: the host never writes to it
+    os._exit(0)
+
+
+def _cpus_near(gpu: int, mode: str) -> list[int]:
+    """Return the CPUs to which ``torchrun --numa-binding MODE`` binds the local rank with the number ``gpu``."""
+    try:
+        from torch.numa.binding import AffinityMode, NumaOptions, _get_logical_cpus_to_bind_to
+
+        options = NumaOptions(affinity_mode=AffinityMode(mode))
+    except (ImportError, ValueError):
+        import torch
+
+        raise RuntimeError(f"torch {torch.__version__} cannot tell (torch.numa.binding)") from None
+    # Torch 2.14 has renamed an argument of this private function.
+    names = _get_logical_cpus_to_bind_to.__code__.co_varnames
+    index = {"device_index" if "device_index" in names else "gpu_index": gpu}
+    cpus = sorted(_get_logical_cpus_to_bind_to(**index, numa_options=options))
+    if not cpus:
+        raise RuntimeError(f"none of the CPUs near GPU {gpu} is among those that this process may use")
+    return cpus
+
+
+class _ForkError(Exception):
+    """Raised when a function fails in a fork; the message is the fork's."""
+
+
+def _in_fork(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function in a fork of this process and return its result, which must be a JSON value.
+
+    torch queries the GPU driver. A process that has done so can no longer use GPUs in its own forks, nor select them
+    by CUDA_VISIBLE_DEVICES.
+
+    Raises:
+        _ForkError: the function has failed or not returned within ``_FORK_TIMEOUT`` seconds.
+    """
+    zygote, (reader, writer) = os.getpid(), os.pipe()
+    child = _fork()
+    if child == 0:
+        try:
+            _die_with(zygote)
+            answer = {"value": function(*args)}
+        except BaseException as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        os.write(writer, json.dumps(answer).encode())
+        os._exit(0)
+    os.close(writer)
+    with open(reader, "rb") as file:
+        if not select.select([file], [], [], _FORK_TIMEOUT)[0]:
+            os.kill(child, signal.SIGKILL)
+        data = file.read()
+    os.waitpid(child, 0)
+    answer = json.loads(data or '{"error": "torch has not answered"}')
+    if "error" in answer:
+        raise _ForkError(answer["error"])
+    return answer["value"]
+
+
+def _serve_store(address: str, bound: int) -> Any:
+    """Serve a TCPStore on a bound socket, in threads of torch; return the store, which the caller must keep alive."""
+    if "torch" not in sys.modules:
+        raise RuntimeError("torch has not been imported")  # to import it for the store alone would take seconds
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    listener = socket.socket(fileno=bound)
+    listener.listen(4096)
+    host, port = address or "127.0.0.1", listener.getsockname()[1]
+    descriptor = listener.detach()
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor, use_libuv=True)
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+class _RankForks:
+    """Fork a process for each rank of an order.
+
+    A middle process forks them all and ends, so that they become children of the host, which is their subreaper: the
+    host learns their exact exit codes, and the kernel kills them when it dies.
+
+    Args:
+        ranks: the descriptions of the ranks.
+        passed: write ends of stdout and stderr of each rank.
+        channel: the socket to the host, which ranks close.
+        program: the names of ``rank_main``.
+    """
+
+    def __init__(
+        self, ranks: list[dict[str, Any]], passed: list[int], channel: socket.socket, program: dict[str, Any]
+    ) -> None:
+        self._ranks = ranks
+        self._program = program
+        self._passed = passed
+        self._channel = channel
+        self._host = os.getppid()
+        self._middle = 0
+        self._reader, self._writer = os.pipe()
+
+    def fork(self) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
+        """Fork the processes.
+
+        Returns:
+            in a rank its description, and in the zygote None; and, in the zygote, a pid or an error for each rank.
+        """
+        middle = _fork()
+        if middle == 0:
+            number = self._fork_each()
+            self._begin(number)
+            return self._ranks[number], []
+        os.close(self._writer)
+        os.waitpid(middle, 0)
+        return None, self._answers()
+
+    def _fork_each(self) -> int:
+        """Fork all ranks and end; return, in each rank, its number."""
+        self._middle = os.getpid()
+        try:
+            for number in range(len(self._ranks)):
+                if os.fork() == 0:
+                    return number
+        except BaseException as error:
+            self._tell(number, error=f"cannot fork: {_reason(error)}")
+        os._exit(0)
+
+    def _begin(self, number: int) -> None:
+        """Make this process that of a rank, and report its pid; end if something fails."""
+        rank = self._ranks[number]
+        try:
+            os.setsid()
+            for standard, passed in zip((1, 2), self._passed[2 * number :], strict=False):
+                os.dup2(passed, standard)
+            for closed in (*self._passed, self._channel.detach(), self._reader):
+                os.close(closed)
+            os.environ.update(rank["env"])
+            if "cwd" in rank:
+                os.chdir(rank["cwd"])
+            if "cpus" in rank:
+                os.sched_setaffinity(0, rank["cpus"])
+            for number_of, handler in _handlers.items():
+                signal.signal(number_of, handler)
+            if not rank["python"]:
+                argv = self._program["program_argv"](rank["mode"], rank["target"], rank["args"])
+                _renew_state(f"{sys.executable} -u {' '.join(argv)} ({rank['label']})")
+            while os.getppid() == self._middle:
+                time.sleep(0.0005)  # until the middle process has forked the other ranks
+            _die_with(self._host)
+            self._tell(number, pid=os.getpid())
+            if rank["python"]:
+                _exec(rank)
+            os.close(self._writer)
+        except BaseException as error:
+            self._tell(number, error=_reason(error))
+            os._exit(1)
+
+    def _tell(self, number: int, **answer: Any) -> None:
+        os.write(self._writer, json.dumps({"number": number, **answer}).encode() + b"\n")
+
+    def _answers(self) -> list[dict[str, Any]]:
+        """Read the answers of the ranks until all have begun: the pipe is closed then."""
+        data, until = b"", time.monotonic() + _START_TIMEOUT
+        while select.select([self._reader], [], [], max(0.0, until - time.monotonic()))[0]:
+            more = os.read(self._reader, 65536)
+            if not more:
+                break
+            data += more
+        os.close(self._reader)
+        late = f"it has not begun within {_START_TIMEOUT:g} s"
+        answers: list[dict[str, Any]] = [{"error": late} for _ in self._ranks]
+        for line in data.splitlines():
+            answer = json.loads(line)
+            if "pid" in answers[answer["number"]]:
+                answer["pid"] = answers[answer["number"]]["pid"]  # its interpreter could not be executed
+            answers[answer["number"]] = answer
+        return answers
+
+
+def _reason(error: BaseException) -> str:
+    if not isinstance(error, OSError):
+        return f"{type(error).__name__}: {error}"
+    return f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror)
+
+
+def _exec(rank: dict[str, Any]) -> NoReturn:
+    """Execute the interpreter of a rank that is no fork of this one."""
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)  # Python ignores them, and ignored signals stay ignored across exec
+    program = [os.path.join(os.path.dirname(__file__), "rank_main.py"), rank["mode"], rank["target"], *rank["args"]]
+    os.execvp(rank["python"][0], [*rank["python"], *program])
+
+
+def _renew_state(title: str) -> None:
+    """Give a fork the state that an interpreter of its own would have."""
+    gc.enable()
+    importlib.invalidate_caches()  # folders may have changed since the zygote has listed them
+    time.tzset()
+    if threading := sys.modules.get("threading"):
+        threading.main_thread()._set_native_id()  # Python leaves it that of the process that has forked this one
+    if numpy := sys.modules.get("numpy.random"):
+        numpy.seed()  # Python's own generator seeds itself after a fork, and torch's default seed is a constant
+    if "tempfile" in sys.modules:
+        vars(sys.modules["tempfile"])["tempdir"] = None  # the rank may have another TMPDIR
+    if process := sys.modules.get("multiprocessing.process"):
+        process.current_process().authkey = os.urandom(32)
+    _set_title(title)
+
+
+def _set_title(title: str) -> None:
+    """Set the command line that a process listing shows, if the interpreter has ``setproctitle``."""
+    setproctitle = sys.modules.get("setproctitle")
+    if setproctitle is not None:
+        with open("/proc/self/comm") as file:
+            name = file.read()
+        setproctitle.setproctitle(title)
+        with open("/proc/self/comm", "w") as file:
+            file.write(name.strip())  # the name of the executable, which setproctitle has changed as well
+
+
+def _import_setproctitle() -> None:
+    """Import ``setproctitle`` so that it uses the room of the arguments alone, and not that of the environment.
+
+    The host finds the processes of its job by their environment.
+    """
+    given = os.environ.get("SPT_NOENV")
+    os.environ["SPT_NOENV"] = "1"
+    with contextlib.suppress(ImportError):
+        importlib.import_module("setproctitle")
+        _set_title(sys.argv[3].strip())
+    del os.environ["SPT_NOENV"]
+    if given is not None:
+        os.environ["SPT_NOENV"] = given
+
+
+# -- orders ------------------------------------------------------------------------------------------------------------
+
+_handlers: dict[signal.Signals, Any] = {}
+"""The handlers that the zygote was started with, of the signals that it ignores."""
+
+
+def _next_order(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Receive an order and its file descriptors. The host sends one order at a time and waits for each answer."""
+    line, passed = b"", []
+    while not line.endswith(b"\n"):
+        data, descriptors, _, _ = socket.recv_fds(channel, 65536, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+        if not data:
+            # The host has ended or does not need this interpreter. Skip the clean-up: torch's takes a while.
+            os._exit(0)
+        line += data
+        passed += descriptors
+    return json.loads(line), passed
+
+
+def _serve_orders(channel: socket.socket, program: dict[str, Any]) -> dict[str, Any]:
+    """Execute orders for ever; return only in ranks, with their description."""
+    while True:
+        order, passed = _next_order(channel)
+        op = order["op"]
+        answer: dict[str, Any] = {}
+        try:
+            if op == "import":
+                answer["unsafe"] = _import(order, program)
+            elif op == "count":
+                answer["count"] = _in_fork(_count, order["device"])
+            elif op == "cpus":
+                answer["cpus"] = _in_fork(_cpus_near, order["gpu"], order["mode"])
+            elif op == "store":
+                answer.update(_fork_store(order["address"], *passed))
+            elif op == "fork":
+                rank, answer["ranks"] = _RankForks(order["ranks"], passed, channel, program).fork()
+                if rank is not None:
+                    return rank
+        except _ForkError as error:
+            answer["error"] = str(error)
+        except Exception as error:
+            answer["error"] = f"{type(error).__name__}: {error}"
+        for descriptor in passed:
+            os.close(descriptor)
+        channel.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def main() -> None:
+    """Execute the orders of the host; in a rank, run its program."""
+    _die_with(int(sys.argv[2]))
+    for number in _FOR_ALL:
+        _handlers[number] = signal.signal(number, signal.SIG_IGN)
+    path = os.path.join(os.path.dirname(__file__), "rank_main.py")
+    program: dict[str, Any] = {"__name__": "rank_main", "__file__": path}
+    with open(path) as file:
+        exec(compile(file.read(), path, "exec", dont_inherit=True), program)
+    program["show_stacks"]()
+    _import_setproctitle()
+    rank = _serve_orders(socket.socket(fileno=int(sys.argv[1])), program)
+    if rank["mode"] == "exec":
+        program["exec_program"](rank["target"], rank["args"])
+    program["run_program"](rank["mode"], rank["target"], rank["args"])
+
+
+if __name__ == "__main__":
+    main()
