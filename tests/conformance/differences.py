@@ -48,20 +48,20 @@ class Difference(Enum):
     PRELOAD = (
         "Modules imported before the script begins",
         "none",
-        "torch, with `-cfg preload=torch`, the default",
-        "the ranks import while the mesh forms, which is most of the time that a start takes",
+        "torch, with `-cfg preload=torch`, the default; none with `-cfg ranks=fresh`",
+        "one interpreter per host imports it while the mesh forms, which is most of the time that a start takes",
     )
 
     STARTUP_FILES = (
         "`sitecustomize`, `usercustomize` and `.pth` files of a rank",
         "see its whole environment",
-        "see the host's, without `RANK` and the like, where torch is preloaded; with `-cfg preload=none` the rank's",
-        "the interpreter that imports ahead starts before its rank is known",
+        "run once per host, and see its environment, without `RANK` and the like; with `-cfg ranks=fresh` as there",
+        "ranks are forks of one interpreter, which has started before",
     )
     EARLY_VARIABLES = (
         "A variable that torch reads when it is imported (`OMP_NUM_THREADS`, `TORCH_LOGS`, ...), set by the script",
         "has effect until the script imports torch",
-        "has none where torch is preloaded, and rank 0 says so once; with `-cfg preload=none` it has",
+        "has none where torch is preloaded, and rank 0 says so once; with `-cfg ranks=fresh` it has",
         "torch has been imported ahead; set it where the job is submitted (`--env`)",
     )
 
@@ -93,7 +93,7 @@ class Difference(Enum):
     CALL_STACK = (
         "The bottom of the call stack (`inspect.stack()`, `sys._getframe`)",
         "the script",
-        "`rank_main.py`, then the script",
+        "`zygote_main.py` and `rank_main.py`, or the latter alone with `-cfg ranks=fresh`, then the script",
         "the program runs in an interpreter that was started ahead; tracebacks are printed without those frames",
     )
     FAULTHANDLER = (
@@ -123,15 +123,25 @@ class Difference(Enum):
     COMMAND_LINE = (
         "A rank's command line in a process listing",
         "`python -u script.py ...`",
-        "`python -u rank_main.py ... script.py ...`",
-        "the process exists before it has its rank; `sys.argv` and `sys.orig_argv` are the same",
+        "`python -u script.py ... (rank N of JOB)`, cut to the length of the zygote's; with `-cfg ranks=fresh` "
+        "`python -u rank_main.py script script.py ...`",
+        "a fork has the command line of its zygote, which setproctitle changes; `sys.argv` and `sys.orig_argv` are "
+        "the same",
     )
 
     STORE = (
         "Where the job's TCPStore is served without torch preloaded (`-cfg preload=none`, `--no-python`)",
         "in the launcher, with `TORCHELASTIC_USE_AGENT_STORE` `True`",
         "in rank 0's program, as `init_process_group` does, with `TORCHELASTIC_USE_AGENT_STORE` `False`",
-        "to import torch for it alone would take seconds; preloaded, a fork of rank 0's interpreter has it already",
+        "to import torch for it alone would take seconds; preloaded, a fork of the zygote has it already",
+    )
+    SHARED_BY_FORKS = (
+        "What the interpreters of a host's ranks share",
+        "nothing",
+        "addresses in memory (`id`, ASLR), the seed of string hashes, and what the preloaded modules have computed "
+        "when they were imported; with `-cfg ranks=fresh` nothing",
+        "they are forks of one interpreter, which has imported the modules once; random state, `multiprocessing` keys, "
+        "`tempfile` and the like are made anew in each",
     )
     NEW_STORE = (
         "The job's TCPStore after a restart",
