@@ -10,12 +10,15 @@ round, so that a slow moment of the machine falls on all alike; ratios are taken
     user code    start of the command to the first line of the last rank's own code: median (a rank of ours has imported
                  torch by then, the others have that before them)
     group        start of the command to the formed process group: median
+    CPU          user and system time of all processes of the launch: median, in seconds
     x hand       total divided by that of the same round's ranks started by hand: median (least-greatest)
     x torchrun   the same against torchrun
+    CPU x torchrun  the CPU time, divided by torchrun's of the same round
 
 Then, for ours, from the end of the last rank to the moment a Runner that polls every 0.05 s sees SUCCEEDED (beside it:
-what the rank's interpreter needs to go away after its last line, measured on the ranks started by hand), and what the
-launcher's own processes use while the ranks sleep; a client of ours that waits is left out, since no job needs one.
+what the rank's interpreter needs to go away after its last line, measured on the ranks started by hand); what the
+launcher's own processes use while the ranks sleep; and the memory of the ranks themselves, to which the interpreter
+counts that they are forks of. A client of ours that waits is left out, since no job needs one.
 
 Exits with 1, after cleaning up, when any variant fails or ours leaves a process behind.
 """
@@ -26,6 +29,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import shutil
 import signal
 import socket
@@ -42,6 +46,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from torchx_monarch.system.processes import become_subreaper
 
 HERE = Path(__file__).resolve().parent
 SCRIPT = str(HERE / "train_min.py")
@@ -72,6 +78,7 @@ class Sample:
     user_code: float
     group: float
     exit_to_end: float
+    cpu: float = 0.0
     exit_to_seen: float | None = None
     submit: float | None = None
 
@@ -88,7 +95,10 @@ class Usage:
 
 @dataclass
 class Idle:
-    """What a launcher's own processes use while its ranks sleep, in all and one by one; units as in Usage."""
+    """What a launcher's own processes use while its ranks sleep, in all and one by one; units as in Usage.
+
+    `ranks_pss` is the memory of the ranks and of the interpreter that they are forks of.
+    """
 
     variant: str
     nproc: int
@@ -96,6 +106,7 @@ class Idle:
     cpu: float
     rss: float
     pss: float
+    ranks_pss: float
     processes: list[Usage]
 
 
@@ -252,6 +263,7 @@ def describe(process: psutil.Process) -> str:
 
 
 def measure(variant: Variant, nproc: int, scratch: Path, leftovers: dict[str, list[str]]) -> Sample:
+    before = cpu_of_ended()
     launch = Launch(variant, nproc, scratch)
     try:
         total = launch.wait()
@@ -273,7 +285,21 @@ def measure(variant: Variant, nproc: int, scratch: Path, leftovers: dict[str, li
         raise
     if names := launch.finish():
         leftovers.setdefault(variant.name, []).extend(names)
+    sample.cpu = cpu_of_ended() - before
     return sample
+
+
+def cpu_of_ended() -> float:
+    """CPU seconds of all processes that have ended below this one, which is the subreaper of detached ones."""
+    while True:
+        try:
+            pid, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            break
+        if pid == 0:
+            break
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def measure_idle(variant: Variant, nproc: int, scratch: Path, seconds: float) -> Idle:
@@ -286,7 +312,9 @@ def measure_idle(variant: Variant, nproc: int, scratch: Path, seconds: float) ->
         for pid in asleep:
             ranks |= {child.pid for child in psutil.Process(pid).children(recursive=True)}
         client = {p.pid for p in launch.processes} if variant.ours else set()
-        own = [p for p in tree(launch) if p.pid not in ranks | client]
+        processes = tree(launch)
+        ranks |= {p.pid for p in processes if "torchx-monarch zygote" in describe(p)}
+        own = [p for p in processes if p.pid not in ranks | client]
         before = {p.pid: sum(p.cpu_times()[:2]) for p in own}
         start = time.monotonic()
         time.sleep(seconds)
@@ -296,12 +324,12 @@ def measure_idle(variant: Variant, nproc: int, scratch: Path, seconds: float) ->
             memory = process.memory_full_info()
             cpu = 100 * (sum(process.cpu_times()[:2]) - before[process.pid]) / elapsed
             rows.append(Usage(describe(process), cpu, memory.rss / 2**20, memory.pss / 2**20))
+        ranks_pss = sum(psutil.Process(pid).memory_full_info().pss for pid in ranks) / 2**20
         launch.wait()
     finally:
         launch.finish(grace=3)
-    return Idle(
-        variant.name, nproc, elapsed, sum(r.cpu for r in rows), sum(r.rss for r in rows), sum(r.pss for r in rows), rows
-    )
+    cpu, rss, pss = (sum(getattr(row, name) for row in rows) for name in ("cpu", "rss", "pss"))
+    return Idle(variant.name, nproc, elapsed, cpu, rss, pss, ranks_pss, rows)
 
 
 def tree(launch: Launch) -> list[psutil.Process]:
@@ -325,13 +353,14 @@ def summarize(samples: dict[str, list[Sample]]) -> dict[str, dict[str, Any]]:
     result: dict[str, dict[str, Any]] = {}
     for name, taken in samples.items():
         row: dict[str, Any] = {}
-        for column in ("total", "user_code", "group", "exit_to_end", "exit_to_seen", "submit"):
+        for column in ("total", "user_code", "group", "exit_to_end", "cpu", "exit_to_seen", "submit"):
             values = [v for s in taken if (v := getattr(s, column)) is not None]
             if values:
                 row[column] = spread(values)
         for base in (HAND, TORCHRUN):
             if base in samples:
                 row[f"x_{base}"] = spread([s.total / b.total for s, b in zip(taken, samples[base], strict=True)])
+                row[f"cpu_x_{base}"] = spread([s.cpu / b.cpu for s, b in zip(taken, samples[base], strict=True)])
         result[name] = row
     return result
 
@@ -350,7 +379,8 @@ def report(nproc: int, summary: dict[str, dict[str, Any]]) -> str:
         s = row.get(key)
         return f"{s['median']:.2f} ({s['min']:.2f}-{s['max']:.2f})" if s else "-"
 
-    rows = [[f"nproc {nproc}", "total", "(least-greatest)", "user code", "group", "x hand", "x torchrun"]]
+    columns = ["total", "(least-greatest)", "user code", "group", "x hand", "x torchrun", "CPU", "CPU x torchrun"]
+    rows = [[f"nproc {nproc}", *columns]]
     for name, row in summary.items():
         total = row["total"]
         rows.append(
@@ -362,6 +392,8 @@ def report(nproc: int, summary: dict[str, dict[str, Any]]) -> str:
                 f"{row['group']['median']:.2f}",
                 ratio(row, "x_hand"),
                 ratio(row, "x_torchrun"),
+                f"{row['cpu']['median']:.2f}",
+                ratio(row, "cpu_x_torchrun"),
             ]
         )
     text = table(rows)
@@ -374,12 +406,23 @@ def report(nproc: int, summary: dict[str, dict[str, Any]]) -> str:
 
 
 def report_idle(idle: Sequence[Idle]) -> str:
-    rows = [["beside sleeping ranks", "nproc", "CPU % of a core", "RSS MiB", "PSS MiB", "processes"]]
+    columns = ["nproc", "CPU % of a core", "RSS MiB", "PSS MiB", "processes", "ranks' PSS MiB"]
+    rows = [["beside sleeping ranks", *columns]]
     for i in idle:
         count = str(len(i.processes))
-        rows.append([VARIANTS[i.variant].title, str(i.nproc), f"{i.cpu:.2f}", f"{i.rss:.0f}", f"{i.pss:.0f}", count])
+        rows.append(
+            [
+                VARIANTS[i.variant].title,
+                str(i.nproc),
+                f"{i.cpu:.2f}",
+                f"{i.rss:.0f}",
+                f"{i.pss:.0f}",
+                count,
+                f"{i.ranks_pss:.0f}",
+            ]
+        )
         for p in i.processes:
-            rows.append([f"  {p.command[:60]}", "", f"{p.cpu:.2f}", f"{p.rss:.0f}", f"{p.pss:.0f}", ""])
+            rows.append([f"  {p.command[:60]}", "", f"{p.cpu:.2f}", f"{p.rss:.0f}", f"{p.pss:.0f}", "", ""])
     return table(rows)
 
 
@@ -399,7 +442,7 @@ def machine() -> dict[str, Any]:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7, help="launches of each variant (default: 7)")
-    parser.add_argument("--nproc", type=int, nargs="+", default=[2, 4], help="ranks per launch (default: 2 4)")
+    parser.add_argument("--nproc", type=int, nargs="+", default=[2, 4, 8], help="ranks per launch (default: 2 4 8)")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="default: all")
     parser.add_argument(
         "--idle", type=float, default=10.0, metavar="S", help="seconds of idling; 0: none (default: 10)"
@@ -442,6 +485,7 @@ def main() -> int:
     if args.rounds < 1:
         sys.exit(f"--rounds must be 1 or more, not {args.rounds}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the cleaning up is done
+    become_subreaper()
     scratch = Path(tempfile.mkdtemp(prefix="bench-"))
     try:
         result = run(args, scratch)

@@ -3,10 +3,9 @@
 """The second run on a live allocation, beside a cold torchrun: ``python bench/rerun.py [--rounds N]``.
 
 Measured is the time from the call (``SPMDJob.run_spmd``, the start of the torchrun process) to the first line of the
-program after ``import torch``, on the last of the ranks. Between two runs on the allocation, which is one host of this
-machine, its interpreters have the time to import torch that a person takes to look at a result: ``warm``. ``at once``
-is a run that is begun the moment the one before has ended. The variants alternate; medians with the least and the
-greatest, ratios of medians.
+program after ``import torch``, on the last of the ranks. The allocation is one host of this machine. ``later`` is a
+run that is begun a second after the one before has ended, ``at once`` the moment it has ended. The variants alternate;
+medians with the least and the greatest, ratios of medians.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def until_begun(start: Callable[[], object], folder: str, nproc: int) -> float:
 
 def measured(job: SPMDJob, folder: str, words: list[str], nproc: int, rounds: int) -> dict[str, list[float]]:
     """Seconds of each variant."""
-    times: dict[str, list[float]] = {"torchrun": [], "warm": [], "at once": []}
+    times: dict[str, list[float]] = {"torchrun": [], "later": [], "at once": []}
 
     def torchrun() -> None:
         command = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
@@ -57,13 +56,9 @@ def measured(job: SPMDJob, folder: str, words: list[str], nproc: int, rounds: in
     ours()  # the first run on it
     for _ in range(rounds):
         times["torchrun"].append(until_begun(torchrun, folder, nproc))
-        while job.status().warm < nproc:
-            time.sleep(0.2)
         time.sleep(1.0)
-        times["warm"].append(until_begun(ours, folder, nproc))
+        times["later"].append(until_begun(ours, folder, nproc))
         times["at once"].append(until_begun(ours, folder, nproc))
-        while job.status().warm < nproc:
-            time.sleep(0.2)
     return times
 
 

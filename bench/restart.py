@@ -3,8 +3,8 @@
 """From a killed rank to the next formed process group, beside torchrun: ``python bench/restart.py [--rounds N]``.
 
 A rank of the first attempt kills itself with SIGKILL; measured is the time from just before that to the process group
-that the last rank of the second attempt has formed. *warm* kills after the spare interpreters are ready, *cold* before
-they are started. The variants alternate; medians with the least and the greatest, ratios within a round.
+that the last rank of the second attempt has formed, with the kill one second into the attempt. The variants alternate;
+medians with the least and the greatest, ratios within a round.
 
 torchrun is run with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: with the store that it keeps over restarts otherwise, the new
 ranks find the dead ones' Gloo addresses in it, and one restart in three fails or hangs (torch 2.13).
@@ -24,7 +24,7 @@ from words import spread
 
 PROGRAM = """
 import os, signal, sys, time
-out, delay = sys.argv[1], float(sys.argv[2])
+out = sys.argv[1]
 rank, attempt = os.environ["RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -36,7 +36,7 @@ if attempt:
     dist.destroy_process_group()
     sys.exit()
 if rank == "1":
-    time.sleep(delay)
+    time.sleep(1)
     with open(f"{out}/killed", "w") as file:
         file.write(str(time.time()))
         file.flush()
@@ -50,7 +50,7 @@ COMMANDS = {
 }
 
 
-def once(variant: str, nproc: int, delay: float) -> float:
+def once(variant: str, nproc: int) -> float:
     """Seconds of one restart.
 
     Raises:
@@ -59,7 +59,7 @@ def once(variant: str, nproc: int, delay: float) -> float:
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder, "program.py")
         program.write_text(PROGRAM)
-        words = ["--nproc-per-node", str(nproc), "--max-restarts", "1", str(program), folder, str(delay)]
+        words = ["--nproc-per-node", str(nproc), "--max-restarts", "1", str(program), folder]
         env = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         done = subprocess.run([*COMMANDS[variant], *words], capture_output=True, text=True, timeout=120, env=env)
         if done.returncode:
@@ -77,19 +77,17 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
     args = parser.parse_args()
     print(f"{os.cpu_count()} CPUs; seconds from the kill to the next formed group")
-    print(f"{'ranks':>5}  {'when':4}  {'torchrun':>20}  {'ours':>20}  {'x torchrun':>20}")
+    print(f"{'ranks':>5}  {'torchrun':>20}  {'ours':>20}  {'x torchrun':>20}")
     everything = []
     for nproc in args.nproc:
-        # The spares of ours are started one after the other, from the fifth second on.
-        for when, delay in (("cold", 1.0), ("warm", 7.0 + 2.5 * nproc)):
-            times: dict[str, list[float]] = {variant: [] for variant in COMMANDS}
-            for number in range(args.rounds):
-                for variant in sorted(COMMANDS, reverse=number % 2 == 1):
-                    times[variant].append(once(variant, nproc, delay))
-            ratios = [ours / theirs for ours, theirs in zip(times["ours"], times["torchrun"], strict=True)]
-            cells = [spread(values) for values in (times["torchrun"], times["ours"], ratios)]
-            print(f"{nproc:>5}  {when:4}  {cells[0]:>20}  {cells[1]:>20}  {cells[2]:>20}", flush=True)
-            everything.append({"nproc": nproc, "when": when, "seconds": times, "ratios": ratios})
+        times: dict[str, list[float]] = {variant: [] for variant in COMMANDS}
+        for number in range(args.rounds):
+            for variant in sorted(COMMANDS, reverse=number % 2 == 1):
+                times[variant].append(once(variant, nproc))
+        ratios = [ours / theirs for ours, theirs in zip(times["ours"], times["torchrun"], strict=True)]
+        cells = [spread(values) for values in (times["torchrun"], times["ours"], ratios)]
+        print(f"{nproc:>5}  {cells[0]:>20}  {cells[1]:>20}  {cells[2]:>20}", flush=True)
+        everything.append({"nproc": nproc, "seconds": times, "ratios": ratios})
     if args.json:
         args.json.write_text(json.dumps(everything, indent=1))
 
