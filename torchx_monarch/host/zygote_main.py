@@ -142,8 +142,9 @@ def _become_store(address: str, lifeline: int, bound: int, answer: int) -> NoRet
         if int(name) > 2 and int(name) not in (lifeline, bound, answer):
             with contextlib.suppress(OSError):
                 os.close(int(name))
+    _set_title("torchx-monarch tcpstore")
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
-        file.write("tcpstore")  # the name in a process listing; the command line is still the zygote's
+        file.write("tcpstore")
     try:
         _store = _serve_store(address, bound)
     except Exception as error:
