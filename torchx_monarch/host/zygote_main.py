@@ -360,13 +360,13 @@ def _renew_state(title: str) -> None:
 
 def _set_title(title: str) -> None:
     """Set the command line that a process listing shows, if the interpreter has ``setproctitle``."""
-    setproctitle = sys.modules.get("setproctitle")
-    if setproctitle is not None:
-        with open("/proc/self/comm") as file:
-            name = file.read()
-        setproctitle.setproctitle(title)
-        with open("/proc/self/comm", "w") as file:
-            file.write(name.strip())  # the name of the executable, which setproctitle has changed as well
+    if _setproctitle is None:
+        return
+    with open("/proc/self/comm") as file:
+        name = file.read()
+    _setproctitle(title)
+    with open("/proc/self/comm", "w") as file:
+        file.write(name.strip())  # the name of the executable, which setproctitle has changed as well
 
 
 def _import_setproctitle() -> None:
@@ -374,14 +374,20 @@ def _import_setproctitle() -> None:
 
     The host finds the processes of its job by their environment.
     """
+    global _setproctitle
     given = os.environ.get("SPT_NOENV")
     os.environ["SPT_NOENV"] = "1"
     with contextlib.suppress(ImportError):
-        importlib.import_module("setproctitle")
+        _setproctitle = importlib.import_module("setproctitle").setproctitle
         _set_title(sys.argv[3].strip())
+    for name in [name for name in sys.modules if name.partition(".")[0] == "setproctitle"]:
+        del sys.modules[name]  # a program finds the modules that it has imported itself
     del os.environ["SPT_NOENV"]
     if given is not None:
         os.environ["SPT_NOENV"] = given
+
+
+_setproctitle: Callable[[str], None] | None = None
 
 
 # -- orders ------------------------------------------------------------------------------------------------------------
