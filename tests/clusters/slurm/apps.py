@@ -4,18 +4,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchx.runner import Runner
-from torchx.specs import AppDef, AppState, AppStatus, Resource, Role
+import pytest
+from torchx.specs import AppState, Resource, Role
+from torchx.specs.finder import ComponentValidationException
 
+from tests.contract.place import Place
 from torchx_monarch.backends.slurm import folder as folders
 from torchx_monarch.backends.slurm import native
 from torchx_monarch.backends.slurm.folder import JobFolder
@@ -34,102 +37,58 @@ handle = sys.argv[1]
 """
 
 
-def spmd(script: Path, nodes: int = 2, nproc: int = 2, args: tuple[str, ...] = (), **more: Any) -> Role:
-    """A role that runs a script with torchrun, as ``monarch.spmd`` writes it."""
-    words = ["--nnodes", str(nodes), "--nproc-per-node", str(nproc), "--tee", "3", str(script), *args]
-    role = Role("trainer", image="", entrypoint="torchrun", args=words, num_replicas=nodes, resource=SMALL, **more)
-    return role
-
-
 def sh(command: str, name: str = "r", replicas: int = 1, **more: Any) -> Role:
     """A role that runs a shell command."""
     args = ["-c", command]
     return Role(name, image="", entrypoint="sh", args=args, num_replicas=replicas, resource=SMALL, **more)
 
 
-class Apps:
-    """A Runner, and shorthands.
+class Apps(Place):
+    """A Slurm cluster."""
 
-    Args:
-        folder: for the scripts of the ranks.
-    """
+    name = NAME
+    factory = staticmethod(monarch_slurm)
+    own_bad_options = (
+        ({"partitoin": "main"}, "(?s)partitoin.*partition"),
+        ({"partition": "nosuch"}, "invalid partition"),
+    )
+    install = "Debian: slurm-client"
+    names_preemptions = False  # Slurm signals the tasks, and the batch step announces a stop to them: either is first
 
-    def __init__(self, folder: Path) -> None:
-        self.runner = Runner("torchx", {NAME: monarch_slurm})
-        self._folder = folder
-        self._handles: list[str] = []
+    def role(self, entrypoint: str, *args: str, name: str = "trainer", replicas: int = 1, **more: Any) -> Role:
+        """Return a role that asks for little."""
+        return super().role(entrypoint, *args, name=name, replicas=replicas, resource=SMALL, **more)
 
-    def script(self, text: str) -> Path:
-        """A program of the ranks."""
-        path = self._folder / f"prog{len(list(self._folder.glob('prog*')))}.py"
-        path.write_text(textwrap.dedent(text))
-        return path
-
-    def run(self, *roles: Role, name: str = "app", workspace: str | None = None, **cfg: Any) -> str:
-        """Submit an app whose ranks need no torch; its handle."""
-        cfg = {"grace": 5, "preload": "none", **cfg}
-        handle: str = self.runner.run(AppDef(name, list(roles), {"team": "a b"}), NAME, cfg=cfg, workspace=workspace)
-        return self.adopt(handle)
-
-    def adopt(self, handle: str) -> str:
-        """Ends this app, too, in the end."""
-        self._handles.append(handle)
-        return handle
-
-    def end(self) -> None:
-        """End what still runs."""
-        left = [handle.rpartition("/")[2] for handle in self._handles]
-        for app_id in left:
-            subprocess.run(["scancel", app_id], check=False, capture_output=True, timeout=240)
-        until = time.monotonic() + 60
-        running = ("RUNNING", "COMPLETING")
-        while any(job.state in running for app_id in left for job in native.live_job(app_id)):
-            assert time.monotonic() < until, "jobs do not end"
-            time.sleep(0.1)
+    def component_words(self) -> Sequence[str]:
+        """Return the options of ``monarch.spmd`` by which two hosts fit the cluster."""
+        return ("--cpu", "1", "--memMB", "1024")
 
     def slurm_state(self, app_id: str) -> str:
         """Slurm's word; empty for a job that it has forgotten."""
         jobs = native.live_job(app_id)
         return jobs[0].state if jobs else ""
 
-    def status(self, handle: str) -> AppStatus:
-        status: AppStatus | None = self.runner.status(handle)
-        assert status is not None
-        return status
-
-    def until(self, condition: Callable[[], object], what: str, handle: str, seconds: float = 60.0) -> None:
-        """Poll until it holds."""
-        until = time.monotonic() + seconds
-        while not condition():
-            if time.monotonic() > until:
-                raise AssertionError(f"still waiting for {what} after {seconds:g} s\n{self.everything(handle)}")
-            time.sleep(0.1)
-
-    def wait(self, handle: str, state: AppState, seconds: float = 60.0) -> AppStatus:
-        """Its final status, which must be this state."""
-        self.until(lambda: self.status(handle).is_terminal(), "the end", handle, seconds)
-        status = self.status(handle)
-        assert status.state is state, f"{status}\n{self.everything(handle)}"
-        return status
+    def output(self, handle: str, replica: int = 0, role: str = "trainer", **more: Any) -> str:
+        """Return the log of one replica."""
+        return "".join(self.lines(handle, replica, role, **more))
 
     def wait_for_output(self, handle: str, text: str, replica: int = 0, role: str = "trainer", times: int = 1) -> None:
-        self.until(lambda: self.log(handle, replica, role).count(text) >= times, repr(text), handle)
+        """Wait until a replica has printed a text this many times."""
+        self.until(lambda: self.output(handle, replica, role).count(text) >= times, repr(text), handle)
 
-    def listed(self) -> list[tuple[str, AppState]]:
-        """Names and states of this test's apps; those of others are this user's, too, as long as Slurm knows them."""
+    def mine(self) -> list[tuple[str, AppState]]:
+        """Return names and states of this test's apps: Slurm still knows those of earlier tests."""
         listed = self.runner.list(NAME)
         return sorted((app.name, app.state) for app in listed if app.app_handle in self._handles)
 
-    def log(self, handle: str, replica: int = 0, role: str = "trainer", **more: Any) -> str:
-        return "".join(self.runner.log_lines(handle, role, replica, **more))
-
     def paths(self, handle: str) -> JobFolder:
+        """Return the folder of an app's job."""
         paths = folders.find(handle.rpartition("/")[2])
         assert paths is not None
         return paths
 
     def everything(self, handle: str) -> str:
-        """All that the job has written, for the message of a failure."""
+        """Return what the job has written, for the message of a failure."""
         root = Path(self.paths(handle).root)
         names = ("job.log", "job.json", "combined.log")
         files = [path for path in sorted(root.rglob("*")) if path.name in names or path.parent.name == "array"]
@@ -137,14 +96,14 @@ class Apps:
         return "\n".join(f"== {path}\n{path.read_text()}" for path in files)
 
     def fresh(self, handle: str, code: str) -> str:
-        """Run code that has ``runner`` and ``handle`` in a fresh process and another folder; what it prints."""
+        """Run code that has ``runner`` and ``handle`` in a new process and another folder; return its output."""
         command = [sys.executable, "-c", _PREAMBLE + textwrap.dedent(code), handle]
         done = subprocess.run(command, capture_output=True, text=True, timeout=50, cwd="/", check=False)
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    def kill_host(self, handle: str, replica: int) -> None:
-        """SIGKILL the host process of a replica."""
+    def lose(self, handle: str, replica: int) -> None:
+        """Kill the host."""
         wanted = [b"--app", handle.rpartition("/")[2].encode(), b"--role", b"trainer", b"--replica", b"%d" % replica]
         found = []
         for entry in Path("/proc").iterdir():
@@ -157,3 +116,63 @@ class Apps:
                     found.append(int(entry.name))
         assert found, f"replica {replica} has no host process\n{self.everything(handle)}"
         os.kill(min(found), 9)  # the others are Monarch's, which go with it
+
+    def preempt(self, handle: str, replica: int) -> None:
+        """Have Slurm put the job back into the queue, and start it soon."""
+        app_id = handle.rpartition("/")[2]
+        subprocess.run(["scontrol", "requeue", app_id], check=True)
+        self.until(lambda: self.slurm_state(app_id) == "PENDING", "the queue", handle)
+        assert self.status(handle).state is AppState.PENDING
+        # Slurm would hold it for two minutes.
+        subprocess.run(["scontrol", "update", f"JobId={app_id}", "StartTime=now+3"], check=True)
+
+    @contextlib.contextmanager
+    def pending(self) -> Iterator[str]:
+        """Fill the cluster with another job."""
+        first = self.run(sh("sleep 1000", replicas=4), name="first", exclusive=True)
+        self.until(lambda: self.status(first).state is AppState.RUNNING, "the first job", first)
+        handle = self.run(self.role("true", replicas=2), name="second")
+        self.until(lambda: "PENDING: waits for " in self.status(handle).msg, "a reason", handle)
+        yield handle
+        self.runner.cancel(first)
+
+    def credentials(self, handle: str) -> tuple[str, str]:
+        """Return the credentials in the job's folder, and what Slurm shows of the job."""
+        app_id = handle.rpartition("/")[2]
+        root = Path(self.paths(handle).root)
+        assert root.stat().st_mode & 0o77 == 0
+        secrets = [path.read_text() for path in root.rglob("*") if path.name == "request.json"]
+        shown = subprocess.run(["scontrol", "show", "job", app_id, "-d"], capture_output=True, text=True, check=True)
+        return "".join(secrets), shown.stdout
+
+    def left(self, handle: str) -> Sequence[object]:
+        """Return files of jobs, and what is in the folder for temporary files.
+
+        The link by the job's id stays while Slurm remembers the job: it marks the job as deleted.
+        """
+        jobs = Path(os.environ["MONARCH_STATE_DIR"], "slurm").rglob("*")
+        return [path for path in jobs if path.is_file()] + list(Path(os.environ["TMPDIR"]).iterdir())
+
+    def message_without_client(self) -> str:
+        """Return what a submission and a list say without Slurm's commands."""
+        said = []
+        with pytest.MonkeyPatch.context() as without:
+            without.setenv("PATH", "/nonexistent")
+            words = "is not on the PATH.*Debian: slurm-client"
+            for ask in (lambda: self.run(self.role("true")), lambda: self.runner.list(NAME)):
+                with pytest.raises(ComponentValidationException, match=words) as caught:
+                    ask()
+                said.append(str(caught.value))
+        return said[0]
+
+    def close(self) -> None:
+        """End what still runs."""
+        left = [handle.rpartition("/")[2] for handle in self._handles]
+        for app_id in left:
+            subprocess.run(["scancel", app_id], check=False, capture_output=True, timeout=240)
+        until = time.monotonic() + 60
+        running = ("RUNNING", "COMPLETING")
+        while any(job.state in running for app_id in left for job in native.live_job(app_id)):
+            assert time.monotonic() < until, "jobs do not end"
+            time.sleep(0.1)
+        self.runner.close()

@@ -37,4 +37,4 @@ def apps(
     monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
     apps = Apps(tmp_path)
     yield apps
-    apps.end()
+    apps.close()

@@ -12,7 +12,7 @@ import pytest
 from torchx.specs import AppState
 from torchx.specs.finder import ComponentValidationException
 
-from tests.clusters.slurm.apps import Apps, sh, spmd
+from tests.clusters.slurm.apps import Apps, sh
 
 R, P, S, F, C = AppState.RUNNING, AppState.PENDING, AppState.SUCCEEDED, AppState.FAILED, AppState.CANCELLED
 
@@ -24,7 +24,7 @@ def states(apps: Apps, handle: str) -> list[AppState]:
 
 
 def test_each_array_task_is_a_run_of_its_own_and_the_app_is_all_of_them(apps: Apps, tmp_path: Path) -> None:
-    script = apps.script("""
+    script = apps.program("""
         import os, time
         env = os.environ
         what = [env["SLURM_ARRAY_" + name] for name in ("JOB_ID", "TASK_ID", "TASK_COUNT", "TASK_MIN", "TASK_MAX")]
@@ -37,7 +37,7 @@ def test_each_array_task_is_a_run_of_its_own_and_the_app_is_all_of_them(apps: Ap
     """)
     go = tmp_path / "go"
     # Two of them at a time share two nodes: their hosts meet at different ports.
-    handle = apps.run(spmd(script, nproc=1, env={"GO": str(go)}), array="2-6:2%2")
+    handle = apps.run(apps.torchrun(script, nproc=1, env={"GO": str(go)}), array="2-6:2%2")
     app_id = handle.rpartition("/")[2]
     for replica in range(4):
         apps.wait_for_output(handle, "rank", replica)
@@ -45,14 +45,14 @@ def test_each_array_task_is_a_run_of_its_own_and_the_app_is_all_of_them(apps: Ap
     assert (status.state, states(apps, handle)) == (R, [R, R, R, R, P, P])
     assert "array tasks: 2 running, 1 pending" in status.msg
     assert [replica.hostname for replica in status.roles[0].replicas[:4]] == ["n1", "n2"] * 2
-    assert apps.listed() == [("app", R)]
+    assert apps.mine() == [("app", R)]
     assert apps.status(f"{handle}_6").state is P
     go.touch()
     status = apps.wait(handle, F)
     assert states(apps, handle) == [S, S, F, F, S, S]
     assert status.msg == "array task 4: role trainer ended with exit code 1"
     assert json.loads(status.structured_error_msg)["message"]["message"].startswith("array task 4: rank 1 (local")
-    assert apps.listed() == [("app", F)]
+    assert apps.mine() == [("app", F)]
     told = apps.fresh(
         handle,
         """
@@ -71,7 +71,7 @@ def test_each_array_task_is_a_run_of_its_own_and_the_app_is_all_of_them(apps: Ap
         assert f"{replica} [default{replica % 2}]:{line}" in told
     assert f"alone [default1]:{line}" in told
     with pytest.raises(ValueError, match="has no replica 6; it has 0 to 5"):
-        apps.log(handle, 6)
+        apps.output(handle, 6)
 
 
 def test_one_array_task_is_cancelled_and_then_all(apps: Apps) -> None:
@@ -84,17 +84,17 @@ def test_one_array_task_is_cancelled_and_then_all(apps: Apps) -> None:
     apps.runner.cancel(f"{handle}_3")  # while others of them wait
     apps.runner.cancel(f"{handle}_5")  # while it waits itself
     assert apps.wait(f"{handle}_3", C).msg == "cancelled"
-    assert apps.log(handle, 1, "r").startswith("waiting\nsaved\n")
+    assert apps.output(handle, 1, "r").startswith("waiting\nsaved\n")
     apps.wait(f"{handle}_5", C)
     apps.wait_for_output(handle, "waiting", 2, role="r")
     assert (apps.status(handle).state, states(apps, handle)) == (R, [R, C, R, C])
     apps.runner.cancel(handle)
     status = apps.wait(handle, C)
     assert (status.msg, states(apps, handle)) == ("cancelled", [C, C, C, C])
-    assert [apps.log(handle, replica, "r").count("saved") for replica in range(4)] == [1, 1, 1, 0]
+    assert [apps.output(handle, replica, "r").count("saved") for replica in range(4)] == [1, 1, 1, 0]
     root = Path(apps.paths(handle).root)
     apps.runner.delete(handle)
-    assert (apps.runner.status(handle), apps.runner.status(f"{handle}_2"), apps.listed()) == (None, None, [])
+    assert (apps.runner.status(handle), apps.runner.status(f"{handle}_2"), apps.mine()) == (None, None, [])
     assert not root.exists()
 
 
@@ -124,10 +124,10 @@ def test_whole_array_is_cancelled_while_some_run_and_some_wait(apps: Apps) -> No
     apps.runner.cancel(handle)
     apps.wait(handle, C)
     assert states(apps, handle) == [C] * 17
-    assert [apps.log(handle, replica, "r").count("saved") for replica in (0, 1, 2)] == [1, 1, 0]
+    assert [apps.output(handle, replica, "r").count("saved") for replica in (0, 1, 2)] == [1, 1, 0]
 
 
 def test_array_that_the_cluster_does_not_take(apps: Apps) -> None:
     with pytest.raises(ComponentValidationException, match="--array=0-5000 .* MaxArraySize is 1001, so .* to 1000"):
         apps.run(sh("true"), array="0-5000")
-    assert apps.listed() == []
+    assert apps.mine() == []

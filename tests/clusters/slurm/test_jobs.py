@@ -15,7 +15,7 @@ import pytest
 from torchx.specs import AppState, RetryPolicy
 from torchx.specs.finder import ComponentValidationException
 
-from tests.clusters.slurm.apps import Apps, sh, spmd
+from tests.clusters.slurm.apps import Apps, sh
 from tests.clusters.slurm.cluster import SlurmCluster
 
 WAITS = """
@@ -32,7 +32,7 @@ WAITS = """
 
 
 def test_slurm_knows_that_a_job_was_cancelled(apps: Apps) -> None:
-    handle = apps.run(spmd(apps.script(WAITS)))
+    handle = apps.run(apps.torchrun(apps.program(WAITS)))
     apps.wait_for_output(handle, "waiting", 0, times=2)
     apps.runner.cancel(handle)
     assert apps.wait(handle, AppState.CANCELLED).msg == "cancelled"
@@ -40,7 +40,7 @@ def test_slurm_knows_that_a_job_was_cancelled(apps: Apps) -> None:
 
 
 def test_scancel_gives_them_slurms(apps: Apps) -> None:
-    handle = apps.run(spmd(apps.script(WAITS)))
+    handle = apps.run(apps.torchrun(apps.program(WAITS)))
     apps.wait_for_output(handle, "waiting", 0, times=2)
     apps.wait_for_output(handle, "waiting", 1, times=2)
     subprocess.run(["scancel", handle.rpartition("/")[2]], check=True)
@@ -62,10 +62,10 @@ def test_roles_are_components_and_a_sidecar_ends_with_the_others(apps: Apps) -> 
     app_id = handle.rpartition("/")[2]
     hosts = {f"{r.role}/{r.id}": r.hostname for role in status.roles for r in role.replicas}
     assert len(set(hosts.values())) == 4
-    assert apps.log(handle, role="last") == "done\n"
+    assert apps.output(handle, role="last") == "done\n"
     for replica in (0, 1):
-        assert apps.log(handle, replica, "reader").startswith(f"{replica} of {app_id}, {hosts['main/0']}\nbye\n")
-    assert apps.listed() == [("app", AppState.SUCCEEDED)]
+        assert apps.output(handle, replica, "reader").startswith(f"{replica} of {app_id}, {hosts['main/0']}\nbye\n")
+    assert apps.mine() == [("app", AppState.SUCCEEDED)]
 
 
 def test_failing_role_ends_the_others(apps: Apps) -> None:
@@ -94,14 +94,14 @@ def test_role_is_started_again_while_the_others_live(apps: Apps, tmp_path: Path)
         lambda: [role.replicas[0].state for role in apps.status(handle).roles] == [AppState.RUNNING] * 2, "both", handle
     )
     assert apps.status(handle).num_restarts == 1
-    assert "restart" not in apps.log(handle, role="main")
+    assert "restart" not in apps.output(handle, role="main")
 
 
 def test_an_exit_code_may_ask_for_no_other_start(apps: Apps, tmp_path: Path) -> None:
-    program = apps.script(f"open('{tmp_path}/trainer', 'a').write('x\\n'); raise SystemExit(3)")
+    program = apps.program(f"open('{tmp_path}/trainer', 'a').write('x\\n'); raise SystemExit(3)")
     handles = [
         apps.run(sh(f"echo x >> {tmp_path}/r; exit 78", max_retries=2)),
-        apps.run(spmd(program, 1, 1, max_retries=2), retry_on="4"),
+        apps.run(apps.torchrun(program, replicas=1, nproc=1, max_retries=2), retry_on="4"),
     ]
     whys = ("exit code 78 (EX_CONFIG) asks for no restart", "exit code 3 is not one of 4 (retry_on)")
     for handle, name, why in zip(handles, ("r", "trainer"), whys, strict=True):
@@ -142,13 +142,13 @@ def test_an_app_of_500_replicas(apps: Apps) -> None:
     assert status.state is AppState.PENDING
     assert [replica.id for replica in status.roles[0].replicas] == list(range(500))
     assert {replica.state for replica in status.roles[0].replicas} == {AppState.PENDING}
-    assert apps.listed() == [("many", AppState.PENDING)]
+    assert apps.mine() == [("many", AppState.PENDING)]
     assert apps.fresh(handle, "print(runner.describe(handle).roles[0].num_replicas)") == "500\n"
-    assert apps.log(handle, 499, "r") == ""
+    assert apps.output(handle, 499, "r") == ""
     apps.runner.cancel(handle)
     apps.wait(handle, AppState.CANCELLED)
     apps.runner.delete(handle)
-    assert apps.listed() == []
+    assert apps.mine() == []
 
 
 def test_workspace_and_job_dir(apps: Apps, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +157,7 @@ def test_workspace_and_job_dir(apps: Apps, tmp_path: Path, monkeypatch: pytest.M
     handle = apps.run(sh("cat here.txt; pwd"), job_dir=str(tmp_path / "job"), workspace=str(tmp_path / "ws"))
     apps.wait(handle, AppState.SUCCEEDED)
     monkeypatch.chdir("/")
-    assert apps.log(handle, 0, "r") == f"from the workspace\n{tmp_path / 'job'}\n"
+    assert apps.output(handle, 0, "r") == f"from the workspace\n{tmp_path / 'job'}\n"
     assert Path(apps.paths(handle).root).parent == tmp_path / "job"
 
 
@@ -182,7 +182,7 @@ def test_jobs_that_the_controller_has_forgotten(
         status = apps.status(bad)
         assert (status.state, status.msg) == (AppState.FAILED, "role r ended with exit code 7")
         assert apps.status(held).roles[0].replicas[3].hostname == "n4"
-        assert apps.listed() == [
+        assert apps.mine() == [
             ("bad", AppState.FAILED),
             ("good", AppState.SUCCEEDED),
             ("held", AppState.SUCCEEDED),
@@ -195,7 +195,7 @@ def test_jobs_that_the_controller_has_forgotten(
         # Not even Slurm's commands are needed any more.
         with monkeypatch.context() as without:
             without.setenv("PATH", "/nonexistent")
-            assert apps.log(good, 0, "r") == "well\n"
+            assert apps.output(good, 0, "r") == "well\n"
             assert apps.status(bad).state is AppState.FAILED
             assert apps.status(several).state is AppState.FAILED
     finally:

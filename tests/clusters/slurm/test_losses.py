@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torchx.specs import AppState
 
-from tests.clusters.slurm.apps import Apps, sh, spmd
+from tests.clusters.slurm.apps import Apps, sh
 from tests.clusters.slurm.cluster import SlurmCluster
 
 CHECKPOINTS = """
@@ -32,13 +32,13 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_an_elastic_job_succeeds_without_a_host(apps: Apps, checkpoint: Path) -> None:
-    role = spmd(apps.script(CHECKPOINTS), env={"CHECKPOINT": str(checkpoint)}, min_replicas=1)
+    role = apps.torchrun(apps.program(CHECKPOINTS), env={"CHECKPOINT": str(checkpoint)}, min_replicas=1)
     role.args[1] = "1:2"
     handle = apps.run(role)
     for replica in (0, 1):
         apps.wait_for_output(handle, "attempt 0", replica, times=2)
     checkpoint.touch()
-    apps.kill_host(handle, 1)
+    apps.lose(handle, 1)
     status = apps.wait(handle, AppState.SUCCEEDED)
     assert [one.state for one in status.roles[0].replicas] == [AppState.SUCCEEDED, AppState.FAILED]
 
@@ -51,10 +51,10 @@ def test_commands_fail_with_fewer_than_min_replicas(apps: Apps, fails: str, stat
 
 
 def test_fails_after_a_host_was_killed_without_retries(apps: Apps, checkpoint: Path) -> None:
-    handle = apps.run(spmd(apps.script(CHECKPOINTS), env={"CHECKPOINT": str(checkpoint)}))
+    handle = apps.run(apps.torchrun(apps.program(CHECKPOINTS), env={"CHECKPOINT": str(checkpoint)}))
     for replica in (0, 1):
         apps.wait_for_output(handle, "attempt 0", replica, times=2)
-    apps.kill_host(handle, 1)
+    apps.lose(handle, 1)
     status = apps.wait(handle, AppState.FAILED)
     assert "host 1 (n2" in status.structured_error_msg
 
@@ -67,7 +67,7 @@ def test_goes_on_after_the_job_was_queued_again(
     after the loss of a node."""
     scratch = tempfile.mkdtemp(dir="/tmp")  # what the power takes with it cannot clean up
     monkeypatch.setenv("TMPDIR", scratch)
-    handle = apps.run(spmd(apps.script(CHECKPOINTS), env={"CHECKPOINT": str(checkpoint)}), requeue=True)
+    handle = apps.run(apps.torchrun(apps.program(CHECKPOINTS), env={"CHECKPOINT": str(checkpoint)}), requeue=True)
     app_id = handle.rpartition("/")[2]
     for replica in (0, 1):
         apps.wait_for_output(handle, "attempt 0", replica, times=2)
@@ -95,4 +95,4 @@ def test_goes_on_after_the_job_was_queued_again(
     assert len(set(hosts)) == 2
     assert way != "node" or "n2" not in hosts
     for replica in (0, 1):
-        assert apps.log(handle, replica).count("resumed") == 2
+        assert apps.output(handle, replica).count("resumed") == 2

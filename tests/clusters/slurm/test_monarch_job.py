@@ -54,7 +54,7 @@ def test_a_program_of_monarchs_documentation(apps: Apps, cluster: SlurmCluster, 
     assert said == EXPECTED
     app = apps.runner.list(NAME)[0]  # the newest; those of other tests are this user's, too
     assert app.state is AppState.CANCELLED
-    lines = apps.log(app.app_handle, 0, role="trainers") + apps.log(app.app_handle, 1, role="trainers")
+    lines = apps.output(app.app_handle, 0, role="trainers") + apps.output(app.app_handle, 1, role="trainers")
     assert lines.count("Hello from Monarch") == 4
     assert "INSECURE" not in lines
 
@@ -76,9 +76,9 @@ def test_a_controller_has_the_meshes_of_all_roles(apps: Apps, tmp_path: Path) ->
     meshes = "trainers=2,loaders=1"
     words = ["--meshes", meshes, "--cpu", "1", "--env", "WHO=me", "--image", str(tmp_path), "main.py", "3"]
     handle = apps.runner.run_component("monarch.controller", words, NAME)
-    apps._handles.append(handle)
+    apps.adopt(handle)
     status = apps.wait(handle, AppState.FAILED)
-    said = apps.log(handle, 0, role="trainers")
+    said = apps.output(handle, 0, role="trainers")
     assert "trainers [(0, 'me', False), (1, 'me', False)]" in said, said
     assert "loaders [(0, 'me', False)]" in said
     assert json.loads(status.structured_error_msg)["message"]["errorCode"] == 3

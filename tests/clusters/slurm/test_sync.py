@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torchx.specs import AppDef
 
-from tests.clusters.slurm.apps import NAME, Apps, spmd
+from tests.clusters.slurm.apps import NAME, Apps
 from tests.clusters.slurm.cluster import SlurmCluster
 from torchx_monarch.backends.core import client_credentials
 from torchx_monarch.client.job import SPMDJob
@@ -33,7 +33,7 @@ def test_nodes_get_changed_code_before_a_run(apps: Apps, cluster: SlurmCluster, 
         (root / f"module{number}.py").write_text(f"VALUE = {number}\n" * 100)
     program = "import os\nfrom module0 import VALUE\nprint(VALUE, os.getcwd(), flush=True)\n"
     (root / "train.py").write_text(program)
-    app = AppDef("held", [spmd(Path("train.py"), nproc=1)])
+    app = AppDef("held", [apps.torchrun("train.py", nproc=1)])
     cfg = {"grace": 5, "preload": "none"}
     taken = serve(app, NAME, cfg, runner=apps.runner, idle_timeout=300)
     apps.adopt(taken.handle)
