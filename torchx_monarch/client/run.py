@@ -46,10 +46,6 @@ class Records:
     def of(cls, hosts: Hosts, greeting: dict[str, Any]) -> Records:
         """Start or follow a run, after waiting for hosts that have not started yet.
 
-        Args:
-            hosts: the hosts of the allocation.
-            greeting: the ``run`` or ``follow`` message.
-
         Raises:
             AllocationError: the hosts have ended, or did not start in time.
             UnreachableError: the hosts cannot be reached.

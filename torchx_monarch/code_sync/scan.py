@@ -78,12 +78,7 @@ class StatCache:
 
     @classmethod
     def load(cls, path: str, root: str) -> StatCache:
-        """Read the cache of a workspace; return an empty one if the file is missing or unusable.
-
-        Args:
-            path: path of the cache file.
-            root: path of the workspace.
-        """
+        """Read the cache of the workspace ``root``; return an empty one if the file is missing or unusable."""
         try:
             with open(path, encoding="utf-8") as file:
                 values: Any = json.load(file)
@@ -94,12 +89,7 @@ class StatCache:
         return cls()
 
     def save(self, path: str, root: str) -> None:
-        """Write the cache to a file. Ignores errors: without a cache, the next scan reads all files.
-
-        Args:
-            path: path of the cache file.
-            root: path of the workspace.
-        """
+        """Write the cache to a file. Ignores errors: without a cache, the next scan reads all files."""
         values = {
             "version": _VERSION,
             "root": root,

@@ -35,9 +35,6 @@ class WorkFolder:
         path: current path of the folder.
         users: number of runs that use it.
         tree: hash of the tree that it holds; empty before the first checkout and after a failed one.
-
-    Args:
-        path: path of the folder to create.
     """
 
     def __init__(self, path: str) -> None:

@@ -48,10 +48,6 @@ def is_actors(words: Sequence[str]) -> bool:
 def parse_actors(command: Command, env: Mapping[str, str]) -> Actors:
     """Parse the options of a command of kind ``actors``.
 
-    Args:
-        command: the result of ``command.parse``.
-        env: environment variables of the command.
-
     Raises:
         CommandError: an option is invalid, or the command after ``--`` is not a Python command.
     """

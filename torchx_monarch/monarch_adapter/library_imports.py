@@ -77,10 +77,6 @@ def redirect(library: str, functions: Mapping[str, int]) -> Callable[[], None]:
 def entries(library: str, names: tuple[str, ...]) -> Iterator[tuple[str, int]]:
     """Find the GOT entries of a loaded library that hold the addresses of imported functions.
 
-    Args:
-        library: path of the library's file.
-        names: names of the functions.
-
     Yields:
         The name of a function and the address of an entry for it.
 

@@ -102,9 +102,6 @@ def install(library: str) -> Callable[[], None]:
     A rejected peer reads the end of the connection. The library gets ECONNABORTED, as if the peer had closed the
     connection before it was accepted. Sockets of other families are not affected.
 
-    Args:
-        library: path of the library's file.
-
     Returns:
         A function that undoes it.
 

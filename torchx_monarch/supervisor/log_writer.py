@@ -142,12 +142,7 @@ class ReplicaLogs:
         return next((file.reason for file in self._files.values() if file.lost), "")
 
     def feed(self, stream: str, data: bytes) -> None:
-        """Write data that was read from a pipe.
-
-        Args:
-            stream: STDOUT or STDERR.
-            data: the bytes.
-        """
+        """Write data that was read from the pipe of STDOUT or STDERR."""
         self._files[stream].write(data)
         pending = self._pending[stream] + data if self._pending[stream] else data
         end = pending.rfind(b"\n") + 1

@@ -140,13 +140,7 @@ class Replica:
         return True
 
     def adopt(self, pid: int, started: float, pipes: Sequence[int]) -> None:
-        """Manage a process that was started as ``start`` does.
-
-        Args:
-            pid: pid of the process.
-            started: when it was started, in seconds since the epoch.
-            pipes: read ends of its stdout and stderr.
-        """
+        """Manage a process that was started as ``start`` does; ``pipes`` are the read ends of its stdout and stderr."""
         self.record.pid, self.record.state, self.record.started = pid, State.RUNNING, started
         for stream, end in zip((log_writer.STDOUT, log_writer.STDERR), pipes, strict=True):
             os.set_blocking(end, False)
@@ -245,11 +239,7 @@ class Replica:
         self.logs.say(f"replica {self.name} is restarted (restart {self.record.restarts})")
 
     def terminate(self, hosts: Sequence[int]) -> None:
-        """Ask the replica to stop, once: send SIGTERM to its hosts, or to its process group if it has none.
-
-        Args:
-            hosts: the host processes of this replica (``processes.hosts``).
-        """
+        """Ask the replica to stop, once: send SIGTERM to its hosts, or to its process group if it has none."""
         pid = self.record.pid
         if self.stopping or pid is None or not self.alive:
             return

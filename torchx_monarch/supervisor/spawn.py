@@ -41,11 +41,6 @@ class SpawnError(OSError):
 def find_program(name: str, path: str, cwd: str) -> str:
     """Return the path of a command's program: the first match on PATH, then in the working directory.
 
-    Args:
-        name: the first word of the command.
-        path: the value of PATH.
-        cwd: the working directory.
-
     Raises:
         SpawnError: the program does not exist, or is not executable.
     """
@@ -71,12 +66,6 @@ def variables(run_dir: str, role: int, replica: int, restarts: int) -> dict[str,
     """Return the variables that differ between the starts of a replica: the restart number and the stop file.
 
     The stop file exists once the supervisor has asked this start to stop: any other SIGTERM means preemption.
-
-    Args:
-        run_dir: the app's folder for sockets.
-        role: index of the role.
-        replica: id of the replica.
-        restarts: how often the replica was restarted.
     """
     stop_file = os.path.join(run_dir, f"stop.{role}.{replica}.{restarts}")
     return {"MONARCH_RESTART": str(restarts), "MONARCH_STOP_FILE": stop_file}

@@ -40,11 +40,6 @@ def check_options(options: AWSBatchOpts) -> None:
 def check_app(app: AppDef, roles: Sequence[RoleSpec], options: AWSBatchOpts) -> None:
     """Check that Batch can run an app and that its hosts can find each other; warn of roles that end with the first.
 
-    Args:
-        app: the app.
-        roles: what is known of its roles.
-        options: the run options.
-
     Raises:
         UserError: Batch cannot run the app; the message says what is allowed.
     """

@@ -23,12 +23,6 @@ _LOWEST_MEMORY = 4
 def properties(role: Role, command: list[str], env: Mapping[str, str], cfg: AWSBatchOpts) -> dict[str, Any]:
     """Return the container properties of all nodes of a role.
 
-    Args:
-        role: the role.
-        command: the words of its command, with macros replaced.
-        env: its environment, with macros replaced.
-        cfg: the run options.
-
     Raises:
         UserError: Batch cannot provide a resource or mount of the role, or a ulimit is malformed.
     """

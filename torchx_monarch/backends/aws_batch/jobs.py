@@ -28,11 +28,7 @@ _log = logging.getLogger("torchx_monarch")
 
 
 class Jobs:
-    """The jobs of an account and region.
-
-    Args:
-        aws: sends the requests.
-    """
+    """The jobs of an account and region."""
 
     def __init__(self, aws: Aws) -> None:
         self._aws = aws
@@ -40,11 +36,6 @@ class Jobs:
 
     def submit(self, job: BatchJob, submitted: SubmittedApp, credentials: str) -> None:
         """Submit a job that holds its app, unless that is too large.
-
-        Args:
-            job: the request.
-            submitted: the app.
-            credentials: the secret of its hosts.
 
         Raises:
             UserError: this request was submitted before.

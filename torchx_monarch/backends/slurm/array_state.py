@@ -82,10 +82,6 @@ def derive_outcome(folder: JobFolder, tasks: Mapping[int, JobState]) -> Outcome:
 
     The array ends when all of its tasks have ended: FAILED if any failed, else CANCELLED if any was cancelled, else
     SUCCEEDED. Until then it is RUNNING if any task is running, else PENDING.
-
-    Args:
-        folder: the array's folder.
-        tasks: the states of its tasks, by index.
     """
     states_of = [task.state for task in tasks.values()]
     if not all(state.is_terminal for state in states_of):

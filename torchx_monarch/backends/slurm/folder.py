@@ -110,15 +110,9 @@ class ArrayTaskFolder(JobFolder):
         return f"{self.root}.log"
 
 
-def run_folder(paths: JobFolder, request: Mapping[str, Any], environ: Mapping[str, str]) -> JobFolder:
-    """Return the folder of the run that this process belongs to: the array task's, or the job's if it is no array.
-
-    Args:
-        paths: the folder of the whole job.
-        request: the content of its request.json.
-        environ: the environment of this process.
-    """
-    return paths.task(int(environ["SLURM_ARRAY_TASK_ID"])) if request["sbatch"].get("array") else paths
+def run_folder(whole: JobFolder, request: Mapping[str, Any], environ: Mapping[str, str]) -> JobFolder:
+    """Return the folder of the run that this process belongs to: the array task's, or the job's if it is no array."""
+    return whole.task(int(environ["SLURM_ARRAY_TASK_ID"])) if request["sbatch"].get("array") else whole
 
 
 def jobs_dir() -> str:
@@ -205,12 +199,7 @@ def note(folder: str, comment: str | None) -> str:
 
 
 def read_request(paths: JobFolder, node: str) -> dict[str, Any]:
-    """Read request.json; exit the process with a message if this node cannot read it.
-
-    Args:
-        paths: the job's folder.
-        node: the node's name, for the message.
-    """
+    """Read request.json; exit the process with a message if this node cannot read it."""
     data = state_files.read_json(paths.request)
     if data is None:
         sys.exit(f"node {node} cannot read {paths.request}: all nodes must see that folder (run option job_dir)")

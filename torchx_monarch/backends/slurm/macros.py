@@ -13,11 +13,7 @@ RANK0_HOST = "TORCHX_RANK0_HOST"
 
 
 def nodes_variable(role: int) -> str:
-    """Return the name of the variable with a role's node list, set for every task.
-
-    Args:
-        role: the role's index in the app.
-    """
+    """Return the name of the variable with the node list of the role of this index, set for every task."""
     return f"MONARCH_NODES_{role}"
 
 
@@ -35,15 +31,7 @@ def first_node(nodes: str) -> str:
 def substitute(
     command: Sequence[str], env: Mapping[str, str], image: str, app_id: str, replica: int
 ) -> tuple[list[str], dict[str, str]]:
-    """Substitute TorchX's macros as ``torchx.specs.macros.Values`` does, and return command and environment.
-
-    Args:
-        command: the role's command, with macros.
-        env: the role's environment, with macros.
-        image: the value of ``img_root``.
-        app_id: the value of ``app_id``.
-        replica: the value of ``replica_id``.
-    """
+    """Substitute TorchX's macros as ``torchx.specs.macros.Values`` does, and return command and environment."""
     values = {"img_root": image, "app_id": app_id, "replica_id": str(replica), "rank0_env": RANK0_HOST}
 
     def fill(text: str) -> str:

@@ -79,9 +79,6 @@ def client_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for Slurm's commands.
 
     Within a job, SLURM_* variables are left out: they describe that job, and sbatch would read them as options.
-
-    Args:
-        environ: the environment of this process.
     """
     inside = "SLURM_JOB_ID" in environ
     return {

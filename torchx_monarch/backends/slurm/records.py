@@ -130,12 +130,7 @@ class TaskRecord(ReplicaRecord):
 
 
 def read(cls: type[T], path: str) -> T | None:
-    """Read a file; return None if it is missing or damaged.
-
-    Args:
-        cls: the data class of its content.
-        path: the file.
-    """
+    """Read a file; return None if it is missing or damaged."""
     return checked(cls, path)[0]
 
 

@@ -123,12 +123,10 @@ class SlurmRequest:
         return _COMPONENTS_OWN if len(self.roles) > 1 else ()
 
     def step(self, role: int) -> list[str]:
-        """Return the command that starts a role's step; the caller appends the app's id and the number of restarts.
+        """Return the command that starts the step of the role of this index.
 
-        setsid keeps signals to the batch step's session away from srun, which would end the tasks.
-
-        Args:
-            role: the role's index.
+        The caller appends the app's id and the number of restarts. setsid keeps signals to the batch step's session
+        away from srun, which would end the tasks.
         """
         group = [f"--het-group={role}"] if len(self.roles) > 1 else []
         options = [*group, *option_words(self.roles[role].srun), "--input=none", "--label"]
@@ -144,9 +142,6 @@ class SlurmRequest:
 
         Options are on the command line because variables such as SBATCH_PARTITION override those in the script, and
         because the script's quoting rules differ between versions of Slurm.
-
-        Args:
-            script: path of the batch script.
         """
         words = ["sbatch", "--parsable", "--export=ALL"]
         for index, role in enumerate(self.roles):
@@ -192,12 +187,7 @@ class SlurmRequest:
 
 
 def decode_or_exit(paths: JobFolder, data: Any) -> SlurmRequest:
-    """Decode the request in a process of the job; exit the process with a message if the file is damaged.
-
-    Args:
-        paths: the job's folder.
-        data: the content of its request.json.
-    """
+    """Decode the request in a process of the job; exit the process with a message if the file is damaged."""
     try:
         return SlurmRequest.from_json(data)
     except codec.DecodeError as error:

@@ -217,12 +217,7 @@ def _replicas(job: JobState, role: RoleSpec, index: int, brief: bool) -> list[Re
 
 
 def _replica_state(job: State, record: TaskRecord | None) -> State:
-    """Return the state of a replica.
-
-    Args:
-        job: the state of its job.
-        record: its record, if it counts.
-    """
+    """Return the state of a replica from its job's state and its record, which is None if it does not count."""
     if job is State.PENDING:
         return State.PENDING
     if job.is_terminal:
@@ -243,12 +238,7 @@ def _restarts(job: JobState) -> int:
 
 
 def _concatenated(spec: RoleSpec, runs: Sequence[RoleSnapshot]) -> RoleSnapshot:
-    """Return the role of an array, with the replicas of all of its tasks.
-
-    Args:
-        spec: the role in one array task.
-        runs: the role in each array task.
-    """
+    """Return the role of an array, with the replicas of all of its tasks, from the role in each of them."""
     fewest = None if spec.min_replicas is None else spec.min_replicas * len(runs)
     whole = replace(spec, replicas=spec.replicas * len(runs), min_replicas=fewest)
     every = [
@@ -266,12 +256,7 @@ def prefix_message(error: str, prefix: str) -> str:
 
 
 def locate_replica(app: SlurmSnapshot, role: str, replica: int) -> tuple[str, JobState, int]:
-    """Locate a replica in the job or array task that runs it.
-
-    Args:
-        app: the app.
-        role: name of the role.
-        replica: the replica's number in the app.
+    """Locate a replica, by its number in the app, in the job or array task that runs it.
 
     Returns:
         The id of the job or array task, its state, and the replica's number there.

@@ -11,12 +11,7 @@ RUNNING = "RUNNING"
 
 
 class JobCommands:
-    """Slurm's commands for one job.
-
-    Args:
-        job_id: id of the job or the array task.
-        is_array_task: whether it is an array task.
-    """
+    """Slurm's commands for one job."""
 
     def __init__(self, job_id: str, is_array_task: bool) -> None:
         self.job_id = job_id

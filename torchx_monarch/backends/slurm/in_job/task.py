@@ -39,12 +39,7 @@ _TOLD_WITHIN = 0.5
 
 
 class Task:
-    """Run one replica.
-
-    Args:
-        started_task: the task as ``task_start.begin`` returns it.
-        request: the job's request.
-    """
+    """Run one replica."""
 
     def __init__(self, started_task: StartedTask, request: SlurmRequest) -> None:
         self._started_task = started_task
