@@ -17,7 +17,7 @@ from torchx.specs import AppDef, InvalidRunConfigException, Resource, RetryPolic
 from torchx.specs.finder import ComponentValidationException
 
 from torchx_monarch.backends.core import state_files
-from torchx_monarch.backends.slurm import folder, job_state, native, prune, states
+from torchx_monarch.backends.slurm import folder, job_state, macros, native, prune, states
 from torchx_monarch.backends.slurm.backend import SlurmBackend
 from torchx_monarch.backends.slurm.macros import first_node
 from torchx_monarch.backends.slurm.native import Job
@@ -149,9 +149,10 @@ def test_hosts_look_after_each_other_and_other_programs_do_not(runner: Runner) -
 
 def test_macros_are_filled_in_on_the_node(runner: Runner) -> None:
     _, reader = dryrun(runner, app()).roles
-    assert reader.substitute("42", 2)[0] == ["sh", "-c", "echo 2 $x 42"]
+    command, _ = macros.substitute(reader.command, reader.env, reader.image, "42", 2)
+    assert command == ["sh", "-c", "echo 2 $x 42"]
     trainer, _ = dryrun(runner, app(env={"WHERE": "${rank0_env}", "K": "${replica_id}$$"})).roles
-    env = trainer.substitute("42", 1)[1]
+    _, env = macros.substitute(trainer.command, trainer.env, trainer.image, "42", 1)
     assert (env["WHERE"], env["K"], env["TORCHX_JOB_ID"]) == ("TORCHX_RANK0_HOST", "1$", "monarch_slurm://torchx/42")
 
 

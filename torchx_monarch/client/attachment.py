@@ -15,7 +15,7 @@ import re
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torchx.runner import Runner, get_runner
@@ -23,15 +23,13 @@ from torchx.runner import Runner, get_runner
 from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.target import Target
 from torchx_monarch.exceptions import ClientError, UnreachableError
+from torchx_monarch.monarch_adapter import monarch_api
 from torchx_monarch.transport import local_addresses
 from torchx_monarch.transport.address import Address
 from torchx_monarch.transport.local_addresses import NetworkOptions
 
 _ANSWER_EVERY = 5.0
 """Seconds to wait for replica 0's answer; then the caller checks whether the job is still alive, and retries."""
-
-_STOP_TIMEOUT = 5.0
-"""Seconds that Monarch gets to stop this process's meshes before the hosts end."""
 
 
 class HostsNotReadyError(Exception):
@@ -104,13 +102,9 @@ class JobConnections:
 
     Attributes:
         meshes: Monarch host meshes to stop in ``close``.
-
-    Args:
-        stop_mesh: called with a mesh and a timeout in seconds; stops the mesh.
     """
 
-    def __init__(self, stop_mesh: Callable[[Any, float], None]) -> None:
-        self._stop_mesh = stop_mesh
+    def __init__(self) -> None:
         self._runner: Runner | None = None
         self._attachments: dict[str, Attachment] = {}
         self.meshes: list[Any] = []
@@ -143,7 +137,7 @@ class JobConnections:
         """Stop this process's meshes if the hosts are still connected, then close all connections."""
         for mesh in self.meshes if self.is_open else ():
             with contextlib.suppress(Exception):
-                self._stop_mesh(mesh, _STOP_TIMEOUT)
+                monarch_api.stop_mesh(mesh)
         self.meshes.clear()
         for attachment in self._attachments.values():
             attachment.link.close()

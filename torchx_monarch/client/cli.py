@@ -177,7 +177,7 @@ def _stream_and_exit(hosts: Hosts, records: Records, verbose: bool, ends: bool =
     """
     collector = Collector("stream", say if verbose else None)
     try:
-        result = collect_with_interrupts(hosts, records, collector, say) if ends else collector.collect(records)
+        result = collect_with_interrupts(hosts, records, collector) if ends else collector.collect(records)
     except KeyboardInterrupt:
         sys.exit(130)
     finally:

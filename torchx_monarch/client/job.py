@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from torchx_monarch.client.hosts import START_TIMEOUT, AllocationStatus, Hosts, say
+from torchx_monarch.client.hosts import START_TIMEOUT, AllocationStatus, Hosts
 from torchx_monarch.client.result import RunInfo, RunResult
 from torchx_monarch.client.run import Collector, Records, RunHandle, collect_with_interrupts
 from torchx_monarch.client.run_message import run_message
@@ -192,7 +192,7 @@ class SPMDJob:
         records = Records.of(self._hosts, run_message(self._hosts, script_args, options))
         try:
             collector = Collector(options.output, options.on_phase)
-            result = collect_with_interrupts(self._hosts, records, collector, say)
+            result = collect_with_interrupts(self._hosts, records, collector)
         finally:
             records.close()
         if options.check and result.exit_code != 0:

@@ -30,9 +30,6 @@ from monarch.job import JobState, JobTrait  # noqa: E402
 
 _log = logging.getLogger("torchx_monarch")
 
-_ATTACH_TIMEOUT = 60.0
-"""Seconds for Monarch to connect to the hosts of a mesh, after all hosts have joined."""
-
 _ASK_EVERY = 1.0
 """Longest pause between two status requests for a job, in seconds; the first pauses are shorter."""
 
@@ -106,7 +103,7 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
         self._out_of_cluster = out_of_cluster
         self._workspace = workspace
         self._handle: str | None = None
-        self._connections = JobConnections(monarch_api.stop_mesh)
+        self._connections = JobConnections()
 
     @property
     def handle(self) -> str | None:
@@ -118,7 +115,7 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
         return {**self.__dict__, "_connections": None}  # sockets cannot be pickled
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _connections=JobConnections(monarch_api.stop_mesh))
+        self.__dict__.update(state, _connections=JobConnections())
 
     # -- the abstract methods and hooks of JobTrait --------------------------------------------------------------------
 
@@ -150,10 +147,7 @@ class MonarchJob(JobTrait):  # type: ignore[misc]
     def _state(self) -> JobState:
         if self._is_this_job():
             return this_job.this_job().state()
-        meshes = {
-            role: monarch_api.host_mesh(role, attachment.addresses, _ATTACH_TIMEOUT)
-            for role, attachment in self._attach().items()
-        }
+        meshes = {role: monarch_api.host_mesh(role, found.addresses) for role, found in self._attach().items()}
         self._connections.meshes += meshes.values()
         return JobState(meshes)
 

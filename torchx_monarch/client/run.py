@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from torchx_monarch.client.connection import Connection
-from torchx_monarch.client.hosts import Hosts
+from torchx_monarch.client.hosts import Hosts, say
 from torchx_monarch.client.result import RankOutput, RunResult, run_result
 from torchx_monarch.client.run_options import Output, check_output
 from torchx_monarch.exceptions import AllocationError, RefusedError, SPMDError, UnreachableError
@@ -167,16 +167,8 @@ class Collector:
             show(stream, placed.decode(errors="surrogateescape"))
 
 
-def collect_with_interrupts(
-    hosts: Hosts, records: Records, collector: Collector, say: Callable[[str], None]
-) -> RunResult:
+def collect_with_interrupts(hosts: Hosts, records: Records, collector: Collector) -> RunResult:
     """Wait for the result of a run. The first Ctrl-C stops the run, the second kills it, the third leaves it alone.
-
-    Args:
-        hosts: the hosts of the allocation.
-        records: the records of the run.
-        collector: processes the records.
-        say: called with a line for the user about each Ctrl-C.
 
     Raises:
         KeyboardInterrupt: the run has ended after a Ctrl-C, or the user pressed Ctrl-C a third time.

@@ -20,9 +20,6 @@ from monarch.job import JobState  # noqa: E402
 VARIABLE = "MONARCH_THIS_JOB"
 """Environment variable of the script: path of the JSON file with the hosts, which ``host.actor_workload`` writes."""
 
-_ATTACH_TIMEOUT = 60.0
-"""Seconds for Monarch to connect to the hosts of a mesh, all of which run before the script starts."""
-
 
 class ThisJob:
     """The job that this process is the controller script of. ``this_job`` returns it.
@@ -54,10 +51,7 @@ class ThisJob:
             print(f"INSECURE: {text}", file=sys.stderr)
 
         monarch_api.become_client(self._job["transport"], self._job["tls"], warn)
-        return {
-            name: monarch_api.host_mesh(name, addresses, _ATTACH_TIMEOUT)
-            for name, addresses in self._job["meshes"].items()
-        }
+        return {name: monarch_api.host_mesh(name, addresses) for name, addresses in self._job["meshes"].items()}
 
     def state(self) -> JobState:
         """Return the host meshes: ``state().trainers`` is the HostMesh of role ``trainers``.

@@ -28,15 +28,14 @@ class Actors:
     script: Command | None
 
 
-def actors_command(idle_timeout: float, script: Sequence[str] = (), python: str = "python") -> list[str]:
+def actors_command(idle_timeout: float, script: Sequence[str] = ()) -> list[str]:
     """Return the words of an actors command.
 
     Args:
         idle_timeout: seconds without a client after which the hosts end; 0 for never.
         script: a Python command, such as ``("python", "client.py")``; empty for no script.
-        python: name or path of the Python interpreter on the hosts.
     """
-    words = [python, "-m", ACTORS_MODULE, "--idle-timeout", f"{idle_timeout:g}"]
+    words = ["python", "-m", ACTORS_MODULE, "--idle-timeout", f"{idle_timeout:g}"]
     return [*words, "--", *script] if script else words
 
 

@@ -17,7 +17,7 @@ _TAKEN = ("query_engine", "query_engine_client", "telemetry_url", "dashboard_url
 """Attributes of Monarch's JobState. They would hide a mesh of the same name."""
 
 
-def waiting(app: AppDef, idle_timeout: float, script: Sequence[str] = (), python: str = "python") -> AppDef:
+def waiting(app: AppDef, idle_timeout: float, script: Sequence[str] = ()) -> AppDef:
     """Return a copy of an app whose hosts wait for actors instead of executing their commands.
 
     The app ends with its first role. The other roles are marked as sidecars, because their hosts would wait forever.
@@ -26,7 +26,6 @@ def waiting(app: AppDef, idle_timeout: float, script: Sequence[str] = (), python
         app: the app, which is not changed.
         idle_timeout: seconds without a client after which the hosts end; 0 for never.
         script: a Python command that runs once, on replica 0 of the first role; empty for no script.
-        python: name or path of the Python interpreter on the hosts.
 
     Raises:
         ValueError: the app has no roles, or the name of a role cannot be the name of a mesh.
@@ -36,7 +35,7 @@ def waiting(app: AppDef, idle_timeout: float, script: Sequence[str] = (), python
         raise ValueError(f"the app {app.name!r} has no role, and so no hosts")
     for index, role in enumerate(ours.roles):
         check_mesh_name(role.name)
-        words = actors_command(idle_timeout, () if index else script, python)
+        words = actors_command(idle_timeout, () if index else script)
         role.entrypoint, role.args = words[0], words[1:]
         if index:
             sidecars.mark(role)

@@ -157,7 +157,7 @@ def _role_registry(hosts: Sequence[tuple[Role, _RankCommand]], options: WrapOpti
     return {role.name: options.rendezvous[main.name] for role in (main, *roles)} if roles else {}
 
 
-def hold(app: AppDef, idle_timeout: float = IDLE_TIMEOUT, python: str = "python") -> AppDef:
+def hold(app: AppDef, idle_timeout: float = IDLE_TIMEOUT) -> AppDef:
     """Return a copy of ``app`` whose hosts wait for runs. A role's rank program becomes its default run command.
 
     Roles without a rank program do not change. The app ends with its first role; the other roles become sidecars.
@@ -165,14 +165,13 @@ def hold(app: AppDef, idle_timeout: float = IDLE_TIMEOUT, python: str = "python"
     Args:
         app: the app, which is not changed.
         idle_timeout: seconds without a run after which the hosts end; 0 for never.
-        python: the Python interpreter named in the command; the scheduler chooses that of the host processes.
 
     Raises:
         CommandError: the command of a role is invalid or not supported, or no role has a rank program; the message
             names the role.
     """
     held = copy.deepcopy(app)
-    words = [python, "-m", HOSTS_MODULE, "--idle-timeout", show_seconds(idle_timeout), "--"]
+    words = ["python", "-m", HOSTS_MODULE, "--idle-timeout", show_seconds(idle_timeout), "--"]
     commands = [(role, _find_rank_command(role)) for role in held.roles]
     if not any(found for _, found in commands):
         roles = ", ".join(repr(role.name) for role in held.roles) or "none"

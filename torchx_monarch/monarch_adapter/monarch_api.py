@@ -195,6 +195,12 @@ class AgentMesh:
 
 # -- a user's process as a client of hosts that wait for actors --------------------------------------------------------
 
+_ATTACH_TIMEOUT = 60.0
+"""Seconds for a client to connect to the hosts of a mesh, all of which have joined."""
+
+_STOP_TIMEOUT = 5.0
+"""Seconds to stop a client's mesh before the hosts end."""
+
 
 def become_client(url: str, tls: Sequence[str], warn: Callable[[str], None], gateway: str = "") -> None:
     """Have this process listen as Monarch's client on a URL that the hosts can reach, or connect through a gateway.
@@ -232,11 +238,11 @@ def become_client(url: str, tls: Sequence[str], warn: Callable[[str], None], gat
         ) from None
 
 
-def host_mesh(name: str, addresses: Sequence[str], timeout: float) -> actor.HostMesh:
+def host_mesh(name: str, addresses: Sequence[str]) -> actor.HostMesh:
     """Return the hosts of these addresses as one mesh with the dimension ``hosts``.
 
     Raises:
-        ClientError: a host could not be reached within ``timeout`` seconds.
+        ClientError: a host could not be reached in time.
     """
     from monarch import actor
     from monarch._src.actor.sync_state import fake_sync_state
@@ -244,7 +250,7 @@ def host_mesh(name: str, addresses: Sequence[str], timeout: float) -> actor.Host
     mesh = actor.attach_to_workers(ca=_CA, workers=list(addresses), name=name)
     try:
         with fake_sync_state():  # as JobTrait does: state() is also called from within asyncio
-            mesh.initialized.get(timeout=timeout)
+            mesh.initialized.get(timeout=_ATTACH_TIMEOUT)
     except Exception as error:
         raise ClientError(
             f"the hosts of mesh {name!r} cannot be reached ({', '.join(addresses)}): {error!r}"
@@ -252,12 +258,12 @@ def host_mesh(name: str, addresses: Sequence[str], timeout: float) -> actor.Host
     return mesh
 
 
-def stop_mesh(mesh: actor.HostMesh, timeout: float) -> None:
+def stop_mesh(mesh: actor.HostMesh) -> None:
     """Stop the procs that were started on a mesh, so that they do not fail when the hosts end."""
     from monarch._src.actor.sync_state import fake_sync_state
 
     with fake_sync_state():
-        mesh.stop().get(timeout=timeout)
+        mesh.stop().get(timeout=_STOP_TIMEOUT)
 
 
 def batch_job(job: JobTrait) -> JobTrait:

@@ -311,19 +311,15 @@ def dead_children() -> set[int]:
     return {one.pid for one in found if one is not None and one.parent == os.getpid() and one.state in "ZX"}
 
 
-def kill_descendants(job: str, timeout: float = 5.0) -> list[int]:
-    """Kill and collect every descendant of this process that belongs to the app, orphans included.
-
-    Args:
-        job: the app's marker.
-        timeout: in seconds.
+def kill_descendants(job: str) -> list[int]:
+    """Kill and collect every descendant of this process with the app's marker ``job``, orphans included.
 
     Returns:
-        The processes that are still alive after the timeout.
+        The processes that are still alive after 5 seconds.
     """
 
     def find() -> list[int]:
         # Orphans become children of this process (a subreaper), so without children it has no descendants.
         return descendants(os.getpid(), job) if reap() else []
 
-    return kill_until_gone(find, timeout)
+    return kill_until_gone(find)

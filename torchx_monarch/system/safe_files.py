@@ -54,7 +54,6 @@ class UnsafeFileError(OSError):
 def open_file(
     path: str | os.PathLike[str],
     flags: int = os.O_RDONLY,
-    mode: int = 0o600,
     *,
     below: str | os.PathLike[str] | None = None,
 ) -> int:
@@ -62,9 +61,8 @@ def open_file(
 
     Args:
         path: the file.
-        flags: as for ``os.open``; O_CREAT makes a missing file. Do not give O_TRUNC: it would take effect before the
-            file has been checked.
-        mode: permissions of a file that is made.
+        flags: as for ``os.open``; O_CREAT makes a missing file, of mode 0600. Do not give O_TRUNC: it would take effect
+            before the file has been checked.
         below: a folder above ``path`` that the caller must own, and whose path may contain links; the folders between
             it and the file must belong to the caller and be no links. None: the folder of the file is not checked.
 
@@ -75,10 +73,10 @@ def open_file(
     """
     path = os.fspath(path)
     if below is None:
-        return _open_file_at(None, path, path, flags, mode)
+        return _open_file_at(None, path, path, flags)
     folder = open_folder(os.path.dirname(path), below=below)
     try:
-        return _open_file_at(folder, os.path.basename(path), path, flags, mode)
+        return _open_file_at(folder, os.path.basename(path), path, flags)
     finally:
         os.close(folder)
 
@@ -232,10 +230,10 @@ def _write_all(fd: int, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-def _open_file_at(folder: int | None, name: str, path: str, flags: int, mode: int) -> int:
+def _open_file_at(folder: int | None, name: str, path: str, flags: int) -> int:
     """Open ``name`` in a folder; error messages call the file ``path``."""
     try:
-        fd = os.open(name, flags | _FILE_FLAGS, mode, dir_fd=folder)
+        fd = os.open(name, flags | _FILE_FLAGS, 0o600, dir_fd=folder)
     except OSError as error:
         # ELOOP: a link. ENXIO: a socket, or a FIFO without a reader opened for writing. EISDIR: a folder, for writing.
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV):

@@ -23,18 +23,11 @@ _ASKED = 10
 """The most jobs per call for which Slurm is asked: they have no end.json, because no client has seen their end."""
 
 
-def prune(*, days: float | None = None) -> list[str]:
-    """Remove the folders of old jobs, and old dangling links, in this state directory.
-
-    Args:
-        days: the age in days; None for ``state_files.keep_days()``.
-
-    Returns:
-        The folders that were removed.
-    """
-    oldest = time.time() - (state_files.keep_days() if days is None else days) * 86400
+def prune() -> None:
+    """Remove the folders of old jobs, and old dangling links, in this state directory."""
+    oldest = time.time() - state_files.keep_days() * 86400
     ids = {paths.root: app_id for app_id, paths in folder.known().items()}
-    removed, asked = [], 0
+    asked = 0
     for root in _older(folder.jobs_dir(), oldest):
         paths = JobFolder(root)
         ended = records.read(EndRecord, paths.end) is not None or folder.TRASH in os.path.basename(root)
@@ -46,12 +39,10 @@ def prune(*, days: float | None = None) -> list[str]:
                 ended = job is not None and is_mine and job.state.is_terminal
         if ended:
             folder.remove(root)
-            removed.append(root)
     for link in _older(folder.ids_dir(), oldest):
         if not os.path.exists(link):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(link)
-    return removed
 
 
 def _older(path: str, than: float) -> list[str]:

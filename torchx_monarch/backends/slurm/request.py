@@ -62,10 +62,6 @@ class SlurmRole:
         """The role's name."""
         return self.spec.name
 
-    def substitute(self, app_id: str, replica: int) -> tuple[list[str], dict[str, str]]:
-        """Return the command and the environment of one replica, with macros substituted."""
-        return macros.substitute(self.command, self.env, self.image, app_id, replica)
-
 
 @dataclass
 class SlurmRequest:
