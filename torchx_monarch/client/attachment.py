@@ -24,6 +24,7 @@ from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.target import Target
 from torchx_monarch.exceptions import ClientError, UnreachableError
 from torchx_monarch.monarch_adapter import monarch_api
+from torchx_monarch.system import safe_files
 from torchx_monarch.transport import local_addresses
 from torchx_monarch.transport.address import Address
 from torchx_monarch.transport.local_addresses import NetworkOptions
@@ -193,9 +194,7 @@ class _Client:
         paths = []
         for name in ("certificate", "key", "authority"):
             path = os.path.join(self._folder, name)
-            with open(path + ".new", "w", opener=lambda new, flags: os.open(new, flags, 0o600)) as file:
-                file.write(leaf[name])
-            os.replace(path + ".new", path)
+            safe_files.replace_file(path, leaf[name].encode())
             paths.append(path)
         return paths
 

@@ -8,7 +8,6 @@ The connection is blocking, because programs and notebooks that use it have no e
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import ssl
 import tempfile
@@ -185,9 +184,8 @@ def _context(target: Target) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.load_verify_locations(cadata=credentials.authority)
     # SSLContext.load_cert_chain reads certificates from files only.
-    with tempfile.TemporaryDirectory(prefix="tm-client") as folder:
-        path = os.path.join(folder, "client.pem")
-        with open(path, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-            file.write(credentials.leaf.certificate + credentials.leaf.key)
-        context.load_cert_chain(path)
+    with tempfile.NamedTemporaryFile("w", prefix="tm-client") as file:
+        file.write(credentials.leaf.certificate + credentials.leaf.key)
+        file.flush()
+        context.load_cert_chain(file.name)
     return context

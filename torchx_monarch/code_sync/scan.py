@@ -20,6 +20,7 @@ from typing import Any
 
 from torchx_monarch.code_sync.ignores import GIT_IGNORE, IgnoreRules
 from torchx_monarch.code_sync.manifest import EXECUTABLE, FILE, FOLDER, LINK, MAX_ENTRIES, Entry, Tree
+from torchx_monarch.system import safe_files
 
 _VERSION = 1
 
@@ -97,15 +98,9 @@ class StatCache:
             "rules": self.rules,
             "left_out": sorted(self.left_out),
         }
-        aside = f"{path}.{os.getpid()}.tmp"
-        try:
+        with contextlib.suppress(OSError):
             os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-            with open(aside, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-                json.dump(values, file, separators=(",", ":"))
-            os.rename(aside, path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(aside)
+            safe_files.replace_file(path, json.dumps(values, separators=(",", ":")).encode())
 
 
 def scan(root: str, memory: StatCache, limits: Limits = Limits()) -> Tree:

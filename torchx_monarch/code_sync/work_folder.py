@@ -17,6 +17,7 @@ import stat
 from collections.abc import Callable, Mapping
 
 from torchx_monarch.code_sync.manifest import EXECUTABLE, FOLDER, LINK, Entry, Tree
+from torchx_monarch.system import safe_files
 
 BYTECODE = "__pycache__"
 
@@ -200,20 +201,14 @@ def _make(where: str, entry: Entry, source: Callable[[str], str]) -> None:
 
 
 def _copy(source: int, target: int, size: int) -> None:
-    if size <= _SMALL:
-        data = memoryview(os.read(source, size))
-        while data:
-            data = data[os.write(target, data) :]
-        return
     left = size
-    with contextlib.suppress(AttributeError, OSError):  # not on every platform and file system; the loop below copies
-        while left and (copied := os.copy_file_range(source, target, left)):
-            left -= copied
-    while left and (read := os.read(source, min(left, _SMALL))):
-        left -= len(read)
-        data = memoryview(read)
-        while data:
-            data = data[os.write(target, data) :]
+    if size > _SMALL:
+        with contextlib.suppress(AttributeError, OSError):  # not on every file system; the loop below copies
+            while left and (copied := os.copy_file_range(source, target, left)):
+                left -= copied
+    while left and (data := os.read(source, min(left, _SMALL))):
+        left -= len(data)
+        safe_files.write_all(target, data)
 
 
 def _set_aside(where: str) -> None:

@@ -14,6 +14,8 @@ import os
 from torchx.schedulers.api import DescribeAppResponse
 from torchx.specs import NONE, AppState
 
+from torchx_monarch.system import safe_files
+
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
 
 
@@ -26,8 +28,5 @@ def write_root_cause(response: DescribeAppResponse) -> None:
     path, cause = os.environ.get(VARIABLE), response.structured_error_msg
     if not path or response.state != AppState.FAILED or not cause or cause == NONE:
         return
-    temporary = f"{path}.{os.getpid()}.tmp"
     with contextlib.suppress(OSError):  # the exit code and `torchx status` still report the failure
-        with open(temporary, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-            file.write(cause)
-        os.replace(temporary, path)
+        safe_files.replace_file(path, cause.encode())

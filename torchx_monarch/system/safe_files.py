@@ -201,7 +201,7 @@ def make_reserve(path: str, size: int) -> None:
     fd = open_file(path, os.O_WRONLY | os.O_CREAT)
     try:
         # Zeros take space on most file systems, but not on compressing ones.
-        _write_all(fd, os.urandom(size))
+        write_all(fd, os.urandom(size))
     except OSError:
         os.unlink(path)
         raise
@@ -217,14 +217,19 @@ def write_into_reserve(reserve: str, path: str, data: bytes) -> None:
     """
     fd = open_file(reserve, os.O_WRONLY)
     try:
-        _write_all(fd, data)
+        write_all(fd, data)
         os.ftruncate(fd, len(data))
         os.rename(reserve, path)
     finally:
         os.close(fd)
 
 
-def _write_all(fd: int, data: bytes) -> None:
+def write_all(fd: int, data: bytes) -> None:
+    """Write all bytes to a descriptor of a file.
+
+    Raises:
+        OSError: the disk is full, or the write fails otherwise.
+    """
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
