@@ -5,8 +5,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
 
 class LaunchError(Exception):
@@ -52,13 +50,3 @@ class World:
     def group_rank(self, replica: int) -> int:
         """Return the GROUP_RANK of a replica: its position among the participating replicas."""
         return self.replicas.index(replica)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the world as plain values for a message."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> World:
-        """Build a world from the output of ``to_json``."""
-        tuples = {name: tuple(values[name]) for name in ("replicas", "local_world_sizes")}
-        return cls(**{**values, **tuples})
