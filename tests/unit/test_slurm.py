@@ -136,7 +136,7 @@ def test_dry_run_shows_what_runs_and_no_secret(runner: Runner) -> None:
     for public in (shlex.join(substitute.command("x")), substitute.script, str(request)):
         assert hosts.to_text() not in public
         assert "x y" not in public or public == str(request)
-    assert SlurmRequest.from_json(json.loads(json.dumps(asdict(substitute)))) == substitute
+    assert codec.decode(SlurmRequest, json.loads(json.dumps(asdict(substitute)))) == substitute
 
 
 def test_hosts_look_after_each_other_and_other_programs_do_not(runner: Runner) -> None:

@@ -14,6 +14,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -33,7 +34,6 @@ from torchx_monarch.backends.slurm.records import EndRecord
 from torchx_monarch.backends.slurm.request import SlurmRequest
 from torchx_monarch.backends.slurm.snapshot import SlurmSnapshot
 from torchx_monarch.insight import events
-from torchx_monarch.model import codec
 from torchx_monarch.supervisor import log_reader
 
 _ASK_EVERY = 5.0
@@ -85,7 +85,7 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
             if request.sbatch.get("array"):
                 os.mkdir(paths.array)
             state_files.write_json(paths.app, {"created": began, **submitted.to_json()})
-            state_files.write_json(paths.request, request.with_credentials(credentials).to_json())
+            state_files.write_json(paths.request, asdict(request.with_credentials(credentials)))
             with open(paths.script, "x") as file:
                 file.write(request.script)
         except OSError as error:
@@ -166,11 +166,8 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
         paths = snapshot.folder_of(app_id)
         if paths is None:
             return None
-        try:
-            request = SlurmRequest.from_json(state_files.read_json(paths.request))
-        except codec.DecodeError:
-            return None
-        return request, submitted_app.load(paths.app)
+        request = records.read(SlurmRequest, paths.request)
+        return (request, submitted_app.load(paths.app)) if request else None
 
     def events_path(self, app_id: str) -> Path | None:
         """Return the path of the app's events file; None if this state directory does not know its folder."""

@@ -16,7 +16,7 @@ from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.state import HOST_EXTRA
 from torchx_monarch.backends.slurm import array, native, records, states
 from torchx_monarch.backends.slurm.job_state import JobState
-from torchx_monarch.backends.slurm.records import CancelRecord, Submission
+from torchx_monarch.backends.slurm.records import CancelRecord
 from torchx_monarch.model.state import State
 
 _CANCEL_EXTRA = 2 * HOST_EXTRA
@@ -41,8 +41,7 @@ def cancel(app_id: str, job: JobState) -> None:
             if os.path.isdir(job.folder.whole.root):
                 os.makedirs(job.folder.root, mode=0o700, exist_ok=True)  # array tasks get a folder when they begin
             state_files.write_json(job.folder.cancel, {"time": time.time()})
-    submission = records.read(Submission, job.folder.request)
-    grace = submission.grace if submission else 0.0
+    grace = records.read_submission(job.folder).grace
     overdue = before is not None and time.time() > before.time + grace + _CANCEL_EXTRA
     left = [index for index, task in job.tasks.items() if task.is_live]
     signalled = [] if overdue else [index for index in left if _batch_runs(job.tasks[index])]

@@ -264,17 +264,23 @@ _JOB_ID = re.compile(r"(\d+)(?:\+0*(\d+))?(?:_\[?([^\]]*)\]?)?")
 array tasks (``3_[4-9%2]``)."""
 
 
+def _first_component(text: str) -> tuple[str, tuple[int, ...]] | None:
+    """Parse an id of squeue or sacct: the job's id and the array tasks; None for components beyond the first."""
+    match = _JOB_ID.fullmatch(text)
+    if match is None or int(match[2] or 0):
+        return None
+    return match[1], tuple(array.tasks(match[3]))
+
+
 def parse_sacct(text: str) -> dict[str, list[Job]]:
     """Parse ``sacct --parsable2`` by job id. Components beyond the first, which runs the script, are left out."""
     jobs: dict[str, list[Job]] = {}
     for line in text.splitlines():
         fields = line.split("|", 4)
-        if len(fields) < 5:
+        found = _first_component(fields[0]) if len(fields) == 5 else None
+        if found is None:
             continue
-        match = _JOB_ID.fullmatch(fields[0])
-        if match is None or (match[2] or "0") != "0":
-            continue
-        job_id, indices = match[1], tuple(array.tasks(match[3]))
+        job_id, indices = found
         nodes = "" if fields[3] == "None assigned" else fields[3]
         job = Job(job_id, job_id, fields[4], fields[1], nodes=nodes, exit_code=_exit_code(fields[2]), tasks=indices)
         jobs.setdefault(job_id, []).append(job)
@@ -300,11 +306,11 @@ def parse_squeue(text: str) -> list[Job]:
     jobs = []
     for line in text.splitlines():
         fields = line.split("|", 5)
-        match = _JOB_ID.fullmatch(fields[1]) if len(fields) == 6 else None
-        if match is None or (match[2] or "0") != "0":
+        found = _first_component(fields[1]) if len(fields) == 6 else None
+        if found is None:
             continue
-        indices = tuple(array.tasks(match[3]))
-        job = Job(fields[0], match[1], fields[4], fields[2], fields[3], comment=fields[5].strip(), tasks=indices)
+        leader, indices = found
+        job = Job(fields[0], leader, fields[4], fields[2], fields[3], comment=fields[5].strip(), tasks=indices)
         jobs.append(job)
     return jobs
 

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.slurm import array
+from torchx_monarch.backends.slurm.folder import JobFolder
 from torchx_monarch.model.state import State
 from torchx_monarch.supervisor.records import ReplicaRecord
 from torchx_monarch.system import error_files
@@ -140,6 +141,11 @@ def checked(cls: type[T], path: str) -> tuple[T | None, str]:
         return state_files.load(cls, path), ""
     except state_files.DamagedFileError as error:
         return None, str(error)
+
+
+def read_submission(folder: JobFolder) -> Submission:
+    """Read what a job's folder says of its submission: nothing if request.json is missing or damaged."""
+    return read(Submission, folder.request) or Submission()
 
 
 def read_task(path: str) -> TaskRecord | None:

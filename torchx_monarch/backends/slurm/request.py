@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchx_monarch.backends.slurm import macros
@@ -159,19 +159,6 @@ class SlurmRequest:
         ]
         return replace(self, roles=roles)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the request as dicts, lists and scalars."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: Any) -> SlurmRequest:
-        """Decode the result of ``to_json``.
-
-        Raises:
-            codec.DecodeError: ``data`` is no valid request; the message names the field and what is wrong with it.
-        """
-        return codec.decode(cls, data)
-
     def __str__(self) -> str:
         """Return the text that a dry run shows."""
         lines = [shlex.join(self.command(f"{self.folder}/job.sh")), "", "# job.sh", self.script]
@@ -185,7 +172,7 @@ class SlurmRequest:
 def decode_or_exit(paths: JobFolder, data: Any) -> SlurmRequest:
     """Decode the request in a process of the job; exit the process with a message if the file is damaged."""
     try:
-        return SlurmRequest.from_json(data)
+        return codec.decode(SlurmRequest, data)
     except codec.DecodeError as error:
         sys.exit(f"{paths.request} is damaged: {error}")
 

@@ -17,7 +17,7 @@ from torchx_monarch.backends.slurm import folder as folders
 from torchx_monarch.backends.slurm.folder import JobFolder
 from torchx_monarch.backends.slurm.job_state import JobState
 from torchx_monarch.backends.slurm.native import Job, SlurmError
-from torchx_monarch.backends.slurm.records import BatchRecord, EndRecord, Submission, TaskRecord
+from torchx_monarch.backends.slurm.records import BatchRecord, EndRecord, TaskRecord
 from torchx_monarch.insight import events
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.role_spec import RoleSpec
@@ -85,8 +85,7 @@ def known(
         recorded: queries the accounting database for more records; called only if they are needed.
         save: whether to save a final state in end.json.
     """
-    submission = records.read(Submission, folder.request)
-    indices = submission.tasks if submission else []
+    indices = records.read_submission(folder).tasks
     if not indices:
         indices = sorted({*folder.begun_tasks(), *(index for job in components for index in job.tasks)})
     if indices:
@@ -108,8 +107,7 @@ def has_recorded_end(folder: JobFolder) -> bool:
     """Whether the batch step's record, or that of every array task, has an end time. Slurm's state takes precedence."""
     if not os.path.isdir(folder.array):
         return _records_an_end(folder)
-    submission = records.read(Submission, folder.request)
-    indices = submission.tasks if submission else []
+    indices = records.read_submission(folder).tasks
     # Check the last task first: it usually ends last.
     return bool(indices) and all(_records_an_end(folder.task(index)) for index in reversed(indices))
 
@@ -160,13 +158,12 @@ def of_app(app_id: str, job: JobState, *, brief: bool) -> SlurmSnapshot:
     restarts = None if brief else sum(_restarts(one) for one in (job.tasks.values() or [job]))
     if restarts is not None:
         restarts += sum(replica.restarts for role in roles for replica in role.replicas)
-    submission = records.read(Submission, job.folder.request)
     return SlurmSnapshot(
         app_id=app_id,
         name=name,
         roles=roles,
         app=app.app if app else None,
-        grace=submission.grace if submission else 0.0,
+        grace=records.read_submission(job.folder).grace,
         native=outcome,
         is_supervised=True,
         restarts=restarts,
