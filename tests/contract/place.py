@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from torchx.runner import Runner
-from torchx.specs import AppDef, AppState, AppStatus, Role
+from torchx.specs import NULL_RESOURCE, AppDef, AppState, AppStatus, BindMount, Role
 
 from torchx_monarch.backends.core.backend import Backend
 
@@ -49,6 +49,9 @@ class Place(abc.ABC):
         names_hosts: whether ``status`` shows the host names that the replicas themselves know.
         keeps_preempted_logs: whether the log of a replica that ``preempt`` takes away stays.
         names_preemptions: whether the hosts' log always tells a preemption from a stop request.
+        image: image of all roles.
+        resource: resource of all roles, unless a test sets another.
+        mounts: mounts of all roles: what their image needs to run our programs.
         patience: factor by which timeouts are longer than on a test system of our own.
     """
 
@@ -73,6 +76,9 @@ class Place(abc.ABC):
     keeps_preempted_logs: ClassVar[bool] = True
     names_preemptions: ClassVar[bool] = True
     patience = 1.0
+    image = ""
+    resource = NULL_RESOURCE
+    mounts: Sequence[BindMount] = ()
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -96,7 +102,8 @@ class Place(abc.ABC):
 
     def role(self, entrypoint: str, *args: str, name: str = "trainer", replicas: int = 1, **more: Any) -> Role:
         """Return a role whose replicas can run our programs."""
-        return Role(name, image="", entrypoint=entrypoint, args=list(args), num_replicas=replicas, **more)
+        more = {"image": self.image, "resource": self.resource, "mounts": list(self.mounts), **more}
+        return Role(name, entrypoint=entrypoint, args=list(args), num_replicas=replicas, **more)
 
     def torchrun(self, *words: str, nproc: int = 2, replicas: int = 2, **more: Any) -> Role:
         """Return a role of ranks."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import boto3
-from torchx.specs import BindMount, Resource, Role
+from torchx.specs import BindMount, Resource
 
 from tests.clusters.aws_batch.checked import WRONG
 from tests.clusters.docker.daemon import ROOT, Daemon
@@ -137,24 +137,12 @@ class Apps(Place):
     package = "boto3"
     install = "monarch_aws_batch needs AWS's client for Python; run: pip install 'boto3>=1.34'"
     names_hosts = False
+    resource = Resource(cpu=1, gpu=0, memMB=512)
 
     def __init__(self, folder: Path, image: str = "image:1", mounts: list[BindMount] | None = None) -> None:
         self.image = image
         self.mounts = mounts or []
         super().__init__(folder)
-
-    def role(self, entrypoint: str, *args: str, name: str = "trainer", replicas: int = 1, **more: Any) -> Role:
-        resource = more.pop("resource", Resource(cpu=1, gpu=0, memMB=512))
-        return Role(
-            name,
-            image=self.image,
-            entrypoint=entrypoint,
-            args=list(args),
-            num_replicas=replicas,
-            mounts=list(self.mounts),
-            resource=resource,
-            **more,
-        )
 
     def run_words(self) -> Sequence[str]:
         """Return the options of ``torchx run``: the queue."""

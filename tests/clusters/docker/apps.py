@@ -10,9 +10,8 @@ import json
 import tarfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-from torchx.specs import Resource, Role
+from torchx.specs import Resource
 
 from tests.clusters.docker.daemon import Daemon
 from tests.contract.place import Place
@@ -34,23 +33,13 @@ class Apps(Place):
     own_bad_options = (({"innit": False}, "(?s)innit.*init"),)
     package = "docker"
     install = "pip install 'docker>=7'"
+    resource = Resource(cpu=-1, gpu=0, memMB=-1)
 
     def __init__(self, daemon: Daemon, folder: Path) -> None:
         self.daemon = daemon
+        self.image = daemon.image
+        self.mounts = daemon.mounts(folder)
         super().__init__(folder)
-
-    def role(self, entrypoint: str, *args: str, name: str = "trainer", replicas: int = 1, **more: Any) -> Role:
-        """A role that sees what is installed here."""
-        return Role(
-            name,
-            image=self.daemon.image,
-            entrypoint=entrypoint,
-            args=list(args),
-            num_replicas=replicas,
-            mounts=self.daemon.mounts(self.folder),
-            resource=more.pop("resource", Resource(cpu=-1, gpu=0, memMB=-1)),
-            **more,
-        )
 
     def component_words(self) -> Sequence[str]:
         """Return options of ``monarch.spmd``: memory for a torch that is built for GPUs, and this machine's folders."""

@@ -54,9 +54,11 @@ class Apps(Place):
     )
     package = "kubernetes"
     install = "pip install 'kubernetes>=29,!=37.0.2'"
+    resource = Resource(cpu=-1, gpu=0, memMB=-1)
 
     def __init__(self, cluster: Cluster, folder: Path) -> None:
         self.cluster = cluster
+        self.image = cluster.image
         self.patience = cluster.patience
         self.api = Api.from_environment()
         self.namespace = f"tests-{uuid.uuid4().hex[:6]}"
@@ -71,18 +73,6 @@ class Apps(Place):
         path = f"/tmp/prog{len(self._programs)}.py"
         self._programs[path] = textwrap.dedent(text)
         return path
-
-    def role(self, entrypoint: str, *args: str, name: str = "trainer", replicas: int = 1, **more: Any) -> Role:
-        """A role of the image."""
-        return Role(
-            name,
-            image=more.pop("image", self.cluster.image),
-            entrypoint=entrypoint,
-            args=list(args),
-            num_replicas=replicas,
-            resource=more.pop("resource", Resource(cpu=-1, gpu=0, memMB=-1)),
-            **more,
-        )
 
     def torchrun(self, *words: str, nproc: int = 2, replicas: int = 2, **more: Any) -> Role:
         """A role of ranks; the program among the words, if it is one of ours, comes along in the command."""

@@ -53,11 +53,8 @@ class Apps(Place):
         ({"partition": "nosuch"}, "invalid partition"),
     )
     install = "Debian: slurm-client"
+    resource = SMALL
     names_preemptions = False  # Slurm signals the tasks, and the batch step announces a stop to them: either is first
-
-    def role(self, entrypoint: str, *args: str, name: str = "trainer", replicas: int = 1, **more: Any) -> Role:
-        """Return a role that asks for little."""
-        return super().role(entrypoint, *args, name=name, replicas=replicas, resource=SMALL, **more)
 
     def component_words(self) -> Sequence[str]:
         """Return the options of ``monarch.spmd`` by which two hosts fit the cluster."""
