@@ -204,10 +204,15 @@ def show(stream: str, text: str) -> None:
         file.flush()
 
 
-class RunHandle:
-    """A handle to a run that executes in the background, with the methods of ``concurrent.futures.Future``.
+class RunHandle(Future[RunResult]):
+    """A run that executes in the background, as a future of its result.
 
-    ``SPMDJob.run_spmd_async`` and ``SPMDJob.follow`` return it. A daemon thread receives the output.
+    ``SPMDJob.run_spmd_async`` and ``SPMDJob.follow`` return it. A daemon thread receives the output. It is also done
+    when the connection to the run was lost, but the run continues then.
+
+    ``result`` and ``exception`` raise TimeoutError if the run has not ended in time; it continues. The exception of a
+    run is ``SPMDError`` if it failed or was stopped and ``check`` was True, or ``UnreachableError`` if the connection
+    was lost; its message says whether the hosts have ended.
 
     Attributes:
         run: number of the run on its allocation.
@@ -220,63 +225,27 @@ class RunHandle:
     """
 
     def __init__(self, hosts: Hosts, records: Records, collector: Collector, check: bool) -> None:
+        super().__init__()
         self.run = records.run
         self._hosts = hosts
         self._records = records
         self._collector = collector
         self._check = check
         self._cancelled = False
-        self._future: Future[RunResult] = Future()
-        self._future.set_running_or_notify_cancel()
+        self.set_running_or_notify_cancel()
         threading.Thread(target=self._collect, name=f"run-{self.run}", daemon=True).start()
 
     def _collect(self) -> None:
         try:
             result = self._collector.collect(self._records)
             if self._check and result.exit_code != 0:
-                self._future.set_exception(SPMDError(result))
+                self.set_exception(SPMDError(result))
             else:
-                self._future.set_result(result)
+                self.set_result(result)
         except BaseException as error:
-            self._future.set_exception(error)
+            self.set_exception(error)
         finally:
             self._records.close()
-
-    def done(self) -> bool:
-        """Whether the run has ended, or its connection was lost."""
-        return self._future.done()
-
-    def running(self) -> bool:
-        """Whether the run has not ended."""
-        return not self._future.done()
-
-    def result(self, timeout: float | None = None) -> RunResult:
-        """Wait for the end of the run, and return its result.
-
-        Args:
-            timeout: seconds; None for no limit.
-
-        Raises:
-            TimeoutError: the run has not ended in time; it continues.
-            SPMDError: the run failed or was stopped, and ``check`` was True.
-            UnreachableError: the connection to the run was lost; the message says whether the hosts have ended.
-        """
-        return self._future.result(timeout)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait for the end of the run, and return the exception that ``result`` raises; None if it raises none.
-
-        Args:
-            timeout: seconds; None for no limit.
-
-        Raises:
-            TimeoutError: the run has not ended in time.
-        """
-        return self._future.exception(timeout)
-
-    def add_done_callback(self, function: Callable[[RunHandle], object]) -> None:
-        """Call a function with this handle when the run has ended; immediately if it has ended already."""
-        self._future.add_done_callback(lambda _: function(self))
 
     def cancel(self, kill: bool = False) -> bool:
         """Stop the run, and keep the hosts. Does not wait for the end of the run; ``result`` then raises ``SPMDError``.
@@ -290,7 +259,7 @@ class RunHandle:
         Raises:
             UnreachableError: the hosts cannot be reached.
         """
-        if self._future.done():
+        if self.done():
             return False
         with contextlib.suppress(RefusedError, AllocationError):
             self._hosts.ask({"type": "end-run", "run": self.run, "kill": kill}, wait=False)
@@ -299,7 +268,7 @@ class RunHandle:
 
     def cancelled(self) -> bool:
         """Whether the run has ended after ``cancel`` was called on this handle."""
-        return self._cancelled and self._future.done()
+        return self._cancelled and self.done()
 
     def __repr__(self) -> str:
         return f"<run {self.run}: {'done' if self.done() else 'running'}>"
