@@ -170,11 +170,8 @@ def create(valid_for: datetime.timedelta = VALID_FOR) -> tuple[HostCredentials, 
 
 def _authority(name: str, valid_for: datetime.timedelta) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
     key = ec.generate_private_key(ec.SECP256R1())
-    now = datetime.datetime.now(datetime.timezone.utc)
-    builder = _builder(name, name, key, now - _SKEW, now + valid_for)
-    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    usage = _key_usage(signs_certificates=True)
-    return builder.add_extension(usage, critical=True).sign(key, hashes.SHA256()), key
+    end = datetime.datetime.now(datetime.timezone.utc) + valid_for
+    return _builder(name, name, key, end, is_authority=True).sign(key, hashes.SHA256()), key
 
 
 def _leaf(
@@ -186,10 +183,7 @@ def _leaf(
 ) -> Leaf:
     key = ec.generate_private_key(ec.SECP256R1())
     issuer = authority.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value
-    now = datetime.datetime.now(datetime.timezone.utc)
-    builder = _builder(name, str(issuer), key, now - _SKEW, authority.not_valid_after_utc)
-    builder = builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-    builder = builder.add_extension(_key_usage(signs_certificates=False), critical=True)
+    builder = _builder(name, str(issuer), key, authority.not_valid_after_utc, is_authority=False)
     builder = builder.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
     if names:
         builder = builder.add_extension(x509.SubjectAlternativeName([_general_name(one) for one in names]), False)
@@ -197,30 +191,31 @@ def _leaf(
 
 
 def _builder(
-    name: str, issuer: str, key: ec.EllipticCurvePrivateKey, start: datetime.datetime, end: datetime.datetime
+    name: str, issuer: str, key: ec.EllipticCurvePrivateKey, end: datetime.datetime, *, is_authority: bool
 ) -> x509.CertificateBuilder:
-    return (
-        x509.CertificateBuilder()
-        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
-        .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(start)
-        .not_valid_after(end)
-    )
-
-
-def _key_usage(signs_certificates: bool) -> x509.KeyUsage:
-    return x509.KeyUsage(
-        digital_signature=not signs_certificates,
-        key_cert_sign=signs_certificates,
-        crl_sign=signs_certificates,
+    """Return a certificate to sign, which is valid until ``end``; that of an authority may sign others."""
+    constraints = x509.BasicConstraints(ca=is_authority, path_length=0 if is_authority else None)
+    usage = x509.KeyUsage(
+        digital_signature=not is_authority,
+        key_cert_sign=is_authority,
+        crl_sign=is_authority,
         content_commitment=False,
         key_encipherment=False,
         data_encipherment=False,
         key_agreement=False,
         encipher_only=False,
         decipher_only=False,
+    )
+    return (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
+        .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(datetime.datetime.now(datetime.timezone.utc) - _SKEW)
+        .not_valid_after(end)
+        .add_extension(constraints, critical=True)
+        .add_extension(usage, critical=True)
     )
 
 
