@@ -23,29 +23,6 @@ _MAX_INDEX = 256 * 1024 * 1024
 """The maximum bytes read of an index: the times of weeks."""
 
 
-class _Index:
-    """The index of times beside a log."""
-
-    def __init__(self, log_dir: str, stream: str, below: str | None) -> None:
-        self._path = os.path.join(log_dir, log_writer.index_name(stream))
-        self._below = below
-
-    def offset(self, when: float) -> int | None:
-        """Return where the first line written at or after ``when`` starts; None if it is not written yet.
-
-        Args:
-            when: seconds since the epoch.
-        """
-        try:
-            data = safe_files.read_file(self._path, limit=_MAX_INDEX, below=self._below)
-        except OSError:
-            return None
-        whole = len(data) - len(data) % log_writer.RECORD.size
-        records = list(log_writer.RECORD.iter_unpack(data[:whole]))
-        found = bisect.bisect_left([moment for _, moment in records], when)
-        return int(records[found][0]) if found < len(records) else None
-
-
 def lines(
     log_dir: str,
     stream: str,
@@ -71,8 +48,7 @@ def lines(
         below: a folder of the caller inside which no link is followed (``safe_files.open_file``). A log that is refused
             yields one line with the reason.
     """
-    index = _Index(log_dir, stream, below)
-    path = os.path.join(log_dir, log_writer.log_name(stream))
+    path, index = (os.path.join(log_dir, name(stream)) for name in (log_writer.log_name, log_writer.index_name))
     start = 0 if since is None else None
     reader = LineReader()
     passes = 0
@@ -82,8 +58,8 @@ def lines(
         last = last or (until is not None and time.time() > until.timestamp() + 2 * log_writer.RESOLUTION)
         passes += 1
         if start is None and since is not None:
-            start = index.offset(since.timestamp())
-        limit = index.offset(until.timestamp()) if until is not None else None
+            start = _offset(index, since, below)
+        limit = None if until is None else _offset(index, until, below)
         if start is not None:
             for data in _chunks(path, start, limit, below):
                 start += len(data)
@@ -96,6 +72,24 @@ def lines(
         if pending_progress := reader.pending_progress():
             yield pending_progress.decode(errors="replace")
         time.sleep(_POLL)
+
+
+def _offset(index: str, when: datetime, below: str | None) -> int | None:
+    """Return where the first line written at or after ``when`` starts; None if it is not written yet.
+
+    Args:
+        index: path of the index of times beside the log.
+        when: the time.
+        below: as for ``lines``.
+    """
+    try:
+        data = safe_files.read_file(index, limit=_MAX_INDEX, below=below)
+    except OSError:
+        return None
+    whole = len(data) - len(data) % log_writer.RECORD.size
+    records = list(log_writer.RECORD.iter_unpack(data[:whole]))
+    found = bisect.bisect_left([moment for _, moment in records], when.timestamp())
+    return int(records[found][0]) if found < len(records) else None
 
 
 def _chunks(path: str, start: int, limit: int | None, below: str | None) -> Iterator[bytes]:

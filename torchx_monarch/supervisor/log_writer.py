@@ -46,7 +46,13 @@ def index_name(stream: str) -> str:
 
 
 class LogFile:
-    """One append-only log and its index of times. Writing never raises, and waits for nothing but the disk."""
+    """One append-only log and its index of times. Writing never raises, and waits for nothing but the disk.
+
+    Attributes:
+        lost: how many bytes could not be written.
+        reason: why bytes could not be written; empty if all were.
+        at_line_start: whether the next byte written starts a line.
+    """
 
     def __init__(self, folder: str, stream: str) -> None:
         self.lost = 0
@@ -55,7 +61,7 @@ class LogFile:
         self._fd = self._open(os.path.join(folder, log_name(stream)))
         self._index = self._open(os.path.join(folder, index_name(stream)))
         self._size = os.fstat(self._fd).st_size if self._fd >= 0 else 0
-        self._at_line_start = True
+        self.at_line_start = True
         self._indexed = 0.0
 
     def _open(self, path: str) -> int:
@@ -64,11 +70,6 @@ class LogFile:
         except OSError as e:
             self.reason = e.strerror or str(e)
             return -1
-
-    @property
-    def at_line_start(self) -> bool:
-        """Whether the next byte written starts a line."""
-        return self._at_line_start
 
     def write(self, data: bytes) -> None:
         """Append data; count the bytes that cannot be written in ``lost``."""
@@ -84,7 +85,7 @@ class LogFile:
             self.lost += len(data) - done
             self._unnoted += len(data) - done
         if done:
-            self._at_line_start = data[done - 1 : done] == b"\n"
+            self.at_line_start = data[done - 1 : done] == b"\n"
 
     def _append(self, data: bytes) -> int:
         """Write as much as the disk has room for; return the number of bytes written."""
@@ -103,7 +104,7 @@ class LogFile:
         if now - self._indexed < RESOLUTION:
             return
         offset = self._size
-        if not self._at_line_start:
+        if not self.at_line_start:
             # A record must be at the start of a line, so that the unfinished line keeps the time at which it began.
             newline = data.find(b"\n")
             if newline < 0 or newline + 1 == len(data):

@@ -101,11 +101,6 @@ class Replica:
         )
 
     @property
-    def _stop_file(self) -> str:
-        """A file that exists once the supervisor has asked this start to stop; any other SIGTERM means preemption."""
-        return self._variables["MONARCH_STOP_FILE"]
-
-    @property
     def _variables(self) -> dict[str, str]:
         run_dir = self._env["MONARCH_RUN_DIR"]
         return spawn.variables(run_dir, self.role_index, self.record.id, self.record.restarts)
@@ -245,7 +240,7 @@ class Replica:
             return
         self.stopping = True
         with contextlib.suppress(OSError):  # on a full disk, the host reports a preemption in its log instead
-            os.close(safe_files.open_file(self._stop_file, os.O_WRONLY | os.O_CREAT))
+            os.close(safe_files.open_file(self._variables["MONARCH_STOP_FILE"], os.O_WRONLY | os.O_CREAT))
         # A stopped process handles SIGTERM only after SIGCONT: systemd and Slurm send both as well.
         for number in (signal.SIGTERM, signal.SIGCONT):
             for host in hosts:
