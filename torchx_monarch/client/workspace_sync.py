@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.target import Target
-from torchx_monarch.code_sync.archive import ChangedError, pack
+from torchx_monarch.code_sync.archive import PIECE, ChangedError, pack
 from torchx_monarch.code_sync.manifest import MARKER, Tree
 from torchx_monarch.exceptions import CodeError, UnreachableError
 
@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 SyncMode = Literal["auto", "always", "never"]
 """When each host gets its own copy of the workspace. ``auto``: unless all hosts see the folder itself, for example on a
 shared file system; ``always``: before each run; ``never``: not at all, the hosts use the code that they have."""
-
-_FRAME = 1 << 19
-"""Largest frame in bytes, as ``host.code_distribution.FRAME``."""
 
 _TRIES = 5
 """Number of attempts to send a workspace that changes between scan and transfer."""
@@ -191,7 +188,7 @@ def _send(link: Connection, root: str, tree: Tree) -> int:
         _last_sent[root] = tree
         return 0
     encoded = tree.encode(base if answer["base"] else None)
-    sent = _send_frames(link, (encoded[at : at + _FRAME] for at in range(0, len(encoded), _FRAME)))
+    sent = _send_frames(link, (encoded[at : at + PIECE] for at in range(0, len(encoded), PIECE)))
     bits = int(_answer(link, "missing")["missing"], 16)
     missing = [digest for number, digest in enumerate(tree.contents) if bits >> number & 1]
     paths = {entry.content: path for path, entry in tree.entries.items() if entry.is_file}

@@ -77,11 +77,6 @@ class Tree:
         """Sizes in bytes of the distinct file contents, by digest, in ascending order of the digests."""
         return dict(sorted((entry.content, entry.size) for entry in self.entries.values() if entry.is_file))
 
-    @property
-    def size(self) -> int:
-        """Total size of the files in bytes."""
-        return sum(entry.size for entry in self.entries.values())
-
     def encode(self, base: Tree | None = None) -> bytes:
         """Serialise the tree for ``decode``.
 

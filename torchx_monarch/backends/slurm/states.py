@@ -69,8 +69,7 @@ def explanation(state: str, reason: str = "") -> str:
         reason: Slurm's reason why the job waits or ended; empty if there is none.
     """
     name = word(state)
-    given = "" if reason in ("", "None", "(null)") else reason
     explained = _REASONS.get(name, "")
-    if to_state(name) is State.PENDING:
-        return f"{name}: waits for {given}" if given and not explained else f"{name}: {explained}" if explained else ""
+    if not explained and to_state(name) is State.PENDING and reason not in ("", "None", "(null)"):
+        explained = f"waits for {reason}"
     return f"{name}: {explained}" if explained else ""
