@@ -109,7 +109,9 @@ def rewrite(app: AppDef, options: WrapOptions) -> Rewritten:
     has_main = bool(hosts) and hosts[0][0] is app.roles[0]
     registry = _role_registry(hosts, options) if has_main else {}
     peer_roles = _end_together(hosts, options.always_together) if has_main and options.application else 0
-    awaited = _awaited([role for role, _ in hosts[1:]]) if peer_roles and options.always_together else []
+    awaited = []
+    if peer_roles and options.always_together:  # the first role waits for the success of all others but sidecars
+        awaited = [role.name for role, _ in hosts[1:] if not sidecars.is_sidecar(role)]
     # A script waits for the hosts of all these roles; roles of other commands would never answer it.
     actors = [role.name for role, found in zip(app.roles, commands, strict=True) if found and found.kind == "actors"]
     peers = ",".join(f"{name}={options.rendezvous[name]}" for name in actors if name in options.rendezvous)
@@ -135,11 +137,6 @@ def _end_together(hosts: Sequence[tuple[Role, _RankCommand]], always: bool) -> i
     waiting = any(_WORKLOADS[found.kind] is not WorkloadKind.RANKS for _, found in hosts)
     every = all(role.retry_policy is RetryPolicy.APPLICATION and role.max_retries > 0 for role, _ in hosts)
     return len(hosts) - 1 if (always or every) and not waiting else 0
-
-
-def _awaited(others: Sequence[Role]) -> list[str]:
-    """Return the names of the roles whose success the first role waits for: all but sidecars."""
-    return [role.name for role in others if not sidecars.is_sidecar(role)]
 
 
 def _role_registry(hosts: Sequence[tuple[Role, _RankCommand]], options: WrapOptions) -> Mapping[str, str]:
@@ -204,7 +201,12 @@ def _find_rank_command(role: Role) -> _RankCommand | None:
 
 
 def _find_in_string(role: Role, string: int) -> _RankCommand | None:
-    found = _rank_commands(role.args[string], role)
+    """Find the rank command of a role in the argument of this index, which is a shell string."""
+    found: list[tuple[SimpleCommand, Command]] = []
+    for simple in simple_commands(role.args[string]):
+        command = _command([word.value for word in simple.words], role)
+        if command is not None and (command.kind != "python" or simple.alone):
+            found.append((simple, command))
     if len(found) > 1:
         raise CommandError(
             f"role {role.name!r}: the string of `{role.entrypoint} -c` holds {len(found)} torchrun commands, and a "
@@ -218,16 +220,6 @@ def _find_in_string(role: Role, string: int) -> _RankCommand | None:
             )
         return _RankCommand(command, string, simple.words[0].start)
     return None
-
-
-def _rank_commands(text: str, role: Role) -> list[tuple[SimpleCommand, Command]]:
-    """Find the rank programs in a shell string, each with its command."""
-    found: list[tuple[SimpleCommand, Command]] = []
-    for simple in simple_commands(text):
-        command = _command([word.value for word in simple.words], role)
-        if command is not None and (command.kind != "python" or simple.alone):
-            found.append((simple, command))
-    return found
 
 
 def _insert(role: Role, found: _RankCommand, words: Sequence[str]) -> None:

@@ -174,7 +174,7 @@ class Option:
     """One option of torchrun.
 
     Attributes:
-        flags: its spellings, in torchrun's order.
+        names: its names, separated by blanks.
         use: how this package treats it.
         why: reason for the treatment, and the alternative to a refused option; may be empty for an honoured option.
         default: default value, as torchrun declares it.
@@ -186,7 +186,7 @@ class Option:
         since: first release of torch whose torchrun has the option; empty if all supported releases have it.
     """
 
-    flags: tuple[str, ...]
+    names: str
     use: Use
     why: str = ""
     default: Any = None
@@ -195,6 +195,12 @@ class Option:
     choices: tuple[str, ...] = ()
     env: bool = True
     since: str = ""
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Its spellings, in torchrun's order: torchrun takes ``_`` for each ``-`` within a name as well."""
+        spellings = (each for name in self.names.split() for each in (name, name[:2] + name[2:].replace("-", "_")))
+        return tuple(dict.fromkeys(spellings))
 
     @property
     def name(self) -> str:
@@ -233,27 +239,21 @@ class Option:
 _MESH = "the hosts of the job find each other by themselves"
 
 OPTIONS: tuple[Option, ...] = (
-    Option(("--nnodes",), Use.HONOURED, default="1:1", parse=node_range),
-    Option(("--nproc-per-node", "--nproc_per_node"), Use.HONOURED, default="1"),
-    Option(("--rdzv-backend", "--rdzv_backend"), Use.IMPLIED, _MESH, default="static", parse=_rendezvous_backend),
+    Option("--nnodes", Use.HONOURED, default="1:1", parse=node_range),
+    Option("--nproc-per-node", Use.HONOURED, default="1"),
+    Option("--rdzv-backend", Use.IMPLIED, _MESH, default="static", parse=_rendezvous_backend),
     Option(
-        ("--rdzv-endpoint", "--rdzv_endpoint"),
+        "--rdzv-endpoint",
         Use.HONOURED,
         f"of the static rendezvous it is where the ranks meet, as with --master-port; otherwise {_MESH}",
         default="",
     ),
-    Option(("--rdzv-id", "--rdzv_id"), Use.HONOURED, default="none"),
-    Option(("--rdzv-conf", "--rdzv_conf"), Use.HONOURED, default="", parse=RendezvousConf.parse),
-    Option(("--standalone",), Use.HONOURED, default=False, type=bool),
+    Option("--rdzv-id", Use.HONOURED, default="none"),
+    Option("--rdzv-conf", Use.HONOURED, default="", parse=RendezvousConf.parse),
+    Option("--standalone", Use.HONOURED, default=False, type=bool),
+    Option("--max-restarts", Use.HONOURED, default=0, type=int, parse=_restarts),
     Option(
-        ("--max-restarts", "--max_restarts"),
-        Use.HONOURED,
-        default=0,
-        type=int,
-        parse=_restarts,
-    ),
-    Option(
-        ("--monitor-interval", "--monitor_interval"),
+        "--monitor-interval",
         Use.HONOURED,
         "exit codes arrive at once, which is within any interval",
         default=0.1,
@@ -261,85 +261,60 @@ OPTIONS: tuple[Option, ...] = (
         parse=_interval,
     ),
     Option(
-        ("--start-method", "--start_method"),
+        "--start-method",
         Use.IMPLIED,
         "torchrun, too, starts a script or a program as a process of its own and uses this for --run-path only",
         default="spawn",
         choices=("spawn", "fork", "forkserver"),
     ),
     Option(
-        ("--event-log-handler", "--event_log_handler"),
+        "--event-log-handler",
         Use.REFUSED,
         "the handlers get the events of torchelastic's agent, and no such agent takes part. Leave it out; "
         "the job's log has a line for each of its own events, and `events.jsonl` in the app's folder an entry",
         default="null",
     ),
-    Option(("--role",), Use.HONOURED, default="default"),
-    Option(("-m", "--module"), Use.HONOURED, default=False, type=bool),
-    Option(("--no-python", "--no_python"), Use.HONOURED, default=False, type=bool),
+    Option("--role", Use.HONOURED, default="default"),
+    Option("-m --module", Use.HONOURED, default=False, type=bool),
+    Option("--no-python", Use.HONOURED, default=False, type=bool),
     Option(
-        ("--run-path", "--run_path"),
+        "--run-path",
         Use.IMPLIED,
         "a script always runs in the interpreter that was started for its rank",
         default=False,
         type=bool,
     ),
-    Option(("--log-dir", "--log_dir"), Use.HONOURED),
-    Option(("-r", "--redirects"), Use.HONOURED, default="0", parse=Streams.parse),
-    Option(("-t", "--tee"), Use.HONOURED, default="0", parse=Streams.parse),
+    Option("--log-dir", Use.HONOURED),
+    Option("-r --redirects", Use.HONOURED, default="0", parse=Streams.parse),
+    Option("-t --tee", Use.HONOURED, default="0", parse=Streams.parse),
+    Option("--log-line-prefix-template", Use.HONOURED, default="", since="2.14"),
+    Option("--local-ranks-filter", Use.HONOURED, default="", parse=_local_ranks),
+    Option("--duplicate-stdout-filters", Use.HONOURED, default=(), type=_comma_separated_list),
+    Option("--duplicate-stderr-filters", Use.HONOURED, default=(), type=_comma_separated_list),
+    Option("--node-rank", Use.IMPLIED, "hosts are ranked by their replica id", default=0, type=int),
     Option(
-        ("--log-line-prefix-template", "--log_line_prefix_template"),
-        Use.HONOURED,
-        default="",
-        since="2.14",
-    ),
-    Option(("--local-ranks-filter", "--local_ranks_filter"), Use.HONOURED, default="", parse=_local_ranks),
-    Option(
-        ("--duplicate-stdout-filters", "--duplicate_stdout_filters"),
-        Use.HONOURED,
-        default=(),
-        type=_comma_separated_list,
-    ),
-    Option(
-        ("--duplicate-stderr-filters", "--duplicate_stderr_filters"),
-        Use.HONOURED,
-        default=(),
-        type=_comma_separated_list,
-    ),
-    Option(("--node-rank", "--node_rank"), Use.IMPLIED, "hosts are ranked by their replica id", default=0, type=int),
-    Option(
-        ("--master-addr", "--master_addr"),
+        "--master-addr",
         Use.HONOURED,
         "of hosts on several machines it is the address of replica 0, which the mesh knows",
         default="127.0.0.1",
     ),
-    Option(("--master-port", "--master_port"), Use.HONOURED, type=int, parse=_port),
+    Option("--master-port", Use.HONOURED, type=int, parse=_port),
     Option(
-        ("--local-addr", "--local_addr"),
+        "--local-addr",
         Use.HONOURED,
         "the address by which other hosts dial this one; on one machine there is none",
     ),
     Option(
-        ("--logs-specs", "--logs_specs"),
+        "--logs-specs",
         Use.REFUSED,
         "the plug-in gives torchelastic's agent files for the ranks to write, and here the host process reads what "
         "they print. Leave it out, and use --log-dir, --redirects, --tee and --duplicate-stdout-filters",
         env=False,
     ),
-    Option(
-        ("--numa-binding", "--numa_binding"),
-        Use.HONOURED,
-        choices=("node", "socket", "exclusive", "core-complex"),
-        env=False,
-    ),
-    Option(
-        ("--signals-to-handle", "--signals_to_handle"),
-        Use.HONOURED,
-        default="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-        parse=_signal_names,
-    ),
-    Option(("--shutdown-timeout", "--shutdown_timeout"), Use.HONOURED, type=int),
-    Option(("--virtual-local-rank", "--virtual_local_rank"), Use.HONOURED, default=False, type=bool),
+    Option("--numa-binding", Use.HONOURED, choices=("node", "socket", "exclusive", "core-complex"), env=False),
+    Option("--signals-to-handle", Use.HONOURED, default="SIGTERM,SIGINT,SIGHUP,SIGQUIT", parse=_signal_names),
+    Option("--shutdown-timeout", Use.HONOURED, type=int),
+    Option("--virtual-local-rank", Use.HONOURED, default=False, type=bool),
 )
 
 
