@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import functools
 import os
 import re
 import shutil
@@ -106,16 +107,13 @@ class JobConnections:
     """
 
     def __init__(self) -> None:
-        self._runner: Runner | None = None
         self._attachments: dict[str, Attachment] = {}
         self.meshes: list[Any] = []
 
-    @property
+    @functools.cached_property
     def runner(self) -> Runner:
-        """The TorchX runner, created on first use."""
-        if self._runner is None:
-            self._runner = get_runner()
-        return self._runner
+        """The TorchX runner."""
+        return get_runner()
 
     def attachment(self, role: str) -> Attachment | None:
         """Return the open connection to the hosts of a role; None if there is no connection or it is closed."""

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Mapping
 
 from torchx_monarch.model.host_spec import PEER_TIMEOUT, HostSpec
-from torchx_monarch.transport.connections import Address
+from torchx_monarch.transport.address import Address
 
 _SIOCGIFADDR = 0x8915
 

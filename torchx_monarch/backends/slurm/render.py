@@ -19,6 +19,12 @@ from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
 _SMALL_PARTITION = 1000
 """MB of memory; Slurm's configuration lacks the memory of nodes that report no more (aws-parallelcluster#2198)."""
 
+_SBATCH = (
+    *("partition", "account", "qos", "time", "constraint", "reservation"),
+    *("mail-user", "mail-type", "signal", "array"),
+)
+"""The run options that sbatch has under the same names."""
+
 _WAITING_MODULES = {WorkloadKind.SESSION: "torchx_monarch.hosts", WorkloadKind.ACTORS: "torchx_monarch.actors"}
 """The modules of commands whose hosts wait for clients, for messages."""
 
@@ -97,18 +103,7 @@ def _job_options(app: AppDef, cfg: SlurmOpts, path: str, requeue: bool) -> dict[
         "comment": folder.note(path, cfg.comment),
         "requeue" if requeue else "no-requeue": None,
     }
-    given = {
-        "partition": cfg.partition,
-        "account": cfg.account,
-        "qos": cfg.qos,
-        "time": cfg.time,
-        "constraint": cfg.constraint,
-        "reservation": cfg.reservation,
-        "mail-user": cfg.mail_user,
-        "mail-type": cfg.mail_type,
-        "signal": cfg.signal,
-        "array": cfg.array,
-    }
+    given = {name: getattr(cfg, name.replace("-", "_")) for name in _SBATCH}
     options.update({name: str(value) for name, value in given.items() if value is not None})
     if cfg.exclusive:
         options["exclusive"] = None
