@@ -118,20 +118,14 @@ class Replica:
         self.record.started = time.time()
         self._keep_old_error()
         env = {**self._env, **self._variables}
-        pipes = [os.pipe2(os.O_CLOEXEC) for _ in (log_writer.STDOUT, log_writer.STDERR)]
         try:
-            pid = spawn.spawn(self._request.args, env, self._request.cwd, pipes[0][1], pipes[1][1])
+            pid, pipes = spawn.spawn(self._request.args, env, self._request.cwd)
         except (OSError, ValueError) as e:  # ValueError: a null byte in an argument
-            for end in (pipes[0][0], pipes[1][0]):
-                os.close(end)
             reason = e.strerror if isinstance(e, spawn.SpawnError) else f"{e}{open_files.hint(e)}"
             self.final = True
             self._ended(EXIT_NOT_STARTED, f"replica {self.name} could not be started: {reason}")
             return False
-        finally:
-            for end in (pipes[0][1], pipes[1][1]):
-                os.close(end)
-        self.adopt(pid, self.record.started, [end for end, _ in pipes])
+        self.adopt(pid, self.record.started, pipes)
         return True
 
     def adopt(self, pid: int, started: float, pipes: Sequence[int]) -> None:

@@ -71,8 +71,8 @@ def variables(run_dir: str, role: int, replica: int, restarts: int) -> dict[str,
     return {"MONARCH_RESTART": str(restarts), "MONARCH_STOP_FILE": stop_file}
 
 
-def spawn(argv: Sequence[str], env: Mapping[str, str], cwd: str, stdout: int, stderr: int) -> int:
-    """Start a process and return its pid when it runs its program.
+def spawn(argv: Sequence[str], env: Mapping[str, str], cwd: str) -> tuple[int, tuple[int, int]]:
+    """Start a process; return its pid when it runs its program, and the read ends of its stdout and stderr.
 
     It leads a new session, reads /dev/null, has default signals, and is killed when the calling thread ends.
 
@@ -80,39 +80,39 @@ def spawn(argv: Sequence[str], env: Mapping[str, str], cwd: str, stdout: int, st
         argv: the command.
         env: its whole environment.
         cwd: its working directory.
-        stdout, stderr: descriptors that become the process' stdout and stderr.
 
     Raises:
         SpawnError: the program or the working directory cannot be used.
+        OSError: the system refuses another process or another pipe.
     """
     if not os.path.isdir(cwd):
         raise SpawnError(errno.ENOENT, f"the working directory {cwd} does not exist.")
     program = find_program(argv[0], env.get("PATH", os.defpath), cwd)
     parent = os.getpid()
-    null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-    failed, report = os.pipe()
+    opened = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)]
     try:
+        for _ in range(3):
+            opened += os.pipe()
+        null, stdout, stdout_end, stderr, stderr_end, failed, report = opened
         # Block signals: a handler in the child would write to the wake-up pipe that it shares with its parent.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
             pid = os.fork()
             if pid == 0:
-                _become(program, argv, env, cwd, (null, stdout, stderr), parent, report)
+                _become(program, argv, env, cwd, (null, stdout_end, stderr_end), parent, report)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        os.close(report)
-        report = -1
+        os.close(opened.pop())  # report
         # End of file without data means that exec() has closed the write end.
         if error := os.read(failed, 8192):
             os.waitpid(pid, 0)
             number, _, what = error.decode(errors="surrogateescape").partition(" ")
             raise SpawnError(int(number), f"{what}: {os.strerror(int(number))}.")
-        return pid
+        opened = [null, stdout_end, stderr_end, failed]
+        return pid, (stdout, stderr)
     finally:
-        os.close(null)
-        os.close(failed)
-        if report >= 0:
-            os.close(report)
+        for fd in opened:
+            os.close(fd)
 
 
 def _become(

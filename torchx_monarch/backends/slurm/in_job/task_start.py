@@ -8,10 +8,12 @@ imports little, and no data classes.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
 import time
+from collections.abc import Sequence
 
 from torchx_monarch.backends.slurm import array, folder, macros
 from torchx_monarch.backends.slurm.folder import JobFolder
@@ -81,22 +83,14 @@ class StartedTask:
         self.wake = _watch_signals()
         self.pid: int | None = None
         self.started = 0.0
-        self.pipes: list[int] = []
+        self.pipes: Sequence[int] = ()
 
     def start(self) -> None:
         """Start the process. On failure ``pid`` stays None, and ``Replica.start`` retries and reports the error."""
-        pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(2)]
         self.started = time.time()
         variables = spawn.variables(self.run_dir, 0, self.replica, 0)
-        try:
-            self.pid = spawn.spawn(self.command, {**self.environ, **variables}, self.cwd, pipes[0][1], pipes[1][1])
-            self.pipes = [pipes[0][0], pipes[1][0]]
-        except (OSError, ValueError):
-            for end, _ in pipes:
-                os.close(end)
-        finally:
-            for _, end in pipes:
-                os.close(end)
+        with contextlib.suppress(OSError, ValueError):
+            self.pid, self.pipes = spawn.spawn(self.command, {**self.environ, **variables}, self.cwd)
 
 
 def begin(argv: list[str]) -> StartedTask:
