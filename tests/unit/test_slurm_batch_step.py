@@ -56,8 +56,6 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
             monkeypatch.setenv(f"MONARCH_NODES_{index}", f"n{index}")
         roles = [SlurmRole(spec, ["x"], {}, "/", "") for spec in specs]
         batch = Batch(JobFolder(str(tmp_path)), SlurmRequest("app", str(tmp_path), "python", roles, **more), ())
-        os.close(batch._wake)
-        os.close(batch._signalled)
         batch.started = []
         return batch
 

@@ -294,8 +294,6 @@ def test_batch_step_survives_any_content_of_what_it_reads(apps: Apps, name: str,
             patch.setenv("SLURM_JOB_ID", ONE)
             patch.setenv("MONARCH_NODES_0", "n[1-2]")
             batch = batch_step.BatchStep(paths, request, ())
-        os.close(batch._wake)
-        os.close(batch._signalled)
         if name != "request.json":
             batch._record.role_restarts["r"] = 1
             batch._ended["r"] = 1, time.time()

@@ -40,6 +40,7 @@ from torchx_monarch.insight import events
 from torchx_monarch.model import job_result
 from torchx_monarch.model.role_spec import RetryPolicy, WorkloadKind
 from torchx_monarch.model.state import State
+from torchx_monarch.supervisor import signal_pipe
 from torchx_monarch.supervisor.graceful_stop import GracefulStop
 from torchx_monarch.supervisor.replica import Replica
 from torchx_monarch.system import processes
@@ -136,12 +137,7 @@ class SupervisorLoop:
                 never sees PENDING, for which TorchX's commands sleep a second.
             keeper_pipe: a descriptor that becomes readable when the keeper dies.
         """
-        wake, signalled = os.pipe()
-        for fd in (wake, signalled):
-            os.set_blocking(fd, False)
-        signal.set_wakeup_fd(signalled, warn_on_full_buffer=False)
-        for signum in (signal.SIGCHLD, signal.SIGTERM):
-            signal.signal(signum, lambda *_: None)
+        wake = signal_pipe.watch((signal.SIGCHLD, signal.SIGTERM))
         for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
             signal.signal(signum, signal.SIG_IGN)
         self._selector.register(wake, selectors.EVENT_READ, None)

@@ -37,6 +37,7 @@ from torchx_monarch.model import job_result
 from torchx_monarch.model.host_result import no_retry_reason
 from torchx_monarch.model.role_spec import RetryPolicy, RoleSpec
 from torchx_monarch.model.state import State
+from torchx_monarch.supervisor import signal_pipe
 
 _STOP_EXTRA = HOST_EXTRA + 5.0
 """Seconds beyond the grace period after which steps that have not stopped are killed."""
@@ -105,7 +106,6 @@ class BatchStep:
         """Exit code and time of the end of each role's step, by the role's name."""
         self._check_at = 0.0
         self._reset_stop()
-        self._wake, self._signalled = os.pipe()
 
     def _reset_stop(self) -> None:
         self._outcome = _RunOutcome()
@@ -116,23 +116,19 @@ class BatchStep:
 
     def run(self) -> int:
         """Run the job and return the exit code of the role that decided its result."""
-        for end in (self._wake, self._signalled):
-            os.set_blocking(end, False)
-        signal.set_wakeup_fd(self._signalled, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD):
-            signal.signal(number, lambda *_: None)
+        wake = signal_pipe.watch((signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD))
         self._write()
         self._event("job_started", f"job {self._record.job_id} runs on {', '.join(self._record.nodes)}")
         cancelled = self._paths.is_cancelled  # the job was cancelled while Slurm requeued it
         if self._steps:
-            os.write(self._signalled, bytes([signal.SIGCHLD]))  # a step may have ended before the handler was set
+            signal.raise_signal(signal.SIGCHLD)  # a step may have ended before the handler was set
             if cancelled:
                 self._stop(_CANCELLED)
         elif cancelled:
             return self._cancelled()
         else:
             self._start(list(self._specs))
-        return self._loop()
+        return self._loop(wake)
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -148,9 +144,9 @@ class BatchStep:
             defaults = (signal.SIGPIPE, signal.SIGXFSZ)
             self._steps[name] = os.posix_spawnp(words[0], words, environ, setsigdef=defaults)
 
-    def _loop(self) -> int:
+    def _loop(self, wake: int) -> int:
         while True:
-            numbers = self._wait()
+            numbers = _wait(wake)
             if signal.SIGUSR1 in numbers:
                 self._stop(_CANCELLED)
             elif signal.SIGTERM in numbers:
@@ -171,14 +167,6 @@ class BatchStep:
                 self._send_stop()
             if time.monotonic() > self._kill_at:
                 self._kill()
-
-    def _wait(self) -> bytes:
-        """Wait at most 1 s for signals and return their numbers."""
-        select.select([self._wake], [], [], 1.0)
-        try:
-            return os.read(self._wake, 4096)
-        except BlockingIOError:
-            return b""
 
     # -- decisions -----------------------------------------------------------------------------------------------------
 
@@ -391,6 +379,15 @@ class BatchStep:
         if self._is_array and kind in ("job_started", "ended"):
             message = f"array task {os.path.basename(self._paths.root)}: {message}"
             events.append(self._paths.whole.events, kind, message, seconds=None)
+
+
+def _wait(wake: int) -> bytes:
+    """Wait at most 1 s for signals and return their numbers."""
+    select.select([wake], [], [], 1.0)
+    try:
+        return os.read(wake, 4096)
+    except BlockingIOError:
+        return b""
 
 
 def main(argv: list[str]) -> NoReturn:

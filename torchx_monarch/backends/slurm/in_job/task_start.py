@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from torchx_monarch.backends.slurm import array, folder, macros
 from torchx_monarch.backends.slurm.folder import JobFolder
 from torchx_monarch.model.env_names import replica0_variable
-from torchx_monarch.supervisor import spawn
+from torchx_monarch.supervisor import signal_pipe, spawn
 from torchx_monarch.system import processes, run_dirs
 
 _HEAD_START = 0.1
@@ -80,7 +80,8 @@ class StartedTask:
             self.environ[macros.PORT_OFFSET] = str(tasks.index(int(os.environ["SLURM_ARRAY_TASK_ID"])))
         self.environ.setdefault("TORCHELASTIC_ERROR_FILE", self.paths.error_file(self.role, self.replica))
         os.makedirs(self.log_dir, mode=0o700, exist_ok=True)
-        self.wake = _watch_signals()
+        # SIGUSR1 and SIGUSR2 are meant for the ranks; without a handler they would end this process.
+        self.wake = signal_pipe.watch((signal.SIGCHLD, *STOP_SIGNALS, signal.SIGUSR1, signal.SIGUSR2))
         self.pid: int | None = None
         self.started = 0.0
         self.pipes: Sequence[int] = ()
@@ -110,14 +111,3 @@ def begin(argv: list[str]) -> StartedTask:
         # On few processors, let the replica run first: wait until it prints something or ends, or a signal arrives.
         select.select([started_task.wake, *started_task.pipes], [], [], _HEAD_START)
     return started_task
-
-
-def _watch_signals() -> int:
-    wake, signalled = os.pipe()
-    for end in (wake, signalled):
-        os.set_blocking(end, False)
-    signal.set_wakeup_fd(signalled, warn_on_full_buffer=False)
-    # SIGUSR1 and SIGUSR2 are meant for the ranks; without a handler they would end this process.
-    for number in (signal.SIGCHLD, *STOP_SIGNALS, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, lambda *_: None)
-    return wake
