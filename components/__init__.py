@@ -14,7 +14,6 @@ from typing import Dict, List, Optional
 
 import torchx
 from torchx import specs
-from torchx.components.structured_arg import StructuredNameArgument
 
 from torchx_monarch.command import meshes as actor_meshes
 from torchx_monarch.command import spmd as plan
@@ -76,7 +75,7 @@ def spmd(
     resource = plan.resource(h, cpu, gpu, memMB)
     shape = plan.Shape.of(j, nnodes, nproc, h)
     plan.require_counts(max_restarts=max_restarts, max_retries=max_retries)
-    names = StructuredNameArgument.parse_from(name=name, m=m, script=None if launch.module else launch.target)
+    run_name, tracking = launch.names(name)
 
     misplaced_options = plan.misplaced_options(launch.args, inspect.signature(spmd).parameters)
     if misplaced_options:
@@ -86,17 +85,13 @@ def spmd(
             launch.target,
         )
 
-    role_env = {
-        **(env or {}),
-        "TORCHX_TRACKING_EXPERIMENT_NAME": names.experiment_name,
-        "TORCHX_TRACKING_RUN_NAME": names.run_name,
-    }
+    role_env = {**(env or {}), **tracking}
     role_env.setdefault("LOGLEVEL", os.getenv("LOGLEVEL", "WARNING"))
     if debug:
         role_env.update(plan.DEBUG_ENV)
 
     return specs.AppDef(
-        name=plan.app_name(names.run_name, launch.role),
+        name=plan.app_name(run_name, launch.role),
         roles=[
             specs.Role(
                 name=launch.role,
@@ -219,13 +214,9 @@ def controller(
     launch = plan.Launch.of(script_args, m, script)
     resource = plan.resource(h, cpu, gpu, memMB)
     plan.require_counts(max_retries=max_retries)
-    names = StructuredNameArgument.parse_from(name=name, m=m, script=None if launch.module else launch.target)
-    tracking = {
-        "TORCHX_TRACKING_EXPERIMENT_NAME": names.experiment_name,
-        "TORCHX_TRACKING_RUN_NAME": names.run_name,
-    }
+    run_name, tracking = launch.names(name)
     app = specs.AppDef(
-        name=plan.app_name(names.run_name, launch.role),
+        name=plan.app_name(run_name, launch.role),
         roles=[
             specs.Role(
                 name=mesh,

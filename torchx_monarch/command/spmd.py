@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from torchx import specs
 from torchx.components.dist import parse_nnodes
-from torchx.components.structured_arg import StructuredJArgument
+from torchx.components.structured_arg import StructuredJArgument, StructuredNameArgument
 from torchx.specs.finder import ComponentValidationException
 
 from torchx_monarch.command.command import PROCESS_COUNTS, is_process_count
@@ -85,6 +85,15 @@ class Launch:
         """The name of the role, made from the program: letters and digits only, which every backend accepts."""
         stem = self.target.rpartition(".")[2] if self.module else PurePath(self.target).stem
         return re.sub(r"[^a-z0-9]", "", stem.lower()).lstrip(string.digits) or _FALLBACK_NAME
+
+    def names(self, name: str) -> tuple[str, dict[str, str]]:
+        """Parse the value of ``--name``; return the run's name, and the variables of TorchX's tracker."""
+        names = StructuredNameArgument.parse_from(name=name, **{"m" if self.module else "script": self.target})
+        tracking = {
+            "TORCHX_TRACKING_EXPERIMENT_NAME": names.experiment_name,
+            "TORCHX_TRACKING_RUN_NAME": names.run_name,
+        }
+        return names.run_name, tracking
 
     @property
     def words(self) -> tuple[str, ...]:
