@@ -46,7 +46,8 @@ _ASK_AFTER_END = 0.5
 class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
     """Runs each role as a component of a Slurm job, and each replica as the task of one node.
 
-    It needs Slurm's commands, and a folder that all nodes see, such as, usually, the home directory.
+    It needs Slurm's commands, and a folder that all nodes see, such as, usually, the home directory. Methods that query
+    Slurm raise ``SlurmError`` if a command fails or cannot be run.
     """
 
     options = SlurmOpts
@@ -72,8 +73,7 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
         """Submit the job and return its id.
 
         Raises:
-            SubmitError: the job's folder cannot be written. It is removed.
-            SlurmError: sbatch fails. The folder is removed.
+            SubmitError: the job's folder cannot be written. It is removed, as it is when sbatch fails.
         """
         if os.path.exists(request.folder):  # the same dry run may be submitted twice
             request = request.renamed(folder.new(request.name, os.path.dirname(request.folder)))
@@ -108,20 +108,12 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
     # -- reading -------------------------------------------------------------------------------------------------------
 
     def snapshot(self, app_id: str, *, brief: bool = False) -> SlurmSnapshot | None:
-        """Read the state of an app; return None if no app of this scheduler has this id.
-
-        Raises:
-            SlurmError: a command of Slurm's fails or cannot be run.
-        """
+        """Read the state of an app; return None if no app of this scheduler has this id."""
         job = snapshot.look(app_id)
         return snapshot.of_app(app_id, job, brief=brief) if job else None
 
     def snapshots(self, options: Cfg) -> list[SlurmSnapshot]:
-        """Read the states of the apps of this state directory and of this user's other apps that Slurm remembers.
-
-        Raises:
-            SlurmError: a command of Slurm's fails or cannot be run.
-        """
+        """Read the states of the apps of this state directory and of this user's other apps that Slurm remembers."""
         live: dict[str, list[Job]] = {}
         for job in native.listed_jobs():
             live.setdefault(job.leader, []).append(job)
@@ -218,7 +210,6 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
 
         Raises:
             UserError: the job belongs to another user.
-            SlurmError: a command of Slurm's fails or cannot be run.
         """
         _check_owner(app)
         self._asked.pop(app.app_id, None)

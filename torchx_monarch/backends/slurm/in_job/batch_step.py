@@ -88,7 +88,7 @@ class BatchStep:
         self._specs = {role.name: role.spec for role in request.roles}
         self._is_array = bool(request.sbatch.get("array"))
         job_id = array.own_id(os.environ) if self._is_array else os.environ["SLURM_JOB_ID"]
-        self._commands = JobCommands(job_id, self._is_array)
+        self._commands = JobCommands(job_id)
         before = records.read(BatchRecord, paths.job)
         # Preemptions and administrators do not use up retries (TorchX counts all of SLURM_RESTART_COUNT).
         self._retries = RetryBudget(before.retries if before else 0)

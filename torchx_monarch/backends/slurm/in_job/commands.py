@@ -11,11 +11,10 @@ RUNNING = "RUNNING"
 
 
 class JobCommands:
-    """Slurm's commands for one job."""
+    """Slurm's commands for one job or array task."""
 
-    def __init__(self, job_id: str, is_array_task: bool) -> None:
+    def __init__(self, job_id: str) -> None:
         self.job_id = job_id
-        self._is_array_task = is_array_task
 
     def state(self) -> str:
         """Return Slurm's state of the job; empty if squeue fails."""
@@ -23,7 +22,7 @@ class JobCommands:
 
     def signal_tasks(self) -> None:
         """Request all tasks of all steps to stop (``task``)."""
-        if not self._is_array_task:
+        if "_" not in self.job_id:  # no array task
             _run("scancel", "--signal=URG", self.job_id)
             return
         # Slurm is slow to signal an array task as a whole (``native._TOLD_WITHIN``), but not its steps.
