@@ -314,9 +314,10 @@ time.sleep(1000)
 
 @pytest.mark.parametrize("victim", ["rank", "agent", "host", "supervisor"])
 def test_kill_9_of_any_process(work: Path, eventually: Eventually, victim: str) -> None:
-    handle, app = submit_sleepers(work, eventually, "--nproc", "2")
+    handle, app = submit_sleepers(work, eventually, "-j", "2x1")
     supervisor = json.loads((app / "supervisor.json").read_text())["supervisor"]["pid"]
-    host = next(one for one in psutil.Process(supervisor).children() if "torchx_monarch.host" in one.cmdline())
+    hosts = [one for one in psutil.Process(supervisor).children() if "torchx_monarch.host" in one.cmdline()]
+    host = next(one for one in hosts if one.cmdline()[one.cmdline().index("--replica") + 1] == "1")
     below = host.children()
     pid = {
         "supervisor": supervisor,
@@ -329,7 +330,7 @@ def test_kill_9_of_any_process(work: Path, eventually: Eventually, victim: str) 
     status = json.loads(torchx("status", "--json", handle).stdout)
     last = "".join(torchx("log", handle).stdout.splitlines(keepends=True)[-3:])
     assert str(pid) in status["msg"] or victim == "agent"
-    assert victim in status["msg"] or (victim == "host" and "replica prog/0" in status["msg"])
+    assert victim in status["msg"] or (victim == "host" and "replica prog/1" in status["msg"])
     assert {"rank": "was killed by signal 9", "agent": "agent", "host": "SIGKILL", "supervisor": "supervisor"}[
         victim
     ] in last

@@ -32,8 +32,8 @@ Start = Callable[..., Hosts]
 def start(
     folder: Path, script: Callable[[str], str], eventually: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Start]:
-    """Starts a job of one host, perhaps with a Monarch that says it is of another version; its rank waits for the file
-    ``go`` in the folder."""
+    """Starts a job of two hosts, perhaps with a Monarch that says it is of another version; its ranks wait for the file
+    ``go`` in the folder. (A host that is alone starts Monarch only for a client.)"""
     monkeypatch.setenv("MONARCH_LOG_SUFFIX", "to-stderr" * 32)  # the strangers' Monarch leaves no log either
     monkeypatch.setenv("USER", Path(os.environ["TMPDIR"]).name)  # but makes a folder /tmp/USER for it
 
@@ -49,8 +49,8 @@ def start(
                 port = free.getsockname()[1]
             hosts, _ = credentials.create()
             environ |= {"MONARCH_RENDEZVOUS": f"tls:127.0.0.1:{port}", "MONARCH_CREDENTIALS": hosts.to_text()}
-        command = ["torchrun", script(_WAITS), str(folder / "go")]
-        job = Hosts(folder, command, options=("--preload", ""), environ=environ, wrapper=wrapper).start()
+        command = ["torchrun", "--nnodes", "2", script(_WAITS), str(folder / "go")]
+        job = Hosts(folder, command, 2, ("--preload", ""), environ, wrapper).start()
         eventually(lambda: "up" in job.out() or job.processes[0].poll() is not None, "the rank")
         return job
 
@@ -99,7 +99,7 @@ def test_other_users_are_refused_and_disturb_nothing(
 
     assert job.processes[0].poll() is None
     (folder / "go").touch()
-    assert job.wait() == [0], job.err()
+    assert job.wait() == [0, 0], job.err()
     assert "SUCCEEDED" in job.err()
     assert "INSECURE" not in job.err()
 
@@ -113,4 +113,4 @@ def test_a_host_that_cannot_refuse_others_says_so(start: Start, folder: Path) ->
     answers = [said(process) for process in [play("intrude", name) for name in abstract_sockets(job.processes[0].pid)]]
     assert f"ran as {os.geteuid()}" in answers, answers  # as a guarded host refuses
     (folder / "go").touch()
-    assert job.wait() == [0], job.err()
+    assert job.wait() == [0, 0], job.err()

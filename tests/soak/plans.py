@@ -215,6 +215,8 @@ def draw(seed: int, number: int) -> Plan:
     if first.action not in _ALONE and dice.random() < 0.35:
         faults = (first, _fault(dice, dice.choice(("with", "with", *PHASES)), _ALONE))
     hosts = dice.choice((1, 2, 2, 2, 3))
+    if any(fault.target == "agent" for fault in faults):
+        hosts = max(2, hosts)  # replica 0's host has none
     restarts, retries = dice.choice((0, 0, 1, 2)), dice.choice((0, 0, 1, 2))
     fails = False
     # There must be something to restart after: a fault, or the program's own failure.

@@ -77,6 +77,12 @@ def test_host_process_starts_without_torchx() -> None:
     assert not theirs & {"torchx", "pathspec"}  # who reads patterns is the client
 
 
+def test_a_host_of_ranks_imports_monarch_when_it_starts_a_worker_and_not_before() -> None:
+    names = "host_process, spmd_workload, batch_run, live_runs"
+    theirs = imported_by(f"from torchx_monarch.host import {names}")
+    assert not theirs & {"torch", "monarch", "cryptography"}
+
+
 @pytest.mark.parametrize("module", ["local.supervisor", "slurm.in_job.batch_step", "slurm.in_job.task"])
 def test_what_starts_hosts_needs_the_standard_library_alone(module: str) -> None:
     theirs = imported_by(f"import torchx_monarch.backends.{module}")

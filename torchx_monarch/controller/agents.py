@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The mesh of the hosts, and the agents on it, through which the controller's requests reach the hosts."""
+"""The mesh of the hosts, and the agents on it, through which the controller's requests reach the other hosts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from torchx_monarch.controller.host_events import (
 from torchx_monarch.controller.host_messages import (
     Answer,
     Handler,
-    LaunchRanks,
     RanksExited,
     Refused,
     Request,
@@ -72,7 +71,7 @@ class HostsError(Exception):
 
 
 class Agents:
-    """The agents of the present mesh.
+    """Replica 0's host, and the agents of the other hosts of the present mesh.
 
     Attributes:
         hosts: the hosts of the mesh, in its order; empty before the first mesh.
@@ -82,7 +81,7 @@ class Agents:
         options: options of the job.
         events: the events that interrupt the controller.
         reporter: writes progress lines and events.
-        own_host: executes requests to replica 0's host, which is this process, without a detour through its agent.
+        own_host: executes requests to replica 0's host, which is this process and has no agent.
     """
 
     def __init__(self, options: JobOptions, events: HostEvents, reporter: Reporter, own_host: Handler) -> None:
@@ -99,37 +98,41 @@ class Agents:
         self._threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="monarch-call")
 
     async def form(self, hosts: list[Registration], gatherer: HostGatherer) -> None:
-        """Attach to the hosts and start their agents.
+        """Attach to the hosts other than replica 0's, which is the first, and start their agents.
 
         Raises:
             Interrupted: an event is pending, or the mesh could not be formed.
         """
+        self._mesh = await self._attach(hosts[1:], gatherer) if len(hosts) > 1 else None
+        self.hosts = hosts
+        self.members = {host.replica for host in hosts}
+        self._reporter.phase("mesh", "mesh")
+
+    async def _attach(self, others: list[Registration], gatherer: HostGatherer) -> AgentMesh:
         from torchx_monarch.controller.agent import Agent
         from torchx_monarch.monarch_adapter.monarch_api import AgentMesh, host_without_agent
 
         try:
-            addresses, number = [host.address for host in hosts], self._meshes
+            addresses, number = [host.address for host in others], self._meshes
             self._meshes += 1
             forming = self._in_thread(AgentMesh, addresses, Agent, number, _MESH_TIMEOUT)
             waiting = self._reporter.while_waiting(forming, lambda: "the mesh")
-            self._mesh = await self._events.interrupt(waiting, concerns_hosts)
+            return await self._events.interrupt(waiting, concerns_hosts)
         except Interrupted:
             raise
         except Exception as error:
             print(f"the mesh could not be formed: {error}", file=sys.stderr, flush=True)  # stderr is Monarch's log
             place = host_without_agent(error)
-            why = _first_line(error) if place is None else f"the agent of {hosts[place].name} did not start"
+            host = None if place is None else others[place]
+            why = _first_line(error) if host is None else f"the agent of {host.name} did not start"
             reason = f"the mesh could not be formed: {why}; see {self._options.monarch_log}"
-            failure = StopRequested(0, JobResult(1, reason, replica=-1 if place is None else place))
+            failure = StopRequested(0, JobResult(1, reason, replica=-1 if host is None else host.replica))
             behind = await self._events.report_within(self._options.report_timeout, failure)
             if behind is failure:  # no host reported a failure: a connection between hosts that Monarch needs failed
-                newcomers = [host for host in hosts if host not in self.hosts] if self.hosts else []
-                suspects = newcomers if place is None else [hosts[place]]
-                behind = await gatherer.refuse({host.replica: reason for host in suspects}) or failure
+                newcomers = [each for each in others if each not in self.hosts] if self.hosts else []
+                suspects = newcomers if host is None else [host]
+                behind = await gatherer.refuse({each.replica: reason for each in suspects}) or failure
             raise Interrupted(behind) from error
-        self.hosts = hosts
-        self.members = {host.replica for host in hosts}
-        self._reporter.phase("mesh", "mesh")
 
     async def ask_own(self, request: Request, timeout: float) -> Answer:
         """Have replica 0's host execute a request.
@@ -174,7 +177,7 @@ class Agents:
         Raises:
             HostsError: there is no mesh, or a host refused the request or answered with an error.
         """
-        if self._mesh is None:
+        if not self.hosts:
             raise HostsError("the hosts are not together")
         answers, found = self._send(request), []
         for _ in list(self.hosts):
@@ -196,7 +199,7 @@ class Agents:
             grace: seconds from the signal to SIGKILL.
             note: called with the answer of each host.
         """
-        if self._mesh is None:
+        if not self.hosts:
             return
         asked, loop = set(self.members), asyncio.get_running_loop()
         until = loop.time() + grace + _STOP_MARGIN
@@ -229,14 +232,12 @@ class Agents:
         from torchx_monarch.monarch_adapter.monarch_api import host_without_agent
 
         place = host_without_agent(error)
-        return agent_lost(self.hosts[place]) if place is not None else None
+        return agent_lost(self.hosts[1 + place]) if place is not None else None
 
     def _send(self, request: Request) -> asyncio.Queue[Any]:
         """Send a request to every host; return the queue into which each puts its answer, or the error."""
         answers: asyncio.Queue[Any] = asyncio.Queue()
         loop, mesh = asyncio.get_running_loop(), self._mesh
-        name, fields = encode_request(request)
-        assert mesh is not None
 
         async def ask_own() -> None:
             try:
@@ -244,19 +245,17 @@ class Agents:
             except Exception as error:
                 answers.put_nowait(error)
 
-        def pump() -> None:
-            for answer in mesh.stream(name, fields, first):
+        def pump(mesh: AgentMesh) -> None:
+            for answer in mesh.stream(*encode_request(request)):
                 with contextlib.suppress(RuntimeError):  # the event loop has ended
                     loop.call_soon_threadsafe(answers.put_nowait, _decoded(answer))
 
-        # ``LaunchRanks`` goes through all agents, so that each is known to run, and its host process notices its death.
-        first = 0 if isinstance(request, LaunchRanks) else 1
-        if first:
-            task = asyncio.ensure_future(ask_own())
-            self._asked.add(task)
-            task.add_done_callback(self._asked.discard)
-        if len(self.hosts) > first:
-            threading.Thread(target=pump, name=f"monarch-{name}", daemon=True).start()
+        task = asyncio.ensure_future(ask_own())
+        self._asked.add(task)
+        task.add_done_callback(self._asked.discard)
+        if mesh is not None:
+            name = f"monarch-{type(request).__name__}"
+            threading.Thread(target=pump, args=[mesh], name=name, daemon=True).start()
         return answers
 
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:

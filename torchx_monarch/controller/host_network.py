@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Iterable
 
 from torchx_monarch.model.registration import Registration
+from torchx_monarch.monarch_adapter.worker_port import WorkerPort, new_service_id
 from torchx_monarch.transport import connections, local_addresses
 from torchx_monarch.transport.address import REPLICA0_NAME
 from torchx_monarch.transport.connections import Address, ConnectError, Identity
@@ -41,8 +42,9 @@ class HostNetwork:
         bind: local IP address on which ports are opened; empty for all.
         identity: this host's certificate; None without TLS.
         client_url: URL on which this process listens as Monarch's client.
-        serve_url: URL on which its worker loop listens.
-        dial_url: URL by which others reach the worker loop.
+        serve_address: service id of this host, and the URL on which its worker loop listens.
+        worker_address: the address with which a controller or a client attaches to the worker loop.
+        worker_port: where Monarch starts only when the first client connects: its port until then; else None.
     """
 
     rendezvous: Address
@@ -51,8 +53,9 @@ class HostNetwork:
     bind: str
     identity: Identity | None
     client_url: str
-    serve_url: str
-    dial_url: str
+    serve_address: str
+    worker_address: str
+    worker_port: WorkerPort | None = None
 
     @classmethod
     def setup(
@@ -63,6 +66,7 @@ class HostNetwork:
         credentials: str,
         folder: str,
         first: bool = False,
+        deferred: bool = False,
     ) -> HostNetwork:
         """Create the certificate and open the ports.
 
@@ -73,14 +77,19 @@ class HostNetwork:
             credentials: value of ``credentials.VARIABLE``; empty if it is not set.
             folder: folder for sockets and keys; mode 0700.
             first: whether this is replica 0.
+            deferred: whether Monarch starts only when the first client connects.
 
         Raises:
             CredentialsError: under TLS, the credentials are missing or invalid.
             NetworkError: no port can be opened.
+            OSError: with ``deferred``, nothing can listen on the worker's port.
         """
+        service = new_service_id()
         if not rendezvous.networked:
             client, worker = (f"ipc://{os.path.join(folder, name)}" for name in ("client", "worker"))
-            return cls(rendezvous, options, advertised, "127.0.0.1", None, client, worker, worker)
+            worker = f"{service}@{worker}"
+            worker_port = WorkerPort(worker) if deferred else None
+            return cls(rendezvous, options, advertised, "127.0.0.1", None, client, worker, worker, worker_port)
         identity = None
         if rendezvous.scheme == "tls":
             from torchx_monarch.transport.credentials import VARIABLE, CredentialsError, HostCredentials
@@ -100,9 +109,12 @@ class HostNetwork:
         client_url, serve_url = (
             f"{scheme}://{advertised}:fd{each.detach()}" for each in (client_socket, worker_socket)
         )
-        dial_url = f"{scheme}://{advertised}:{port}"
+        serve_address, worker_address = f"{service}@{serve_url}", f"{service}@{scheme}://{advertised}:{port}"
         bind = local_addresses.address_of(options.bind)
-        return cls(rendezvous, options, advertised, bind, identity, client_url, serve_url, dial_url)
+        addresses, worker_port = (client_url, serve_address, worker_address), None
+        if deferred:
+            worker_port = WorkerPort(serve_address)
+        return cls(rendezvous, options, advertised, bind, identity, *addresses, worker_port)
 
     async def start_monarch(
         self,
@@ -110,10 +122,11 @@ class HostNetwork:
         warn: Callable[[str], None],
         lease: float,
         on_shutdown: Callable[[], None] | None = None,
-    ) -> str:
-        """Start Monarch's worker loop in this process and return its address (see ``monarch_api.start_worker``).
+    ) -> None:
+        """Start Monarch's worker loop in this process; where it is deferred, wait for the first client before.
 
-        ``on_fault`` and ``on_shutdown`` are called from other threads, ``warn`` from the event loop.
+        See ``monarch_api.start_worker`` for the arguments. ``on_fault`` and ``on_shutdown`` are called from other
+        threads, ``warn`` from the event loop.
         """
         loop = asyncio.get_running_loop()
 
@@ -121,15 +134,17 @@ class HostNetwork:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the host has ended meanwhile
                 loop.call_soon_threadsafe(warn, text)
 
-        def start() -> str:
+        def start() -> None:
             from torchx_monarch.monarch_adapter import monarch_api
 
             tls = self.identity.files if self.identity else None
-            return monarch_api.start_worker(
-                self.client_url, self.serve_url, self.dial_url, tls, on_fault, warn_in_loop, lease, on_shutdown
+            monarch_api.start_worker(
+                self.client_url, self.serve_address, tls, on_fault, warn_in_loop, lease, on_shutdown
             )
 
-        return await loop.run_in_executor(None, start)
+        if self.worker_port is not None:
+            await self.worker_port.client_connected()
+        await loop.run_in_executor(None, start)
 
     async def unreachable(self, hosts: Iterable[Registration]) -> dict[int, str]:
         """Find the hosts whose Monarch port cannot be reached or, under TLS, does not prove the host's identity.
@@ -142,7 +157,7 @@ class HostNetwork:
         Returns:
             The reason for each such host, by replica, in a text that names the host; empty if all can be reached.
         """
-        if not self.rendezvous.networked:
+        if not self.rendezvous.networked or self.worker_port is not None:
             return {}
         scheme, at_a_time = _MONARCH_SCHEMES[self.rendezvous.scheme], asyncio.Semaphore(_CHECKS_AT_A_TIME)
         wrong: dict[int, str] = {}

@@ -56,6 +56,7 @@ class ActorWorkload:
     """
 
     replaced = False
+    needs_monarch = True
     listens = True
 
     def __init__(self, host: Host) -> None:
@@ -113,7 +114,7 @@ class ActorWorkload:
 
     async def start_worker(
         self, network: HostNetwork, warn: Callable[[str], None], on_agent_lost: Callable[[float], None]
-    ) -> str:
+    ) -> None:
         """Start Monarch's worker loop, which has no agent (see ``Workload``)."""
         os.environ["TMPDIR"] = self._host.sockets  # Monarch makes its sockets there; the folder is removed at the end
         for name in [name for name in os.environ if is_for_hosts(name)]:
@@ -124,7 +125,7 @@ class ActorWorkload:
             with contextlib.suppress(RuntimeError):  # the event loop is closed
                 loop.call_soon_threadsafe(self._shut_down.set)
 
-        return await network.start_monarch(self._host.reporter.line, warn, self._host.options.lease, shut_down)
+        await network.start_monarch(self._host.reporter.line, warn, self._host.options.lease, shut_down)
 
     def first_log_attempt(self, sizes: NodeRange) -> int:
         """Return the number of the log folder of the script (see ``Workload``)."""

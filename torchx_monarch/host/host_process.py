@@ -146,13 +146,15 @@ class HostProcess:
         try:
             credentials = host.environ.get("MONARCH_CREDENTIALS", "")
             network_options = NetworkOptions.of(options)
+            deferred = options.replicas == 1 and not self._workload.needs_monarch
             network = HostNetwork.setup(
-                rendezvous, advertised, network_options, credentials, host.sockets, options.replica == 0
+                rendezvous, advertised, network_options, credentials, host.sockets, options.replica == 0, deferred
             )
         except ValueError as failure:
             return self._conclude(JobResult(1, f"host {options.replica}: {failure}"))
         if not error:
-            address = await self._workload.start_worker(network, self._warn, self._agent_lost)
+            await self._workload.start_worker(network, self._warn, self._agent_lost)
+            address = network.worker_address
         registration = Registration(options.replica, address, host.hostname, os.getpid(), nproc, error, code)
         self._registration = registration
         sizes = NodeRange.of(self._workload.command, options.replicas, options.host_timeout)
@@ -247,16 +249,11 @@ class HostProcess:
     # -- events --------------------------------------------------------------------------------------------------------
 
     def _agent_lost(self, silent: float) -> None:
-        host = self._registration
-        if host is None:
-            return
         self._spawn(self._stop_ranks(signal.SIGKILL))
         if self._follower is not None:
             self._follower.agent_gone = True
         if self._host.report is not None:
             self._spawn(self._host.report(AgentLost(silent)))
-        elif self._rendezvous is not None:
-            self._rendezvous.events.post(host_events.agent_lost(host, silent))
 
     def _signalled(self, number: int) -> None:
         host, replica = self._host, self._host.options.replica

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -62,6 +63,10 @@ class Runs(Protocol):
         """Execute a request of live allocations, which ``SpmdWorkload`` does not know."""
 
 
+def _log(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 class SpmdWorkload:
     """Execute ranks (see ``Workload``).
 
@@ -71,10 +76,12 @@ class SpmdWorkload:
     """
 
     replaced = True
+    needs_monarch = False
 
     def __init__(self, host: Host, runs: Runs) -> None:
         self._host = host
         self._runs = runs
+        self._monarch: asyncio.Task[None] | None = None
 
     @property
     def command(self) -> Command | None:
@@ -104,18 +111,30 @@ class SpmdWorkload:
 
     async def start_worker(
         self, network: HostNetwork, warn: Callable[[str], None], on_agent_lost: Callable[[float], None]
-    ) -> str:
-        """Start Monarch's worker loop and the socket through which its agent calls this host (see ``Workload``)."""
-        link, lease = os.path.join(self._host.sockets, "link"), self._host.options.lease
-        await AgentServer(link, self._handle_message, on_agent_lost, lease).start()
-        os.environ[SOCKET_VARIABLE] = link
+    ) -> None:
+        """Start Monarch's worker loop, and the socket through which the agent calls this host (see ``Workload``).
+
+        The controller calls its own host, replica 0, directly: there is no agent.
+        """
+        options = self._host.options
+        if options.replica > 0:
+            link = os.path.join(self._host.sockets, "link")
+            await AgentServer(link, self._handle_message, on_agent_lost, options.lease).start()
+            os.environ[SOCKET_VARIABLE] = link
         os.environ["PYTHONSAFEPATH"] = "1"  # the agent must not import a monarch.py of the user's
         os.environ["TMPDIR"] = self._host.sockets  # Monarch makes its sockets there; ranks do not get this value
+        if network.worker_port is None:
+            await network.start_monarch(_log, warn, options.lease)
+        else:
+            self._monarch = asyncio.ensure_future(self._start_for_client(network, warn))
 
-        def log(text: str) -> None:
-            print(text, file=sys.stderr, flush=True)
-
-        return await network.start_monarch(log, warn, lease)
+    async def _start_for_client(self, network: HostNetwork, warn: Callable[[str], None]) -> None:
+        try:
+            await network.start_monarch(_log, warn, self._host.options.lease)
+        except Exception as error:  # the ranks go on without Monarch
+            traceback.print_exc()
+            host = f"host {self._host.options.replica}"
+            self._host.reporter.line(f"{host}: Monarch cannot be started for a client: {error!r}")
 
     def first_log_attempt(self, sizes: NodeRange) -> int:
         """Return the number of the first attempt's log folders (see ``Workload``)."""

@@ -107,9 +107,11 @@ class Workload(Protocol):
 
     Attributes:
         replaced: whether the job goes on when the backend replaces a lost host.
+        needs_monarch: whether a host that is alone in its mesh needs Monarch even without a client.
     """
 
     replaced: bool
+    needs_monarch: bool
 
     @property
     def command(self) -> Command | None:
@@ -142,8 +144,8 @@ class Workload(Protocol):
 
     async def start_worker(
         self, network: HostNetwork, warn: Callable[[str], None], on_agent_lost: Callable[[float], None]
-    ) -> str:
-        """Start Monarch's worker loop, and the socket of the agent where there is one; return the worker's address.
+    ) -> None:
+        """Start Monarch's worker loop, or see to its start for the first client; and the socket of an agent.
 
         Args:
             network: connections of this host.

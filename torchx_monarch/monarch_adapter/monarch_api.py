@@ -56,20 +56,19 @@ def log_to_stderr() -> None:
 
 def start_worker(
     client_url: str,
-    serve_url: str,
-    dial_url: str,
+    serve_address: str,
     tls: tuple[str, str, str] | None,
     on_fault: Callable[[str], None],
     warn: Callable[[str], None],
     lease: float,
     on_shutdown: Callable[[], None] | None = None,
-) -> str:
+) -> None:
     """Import Monarch and start its worker loop in this process.
 
     Args:
         client_url: URL on which this process listens as a client; Monarch needs it before any other call.
-        serve_url: URL on which the worker loop listens; ``tls://NAME:fdN`` for a socket that is bound already.
-        dial_url: URL by which other processes reach the worker loop.
+        serve_address: service id of this host, ``@``, and the URL on which the worker loop listens;
+            ``tls://NAME:fdN`` for a socket that is bound already.
         tls: for ``tls://``: files with this host's certificate, its key, and the authority that it trusts; None
             without TLS.
         on_fault: called with the text of each unhandled fault, from a thread of Monarch, and possibly several times for
@@ -78,9 +77,6 @@ def start_worker(
         lease: seconds for which a host or an agent may be silent until it counts as lost.
         on_shutdown: called, from a thread, when a client has shut the host mesh down. If it is None, Monarch then exits
             this process immediately with code 0.
-
-    Returns:
-        The address with which a controller attaches to the worker loop.
     """
     log_to_stderr()
     for name, value in {**_TUNING, **_patience(lease)}.items():
@@ -93,15 +89,10 @@ def start_worker(
     _guard(warn)
     actor.unhandled_fault_hook = lambda failure: on_fault(str(failure))
     actor.enable_transport(client_url)
-    # A host with a service id is identified by that id, and not by the address that it believes it serves. The next
-    # lines do what monarch.job's new_service_proc_id and service_proc_addr do. Importing monarch.job takes as long as
-    # importing monarch.actor.
-    service = actor.ProcId(actor.Uid.instance("service"))
     if on_shutdown is None:
-        actor.start_worker_loop_forever(ca=_CA, address=f"{service}@{serve_url}")
+        actor.start_worker_loop_forever(ca=_CA, address=serve_address)
     else:
-        _serve_until_shutdown(f"{service}@{serve_url}", on_fault, on_shutdown)
-    return f"{service}@{dial_url}"
+        _serve_until_shutdown(serve_address, on_fault, on_shutdown)
 
 
 def _patience(lease: float) -> dict[str, str]:
@@ -161,10 +152,10 @@ def host_without_agent(error: BaseException) -> int | None:
 
 
 class AgentMesh:
-    """One agent actor per host.
+    """One agent actor on each of some hosts.
 
     Args:
-        addresses: addresses of the hosts, in the order of replica ids. The first is that of the calling process.
+        addresses: addresses of the hosts.
         agent: the actor class.
         number: number of this mesh among the meshes of the controller; makes Monarch's mesh names unique.
         timeout: seconds for attaching to the hosts, and again for starting the agents.
@@ -181,12 +172,12 @@ class AgentMesh:
         self._agents: Any = hosts.spawn_procs(per_host={"agent": 1}, name=f"agents{number}").spawn("agent", agent)
         self._agents.initialized.get(timeout=timeout)
 
-    def stream(self, op: str, args: Mapping[str, Any], first: int) -> Iterator[Any]:
-        """Call the agents of all hosts from index ``first`` on, and yield their answers as they arrive.
+    def stream(self, op: str, args: Mapping[str, Any]) -> Iterator[Any]:
+        """Call all agents, and yield their answers as they arrive.
 
-        For an agent that does not answer, the exception is yielded. ``first`` must be below the number of hosts.
+        For an agent that does not answer, the exception is yielded.
         """
-        for answer in self._agents.slice(hosts=slice(first, None)).call.stream(op, dict(args)):
+        for answer in self._agents.call.stream(op, dict(args)):
             try:
                 yield answer.get()
             except Exception as error:
