@@ -17,8 +17,9 @@ round, so that a slow moment of the machine falls on all alike; ratios are taken
 
 Then, for ours, from the end of the last rank to the moment a Runner that polls every 0.05 s sees SUCCEEDED (beside it:
 what the rank's interpreter needs to go away after its last line, measured on the ranks started by hand); what the
-launcher's own processes use while the ranks sleep; and the memory of the ranks themselves, to which the interpreter
-counts that they are forks of. A client of ours that waits is left out, since no job needs one.
+launcher's own processes use while the ranks sleep, each by itself; and the memory (PSS) of the ranks themselves, to which
+the interpreter counts that they are forks of; both with the ratio to torchrun's. A client of ours that waits is left out,
+since no job needs one. ``--rounds 0`` measures memory only.
 
 Exits with 1, after cleaning up, when any variant fails or ours leaves a process behind.
 """
@@ -406,23 +407,16 @@ def report(nproc: int, summary: dict[str, dict[str, Any]]) -> str:
 
 
 def report_idle(idle: Sequence[Idle]) -> str:
-    columns = ["nproc", "CPU % of a core", "RSS MiB", "PSS MiB", "processes", "ranks' PSS MiB"]
+    columns = ["nproc", "CPU % of a core", "RSS MiB", "PSS MiB", "x torchrun", "processes", "ranks' PSS", "x torchrun"]
     rows = [["beside sleeping ranks", *columns]]
+    peers = {i.nproc: i for i in idle if i.variant == TORCHRUN}
     for i in idle:
-        count = str(len(i.processes))
-        rows.append(
-            [
-                VARIANTS[i.variant].title,
-                str(i.nproc),
-                f"{i.cpu:.2f}",
-                f"{i.rss:.0f}",
-                f"{i.pss:.0f}",
-                count,
-                f"{i.ranks_pss:.0f}",
-            ]
-        )
+        peer = peers.get(i.nproc)
+        use = [f"{i.cpu:.2f}", f"{i.rss:.0f}", f"{i.pss:.0f}", f"{i.pss / peer.pss:.2f}" if peer else "-"]
+        ranks = [f"{i.ranks_pss:.0f}", f"{i.ranks_pss / peer.ranks_pss:.2f}" if peer else "-"]
+        rows.append([VARIANTS[i.variant].title, str(i.nproc), *use, str(len(i.processes)), *ranks])
         for p in i.processes:
-            rows.append([f"  {p.command[:60]}", "", f"{p.cpu:.2f}", f"{p.rss:.0f}", f"{p.pss:.0f}", "", ""])
+            rows.append([f"  {p.command[:60]}", "", f"{p.cpu:.2f}", f"{p.rss:.0f}", f"{p.pss:.0f}", "", "", "", ""])
     return table(rows)
 
 
@@ -441,7 +435,7 @@ def machine() -> dict[str, Any]:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7, help="launches of each variant (default: 7)")
+    parser.add_argument("--rounds", type=int, default=7, help="launches of each variant; 0: idling only (default: 7)")
     parser.add_argument("--nproc", type=int, nargs="+", default=[2, 4, 8], help="ranks per launch (default: 2 4 8)")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="default: all")
     parser.add_argument(
@@ -457,7 +451,7 @@ def run(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     result: dict[str, Any] = {"machine": about, "rounds": args.rounds, "launches": {}, "idle": [], "leftovers": {}}
     variants = [VARIANTS[name] for name in args.variants]
     leftovers: dict[str, list[str]] = result["leftovers"]
-    for nproc in args.nproc:
+    for nproc in args.nproc if args.rounds else ():
         samples: dict[str, list[Sample]] = {v.name: [] for v in variants}
         for number in range(-1, args.rounds):  # round -1 fills the page cache and is not counted
             turn = number % len(variants)
@@ -482,8 +476,8 @@ def run(args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 
 def main() -> int:
     args = parse_args()
-    if args.rounds < 1:
-        sys.exit(f"--rounds must be 1 or more, not {args.rounds}")
+    if args.rounds < 0:
+        sys.exit(f"--rounds must be 0 or more, not {args.rounds}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the cleaning up is done
     become_subreaper()
     scratch = Path(tempfile.mkdtemp(prefix="bench-"))
