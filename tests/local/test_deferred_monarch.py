@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -81,5 +82,24 @@ def test_a_host_alone_starts_monarch_for_its_first_client(
         ask(target, {"type": "stop"})
         live.wait()
         assert "INSECURE" not in live.err()
+    finally:
+        live.kill()
+
+
+def test_ranks_do_not_need_a_monarch_that_cannot_be_imported(
+    folder: Path, script: Callable[[str], str], tmp_path: Path, eventually: Callable[..., object]
+) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "monarch.py").write_text("raise ImportError('no library')\n")
+    environ = {"PYTHONPATH": str(tmp_path / "broken")}
+    live = Live(folder, ["torchrun", script("print('ran')")], environ=environ).ready()
+    try:
+        [worker] = [each["address"] for each in ask(live.target, {"type": "look"})["hosts"]]
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(worker.partition("ipc://")[2])
+        line = "host 0: Monarch cannot be started for a client: ImportError('no library')"
+        eventually(lambda: line in live.err(), "the failure in the log")
+        assert live.run().exit_code == 0
+        assert live.end() == [0]
     finally:
         live.kill()
