@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import stat
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ def test_the_first_client_of_a_socket_file_is_noticed_and_the_file_is_gone(path:
         noticed = asyncio.ensure_future(port.client_connected())
         await asyncio.sleep(0)
         assert not noticed.done()
+        assert stat.S_IMODE(Path(path).stat().st_mode) == 0o600
         reader, writer = await asyncio.open_unix_connection(path)
         await asyncio.wait_for(noticed, 10)
         assert not Path(path).exists()

@@ -42,6 +42,7 @@ class WorkerPort:
         if self._path:
             self._socket = socket.socket(socket.AF_UNIX)
             self._socket.bind(self._path)
+            os.chmod(self._path, 0o600)
         else:
             self._socket = socket.socket(fileno=int(where.rpartition(":fd")[2]))
         self._socket.listen()
