@@ -17,9 +17,9 @@ round, so that a slow moment of the machine falls on all alike; ratios are taken
 
 Then, for ours, from the end of the last rank to the moment a Runner that polls every 0.05 s sees SUCCEEDED (beside it:
 what the rank's interpreter needs to go away after its last line, measured on the ranks started by hand); what the
-launcher's own processes use while the ranks sleep, each by itself; and the memory (PSS) of the ranks themselves, to which
-the interpreter counts that they are forks of; both with the ratio to torchrun's. A client of ours that waits is left out,
-since no job needs one. ``--rounds 0`` measures memory only.
+launcher's own processes use while the ranks sleep, each by itself; and the memory (PSS) of the ranks themselves, to
+which the interpreter counts that they are forks of; both with the ratio to torchrun's. A client of ours that waits is
+left out, since no job needs one. ``--rounds 0`` measures memory only.
 
 Exits with 1, after cleaning up, when any variant fails or ours leaves a process behind.
 """

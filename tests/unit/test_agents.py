@@ -34,7 +34,7 @@ from torchx_monarch.transport.address import Address
 SIZES = NodeRange(1, 3, 1.0)
 OPTIONS = JobOptions("id", 1, 0, (), 0, SIZES, 1.0, 1.0, "node0", "", 0.05, 0.05, "")
 HOSTS = [Registration(replica, f"address{replica}", f"node{replica}", 7, 1) for replica in (0, 2, 5)]
-LAUNCH = LaunchRanks(World(0, 0, 0, (0, 2, 5), (1, 1, 1), "node0", 29500, True, "id"), False)
+LAUNCH = LaunchRanks(World(0, 0, 0, (0, 2, 5), (1, 1, 1), "node0", 29500, True, "id"))
 
 
 class Mesh:
