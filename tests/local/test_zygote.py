@@ -7,6 +7,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -164,3 +166,32 @@ def test_a_stop_while_modules_are_imported(
     hosts.processes[0].send_signal(signal.SIGTERM)
     assert hosts.wait() != [0]
     assert not (tmp_path / "ran").exists()
+
+
+ORPHAN = """
+import json, os, socket, subprocess, sys
+from torchx_monarch.host import zygote
+from torchx_monarch.system import processes
+processes.become_subreaper()
+ours, theirs = socket.socketpair()
+words = [sys.executable, "-I", "-S", zygote._ZYGOTE_MAIN, str(theirs.fileno()), str(os.getpid()), "title"]
+child = subprocess.Popen(words, pass_fds=[theirs.fileno()])
+rank = {"mode": "exec", "target": "touch", "args": [sys.argv[1]], "env": {}, "label": "", "python": []}
+(out, write_out), (waits, go) = os.pipe(), os.pipe()
+socket.send_fds(ours, [json.dumps({"op": "fork", "ranks": [rank]}).encode() + b"\\n"], [write_out, write_out, waits])
+pid = json.loads(ours.recv(65536))["ranks"][0]["pid"]
+os.close(go if sys.argv[2] == "lost" else os.write(go, b"g") and waits)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+child.kill()
+child.wait()
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("known", 0), ("lost", 1)])
+def test_a_program_runs_only_in_a_process_that_the_host_knows(
+    tmp_path: Path, leaves_nothing: None, how: str, code: int
+) -> None:
+    words = [sys.executable, "-c", ORPHAN, str(tmp_path / "ran"), how]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.stdout == f"{code}\n", done.stderr
+    assert (tmp_path / "ran").exists() == (how == "known")

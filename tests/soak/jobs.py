@@ -48,7 +48,7 @@ class Job:
         self.submitter: subprocess.Popen[bytes] | None = None
         self.began = time.monotonic()
         self._app_id = ""
-        cfg = {"grace": GRACE, "lease": LEASE, "preload": "torch" if plan.torch else "none"}
+        cfg = {"grace": GRACE, "lease": LEASE, "preload": "torch" if plan.torch else "json"}
         if plan.by_command:
             self.submitter = self._run_command(cfg, seed)
         else:

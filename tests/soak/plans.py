@@ -25,6 +25,7 @@ _FAULTS = {
     ("kill", "host"): 5,
     ("kill", "agent"): 4,
     ("kill", "rank"): 4,
+    ("kill", "zygote"): 3,
     ("kill", "child"): 1,
     ("kill", "submitter"): 2,
     ("term", "keeper"): 1,
@@ -32,12 +33,14 @@ _FAULTS = {
     ("term", "host"): 4,
     ("term", "agent"): 2,
     ("term", "rank"): 2,
+    ("term", "zygote"): 1,
     ("term", "submitter"): 2,
     ("stop", "keeper"): 1,
     ("stop", "supervisor"): 2,
     ("stop", "host"): 3,
     ("stop", "agent"): 3,
     ("stop", "rank"): 2,
+    ("stop", "zygote"): 2,
     ("stop", "submitter"): 1,
     ("freeze", "keeper"): 1,
     ("freeze", "supervisor"): 1,
@@ -88,8 +91,8 @@ class Fault:
     Attributes:
         action: none, cancel, log (delete a rank's log), folder (delete the app's folder), kill (SIGKILL), term
             (SIGTERM), stop (SIGSTOP, and SIGCONT after ``pause`` seconds), freeze (SIGSTOP alone).
-        target: the kind of process that is signalled: submitter, keeper, supervisor, host, agent, rank, child; empty
-            for actions that are no signal.
+        target: the kind of process that is signalled: submitter, keeper, supervisor, host, agent, zygote, rank, child;
+            empty for actions that are no signal.
         which: picks one of several targets, 0 to 1.
         pause: seconds.
     """
@@ -118,7 +121,7 @@ class Fault:
     @property
     def harmless(self) -> bool:
         """Whether a job succeeds all the same, unless it hangs."""
-        harmless_target = self.target in ("keeper", "child", "submitter")
+        harmless_target = self.target in ("keeper", "child", "submitter", "zygote")
         return self.action in ("none", "log", "stop") or (harmless_target and not self.tells)
 
 

@@ -32,7 +32,7 @@ _ORDER_TIMEOUT = 150.0
 """Seconds within which a zygote must execute any other order; the slowest one asks torch in a fork."""
 
 _RANKS_PER_ORDER = 120
-"""Ranks that are forked at once: a message carries at most 253 descriptors, and each rank has two."""
+"""Ranks that are forked at once: a message carries at most 253 descriptors, of which each rank has two."""
 
 _TITLE_ROOM = 100
 """Length of a zygote's last argument, in characters: the room for the command lines that process listings show."""
@@ -148,16 +148,23 @@ class Zygote:
         Raises:
             ZygoteError: the zygote has ended or does not answer.
         """
-        failure = ""
         for first in range(0, len(ranks), _RANKS_PER_ORDER):
             part = ranks[first : first + _RANKS_PER_ORDER]
             order = {"op": "fork", "ranks": [description for _, description in part]}
-            answer = await self.ask(order, [end for process, _ in part for end in process.write_ends])
-            for (process, _), begun in zip(part, answer["ranks"], strict=True):
-                failure = failure or str(begun.get("error", ""))
-                if "pid" in begun:
-                    process.begin(begun["pid"])
-        return failure
+            waits, go = os.pipe()
+            try:
+                answer = await self.ask(order, [*(end for process, _ in part for end in process.write_ends), waits])
+                for (process, _), begun in zip(part, answer["ranks"], strict=True):
+                    if "pid" in begun:
+                        process.begin(begun["pid"])
+                if failure := next((str(begun["error"]) for begun in answer["ranks"] if "error" in begun), ""):
+                    return failure
+                os.write(go, bytes(len(part)))
+            finally:
+                # A rank that finds no byte ends: no program runs in a process that this host does not know.
+                os.close(waits)
+                os.close(go)
+        return ""
 
     def close(self) -> None:
         """End the zygote; its forks run on."""

@@ -13,7 +13,8 @@ alone. ``FD`` is one end of a socket pair on which the host sends orders as JSON
 ``{"op": "store", "address": A}``          fork a process that serves a TCPStore on ``A`` until a pipe is closed; answer
                                            its pid. The order carries the pipe and a socket bound to the store's port
 ``{"op": "fork", "ranks": [...]}``         fork a process for each rank; answer a pid or an error for each. The order
-                                           carries the write ends of each rank's stdout and stderr
+                                           carries the write ends of each rank's stdout and stderr, and a pipe of which
+                                           each rank reads a byte before it goes on
 =========================================  ====================================================================
 
 A rank is described by ``mode``, ``target`` and ``args`` of its program, ``env``, which is added to the zygote's
@@ -31,16 +32,20 @@ if not getattr(sys.flags, "safe_path", False) and not sys.flags.isolated:
     del sys.path[0]
 
 import contextlib  # noqa: E402
+import errno  # noqa: E402
 import gc  # noqa: E402
 import importlib  # noqa: E402
 import json  # noqa: E402
 import select  # noqa: E402
+import shutil  # noqa: E402
 import signal  # noqa: E402
 import socket  # noqa: E402
 import time  # noqa: E402
 import warnings  # noqa: E402
 from collections.abc import Callable  # noqa: E402
 from typing import Any, NoReturn  # noqa: E402
+
+_RANK_MAIN = os.path.join(os.path.dirname(__file__), "rank_main.py")
 
 _PR_SET_PDEATHSIG = 1
 
@@ -234,7 +239,7 @@ class _RankForks:
 
     Args:
         ranks: the descriptions of the ranks.
-        passed: write ends of stdout and stderr of each rank.
+        passed: write ends of stdout and stderr of each rank, and the pipe that lets them go on.
         channel: the socket to the host, which ranks close.
         program: the names of ``rank_main``.
     """
@@ -281,9 +286,10 @@ class _RankForks:
         rank = self._ranks[number]
         try:
             os.setsid()
-            for standard, passed in zip((1, 2), self._passed[2 * number :], strict=False):
+            *outputs, go = self._passed
+            for standard, passed in zip((1, 2), outputs[2 * number :], strict=False):
                 os.dup2(passed, standard)
-            for closed in (*self._passed, self._channel.detach(), self._reader):
+            for closed in (*outputs, self._channel.detach(), self._reader):
                 os.close(closed)
             os.environ.update(rank["env"])
             if "cwd" in rank:
@@ -298,13 +304,19 @@ class _RankForks:
             while os.getppid() == self._middle:
                 time.sleep(0.0005)  # until the middle process has forked the other ranks
             _die_with(self._host)
+            if rank["python"] and shutil.which(rank["python"][0]) is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
             self._tell(number, pid=os.getpid())
-            if rank["python"]:
-                _exec(rank)
             os.close(self._writer)
         except BaseException as error:
             self._tell(number, error=_reason(error))
             os._exit(1)
+        if not os.read(go, 1):
+            os._exit(1)  # the host does not know this process: the zygote has ended before it could tell
+        os.close(go)
+        if rank["python"]:
+            program = [rank["mode"], rank["target"], *rank["args"]]
+            self._program["exec_program"](rank["python"][0], [*rank["python"][1:], _RANK_MAIN, *program])
 
     def _tell(self, number: int, **answer: Any) -> None:
         os.write(self._writer, json.dumps({"number": number, **answer}).encode() + b"\n")
@@ -322,8 +334,6 @@ class _RankForks:
         answers: list[dict[str, Any]] = [{"error": late} for _ in self._ranks]
         for line in data.splitlines():
             answer = json.loads(line)
-            if "pid" in answers[answer["number"]]:
-                answer["pid"] = answers[answer["number"]]["pid"]  # its interpreter could not be executed
             answers[answer["number"]] = answer
         return answers
 
@@ -332,14 +342,6 @@ def _reason(error: BaseException) -> str:
     if not isinstance(error, OSError):
         return f"{type(error).__name__}: {error}"
     return f"{error.strerror}: {error.filename}" if error.filename else str(error.strerror)
-
-
-def _exec(rank: dict[str, Any]) -> NoReturn:
-    """Execute the interpreter of a rank that is no fork of this one."""
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_DFL)  # Python ignores them, and ignored signals stay ignored across exec
-    program = [os.path.join(os.path.dirname(__file__), "rank_main.py"), rank["mode"], rank["target"], *rank["args"]]
-    os.execvp(rank["python"][0], [*rank["python"], *program])
 
 
 def _renew_state(title: str) -> None:
@@ -442,10 +444,9 @@ def main() -> None:
     _die_with(int(sys.argv[2]))
     for number in _FOR_ALL:
         _handlers[number] = signal.signal(number, signal.SIG_IGN)
-    path = os.path.join(os.path.dirname(__file__), "rank_main.py")
-    program: dict[str, Any] = {"__name__": "rank_main", "__file__": path}
-    with open(path) as file:
-        exec(compile(file.read(), path, "exec", dont_inherit=True), program)
+    program: dict[str, Any] = {"__name__": "rank_main", "__file__": _RANK_MAIN}
+    with open(_RANK_MAIN) as file:
+        exec(compile(file.read(), _RANK_MAIN, "exec", dont_inherit=True), program)
     program["show_stacks"]()
     _import_setproctitle()
     rank = _serve_orders(socket.socket(fileno=int(sys.argv[1])), program)
