@@ -28,6 +28,8 @@ endif
 # A job's command names `python` and `torchrun`: they must be the ones of this environment.
 export PATH := $(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Where it is set, every process compiles this package and pytest all tests anew: a tenth of what the tests take.
+unexport PYTHONDONTWRITEBYTECODE
 
 PYTESTFLAGS ?=
 RECORDFLAGS ?=
