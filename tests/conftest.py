@@ -23,9 +23,9 @@ pytest.register_assert_rewrite("tests.contract.contract", "tests.contract.place"
 pytest_plugins = ["tests.contract.table"]
 
 # The same examples in every run, and none that fails because the machine is slow. `--hypothesis-profile=nightly` draws
-# new ones, and says how to repeat what fails.
+# new ones and more of them, and says how to repeat what fails.
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
-hypothesis.settings.register_profile("nightly", deadline=None, print_blob=True)
+hypothesis.settings.register_profile("nightly", max_examples=500, deadline=None, print_blob=True)
 hypothesis.settings.load_profile("repeatable")
 
 _MARK = "TORCHX_MONARCH_TEST"
