@@ -218,7 +218,15 @@ class Launchers:
         self._patch = monkeypatch
         self._stdin = os.devnull
         monkeypatch.setenv("OBSERVED", str(self._observed))
+        # As when the cases were recorded: or the working folder holds compiled files, too.
+        monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(self._error_file))
+
+    def port(self) -> str:
+        """A TCP port that nobody has now, whose number is not recorded."""
+        port = str(free_port())
+        self._places.add(port, "⟦port⟧")
+        return port
 
     def script(self, body: str, *options: str, nproc: int = 2, args: Sequence[str] = (), **rest: Any) -> Pair:
         """Run a script of the given text with ``report``, ``mark`` and ``wait_for`` at hand."""

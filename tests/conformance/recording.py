@@ -72,8 +72,14 @@ class Places:
             str(_ROOT): "⟦root⟧",
             sys.version: "⟦version⟧",
         }
+        self._places: list[tuple[str, str]] = []
+        for place, name in places.items():
+            self.add(place, name)
+
+    def add(self, place: str, name: str) -> None:
+        """Have a placeholder for another text that is this machine's, or this run's."""
         # The longest first: one may be a part of another.
-        self._places = sorted(places.items(), key=lambda item: -len(item[0]))
+        self._places = sorted([*self._places, (place, name)], key=lambda item: -len(item[0]))
 
     def hide(self, text: str) -> str:
         """Put placeholders in."""

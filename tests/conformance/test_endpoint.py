@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from tests.conformance.differences import Difference
-from tests.conformance.launchers import Launchers, free_port
+from tests.conformance.launchers import Launchers
 
 MEET = """
     import torch, torch.distributed as dist
@@ -33,8 +33,8 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_program_that_meets_at_the_named_port(way: str, both: Launchers) -> None:
-    port = str(free_port())
-    theirs, ours = both.script(MEET, *(word.replace("{port}", port) for word in WAYS[way]), args=[port], live=True)
+    port = both.port()
+    theirs, ours = both.script(MEET, *(word.replace("{port}", port) for word in WAYS[way]), args=[port])
     assert theirs.code == ours.code == 0, ours.err.decode()
     assert ours.reports == theirs.reports
     assert ours.reports[1][0] == 2.0
@@ -42,8 +42,8 @@ def test_program_that_meets_at_the_named_port(way: str, both: Launchers) -> None
 
 
 def test_port_from_the_environment_without_preload(both: Launchers) -> None:
-    port = str(free_port())
-    theirs, ours = both.script(MEET, args=[port], environ={"PET_MASTER_PORT": port}, preload="none", live=True)
+    port = both.port()
+    theirs, ours = both.script(MEET, args=[port], environ={"PET_MASTER_PORT": port}, preload="none")
     assert Difference.STORE
     assert theirs.code == ours.code == 0, ours.err.decode()
     assert ours.reports == theirs.reports != {}
@@ -57,8 +57,8 @@ def test_restart_at_the_named_port(both: Launchers) -> None:
         mark(attempt)
         sys.exit(1 if attempt == "0" else 0)
     """
-    port = str(free_port())
-    theirs, ours = both.script(body, "--master-port", port, "--max-restarts", "1", args=[port], nproc=1, live=True)
+    port = both.port()
+    theirs, ours = both.script(body, "--master-port", port, "--max-restarts", "1", args=[port], nproc=1)
     assert theirs.code == ours.code == 0, ours.err.decode()
     assert ours.marks() == theirs.marks() == ["0 0", "0 1"]
 
