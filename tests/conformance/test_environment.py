@@ -20,6 +20,9 @@ DIFFERENT = {
 }
 """Variables with another value."""
 
+PRELOADED = ("defaults", "virtual local rank of devices", "what another launcher left", "Python's own", "odd ones")
+"""Cases in which ranks get their environment in an interpreter that has imported torch: all others in a fresh one."""
+
 Environ = dict[str, str | None]
 
 CASES: dict[str, tuple[tuple[str, ...], Environ, int]] = {
@@ -62,21 +65,28 @@ def environments(outcome: Outcome) -> list[dict[str, str]]:
 @pytest.mark.parametrize("case", CASES)
 def test_environment(case: str, both: Launchers) -> None:
     options, environ, nproc = CASES[case]
-    theirs, ours = both.script("report(dict(os.environ))", *options, nproc=nproc, environ=environ)
+    preload = "torch" if case in PRELOADED else ""
+    theirs, ours = both.script("report(dict(os.environ))", *options, nproc=nproc, environ=environ, preload=preload)
     expected = set(DIFFERENT) - ({"TORCHELASTIC_RUN_ID"} if "--rdzv-endpoint" in options else set())
+    if not preload:
+        assert Difference.STORE
+        expected.add("TORCHELASTIC_USE_AGENT_STORE")
     for their, our in zip(environments(theirs), environments(ours), strict=True):
+        served = (their["TORCHELASTIC_USE_AGENT_STORE"], our["TORCHELASTIC_USE_AGENT_STORE"])
+        assert served == ("True", "True" if preload else "False")
         different = {name for name in {*their, *our} if their.get(name) != our.get(name)}
         assert different == expected, {name: (their.get(name), our.get(name)) for name in different ^ expected}
 
 
 def test_number_of_ranks_from_the_environment(both: Launchers) -> None:
     files = {"prog.py": "import os; open(os.environ['RANK'] + '.' + os.environ['WORLD_SIZE'], 'w')"}
-    theirs, ours = both(["prog.py"], files, environ={"PET_NPROC_PER_NODE": "2"})
+    theirs, ours = both(["prog.py"], files, environ={"PET_NPROC_PER_NODE": "2"}, preload="")
     assert set(theirs.files) == set(ours.files) == {"prog.py", "0.2", "1.2"}
 
 
 def test_more_ranks_than_devices(both: Launchers) -> None:
-    theirs, ours = both.script("mark('ran')", "--virtual-local-rank", environ={"CUDA_VISIBLE_DEVICES": "3"})
+    environ = {"CUDA_VISIBLE_DEVICES": "3"}
+    theirs, ours = both.script("mark('ran')", "--virtual-local-rank", environ=environ, preload="")
     assert (theirs.code, theirs.marks()) == (ours.code, ours.marks()) == (1, [])
     for outcome in (theirs, ours):
         assert b"CUDA_VISIBLE_DEVICES=3" in outcome.err

@@ -105,7 +105,9 @@ def test_filtered_lines_into_nothing(both: Launchers) -> None:
 
 def test_log_dir_of_a_run(both: Launchers) -> None:
     assert Difference.LOG_DIR
-    theirs, ours = both.script(LINES, "--log-dir", "new/logs", "-r", "3", "--rdzv-id", "id", "--master-port", "29511")
+    theirs, ours = both.script(
+        LINES, "--log-dir", "new/logs", "-r", "3", "--rdzv-id", "id", "--master-port", "29511", preload=""
+    )
     their, our = ({path.split("/")[2] for path in one.files if path.startswith("new/logs/")} for one in (theirs, ours))
     assert our == {"id"}
     assert re.fullmatch(r"id_\w+", their.pop())

@@ -202,29 +202,6 @@ def test_rank_has_no_child_that_it_did_not_start(both: Launchers) -> None:
     assert theirs.reports == ours.reports == dict.fromkeys(range(2), "[Errno 10] No child processes")
 
 
-@pytest.mark.parametrize("preload", ["torch", ""])
-def test_who_serves_the_store(preload: str, both: Launchers) -> None:
-    theirs, ours = both.script("report(os.environ['TORCHELASTIC_USE_AGENT_STORE'])", preload=preload)
-    assert theirs.reports == dict.fromkeys(range(2), "True")
-    assert Difference.STORE
-    assert ours.reports == dict.fromkeys(range(2), "True" if preload else "False")
-
-
-def test_threads_chosen_by_the_script(both: Launchers) -> None:
-    """What is set before ``import torch`` is too late when torch is there already."""
-    assert Difference.PRELOAD
-    body = "os.environ['OMP_NUM_THREADS'] = '2'; import torch; report(torch.get_num_threads())"
-    theirs, ours = both.script(body)
-    assert theirs.reports == {0: 2, 1: 2}
-    assert ours.reports == {0: 1, 1: 1}
-
-
-def test_threads_chosen_by_the_script_without_preload(both: Launchers) -> None:
-    body = "os.environ['OMP_NUM_THREADS'] = '2'; import torch; report(torch.get_num_threads())"
-    theirs, ours = both.script(body, preload="")
-    assert ours.reports == theirs.reports == {0: 2, 1: 2}
-
-
 def test_peer_of_a_failed_rank_in_a_collective(both: Launchers) -> None:
     body = """
         import torch, torch.distributed as dist
