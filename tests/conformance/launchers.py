@@ -234,6 +234,11 @@ class Launchers:
         words = ["--nproc-per-node", str(nproc), *options, "prog.py", *args]
         return self(words, {"prog.py": text, **rest.pop("files", {})}, **rest)
 
+    def each(self, bodies: Sequence[str], *options: str, **rest: Any) -> Pair:
+        """Run a script of its own on each rank, with the same at hand."""
+        files = {f"prog{rank}.py": REPORT + textwrap.dedent(body) for rank, body in enumerate(bodies)}
+        return self(["--nproc-per-node", str(len(bodies)), *options, "prog${local_rank}.py"], files, **rest)
+
     def __call__(
         self,
         words: Sequence[str],

@@ -14,23 +14,52 @@ import pytest
 from tests.conformance.differences import Difference
 from tests.conformance.launchers import LOGS, Launchers, Outcome
 
-BODIES = {
+SUCCEEDS = {
     "falls off its end": "print('done')",
     "empty": "",
     "sys.exit()": "sys.exit()",
     "sys.exit(None)": "sys.exit(None)",
     "sys.exit(0)": "sys.exit(0)",
+    "sys.exit(256)": "sys.exit(256)",
+    "os._exit(0)": "print('lost?', flush=True); os._exit(0)",
+    "SIGPIPE is ignored": "import signal; os.kill(os.getpid(), signal.SIGPIPE); print('here')",
+    "order of exit": """
+        import atexit, threading, weakref
+        atexit.register(print, 'first registered')
+        atexit.register(print, 'last registered')
+        class Thing:
+            def __del__(self): print('deleted')
+        thing = Thing()
+        threading.Thread(target=lambda: (time.sleep(0.2), print('thread ends'))).start()
+        import time
+        print('end of script')
+    """,
+    "atexit that fails": "import atexit; atexit.register(lambda: 1 / 0); print('end')",
+    "exception in a thread": "import threading\nt = threading.Thread(target=lambda: 1 / 0); t.start(); t.join()",
+    "daemon thread": "import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
+    "unraisable": "class T:\n    def __del__(self): raise ValueError('in del')\nt = T()\ndel t",
+    "stdout closed": "print('before'); sys.stdout.close()",
+    "descriptor 1 closed": "print('before'); os.close(1)",
+    "stdout replaced": "import io; sys.stdout = io.StringIO(); print('unseen')",
+    "warning": "import warnings; warnings.warn('watch out'); warnings.warn('old', DeprecationWarning)",
+    "resource warning": "import warnings; warnings.simplefilter('always'); open(__file__)",
+    "coroutine never awaited": "async def f(): pass\nf()",
+    "pdb.post_mortem": "import pdb\ntry:\n    1 / 0\nexcept Exception:\n    pdb.post_mortem()",
+    "traceback.print_exc": "import traceback\ntry:\n    1 / 0\nexcept Exception:\n    traceback.print_exc()",
+    "logging": "import logging; logging.basicConfig(); logging.warning('w'); logging.getLogger('x').error('e')",
+}
+"""Programs whose exit code is 0: ranks of one job."""
+
+FAILS = {
     "sys.exit(3)": "sys.exit(3)",
     "sys.exit(True)": "sys.exit(True)",
     "sys.exit(-1)": "sys.exit(-1)",
-    "sys.exit(256)": "sys.exit(256)",
     "sys.exit(2**70)": "sys.exit(2**70)",
     "sys.exit of a text": "sys.exit('a message')",
     "sys.exit of an object": "sys.exit(['a', 1])",
     "SystemExit with a code of its own": "e = SystemExit(); e.code = 9; raise e",
     "a kind of SystemExit": "class Stop(SystemExit): pass\nraise Stop(4)",
     "exit() of site": "exit(6)",
-    "os._exit(0)": "print('lost?', flush=True); os._exit(0)",
     "os._exit(5)": "os._exit(5)",
     "os._exit(300)": "os._exit(300)",
     "ValueError": "def f():\n    raise ValueError('boom')\nf()",
@@ -52,22 +81,9 @@ BODIES = {
     "SIGKILL": "import signal; os.kill(os.getpid(), signal.SIGKILL)",
     "SIGHUP": "import signal; os.kill(os.getpid(), signal.SIGHUP)",
     "SIGUSR1": "import signal; os.kill(os.getpid(), signal.SIGUSR1)",
-    "SIGPIPE is ignored": "import signal; os.kill(os.getpid(), signal.SIGPIPE); print('here')",
     "a signal's own exit code": "sys.exit(143)",
     "os.execv": "os.execv('/bin/sh', ['sh', '-c', 'echo $RANK $WORLD_SIZE; exit 11'])",
-    "order of exit": """
-        import atexit, threading, weakref
-        atexit.register(print, 'first registered')
-        atexit.register(print, 'last registered')
-        class Thing:
-            def __del__(self): print('deleted')
-        thing = Thing()
-        threading.Thread(target=lambda: (time.sleep(0.2), print('thread ends'))).start()
-        import time
-        print('end of script')
-    """,
     "atexit after an exception": "import atexit; atexit.register(print, 'at exit'); raise ValueError('x')",
-    "atexit that fails": "import atexit; atexit.register(lambda: 1 / 0); print('end')",
     "atexit that exits": "import atexit; atexit.register(lambda: os._exit(8))",
     "thread goes on after an exception": """
         import threading, time
@@ -77,9 +93,6 @@ BODIES = {
         threading.Thread(target=work).start()
         raise ValueError('main ends')
     """,
-    "exception in a thread": "import threading\nt = threading.Thread(target=lambda: 1 / 0); t.start(); t.join()",
-    "daemon thread": "import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
-    "unraisable": "class T:\n    def __del__(self): raise ValueError('in del')\nt = T()\ndel t",
     "hook of its own": """
         def hook(kind, error, trace):
             import traceback
@@ -100,23 +113,14 @@ BODIES = {
     "hook that leaves": "sys.excepthook = lambda *_: os._exit(13)\nraise ValueError('x')",
     "hook deleted": "del sys.excepthook\nraise ValueError('x')",
     "hook for KeyboardInterrupt": "sys.excepthook = lambda *a: print(a[0].__name__)\nraise KeyboardInterrupt",
-    "stdout closed": "print('before'); sys.stdout.close()",
-    "descriptor 1 closed": "print('before'); os.close(1)",
     "descriptors 1 and 2 closed, then an exception": "os.close(1); os.close(2); raise ValueError('x')",
-    "stdout replaced": "import io; sys.stdout = io.StringIO(); print('unseen')",
     "stderr is None": "sys.stderr = None; raise ValueError('x')",
     "flush fails": "sys.stdout = open('/dev/full', 'w'); print('x')",
-    "warning": "import warnings; warnings.warn('watch out'); warnings.warn('old', DeprecationWarning)",
     "warning as an error": "import warnings; warnings.simplefilter('error'); warnings.warn('x')",
-    "resource warning": "import warnings; warnings.simplefilter('always'); open('prog.py')",
-    "coroutine never awaited": "async def f(): pass\nf()",
     "asyncio": "import asyncio\nasync def f():\n    await asyncio.sleep(0)\n    1 / 0\nasyncio.run(f())",
     "exception group": "raise ExceptionGroup('g', [ValueError(1), TypeError(2)]) if sys.version_info > (3, 11) else 0",
     "breakpoint": "breakpoint()\nprint('after')",
     "input": "input('name? ')",
-    "pdb.post_mortem": "import pdb\ntry:\n    1 / 0\nexcept Exception:\n    pdb.post_mortem()",
-    "traceback.print_exc": "import traceback\ntry:\n    1 / 0\nexcept Exception:\n    traceback.print_exc()",
-    "logging": "import logging; logging.basicConfig(); logging.warning('w'); logging.getLogger('x').error('e')",
     "exec of code": "exec(compile('raise ValueError(3)', 'generated', 'exec'))",
     "main of a module": "import runpy; runpy.run_path('other.py', run_name='__main__')",
     "deleted while it runs": "os.unlink('prog.py'); raise ValueError('x')",
@@ -134,12 +138,20 @@ def expected_code(theirs: Outcome) -> int:
     return code if code >= 0 else 128 - code
 
 
-@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize("name", FAILS)
 def test_end(name: str, both: Launchers) -> None:
-    theirs, ours = both.script(BODIES[name], *LOGS, nproc=1, files={"other.py": "print(__name__)\n1 / 0\n"}, preload="")
-    assert ours.code == expected_code(theirs), ours.err.decode()
+    theirs, ours = both.script(FAILS[name], *LOGS, nproc=1, files={"other.py": "print(__name__)\n1 / 0\n"}, preload="")
+    assert ours.code == expected_code(theirs) > 0, ours.err.decode()
     for stream in ("stdout.log", "stderr.log"):
         assert _without_addresses(ours.log(0, stream)) == _without_addresses(theirs.log(0, stream))
+
+
+def test_ends_that_succeed(both: Launchers) -> None:
+    theirs, ours = both.each(list(SUCCEEDS.values()), *LOGS, preload="")
+    assert theirs.code == ours.code == 0, ours.err.decode()
+    for rank, name in enumerate(SUCCEEDS):
+        for stream in ("stdout.log", "stderr.log"):
+            assert _without_addresses(ours.log(rank, stream)) == _without_addresses(theirs.log(rank, stream)), name
 
 
 def _without_addresses(output: bytes | None) -> str:
