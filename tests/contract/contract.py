@@ -115,7 +115,7 @@ class Contract:
         handle = place.submit_script(_ROOT / "examples" / "digits.py", *train)
         place.wait(handle, AppState.SUCCEEDED, 240)
         (role,) = place.status(handle).roles
-        assert "4 ranks on" in place.log(handle, role.role)
+        assert "2 ranks on" in place.log(handle, role.role)
 
     @pytest.mark.scenario("lost host replaced")
     @pytest.mark.parametrize("lost", [1, 0])

@@ -117,12 +117,14 @@ class Place(abc.ABC):
         return self.adopt(handle)
 
     def submit_script(self, script: Path, *args: str) -> str:
-        """Submit a script on two hosts with two ranks each by the command that a person types; return the handle."""
+        """Submit a script on two hosts with one rank each by the command that a person types; return the handle."""
+        # A rank alone on its host would have a thread for each CPU, and they spin where other processes run.
+        shape = ("-j", "2x1", "--env", "OMP_NUM_THREADS=1")
         if not self.is_registered:
-            words = ["-j", "2x2", *self.component_words(), str(script), *args]
+            words = [*shape, *self.component_words(), str(script), *args]
             handle: str = self.runner.run_component("monarch.spmd", words, self.name, cfg={})
             return self.adopt(handle)
-        command = ("run", "-s", self.name, *self.run_words(), "--workspace", "", "monarch.spmd", "-j", "2x2")
+        command = ("run", "-s", self.name, *self.run_words(), "--workspace", "", "monarch.spmd", *shape)
         return self.adopt(self.torchx(*command, *self.component_words(), str(script), *args).split()[-1])
 
     def run_words(self) -> Sequence[str]:

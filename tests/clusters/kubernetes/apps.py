@@ -107,7 +107,8 @@ class Apps(Place):
 
     def submit_script(self, script: Path, *args: str) -> str:
         """Submit a script whose text travels in the command: it is not in the image."""
-        return self.run(self.torchrun(self.program(script.read_text()), *args), preload="torch")
+        role = self.torchrun(self.program(script.read_text()), *args, nproc=1, env={"OMP_NUM_THREADS": "1"})
+        return self.run(role, preload="torch")
 
     def preempt(self, handle: str, replica: int) -> None:
         """Evict the pod, as when its node is drained."""
