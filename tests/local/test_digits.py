@@ -30,28 +30,23 @@ def epoch_lines(output: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_two_ranks_train_and_four_go_on_to_95_percent(tmp_path: Path) -> None:
+def test_two_ranks_train_and_three_go_on_to_95_percent(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    first = train(folder, "--epochs", "2", nproc=2)
+    # 1437 images in steps of 1436: each second step has one image, so one of the ranks has none.
+    first = train(folder, "--epochs", "2", "--batch-size", "1436", nproc=2)
     assert first.returncode == 0, first.stderr
     assert epoch_lines(first.stdout) == ["epoch 1/2", "epoch 2/2"]
     assert [f.name for f in folder.iterdir()] == ["latest.pt"]
 
     # By other ranks, and to the end.
-    second = train(folder, "--epochs", "10", "--min-accuracy", "0.95", nproc=4)
+    second = train(folder, "--epochs", "10", "--min-accuracy", "0.95", nproc=3)
     assert second.returncode == 0, second.stdout + second.stderr
     lines = second.stdout.splitlines()
-    assert "4 ranks on cpu (gloo)" in lines[0] or "nccl" in lines[0]
+    assert "3 ranks on cpu (gloo)" in lines[0] or "nccl" in lines[0]
     assert lines[1] == f"resumed after epoch 2 from {folder / 'latest.pt'}"
     assert epoch_lines(second.stdout)[0].split()[1].startswith("3/")
     assert lines[-1].startswith("done: test accuracy ")
     assert lines[-1].endswith(f"checkpoint in {folder / 'latest.pt'}")
-
-
-def test_uneven_and_empty_shares(tmp_path: Path) -> None:
-    """1437 images in steps of 1436: the second step has one image, so one of the ranks has none."""
-    result = train(tmp_path / "checkpoints", "--epochs", "1", "--batch-size", "1436", nproc=2)
-    assert result.returncode == 0, result.stderr
 
 
 def test_a_damaged_checkpoint_is_named_and_fresh_ignores_it_and_a_missed_target_keeps_it(tmp_path: Path) -> None:
