@@ -150,20 +150,6 @@ def test_two_hosts_are_one_world(folder: Path, script: Callable[[str], str]) -> 
     assert all("seconds" in event for event in hosts.events())
 
 
-def test_ranks_form_a_process_group(folder: Path, script: Callable[[str], str]) -> None:
-    path = script("""
-        import torch, torch.distributed as dist
-        dist.init_process_group("gloo")
-        ones = torch.ones(1)
-        dist.all_reduce(ones)
-        print("sum", int(ones))
-        dist.destroy_process_group()
-    """)
-    hosts = Hosts(folder, torchrun("--nnodes", "2", path), replicas=2).start()
-    assert hosts.wait() == [0, 0]
-    assert sorted(hosts.out(0).splitlines()) == ["[trainer0]:sum 4", "[trainer1]:sum 4"]
-
-
 def test_process_group_without_preload_uses_the_reserved_port(folder: Path, script: Callable[[str], str]) -> None:
     path = script("""
         import torch.distributed as dist

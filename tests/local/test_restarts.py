@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -148,37 +147,6 @@ def test_a_restart_imports_nothing_again(folder: Path, script: Callable[[str], s
     hosts = Hosts(folder, torchrun(path, restarts=1), options=("--preload", "torch")).start()
     assert hosts.wait() == [0], hosts.err()
     assert hosts.out().count("attempt 1 True 2") == 2
-
-
-@pytest.mark.parametrize(
-    ("body", "code", "words"),
-    [
-        # Without destroying the group first, torch aborts the interpreter at its end now and then.
-        ("dist.destroy_process_group(); raise ValueError('the cause')", 1, "ValueError: the cause"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by signal 9 (SIGKILL)"),
-        ("import ctypes; ctypes.string_at(0)", 139, "was killed by signal 11 (SIGSEGV)"),
-        ("os._exit(3)", 3, "exited with code 3"),
-    ],
-)
-def test_the_rank_that_began_it_is_named_while_the_others_wait_for_it(
-    folder: Path, script: Callable[[str], str], body: str, code: int, words: str
-) -> None:
-    path = script(f"""
-        import torch, torch.distributed as dist
-        dist.init_process_group("gloo")
-        dist.all_reduce(torch.ones(1))
-        if rank == 2:
-            {body}
-        dist.all_reduce(torch.ones(1))
-    """)
-    hosts = Hosts(folder, torchrun(path, restarts=0, nnodes=2), replicas=2).start()
-    assert hosts.wait() == [code, code]
-    last = hosts.err(0).strip().splitlines()[-1]
-    assert "FAILED: rank 2 (" in last and words in last
-    if code == 1:
-        assert hosts.err(0).count("traceback of rank 2:") == 1
-    error = json.loads((hosts.logs(1) / "error.json").read_text())["message"]
-    assert error["message"].startswith("rank 2 (") and error["errorCode"] == code
 
 
 def test_a_rank_that_blames_its_peer_is_not_the_cause(folder: Path, script: Callable[[str], str]) -> None:

@@ -26,10 +26,10 @@ step()
 """
 
 ENDS = {
-    "ValueError": ("raise ValueError('the loss is NaN')", "ValueError: the loss is NaN"),
-    "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", "was killed by signal 9 (SIGKILL)"),
-    "segfault": ("import ctypes; ctypes.string_at(0)", "was killed by signal 11 (SIGSEGV)"),
-    "silent": ("os._exit(3)", "exited with code 3"),
+    "ValueError": ("raise ValueError('the loss is NaN')", 1, "ValueError: the loss is NaN"),
+    "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by signal 9 (SIGKILL)"),
+    "segfault": ("import ctypes; ctypes.string_at(0)", 139, "was killed by signal 11 (SIGSEGV)"),
+    "silent": ("os._exit(3)", 3, "exited with code 3"),
 }
 
 
@@ -42,7 +42,7 @@ def torchx(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     ("end", "shape"), [("ValueError", "2x2"), ("SIGKILL", "1x4"), ("segfault", "1x4"), ("silent", "2x2")]
 )
 def test_rank_that_began_it(end: str, shape: str, tmp_path: Path) -> None:
-    body, words = ENDS[end]
+    body, code, words = ENDS[end]
     (tmp_path / "prog.py").write_text(PROGRAM.format(end=body))
     done = torchx("run", "-s", "monarch_local", "--wait", "monarch.spmd", "-j", shape, "prog.py", cwd=tmp_path)
     assert done.returncode == 1
@@ -63,6 +63,8 @@ def test_rank_that_began_it(end: str, shape: str, tmp_path: Path) -> None:
 
     status = json.loads(torchx("status", "--json", handle, cwd=tmp_path).stdout)
     assert status["state"] == "FAILED"
+    error = json.loads(status["structured_error_msg"])["message"]
+    assert error["message"].startswith("rank 2 (") and error["errorCode"] == code
     shown = torchx("status", handle, cwd=tmp_path).stdout
     for text in (status["msg"], shown):
         assert re.search(r"rank 2 \(", text) and words in text, text
