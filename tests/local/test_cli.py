@@ -17,6 +17,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from torchx.runner import Runner
+
+from torchx_monarch.schedulers import monarch_local
 
 Eventually = Callable[..., object]
 
@@ -33,7 +36,11 @@ def run(*words: str, cwd: Path, check: bool = True) -> subprocess.CompletedProce
 
 
 def state(handle: str) -> str:
-    return str(json.loads(torchx("status", "--json", handle).stdout)["state"])
+    """Return an app's state; asked in this process, as it may be asked until it changes."""
+    with Runner("torchx", {"monarch_local": monarch_local}) as runner:
+        status = runner.status(handle)
+    assert status is not None
+    return str(status.state)
 
 
 def folder(handle: str) -> Path:
@@ -336,7 +343,7 @@ def test_kill_9_of_any_process(work: Path, eventually: Eventually, victim: str) 
     ] in last
 
 
-def test_twenty_jobs_at_once_have_ports_of_their_own(work: Path, eventually: Eventually) -> None:
+def test_ten_jobs_at_once_have_ports_of_their_own(work: Path, eventually: Eventually) -> None:
     # Each job takes its MASTER_PORT as a TCPStore does: SO_REUSEADDR, then listen, on all addresses.
     name = write(
         work,
@@ -348,9 +355,9 @@ def test_twenty_jobs_at_once_have_ports_of_their_own(work: Path, eventually: Eve
         "import sys; from torchx.runner import get_runner; from torchx.specs import AppDef, Role\n"
         "runner = get_runner()\n"
         "app = AppDef('many', roles=[Role('one', image='', entrypoint='python', args=sys.argv[1:])])\n"
-        "handles = [runner.run(app, 'monarch_local', cfg={'preload': 'none'}) for _ in range(20)]\n"
+        "handles = [runner.run(app, 'monarch_local', cfg={'preload': 'none'}) for _ in range(10)]\n"
         "states = [str(runner.wait(handle, wait_interval=0.2).state) for handle in handles]\n"
         "print(states.count('SUCCEEDED'), len(set(handles)))\n"
     )
     done = subprocess.run([sys.executable, "-c", script, name], cwd=work, capture_output=True, text=True, timeout=240)
-    assert done.stdout.split() == ["20", "20"], done.stderr[-2000:]
+    assert done.stdout.split() == ["10", "10"], done.stderr[-2000:]
