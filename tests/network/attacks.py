@@ -1,9 +1,10 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Connects to a port with all that nobody should: ``python -m tests.network.attacks HOST PORT [FILE]``.
+"""Connects to a port with all that nobody should: ``python -m tests.network.attacks HOST PORT [FILE N]``.
 
 FILE holds the credentials of the job's hosts (``credentials.HostCredentials``), for what a host that has gone mad might
-send. Without it only strangers connect. Prints how many connections of each kind there were, as JSON.
+send; N is how many hundred connections there are, about. Without them only strangers connect. Prints how many
+connections of each kind there were, as JSON.
 """
 
 from __future__ import annotations
@@ -224,13 +225,13 @@ async def mad_hosts(attacker: Attacker, hosts: credentials.HostCredentials, how_
     return {"messages": len(made), "monsters": len(by_hand), "slow": len(slow)}
 
 
-async def _main(host: str, port: str, file: str = "") -> None:
+async def _main(host: str, port: str, file: str = "", hundreds: str = "4") -> None:
     attacker = Attacker(host, int(port))
-    done = await strangers(attacker, 100 if file else 4)
+    done = await strangers(attacker, int(hundreds))
     if file:
         with open(file) as text:
             hosts = credentials.HostCredentials.from_text(text.read())
-        done |= await mad_hosts(attacker, hosts, 500)
+        done |= await mad_hosts(attacker, hosts, 5 * int(hundreds))
     print(json.dumps(done))
 
 
