@@ -35,13 +35,13 @@ print(*sorted(threads[0]))
 
 
 @pytest.fixture
-def run(leaves_nothing: None, tmp_path: Path) -> Iterator[Callable[[str, str], Hosts]]:
+def run(leaves_nothing: None, tmp_path: Path) -> Iterator[Callable[..., Hosts]]:
     folder = Path(tempfile.mkdtemp(prefix="h"))
     (tmp_path / "prog.py").write_text(PROGRAM)
 
-    def start(mode: str, topology: str) -> Hosts:
+    def start(mode: str, topology: str, nproc: int = 1) -> Hosts:
         (tmp_path / "topology.py").write_text(topology)
-        words = ["torchrun", "--nproc-per-node", "2", "--numa-binding", mode, str(tmp_path / "prog.py")]
+        words = ["torchrun", "--nproc-per-node", str(nproc), "--numa-binding", mode, str(tmp_path / "prog.py")]
         environ = {"PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))}
         return Hosts(folder, words, options=("--preload", "torch,topology"), environ=environ).start()
 
@@ -50,8 +50,8 @@ def run(leaves_nothing: None, tmp_path: Path) -> Iterator[Callable[[str, str], H
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
-def test_ranks_are_bound_before_the_program_begins(run: Callable[[str, str], Hosts]) -> None:
-    hosts = run("exclusive", TOPOLOGY)
+def test_ranks_are_bound_before_the_program_begins(run: Callable[..., Hosts]) -> None:
+    hosts = run("exclusive", TOPOLOGY, nproc=2)
     assert hosts.wait() == [0], hosts.err()
     ranks = [hosts.logs(0) / "attempt_0" / rank / "stdout.log" for rank in "01"]
     first, second = ([int(cpu) for cpu in path.read_text().split()] for path in ranks)
@@ -60,18 +60,16 @@ def test_ranks_are_bound_before_the_program_begins(run: Callable[[str, str], Hos
 
 
 @pytest.mark.parametrize("name", ["gpu_index", "device_index"])
-def test_the_index_of_a_device_goes_by_the_name_that_torch_has_for_it(
-    run: Callable[[str, str], Hosts], name: str
-) -> None:
+def test_the_index_of_a_device_goes_by_the_name_that_torch_has_for_it(run: Callable[..., Hosts], name: str) -> None:
     """Torch 2.14 has renamed ``gpu_index``, and older releases do not know ``device_index``."""
     cpu = min(os.sched_getaffinity(0))
     stub = f"binding._get_logical_cpus_to_bind_to = lambda *, {name}, numa_options: {{{cpu}}}\n"
     hosts = run("node", TOPOLOGY + stub)
     assert hosts.wait() == [0], hosts.err()
-    assert (hosts.logs(0) / "attempt_0" / "1" / "stdout.log").read_text() == f"{cpu}\n"
+    assert (hosts.logs(0) / "attempt_0" / "0" / "stdout.log").read_text() == f"{cpu}\n"
 
 
-def test_a_torch_that_knows_of_no_binding_is_named(run: Callable[[str, str], Hosts]) -> None:
+def test_a_torch_that_knows_of_no_binding_is_named(run: Callable[..., Hosts]) -> None:
     hosts = run("node", "import torch.numa.binding as binding\ndel binding._get_logical_cpus_to_bind_to\n")
     assert hosts.wait() == [1]
     assert re.search(r"--numa-binding=node: .*: torch \S+ cannot tell \(torch.numa", hosts.err().splitlines()[-1])
