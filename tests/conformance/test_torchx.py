@@ -21,32 +21,39 @@ ARGUMENTS = [
 ]  # fmt: skip
 
 PROGRAM = """
-import json, os, sys
-with open(f"seen.{os.environ['RANK']}", "w") as file:
+import json, os, sys, time
+rank = os.environ["RANK"]
+with open(f"part.{rank}", "w") as file:
     json.dump({"argv": sys.argv, "env": dict(os.environ), "path": sys.path}, file)
-sys.exit(3 * (os.environ["RANK"] == "1" and sys.argv[1] == "fail"))
+os.rename(f"part.{rank}", f"seen.{rank}")
+if rank == "1" and sys.argv[1] == "fail":
+    for _ in range(1200):  # its end is the end of rank 0
+        time.sleep(0.05 * (not os.path.exists("seen.0")))
+    sys.exit(3)
 """
 
 SCHEDULERS = {"TORCHX_JOB_ID", "TORCHX_INTERNAL_SESSION_ID", "MONARCH_JOB", "PET_LOG_DIR", "PATH", "_"}
 """Variables by which the app and its scheduler are told. ``local_cwd`` puts the working folder into PATH."""
 
 
-def torchx_run(scheduler: str, folder: Path, *words: str) -> tuple[int, dict[int, Any]]:
+def torchx_run(scheduler: str, folder: Path, *words: str, preload: str = "torch") -> tuple[int, dict[int, Any]]:
     """The exit code of ``torchx run --wait``, and what the ranks have seen."""
     work = folder / "work"
     work.mkdir()
     (work / "prog.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "torchx.cli.main", "run", "-s", scheduler, "--wait", "dist.torchrun", *words]
+    options = ["-s", scheduler, *(["-cfg", f"preload={preload}"] if scheduler == "monarch_local" else [])]
+    command = [sys.executable, "-m", "torchx.cli.main", "run", *options, "--wait", "dist.torchrun", *words]
     done = subprocess.run(command, cwd=work, capture_output=True, timeout=240, check=False)
     seen = {int(path.suffix[1:]): json.loads(path.read_text()) for path in work.glob("seen.*")}
     work.rename(folder / scheduler)
     return done.returncode, seen
 
 
-@pytest.mark.parametrize(("ending", "code"), [("end", 0), ("fail", 1)])
-def test_arguments_and_exit_code(ending: str, code: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ending", "code", "preload"), [("end", 0, "torch"), ("fail", 1, "none")])
+def test_arguments_and_exit_code(ending: str, code: int, preload: str, tmp_path: Path) -> None:
     words = ["-j", "1x2", "--script", "prog.py", "--", ending, *ARGUMENTS]
-    theirs, ours = (torchx_run(scheduler, tmp_path, *words) for scheduler in ("local_cwd", "monarch_local"))
+    schedulers = ("local_cwd", "monarch_local")
+    theirs, ours = (torchx_run(scheduler, tmp_path, *words, preload=preload) for scheduler in schedulers)
     assert theirs[0] == ours[0] == code
     assert sorted(theirs[1]) == sorted(ours[1]) == [0, 1]
     for rank in range(2):
@@ -56,10 +63,11 @@ def test_arguments_and_exit_code(ending: str, code: int, tmp_path: Path) -> None
 
 def test_environment_of_two_hosts(tmp_path: Path) -> None:
     words = ["-j", "2x1", "--rdzv_port", str(free_port()), "--script", "prog.py", "--", "end"]
-    theirs, ours = (torchx_run(scheduler, tmp_path, *words) for scheduler in ("local_cwd", "monarch_local"))
+    schedulers = ("local_cwd", "monarch_local")
+    theirs, ours = (torchx_run(scheduler, tmp_path, *words, preload="none") for scheduler in schedulers)
     assert theirs[0] == ours[0] == 0
     for rank in range(2):
         their, our = theirs[1][rank]["env"], ours[1][rank]["env"]
         different = {name for name in {*their, *our} if their.get(name) != our.get(name)}
         # Where nobody has set it, it is "x" there and "1" here.
-        assert different - {"PYTHONUNBUFFERED"} == {*DIFFERENT, *SCHEDULERS}
+        assert different - {"PYTHONUNBUFFERED"} == {*DIFFERENT, *SCHEDULERS, "TORCHELASTIC_USE_AGENT_STORE"}
