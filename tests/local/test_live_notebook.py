@@ -16,6 +16,7 @@ from torchx.specs import AppState
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "live.ipynb"
 
 
+@pytest.mark.slow
 def test_the_notebook_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
         monkeypatch.setenv(name, str(tmp_path / name.lower()))

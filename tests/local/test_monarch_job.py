@@ -73,6 +73,7 @@ print(json.dumps([job.handle, job.apply_id, mesh.sizes["hosts"]]), flush=True)
 """
 
 
+@pytest.mark.slow
 def test_the_cached_job_is_used_while_it_lives_and_is_what_is_asked_for(tmp_path: Path, runner: Runner) -> None:
     stays = LATER.replace("{END}", "")
     first = program(tmp_path, stays, "1", "0")

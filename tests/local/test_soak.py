@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from tests.soak.plans import draw
 from tests.soak.runs import Outcome, run_all
 
@@ -15,6 +17,7 @@ SEED = 1
 _LEFT_OUT = ("freeze agent", "freeze rank", "freeze supervisor", "freeze submitter", "stop submitter")
 
 
+@pytest.mark.slow
 def test_what_jobs_say_of_their_end_is_true_and_they_leave_nothing() -> None:
     outcomes: list[Outcome] = []
     # The first small job of each kind of fault.

@@ -324,6 +324,7 @@ def attack(job: Job, port: int, *more: str) -> tuple[dict[str, int], int, float]
     return json.loads(out), most, slowest
 
 
+@pytest.mark.slow
 def test_thousands_of_connections_that_nobody_wants(
     job: Job, tmp_path: Path, eventually: Callable[..., object], pytestconfig: pytest.Config
 ) -> None:
