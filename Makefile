@@ -28,7 +28,7 @@ endif
 # A job's command names `python` and `torchrun`: they must be the ones of this environment.
 export PATH := $(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# Where it is set, every process compiles this package and pytest all tests anew: a tenth of what the tests take.
+# Where it is set, each process of pytest compiles all tests anew, some seconds, and each host this package.
 unexport PYTHONDONTWRITEBYTECODE
 
 PYTESTFLAGS ?=
