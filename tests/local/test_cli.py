@@ -330,7 +330,7 @@ def test_kill_9_of_any_process(work: Path, eventually: Eventually, victim: str) 
         "supervisor": supervisor,
         "host": host.pid,
         "agent": next(one.pid for one in below if any("bootstrap_main" in word for word in one.cmdline())),
-        "rank": next(one.pid for one in below if "(rank 0 of" in " ".join(one.cmdline())),
+        "rank": next(one.pid for one in below if "rank_main.py" in " ".join(one.cmdline())),
     }[victim]
     os.kill(pid, signal.SIGKILL)
     eventually(lambda: state(handle) == "FAILED", "the failure")

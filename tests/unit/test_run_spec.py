@@ -64,3 +64,17 @@ def test_the_zygote_starts_in_the_folder_of_the_run_only_where_a_path_is_relativ
     assert spec("torchrun", "x.py").start_folder() is None
     assert spec("torchrun", "x.py", cwd="/w").start_folder() is None
     assert spec("torchrun", "x.py", cwd="/w", PYTHONPATH="/a:lib").start_folder() == "/w"
+
+
+@pytest.mark.parametrize(
+    ("python", "reason"),
+    [
+        ("sh", ""),
+        ("nosuch-python", "'nosuch-python': No such file or directory"),
+        ("venv/bin/python", ""),  # relative to the folder of the program
+    ],
+)
+def test_an_interpreter_is_looked_for_on_the_path_of_the_role(python: str, reason: str) -> None:
+    parsed = parse(["torchrun", "x.py"], {"PYTHON_EXEC": python})
+    assert parsed is not None
+    assert RunSpec(parsed, {"PATH": "/usr/bin:/bin"}, ()).why_no_python() == reason

@@ -64,6 +64,8 @@ class RankStarter:
         Raises:
             LaunchError: the zygote cannot be started, torch rejects the name, or the open file limit is too low.
         """
+        if why := self._run.why_no_python():
+            raise LaunchError(f"cannot start the Python interpreter {why}")
         # Unknown as yet, the zygote gets the environment of several ranks.
         self.count = int(nproc) if nproc.isdigit() else 2
         if self.count:

@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -87,6 +89,16 @@ class RunSpec:
         """
         early = {name: value for name, value in self.added.items() if name.startswith(_READ_EARLY)}
         return interpreter_environment({**self.role_environ, **early}, count)
+
+    def why_no_python(self) -> str:
+        """Return why the interpreter of the run's programs does not exist; empty if it may.
+
+        A relative path is resolved later, in the program's folder.
+        """
+        python = self.python()[0]
+        if self.command.program.mode == "exec" or _is_relative(python):
+            return ""
+        return "" if shutil.which(python, path=self.environ.get("PATH")) else f"{python!r}: {os.strerror(errno.ENOENT)}"
 
     def signature(self, count: int) -> object:
         """Return the value that two runs share if the zygote of one can start the ranks of the other.
