@@ -175,16 +175,26 @@ class Zygote:
         self._output.close()
 
     async def _ask(self, order: Mapping[str, Any], passed: Sequence[int], timeout: float) -> dict[str, Any]:
+        held = [os.dup(descriptor) for descriptor in passed]
+        # A caller that is cancelled must not leave the answer for the next order.
+        exchange = asyncio.ensure_future(self._exchange(order, held, timeout))
+        exchange.add_done_callback(_retrieve)
+        return await asyncio.shield(exchange)
+
+    async def _exchange(self, order: Mapping[str, Any], held: Sequence[int], timeout: float) -> dict[str, Any]:
+        answer = None
         try:
             async with self._asking:
-                answer = await asyncio.wait_for(self._exchange(order, passed), timeout)
+                answer = await asyncio.wait_for(self._send_and_receive(order, held), timeout)
         except asyncio.TimeoutError:
             self.close()  # its state is unknown
-            raise ZygoteError(
-                f"the zygote (pid {self.pid}) has not answered {order['op']!r} for {timeout:g} s"
-            ) from None
+            reason = f"has not answered {order['op']!r} for {timeout:g} s"
+            raise ZygoteError(f"the zygote (pid {self.pid}) {reason}") from None
         except OSError:
-            answer = None
+            pass  # it has ended
+        finally:
+            for descriptor in held:
+                os.close(descriptor)
         if answer is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(1.0)  # it is ending: its end of the channel is closed
@@ -192,7 +202,7 @@ class Zygote:
             raise ZygoteError(f"the zygote (pid {self.pid}) {describe_code(self._process.returncode)}")
         return answer
 
-    async def _exchange(self, order: Mapping[str, Any], passed: Sequence[int]) -> dict[str, Any] | None:
+    async def _send_and_receive(self, order: Mapping[str, Any], passed: Sequence[int]) -> dict[str, Any] | None:
         loop, buffer = asyncio.get_running_loop(), b""
         line = json.dumps(order).encode() + b"\n"
         sent = socket.send_fds(self._channel, [line], passed) if passed else 0

@@ -296,8 +296,9 @@ class _RankForks:
                 os.chdir(rank["cwd"])
             if "cpus" in rank:
                 os.sched_setaffinity(0, rank["cpus"])
-            for number_of, handler in _handlers.items():
-                signal.signal(number_of, handler)
+            for ignored, handler in _handlers.items():
+                if signal.getsignal(ignored) is signal.SIG_IGN:  # no module has set another handler
+                    signal.signal(ignored, handler)
             if not rank["python"]:
                 argv = self._program["program_argv"](rank["mode"], rank["target"], rank["args"])
                 _renew_state(f"{sys.executable} -u {' '.join(argv)} ({rank['label']})")

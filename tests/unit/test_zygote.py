@@ -1,0 +1,68 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Orders to a zygote, which is a real process, without ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from torchx_monarch.command.command import parse
+from torchx_monarch.host.run_spec import RunSpec
+from torchx_monarch.host.zygote import Zygote, ZygoteError
+
+NOTHING = {"op": "import", "mode": "exec", "target": "", "modules": []}
+
+
+@contextlib.contextmanager
+def started() -> Iterator[Zygote]:
+    command = parse(["torchrun", "x.py"], {})
+    assert command is not None
+    zygote = Zygote(RunSpec(command, dict(os.environ), ()), 1, (None, 0o022), print)
+    try:
+        yield zygote
+    finally:
+        zygote.close()
+
+
+def test_a_cancelled_order_does_not_leave_its_answer_to_the_next() -> None:
+    async def main() -> None:
+        with started() as zygote:
+            await zygote.unsafe()
+            asking = asyncio.ensure_future(zygote.ask({"op": "count", "device": "x"}))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            asking.cancel()
+            assert await zygote.ask(NOTHING) == {"unsafe": ""}
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_zygote_that_ends_is_named_with_the_signal(number: signal.Signals) -> None:
+    async def main() -> None:
+        with started() as zygote:
+            assert await zygote.unsafe() == ""
+            os.kill(zygote.pid, number)
+            with pytest.raises(ZygoteError, match=rf"^the zygote \(pid {zygote.pid}\) was killed by signal {number}"):
+                await zygote.ask(NOTHING)
+            assert zygote.ended and not zygote.ready
+
+    asyncio.run(main())
+
+
+def test_descriptors_of_an_order_stay_the_callers() -> None:
+    async def main() -> None:
+        with started() as zygote:
+            reader, writer = os.pipe()
+            answer = await zygote.ask({"op": "store", "address": ""}, [reader, writer])
+            assert "torch has not been imported" in answer["error"]
+            os.close(reader)
+            os.close(writer)
+
+    asyncio.run(main())
