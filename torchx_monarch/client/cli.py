@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -14,6 +15,7 @@ from torchx.cli.cmd_base import SubCommand
 from torchx.specs import MalformedAppHandleException
 from torchx.specs.api import UnknownSchedulerException
 
+from torchx_monarch.backends.core import state_files
 from torchx_monarch.client.allocations import AllocationInfo, list_allocations
 from torchx_monarch.client.connection import ask
 from torchx_monarch.client.hosts import START_TIMEOUT, Hosts, say
@@ -23,6 +25,8 @@ from torchx_monarch.client.run_message import run_message
 from torchx_monarch.client.run_options import RunOptions
 from torchx_monarch.client.workspace_sync import SyncMode, current_workspace
 from torchx_monarch.exceptions import AllocationError, CodeError, RefusedError, UnreachableError
+from torchx_monarch.model.learned_modules import LearnedFile
+from torchx_monarch.system.untrusted_text import one_line
 
 _NO_ANSWER = 69
 """Exit code when the hosts cannot be reached or refuse the request: EX_UNAVAILABLE of ``sysexits.h``."""
@@ -31,7 +35,7 @@ _USAGE = "usage: torchx monarch exec HANDLE [options] [-- torchrun --nproc-per-n
 
 
 class CmdMonarch(SubCommand):  # type: ignore[misc]
-    """Implement ``torchx monarch`` with its sub-commands ``exec``, ``follow``, ``ps`` and ``stop``."""
+    """Implement ``torchx monarch`` with its sub-commands ``exec``, ``follow``, ``ps``, ``stop`` and ``preload``."""
 
     def add_arguments(self, subparser: argparse.ArgumentParser) -> None:
         """Define the arguments of ``torchx monarch``."""
@@ -54,6 +58,11 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
             "--run", type=int, nargs="?", const=0, help="end this run, or the one that runs; keep the hosts"
         )
         one.set_defaults(monarch=_stop)
+        one = commands.add_parser("preload", help="what -cfg preload=auto has learned of the jobs of this machine")
+        one.add_argument("app", nargs="?", help="name of the jobs, without their random suffix (default: all)")
+        one.add_argument("--json", action="store_true", help="print all names of modules, as JSON")
+        one.add_argument("--clear", action="store_true", help="forget it")
+        one.set_defaults(monarch=_preload)
 
     def run(self, args: argparse.Namespace) -> None:
         """Execute the sub-command; exit with its exit code, or with an error message if the hosts are unreachable."""
@@ -227,3 +236,29 @@ def _stop(args: argparse.Namespace) -> None:
         ask(hosts.target, {"type": "stop"})
     except UnreachableError:
         hosts.release()  # unreachable hosts may still be queued: the scheduler can cancel them
+
+
+def _preload(args: argparse.Namespace) -> None:
+    folder = os.path.join(state_files.state_dir(), "learned")
+    found = [one for one in LearnedFile.all_in(folder) if args.app in (None, one.app)]
+    if args.clear:
+        for one in found:
+            try:
+                one.remove()
+            except OSError as error:
+                say(f"cannot remove {one.path}: {error.strerror}")
+                sys.exit(1)
+        return
+    modules = [(one, one.read()) for one in found]
+    if args.json:
+        fields = [{"app": one.app, "role": one.role, "program": one.program, **vars(each)} for one, each in modules]
+        print(json.dumps(fields, indent=1))
+        return
+    rows = []
+    for one, each in modules:
+        packages = ", ".join(sorted({name.partition(".")[0] for name in each.names}))
+        rows.append([*map(one_line, (one.app, one.role, one.program)), str(len(each.names)), packages])
+    _table(["APP", "ROLE", "PROGRAM", "MODULES", "OF"], rows)
+    for one, each in modules:
+        for name, why in each.dropped.items():
+            print(f"{one_line(one.app)}: {name} is not imported ahead: {one_line(why)}")

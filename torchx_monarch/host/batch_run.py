@@ -13,6 +13,7 @@ from torchx_monarch.controller.agents import Agents
 from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_messages import Answer, Request
 from torchx_monarch.controller.spmd_work import Session
+from torchx_monarch.host.learned_preload import LearnedPreload, given_modules, program_key
 from torchx_monarch.host.rank_environment import env_number
 from torchx_monarch.host.rank_logs import RankLogs
 from torchx_monarch.host.rank_pool import RankPool
@@ -21,6 +22,7 @@ from torchx_monarch.host.run_spec import RunSpec
 from torchx_monarch.host.watchdog import ENABLED, FILE
 from torchx_monarch.host.workload import Control, Host
 from torchx_monarch.host.zygote import Zygotes
+from torchx_monarch.model.learned_modules import AUTO, FOLDER, LearnedFile
 
 
 class BatchRun:
@@ -43,6 +45,7 @@ class BatchRun:
         self.listens = False
         self._host = host
         self._logs: RankLogs | None = None
+        self._learned: LearnedPreload | None = None
 
     def parse(self) -> Command:
         """Parse the role's command (see ``Workload``)."""
@@ -61,11 +64,13 @@ class BatchRun:
         """Start the zygote (see ``Workload``), and torch's timer server if the role's environment enables it."""
         host, command = self._host, self.command
         assert command is not None
-        run = RunSpec(command, host.environ, host.options.preload, forks=host.options.ranks == "fork")
+        modules = given_modules(host.options.preload)
+        run = RunSpec(command, host.environ, modules, forks=host.options.ranks == "fork")
+        self._learned = self._read_learned(command)
         log_dir = log_folder(command, host.log_dir, os.getcwd(), host.run_id(command))
         self._logs = RankLogs(host.options.replica, host.hostname, log_dir, run, host.stdout, host.stderr)
         first_output = self.first_output.set if self.first_output is not None else None
-        starter = RankStarter(run, Zygotes(host.reporter.line), host.reporter.line, first_output)
+        starter = RankStarter(run, Zygotes(host.reporter.line), host.reporter.line, first_output, self._learned)
         self.pool = RankPool(self._logs, starter, host.reporter.line)
         nproc = await self.pool.start(command.options.nproc_per_node if command.kind == "torchrun" else "1")
         if command.kind == "torchrun" and host.environ.get(ENABLED) == "1":
@@ -81,6 +86,21 @@ class BatchRun:
     def session(self, control: Control, agents: Agents) -> Session:
         """Return the session of the batch job, on replica 0."""
         return Session(control.options, control.rendezvous.events)
+
+    def close(self) -> None:
+        """Learn for the next job what the ranks have imported."""
+        if self._learned is not None:
+            self._learned.collect()
+
+    def _read_learned(self, command: Command) -> LearnedPreload | None:
+        """Return what earlier jobs have learned; None without ``-cfg preload=auto`` or a folder to keep it in."""
+        host, options = self._host, self._host.options
+        folder = host.environ.get(FOLDER)
+        if AUTO not in options.preload or options.ranks != "fork" or not folder:
+            return None
+        program = " ".join(program_key(command.program_of(0), os.getcwd()))
+        stored = LearnedFile.of(folder, options.app, options.role, program)
+        return LearnedPreload(os.path.join(host.sockets, "imported"), host.reporter.line, stored)
 
     async def handle(self, request: Request) -> Answer:
         """Refuse the requests of live allocations."""

@@ -35,6 +35,7 @@ from torchx_monarch.controller.run_request import RunRequest
 from torchx_monarch.controller.spmd_work import Session
 from torchx_monarch.host.batch_run import check_script, log_folder
 from torchx_monarch.host.code_distribution import OPS, HostCode, distribute_code
+from torchx_monarch.host.learned_preload import LearnedPreload, LearnedPrograms, given_modules, program_key
 from torchx_monarch.host.rank_logs import RankLogs
 from torchx_monarch.host.rank_pool import RankPool
 from torchx_monarch.host.rank_starter import RankStarter
@@ -43,6 +44,7 @@ from torchx_monarch.host.watchdog import ENABLED, FILE
 from torchx_monarch.host.workload import Control, Host
 from torchx_monarch.host.zygote import Zygotes
 from torchx_monarch.insight.run_log import RunLog
+from torchx_monarch.model.learned_modules import AUTO
 from torchx_monarch.model.world import LaunchError
 
 _MESSAGE = 30_000
@@ -75,6 +77,8 @@ class LiveRuns:
         self._run_log: RunLog | None = None
         self._forwarding: asyncio.Task[None] | None = None
         self._code: HostCode | None = None
+        self._programs: LearnedPrograms | None = None
+        self._present: tuple[LearnedPreload, RankStarter, Mapping[str, str]] | None = None
 
     def parse(self) -> Command:
         """Parse the command of the allocation (see ``Workload``)."""
@@ -89,7 +93,8 @@ class LiveRuns:
     async def start(self) -> int:
         """Start the zygote for the first run (see ``Workload``)."""
         held = self._allocation_spec.command or Command("torchrun", DEFAULTS, Program("script", "run"))
-        self.pool = self._new_pool(held, None, {}, os.getcwd())
+        learned = self._learned_of(program_key(held.program_of(0), os.getcwd()))
+        self.pool = self._new_pool(held, None, {}, os.getcwd(), learned)
         return await self.pool.start(self._allocation_spec.nproc)
 
     def first_log_attempt(self, sizes: NodeRange) -> int:
@@ -106,10 +111,13 @@ class LiveRuns:
             self._host.log_dir,
             spec.words,
             spec.idle_timeout,
-            lambda: self._zygotes.ready,
+            self._is_warm,
         )
         run_queue.distribute_code = lambda code: distribute_code(run_queue, self._host_code(), code)
         return LiveSession(control.options, control.rendezvous, self._host.reporter, agents, run_queue)
+
+    def close(self) -> None:
+        """Do nothing: what was learned ends with the allocation."""
 
     async def handle(self, request: Request) -> Answer:
         """Execute a request that only hosts of live allocations execute.
@@ -142,7 +150,9 @@ class LiveRuns:
         folder = os.path.join(host.log_dir, f"run_{begin.number}")
         run_id = command.options.rdzv_id if command.options.rdzv_id != "none" else f"{host.options.app}-{begin.number}"
         self._open_run_log(folder, begin.token)
-        self.pool = self._new_pool(command, log_folder(command, folder, cwd, run_id), request.env, cwd)
+        where = "" if request.synced else cwd  # each copy of the code may lie in another folder
+        learned = self._learned_of(program_key(command.program_of(0), where))
+        self.pool = self._new_pool(command, log_folder(command, folder, cwd, run_id), request.env, cwd, learned)
         nproc = await self.pool.start(command.options.nproc_per_node if command.kind == "torchrun" else "1")
         if command.kind == "torchrun" and environ.get(ENABLED) == "1":
             path = request.env.get(FILE) or os.path.join(host.sockets, f"timers{begin.number}")
@@ -153,11 +163,44 @@ class LiveRuns:
         self._begun = (begin.token, begun)
         return begun
 
-    def _new_pool(self, command: Command, log_dir: str | None, env: Mapping[str, str], cwd: str) -> RankPool:
+    def _new_pool(
+        self,
+        command: Command,
+        log_dir: str | None,
+        env: Mapping[str, str],
+        cwd: str,
+        learned: LearnedPreload | None = None,
+    ) -> RankPool:
         host = self._host
-        run = RunSpec(command, host.environ, host.options.preload, env, cwd, host.options.ranks == "fork")
+        modules = given_modules(host.options.preload)
+        run = RunSpec(command, host.environ, modules, env, cwd, host.options.ranks == "fork")
         logs = RankLogs(host.options.replica, host.hostname, log_dir, run, host.stdout, host.stderr, self._run_log)
-        return RankPool(logs, RankStarter(run, self._zygotes, host.reporter.line), host.reporter.line)
+        starter = RankStarter(run, self._zygotes, host.reporter.line, learned=learned)
+        self._present = (learned, starter, env) if learned is not None else None
+        return RankPool(logs, starter, host.reporter.line)
+
+    def _learned_of(self, key: tuple[str, str]) -> LearnedPreload | None:
+        """Return what was learned of a program; None without ``-cfg preload=auto``."""
+        options = self._host.options
+        if AUTO not in options.preload or options.ranks != "fork":
+            return None
+        if self._programs is None:
+            self._programs = LearnedPrograms(os.path.join(self._host.sockets, "imported"), self._host.reporter.line)
+        return self._programs.of(key)
+
+    def _learn(self) -> None:
+        """Learn from the run that has ended, and prepare the zygote of the next one."""
+        present, self._present = self._present, None
+        if present is None or self._programs is None:
+            return
+        learned, starter, env = present
+        is_repeated, is_new = learned.repeats(env), learned.collect()
+        # With other variables in each run no zygote can be prepared: the modules may read them.
+        if is_new or is_repeated:
+            self._programs.prepare(starter.prepare_next())
+
+    def _is_warm(self) -> bool:
+        return self._zygotes.ready and not (self._programs is not None and self._programs.is_preparing)
 
     def _host_code(self) -> HostCode:
         """Return the store of the code that clients have sent to this host."""
@@ -197,6 +240,7 @@ class LiveRuns:
             return 0
         await self.pool.stop(signal.SIGKILL, 0.0)
         self.pool.retire()
+        self._learn()
         await self._host_code().release()
         run_log = self._run_log
         await self._close_run_log()

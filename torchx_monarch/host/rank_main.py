@@ -212,13 +212,14 @@ def run_sibling_file(name: str) -> dict[str, Any]:
     return names
 
 
-def run_program(mode: str, target: str, args: list[str]) -> None:
+def run_program(mode: str, target: str, args: list[str], at_end: Callable[[], None] | None = None) -> None:
     """Run the program of a rank in this interpreter, in its environment and folder.
 
     Args:
         mode: how the program is run: ``script``, ``module`` or ``code``.
         target: the script, module or code.
         args: its arguments.
+        at_end: called when the program has ended, by an exception or not; None for no call.
     """
     set_path0(mode, target)
     sys.orig_argv = [sys.executable, "-u", *program_argv(mode, target, args)]
@@ -240,6 +241,9 @@ def run_program(mode: str, target: str, args: list[str]) -> None:
         # Re-raising adds our frames to the traceback again; the hook removes them.
         sys.excepthook = _without_own_frames_for(getattr(sys, "excepthook", None))
         raise
+    finally:
+        if at_end is not None:
+            at_end()
 
 
 if __name__ == "__main__":

@@ -4,9 +4,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torchx_monarch.host.learned_imports import names_in
+from torchx_monarch.host.learned_preload import LearnedPreload
 from torchx_monarch.host.master_endpoint import MasterEndpoint
 from torchx_monarch.host.master_store import MasterStore
 from torchx_monarch.host.rank_process import RankProcess
@@ -31,6 +34,7 @@ class RankStarter:
         zygotes: the zygotes of this host.
         say: called with a progress line.
         on_first_output: called once, when a rank first prints; None for no call.
+        learned: what has been learned of the program; None if nothing is learned.
     """
 
     def __init__(
@@ -39,10 +43,12 @@ class RankStarter:
         zygotes: Zygotes,
         say: Callable[[str], None],
         on_first_output: Callable[[], None] | None = None,
+        learned: LearnedPreload | None = None,
     ) -> None:
         self.store = MasterStore(say)
         self.count = 0
-        self._run = run
+        self._run = run if learned is None else dataclasses.replace(run, learned=())
+        self._learned = learned
         self._zygotes = zygotes
         self._say = say
         self._on_first_output = on_first_output
@@ -69,6 +75,7 @@ class RankStarter:
         # Unknown as yet, the zygote gets the environment of several ranks.
         self.count = int(nproc) if nproc.isdigit() else 2
         if self.count:
+            self._choose()
             self._zygotes.fitting(self._run, self.count)
         if not nproc.isdigit():
             self.count = int(
@@ -77,9 +84,29 @@ class RankStarter:
             if self.count < 1:
                 reason = f"--nproc-per-node={nproc} gives {self.count} ranks on this host; 1 or more are needed"
                 raise LaunchError(reason)
+            self._choose()
         if too_few := open_files.shortage(self.count):
             raise LaunchError(too_few)
         return self.count
+
+    async def prepare_next(self) -> None:
+        """Have a zygote import all learned modules, for a next run of the program with the same variables.
+
+        A module that must not be imported ahead is dropped, and another zygote imports the rest.
+        """
+        assert self._learned is not None
+        while self._learned.names:
+            run = dataclasses.replace(self._run, learned=self._learned.names)
+            try:
+                zygote = self._zygotes.fitting(run, self.count)
+                if await self._is_wrong(zygote):
+                    continue
+            except (LaunchError, ZygoteError):
+                return  # the next run says what is wrong with its zygote
+            if zygote.begun:
+                names = ", ".join(sorted({name.partition(".")[0] for name in zygote.begun}))
+                self._say(f"learned preload: imported ahead for the next run of the program: {names:.500}")
+            return
 
     async def open_store(self, endpoint: MasterEndpoint) -> tuple[int, bool]:
         """Open the port where the ranks meet (see ``MasterStore.open``).
@@ -122,6 +149,8 @@ class RankStarter:
             LaunchError: one cannot be started, or bound to CPUs. None is left running then.
         """
         cpus = [await self._cpus(local_rank) for local_rank in range(len(ranks))]
+        if self._learned is not None and cpus:
+            cpus[0]["report"] = self._learned.report
         for _ in range(_TRIES):
             importer = await self._importer()
             zygote = importer if importer is not None and self._forks else self._zygotes.bare(self._run, self.count)
@@ -147,19 +176,55 @@ class RankStarter:
         Raises:
             LaunchError: it cannot be started.
         """
-        if not self._run.preload or self._is_lost:
-            return None
-        zygote = self._zygotes.fitting(self._run, self.count)
+        while self._run.preload and not self._is_lost:
+            zygote = self._zygotes.fitting(self._run, self.count)
+            try:
+                if await self._is_wrong(zygote):
+                    # At most one more import: what came before the module has been checked.
+                    self._run = dataclasses.replace(self._run, learned=tuple(zygote.begun[:-1]))
+                    continue
+                unsafe = await zygote.unsafe()
+            except ZygoteError as error:
+                self._is_lost = True
+                self._say(f"{error} while it imported {', '.join(self._run.preload)}; the ranks import for themselves")
+                break
+            if unsafe and self._forks:
+                self._forks = False
+                self._say(f"the ranks are not forks of one interpreter: {unsafe}")
+            return zygote
+        return None
+
+    async def _is_wrong(self, zygote: Zygote) -> bool:
+        """Return whether a learned module must not be imported ahead: drop it then, and end the zygote.
+
+        Raises:
+            ZygoteError: the zygote has ended, or its host has ended it, and not because of a learned module.
+        """
         try:
-            unsafe = await zygote.unsafe()
+            why = await zygote.wrong()
         except ZygoteError as error:
-            self._is_lost = True
-            self._say(f"{error} while it imported {', '.join(self._run.preload)}; the ranks import for themselves")
-            return None
-        if unsafe and self._forks:
-            self._forks = False
-            self._say(f"the ranks are not forks of one interpreter: {unsafe}")
-        return zygote
+            if not zygote.begun or zygote.is_discarded:
+                raise
+            why = str(error)
+        if not why or self._learned is None:
+            return False
+        self._learned.drop(zygote.begun[-1], why)
+        self._zygotes.discard(zygote)
+        return True
+
+    def _choose(self) -> None:
+        """Choose the zygote with all learned modules, unless another one can start the ranks sooner."""
+        if self._learned is None:
+            return
+        plain = dataclasses.replace(self._run, learned=())
+        ahead = dataclasses.replace(self._run, learned=self._learned.names)
+        ready, warm = self._zygotes.find(ahead, self.count), self._zygotes.find(plain, self.count)
+        if ready is not None and ready.ready:
+            # Files that the user has added since, under the names of installed modules, come first in the program.
+            is_shadowed = bool(ready.ahead & names_in(self._run.program_folder(self._run.command.program_of(0))))
+            self._run = plain if is_shadowed else ahead
+        else:
+            self._run = plain if warm is not None and warm.ready else ahead
 
     async def _cpus(self, local_rank: int) -> dict[str, Any]:
         mode = self._run.command.options.numa_binding
@@ -175,7 +240,8 @@ class RankStarter:
             LaunchError: torch rejects the value of the option.
         """
         try:
-            answer = await self._zygotes.fitting(self._run, self.count).ask(order)
+            zygote = await self._importer() or self._zygotes.fitting(self._run, self.count)
+            answer = await zygote.ask(order)
         except ZygoteError as error:
             answer = {"error": str(error)}
         if "error" in answer:

@@ -34,6 +34,8 @@ class RunSpec:
         cwd: folder in which the ranks start; None in a batch job, whose ranks start in the host's folder and whose
             zygote knows the program.
         forks: whether ranks are forks of the zygote, if it has modules; else they are interpreters of their own.
+        learned: modules that the zygote imports after ``modules``, if they are installed ones that ranks can share
+            (``learned_imports``); None if ranks are not to report what they import either.
     """
 
     command: Command
@@ -42,6 +44,7 @@ class RunSpec:
     added: Mapping[str, str] = dataclasses.field(default_factory=dict)
     cwd: str | None = None
     forks: bool = True
+    learned: Sequence[str] | None = None
 
     @property
     def environ(self) -> Mapping[str, str]:
@@ -70,6 +73,13 @@ class RunSpec:
         ahead = program.mode != "exec" and self.preload
         return self.python() if ahead or asks_torch else [sys.executable, "-I", "-S"]
 
+    def program_folder(self, program: Program) -> str:
+        """Return the folder that a Python program puts first in ``sys.path``; empty for other programs."""
+        cwd = self.cwd or os.getcwd()
+        if program.mode == "script":
+            return os.path.dirname(os.path.realpath(os.path.join(cwd, program.target)))
+        return "" if program.mode == "exec" else cwd
+
     def start_folder(self) -> str | None:
         """Return the folder in which the zygote starts; None for that of the host process.
 
@@ -87,7 +97,8 @@ class RunSpec:
         Args:
             count: number of ranks on this host.
         """
-        early = {name: value for name, value in self.added.items() if name.startswith(_READ_EARLY)}
+        # Installed modules may read any variable when they are imported.
+        early = {name: value for name, value in self.added.items() if self.learned or name.startswith(_READ_EARLY)}
         return interpreter_environment({**self.role_environ, **early}, count)
 
     def why_no_python(self) -> str:
@@ -106,8 +117,9 @@ class RunSpec:
         Args:
             count: number of ranks on this host.
         """
-        read = {name: value for name, value in self.start_environ(count).items() if name.startswith(_READ_EARLY)}
-        return self.zygote_command(self.command.program_of(0)), self.preload, read, self.start_folder()
+        environ, command = self.start_environ(count), self.zygote_command(self.command.program_of(0))
+        read = {name: value for name, value in environ.items() if self.learned or name.startswith(_READ_EARLY)}
+        return command, self.preload, self.learned, read, self.start_folder()
 
 
 def _is_relative(python: str) -> bool:

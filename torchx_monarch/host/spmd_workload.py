@@ -59,6 +59,9 @@ class Runs(Protocol):
     def session(self, control: Control, agents: Agents) -> Session:
         """Return the session in which the controller on replica 0 executes the runs."""
 
+    def close(self) -> None:
+        """End the runs at the end of the host process, after the ranks."""
+
     async def handle(self, request: Request) -> Answer:
         """Execute a request of live allocations, which ``SpmdWorkload`` does not know."""
 
@@ -153,7 +156,8 @@ class SpmdWorkload:
         return SpmdWork(session, agents, control.gatherer, events, new_attempts)
 
     def close(self) -> None:
-        """Do nothing: the host process has no processes but those of the ranks."""
+        """End the runs; the host process has no processes but those of the ranks."""
+        self._runs.close()
 
     # -- requests of the controller ------------------------------------------------------------------------------------
 

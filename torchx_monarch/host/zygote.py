@@ -13,9 +13,9 @@ import resource
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from torchx_monarch.host.rank_process import RankProcess
 from torchx_monarch.host.run_spec import RunSpec
@@ -23,10 +23,15 @@ from torchx_monarch.model.job_result import describe_code
 from torchx_monarch.model.world import LaunchError
 from torchx_monarch.system import open_files, processes
 
+T = TypeVar("T")
+
 _ZYGOTE_MAIN = str(Path(__file__).with_name("zygote_main.py"))
 
 _IMPORT_TIMEOUT = 600.0
 """Seconds within which a zygote must have imported its modules, from a file system as slow as it may be."""
+
+_LEARNED_TIMEOUT = 60.0
+"""Seconds within which a zygote must have imported one learned module; a longer import is left to the ranks."""
 
 _ORDER_TIMEOUT = 150.0
 """Seconds within which a zygote must execute any other order; the slowest one asks torch in a fork."""
@@ -52,6 +57,7 @@ class Zygote:
         pid: process id.
         signature: equal for runs whose ranks can be forks of this zygote (``RunSpec.signature``).
         ready: whether it runs and has imported its modules.
+        begun: the learned modules whose import has begun.
 
     Args:
         run: what the first ranks execute.
@@ -70,6 +76,7 @@ class Zygote:
         program = run.command.program_of(0)
         python, known = run.zygote_command(program), run.cwd is None
         self.signature = run.signature(count)
+        self.begun: list[str] = []
         self._say = say
         self._channel, far_end = socket.socketpair()
         self._channel.setblocking(False)
@@ -96,9 +103,12 @@ class Zygote:
         assert self._process.stdout is not None
         self._output = _Output(self._process.stdout, say)
         self._asking = asyncio.Lock()
+        self._exchanges: set[asyncio.Future[dict[str, Any]]] = set()
         # The program and its folder are not known on an allocation before a run.
         mode, target = (program.mode, program.target) if known else ("exec", "")
-        order = {"op": "import", "mode": mode, "target": target, "modules": run.preload}
+        order: dict[str, Any] = {"op": "import", "mode": mode, "target": target, "modules": run.preload}
+        if run.learned is not None:
+            order.update(learned=run.learned, folder=run.program_folder(program))
         self._imported = asyncio.ensure_future(self._ask(order, (), _IMPORT_TIMEOUT))
         self._imported.add_done_callback(_retrieve)
 
@@ -115,13 +125,31 @@ class Zygote:
     def ready(self) -> bool:
         return self._imported.done() and not self.ended
 
+    @property
+    def ahead(self) -> set[str]:
+        """Names of all that was imported with the learned modules, without modules in packages, once it is ready."""
+        return set(self._imported.result().get("ahead", ()))
+
+    @property
+    def is_discarded(self) -> bool:
+        """Whether the host has ended it."""
+        return self._imported.cancelled()
+
     async def unsafe(self) -> str:
         """Wait for the import of the modules; return why ranks cannot be forks, or empty if they can.
 
         Raises:
             ZygoteError: the zygote has ended or does not answer.
         """
-        return str((await asyncio.shield(self._imported))["unsafe"])
+        return str((await self._wait_imported())["unsafe"])
+
+    async def wrong(self) -> str:
+        """Wait for the import of the modules; return why the last of ``begun`` must not be imported ahead, or empty.
+
+        Raises:
+            ZygoteError: the zygote has ended or does not answer, or its host has ended it.
+        """
+        return str((await self._wait_imported()).get("wrong", ""))
 
     async def ask(self, order: Mapping[str, Any], passed: Sequence[int] = ()) -> dict[str, Any]:
         """Send an order, after the import of the modules, and wait for the answer.
@@ -133,7 +161,7 @@ class Zygote:
         Raises:
             ZygoteError: the zygote has ended or does not answer.
         """
-        await asyncio.shield(self._imported)
+        await self._wait_imported()
         return await self._ask(order, passed, _ORDER_TIMEOUT)
 
     async def fork(self, ranks: Sequence[tuple[RankProcess, Mapping[str, Any]]]) -> str:
@@ -168,16 +196,32 @@ class Zygote:
 
     def close(self) -> None:
         """End the zygote; its forks run on."""
+        self._imported.cancel()
+        for exchange in list(self._exchanges):
+            exchange.cancel()
+        self._end()
+
+    def _end(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGKILL)
         self._process.wait()
         self._channel.close()
         self._output.close()
 
+    async def _wait_imported(self) -> dict[str, Any]:
+        try:
+            return await asyncio.shield(self._imported)
+        except asyncio.CancelledError:
+            if self._imported.cancelled():
+                raise ZygoteError(f"the zygote (pid {self.pid}) is not needed any more") from None
+            raise
+
     async def _ask(self, order: Mapping[str, Any], passed: Sequence[int], timeout: float) -> dict[str, Any]:
         held = [os.dup(descriptor) for descriptor in passed]
         # A caller that is cancelled must not leave the answer for the next order.
         exchange = asyncio.ensure_future(self._exchange(order, held, timeout))
+        self._exchanges.add(exchange)
+        exchange.add_done_callback(self._exchanges.discard)
         exchange.add_done_callback(_retrieve)
         return await asyncio.shield(exchange)
 
@@ -185,11 +229,10 @@ class Zygote:
         answer = None
         try:
             async with self._asking:
-                answer = await asyncio.wait_for(self._send_and_receive(order, held), timeout)
-        except asyncio.TimeoutError:
-            self.close()  # its state is unknown
-            reason = f"has not answered {order['op']!r} for {timeout:g} s"
-            raise ZygoteError(f"the zygote (pid {self.pid}) {reason}") from None
+                answer = await self._send_and_receive(order, held, timeout)
+        except _LateError as error:
+            self._end()  # its state is unknown
+            raise ZygoteError(f"the zygote (pid {self.pid}) has not answered {order['op']!r} for {error}") from None
         except OSError:
             pass  # it has ended
         finally:
@@ -198,22 +241,40 @@ class Zygote:
         if answer is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(1.0)  # it is ending: its end of the channel is closed
-            self.close()
+            self._end()
             raise ZygoteError(f"the zygote (pid {self.pid}) {describe_code(self._process.returncode)}")
         return answer
 
-    async def _send_and_receive(self, order: Mapping[str, Any], passed: Sequence[int]) -> dict[str, Any] | None:
+    async def _send_and_receive(
+        self, order: Mapping[str, Any], passed: Sequence[int], timeout: float
+    ) -> dict[str, Any] | None:
         loop, buffer = asyncio.get_running_loop(), b""
         line = json.dumps(order).encode() + b"\n"
         sent = socket.send_fds(self._channel, [line], passed) if passed else 0
-        await loop.sock_sendall(self._channel, line[sent:])
-        while not buffer.endswith(b"\n"):
-            data = await loop.sock_recv(self._channel, 65536)
-            if not data:
-                return None
-            buffer += data
-        answer: dict[str, Any] = json.loads(buffer)
-        return answer
+        await _within(timeout, loop.sock_sendall(self._channel, line[sent:]))
+        while True:
+            while b"\n" not in buffer:
+                data = await _within(timeout, loop.sock_recv(self._channel, 65536))
+                if not data:
+                    return None
+                buffer += data
+            answered, _, buffer = buffer.partition(b"\n")
+            answer: dict[str, Any] = json.loads(answered)
+            if "importing" not in answer:
+                return answer
+            self.begun.append(answer["importing"])
+            timeout = _LEARNED_TIMEOUT
+
+
+class _LateError(Exception):
+    """Raised when a zygote does not answer; the message is the seconds that it had."""
+
+
+async def _within(seconds: float, step: Coroutine[Any, Any, T]) -> T:
+    try:
+        return await asyncio.wait_for(step, seconds)
+    except asyncio.TimeoutError:
+        raise _LateError(f"{seconds:g} s") from None
 
 
 class Zygotes:
@@ -249,8 +310,7 @@ class Zygotes:
         Raises:
             LaunchError: it cannot be started.
         """
-        signature = run.signature(count)
-        found = next((one for one in self._zygotes if one.signature == signature and not one.ended), None)
+        found = self.find(run, count)
         try:
             zygote = found or Zygote(run, count, self._limits, self._say)
         except OSError as error:
@@ -264,13 +324,23 @@ class Zygotes:
         self._zygotes = [*(one for one in others if one not in dropped), zygote]
         return zygote
 
+    def find(self, run: RunSpec, count: int) -> Zygote | None:
+        """Return the running zygote for a run (see ``fitting``); None if there is none."""
+        signature = run.signature(count)
+        return next((one for one in self._zygotes if one.signature == signature and not one.ended), None)
+
+    def discard(self, zygote: Zygote) -> None:
+        """End a zygote of which no more ranks are to be forks."""
+        zygote.close()
+        self._zygotes = [one for one in self._zygotes if one is not zygote]
+
     def bare(self, run: RunSpec, count: int) -> Zygote:
         """Return a zygote without modules, for ranks with interpreters of their own.
 
         Raises:
             LaunchError: it cannot be started.
         """
-        return self.fitting(dataclasses.replace(run, modules=()), count)
+        return self.fitting(dataclasses.replace(run, modules=(), learned=None), count)
 
 
 class _Output:

@@ -7,7 +7,10 @@ alone. ``FD`` is one end of a socket pair on which the host sends orders as JSON
 
 =========================================  ====================================================================
 ``{"op": "import", "modules": [...]}``     import modules, with ``sys.path[0]`` as for the program of ``mode`` and
-                                           ``target``; answer ``unsafe``, why ranks cannot be forked, or empty
+                                           ``target``; answer ``unsafe``, why ranks cannot be forked, or empty. With
+                                           ``learned``, import those of these modules that may be imported ahead, and
+                                           answer as ``learned_imports.import_ahead``; ahead of the answer, a line
+                                           ``{"importing": NAME}`` before each of them
 ``{"op": "count", "device": D}``           answer how many ranks torchrun would start for ``--nproc-per-node D``
 ``{"op": "cpus", "mode": M, "gpu": N}``    answer the CPUs that ``--numa-binding M`` selects for GPU N
 ``{"op": "store", "address": A}``          fork a process that serves a TCPStore on ``A`` until a pipe is closed; answer
@@ -18,8 +21,9 @@ alone. ``FD`` is one end of a socket pair on which the host sends orders as JSON
 =========================================  ====================================================================
 
 A rank is described by ``mode``, ``target`` and ``args`` of its program, ``env``, which is added to the zygote's
-environment, ``cwd`` (may be missing), ``cpus`` (may be missing), ``label``, and ``python``: the interpreter and flags
-that the rank must execute, or nothing if it goes on as a fork.
+environment, ``cwd`` (may be missing), ``cpus`` (may be missing), ``label``, ``report`` (may be missing): the file in
+which it reports the modules that its program has imported, and ``python``: the interpreter and flags that the rank must
+execute, or nothing if it goes on as a fork.
 """
 
 from __future__ import annotations
@@ -71,12 +75,8 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
-def _import(order: dict[str, Any], program: dict[str, Any]) -> str:
-    """Import the modules that ranks are to find imported.
-
-    Returns:
-        why ranks cannot be forks of this process; empty if they can.
-    """
+def _import(order: dict[str, Any], program: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Import the modules that ranks are to find imported; return the answer to the order."""
     before = program["run_sibling_file"]("fork_safety.py")["Resources"]()
     unsafe: str = before.tracer()
     path0 = sys.path[0] if order["mode"] != "exec" and program["set_path0"](order["mode"], order["target"]) else None
@@ -88,10 +88,14 @@ def _import(order: dict[str, Any], program: dict[str, Any]) -> str:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
         unsafe = unsafe or before.what_is_new(name)
-    gc.freeze()
     if path0 is not None:
         sys.path.remove(path0)
-    return unsafe
+    answer: dict[str, Any] = {"unsafe": unsafe}
+    if "learned" in order and not unsafe:
+        learning = program["learning"] = program["run_sibling_file"]("learned_imports.py")
+        answer.update(learning["import_ahead"](order, before.what_is_new, lambda name: tell({"importing": name})))
+    gc.freeze()
+    return answer
 
 
 def _count(device: str) -> int:
@@ -414,13 +418,17 @@ def _next_order(channel: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 def _serve_orders(channel: socket.socket, program: dict[str, Any]) -> dict[str, Any]:
     """Execute orders for ever; return only in ranks, with their description."""
+
+    def tell(message: dict[str, Any]) -> None:
+        channel.sendall(json.dumps(message).encode() + b"\n")
+
     while True:
         order, passed = _next_order(channel)
         op = order["op"]
         answer: dict[str, Any] = {}
         try:
             if op == "import":
-                answer["unsafe"] = _import(order, program)
+                answer = _import(order, program, tell)
             elif op == "count":
                 answer["count"] = _in_fork(_count, order["device"])
             elif op == "cpus":
@@ -437,7 +445,7 @@ def _serve_orders(channel: socket.socket, program: dict[str, Any]) -> dict[str, 
             answer["error"] = f"{type(error).__name__}: {error}"
         for descriptor in passed:
             os.close(descriptor)
-        channel.sendall(json.dumps(answer).encode() + b"\n")
+        tell(answer)
 
 
 def main() -> None:
@@ -453,7 +461,10 @@ def main() -> None:
     rank = _serve_orders(socket.socket(fileno=int(sys.argv[1])), program)
     if rank["mode"] == "exec":
         program["exec_program"](rank["target"], rank["args"])
-    program["run_program"](rank["mode"], rank["target"], rank["args"])
+    learning, at_end = program.get("learning"), None
+    if learning is not None and "report" in rank:
+        at_end = learning["report_at_end"](rank["report"], learning["InstalledModules"]())
+    program["run_program"](rank["mode"], rank["target"], rank["args"], at_end)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,9 @@ class MonarchOpts(StructuredOpts):  # type: ignore[misc]
 
     preload: str = "torch"
     """Modules, separated by `+`, that one interpreter per host imports while the mesh forms, for all ranks of a
-    torchrun command; `none` for programs that must set environment variables before the first import of torch."""
+    torchrun command; `none` for programs that must set environment variables before the first import of torch. `auto`:
+    torch, and the installed modules that an earlier run of the same program has imported, on a live allocation and on
+    monarch_local (`torchx monarch preload` lists them); `auto+numpy` adds more."""
 
     ranks: str = "fork"
     """`fork`: ranks are forks of the interpreter that has imported the modules of `preload`. `fresh`: each rank is an

@@ -113,6 +113,7 @@ class SupervisorLoop:
                     "MONARCH_PEERS": self._peers(),
                     "MONARCH_EVENTS": self._paths.events,
                     "MONARCH_LOG_DIR": log_dir,
+                    "MONARCH_LEARNED_DIR": os.path.join(self._paths.trusted, "learned"),
                     "TORCHX_RANK0_HOST": "localhost",
                 }
             )

@@ -1,0 +1,202 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``-cfg preload=auto``: what the ranks of one run import, the zygote of the next run has imported ahead.
+
+The ranks have an environment of their own, in which the only package that is installed is the test's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.local.hosts import Hosts
+from tests.local.live import Live
+
+Eventually = Callable[..., object]
+
+OPTIONS = ("--grace", "5", "--preload", "auto")
+
+IMPORTS = """
+    before = [name for name in ("pack", "pack.part", "other", "own", "tree") if name in sys.modules]
+    import own, pack.part, other
+    print("ahead:", *before, flush=True)
+"""
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> str:
+    """The interpreter of a new virtual environment, with the packages ``pack`` and ``other``."""
+    subprocess.run([sys._base_executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    install(tmp_path, "pack/__init__.py", "")
+    install(tmp_path, "pack/part.py", "")
+    install(tmp_path, "other.py", "")
+    return str(tmp_path / "venv" / "bin" / "python")
+
+
+@pytest.fixture(autouse=True)
+def own_module(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("")
+
+
+def install(tmp_path: Path, name: str, text: str) -> None:
+    [place] = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    (place / name).parent.mkdir(exist_ok=True)
+    (place / name).write_text(text)
+
+
+def torchrun(python: str, path: str, nproc: int = 2) -> list[str]:
+    return [python, "-m", "torch.distributed.run", "--tee", "3", "--nproc-per-node", str(nproc), path]
+
+
+@pytest.fixture
+def live(folder: Path, python: str) -> Iterator[Live]:
+    allocation = Live(folder, [], options=OPTIONS)
+    yield allocation.ready()
+    allocation.kill()
+
+
+def printed(live: Live, *words: str, **more: object) -> set[str]:
+    """What the ranks of a run have printed."""
+    result = live.run(*words, **more)
+    assert result.exit_code == 0, (result, live.err())
+    lines = [line for rank in result.ranks for line in live.job.logs(rank, run=result.run)]
+    return {re.sub(r"^\[default\d\]:", "", line) for line in lines}
+
+
+def prepared(live: Live, times: int = 1) -> bool:
+    return live.err().count("learned preload: imported ahead") >= times
+
+
+def test_the_second_run_finds_what_the_first_has_imported(
+    live: Live, python: str, script: Callable[[str], str], eventually: Eventually
+) -> None:
+    command = torchrun(python, script(IMPORTS))
+    assert printed(live, *command) == {"ahead:"}
+    eventually(lambda: prepared(live), "the import")
+    assert "learned preload: imported ahead for the next run of the program: other, pack\n" in live.err()
+    for _ in range(2):
+        assert printed(live, *command) == {"ahead: pack pack.part other"}
+    assert printed(live, *command, env={"MINE": "1"}) == {"ahead:"}  # which the modules may read
+    assert live.end() == [0]
+
+
+def test_what_another_program_has_imported_is_not_imported_for_this_one(
+    live: Live, python: str, script: Callable[[str], str], tmp_path: Path, eventually: Eventually
+) -> None:
+    printed(live, *torchrun(python, script(IMPORTS)))
+    eventually(lambda: prepared(live), "the import")
+    (tmp_path / "another.py").write_text("import sys\nprint('pack' in sys.modules)")
+    assert printed(live, *torchrun(python, str(tmp_path / "another.py"))) == {"False"}
+
+
+def test_modules_of_the_user_are_never_imported_ahead(
+    live: Live, python: str, script: Callable[[str], str], tmp_path: Path, eventually: Eventually
+) -> None:
+    """A tree in PYTHONPATH, one that an installed file leads to, and a package that imports the user's."""
+    [place] = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    for name in ("tree", "linked", "path"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"in_{name}.py").write_text("")
+    (place / "tree.pth").write_text(f"{tmp_path / 'tree'}\n")
+    (place / "linked").symlink_to(tmp_path / "linked")
+    install(tmp_path, "uses.py", "import in_tree")
+    command = torchrun(
+        python,
+        script("""
+            print(*sorted({"in_tree", "in_path", "linked.in_linked", "uses", "pack"} & set(sys.modules)), flush=True)
+            import in_tree, in_path, linked.in_linked, pack, uses
+        """),
+    )
+    env = {"PYTHONPATH": str(tmp_path / "path")}
+    assert printed(live, *command, env=env) == {""}
+    eventually(lambda: prepared(live), "the import")
+    assert f"uses is not imported ahead any more: it imports {tmp_path}/tree/in_tree.py, which is not" in live.err()
+    assert printed(live, *command, env=env) == {"pack"}
+
+
+def test_a_module_that_the_user_has_added_beside_the_program_is_the_user_s(
+    live: Live, python: str, script: Callable[[str], str], tmp_path: Path, eventually: Eventually
+) -> None:
+    command = torchrun(python, script("import other\nprint(other.__file__, flush=True)"))
+    printed(live, *command)
+    eventually(lambda: prepared(live), "the import")
+    (tmp_path / "other.py").write_text("")
+    assert printed(live, *command) == {str(tmp_path / "other.py")}
+
+
+UNSAFE = {
+    "a thread": (
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), name='mine', daemon=True).start()",
+        "other runs a thread (mine)",
+    ),
+    "a variable of ranks": ("import os\nrank = os.environ.get('LOCAL_RANK')", "it reads LOCAL_RANK when it is"),
+    "a signal": ("import signal\nsignal.signal(signal.SIGUSR1, print)", "it sets a signal handler"),
+    "a crash": (
+        "import os, signal, sys\n'zygote_main' in sys.argv[0] and os.kill(os.getpid(), signal.SIGSEGV)",
+        "was killed by signal 11 (SIGSEGV)",
+    ),
+    "an exit": ("import sys\n'zygote_main' in sys.argv[0] and sys.exit(3)", "exited with code 3"),
+    "an error": ("import sys\nassert 'zygote_main' not in sys.argv[0], 'no'", "AssertionError: no"),
+}
+
+
+@pytest.mark.parametrize("what", UNSAFE)
+def test_a_module_that_ranks_cannot_share_is_dropped(
+    live: Live, python: str, script: Callable[[str], str], tmp_path: Path, eventually: Eventually, what: str
+) -> None:
+    install(tmp_path, "other.py", UNSAFE[what][0])
+    command = torchrun(python, script(IMPORTS))
+    printed(live, *command)
+    eventually(lambda: prepared(live), "the import")
+    for _ in range(2):
+        assert printed(live, *command) == {"ahead: pack pack.part"}
+    [line] = [line for line in live.err().splitlines() if "is not imported ahead any more" in line]
+    assert "learned preload: other is not imported ahead any more: " in line and UNSAFE[what][1] in line
+
+
+ENDS = {
+    "sys.exit(3)": (3, ["pack"]),
+    "raise ValueError('mine')": (1, ["pack"]),
+    "os._exit(4)": (4, []),
+    "os.kill(os.getpid(), signal.SIGKILL)": (137, []),
+    "os.fork() or sys.exit(0)\nos.wait()\nimport other\nsys.exit(5)": (5, ["pack", "other"]),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_program_ends_as_it_would_and_what_it_has_imported_is_kept_for_the_next_job(
+    folder: Path, python: str, script: Callable[[str], str], tmp_path: Path, end: str
+) -> None:
+    command = torchrun(python, script(f"import pack, own\n{end}"), nproc=1)
+    hosts = Hosts(folder, command, options=OPTIONS, environ={"MONARCH_LEARNED_DIR": str(tmp_path / "learned")}).start()
+    code, names = ENDS[end]
+    assert hosts.wait() == [code], hosts.err()
+    files = [json.loads(path.read_text()) for path in (tmp_path / "learned").glob("*")]
+    assert [file["modules"] for file in files] == [names] * bool(names)
+
+
+def test_the_next_job_finds_what_the_first_has_imported(
+    folder: Path, python: str, script: Callable[[str], str], tmp_path: Path
+) -> None:
+    install(tmp_path, "other.py", UNSAFE["a thread"][0])
+    path = script("""
+        print(*({"pack", "other"} & set(sys.modules)), os.getenv("MONARCH_LEARNED_DIR"), flush=True)
+        import pack, other
+    """)
+    lines = []
+    for number in range(3):
+        job = folder / str(number)
+        job.mkdir()
+        environ = {"MONARCH_LEARNED_DIR": str(tmp_path / "learned")}
+        hosts = Hosts(job, torchrun(python, path), options=OPTIONS, environ=environ).start()
+        assert hosts.wait() == [0], hosts.err()
+        lines.append(sorted(re.findall(r"\]:(.*)", hosts.out())))
+        assert hosts.err().count("other is not imported ahead any more: other runs a thread (mine)") == (number == 1)
+    assert lines == [["None", "None"], ["pack None", "pack None"], ["pack None", "pack None"]]

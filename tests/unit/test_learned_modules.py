@@ -1,0 +1,200 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What is kept of the modules that a program imports, whatever ranks and files say."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchx_monarch.client.cli import CmdMonarch
+from torchx_monarch.host.learned_imports import InstalledModules, names_in
+from torchx_monarch.host.learned_preload import LearnedPreload, LearnedPrograms, given_modules
+from torchx_monarch.model.learned_modules import MOST_MODULES, LearnedFile, LearnedModules
+
+WRONG_NAMES = [
+    "",
+    "a b",
+    "a..b",
+    ".a",
+    "a;b",
+    "a\0",
+    "ä",
+    "a" * 201,
+    "pkg.__main__",
+    "__main__",
+    "1a",
+    7,
+    None,
+    ["a"],
+    {},
+]
+
+
+@pytest.mark.parametrize("name", WRONG_NAMES)
+def test_what_is_no_name_of_a_module_is_left_out(name: object) -> None:
+    modules = LearnedModules()
+    assert modules.learn(["a", name, "b.c"])
+    assert modules.names == ("a", "b.c")
+
+
+@pytest.mark.parametrize("reported", [None, 3, "a", {"a": 1}, [], [[]]])
+def test_what_is_no_list_teaches_nothing(reported: object) -> None:
+    assert not LearnedModules().learn(reported)
+
+
+def test_their_number_is_bounded_and_each_is_learned_once() -> None:
+    modules = LearnedModules()
+    assert modules.learn(["a", "b", "a"]) and modules.names == ("a", "b")
+    assert not modules.learn(["b", "a"])
+    modules.learn([f"m{number}" for number in range(3 * MOST_MODULES)])
+    assert len(modules.names) == MOST_MODULES
+
+
+def test_a_dropped_module_never_returns() -> None:
+    modules = LearnedModules(("a", "a.b", "ab", "a.b.c"))
+    modules.drop("a.b", "why")
+    assert modules.names == ("a", "ab")
+    assert not modules.learn(["a.b", "a.b.d"])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'{"modules": {"a": 1}, "dropped": ["a"]}',
+        b'{"modules": [["a"]], "dropped": {"a b": "x", "c": 1}}',
+        b"[" * 100_000,
+        b"\xff",
+        b'"' + b"a" * (1 << 20) + b'"',
+    ],
+)
+def test_a_damaged_file_is_an_empty_one(tmp_path: Path, content: bytes) -> None:
+    file = LearnedFile.of(str(tmp_path), "app-x1", "role", "script /a.py")
+    Path(file.path).write_bytes(content)
+    assert file.read() == LearnedModules()
+    assert list(LearnedFile.all_in(str(tmp_path))) == []
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "folder"])
+def test_what_is_no_file_is_not_read(tmp_path: Path, kind: str) -> None:
+    file = LearnedFile.of(str(tmp_path / "of"), "app-x1", "role", "script /a.py")
+    LearnedFile.of(str(tmp_path / "of"), "other-x1", "role", "script /a.py").write(LearnedModules(("a",)))
+    [real] = LearnedFile.all_in(str(tmp_path / "of"))
+    make: Any = {"link": lambda path: os.symlink(real.path, path), "fifo": os.mkfifo, "folder": os.mkdir}[kind]
+    make(file.path)
+    assert file.read() == LearnedModules()
+    assert [each.app for each in LearnedFile.all_in(str(tmp_path / "of"))] == ["other"]
+
+
+def test_the_apps_of_one_name_share_a_file(tmp_path: Path) -> None:
+    modules = LearnedModules(("b", "a"), {"c": "it is unsafe"})
+    LearnedFile.of(str(tmp_path / "of"), "my-app-x1y2", "role", "script /a.py").write(modules)
+    assert LearnedFile.of(str(tmp_path / "of"), "my-app-z3", "role", "script /a.py").read() == modules
+    for other in (("my-x1", "role", "script /a.py"), ("my-app-x1", "r", "script /a.py"), ("my-app-x1", "role", "x")):
+        assert LearnedFile.of(str(tmp_path / "of"), *other).read() == LearnedModules()
+    assert (os.stat(tmp_path / "of").st_mode & 0o77) == 0
+
+
+def test_a_report_is_taken_once_and_only_from_a_file(tmp_path: Path) -> None:
+    report = tmp_path / "imported"
+    stored = LearnedFile.of(str(tmp_path / "of"), "app-x1", "role", "script /a.py")
+    learned = LearnedPreload(str(report), print, stored)
+    assert not learned.collect()
+    report.write_text(json.dumps(["a", "b c"]))
+    assert learned.collect() and learned.names == ("a",) and not report.exists()
+    assert stored.read().names == ("a",)
+    (tmp_path / "real").write_text('["c"]')
+    report.symlink_to(tmp_path / "real")
+    assert not learned.collect() and not report.is_symlink()
+    os.mkfifo(report)
+    assert not learned.collect()
+
+
+def test_a_drop_is_said_once_and_kept_with_what_another_host_has_learned(tmp_path: Path) -> None:
+    said: list[str] = []
+    stored = LearnedFile.of(str(tmp_path / "of"), "app-x1", "role", "script /a.py")
+    stored.write(LearnedModules(("a", "b")))
+    learned = LearnedPreload(str(tmp_path / "imported"), said.append, stored)
+    stored.write(LearnedModules(("a", "b", "c"), {"d": "x"}))
+    learned.drop("a", "it runs a thread")
+    learned.drop("a", "it runs a thread")
+    assert said == ["learned preload: a is not imported ahead any more: it runs a thread"]
+    assert stored.read() == LearnedModules(("b", "c"), {"d": "x", "a": "it runs a thread"})
+
+
+def test_programs_of_an_allocation_are_apart() -> None:
+    programs = LearnedPrograms("/r", print)
+    first = programs.of(("script", "/a.py"))
+    first.modules.learn(["a"])
+    assert programs.of(("script", "/a.py")) is first
+    assert programs.of(("module", "/a.py")).names == ()
+    for number in range(60):
+        programs.of(("script", f"/{number}.py"))
+    assert programs.of(("script", "/a.py")).names == ()
+
+
+def test_auto_stands_for_torch() -> None:
+    assert given_modules(("auto",)) == ("torch",)
+    assert given_modules(("torch", "auto", "numpy")) == ("torch", "numpy")
+    assert given_modules(("numpy",)) == ("numpy",)
+
+
+def test_what_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed = InstalledModules()
+    assert installed.offers("pytest") and installed.offers("numpy.version") == ("numpy" in sys.modules)
+    assert not installed.offers("json") and not installed.offers("torchx_monarch") and not installed.offers("nosuch.x")
+    assert "pytest" in installed.imported_since(set())
+    assert not {"json", "os", __name__, "torchx_monarch"} & set(installed.imported_since(set()))
+    assert installed.foreign(["json", "pytest", "sys"]) == ""
+    assert installed.foreign(["json", __name__]) == __file__
+    place = os.path.dirname(os.path.dirname(pytest.__file__))
+    assert not InstalledModules(place).offers("pytest")
+    monkeypatch.setenv("PYTHONPATH", place)
+    assert not InstalledModules().offers("pytest")
+
+
+def test_what_comes_before_installed_modules(tmp_path: Path) -> None:
+    for name in ("a.py", "b.txt", "c.so", "e.pyc", "data.json"):
+        (tmp_path / name).touch()
+    (tmp_path / "namespace").mkdir()
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    assert names_in(str(tmp_path)) == {"a", "c", "e", "package"}
+    assert names_in("") == names_in(str(tmp_path / "nosuch")) == set()
+
+
+def preload(*words: str) -> None:
+    parser = argparse.ArgumentParser()
+    command = CmdMonarch()
+    command.add_arguments(parser)
+    command.run(parser.parse_args(["preload", *words]))
+
+
+def test_it_is_listed_and_cleared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MONARCH_STATE_DIR", str(tmp_path))
+    for app in ("one-x1", "two-x2"):
+        file = LearnedFile.of(str(tmp_path / "learned"), app, "role", "script /a.py")
+        file.write(LearnedModules(("b", "a.c"), {"t": "it runs a thread \x1b[31m"}))
+    preload()
+    printed = capsys.readouterr().out
+    assert "one  role  script /a.py  2        a, b" in printed
+    assert "two: t is not imported ahead: it runs a thread \\x1b[31m" in printed
+    preload("one", "--json")
+    [entry] = json.loads(capsys.readouterr().out)
+    assert (entry["app"], entry["names"], list(entry["dropped"])) == ("one", ["b", "a.c"], ["t"])
+    preload("one", "--clear")
+    assert [each.app for each in LearnedFile.all_in(str(tmp_path / "learned"))] == ["two"]
+    preload("--clear")
+    preload()
+    assert capsys.readouterr().out.splitlines() == ["APP  ROLE  PROGRAM  MODULES  OF"]

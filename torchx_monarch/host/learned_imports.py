@@ -1,0 +1,199 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Tell which installed modules a program has imported, and import them ahead of its next run.
+
+The zygote runs this file if it learns (``-cfg preload=auto``), and its forks use it: it imports the standard library
+alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.machinery
+import importlib.util
+import json
+import os
+import signal
+import site
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+_OF_A_RANK = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+"""Variables that the zygote lacks: a module that reads one when it is imported gets another value in a rank."""
+
+
+class InstalledModules:
+    """The modules in the folders into which packages are installed (``site-packages``).
+
+    Args:
+        folder: the folder that the program puts first in ``sys.path``; empty for none. What lies in it, or in an entry
+            of PYTHONPATH, is the user's own, even inside a folder of installed packages.
+    """
+
+    def __init__(self, folder: str = "") -> None:
+        roots = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()]
+        if site.ENABLE_USER_SITE:
+            roots.append(site.getusersitepackages())
+        self._places = _folders(*roots, *map(os.path.realpath, roots))
+        given = [each for each in (*os.environ.get("PYTHONPATH", "").split(os.pathsep), folder) if each]
+        self._own = tuple(each for each in _folders(*map(os.path.realpath, given)) if each.startswith(self._places))
+        standard = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
+        self._standard = _folders(*standard, *map(os.path.realpath, standard))
+
+    def imported_since(self, known: set[str]) -> list[str]:
+        """Return the names of installed modules that have been imported, in the order of import.
+
+        It looks at the paths alone, in a fraction of a millisecond: ``offers`` makes sure before an import.
+
+        Args:
+            known: names of modules to leave out.
+        """
+        found = []
+        for name, module in list(sys.modules.items()):
+            if name not in known:
+                spec = getattr(module, "__spec__", None)
+                if getattr(spec, "name", None) == name and self._holds(getattr(spec, "origin", None)):
+                    found.append(name)
+        return found
+
+    def offers(self, name: str) -> bool:
+        """Return whether a module would be imported from where packages are installed."""
+        parent = name.rpartition(".")[0]
+        if parent and parent not in sys.modules:
+            return False  # to find the module would import the packages around it
+        try:
+            spec = importlib.util.find_spec(name)
+        except Exception:
+            return False
+        return spec is not None and spec.has_location and self._holds_really(spec.origin)
+
+    def foreign(self, names: Sequence[str]) -> str:
+        """Return the file of the first of some imported modules that is neither installed nor Python's own."""
+        for name in names:
+            spec = getattr(sys.modules.get(name), "__spec__", None)
+            origin = getattr(spec, "origin", None)
+            if not getattr(spec, "has_location", False) or not isinstance(origin, str) or self._holds_really(origin):
+                continue
+            if not os.path.realpath(origin).startswith(self._standard) or self._holds(origin):
+                return origin
+        return ""
+
+    def _holds(self, origin: object) -> bool:
+        return isinstance(origin, str) and origin.startswith(self._places)
+
+    def _holds_really(self, origin: str | None) -> bool:
+        path = os.path.realpath(origin or "")
+        return path.startswith(self._places) and not path.startswith(self._own)
+
+
+def import_ahead(
+    order: dict[str, Any], what_is_new: Callable[[str], str], begin: Callable[[str], None]
+) -> dict[str, Any]:
+    """Import the modules that were learned, up to the first one that must not be imported ahead.
+
+    Args:
+        order: ``learned``, the names; and ``folder``, as for ``InstalledModules``.
+        what_is_new: returns what the import of a module has added that forbids forks; empty if nothing.
+        begin: called with the name of each module before it is imported.
+
+    Returns:
+        ``wrong``, why the last module must not be imported ahead, empty if all may be; ``ahead``, the names of all
+        modules that were imported, without those in packages.
+    """
+    installed, handlers = InstalledModules(order["folder"]), _signal_handlers()
+    first = set(sys.modules)
+    own = names_in(order["folder"])
+    wrong = ""
+    with _noted_reads() as reads:
+        for name in order["learned"]:
+            if wrong or name in sys.modules or not installed.offers(name):
+                continue
+            begin(name)
+            known = set(sys.modules)
+            try:
+                importlib.import_module(name)
+            except Exception as error:
+                wrong = f"it cannot be imported before the program: {type(error).__name__}: {error}"
+                continue
+            new = [each for each in sys.modules if each not in known]
+            if why := what_is_new(name):
+                wrong = why
+            elif reads:
+                wrong = f"it reads {reads[0]} when it is imported"
+            elif _signal_handlers() != handlers:
+                wrong = "it sets a signal handler when it is imported"
+            elif file := installed.foreign(new):
+                wrong = f"it imports {file}, which is not an installed module"
+            elif taken := sorted({each.partition(".")[0] for each in new} & own):
+                wrong = f"it imports {taken[0]}, and so does the program from its own folder"
+    return {"wrong": wrong, "ahead": sorted({each.partition(".")[0] for each in sys.modules if each not in first})}
+
+
+def report_at_end(path: str, installed: InstalledModules) -> Callable[[], None]:
+    """Return a function for the end of the program that writes which installed modules it has imported, as JSON.
+
+    Args:
+        path: the file to write.
+        installed: the installed modules.
+    """
+    known, own_pid = set(sys.modules), os.getpid()
+
+    def report() -> None:
+        if os.getpid() != own_pid:  # a fork of the program
+            return
+        with contextlib.suppress(Exception):  # a failure here must not change the end of the program
+            with open(f"{path}.tmp", "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                file.write(json.dumps(installed.imported_since(known)))
+            os.replace(f"{path}.tmp", path)
+
+    return report
+
+
+def names_in(folder: str) -> set[str]:
+    """Return the names of the modules and packages in a folder.
+
+    Without ``__init__.py`` a folder is no package that comes before an installed one.
+    """
+    suffixes, names = importlib.machinery.all_suffixes(), set[str]()
+    with contextlib.suppress(OSError):
+        for entry in os.listdir(folder or os.devnull):
+            name, dot, suffix = entry.partition(".")
+            inits = (os.path.join(folder, entry, f"__init__{each}") for each in suffixes)
+            if (f".{suffix}" in suffixes) if dot else any(map(os.path.exists, inits)):
+                names.add(name)
+    return names
+
+
+def _folders(*paths: str | None) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(f"{path.rstrip(os.sep)}{os.sep}" for path in paths if path))
+
+
+def _signal_handlers() -> list[Any]:
+    return [signal.getsignal(number) for number in sorted(signal.valid_signals())]
+
+
+@contextlib.contextmanager
+def _noted_reads() -> Iterator[list[str]]:
+    """Yield a list to which each variable of ``_OF_A_RANK`` is added that is looked up in ``os.environ``."""
+    reads: list[str] = []
+    kind = os.environ.__class__
+
+    class _Environ(kind):  # type: ignore[valid-type, misc]
+        def __getitem__(self, name: str) -> str:
+            if name in _OF_A_RANK:
+                reads.append(name)
+            return str(super().__getitem__(name))
+
+        def __contains__(self, name: object) -> bool:
+            if name in _OF_A_RANK:
+                reads.append(str(name))
+            return bool(super().__contains__(name))
+
+    os.environ.__class__ = _Environ
+    try:
+        yield reads
+    finally:
+        os.environ.__class__ = kind
