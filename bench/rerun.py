@@ -1,11 +1,14 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The second run on a live allocation, beside a cold torchrun: ``python bench/rerun.py [--rounds N]``.
+"""The second run on a live allocation, beside a cold torchrun: ``python bench/rerun.py [--rounds N] [--learned]``.
 
 Measured is the time from the call (``SPMDJob.run_spmd``, the start of the torchrun process) to the first line of the
 program after ``import torch``, on the last of the ranks. The allocation is one host of this machine. ``later`` is a
 run that is begun a second after the one before has ended, ``at once`` the moment it has ended. The variants alternate;
 medians with the least and the greatest, ratios of medians.
+
+With ``--learned`` the program imports some seconds of installed modules as well, the allocation has ``-cfg
+preload=auto``, and its first line is the one after all imports.
 """
 
 from __future__ import annotations
@@ -26,11 +29,15 @@ from words import spread
 from torchx_monarch import SPMDJob, serve
 
 PROGRAM = """
-import torch
+{imports}
 import os, sys, time
-with open(f"{sys.argv[1]}/begun-{os.environ['RANK']}", "w") as file:
+with open(sys.argv[1] + "/begun-" + os.environ["RANK"], "w") as file:
     file.write(str(time.time()))
 """
+
+
+LEARNED = "torch, torch._inductor.compile_fx, sklearn.ensemble, scipy.signal, sympy"
+"""The modules of ``--learned``."""
 
 
 def until_begun(start: Callable[[], object], folder: str, nproc: int) -> float:
@@ -53,10 +60,16 @@ def measured(job: SPMDJob, folder: str, words: list[str], nproc: int, rounds: in
     def ours() -> None:
         job.run_spmd(words, output="none")
 
+    def wait_warm() -> None:
+        time.sleep(1.0)
+        while not job.status().warm:
+            time.sleep(0.2)
+
     ours()  # the first run on it
+    wait_warm()
     for _ in range(rounds):
         times["torchrun"].append(until_begun(torchrun, folder, nproc))
-        time.sleep(1.0)
+        wait_warm()
         times["later"].append(until_begun(ours, folder, nproc))
         times["at once"].append(until_begun(ours, folder, nproc))
     return times
@@ -67,20 +80,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="runs of each variant (default: 5)")
     parser.add_argument("--nproc", type=int, default=4, help="ranks (default: 4)")
+    parser.add_argument("--learned", action="store_true", help=f"import {LEARNED}; -cfg preload=auto")
+    parser.add_argument("--imports", help="the modules to import, separated by commas")
     parser.add_argument("--json", type=Path, help="write everything measured to this file")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["MONARCH_STATE_DIR"] = f"{folder}/state"
         program = Path(folder, "program.py")
-        program.write_text(PROGRAM)
+        imports = args.imports or (LEARNED if args.learned else "torch")
+        program.write_text(PROGRAM.format(imports=f"import {imports}"))
         words = ["torchrun", "--nproc-per-node", str(args.nproc), str(program), folder]
-        with serve(words, idle_timeout=600) as job:
+        cfg = {"preload": "auto" if args.learned else "torch"}
+        with serve(words, scheduler_cfg=cfg, idle_timeout=600) as job:
             job.wait_ready(warm=True)
             times = measured(job, folder, words, args.nproc, args.rounds)
         while job.status().state == "RUNNING":  # its folder is among those that go now
             time.sleep(0.1)
     cold = statistics.median(times["torchrun"])
-    print(f"{os.cpu_count()} CPUs, {args.nproc} ranks; seconds from the call to the last rank's first line with torch")
+    print(
+        f"{os.cpu_count()} CPUs, {args.nproc} ranks; seconds from the call to the last rank's first line with {imports}"
+    )
     for variant, values in times.items():
         print(f"{variant:>8}  {spread(values):>20}  {statistics.median(values) / cold:6.3f}x torchrun")
     if args.json:

@@ -33,7 +33,7 @@ IMPORTS = """
 @pytest.fixture
 def python(tmp_path: Path) -> str:
     """The interpreter of a new virtual environment, with the packages ``pack`` and ``other``."""
-    subprocess.run([sys._base_executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
     install(tmp_path, "pack/__init__.py", "")
     install(tmp_path, "pack/part.py", "")
     install(tmp_path, "other.py", "")
