@@ -48,7 +48,9 @@ class Difference(Enum):
     PRELOAD = (
         "Modules imported before the script begins",
         "none",
-        "torch, with `-cfg preload=torch`, the default; none with `-cfg ranks=fresh`",
+        "torch, with `-cfg preload=torch`, the default; none with `-cfg ranks=fresh`; with `-cfg preload=auto` "
+        "also what an earlier run of the program has imported of installed modules. What they print then is in the "
+        "host's log",
         "one interpreter per host imports it while the mesh forms, which is most of the time that a start takes",
     )
 

@@ -7,7 +7,9 @@ The ranks have an environment of their own, in which the only package that is in
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
 import re
 import subprocess
 import sys
@@ -15,9 +17,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from torchx.specs import AppState, Role
 
+from tests.local.detached import Detached
 from tests.local.hosts import Hosts
 from tests.local.live import Live
+from torchx_monarch.backends.core import state_files
+from torchx_monarch.command.command import parse
+from torchx_monarch.host.learned_preload import LearnedPreload
+from torchx_monarch.host.rank_starter import RankStarter
+from torchx_monarch.host.run_spec import RunSpec
+from torchx_monarch.host.zygote import Zygotes
+from torchx_monarch.model.learned_modules import LearnedFile
 
 Eventually = Callable[..., object]
 
@@ -131,6 +142,21 @@ def test_a_module_that_the_user_has_added_beside_the_program_is_the_user_s(
     assert printed(live, *command) == {str(tmp_path / "other.py")}
 
 
+def test_a_package_that_is_installed_again_is_imported_again(
+    live: Live, python: str, script: Callable[[str], str], tmp_path: Path, eventually: Eventually
+) -> None:
+    install(tmp_path, "pack/__init__.py", "version = 1")
+    command = torchrun(python, script("print('pack' in sys.modules)\nimport pack\nprint(pack.version, flush=True)"))
+    assert printed(live, *command) == {"False", "1"}
+    eventually(lambda: prepared(live), "the import")
+    assert printed(live, *command) == {"True", "1"}
+    install(tmp_path, "pack/__init__.py", "version = 22")
+    install(tmp_path, "pack-22.dist-info/METADATA", "")
+    assert printed(live, *command) == {"False", "22"}
+    eventually(lambda: prepared(live, 2), "the import")
+    assert printed(live, *command) == {"True", "22"}
+
+
 UNSAFE = {
     "a thread": (
         "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), name='mine', daemon=True).start()",
@@ -200,3 +226,43 @@ def test_the_next_job_finds_what_the_first_has_imported(
         lines.append(sorted(re.findall(r"\]:(.*)", hosts.out())))
         assert hosts.err().count("other is not imported ahead any more: other runs a thread (mine)") == (number == 1)
     assert lines == [["None", "None"], ["pack None", "pack None"], ["pack None", "pack None"]]
+
+
+def test_a_job_on_this_machine_learns_for_the_next_of_its_name(python: str, script: Callable[[str], str]) -> None:
+    apps = Detached()
+    path = script("print('ahead' if 'pack' in sys.modules else 'not yet', flush=True)\nimport pack")
+    for expected in ("not yet", "ahead", "ahead"):
+        role = Role("trainer", image="", entrypoint=python, args=torchrun(python, path, nproc=1)[1:])
+        app_id = apps.run(role, name="mine", preload="auto")
+        assert apps.wait(app_id).state == AppState.SUCCEEDED
+        assert expected in "".join(apps.log(app_id, "trainer"))
+    [file] = LearnedFile.all_in(os.path.join(state_files.state_dir(), "learned"))
+    assert (file.app, file.role, file.program, file.read().names) == ("mine", "trainer", f"script {path}", ("pack",))
+
+
+def test_a_module_whose_import_takes_too_long_is_dropped(
+    python: str, script: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, "other.py", "import time\ntime.sleep(600)")
+    monkeypatch.setattr("torchx_monarch.host.zygote._LEARNED_TIMEOUT", 1.0)
+    said: list[str] = []
+
+    async def prepare() -> tuple[str, ...]:
+        command = parse(torchrun(python, script("")), {})
+        assert command is not None
+        learned = LearnedPreload(str(tmp_path / "imported"), said.append)
+        learned.modules.learn(["pack", "other"])
+        mask = os.umask(0o022)
+        zygotes = Zygotes(said.append)
+        os.umask(mask)
+        starter = RankStarter(RunSpec(command, dict(os.environ), ("json",)), zygotes, said.append, learned=learned)
+        starter.count = 1
+        await starter.prepare_next()
+        for zygote in list(zygotes._zygotes):
+            zygotes.discard(zygote)
+        return learned.names
+
+    assert asyncio.run(prepare()) == ("pack",)
+    assert (
+        "other is not imported ahead any more: the zygote" in said[0] and "has not answered 'import' for 1 s" in said[0]
+    )

@@ -18,15 +18,21 @@ import signal
 import site
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-_OF_A_RANK = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+_OF_A_RANK = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
+)
 """Variables that the zygote lacks: a module that reads one when it is imported gets another value in a rank."""
 
 
 class InstalledModules:
     """The modules in the folders into which packages are installed (``site-packages``).
+
+    Attributes:
+        times: when each of these folders was changed, as packages are installed and removed (``times_of``).
 
     Args:
         folder: the folder that the program puts first in ``sys.path``; empty for none. What lies in it, or in an entry
@@ -38,6 +44,7 @@ class InstalledModules:
         if site.ENABLE_USER_SITE:
             roots.append(site.getusersitepackages())
         self._places = _folders(*roots, *map(os.path.realpath, roots))
+        self.times = times_of(self._places)
         given = [each for each in (*os.environ.get("PYTHONPATH", "").split(os.pathsep), folder) if each]
         self._own = tuple(each for each in _folders(*map(os.path.realpath, given)) if each.startswith(self._places))
         standard = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")]
@@ -54,7 +61,8 @@ class InstalledModules:
         found = []
         for name, module in list(sys.modules.items()):
             if name not in known:
-                spec = getattr(module, "__spec__", None)
+                # Attributes of a lazy module may import others.
+                spec = getattr(module, "__dict__", {}).get("__spec__")
                 if getattr(spec, "name", None) == name and self._holds(getattr(spec, "origin", None)):
                     found.append(name)
         return found
@@ -73,7 +81,7 @@ class InstalledModules:
     def foreign(self, names: Sequence[str]) -> str:
         """Return the file of the first of some imported modules that is neither installed nor Python's own."""
         for name in names:
-            spec = getattr(sys.modules.get(name), "__spec__", None)
+            spec = getattr(sys.modules.get(name), "__dict__", {}).get("__spec__")
             origin = getattr(spec, "origin", None)
             if not getattr(spec, "has_location", False) or not isinstance(origin, str) or self._holds_really(origin):
                 continue
@@ -90,22 +98,24 @@ class InstalledModules:
 
 
 def import_ahead(
-    order: dict[str, Any], what_is_new: Callable[[str], str], begin: Callable[[str], None]
+    order: dict[str, Any],
+    installed: InstalledModules,
+    what_is_new: Callable[[str], str],
+    begin: Callable[[str], None],
 ) -> dict[str, Any]:
     """Import the modules that were learned, up to the first one that must not be imported ahead.
 
     Args:
-        order: ``learned``, the names; and ``folder``, as for ``InstalledModules``.
+        order: ``learned``, the names; and ``folder``, the one that the program puts first in ``sys.path``.
+        installed: the installed modules.
         what_is_new: returns what the import of a module has added that forbids forks; empty if nothing.
         begin: called with the name of each module before it is imported.
 
     Returns:
         ``wrong``, why the last module must not be imported ahead, empty if all may be; ``ahead``, the names of all
-        modules that were imported, without those in packages.
+        modules that were imported, without those in packages; ``times``, as of ``InstalledModules``.
     """
-    installed, handlers = InstalledModules(order["folder"]), _signal_handlers()
-    first = set(sys.modules)
-    own = names_in(order["folder"])
+    first, handlers, own = set(sys.modules), _signal_handlers(), names_in(order["folder"])
     wrong = ""
     with _noted_reads() as reads:
         for name in order["learned"]:
@@ -129,7 +139,8 @@ def import_ahead(
                 wrong = f"it imports {file}, which is not an installed module"
             elif taken := sorted({each.partition(".")[0] for each in new} & own):
                 wrong = f"it imports {taken[0]}, and so does the program from its own folder"
-    return {"wrong": wrong, "ahead": sorted({each.partition(".")[0] for each in sys.modules if each not in first})}
+    ahead = sorted({each.partition(".")[0] for each in sys.modules if each not in first})
+    return {"wrong": wrong, "ahead": ahead, "times": installed.times}
 
 
 def report_at_end(path: str, installed: InstalledModules) -> Callable[[], None]:
@@ -165,6 +176,15 @@ def names_in(folder: str) -> set[str]:
             if (f".{suffix}" in suffixes) if dot else any(map(os.path.exists, inits)):
                 names.add(name)
     return names
+
+
+def times_of(folders: Iterable[str]) -> dict[str, int]:
+    """Return when something was last added to or removed from folders, those that exist, in nanoseconds."""
+    times = {}
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            times[folder] = os.stat(folder).st_mtime_ns
+    return times
 
 
 def _folders(*paths: str | None) -> tuple[str, ...]:

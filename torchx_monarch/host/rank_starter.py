@@ -8,7 +8,6 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torchx_monarch.host.learned_imports import names_in
 from torchx_monarch.host.learned_preload import LearnedPreload
 from torchx_monarch.host.master_endpoint import MasterEndpoint
 from torchx_monarch.host.master_store import MasterStore
@@ -97,6 +96,8 @@ class RankStarter:
         assert self._learned is not None
         while self._learned.names:
             run = dataclasses.replace(self._run, learned=self._learned.names)
+            if self._zygotes.find(run, self.count) is not None:
+                return
             try:
                 zygote = self._zygotes.fitting(run, self.count)
                 if await self._is_wrong(zygote):
@@ -220,9 +221,11 @@ class RankStarter:
         ahead = dataclasses.replace(self._run, learned=self._learned.names)
         ready, warm = self._zygotes.find(ahead, self.count), self._zygotes.find(plain, self.count)
         if ready is not None and ready.ready:
-            # Files that the user has added since, under the names of installed modules, come first in the program.
-            is_shadowed = bool(ready.ahead & names_in(self._run.program_folder(self._run.command.program_of(0))))
-            self._run = plain if is_shadowed else ahead
+            # The user may have installed other packages since, or added files with the names of installed modules.
+            if ahead.learned and ready.is_outdated(self._run.program_folder(self._run.command.program_of(0))):
+                self._zygotes.discard(ready)
+                ahead = plain
+            self._run = ahead
         else:
             self._run = plain if warm is not None and warm.ready else ahead
 

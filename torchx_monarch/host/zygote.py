@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
+from torchx_monarch.host.learned_imports import names_in, times_of
 from torchx_monarch.host.rank_process import RankProcess
 from torchx_monarch.host.run_spec import RunSpec
 from torchx_monarch.model.job_result import describe_code
@@ -125,10 +126,15 @@ class Zygote:
     def ready(self) -> bool:
         return self._imported.done() and not self.ended
 
-    @property
-    def ahead(self) -> set[str]:
-        """Names of all that was imported with the learned modules, without modules in packages, once it is ready."""
-        return set(self._imported.result().get("ahead", ()))
+    def is_outdated(self, folder: str) -> bool:
+        """Return whether learned modules would now be found elsewhere, or may have another content.
+
+        Args:
+            folder: the folder that the program puts first in ``sys.path``; empty for none.
+        """
+        answer = self._imported.result()
+        times = answer.get("times", {})
+        return times_of(times) != times or not names_in(folder).isdisjoint(answer.get("ahead", ()))
 
     @property
     def is_discarded(self) -> bool:

@@ -92,8 +92,12 @@ def _import(order: dict[str, Any], program: dict[str, Any], tell: Callable[[dict
         sys.path.remove(path0)
     answer: dict[str, Any] = {"unsafe": unsafe}
     if "learned" in order and not unsafe:
-        learning = program["learning"] = program["run_sibling_file"]("learned_imports.py")
-        answer.update(learning["import_ahead"](order, before.what_is_new, lambda name: tell({"importing": name})))
+        learned = program["run_sibling_file"]("learned_imports.py")
+        installed = learned["InstalledModules"](order["folder"])
+        answer.update(
+            learned["import_ahead"](order, installed, before.what_is_new, lambda name: tell({"importing": name}))
+        )
+        program["report_at_end"] = lambda path: learned["report_at_end"](path, installed)
     gc.freeze()
     return answer
 
@@ -461,9 +465,8 @@ def main() -> None:
     rank = _serve_orders(socket.socket(fileno=int(sys.argv[1])), program)
     if rank["mode"] == "exec":
         program["exec_program"](rank["target"], rank["args"])
-    learning, at_end = program.get("learning"), None
-    if learning is not None and "report" in rank:
-        at_end = learning["report_at_end"](rank["report"], learning["InstalledModules"]())
+    learns = "report" in rank and "report_at_end" in program
+    at_end = program["report_at_end"](rank["report"]) if learns else None
     program["run_program"](rank["mode"], rank["target"], rank["args"], at_end)
 
 
