@@ -201,7 +201,7 @@ def _noted_reads() -> Iterator[list[str]]:
     reads: list[str] = []
     kind = os.environ.__class__
 
-    class _Environ(kind):  # type: ignore[valid-type, misc]
+    class _ReadEnviron(kind):  # type: ignore[valid-type, misc]
         def __getitem__(self, name: str) -> str:
             if name in _OF_A_RANK:
                 reads.append(name)
@@ -212,7 +212,7 @@ def _noted_reads() -> Iterator[list[str]]:
                 reads.append(str(name))
             return bool(super().__contains__(name))
 
-    os.environ.__class__ = _Environ
+    os.environ.__class__ = _ReadEnviron
     try:
         yield reads
     finally:
