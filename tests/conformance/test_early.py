@@ -59,3 +59,21 @@ def test_variables_that_torch_reads_when_it_is_imported(preload: str, both: Laun
     else:
         assert ours.reports == theirs.reports
         assert said == []
+
+
+REGISTERS = """
+import ctypes
+libc = ctypes.CDLL(None)
+getattr(libc, "__cxa_atexit")(ctypes.cast(libc.puts, ctypes.c_void_p), b"destroyed", None)
+"""
+
+
+def test_destructors_of_preloaded_libraries(both: Launchers) -> None:
+    theirs, ours = both.script("import mod", *LOGS, files={"mod.py": REGISTERS}, preload="mod")
+    assert theirs.code == ours.code == 0, ours.err.decode()
+    assert theirs.log(1, "stdout.log") == b"destroyed\n"
+    if both.ranks == "fork":
+        assert Difference.DESTRUCTORS
+        assert ours.log(1, "stdout.log") == b""
+    else:
+        assert ours.log(1, "stdout.log") == b"destroyed\n"
