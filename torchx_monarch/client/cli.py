@@ -25,7 +25,6 @@ from torchx_monarch.client.run_message import run_message
 from torchx_monarch.client.run_options import RunOptions
 from torchx_monarch.client.workspace_sync import SyncMode, current_workspace
 from torchx_monarch.exceptions import AllocationError, CodeError, RefusedError, UnreachableError
-from torchx_monarch.model.learned_modules import LearnedFile
 from torchx_monarch.system.untrusted_text import one_line
 
 _NO_ANSWER = 69
@@ -239,6 +238,8 @@ def _stop(args: argparse.Namespace) -> None:
 
 
 def _preload(args: argparse.Namespace) -> None:
+    from torchx_monarch.model.learned_modules import LearnedFile  # `torchx --help` imports this file
+
     folder = os.path.join(state_files.state_dir(), "learned")
     found = [one for one in LearnedFile.all_in(folder) if args.app in (None, one.app)]
     if args.clear:
