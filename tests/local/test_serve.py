@@ -25,7 +25,7 @@ Eventually = Callable[..., object]
 TORCHX = [
     sys.executable,
     "-c",
-    "import sys; from torchx.cli import main; from torchx_monarch.client.cli import CmdMonarch\n"
+    "import sys; from torchx.cli import main; from torchx_monarch.cli.main import CmdMonarch\n"
     "main.run_main({**main.get_sub_cmds(), 'monarch': CmdMonarch()}, sys.argv[1:])",
 ]
 CFG = {"preload": "none", "grace": 3}

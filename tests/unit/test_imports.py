@@ -29,7 +29,7 @@ def imported_by(statement: str) -> set[str]:
         "import torchx_monarch",
         "import torchx_monarch.components",
         "from torchx_monarch import RunResult, SPMDError, SPMDJob, serve",
-        "import torchx_monarch.client.cli",
+        "import torchx_monarch.cli.main",
         "import torchx_plugins.schedulers.torchx_monarch",
         "from torchx.runner import get_runner; get_runner()._scheduler('monarch_local')",
         "from torchx_monarch.schedulers import monarch_docker; monarch_docker('')",
@@ -166,6 +166,11 @@ _BELOW = {
         *("transport", "insight"),
         *("command", "model", "system"),
     },
+    "cli": {
+        *("client", "schedulers", "backends/core", "backends", "torchx_adapter"),
+        *("transport", "insight"),
+        *("model", "system"),
+    },
     "components": {"command", "model"},
 }
 """The packages that each package may import; ``backends/core`` counts as one of its own. ``exceptions`` and
@@ -180,6 +185,7 @@ _FOREIGN = {
     "supervisor": ("monarch", "torchx"),
     "schedulers": ("monarch",),
     "client": ("monarch",),
+    "cli": ("monarch",),
     "code_sync": ("monarch", "torchx"),
     "torchx_adapter": ("monarch",),
     "system": ("monarch", "torchx"),

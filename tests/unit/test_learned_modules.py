@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from torchx_monarch.client.cli import CmdMonarch
+from torchx_monarch.cli.main import CmdMonarch
 from torchx_monarch.host.learned_imports import InstalledModules, names_in
 from torchx_monarch.host.learned_preload import LearnedPreload, LearnedPrograms, given_modules
 from torchx_monarch.model.learned_modules import MOST_MODULES, LearnedFile, LearnedModules

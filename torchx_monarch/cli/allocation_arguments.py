@@ -1,0 +1,39 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The arguments that name a live allocation."""
+
+from __future__ import annotations
+
+import argparse
+
+from torchx_monarch.client.hosts import Hosts
+from torchx_monarch.client.job import SPMDJob
+
+
+def add_handle(parser: argparse.ArgumentParser, optional: bool = False) -> None:
+    """Define the handle of an allocation and the options that say where its hosts are.
+
+    Args:
+        parser: the parser of a sub-command.
+        optional: whether the handle may be left out; it is None then.
+    """
+    parser.add_argument("handle", nargs="?" if optional else None, help="as torchx run printed it")
+    add_role_and_address(parser)
+
+
+def add_role_and_address(parser: argparse.ArgumentParser) -> None:
+    """Define the options that say where the hosts of an allocation are."""
+    parser.add_argument("--role", default="", help="which of the app's roles (default: the first)")
+    parser.add_argument(
+        "--address", default="", help="HOST:PORT where replica 0 is reached from here: the near end of a tunnel"
+    )
+
+
+def hosts_of(args: argparse.Namespace) -> Hosts:
+    """Return the hosts that the arguments name."""
+    return Hosts(args.handle, args.role, args.address)
+
+
+def job_of(args: argparse.Namespace) -> SPMDJob:
+    """Return the job that the arguments name."""
+    return SPMDJob(args.handle, args.role, args.address)

@@ -1,0 +1,97 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``torchx monarch exec``: run a command on the hosts of a live allocation."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import get_args
+
+from torchx_monarch.cli import exit_codes
+from torchx_monarch.cli.allocation_arguments import add_role_and_address, hosts_of
+from torchx_monarch.cli.run_output import stream_and_exit
+from torchx_monarch.client.hosts import START_TIMEOUT, say
+from torchx_monarch.client.run import Records
+from torchx_monarch.client.run_message import run_message
+from torchx_monarch.client.run_options import RunOptions
+from torchx_monarch.client.workspace_sync import SyncMode, current_workspace
+
+_USAGE = "usage: torchx monarch exec HANDLE [options] [-- torchrun --nproc-per-node 4 train.py ...]"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the arguments of ``torchx monarch exec``."""
+    parser.add_argument("handle", help="as torchx run printed it")
+    _add_options(parser)
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="as one would type it")
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add_role_and_address(parser)
+    parser.add_argument("--nproc", default="", help="processes on each host, where not as the command says")
+    parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE", help="variable for the ranks")
+    parser.add_argument("--cwd", default="", help="folder on the hosts that the ranks start in, as it is there")
+    parser.add_argument(
+        "--workspace",
+        help="folder with the code, which the hosts are brought first (default: the current one, unless it is the "
+        "home folder); '' for what is there",
+    )
+    parser.add_argument(
+        "--sync",
+        choices=get_args(SyncMode),
+        default="auto",
+        help="whether the hosts get a copy of it; auto: unless they see the folder itself",
+    )
+    parser.add_argument("--timeout", type=float, help="seconds after which the hosts end the run")
+    parser.add_argument("--queue", action="store_true", help="wait for runs that have not ended, and do not fail")
+    parser.add_argument("--detach", action="store_true", help="print the run's number, and do not wait for its end")
+    parser.add_argument("-v", "--verbose", action="store_true", help="show the phases of the run as well")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run a command on the hosts, after bringing them the code."""
+    words = _words(args)
+    env = {}
+    for pair in args.env:
+        name, equals, value = pair.partition("=")
+        if not equals or not name:
+            say(f"--env {pair}: give NAME=VALUE")
+            sys.exit(exit_codes.USAGE)
+        env[name] = value
+    workspace = current_workspace() if args.workspace is None and not args.cwd else args.workspace
+    options = RunOptions(
+        env=env,
+        nproc=args.nproc or None,
+        timeout=args.timeout,
+        cwd=args.cwd or None,
+        workspace=workspace or None,
+        sync=args.sync,
+        queue=args.queue,
+    )
+    hosts = hosts_of(args)
+    hosts.wait(START_TIMEOUT, say)
+    records = Records.of(hosts, run_message(hosts, words or None, options))
+    if args.detach:
+        print(records.run)
+        records.close()
+        return
+    stream_and_exit(hosts, records, args.verbose)
+
+
+def _words(args: argparse.Namespace) -> list[str]:
+    """Return the words of the command to run.
+
+    ``argparse.REMAINDER`` swallows options that follow the handle; this function parses them into ``args``.
+    """
+    typed: list[str] = args.command
+    if not typed or not typed[0].startswith("-") or typed[0] == "-m":
+        return typed
+    end = typed.index("--") if "--" in typed else len(typed)
+    parser = argparse.ArgumentParser(add_help=False)
+    _add_options(parser)
+    _, unknown = parser.parse_known_args(typed[:end], args)
+    if unknown:
+        say(f"{unknown[0]} is no option here. {_USAGE}")
+        sys.exit(exit_codes.USAGE)
+    return typed[end + 1 :]

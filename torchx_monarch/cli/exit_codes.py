@@ -1,0 +1,19 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The exit codes of ``torchx monarch``. A sub-command that shows a run exits with the run's own code."""
+
+from __future__ import annotations
+
+import os
+
+USAGE = os.EX_USAGE
+"""64: an argument has a wrong value. An unknown option is 2, the code of ``argparse``."""
+
+UNAVAILABLE = os.EX_UNAVAILABLE
+"""69: the hosts cannot be reached or refuse the request."""
+
+INTERRUPTED = 130
+"""The command was interrupted by Ctrl-C."""
+
+BROKEN_PIPE = 141
+"""Nobody reads the output any more: a shell's code for SIGPIPE."""

@@ -1,0 +1,85 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The ``torchx monarch`` command and the table of its sub-commands."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
+
+from torchx.cli.cmd_base import SubCommand
+
+SUB_COMMANDS = {
+    "exec": "run a command on an allocation's hosts",
+    "follow": "the output of a run that was begun elsewhere, and its exit code",
+    "ps": "allocations, or the runs of one",
+    "stop": "give an allocation's hosts back, or end one run",
+    "preload": "what -cfg preload=auto has learned of the jobs of this machine",
+}
+"""The sub-commands with their help. Each is the module of its name in this package, see ``SubCommandModule``."""
+
+
+class SubCommandModule(Protocol):
+    """What the module of a sub-command defines."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Define the arguments of the sub-command."""
+
+    def run(self, args: argparse.Namespace) -> None:
+        """Execute the sub-command; end the process with an exit code of ``exit_codes`` where it is not 0."""
+
+
+def load(name: str) -> SubCommandModule:
+    """Import the module of a sub-command."""
+    return cast(SubCommandModule, importlib.import_module(f"torchx_monarch.cli.{name}"))
+
+
+class _SubCommandParser(argparse.ArgumentParser):
+    """A parser that imports its sub-command when it parses: ``torchx --help`` defines all and uses none."""
+
+    sub_command = ""
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        if self.sub_command:
+            load(self.sub_command).add_arguments(self)
+            self.sub_command = ""
+        return super().parse_known_args(args, namespace)
+
+
+class CmdMonarch(SubCommand):  # type: ignore[misc]
+    """Implement ``torchx monarch`` with the sub-commands of ``SUB_COMMANDS``."""
+
+    def add_arguments(self, subparser: argparse.ArgumentParser) -> None:
+        """Define the arguments of ``torchx monarch``."""
+        commands = subparser.add_subparsers(
+            title="commands", required=True, metavar="COMMAND", dest="sub_command", parser_class=_SubCommandParser
+        )
+        for name, text in SUB_COMMANDS.items():
+            commands.add_parser(name, help=text, description=text).sub_command = name
+
+    def run(self, args: argparse.Namespace) -> None:
+        """Execute the sub-command; exit with its exit code, or with an error message."""
+        from torchx.specs import MalformedAppHandleException
+        from torchx.specs.api import UnknownSchedulerException
+
+        from torchx_monarch.cli import exit_codes
+        from torchx_monarch.client.hosts import say
+        from torchx_monarch.exceptions import AllocationError, CodeError, RefusedError, UnreachableError
+
+        try:
+            load(args.sub_command).run(args)
+        except KeyboardInterrupt:
+            sys.exit(exit_codes.INTERRUPTED)
+        except BrokenPipeError:  # a run continues on the hosts
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            sys.exit(exit_codes.BROKEN_PIPE)
+        except (UnreachableError, RefusedError, AllocationError, CodeError) as error:
+            say(str(error))
+            sys.exit(exit_codes.UNAVAILABLE)
+        except (MalformedAppHandleException, UnknownSchedulerException) as error:
+            say(f"{error}. `torchx monarch ps` lists what there is.")
+            sys.exit(exit_codes.USAGE)

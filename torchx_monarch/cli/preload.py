@@ -1,0 +1,50 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``torchx monarch preload``: print or clear what ``-cfg preload=auto`` has learned on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+
+from torchx_monarch.backends.core import state_files
+from torchx_monarch.cli.table import print_table
+from torchx_monarch.client.hosts import say
+from torchx_monarch.model.learned_modules import LearnedFile
+from torchx_monarch.system.untrusted_text import one_line
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the arguments of ``torchx monarch preload``."""
+    parser.add_argument("app", nargs="?", help="name of the jobs, without their random suffix (default: all)")
+    parser.add_argument("--json", action="store_true", help="print all names of modules, as JSON")
+    parser.add_argument("--clear", action="store_true", help="forget it")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print or clear what was learned."""
+    folder = os.path.join(state_files.state_dir(), "learned")
+    found = [one for one in LearnedFile.all_in(folder) if args.app in (None, one.app)]
+    if args.clear:
+        for one in found:
+            try:
+                one.remove()
+            except OSError as error:
+                say(f"cannot remove {one.path}: {error.strerror}")
+                sys.exit(1)
+        return
+    modules = [(one, one.read()) for one in found]
+    if args.json:
+        fields = [{"app": one.app, "role": one.role, "program": one.program, **vars(each)} for one, each in modules]
+        print(json.dumps(fields, indent=1))
+        return
+    rows = []
+    for one, each in modules:
+        packages = ", ".join(sorted({name.partition(".")[0] for name in each.names}))
+        rows.append([*map(one_line, (one.app, one.role, one.program)), str(len(each.names)), packages])
+    print_table(["APP", "ROLE", "PROGRAM", "MODULES", "OF"], rows)
+    for one, each in modules:
+        for name, why in each.dropped.items():
+            print(f"{one_line(one.app)}: {name} is not imported ahead: {one_line(why)}")
