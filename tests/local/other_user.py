@@ -80,7 +80,7 @@ def intrude(name: str) -> None:
     try:
         hosts = attach_to_workers(ca="trust_all_connections", workers=[f"ipc://@{name}"], name="strange")
         hosts.initialized.get(timeout=_ANSWERED_WITHIN)
-        intruder = hosts.spawn_procs(per_host={"gpus": 1}, name="strangers").spawn("intruder", Intruder)
+        intruder = hosts.spawn_procs(per_host={"gpus": 1}, name="intruders").spawn("intruder", Intruder)
         print("ran as", intruder.user.call_one().get(timeout=_ANSWERED_WITHIN), flush=True)
     except (Exception, KeyboardInterrupt) as error:  # Monarch interrupts for what it cannot deliver
         print("refused", type(error).__name__, error, flush=True)

@@ -34,7 +34,7 @@ def start(
 ) -> Iterator[Start]:
     """Starts a job of two hosts, perhaps with a Monarch that says it is of another version; its ranks wait for the file
     ``go`` in the folder. (A host that is alone starts Monarch only for a client.)"""
-    monkeypatch.setenv("MONARCH_LOG_SUFFIX", "to-stderr" * 32)  # the strangers' Monarch leaves no log either
+    monkeypatch.setenv("MONARCH_LOG_SUFFIX", "to-stderr" * 32)  # the intruder's Monarch leaves no log either
     monkeypatch.setenv("USER", Path(os.environ["TMPDIR"]).name)  # but makes a folder /tmp/USER for it
 
     def run(scheme: str = "unix", wrapper: tuple[str, ...] = (), monarch: str = "") -> Hosts:

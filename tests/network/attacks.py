@@ -1,10 +1,10 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Connects to a port with all that nobody should: ``python -m tests.network.attacks HOST PORT [FILE N]``.
+"""Attack a port of a job: ``python -m tests.network.attacks HOST PORT [FILE N]``.
 
-FILE holds the credentials of the job's hosts (``credentials.HostCredentials``), for what a host that has gone mad might
-send; N is how many hundred connections there are, about. Without them only strangers connect. Prints how many
-connections of each kind there were, as JSON.
+Clients without a valid certificate connect; with FILE, which holds the credentials of the job's hosts
+(``credentials.HostCredentials``), clients with one also send malformed messages. N scales the number of connections,
+about a hundred for each. Prints the number of connections of each kind, as JSON.
 """
 
 from __future__ import annotations
@@ -190,8 +190,8 @@ async def _all(attacks: list[Attack], at_a_time: int) -> None:
     await asyncio.gather(*(one(attack) for attack in attacks))
 
 
-async def strangers(attacker: Attacker, scale: int) -> dict[str, int]:
-    """Attacks of those who have no certificate that counts."""
+async def unauthenticated_clients(attacker: Attacker, scale: int) -> dict[str, int]:
+    """Connect without a certificate that the job's authority has signed."""
     with tempfile.TemporaryDirectory() as folder:
         foreign = context_of(credentials.create()[0], folder)
     nobody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -209,8 +209,8 @@ async def strangers(attacker: Attacker, scale: int) -> dict[str, int]:
     return {name: number for name, (_, number, _) in rounds.items()}
 
 
-async def mad_hosts(attacker: Attacker, hosts: credentials.HostCredentials, how_many: int) -> dict[str, int]:
-    """Attacks with a certificate of the job's."""
+async def malformed_hosts(attacker: Attacker, hosts: credentials.HostCredentials, how_many: int) -> dict[str, int]:
+    """Connect with the job's certificate and send malformed messages."""
     with tempfile.TemporaryDirectory() as folder:
         context = context_of(hosts, folder)
 
@@ -227,11 +227,11 @@ async def mad_hosts(attacker: Attacker, hosts: credentials.HostCredentials, how_
 
 async def _main(host: str, port: str, file: str = "", hundreds: str = "4") -> None:
     attacker = Attacker(host, int(port))
-    done = await strangers(attacker, int(hundreds))
+    done = await unauthenticated_clients(attacker, int(hundreds))
     if file:
         with open(file) as text:
             hosts = credentials.HostCredentials.from_text(text.read())
-        done |= await mad_hosts(attacker, hosts, 5 * int(hundreds))
+        done |= await malformed_hosts(attacker, hosts, 5 * int(hundreds))
     print(json.dumps(done))
 
 

@@ -76,8 +76,8 @@ def test_a_client_reaches_one_port_by_its_certificate_also_through_a_tunnel(
         # What listens on the other hosts is Monarch's, and takes no client.
         with pytest.raises(UnreachableError):
             ask(Target(Address("tls", machines.address(1), PORT), "trainer", text), {"type": "runs"})
-        stranger = credentials.create()[1].to_text()
-        for wrong in (stranger, ""):
+        other_job = credentials.create()[1].to_text()
+        for wrong in (other_job, ""):
             with pytest.raises(UnreachableError, match="certificate"):
                 ask(Target(there.address, "trainer", wrong), {"type": "runs"})
 

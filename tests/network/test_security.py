@@ -349,7 +349,9 @@ def test_thousands_of_connections_that_nobody_wants(
     job.finish()
 
 
-def test_hundreds_of_strangers_on_the_ports_of_monarch(job: Job, eventually: Callable[..., object]) -> None:
+def test_hundreds_of_unauthenticated_clients_on_the_ports_of_monarch(
+    job: Job, eventually: Callable[..., object]
+) -> None:
     victim = job.hosts.processes[0].pid
     memory, files = resident(victim), open_files(victim)
     log = job.hosts.logs(0) / "monarch.log"

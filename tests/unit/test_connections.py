@@ -285,8 +285,10 @@ def test_an_address_of_ipv6_needs_a_name() -> None:
         Address.parse("tls:[::1]:26599", "X")
 
 
-def test_strangers_make_room_for_hosts(authority: Authority, address: Address, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More silent connections than may stand at the door do not keep a host out, and go; hosts stay."""
+def test_unauthenticated_connections_make_room_for_hosts(
+    authority: Authority, address: Address, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Silent connections, more than may await a handshake, keep no host out and are closed; hosts stay."""
     monkeypatch.setattr(listener, "_HANDSHAKE_TIMEOUT", 2.0)
 
     async def run() -> None:
