@@ -44,7 +44,9 @@ def _blame(injection: Injection) -> str:
         # The supervisor says so of a host that no other host waits for.
         by_supervisor = rf"^replica {ROLE}/{replica} \(.*its host \(pid {pid}\)"
         host = rf"host {replica} \(\S+, pid {pid if injection.fault.target == 'host' else '[0-9]+'}\)"
-        return rf"({by_supervisor}|{host}) does not answer"
+        # Frozen before its first call, an agent has not started.
+        unstarted = rf"|the agent of host {replica} \(.*\) did not start" * (injection.fault.target == "agent")
+        return rf"({by_supervisor}|{host}) does not answer{unstarted}"
     how = {"kill": r"killed by signal 9 \(SIGKILL\)", "term": r"killed by signal 15 \(SIGTERM\)"}[action]
     if injection.fault.target == "supervisor":
         return rf"^the supervisor \(pid {pid}\) (was {how}|and the keeper \(pid \d+\) were killed)"
