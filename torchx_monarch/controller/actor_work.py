@@ -61,7 +61,7 @@ class ActorWork:
         network: connections of this host.
         reporter: writes progress lines and events.
         idle_timeout: seconds without a client after which the job ends; 0 for no limit.
-        credentials: value of ``credentials.VARIABLE``; empty without TLS.
+        credentials: value of ``env_names.CREDENTIALS``; empty without TLS.
         shut_down: set when a client has shut the mesh down.
         script: the only client, on this host; None if clients attach.
     """

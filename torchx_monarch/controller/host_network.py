@@ -16,6 +16,7 @@ import os
 import re
 from collections.abc import Callable, Iterable
 
+from torchx_monarch.model.env_names import CREDENTIALS
 from torchx_monarch.model.registration import Registration
 from torchx_monarch.monarch_adapter.worker_port import WorkerPort, new_service_id
 from torchx_monarch.transport import connections, local_addresses
@@ -74,7 +75,7 @@ class HostNetwork:
             rendezvous: address on which replica 0 listens.
             advertised: the result of ``local_addresses.advertised``.
             options: the user's network options.
-            credentials: value of ``credentials.VARIABLE``; empty if it is not set.
+            credentials: value of ``env_names.CREDENTIALS``; empty if it is not set.
             folder: folder for sockets and keys; mode 0700.
             first: whether this is replica 0.
             deferred: whether Monarch starts only when the first client connects.
@@ -92,12 +93,12 @@ class HostNetwork:
             return cls(rendezvous, options, advertised, "127.0.0.1", None, client, worker, worker, worker_port)
         identity = None
         if rendezvous.scheme == "tls":
-            from torchx_monarch.transport.credentials import VARIABLE, CredentialsError, HostCredentials
+            from torchx_monarch.transport.credentials import CredentialsError, HostCredentials
 
             if not credentials:
                 raise CredentialsError(
-                    f"the hosts are to meet at {rendezvous}, and {VARIABLE} is not set: without the job's credentials "
-                    "a host can neither prove itself nor know the others"
+                    f"the hosts are to meet at {rendezvous}, and {CREDENTIALS} is not set: without the job's "
+                    "credentials a host can neither prove itself nor know the others"
                 )
             # All names by which others may dial this host: schedulers give out names, or addresses of any interface.
             names = {advertised, rendezvous.host, os.uname().nodename, *local_addresses.interfaces().values()}

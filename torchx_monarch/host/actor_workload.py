@@ -28,7 +28,7 @@ from torchx_monarch.host.batch_run import BatchRun, check_script
 from torchx_monarch.host.rank_output import OutputPipe
 from torchx_monarch.host.rank_pool import RankPool
 from torchx_monarch.host.workload import Control, Host
-from torchx_monarch.model.env_names import is_for_hosts
+from torchx_monarch.model.env_names import CREDENTIALS, is_for_hosts
 from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.model.registration import Registration
 from torchx_monarch.model.world import World
@@ -138,7 +138,7 @@ class ActorWorkload:
             control.network,
             self._host.reporter,
             self._actors.idle_timeout,
-            self._host.environ.get("MONARCH_CREDENTIALS", ""),
+            self._host.environ.get(CREDENTIALS, ""),
             self._shut_down,
             ClientScript(self._host, self._run, control) if self._actors.script is not None else None,
         )

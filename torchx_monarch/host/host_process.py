@@ -29,6 +29,7 @@ from torchx_monarch.host.no_restart_marker import NoRestartMarker
 from torchx_monarch.host.orphan_reaper import reap_orphans
 from torchx_monarch.host.workload import Control, Host, Workload
 from torchx_monarch.insight.progress import Reporter, write_result
+from torchx_monarch.model.env_names import CREDENTIALS
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult
@@ -55,7 +56,7 @@ class HostProcess:
 
     def __init__(self, options: HostSpec, environ: Mapping[str, str], workload: Callable[[Host], Workload]) -> None:
         environ = dict(environ)
-        os.environ.pop("MONARCH_CREDENTIALS", None)  # Monarch's processes inherit this environment
+        os.environ.pop(CREDENTIALS, None)  # Monarch's processes inherit this environment
         # Monarch and its processes print to descriptors 1 and 2, which `_redirect_own_output` makes a log file.
         stdout = Console(os.dup(1))
         stderr = Console(os.dup(2), stdout)
@@ -144,7 +145,7 @@ class HostProcess:
         except ValueError as failure:
             return self._conclude(JobResult(1, f"host {options.replica}: {failure}"))
         try:
-            credentials = host.environ.get("MONARCH_CREDENTIALS", "")
+            credentials = host.environ.get(CREDENTIALS, "")
             network_options = NetworkOptions.of(options)
             deferred = options.replicas == 1 and not self._workload.needs_monarch
             network = HostNetwork.setup(

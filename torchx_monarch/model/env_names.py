@@ -8,7 +8,8 @@ Ranks do not inherit them. An app that is submitted from inside a replica of ano
 import re
 
 CREDENTIALS = "MONARCH_CREDENTIALS"
-"""The variable that carries a job's credentials to its hosts (``transport.credentials``)."""
+"""The variable that carries a job's credentials to its hosts: the text itself, or ``file:PATH`` (see
+``transport.credentials``)."""
 
 FOR_HOSTS = (
     "MONARCH_RENDEZVOUS",  # address of the rendezvous

@@ -27,9 +27,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-VARIABLE = "MONARCH_CREDENTIALS"
-"""The variable in which a backend passes the credentials to a host process: the text itself, or ``file:PATH``. Ranks do
-not inherit it."""
+from torchx_monarch.model.env_names import CREDENTIALS
 
 HOST_AUTHORITY = "torchx-monarch hosts"
 """Common name of the authority that signs the hosts' certificates."""
@@ -112,7 +110,7 @@ class HostCredentials:
 
     @classmethod
     def load(cls, value: str) -> HostCredentials:
-        """Read the credentials from the value of ``VARIABLE``: the text itself, or ``file:PATH``.
+        """Read the credentials from the value of ``env_names.CREDENTIALS``: the text itself, or ``file:PATH``.
 
         Raises:
             CredentialsError: the file cannot be read, or the text does not hold host credentials.
@@ -124,7 +122,9 @@ class HostCredentials:
             with open(path, errors="replace") as file:
                 text = file.read().strip()
         except OSError as error:
-            raise CredentialsError(f"{VARIABLE} names a file that cannot be read: {path}: {error.strerror}") from None
+            raise CredentialsError(
+                f"{CREDENTIALS} names a file that cannot be read: {path}: {error.strerror}"
+            ) from None
         try:
             return cls.from_text(text)
         except CredentialsError as error:
@@ -145,9 +145,9 @@ class HostCredentials:
             x509.load_pem_x509_certificate(self.client_authority.encode())
             key = serialization.load_pem_private_key(self.key.encode(), None)
         except (ValueError, TypeError):  # TypeError for a key with a password
-            raise CredentialsError(f"{VARIABLE} does not hold a job's credentials: its PEM cannot be read") from None
+            raise CredentialsError(f"{CREDENTIALS} does not hold a job's credentials: its PEM cannot be read") from None
         if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != authority.public_key():
-            raise CredentialsError(f"{VARIABLE} does not hold a job's credentials: its key is not its certificate's")
+            raise CredentialsError(f"{CREDENTIALS} does not hold a job's credentials: its key is not its certificate's")
         if authority.not_valid_after_utc < datetime.datetime.now(datetime.timezone.utc):
             raise CredentialsError(
                 f"the job's certificates have expired, {authority.not_valid_after_utc:%Y-%m-%d %H:%M} UTC: the job is "
@@ -247,9 +247,9 @@ def _unpack(text: str, names: Sequence[str]) -> dict[str, str]:
     try:
         values = json.loads(base64.b64decode(text, validate=True))
     except (binascii.Error, ValueError):
-        raise CredentialsError(f"{VARIABLE} does not hold a job's credentials: not JSON in base64") from None
+        raise CredentialsError(f"{CREDENTIALS} does not hold a job's credentials: not JSON in base64") from None
     if not isinstance(values, dict) or set(values) != set(names):
-        raise CredentialsError(f"{VARIABLE} does not hold a job's credentials: it needs {', '.join(names)}")
+        raise CredentialsError(f"{CREDENTIALS} does not hold a job's credentials: it needs {', '.join(names)}")
     if not all(isinstance(value, str) and value.startswith("-----BEGIN ") for value in values.values()):
-        raise CredentialsError(f"{VARIABLE} does not hold a job's credentials: its values are not PEM")
+        raise CredentialsError(f"{CREDENTIALS} does not hold a job's credentials: its values are not PEM")
     return values
