@@ -8,6 +8,7 @@ The controller reaches them through the agent actor, which runs in a separate pr
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import signal
 import time
@@ -154,24 +155,20 @@ class RankPool:
                 await self._watchdog.ready()
         except WatchdogError as error:
             raise LaunchError(f"torch's timer server does not run: {error}") from None
-        ranks: list[Rank] = []
         stops = self._stops
         await self._starter.ready()
         if stops != self._stops:  # the attempt has ended while the modules were imported
             raise LaunchError("the ranks were stopped before they were started")
         try:
-            for local_rank in range(self._starter.count):
-                ranks.append(self._assign(world, local_rank))
-            await self._starter.start([(rank.process, self._describe(world, rank)) for rank in ranks])
-        except BaseException as error:
-            for rank in ranks:
-                rank.process.discard()
-            if isinstance(error, OSError):
-                reason = f"cannot write the ranks' logs: {error.strerror}: {error.filename}{open_files.hint(error)}"
-                raise LaunchError(reason) from None
-            if isinstance(error, ValueError):
-                raise LaunchError(str(error)) from None
-            raise
+            with contextlib.ExitStack() as unstarted:
+                ranks = [self._assign(world, local_rank, unstarted) for local_rank in range(self._starter.count)]
+                await self._starter.start([(rank.process, self._describe(world, rank)) for rank in ranks])
+                unstarted.pop_all()
+        except OSError as error:
+            reason = f"cannot write the ranks' logs: {error.strerror}: {error.filename}{open_files.hint(error)}"
+            raise LaunchError(reason) from None
+        except ValueError as error:
+            raise LaunchError(str(error)) from None
         if stops != self._stops:
             for rank in ranks:
                 rank.process.kill(signal.SIGKILL)
@@ -238,14 +235,12 @@ class RankPool:
         """Return the exits of the ranks of this attempt that have ended."""
         return [self._exit_of(rank) for rank in self._ranks if rank.process.ended.is_set()]
 
-    def _assign(self, world: World, local_rank: int) -> Rank:
+    def _assign(self, world: World, local_rank: int, unstarted: contextlib.ExitStack) -> Rank:
+        """Return a rank with its log files; ``unstarted`` discards its process on exit."""
         rank = world.first_rank(self._replica) + local_rank
         process = self._starter.new_process()
-        try:
-            directory = self._logs.attach(process, world.log_attempt, rank, local_rank)
-        except BaseException:
-            process.discard()
-            raise
+        unstarted.callback(process.discard)
+        directory = self._logs.attach(process, world.log_attempt, rank, local_rank)
         return Rank(process, rank, local_rank, directory)
 
     def _describe(self, world: World, rank: Rank) -> dict[str, Any]:
