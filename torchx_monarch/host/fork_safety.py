@@ -11,13 +11,18 @@ import contextlib
 import os
 import sys
 import threading
-import warnings
+from collections.abc import Callable
 
 
 class Resources:
-    """The threads, open descriptors and children of this process at present."""
+    """The threads, open descriptors and children of this process at present.
 
-    def __init__(self) -> None:
+    Args:
+        fork: forks this process.
+    """
+
+    def __init__(self, fork: Callable[[], int]) -> None:
+        self._fork = fork
         self._threads = set(os.listdir("/proc/self/task"))
         self._descriptors = _descriptors()
         self._children = _children()
@@ -32,14 +37,14 @@ class Resources:
 
     def what_is_new(self, module: str) -> str:
         """Return what the import of a module has added that forbids forks; empty if nothing."""
-        now = Resources()
+        now = Resources(self._fork)
         if why := now.tracer():
             return f"{why} since the import of {module}"
         if named := [one.name for one in threading.enumerate() if one is not threading.main_thread()]:
             return f"{module} runs a thread ({named[0]})"
         if now._threads > self._threads:
             # numpy's OpenBLAS, for one, ends its threads before every fork and starts them again when it needs them.
-            _fork_once()
+            self._fork_once()
             now._threads &= set(os.listdir("/proc/self/task"))
         for thread in now._threads - self._threads:
             return f"{module} runs a thread ({_read(f'/proc/self/task/{thread}/comm')})"
@@ -48,6 +53,12 @@ class Resources:
         for child in now._children - self._children:
             return f"{module} runs a process ({_read(f'/proc/{child}/comm')})"
         return ""
+
+    def _fork_once(self) -> None:
+        child = self._fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
 
 
 def _descriptors() -> dict[str, str]:
@@ -66,12 +77,3 @@ def _read(path: str) -> str:
     with contextlib.suppress(OSError), open(path) as file:
         return file.read().strip()
     return ""
-
-
-def _fork_once() -> None:
-    with warnings.catch_warnings():  # Python 3.12 warns of forks beside threads
-        warnings.simplefilter("ignore")
-        child = os.fork()
-    if child == 0:
-        os._exit(0)
-    os.waitpid(child, 0)

@@ -181,7 +181,7 @@ class RankStarter:
             zygote = self._zygotes.fitting(self._run, self.count)
             try:
                 if await self._is_wrong(zygote):
-                    # At most one more import: what came before the module has been checked.
+                    # The modules before this one have been imported and checked; only this one is left out.
                     self._run = dataclasses.replace(self._run, learned=tuple(zygote.begun[:-1]))
                     continue
                 unsafe = await zygote.unsafe()

@@ -76,7 +76,7 @@ def _die_with(parent: int) -> None:
 
 def _import(order: dict[str, Any], program: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Import the modules that ranks are to find imported; return the answer to the order."""
-    before = program["run_sibling_file"]("fork_safety.py")["Resources"]()
+    before = program["run_sibling_file"]("fork_safety.py")["Resources"](_fork)
     unsafe: str = before.tracer()
     path0 = sys.path[0] if order["mode"] != "exec" and program["set_path0"](order["mode"], order["target"]) else None
     # Importing torch makes 260,000 objects that stay. Scanning them for garbage again and again costs an eighth of the
