@@ -15,7 +15,8 @@ import pytest
 
 from torchx_monarch.cli.main import CmdMonarch
 from torchx_monarch.host.learned_imports import InstalledModules, names_in
-from torchx_monarch.host.learned_preload import LearnedPreload, LearnedPrograms, given_modules
+from torchx_monarch.host.learned_preload import LearnedPreload, LearnedPrograms
+from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.learned_modules import MOST_MODULES, LearnedFile, LearnedModules
 
 WRONG_NAMES = [
@@ -143,9 +144,9 @@ def test_programs_of_an_allocation_are_apart() -> None:
 
 
 def test_auto_stands_for_torch() -> None:
-    assert given_modules(("auto",)) == ("torch",)
-    assert given_modules(("torch", "auto", "numpy")) == ("torch", "numpy")
-    assert given_modules(("numpy",)) == ("numpy",)
+    assert HostSpec(preload=("auto",)).preload_modules == ("torch",)
+    assert HostSpec(preload=("torch", "auto", "numpy")).preload_modules == ("torch", "numpy")
+    assert HostSpec(preload=("numpy",)).preload_modules == ("numpy",)
 
 
 def test_what_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from torchx_monarch.controller.agents import Agents
 from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_messages import Answer, Request
 from torchx_monarch.controller.spmd_work import Session
-from torchx_monarch.host.learned_preload import LearnedPreload, given_modules, program_key
+from torchx_monarch.host.learned_preload import LearnedPreload, program_key
 from torchx_monarch.host.rank_environment import env_number
 from torchx_monarch.host.rank_logs import RankLogs
 from torchx_monarch.host.rank_pool import RankPool
@@ -22,7 +22,7 @@ from torchx_monarch.host.run_spec import RunSpec
 from torchx_monarch.host.watchdog import ENABLED, FILE
 from torchx_monarch.host.workload import Control, Host
 from torchx_monarch.host.zygote import Zygotes
-from torchx_monarch.model.learned_modules import AUTO, FOLDER, LearnedFile
+from torchx_monarch.model.learned_modules import FOLDER, LearnedFile
 
 
 class BatchRun:
@@ -64,8 +64,7 @@ class BatchRun:
         """Start the zygote (see ``Workload``), and torch's timer server if the role's environment enables it."""
         host, command = self._host, self.command
         assert command is not None
-        modules = given_modules(host.options.preload)
-        run = RunSpec(command, host.environ, modules, forks=host.options.ranks == "fork")
+        run = RunSpec(command, host.environ, host.options.preload_modules, forks=host.options.forks_ranks)
         self._learned = self._read_learned(command)
         log_dir = log_folder(command, host.log_dir, os.getcwd(), host.run_id(command))
         self._logs = RankLogs(host.options.replica, host.hostname, log_dir, run, host.stdout, host.stderr)
@@ -96,7 +95,7 @@ class BatchRun:
         """Return what earlier jobs have learned; None without ``-cfg preload=auto`` or a folder to keep it in."""
         host, options = self._host, self._host.options
         folder = host.environ.get(FOLDER)
-        if AUTO not in options.preload or options.ranks != "fork" or not folder:
+        if not options.learns_preload or not folder:
             return None
         program = " ".join(program_key(command.program_of(0), os.getcwd()))
         stored = LearnedFile.of(folder, options.app, options.role, program)

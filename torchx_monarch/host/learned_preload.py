@@ -7,20 +7,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from torchx_monarch.command.command import Program
-from torchx_monarch.model.learned_modules import AUTO, MAX_BYTES, LearnedFile, LearnedModules
+from torchx_monarch.model.learned_modules import MAX_BYTES, LearnedFile, LearnedModules
 from torchx_monarch.system import safe_files
 
 _MOST_PROGRAMS = 50
 """Programs of which a live allocation keeps the modules; those that ran last."""
-
-
-def given_modules(preload: Sequence[str]) -> tuple[str, ...]:
-    """Return the modules that the user has named; ``auto`` stands for torch."""
-    return tuple(dict.fromkeys("torch" if name == AUTO else name for name in preload))
 
 
 def program_key(program: Program, cwd: str) -> tuple[str, str]:

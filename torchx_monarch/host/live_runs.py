@@ -35,7 +35,7 @@ from torchx_monarch.controller.run_request import RunRequest
 from torchx_monarch.controller.spmd_work import Session
 from torchx_monarch.host.batch_run import check_script, log_folder
 from torchx_monarch.host.code_distribution import OPS, HostCode, distribute_code
-from torchx_monarch.host.learned_preload import LearnedPreload, LearnedPrograms, given_modules, program_key
+from torchx_monarch.host.learned_preload import LearnedPreload, LearnedPrograms, program_key
 from torchx_monarch.host.rank_logs import RankLogs
 from torchx_monarch.host.rank_pool import RankPool
 from torchx_monarch.host.rank_starter import RankStarter
@@ -44,7 +44,6 @@ from torchx_monarch.host.watchdog import ENABLED, FILE
 from torchx_monarch.host.workload import Control, Host
 from torchx_monarch.host.zygote import Zygotes
 from torchx_monarch.insight.run_log import RunLog
-from torchx_monarch.model.learned_modules import AUTO
 from torchx_monarch.model.world import LaunchError
 
 _MESSAGE = 30_000
@@ -172,8 +171,7 @@ class LiveRuns:
         learned: LearnedPreload | None = None,
     ) -> RankPool:
         host = self._host
-        modules = given_modules(host.options.preload)
-        run = RunSpec(command, host.environ, modules, env, cwd, host.options.ranks == "fork")
+        run = RunSpec(command, host.environ, host.options.preload_modules, env, cwd, host.options.forks_ranks)
         logs = RankLogs(host.options.replica, host.hostname, log_dir, run, host.stdout, host.stderr, self._run_log)
         starter = RankStarter(run, self._zygotes, host.reporter.line, learned=learned)
         self._present = (learned, starter, env) if learned is not None else None
@@ -181,8 +179,7 @@ class LiveRuns:
 
     def _learned_of(self, key: tuple[str, str]) -> LearnedPreload | None:
         """Return what was learned of a program; None without ``-cfg preload=auto``."""
-        options = self._host.options
-        if AUTO not in options.preload or options.ranks != "fork":
+        if not self._host.options.learns_preload:
             return None
         if self._programs is None:
             self._programs = LearnedPrograms(os.path.join(self._host.sockets, "imported"), self._host.reporter.line)

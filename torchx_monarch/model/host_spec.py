@@ -22,6 +22,12 @@ LEASE = 30.0
 PEER_TIMEOUT = 5.0
 """Seconds without an answer after which a machine counts as lost, unless the user chooses others."""
 
+RANKS = ("fork", "fresh")
+"""How ranks start: as forks of the host's zygote, or as interpreters of their own."""
+
+AUTO = "auto"
+"""Stands among the modules to preload for torch and the modules that earlier runs of a program have imported."""
+
 
 def parse_ports(text: str) -> tuple[int, int]:
     """Read ``26600`` or ``26600-26699``.
@@ -43,6 +49,12 @@ def show_seconds(value: float) -> str:
 
 def _parse_names(text: str) -> tuple[str, ...]:
     return tuple(name for name in text.split(",") if name)
+
+
+def _parse_ranks(text: str) -> str:
+    if text not in RANKS:
+        raise ValueError(f"{text!r} is not {' or '.join(RANKS)}")
+    return text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +103,9 @@ class HostSpec:
         show=",".join,
         always=True,
     )
-    ranks: str = _flag("fork", "fork: ranks are forks of the zygote; fresh: they are interpreters of their own")
+    ranks: str = _flag(
+        RANKS[0], "fork: ranks are forks of the zygote; fresh: they are interpreters of their own", parse=_parse_ranks
+    )
     lease: float = _seconds(LEASE, "seconds without a message after which a host or its agent counts as lost", 1)
     retry_on: tuple[int, ...] = _flag(
         (),
@@ -131,6 +145,21 @@ class HostSpec:
     rejoin_timeout: float = _seconds(60.0, "seconds that a host which has lost replica 0 looks for another one", 0)
     command: tuple[str, ...] = ()
     """The command of the role: the words after ``--``."""
+
+    @property
+    def forks_ranks(self) -> bool:
+        """Whether ranks are forks of the zygote."""
+        return self.ranks == "fork"
+
+    @property
+    def learns_preload(self) -> bool:
+        """Whether the zygote also imports what earlier runs of the program have imported."""
+        return AUTO in self.preload and self.forks_ranks
+
+    @property
+    def preload_modules(self) -> tuple[str, ...]:
+        """The modules that the user wants to be preloaded, each once."""
+        return tuple(dict.fromkeys("torch" if name == AUTO else name for name in self.preload))
 
     def to_argv(self, escape: Callable[[str], str] = str, placeholders: Mapping[str, str] | None = None) -> list[str]:
         """Return the flags that differ from their defaults, and those that are always given; ``--`` is not among them.

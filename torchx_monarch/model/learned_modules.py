@@ -17,9 +17,6 @@ from typing import Any
 
 from torchx_monarch.system import safe_files
 
-AUTO = "auto"
-"""The word among the modules to preload that stands for torch and what has been learned."""
-
 FOLDER = "MONARCH_LEARNED_DIR"
 """The variable that names the folder in which the hosts of batch jobs store what they have learned."""
 

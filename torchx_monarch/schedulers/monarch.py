@@ -29,7 +29,7 @@ from torchx_monarch.backends.core.validation import check_names
 from torchx_monarch.command.command import CommandError
 from torchx_monarch.command.rewrite import WrapOptions, rewrite
 from torchx_monarch.model.exit_codes import parse_exit_codes
-from torchx_monarch.model.host_spec import HostSpec, parse_ports
+from torchx_monarch.model.host_spec import RANKS, HostSpec, parse_ports
 from torchx_monarch.model.sidecars import SidecarError
 from torchx_monarch.schedulers import image_push
 from torchx_monarch.schedulers.caller_error_file import write_root_cause
@@ -44,7 +44,6 @@ _log = logging.getLogger(__name__)
 _PORTS_DRAWN = range(20000, 30000)
 """Below Linux's default range of ephemeral ports, which outgoing connections use."""
 
-_RANKS = ("fork", "fresh")
 """Values of the run option `ranks`."""
 
 _LOWEST = {"grace": 0, "host_timeout": 1, "lease": 1}
@@ -134,8 +133,8 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             if options[name] < lowest:
                 reason = f"Run option `{name}` is {options[name]}; it is a number of seconds, {lowest} or more"
                 raise InvalidRunConfigException(reason, name, cfg)
-        if options.ranks not in _RANKS:
-            reason = f"Run option `ranks` is {options.ranks}; it is {' or '.join(_RANKS)}"
+        if options.ranks not in RANKS:
+            reason = f"Run option `ranks` is {options.ranks}; it is {' or '.join(RANKS)}"
             raise InvalidRunConfigException(reason, "ranks", cfg)
         self.inner.check_options(options)
         return options

@@ -203,7 +203,7 @@ def write_json(path: str, value: object, *, durable: bool = False) -> None:
     try:
         try:
             os.ftruncate(fd, 0)  # a killed process with the same pid may have left the file
-            write_all(fd, data)
+            safe_files.write_all(fd, data)
             os.rename(aside, path)
         except OSError:
             with contextlib.suppress(OSError):
@@ -235,12 +235,6 @@ def write_last_json(path: str, value: object, reserve: str) -> None:
     else:
         with contextlib.suppress(OSError):
             os.unlink(reserve)
-
-
-def write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
 
 
 def read_json(path: str, below: str | None = None) -> dict[str, Any] | None:
