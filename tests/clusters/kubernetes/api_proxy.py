@@ -1,9 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""A door before kube-apiserver 1.20, by which it seems to know what it drops: the fields of Indexed Jobs.
+"""Proxy kube-apiserver 1.20 so that it keeps the fields of Indexed Jobs, which it would drop.
 
-What it does not know goes into an annotation on the way in and comes out of it on the way back. All else passes as it
-is: connections, authentication, errors, streams.
+Requests carry the fields that the server does not know in an annotation, and answers have them back in their places.
+Everything else passes unchanged: connections, authentication, errors, streams.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def unpacked(one: dict[str, Any]) -> dict[str, Any]:
 
 
 class ApiProxy:
-    """Listens on a port of 127.0.0.1.
+    """Listen on a port of 127.0.0.1.
 
     Args:
-        folder: has ``tls.crt`` and ``tls.key``, the server's, which are the door's as well.
+        folder: has ``tls.crt`` and ``tls.key``, the server's, which the proxy uses as well.
         port: the server's.
     """
 
@@ -77,7 +77,7 @@ class ApiProxy:
         self._server.server_close()
 
     def _handler(self) -> type[http.server.BaseHTTPRequestHandler]:
-        door = self
+        proxy = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
@@ -93,7 +93,7 @@ class ApiProxy:
                 if about_jobs and body and self.command == "POST":
                     body = json.dumps(packed(json.loads(body))).encode()
                 headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOPS}
-                server = http.client.HTTPSConnection("127.0.0.1", door._port, context=door._trust, timeout=None)
+                server = http.client.HTTPSConnection("127.0.0.1", proxy._port, context=proxy._trust, timeout=None)
                 try:
                     server.request(self.command, self.path, body, headers)
                     self._answer(server.getresponse(), about_jobs, "follow=true" in url.query)

@@ -82,9 +82,9 @@ class Cluster:
                 cwd=ROOT,
                 env={**env, "PYTHONPATH": str(ROOT)},
             )
-        self.server.wait("stand-ins", (self.folder / "door").exists)
-        door = f"https://127.0.0.1:{(self.folder / 'door').read_text()}"
-        self.server.kubeconfig(door, "admin")
+        self.server.wait("stand-ins", (self.folder / "proxy.port").exists)
+        proxy = f"https://127.0.0.1:{(self.folder / 'proxy.port').read_text()}"
+        self.server.kubeconfig(proxy, "admin")
 
     @property
     def stand_ins(self) -> Path | None:

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """The process of all stand-ins beside the real API server: ``stand_ins.py FOLDER PORT``; ends well on SIGTERM.
 
-FOLDER has the server's certificate and ``direct.yaml``, an administrator's kubeconfig. When all is up, ``door`` in it
+FOLDER has the server's certificate and ``direct.yaml``, an administrator's kubeconfig. When all is up, ``proxy.port`` in it
 holds the port by which clients are to come.
 """
 
@@ -30,7 +30,7 @@ def main(folder: Path, port: int) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: ended.set())
     os.environ["KUBECONFIG"] = str(folder / "direct.yaml")
     kubelet = Kubelet(Api.from_environment(), folder)
-    door = ApiProxy(folder, port)
+    proxy = ApiProxy(folder, port)
 
     def repeat(look: Callable[[], None]) -> None:
         while not ended.is_set():
@@ -45,12 +45,12 @@ def main(folder: Path, port: int) -> None:
     threads = [threading.Thread(target=repeat, args=(look,), daemon=True) for look in looks]
     for thread in threads:
         thread.start()
-    (folder / "door.new").write_text(str(door.port))
-    (folder / "door.new").rename(folder / "door")
+    (folder / "proxy.port.new").write_text(str(proxy.port))
+    (folder / "proxy.port.new").rename(folder / "proxy.port")
     ended.wait()
     for thread in threads:
         thread.join(5)
-    door.close()
+    proxy.close()
     kubelet.close()
 
 

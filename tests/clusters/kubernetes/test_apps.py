@@ -261,7 +261,7 @@ def test_what_is_refused_leaves_nothing(apps: Apps, monkeypatch: pytest.MonkeyPa
 
 
 def test_an_old_server_is_told_from_a_new_one(apps: Apps, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Past the door that seems newer."""
+    """Tested past the proxy that adds the fields of newer servers."""
     if cluster.foreign:
         pytest.skip("TEST_KUBECONFIG names a cluster that is not ours to have an old server in it")
     monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig.with_name("direct.yaml")))

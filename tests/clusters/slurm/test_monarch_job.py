@@ -29,10 +29,10 @@ job.enable_telemetry(include_dashboard=False, mesh_admin_config=MeshAdminConfig(
 state = job.state(cached_path=None)
 for mesh in (state.trainers, state.loaders):
     mesh.spawn_procs().initialized.get(timeout=240)
-doors = [one.laddr.ip for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+listeners = [one.laddr.ip for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN]
 tables = state.query_engine_client.query("show tables")
 job.kill()
-print(json.dumps([str(tables), state.admin_url, [ip for ip in doors if ip != "127.0.0.1"]]))
+print(json.dumps([str(tables), state.admin_url, [ip for ip in listeners if ip != "127.0.0.1"]]))
 """
 
 
@@ -65,11 +65,11 @@ def test_telemetry_and_the_mesh_admin_reach_the_nodes(
     apps: Apps, cluster: SlurmCluster, tmp_path: Path, out_of_cluster: bool
 ) -> None:
     """They are, in part, a process of their own, which is started before the hosts are known."""
-    (tables, admin, doors), log = client(cluster, tmp_path, SERVICES.replace("{OUT}", str(out_of_cluster)))
+    (tables, admin, listeners), log = client(cluster, tmp_path, SERVICES.replace("{OUT}", str(out_of_cluster)))
     assert "actors'" in tables and admin.startswith("https://")
     assert "failed" not in log, log
     # Hosts dial a client back, unless it goes through one of them.
-    assert len(doors) == (0 if out_of_cluster else 1)
+    assert len(listeners) == (0 if out_of_cluster else 1)
 
 
 def test_a_controller_has_the_meshes_of_all_roles(apps: Apps, tmp_path: Path) -> None:
