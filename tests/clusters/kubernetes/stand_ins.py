@@ -1,9 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The process of all stand-ins beside the real API server: ``stand_ins.py FOLDER PORT``; ends well on SIGTERM.
+"""Run what stands in for a cluster's parts beside the real API server: ``stand_ins.py FOLDER PORT``; SIGTERM ends it.
 
-FOLDER has the server's certificate and ``direct.yaml``, an administrator's kubeconfig. When all is up, ``proxy.port`` in it
-holds the port by which clients are to come.
+FOLDER has the server's certificate and ``direct.yaml``, an administrator's kubeconfig. When all parts run, the file
+``proxy.port`` in it holds the port that clients connect to.
 """
 
 from __future__ import annotations
