@@ -17,6 +17,7 @@ from torchx_monarch.controller.host_events import (
     HostLost,
     HostPreempted,
     Interrupted,
+    StopRequested,
 )
 from torchx_monarch.controller.host_messages import LaunchRanks, OpenStore, RanksExited, StoreOpened, WatchRanks
 from torchx_monarch.controller.job_options import JobOptions
@@ -142,6 +143,7 @@ class Attempts:
                     cause = root_cause(self.exits.values())
                     self._blame_hosts(cause)
                     return cause
+            await self._report_of_stopped()
         finally:
             growth.cancel()
         if output is not None:
@@ -167,6 +169,18 @@ class Attempts:
             agent_store=store.served,
             run_id=options.run_id,
         )
+
+    async def _report_of_stopped(self) -> None:
+        """Wait for the report of a host that has stopped its own ranks, after a signal to it; return if none has.
+
+        The exits arrive through the host's agent, its report from the host itself, which may be later.
+        """
+        stopped = [one for one in self.exits.values() if one.stopped_at is not None]
+        if not stopped:
+            return
+        reason = f"host {stopped[0].replica} has stopped its ranks and not reported why: {stopped[0].describe()}"
+        failure = StopRequested(0, JobResult(shell_code(stopped[0].code) or 1, reason))
+        raise Interrupted(await self._events.report_within(self._options.lease, failure))
 
     def _note(self, exited: RanksExited) -> None:
         self.exits.update({one.rank: one for one in exited.exits})

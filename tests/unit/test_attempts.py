@@ -1,0 +1,75 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The result of an attempt whose host has stopped its own ranks, after a signal to the host."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import pytest
+
+from torchx_monarch.controller.agents import Agents
+from torchx_monarch.controller.attempts import Attempts
+from torchx_monarch.controller.elastic import HostGatherer, NodeRange
+from torchx_monarch.controller.host_events import HostEvents, HostPreempted, Interrupted
+from torchx_monarch.controller.host_messages import RanksExited, Request, StoreOpened, WatchRanks
+from torchx_monarch.controller.job_options import JobOptions
+from torchx_monarch.insight.progress import Reporter
+from torchx_monarch.model.job_result import JobResult, RankExit
+from torchx_monarch.model.registration import Registration
+from torchx_monarch.system.console import Console
+
+OPTIONS = JobOptions("id", 0, 0, (), 0, NodeRange(2, 2, 0.2), 1.0, 1.0, "", "", 0.05, 0.05, "")
+PREEMPTED = HostPreempted(1, JobResult(143, "preempted", stopped=True, replica=1))
+
+
+def exit_of(rank: int, code: int, stopped_at: float | None = None) -> RankExit:
+    return RankExit(rank, 0, rank, "node", 100 + rank, code, time=2.0, stopped_at=stopped_at)
+
+
+class ScriptedAgents:
+    """The agents of two hosts with a rank each, whose ranks exit as given."""
+
+    def __init__(self, *exits: RankExit) -> None:
+        self._exits = exits
+
+    async def ask_own(self, request: Request, timeout: float) -> StoreOpened:
+        return StoreOpened("127.0.0.1", 1, False)
+
+    async def ask(self, request: Request) -> AsyncIterator[Any]:
+        for exited in self._exits:
+            yield RanksExited(exited.replica, (exited,)) if isinstance(request, WatchRanks) else None
+
+
+def result_of(exits: list[RankExit], report: HostPreempted | None = None) -> JobResult:
+    """The result of a job of one attempt; ``report`` arrives after the exits."""
+
+    async def run() -> JobResult:
+        events, reporter = HostEvents(), Reporter(Console(2), None, "trainer")
+        agents, gatherer = cast(Agents, ScriptedAgents(*exits)), cast(HostGatherer, HostGatherer)
+        attempts = Attempts(OPTIONS, agents, gatherer, events, reporter, None)
+        if report is not None:
+            asyncio.get_running_loop().call_later(0.01, events.post, report)
+        try:
+            return await attempts.run([Registration(replica, "", "node", 1, 1) for replica in range(2)])
+        except Interrupted as interruption:
+            return interruption.event.result
+
+    return asyncio.run(asyncio.wait_for(run(), 20))
+
+
+def test_ranks_that_end_by_themselves_succeed() -> None:
+    assert result_of([exit_of(0, 0), exit_of(1, 0)]) == JobResult(0, "all 2 ranks ended with code 0")
+
+
+@pytest.mark.parametrize("code", [-15, 0], ids=["killed by SIGTERM", "handles SIGTERM and exits with 0"])
+def test_a_signal_to_a_host_is_the_cause_even_if_the_exits_of_its_ranks_arrive_first(code: int) -> None:
+    assert result_of([exit_of(0, 0), exit_of(1, code, stopped_at=1.0)], PREEMPTED) == PREEMPTED.result
+
+
+def test_ranks_that_a_host_has_stopped_without_a_report_have_not_succeeded() -> None:
+    result = result_of([exit_of(0, 0), exit_of(1, -15, stopped_at=1.0)])
+    assert result.code == 143
+    assert result.reason.startswith("host 1 has stopped its ranks and not reported why: rank 1 (")
