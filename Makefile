@@ -72,7 +72,7 @@ system:
 		$(SYSTEM_PACKAGES) >/dev/null; } || echo "not installed: $(SYSTEM_PACKAGES); the tests over networks and of mounts will skip"
 
 # Without constraints, in an environment of its own; pip's own configuration decides which build of torch that is. Its
-# outcome is written down in docs/newest.md.
+# outcome is written down in docs/reference/newest.md.
 test-newest: system
 	"$(PYTHON)" -m venv --clear .venv-newest
 	.venv-newest/bin/python -m pip install -q --upgrade pip

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Everything in which a program or its caller can tell us from torchrun, each with its reason.
 
-A difference that is not here fails a test, and a test shows each one that is. ``docs/differences.md``
+A difference that is not here fails a test, and a test shows each one that is. ``docs/explanation/differences.md``
 holds the table that ``render`` makes; ``python -m tests.conformance.differences`` prints it.
 """
 

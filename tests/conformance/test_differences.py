@@ -11,7 +11,7 @@ import pytest
 from tests.conformance.differences import Difference, render
 
 HERE = Path(__file__).parent
-PAGE = HERE.parents[1] / "docs" / "differences.md"
+PAGE = HERE.parents[1] / "docs" / "explanation" / "differences.md"
 
 
 def test_page_holds_the_list() -> None:

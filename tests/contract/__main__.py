@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Test all backends and write the table of docs/backends.md: ``python -m tests.contract [BACKEND ...] [-n 5 ...]``.
+"""Test all backends and write docs/reference/backends.md: ``python -m tests.contract [BACKEND ...] [-n 5 ...]``.
 
 Words that are no backend are options of pytest. Columns of backends that are not named stay as they are.
 """

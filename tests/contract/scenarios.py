@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What every backend is tested for: the rows and columns of the table in docs/backends.md.
+"""What every backend is tested for: the rows and columns of the table in docs/reference/backends.md.
 
 ``Contract`` has a test for each scenario, marked ``@pytest.mark.scenario("retries")``. A backend's further tests may be
 marked as well, with the wire that they use: ``@pytest.mark.scenario("retries", wire="fake")``; see ``table``.

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The table of docs/backends.md, scenario by backend, from a test run: a pytest plugin, loaded by tests/conftest.py.
+"""The table of docs/reference/backends.md from a test run: a pytest plugin, loaded by tests/conftest.py.
 
 A run in which all tests of a backend were collected, and none has failed, yields the column of that backend. With
 ``--backends-table PATH`` the column is written into that page, and other columns stay as they are; otherwise the run
@@ -20,7 +20,7 @@ from tests.contract import scenarios
 from tests.contract.scenarios import BACKENDS, SCENARIOS, WIRES
 
 _TESTS = Path(__file__).parents[1]
-PAGE = _TESTS.parent / "docs" / "backends.md"
+PAGE = _TESTS.parent / "docs" / "reference" / "backends.md"
 _BEGIN, _END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
 _TESTED, _CANNOT = "scenario", "cannot"
 
@@ -174,7 +174,7 @@ class Table:
         """Show the message."""
         yield
         if self._message:
-            terminalreporter.section("docs/backends.md", yellow=True)
+            terminalreporter.section("docs/reference/backends.md", yellow=True)
             terminalreporter.line(self._message)
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The table of docs/backends.md: what its cells say, and that the page's own can be read."""
+"""The table of docs/reference/backends.md: what its cells say, and that the page's own can be read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.contract import table
 from tests.contract.contract import Contract
 from tests.contract.scenarios import BACKENDS, SCENARIOS
 
-PAGE = Path(__file__).parents[2] / "docs" / "backends.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "backends.md"
 
 FIRST, *REST = SCENARIOS
 
@@ -51,4 +51,4 @@ def test_the_page_has_every_scenario_and_nothing_else() -> None:
 def test_the_example_is_short() -> None:
     """A backend with its fixture is at most 150 lines."""
     files = ("examples/process_backend.py", "tests/contract/test_example.py")
-    assert sum(len((PAGE.parents[1] / file).read_text().splitlines()) for file in files) <= 150
+    assert sum(len((PAGE.parents[2] / file).read_text().splitlines()) for file in files) <= 150

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""What docs/from_*.md say to type is taken: commands by TorchX and our schedulers, constructors by Python."""
+"""What docs/how_to/from_*.md say to type is taken: commands by TorchX and our schedulers, constructors by Python."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from torchx.runner import get_runner
 from torchx.specs import AppDef, Role
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[2] / "docs" / "how_to"
 PAGES = sorted(DOCS.glob("from_*.md"))
 BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
 CODE = {page.name: re.findall(r"`([^`]+)`", BLOCK.sub("", page.read_text())) for page in PAGES}
@@ -57,4 +57,4 @@ def test_links_lead_somewhere() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
-        assert f"docs/{page.name}" in (DOCS.parent / "README.md").read_text()
+        assert f"docs/how_to/{page.name}" in (DOCS.parents[1] / "README.md").read_text()

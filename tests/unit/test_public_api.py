@@ -174,17 +174,17 @@ def test_exceptions_for_the_command_line_are_in_the_tree() -> None:
 
 
 def test_the_api_page_has_every_public_name() -> None:
-    page = (_PACKAGE.parent / "docs" / "api.md").read_text()
+    page = (_PACKAGE.parent / "docs" / "reference" / "api.md").read_text()
     assert [name for name in torchx_monarch.__all__ if f"`{name}" not in page] == []
     for name in torchx_monarch.__all__:
         for function in public_functions(name):
             if isinstance(definition(name), ast.ClassDef) and function.name != "__init__":
                 deprecated = "Deprecated" in (ast.get_docstring(function) or "")
-                assert deprecated or f"`{function.name}" in page, f"{name}.{function.name} is not in docs/api.md"
+                assert deprecated or f"`{function.name}" in page, f"{name}.{function.name} is not in the page"
 
 
 def test_the_api_page_has_the_signatures() -> None:
-    page = (_PACKAGE.parent / "docs" / "api.md").read_text()
+    page = (_PACKAGE.parent / "docs" / "reference" / "api.md").read_text()
     for text in re.findall(r"^```python\n((?:serve|SPMDJob|MonarchJob)\(.*?)\n```", page, re.MULTILINE | re.DOTALL):
         (shown,) = ast.parse(f"def {text}: ...").body
         assert isinstance(shown, ast.FunctionDef)

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""docs/security.md explains the messages and options that there are."""
+"""docs/explanation/security.md explains the messages and options that there are."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
 from torchx_monarch.transport import address, connections
 from torchx_monarch.transport.connections import Address
 
-PAGE = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "explanation" / "security.md").read_text()
 WHERE = Address("tls", "node0", 26599)
 
 

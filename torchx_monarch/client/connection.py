@@ -163,7 +163,7 @@ def _connected(target: Target, timeout: float) -> socket.socket:
             connection.close()
         hint = ""
         if address.networked and not isinstance(error, ssl.SSLError):
-            hint = ". From outside its network: forward the port, and give its near end as address (docs/live.md)"
+            hint = ". From outside its network: forward the port and give its near end as address (docs/how_to/live.md)"
         why = explain(error, address)
         # An address from the scheduler may not belong to replica 0 yet: Kubernetes reuses the addresses of pods, so
         # another program may listen there until the host is ready. Only an address from the user is final.

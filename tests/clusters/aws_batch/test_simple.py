@@ -55,7 +55,7 @@ def test_delete_removes_definition_and_secret_and_hides_the_job(apps: Apps, aws:
 
 @pytest.mark.scenario("credentials not on show", wire="fake")
 def test_with_a_secret_aws_batch_shows_no_credentials(apps: Apps, aws: Aws) -> None:
-    """Without it they are in the job definition, as docs/security.md says."""
+    """Without it they are in the job definition, as docs/explanation/security.md says."""
     client = aws.client("batch")
     for secret in (True, False):
         handle = apps.run(

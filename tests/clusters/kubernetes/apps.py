@@ -160,7 +160,7 @@ class Apps(Place):
 
     @contextlib.contextmanager
     def forwarded(self, handle: str, port: int) -> Iterator[str]:
-        """HOST:PORT that leads to a port of the pod of the first role's replica 0, as docs/live.md has it."""
+        """HOST:PORT that leads to a port of the pod of the first role's replica 0, as docs/how_to/live.md has it."""
         pod = next(one for one in self.pods(handle) if one["metadata"]["name"] == self.pod(handle, 0))
         if self.cluster.stand_ins is not None:
             with Relay(port, self.cluster.network(pod["metadata"]["uid"])) as relay:

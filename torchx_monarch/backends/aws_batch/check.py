@@ -89,7 +89,8 @@ def _warn_of_unawaited(roles: Sequence[RoleSpec]) -> None:
     if ended:
         _log.warning(
             "AWS Batch ends role %s when the first role, %s, has ended: only roles of torchrun or Python commands wait "
-            "for each other. Mark what is to end so as a sidecar, or make it an app of its own (docs/backends.md)",
+            "for each other. Mark what is to end so as a sidecar, or make it an app of its own "
+            "(docs/reference/backends.md)",
             ", ".join(ended),
             main.name,
         )
