@@ -78,14 +78,14 @@ def test_a_job_from_other_processes(work: Path, eventually: Eventually) -> None:
     assert handle in torchx("list", "-s", "monarch_local").stdout
     described = torchx("describe", handle).stdout
     assert "'entrypoint': 'torchrun'" in described and "torchx_monarch.host" not in described
-    assert len(re.findall(r"\[prog\d\]:pid \d+", torchx("log", handle).stdout)) == 4
-    assert len(re.findall(r"\[prog\d\]:pid \d+", torchx("log", f"{handle}/prog/1").stdout)) == 2
-    assert "\n".join(torchx("log", "--regex", "prog3", handle).stdout.splitlines()).count("pid") == 1
+    assert len(re.findall(r"\[\d\] pid \d+", torchx("log", handle).stdout)) == 4
+    assert len(re.findall(r"\[\d\] pid \d+", torchx("log", f"{handle}/prog/1").stdout)) == 2
+    assert "\n".join(torchx("log", "--regex", r"\[3\]", handle).stdout.splitlines()).count("pid") == 1
     follower = subprocess.Popen([*TORCHX, "log", "-t", handle], stdout=subprocess.PIPE, text=True)
     torchx("cancel", handle)
     eventually(lambda: state(handle) == "CANCELLED", "the cancellation")
-    assert follower.communicate(timeout=240)[0].count("]:pid ") == 4
-    assert len(re.findall(r"\[prog\d\]:pid \d+", torchx("log", handle).stdout)) == 4
+    assert follower.communicate(timeout=240)[0].count("] pid ") == 4
+    assert len(re.findall(r"\[\d\] pid \d+", torchx("log", handle).stdout)) == 4
     torchx("delete", handle)
     assert not app.exists()
     assert torchx("status", handle, check=False).returncode == 1
@@ -136,6 +136,59 @@ def test_wait_tells_by_its_exit_code(work: Path, body: str, code: int) -> None:
     assert "Traceback (most recent call last)" not in done.stderr or body.startswith("raise")
 
 
+def last_screen(stderr: str) -> list[str]:
+    """Return the lines of the summary, which nothing follows."""
+    lines = stderr.splitlines()
+    start = max(index for index, line in enumerate(lines) if re.match("(SUCCEEDED|FAILED|CANCELLED) after ", line))
+    return lines[start:]
+
+
+@pytest.mark.parametrize("more", [(), ("--log",)])
+def test_the_last_screen_of_a_failed_run(work: Path, more: tuple[str, ...]) -> None:
+    name = write(work, "if os.environ['RANK'] == '1': raise ValueError('boom ' * 60)\ntime.sleep(1000)")
+    words = ("--wait", *more, "-cfg", "preload=none", "monarch.spmd", "--max_restarts", "1", name)
+    done = run(*words, cwd=work, check=False)
+    handle = done.stdout.strip()
+    summary = last_screen(done.stderr)
+    assert summary[0].startswith("FAILED after ") and summary[0].endswith(f" s: {handle}")
+    assert summary[1].startswith("  cause:  rank 1 (local rank 1 on ") and "ValueError: boom" in summary[1]
+    assert summary[2] == f"  raised: {work}/prog.py, line 2, in <module>"
+    assert summary[3] == f"  log:    {folder(handle)}/logs/prog/0/attempt_1/1/stderr.log"
+    assert summary[4:] == ["  ran:    1 host x 2 ranks, 1 restart", f"  next:   torchx log {handle}/prog/0"]
+    torchx_said = done.stderr[done.stderr.index("job finished") :].split("\nFAILED after ")[0]
+    assert len([line for line in torchx_said.splitlines() if line and "[monarch]" not in line]) <= 8
+    assert "python/object" not in done.stderr and "{" not in torchx_said
+    assert os.path.exists(summary[3].split()[1])
+
+
+def test_the_last_screen_of_a_run_that_succeeded_ends_with_what_to_type(work: Path) -> None:
+    done = run("--wait", "-cfg", "preload=none", "monarch.spmd", "-j", "2x1", write(work, ""), cwd=work)
+    handle = done.stdout.strip()
+    assert last_screen(done.stderr)[1:] == [
+        f"  log:    {folder(handle)}/logs",
+        "  ran:    2 hosts x 1 rank, no restart",
+        f"  next:   torchx log {handle}",
+        f"          torchx delete {handle}",
+    ]
+    assert "\x1b" not in "\n".join(last_screen(done.stderr))
+
+
+def test_times_precede_the_lines_if_they_are_asked_for(work: Path) -> None:
+    name = write(work, "print('out', flush=True)")
+    words = ("--wait", "--log", "-cfg", "preload=none,timestamps=True", "monarch.spmd", "-j", "1", name)
+    lines = [line for line in run(*words, cwd=work).stderr.splitlines() if line.startswith("prog/0 ")]
+    assert all(re.match(r"prog/0 \d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z \[(0|monarch)\] ", line) for line in lines)
+    assert any(line.endswith("[0] out") for line in lines)
+
+
+def test_progress_lines_precede_the_output_that_they_announce(work: Path) -> None:
+    words = ("--wait", "--log", "-cfg", "preload=none", "monarch.spmd", "--nproc", "4", write(work, "print('out')"))
+    lines = [line.partition(" ")[2] for line in run(*words, cwd=work).stderr.splitlines() if line.startswith("prog/0 ")]
+    kinds = ["ranks" if "ranks 4/4" in line else "first" if "first output" in line else line[:2] for line in lines]
+    assert kinds[kinds.index("ranks") :][:2] == ["ranks", "first"]
+    assert kinds.index("ranks") < min(kinds.index(line) for line in kinds if line in ("[0", "[1", "[2", "[3"))
+
+
 def test_restarts_of_ranks_are_counted(work: Path) -> None:
     name = write(work, "sys.exit(int(os.environ['TORCHELASTIC_RESTART_COUNT']) < 2)")
     words = ("--wait", "-cfg", "preload=none", "monarch.spmd", "--max_restarts", "3", name)
@@ -147,8 +200,8 @@ def test_arguments_arrive_as_typed(work: Path) -> None:
     name = write(work, "import json; print(json.dumps(sys.argv[1:]))")
     arguments = ['--x=a b"c,$d', "$HOME", "é\n", "*", "", "--nproc", "${local_rank}"]
     done = run("--wait", "--log", "-cfg", "preload=none", "monarch.spmd", "-j", "1", name, *arguments, cwd=work)
-    line = next(line for line in done.stderr.splitlines() if "[prog0]:" in line)
-    assert json.loads(line.partition("]:")[2]) == [*arguments[:-1], "0"]
+    line = next(line for line in done.stderr.splitlines() if "[0] " in line)
+    assert json.loads(line.partition("[0] ")[2]) == [*arguments[:-1], "0"]
     assert "--nproc after prog.py" in done.stderr  # warned that it went to the script
 
 
@@ -266,6 +319,7 @@ def test_terminal_shows_the_phases_and_ctrl_c_cancels(work: Path, eventually: Ev
     assert terminal.wait() == 130
     assert "cancelling monarch_local://torchx/" in terminal.text
     assert "Traceback" not in terminal.text
+    assert "\x1b[33mCANCELLED\x1b[0m after " in terminal.text[terminal.text.index("cancelling") :]
     handle = re.findall(r"monarch_local://torchx/[\w-]+", terminal.text)[0]
     assert state(handle) == "CANCELLED"
 
@@ -274,7 +328,7 @@ def test_terminal_shows_the_phases_and_ctrl_c_cancels(work: Path, eventually: Ev
 def test_second_ctrl_c_kills(work: Path, eventually: Eventually) -> None:
     name = write(work, "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready', flush=True)\ntime.sleep(1000)\n")
     terminal = Terminal([*RUN, "--wait", "--log", "-cfg", "preload=none,grace=600", "monarch.spmd", name], work)
-    eventually(lambda: terminal.shows("]:ready"), "the ranks")
+    eventually(lambda: terminal.shows("ready"), "the ranks")
     assert terminal.text.count("hosts 1/1") == 1  # in the log, and not a second time
     terminal.type(b"\x03")
     eventually(lambda: terminal.shows("cancelling"), "the first Ctrl-C's answer")

@@ -107,7 +107,9 @@ def test_exec_from_another_shell_when_who_took_the_hosts_is_gone(
     assert done.returncode == 5
     assert sorted(done.stdout.splitlines()) == ["out 0", "out 1"]
     assert "err 1" in done.stderr
-    assert done.stderr.splitlines()[-1].startswith("[monarch] run 1 FAILED: rank 1 (local rank 1 on ")
+    summary = done.stderr[done.stderr.index("FAILED after ") :].splitlines()
+    assert summary[0].endswith(f" s: run 1 on {handle}") and len(summary) <= 6
+    assert summary[1].startswith("  cause:  rank 1 (local rank 1 on ")
     assert torchx("monarch", "exec", handle).returncode == 0
     listed = torchx("monarch", "ps").stdout.splitlines()
     assert len(listed) == 2 and listed[1].split()[0] == handle

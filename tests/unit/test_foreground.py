@@ -28,6 +28,9 @@ class Plain:
     def cancel(self, app_id: str, grace: float | None = None) -> None:
         self.cancelled += 1
 
+    def read(self, app_id: str) -> None:
+        return None
+
     def events_path(self, app_id: str) -> None:
         return None
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,11 +28,19 @@ class Rank:
     """One stream of a rank: what it writes, and its output on a console of the host."""
 
     def __init__(
-        self, console: Console, prefix: str = "", file: str | None = None, sink: SinkGroup | None = None
+        self,
+        console: Console,
+        prefix: str = "",
+        file: str | None = None,
+        sink: SinkGroup | None = None,
+        stamped: bool = False,
+        released: bool = True,
     ) -> None:
         end, self._pipe = os.pipe()
         self.output = OutputPipe(os.fdopen(end, "rb", 0), lambda: None)
-        self.output.assign(file, console, prefix, sink)
+        self.output.assign(file, console, prefix, sink, stamped)
+        if released:
+            self.output.release()
 
     async def write(self, data: bytes) -> None:
         """Returns when the pipe has taken it."""
@@ -217,3 +226,56 @@ def test_a_very_long_line_is_read_in_pieces(tmp_path: Path) -> None:
     assert len(lines) > 3 and max(map(len, lines)) < 2 << 20
     assert all(line.startswith("[continued] x") for line in lines[1:-1])
     assert sum(line.count("x") for line in lines) == 64 * 65536 and lines[-1] == "end\n"
+
+
+def test_output_is_held_until_it_is_released_and_its_announcement_precedes_it(tmp_path: Path) -> None:
+    console = tmp_path / "console"
+
+    async def program(out: Console) -> None:
+        first, (end, pipe) = asyncio.Event(), os.pipe()
+        output = OutputPipe(os.fdopen(end, "rb", 0), first.set)
+        output.assign(None, out, "[default0]:")
+
+        async def announce() -> None:
+            await first.wait()
+            out.write("host", b"[monarch] first output\n")
+
+        task = asyncio.ensure_future(announce())
+        os.write(pipe, b"one\ntwo")
+        os.close(pipe)
+        await output.ended.wait()
+        out.write("host", b"[monarch] ranks 1/1\n")
+        assert not first.is_set()
+        output.release()
+        await task
+        await shown(console, lambda data: data.endswith(b"two\n"))
+        output.release()
+
+    assert on_console(console, program) == (
+        b"[monarch] ranks 1/1\n[monarch] first output\n[default0]:one\n[default0]:two\n"
+    )
+
+
+def test_a_flood_is_not_held_in_memory(tmp_path: Path) -> None:
+    console, text = tmp_path / "console", b"x" * 1023 + b"\n"
+
+    async def program(out: Console) -> None:
+        rank = Rank(out, released=False)
+        await rank.write(text * 4096)
+        await rank.end()
+
+    assert on_console(console, program) == text * 4096
+
+
+def test_a_time_precedes_each_line_and_no_piece(tmp_path: Path) -> None:
+    console = tmp_path / "console"
+
+    async def program(out: Console) -> None:
+        rank = Rank(out, "[default0]:", stamped=True)
+        await rank.write(b"one\ntwo\n\r 10%")
+        await shown(console, lambda data: data.endswith(b"10%"))
+        await rank.write(b"\r 20%\n")
+        await rank.end()
+
+    time = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z \[default0\]:"
+    assert re.fullmatch(f"{time}one\n{time}two\n{time}\r 10%\r 20%\n", on_console(console, program).decode())

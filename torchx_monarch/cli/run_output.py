@@ -5,11 +5,14 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from typing import NoReturn
 
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.client.hosts import Hosts, say
+from torchx_monarch.client.result import RunResult
 from torchx_monarch.client.run import Collector, Records, collect_with_interrupts
+from torchx_monarch.insight.summary import Summary, local_path, show_restarts, show_shape
 
 
 def stream_and_exit(hosts: Hosts, records: Records, verbose: bool, ends: bool = True) -> NoReturn:
@@ -28,11 +31,32 @@ def stream_and_exit(hosts: Hosts, records: Records, verbose: bool, ends: bool = 
         sys.exit(exit_codes.INTERRUPTED)
     finally:
         records.close()
-    if result.exit_code != 0 and not verbose:
-        cause = result.ranks.get(result.cause) if result.cause is not None else None
-        if cause is not None and cause.traceback:
-            say(f"traceback of rank {cause.rank}:\n{cause.traceback.rstrip()}")
-        if cause is not None and cause.log_path:
-            say(f"log of rank {cause.rank}: {cause.log_path}")
-        say(f"run {result.run} {'STOPPED' if result.stopped else 'FAILED'}: {result.reason}")
+    summary_of(hosts.handle, result).write(sys.stderr)
     sys.exit(result.exit_code)
+
+
+def summary_of(handle: str, result: RunResult) -> Summary:
+    """Return the summary of a run that has ended.
+
+    Args:
+        handle: the handle of the allocation.
+        result: the result of the run.
+    """
+    cause = result.ranks.get(result.cause) if result.cause is not None else None
+    log = cause.log_path if cause is not None else ""
+    if cause is not None and log and not local_path(log):
+        log = f"{log} on {cause.hostname}"
+    counts = Counter(rank.replica for rank in result.ranks.values())
+    per_host = set(counts.values())
+    shape = show_shape(len(counts), per_host.pop() if len(per_host) == 1 else None)
+    failed = result.exit_code != 0
+    return Summary(
+        "STOPPED" if result.stopped else "FAILED" if failed else "SUCCEEDED",
+        f"run {result.run} on {handle}",
+        result.seconds,
+        cause=result.reason if failed else "",
+        traceback=cause.traceback if cause is not None else "",
+        log=log,
+        ran=f"{shape}, {show_restarts(result.attempts - 1)}" if counts else "",
+        next=(f"torchx monarch {f'follow {handle} {result.run}' if failed else f'stop {handle}'}",),
+    )

@@ -5,23 +5,28 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TextIO
 
 from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.hosts import Hosts, say
 from torchx_monarch.client.result import RankOutput, RunResult, run_result
 from torchx_monarch.client.run_options import Output, check_output
 from torchx_monarch.exceptions import AllocationError, RefusedError, SPMDError, UnreachableError
+from torchx_monarch.insight.log_lines import LineParser, is_coloured, is_terminal
 from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.system.line_output import LineOutput
 
 _RECONNECT_FOR = 30.0
 """Seconds for which a broken connection is retried. After that the client gives up; the run itself continues."""
+
+_LINES = re.compile(r"[^\n]*\n|[^\n]+")
 
 
 class Records:
@@ -130,7 +135,7 @@ class Collector:
         self._exits: dict[int, RankExit] = {}
         self._attempts = 0
         self._texts: dict[int, dict[str, list[str]]] = {}
-        self._lines = {"stdout": LineOutput(), "stderr": LineOutput()}
+        self._streams = {"stdout": _RankLines(sys.stdout), "stderr": _RankLines(sys.stderr)}
 
     def collect(self, records: Records) -> RunResult:
         """Process all records, and return the result of the run.
@@ -163,8 +168,41 @@ class Collector:
         elif self._output == "store":
             self._texts.setdefault(rank, {"stdout": [], "stderr": []})[stream].append(text)
         elif self._output == "stream":
-            placed = self._lines[stream].place(rank, text.encode(errors="surrogateescape"))
-            show(stream, placed.decode(errors="surrogateescape"))
+            show(stream, self._streams[stream].place(rank, text))
+
+
+class _RankLines:
+    """Decide how the output of the ranks looks on one stream.
+
+    torchrun's prefix is shown as ``[3] ``. On a terminal all lines have that prefix, also those of ranks without
+    ``--tee``; in a file or a pipe these lines are as the rank has written them.
+
+    Args:
+        stream: the stream; None if it is closed.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._is_terminal = is_terminal(stream)
+        self._is_coloured = is_coloured(stream)
+        self._parser = LineParser()
+        self._placed = LineOutput()
+        self._unfinished: set[int] = set()
+
+    def place(self, rank: int, text: str) -> str:
+        """Return what to write for lines, or a piece of a line, of a rank."""
+        shown = []
+        for line in _LINES.findall(text):
+            shown.append(line if rank in self._unfinished else self._with_prefix(rank, line))
+            (self._unfinished.discard if line.endswith("\n") else self._unfinished.add)(rank)
+        prefix = self._with_prefix(rank, "") if self._is_terminal else ""
+        placed = self._placed.place(rank, "".join(shown).encode(errors="surrogateescape"), prefix.encode())
+        return placed.decode(errors="surrogateescape")
+
+    def _with_prefix(self, rank: int, line: str) -> str:
+        parsed = self._parser.parse_of(rank, line)
+        if not self._is_terminal:
+            return parsed.plain()
+        return dataclasses.replace(parsed, prefix=f"[{rank}] ").on_terminal(self._is_coloured)
 
 
 def collect_with_interrupts(hosts: Hosts, records: Records, collector: Collector) -> RunResult:

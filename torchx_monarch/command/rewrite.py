@@ -181,6 +181,15 @@ def hold(app: AppDef, idle_timeout: float = IDLE_TIMEOUT) -> AppDef:
     return held
 
 
+def rank_command(role: Role) -> Command | None:
+    """Return the rank command of a role as submitted; None if it has none or, in a damaged record, an invalid one."""
+    try:
+        found = _find_rank_command(role)
+    except CommandError:
+        return None
+    return found.command if found is not None else None
+
+
 def _find_rank_command(role: Role) -> _RankCommand | None:
     """Find the rank command of a role; None if the role has none.
 

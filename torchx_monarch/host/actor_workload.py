@@ -83,7 +83,8 @@ class ActorWorkload:
             os.dup2(write, number)
             os.close(write)
             output = OutputPipe(os.fdopen(read, "rb", 0), lambda: None, _is_shown)
-            output.assign(None, console, "")
+            output.assign(None, console, "", stamped=self._host.options.timestamps)
+            output.release()
             self._output.append(output)
 
     def parse(self) -> Command:

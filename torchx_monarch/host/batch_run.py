@@ -67,7 +67,10 @@ class BatchRun:
         run = RunSpec(command, host.environ, host.options.preload_modules, forks=host.options.forks_ranks)
         self._learned = self._read_learned(command)
         log_dir = log_folder(command, host.log_dir, os.getcwd(), host.run_id(command))
-        self._logs = RankLogs(host.options.replica, host.hostname, log_dir, run, host.stdout, host.stderr)
+        stamped = host.options.timestamps
+        self._logs = RankLogs(
+            host.options.replica, host.hostname, log_dir, run, host.stdout, host.stderr, stamped=stamped
+        )
         first_output = self.first_output.set if self.first_output is not None else None
         starter = RankStarter(run, Zygotes(host.reporter.line), host.reporter.line, first_output, self._learned)
         self.pool = RankPool(self._logs, starter, host.reporter.line)

@@ -63,7 +63,8 @@ class HostProcess:
         self._run_dir = environ.get("MONARCH_RUN_DIR") or run_dirs.new_run_dir()
         log_dir = os.path.abspath(environ.get("MONARCH_LOG_DIR") or tempfile.mkdtemp(prefix="torchx-monarch-"))
         events_path = environ.get("MONARCH_EVENTS") if options.replica == 0 else None
-        reporter = Reporter(stderr, events_path, options.role, environ.get("MONARCH_TERMINATION_LOG"))
+        termination_log = environ.get("MONARCH_TERMINATION_LOG")
+        reporter = Reporter(stderr, events_path, options.role, termination_log, options.timestamps)
         self._host = Host(options, environ, socket.gethostname(), stdout, stderr, log_dir, reporter)
         self._host.grace = options.grace
         self._workload = workload(self._host)

@@ -172,7 +172,8 @@ class LiveRuns:
     ) -> RankPool:
         host = self._host
         run = RunSpec(command, host.environ, host.options.preload_modules, env, cwd, host.options.forks_ranks)
-        logs = RankLogs(host.options.replica, host.hostname, log_dir, run, host.stdout, host.stderr, self._run_log)
+        outputs = (host.stdout, host.stderr, self._run_log, host.options.timestamps)
+        logs = RankLogs(host.options.replica, host.hostname, log_dir, run, *outputs)
         starter = RankStarter(run, self._zygotes, host.reporter.line, learned=learned)
         self._present = (learned, starter, env) if learned is not None else None
         return RankPool(logs, starter, host.reporter.line)

@@ -13,12 +13,10 @@ from string import Template
 from torchx_monarch.host.filtered_output import FilteredFile, filtered_name
 from torchx_monarch.host.rank_process import RankProcess
 from torchx_monarch.host.run_spec import RunSpec
+from torchx_monarch.insight.log_lines import TEMPLATE
 from torchx_monarch.insight.run_log import RunLog, RunLogSink, SinkGroup
 from torchx_monarch.system import safe_files
 from torchx_monarch.system.console import Console, LineSink
-
-_PREFIX = "[${role_name}${rank}]:"
-"""The prefix of a rank's lines, as under torchrun, unless the user gives another."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +31,7 @@ class RankLogs:
         stdout: output for prefixed stdout lines; None to drop them.
         stderr: output for prefixed stderr lines; None to drop them.
         run_log: second destination of these lines, in a run on a live allocation; None in a batch job.
+        stamped: whether the time is written before each of these lines.
     """
 
     replica: int
@@ -42,9 +41,10 @@ class RankLogs:
     stdout: Console | None = None
     stderr: Console | None = None
     run_log: RunLog | None = None
+    stamped: bool = False
 
     def attach(self, process: RankProcess, attempt: int, rank: int, local_rank: int) -> Path | None:
-        """Set the destinations of a rank's output.
+        """Set the destinations of a rank's output, which is held until ``RankProcess.release``.
 
         Args:
             process: the process of the rank.
@@ -64,7 +64,7 @@ class RankLogs:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         shown = options.local_ranks_filter is None or local_rank in options.local_ranks_filter
         names = {"role_name": options.role, "rank": rank, "local_rank": local_rank, "hostname": socket.gethostname()}
-        template = self.run.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", _PREFIX)
+        template = self.run.environ.get("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", TEMPLATE)
         prefix = Template(options.log_line_prefix_template or template).safe_substitute(names)
         out = (process.stdout, options.tee.stdout, options.redirects.stdout, options.duplicate_stdout_filters)
         err = (process.stderr, options.tee.stderr, options.redirects.stderr, options.duplicate_stderr_filters)
@@ -85,7 +85,7 @@ class RankLogs:
                 if teed and shown:
                     sinks.append(FilteredFile(str(filtered), texts, prefix.encode()))
             sink = sinks[0] if len(sinks) == 1 else SinkGroup(sinks) if sinks else None
-            output.assign(path, console if onto_console else None, prefix if teed else "", sink)
+            output.assign(path, console if onto_console else None, prefix if teed else "", sink, self.stamped)
         return directory
 
     def last_attempt(self) -> int:

@@ -7,9 +7,11 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import time
 from collections.abc import Callable
 from typing import IO
 
+from torchx_monarch.insight.log_lines import stamp
 from torchx_monarch.system import safe_files
 from torchx_monarch.system.console import Console, LineSink, write_all
 from torchx_monarch.system.line_output import LONGEST, complete
@@ -22,10 +24,14 @@ _DRAW_AFTER = 0.1
 """Seconds after which an unfinished progress bar is shown: tqdm's default interval between two updates."""
 
 
+_HELD_AT_MOST = 1 << 20
+"""Bytes of output that are held at most before ``release``."""
+
+
 class OutputPipe:
     """Read one pipe to its end.
 
-    Output that arrives before ``assign`` is held: an interpreter that waits for its program has no rank yet. Memory is
+    Output that arrives before ``release`` is held, so that progress lines of the host can precede it. Memory is
     bounded: a line longer than ``LONGEST`` bytes is passed on in pieces.
 
     Attributes:
@@ -33,7 +39,8 @@ class OutputPipe:
 
     Args:
         pipe: the read end of the pipe; owned, and closed at the end.
-        on_first: called once, for the first bytes: when they arrive, or in ``assign`` if they arrived before.
+        on_first: called once, for the first bytes that are not held. They are passed on in the next turn of the event
+            loop: a task that this wakes can write a progress line before them.
         is_shown: returns whether to write a line, given without its line feed, to the host's output; None to write all.
     """
 
@@ -44,11 +51,13 @@ class OutputPipe:
         self._pipe = pipe
         self._on_first: Callable[[], None] | None = on_first
         self._is_shown = is_shown
-        self._held: list[bytes] | None = []
+        self._held = bytearray()
+        self._is_held = True
         self._file: int | None = None
         self._console: Console | None = None
         self._sink: LineSink | None = None
         self._prefix = b""
+        self._is_stamped = False
         self._partial: list[bytes] = []
         self._partial_size = 0
         self._goes_on = False
@@ -57,14 +66,22 @@ class OutputPipe:
         os.set_blocking(pipe.fileno(), False)
         asyncio.get_running_loop().add_reader(pipe, self._readable)
 
-    def assign(self, path: str | None, console: Console | None, prefix: str, sink: LineSink | None = None) -> None:
-        """Set the destinations and pass on the output that has been held.
+    def assign(
+        self,
+        path: str | None,
+        console: Console | None,
+        prefix: str,
+        sink: LineSink | None = None,
+        stamped: bool = False,
+    ) -> None:
+        """Set the destinations, before ``release``.
 
         Args:
             path: path of the rank's log file, which is appended to; None for no file.
             console: output of the host, for prefixed lines; None to write to the file alone.
             prefix: written before each line, such as ``[trainer3]:``; may be empty.
             sink: second destination for the lines of ``console``; closed at the end. None for none.
+            stamped: whether the time is written before the prefix.
 
         Raises:
             OSError: the file cannot be opened, or is not a regular file of this user: an earlier rank may have made it.
@@ -74,15 +91,24 @@ class OutputPipe:
         self._console = console
         self._prefix = prefix.encode()
         self._sink = sink
-        held, self._held = self._held or [], None
-        for data in held:
-            self._feed(data)
+        self._is_stamped = stamped
+
+    def release(self) -> None:
+        """Pass on the output that has been held, and from now on all output as it arrives; later calls do nothing."""
+        if not self._is_held:
+            return
+        self._is_held = False
+        held, self._held = bytes(self._held), bytearray()
+        if held:
+            self._take(held)
+        if self.ended.is_set() and not self._is_held:
+            self._finish()
 
     def drain(self) -> None:
         """Pass on the output that is in the pipe without waiting for more, and close."""
         try:
             while data := os.read(self._pipe.fileno(), _CHUNK):
-                self._feed(data)
+                self._take(data)
         except BlockingIOError:
             pass
         self.close()
@@ -93,6 +119,11 @@ class OutputPipe:
             return
         asyncio.get_running_loop().remove_reader(self._pipe)
         self._pipe.close()
+        self.ended.set()
+        if not self._is_held:
+            self._finish()
+
+    def _finish(self) -> None:
         if self._console is not None and self._partial:
             self._show(b"".join([*self._partial, b"\n"]))
         elif self._console is not None and self._goes_on:
@@ -105,7 +136,6 @@ class OutputPipe:
             self._sink.close()
         if self._file is not None:
             os.close(self._file)
-        self.ended.set()
 
     def _readable(self) -> None:
         try:
@@ -114,15 +144,24 @@ class OutputPipe:
             return
         if not data:
             self.close()
-        elif self._held is not None:
-            self._held.append(data)
         else:
-            self._feed(data)
+            self._take(data)
 
-    def _feed(self, data: bytes) -> None:
-        if self._on_first is not None:
+    def _take(self, data: bytes) -> None:
+        """Hold output, or pass it on."""
+        if not self._is_held and self._on_first is not None:
             self._on_first()
             self._on_first = None
+            self._is_held = True
+            asyncio.get_running_loop().call_soon(self.release)
+        if not self._is_held:
+            self._feed(data)
+            return
+        self._held += data
+        if len(self._held) > _HELD_AT_MOST:
+            self.release()
+
+    def _feed(self, data: bytes) -> None:
         if self._file is not None:
             write_all(self._file, data)  # a full disk loses log lines, never the job
         if self._console is None:
@@ -161,13 +200,13 @@ class OutputPipe:
             text = b"".join(line for line in _LINES.findall(text) if self._is_shown(line.removesuffix(b"\n")))
             if not text:
                 return
-        shown = text
-        if self._prefix:
+        shown, prefix = text, (stamp(time.time()).encode() if self._is_stamped else b"") + self._prefix
+        if prefix:
             ended = text.endswith(b"\n")
-            shown = (text[:-1] if ended else text).replace(b"\n", b"\n" + self._prefix) + (b"\n" if ended else b"")
+            shown = (text[:-1] if ended else text).replace(b"\n", b"\n" + prefix) + (b"\n" if ended else b"")
             if not self._goes_on:
-                shown = self._prefix + shown
+                shown = prefix + shown
         if self._sink is not None:
             self._sink.write(text, shown)
-        self._console.write(self, shown, self._prefix)
+        self._console.write(self, shown, prefix)
         self._goes_on = not text.endswith(b"\n")

@@ -171,15 +171,20 @@ class RankPool:
             raise LaunchError(str(error)) from None
         if stops != self._stops:
             for rank in ranks:
-                rank.process.kill(signal.SIGKILL)
+                rank.process.discard()
             raise LaunchError("the ranks were stopped while they were started")
         self._ranks, self.attempt = ranks, world.attempt
         self._memory = OutOfMemory()
         return [rank.process.pid for rank in ranks]
 
     async def watch(self) -> None:
-        """Wait until a rank has failed or all have ended; after a failure, send SIGTERM to the other ranks."""
+        """Show the ranks' output, and wait until a rank has failed or all have ended; then send SIGTERM to the others.
+
+        The controller calls this after its progress line about the launch, which thus precedes the output.
+        """
         ranks = self._ranks
+        for rank in ranks:
+            rank.process.release()
         running = {asyncio.ensure_future(rank.process.ended.wait()): rank for rank in ranks}
         while running:
             done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -202,6 +207,8 @@ class RankPool:
         self._stops += 1
         if not ranks:
             return
+        for rank in ranks:
+            rank.process.release()
         left = self._signal_ranks(number)
         if left:
             ends = [asyncio.ensure_future(rank.process.ended.wait()) for rank in left]

@@ -72,8 +72,14 @@ class RankProcess:
             return
         asyncio.get_running_loop().add_reader(pidfd, self._pidfd_readable, pidfd)
 
+    def release(self) -> None:
+        """Pass on the output, which is held until now."""
+        self.stdout.release()
+        self.stderr.release()
+
     def discard(self) -> None:
         """Close the pipes of a process that has not begun; kill one that has."""
+        self.release()
         if self.pid:
             self.kill(signal.SIGKILL)
             return

@@ -15,7 +15,7 @@ from __future__ import annotations
 import datetime
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from string import Template
 from typing import TextIO
 
@@ -92,7 +92,7 @@ class LineParser:
     """Parse the lines that a host has written.
 
     Args:
-        role_name: torchrun's ``--role``; None to recognize the prefix of any role whose name does not end in a digit.
+        role_name: torchrun's ``--role``; None for any, where the digits at its end count as digits of the rank.
         template: the user's ``--log-line-prefix-template``; empty for torchrun's default.
     """
 
@@ -111,6 +111,14 @@ class LineParser:
             return LogLine(rest, time=time)
         rank = int(match["rank"])
         return LogLine(rest[match.end() :], f"[{rank}] " if self._is_default else match[0], rank, time)
+
+    def parse_of(self, rank: int, line: str) -> LogLine:
+        """Parse a line of a known rank; its prefix is empty if the line has none."""
+        found = self.parse(line)
+        # The name of the role may end in digits: [bert23] is rank 3 of bert2.
+        if found.rank is not None and str(found.rank).endswith(str(rank)):
+            return replace(found, rank=rank, prefix=f"[{rank}] ")
+        return LogLine(line[len(found.time) + 1 :] if found.time else line, "", rank, found.time)
 
 
 def _pattern(template: str, role_name: str | None) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import TypeVar
 
 from torchx_monarch.insight import events
+from torchx_monarch.insight.log_lines import stamp
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.system import error_files, signed_line
 from torchx_monarch.system.console import Console
@@ -42,15 +43,22 @@ class Reporter:
         events_path: path of the app's events file; None if the backend has none.
         role: name of the role, part of each event.
         termination_log: path of the container's termination message (see ``write_result``); None for none.
+        stamped: whether the time is written before each line.
     """
 
     def __init__(
-        self, console: Console, events_path: str | None, role: str, termination_log: str | None = None
+        self,
+        console: Console,
+        events_path: str | None,
+        role: str,
+        termination_log: str | None = None,
+        stamped: bool = False,
     ) -> None:
         self._console = console
         self._events_path = events_path
         self._role = role
         self._termination_log = termination_log
+        self._stamped = stamped
         self.rank_restarts = 0
         self._last = time.monotonic()
         self.echo: Callable[[str], None] | None = None
@@ -58,15 +66,19 @@ class Reporter:
     def line(self, text: str) -> None:
         """Write a line to the log, without an event."""
         text = one_line(text)
-        self._console.write(self, f"[monarch] {text}\n".encode())
+        self._write_line(text, self._stamped)
         if self.echo is not None:
             self.echo(text)
+
+    def result_line(self, text: str) -> None:
+        """Write the signed result to the log, for the backend. It has no time: it would not be found behind one."""
+        self._write_line(text, stamped=False)
 
     def block(self, title: str, text: str) -> None:
         """Write a line and a text of several lines. Every line gets the prefix, as a rank may have written the text."""
         self.line(title)
         for line in lines(text):
-            self._console.write(self, f"[monarch]   {line}\n".encode())
+            self._write_line(f"  {line}", self._stamped)
             if self.echo is not None:
                 self.echo(f"  {line}")
 
@@ -104,6 +116,9 @@ class Reporter:
         finally:
             task.cancel()
 
+    def _write_line(self, text: str, stamped: bool) -> None:
+        self._console.write(self, f"{stamp(time.time()) if stamped else ''}[monarch] {text}\n".encode())
+
     def _event(self, kind: str, text: str, seconds: float | None, fields: dict[str, object]) -> None:
         if self._events_path:
             events.append(self._events_path, kind, one_line(text), seconds=seconds, role=self._role, **fields)
@@ -120,7 +135,7 @@ def write_result(result: HostResult, environ: Mapping[str, str], reporter: Repor
         reporter: writes the signed line.
     """
     if key := environ.get(signed_line.KEY_VARIABLE):
-        reporter.line(signed_line.sign(result.to_text(_SHORT_RESULT), key))
+        reporter.result_line(signed_line.sign(result.to_text(_SHORT_RESULT), key))
     if result.code == 0:
         return
     if path := environ.get("TORCHELASTIC_ERROR_FILE"):

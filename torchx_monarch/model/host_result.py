@@ -46,6 +46,7 @@ class HostResult:
         ended: when the host ended, in seconds since the epoch; 0 if unknown.
         is_short: whether the text has TorchX's short form, which a backend makes of an exit code where there is no
             error file.
+        log: path of the root cause's stderr log on its host; empty without one.
     """
 
     code: int | None = None
@@ -59,6 +60,7 @@ class HostResult:
     restarts: int | None = None
     ended: float = 0.0
     is_short: bool = False
+    log: str = ""
 
     @classmethod
     def of(cls, result: JobResult, *, rank_restarts: int = 0, no_retry_reason: str = "") -> HostResult:
@@ -80,6 +82,7 @@ class HostResult:
             rank_restarts,
             no_retry_reason,
             ended=now,
+            log=cause.stderr_path if cause else "",
         )
 
     @property
@@ -125,6 +128,7 @@ class HostResult:
                 # A backend gets a result from every host and chooses the one to show by these two fields.
                 "consequence": self.is_secondary,
                 "replica": self.replica,
+                **({"log": self.log} if self.log else {}),
             }
             values = {"message": values}
         beside = {"rank_restarts": self.rank_restarts, "final": self.no_retry_reason, "ended": self.ended}
@@ -158,6 +162,7 @@ class HostResult:
             _integer(values.get("restarts")),
             _seconds(values.get("ended")),
             is_short,
+            _text(extra.get("log")),
         )
 
 

@@ -107,6 +107,12 @@ class HostSpec:
         RANKS[0], "fork: ranks are forks of the zygote; fresh: they are interpreters of their own", parse=_parse_ranks
     )
     lease: float = _seconds(LEASE, "seconds without a message after which a host or its agent counts as lost", 1)
+    timestamps: bool = _flag(
+        False,
+        "1: the time is written before each line of the log",
+        parse=lambda text: text == "1",
+        show=lambda value: str(int(value)),
+    )
     retry_on: tuple[int, ...] = _flag(
         (),
         "exit codes and signals after which ranks are started again, separated by commas (default: any)",

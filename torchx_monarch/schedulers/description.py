@@ -8,6 +8,7 @@ prints them unchanged, and its parser for error files fails on some of them, so 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -16,8 +17,12 @@ from torchx.specs import NONE, AppDef, AppState, ReplicaStatus, Role, RoleStatus
 
 from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.state import AppStatus, count_restarts
+from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.system.safe_files import parse_json
 from torchx_monarch.system.untrusted_text import one_line, printable
+
+_MSG_CHARACTERS = 68
+"""The length at which YAML, as which TorchX prints a message, keeps it on one line."""
 
 
 def describe(app: AppSnapshot, status: AppStatus) -> DescribeAppResponse:
@@ -35,6 +40,17 @@ def describe(app: AppSnapshot, status: AppStatus) -> DescribeAppResponse:
         roles_statuses=[_role(role, status) for role in app.roles],
         roles=written.roles,
     )
+
+
+def shorten(response: DescribeAppResponse, status: AppStatus) -> DescribeAppResponse:
+    """Return a description of an app that has ended, of which ``torchx run --wait`` prints seven short lines.
+
+    TorchX prints all fields as YAML, among them the error files of all replicas. The command's summary follows.
+    """
+    msg = one_line(HostResult.from_text(status.error).reason or response.msg)
+    if len(msg) > _MSG_CHARACTERS:
+        msg = f"{msg[: _MSG_CHARACTERS - 3]}..."
+    return dataclasses.replace(response, msg=msg, structured_error_msg=NONE, roles_statuses=[])
 
 
 def summarize(app: AppSnapshot, status: AppStatus) -> ListAppResponse:

@@ -1,6 +1,6 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Extend ``torchx run --wait`` and ``--log``: show progress, return promptly, cancel the app on a signal.
+"""Extend ``torchx run --wait`` and ``--log``: show progress and a summary, return promptly, cancel on a signal.
 
 Ctrl-C, SIGTERM and SIGHUP cancel the app. Without this, the latter two would leave an unattended app on its GPUs.
 torchrun passes them to its workers too (``torch.distributed.elastic.agent.server.api.SimpleElasticAgent.run``), and
@@ -27,7 +27,9 @@ from typing import Any
 from torchx.specs import TORCHX_CONTEXT_NAME
 
 from torchx_monarch.backends.core.apps import Apps
+from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.insight import events
+from torchx_monarch.schedulers.app_summary import summary_of
 from torchx_monarch.system.untrusted_text import one_line
 
 _LONGEST_WAIT = 30.0
@@ -118,6 +120,8 @@ class Foreground:
         self._scheduler = scheduler
         self._kills = kills
         self._polls: dict[str, int] = {}
+        self._submitted: dict[str, float] = {}
+        """When each app was submitted, in seconds since the epoch."""
         self._offsets: dict[str, int] = {}
 
     @contextlib.contextmanager
@@ -137,6 +141,7 @@ class Foreground:
         def submitted(app_id: str) -> None:
             if in_command:
                 self._polls[app_id] = 0
+                self._submitted[app_id] = time.time()
 
         with _termination.held():
             yield submitted
@@ -166,9 +171,9 @@ class Foreground:
         return app_id in self._polls
 
     def on_close(self) -> None:
-        """Cancel the apps that the command waits for, if it exits because of a signal; kill them on a second Ctrl-C.
+        """Show how the apps that the command has waited for have ended; cancel them first if it exits by a signal.
 
-        Called when TorchX's command line leaves its runner.
+        A second Ctrl-C kills them. Called when TorchX's command line leaves its runner: nothing is printed after it.
 
         Raises:
             SystemExit: with 130 after Ctrl-C, 143 after SIGTERM, 129 after SIGHUP; TorchX then prints no traceback.
@@ -176,6 +181,10 @@ class Foreground:
         error = sys.exc_info()[1]
         if not isinstance(error, KeyboardInterrupt):
             _termination.remove()
+            for app_id, polls in self._polls.items():
+                if polls >= 2:
+                    self._show_end(app_id)
+            self._polls.clear()
             return
         number = error.number if isinstance(error, _Signalled) else signal.SIGINT
         for app_id, polls in self._polls.items():
@@ -193,13 +202,23 @@ class Foreground:
                 self._apps.cancel(app_id)
                 while not self._apps.wait(app_id, 3600.0):
                     continue
+                self._show_end(app_id)
             except KeyboardInterrupt:
                 if not self._kills:
                     continue
                 _print_stderr(f"\nkilling {handle}")
                 self._apps.cancel(app_id, 0.0)
-                self._apps.wait(app_id, _KILL_TIMEOUT)
+                if self._apps.wait(app_id, _KILL_TIMEOUT):
+                    self._show_end(app_id)
         raise SystemExit(128 + number) from None
+
+    def _show_end(self, app_id: str) -> None:
+        """Print the summary of an app, if it has ended and can be read."""
+        with contextlib.suppress(BackendError, OSError, ValueError):  # ValueError: stderr is closed
+            found = self._apps.read(app_id)
+            if found is not None and found[1].state.is_terminal:
+                handle = f"{self._scheduler}://torchx/{app_id}"
+                summary_of(handle, *found, self._submitted[app_id], time.time()).write(sys.stderr)
 
     def _show(self, app_id: str) -> None:
         path = self._apps.events_path(app_id)

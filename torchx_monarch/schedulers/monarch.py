@@ -34,8 +34,9 @@ from torchx_monarch.model.sidecars import SidecarError
 from torchx_monarch.schedulers import image_push
 from torchx_monarch.schedulers.caller_error_file import write_root_cause
 from torchx_monarch.schedulers.command import CheckedRunopts, exit_on_user_error, keep_threads_quiet, subcommand
-from torchx_monarch.schedulers.description import describe, summarize
+from torchx_monarch.schedulers.description import describe, shorten, summarize
 from torchx_monarch.schedulers.foreground import Foreground
+from torchx_monarch.schedulers.log_display import LogDisplay
 
 Cfg = Mapping[str, CfgVal]
 
@@ -172,6 +173,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             ranks=options.ranks,
             retry_on=retry_on,
             lease=float(options.lease),
+            timestamps=options.timestamps,
         )
         if not isinstance(options, NetworkOpts):
             return WrapOptions(self._python, spec)
@@ -256,6 +258,8 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         response = describe(*found)
         if self._foreground.has_submitted(app_id):
             write_root_cause(response)
+            if found[1].state.is_terminal:
+                return shorten(response, found[1])
         return response
 
     def describe_native(self, app_id: str) -> AppDryRunInfo[Any, Any] | None:
@@ -289,9 +293,19 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         Raises:
             ValueError: the app, role or replica does not exist, or an argument is invalid.
         """
-        return self.apps.lines(
-            app_id, role_name, k, regex=regex, since=since, until=until, follow=should_tail, stream=streams
+        found = self.apps.recent(app_id)
+        display = LogDisplay.of_command(found[0], role_name) if found is not None else None
+        lines = self.apps.lines(
+            app_id,
+            role_name,
+            k,
+            regex=None if display is not None else regex,
+            since=since,
+            until=until,
+            follow=should_tail,
+            stream=streams,
         )
+        return lines if display is None else display.show(lines, regex)
 
     def _cancel_existing(self, app_id: str) -> None:
         self.apps.cancel_and_wait(app_id)

@@ -138,7 +138,7 @@ def known_fields(data: dict[str, Any], traceback_bytes: int = TRACEBACK_BYTES) -
 
 
 _SHORT = (
-    *("errorCode", "timestamp", "raised_at", "began", "joined", "consequence", "replica"),
+    *("errorCode", "timestamp", "raised_at", "began", "joined", "consequence", "replica", "log"),
     *("rank_restarts", "final", "restarts", "ended"),
 )
 

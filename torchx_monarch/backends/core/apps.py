@@ -91,7 +91,7 @@ class Apps(Generic[S]):
         if stream is not None and not self._backend.capabilities.separate_streams:
             reason = f"{stream.value} alone is not there"
             raise UserError(f"{self._scheduler} keeps both streams of a replica as one; {reason}")
-        found = self._cached(app_id)
+        found = self.recent(app_id)
         if found is None:
             raise UserError(f"there is no app {app_id!r} of {self._scheduler}")
         app, status = found
@@ -101,12 +101,12 @@ class Apps(Generic[S]):
             until,
             stream,
             follow=follow and not status.state.is_terminal,
-            latest=lambda: latest[0] if (latest := self._cached(app_id)) else None,
+            latest=lambda: latest[0] if (latest := self.recent(app_id)) else None,
             has_ended=lambda: self.has_ended(app_id),
         )
         return matching(self._backend.read_log(app, role, replica, query), regex)
 
-    def _cached(self, app_id: str) -> tuple[S, AppStatus] | None:
+    def recent(self, app_id: str) -> tuple[S, AppStatus] | None:
         """Return a state that is at most ``Backend.poll`` seconds old; None if the app does not exist.
 
         Followers of logs share it: `torchx log` reads 500 replicas in 500 threads.
@@ -123,7 +123,7 @@ class Apps(Generic[S]):
         ended = self._backend.has_ended(app_id)
         if ended is not None:
             return ended
-        found = self._cached(app_id)
+        found = self.recent(app_id)
         return found is None or found[1].state.is_terminal
 
     def wait(self, app_id: str, timeout: float) -> bool:

@@ -1,0 +1,155 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The last screen of a command that waits: how a job or a run has ended, and what TorchX prints before."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from torchx.specs import AppDef, Role
+from torchx.specs import AppStatus as TorchXStatus
+
+from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot, RoleSnapshot
+from torchx_monarch.backends.core.state import reduce
+from torchx_monarch.cli import run_output
+from torchx_monarch.client.result import RankResult, RunResult
+from torchx_monarch.insight.summary import Summary, show_duration
+from torchx_monarch.model.host_result import HostResult
+from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
+from torchx_monarch.model.state import State
+from torchx_monarch.schedulers.app_summary import summary_of
+from torchx_monarch.schedulers.description import describe, shorten
+
+HANDLE = "monarch_local://torchx/train-x1y2z3"
+TRACEBACK = (
+    'Traceback:\n  File "/w/train.py", line 9, in <module>\n    f()\n  File "/w/train.py", line 4, in f\n    x\n'
+)
+REASON = "rank 1 (local rank 1 on node7, pid 4711) exited with code 1: ValueError: boom"
+
+
+def app(state: State, *, error: str = "", ui_url: str = "", nproc: str = "4") -> AppSnapshot:
+    failure = "replica train/1 exited with code 1" if state is State.FAILED else ""
+    replicas = [
+        ReplicaSnapshot("train", 0, State.SUCCEEDED, started=100, ended=104),
+        ReplicaSnapshot("train", 1, state, started=100, ended=104, failure=failure, error=error, rank_restarts=2),
+    ]
+    spec = RoleSpec("train", 2, workload=WorkloadKind.RANKS)
+    words = ["--nnodes", "2", "--nproc-per-node", nproc, "train.py"]
+    role = Role("train", image="", entrypoint="torchrun", args=words, num_replicas=2)
+    return AppSnapshot("train-x1y2z3", "train", [RoleSnapshot(spec, replicas)], AppDef("train", [role]), ui_url=ui_url)
+
+
+def lines_of(snapshot: AppSnapshot, submitted: float = 90.0) -> list[str]:
+    return summary_of(HANDLE, snapshot, reduce(snapshot, 200.0), submitted, 200.0).lines()
+
+
+def test_a_failed_app_names_the_rank_and_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "stderr.log"
+    log.touch()
+    result = HostResult(1, REASON, TRACEBACK, 104.0, replica=0, log=str(log))
+    assert lines_of(app(State.FAILED, error=result.to_text())) == [
+        f"FAILED after 14.0 s: {HANDLE}",
+        f"  cause:  {REASON}",
+        "  raised: /w/train.py, line 4, in f",
+        f"  log:    {log}",
+        "  ran:    2 hosts x 4 ranks, 2 restarts",
+        f"  next:   torchx log {HANDLE}/train/0",
+    ]
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    assert lines_of(app(State.FAILED)) == [
+        f"FAILED after 14.0 s: {HANDLE}",
+        "  cause:  replica train/1 exited with code 1",
+        "  ran:    2 hosts x 4 ranks, 2 restarts",
+        f"  next:   torchx log {HANDLE}/train/1",
+    ]
+    elsewhere = HostResult(1, REASON, log="/nowhere/on/this/machine/stderr.log", replica=7)
+    shown = lines_of(app(State.FAILED, error=elsewhere.to_text(), nproc="gpu"))
+    assert not any("log: " in line or "raised" in line for line in shown)
+    assert "  ran:    2 hosts, 2 restarts" in shown
+    assert shown[-1].endswith("/train/1")
+
+
+def test_a_success_takes_three_to_five_lines(tmp_path: Path) -> None:
+    (tmp_path / "a b" / "logs").mkdir(parents=True)
+    shown = lines_of(app(State.SUCCEEDED, ui_url=(tmp_path / "a b").as_uri()), submitted=103.2)
+    assert shown == [
+        f"SUCCEEDED after 0.8 s: {HANDLE}",
+        f"  log:    {tmp_path}/a b/logs",
+        "  ran:    2 hosts x 4 ranks, 2 restarts",
+        f"  next:   torchx log {HANDLE}",
+        f"          torchx delete {HANDLE}",
+    ]
+    assert len(lines_of(app(State.SUCCEEDED))) == 4
+
+
+def test_clocks_that_differ_give_no_nonsense() -> None:
+    assert lines_of(app(State.SUCCEEDED), submitted=150.0)[0].startswith("SUCCEEDED after 50.0 s")
+
+
+def test_the_screen_has_twelve_lines_whatever_a_rank_writes() -> None:
+    hostile = Summary(
+        "FAILED",
+        HANDLE,
+        7300.0,
+        cause="rank 1 \x1b[2J\r" + "word " * 2000 + "x" * 5000,
+        traceback='  File "/w/\x1b[31mtrain.py", line 4, in f',
+        log="/a/path/of/eighty/columns/" + "y" * 50,
+        ran="2 hosts x 4 ranks, 2 restarts",
+        next=(f"torchx log {HANDLE}", f"torchx delete {HANDLE}"),
+    )
+    shown = hostile.lines(width=80)
+    assert sum(-(-len(line) // 80) for line in shown) <= 12
+    assert shown[0] == f"FAILED after 2 h 1 min: {HANDLE}"
+    assert "\x1b" not in "".join(shown) and "\r" not in "".join(shown)
+    assert all(len(line) < 600 for line in hostile.lines())
+
+
+def test_colours_are_for_terminals_alone() -> None:
+    assert Summary("FAILED", HANDLE).lines(coloured=True)[0].startswith("\x1b[31mFAILED\x1b[0m")
+    stream = io.StringIO()
+    Summary("FAILED", HANDLE, cause="x" * 200).write(stream)
+    assert stream.getvalue() == f"FAILED: {HANDLE}\n  cause:  {'x' * 200}\n"
+    Summary("FAILED", HANDLE).write(None)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(-1, "0.0 s"), (59.94, "59.9 s"), (61.2, "1 min 1 s"), (3599.6, "1 h 0 min")]
+)
+def test_durations(seconds: float, shown: str) -> None:
+    assert show_duration(seconds) == shown
+
+
+def test_what_torchx_prints_is_short_and_without_json() -> None:
+    failed = app(State.FAILED, error=HostResult(1, REASON + " x" * 500, TRACEBACK, replica=1).to_text())
+    status = reduce(failed, 200.0)
+    said = shorten(describe(failed, status), status)
+    shown = str(TorchXStatus(said.state, 0, said.msg, said.structured_error_msg, said.ui_url, said.roles_statuses))
+    assert len(shown.splitlines()) == 7
+    assert "rank 1 (local rank 1 on node7" in shown and "python/object" not in shown and "{" not in shown
+
+
+def rank_result(rank: int, replica: int) -> RankResult:
+    return RankResult(rank, 0, replica, f"node{replica}", 1, 1, 1.0, True, "", TRACEBACK, "/nowhere/stderr.log")
+
+
+def test_a_run_on_an_allocation_ends_with_the_same_lines() -> None:
+    ranks = {rank: rank_result(rank, rank // 2) for rank in range(4)}
+    failed = RunResult(3, 1, REASON, ranks, attempts=2, seconds=4.0, cause=2)
+    assert run_output.summary_of(HANDLE, failed).lines() == [
+        f"FAILED after 4.0 s: run 3 on {HANDLE}",
+        f"  cause:  {REASON}",
+        "  raised: /w/train.py, line 4, in f",
+        "  log:    /nowhere/stderr.log on node1",
+        "  ran:    2 hosts x 2 ranks, 1 restart",
+        f"  next:   torchx monarch follow {HANDLE} 3",
+    ]
+    assert run_output.summary_of(HANDLE, RunResult(4, 0, "all 4 ranks ended", ranks, seconds=4.0)).lines() == [
+        f"SUCCEEDED after 4.0 s: run 4 on {HANDLE}",
+        "  ran:    2 hosts x 2 ranks, no restart",
+        f"  next:   torchx monarch stop {HANDLE}",
+    ]
+    assert run_output.summary_of(HANDLE, RunResult(5, 143, "stopped", stopped=True)).lines()[0].startswith("STOPPED")

@@ -1,0 +1,126 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Show in a few lines how a job or a run has ended: the last thing on the screen of a command that waits for it.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TextIO
+
+from torchx_monarch.insight.log_lines import is_coloured, is_terminal, paint
+from torchx_monarch.system.untrusted_text import one_line
+
+_CAUSE_LINES = 3
+"""The most lines of a terminal that the cause takes: a message may have thousands of characters."""
+
+_CAUSE_CHARACTERS = 500
+"""The most characters of the cause where there is no terminal."""
+
+_COLOURS = {"SUCCEEDED": 32, "FAILED": 31}
+_OTHER_COLOUR = 33
+
+_FRAME = re.compile(r'^ *File "([^"\n]+)", line (\d+)(?:, in (.+))?$', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a job or a run has ended. A fact that is not known is empty, and its line is left out.
+
+    Attributes:
+        state: the state in one word, such as ``FAILED``.
+        subject: what has ended: a handle, or a run and a handle.
+        seconds: how long it took; None if that is not known.
+        cause: why it has ended, with the rank; empty after a success.
+        traceback: the Python traceback of the root cause, of which the last frame is shown.
+        log: path of the log of the root cause, or of the folder of all logs.
+        ran: how many hosts and ranks ran, and how often they were restarted.
+        next: commands to type next.
+    """
+
+    state: str
+    subject: str
+    seconds: float | None = None
+    cause: str = ""
+    traceback: str = ""
+    log: str = ""
+    ran: str = ""
+    next: Sequence[str] = ()
+
+    def lines(self, width: int = 0, coloured: bool = False) -> list[str]:
+        """Return the lines, at most 12 of a terminal with 80 columns unless a path or a handle is very long.
+
+        Args:
+            width: columns of the terminal; 0 for none, where no line is broken.
+            coloured: whether to colour the state.
+        """
+        state = paint(self.state, _COLOURS.get(self.state, _OTHER_COLOUR)) if coloured else self.state
+        took = "" if self.seconds is None else f" after {show_duration(self.seconds)}"
+        facts = [
+            *(("cause", line) for line in _wrapped(one_line(self.cause), width)),
+            ("raised", _last_frame(self.traceback)),
+            ("log", one_line(self.log)),
+            ("ran", one_line(self.ran)),
+            *(("next", one_line(command)) for command in self.next),
+        ]
+        shown, last = [f"{state}{took}: {one_line(self.subject)}"], ""
+        for name, text in facts:
+            if text:
+                shown.append(f"  {'' if name == last else f'{name}:':<8}{text}")
+                last = name
+        return shown
+
+    def write(self, stream: TextIO | None) -> None:
+        """Write the lines to a stream; do nothing if it is closed."""
+        if stream is None or stream.closed:
+            return
+        width = shutil.get_terminal_size().columns if is_terminal(stream) else 0
+        stream.write("".join(f"{line}\n" for line in self.lines(width, is_coloured(stream))))
+        stream.flush()
+
+
+def show_duration(seconds: float) -> str:
+    """Return a duration for people: ``4.2 s``, ``3 min 20 s``, ``2 h 5 min``."""
+    if seconds < 60:
+        return f"{max(0.0, seconds):.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def show_shape(hosts: int, ranks: int | None) -> str:
+    """Return the size of a job: ``2 hosts x 4 ranks``, ``1 host`` if the ranks of a host (None) are not known."""
+    shown = "1 host" if hosts == 1 else f"{hosts} hosts"
+    return shown if ranks is None else f"{shown} x {ranks} rank{'' if ranks == 1 else 's'}"
+
+
+def show_restarts(count: int) -> str:
+    """Return a number of restarts: ``no restart``, ``1 restart``, ``2 restarts``."""
+    return f"{count or 'no'} restart{'s' if count > 1 else ''}"
+
+
+def local_path(path: str) -> str:
+    """Return a path of a job's host if this machine has the file; else an empty text."""
+    return path if path and os.path.exists(path) else ""
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    if not width:
+        return [text if len(text) <= _CAUSE_CHARACTERS else f"{text[:_CAUSE_CHARACTERS]}..."]
+    return textwrap.wrap(text, max(20, width - 10), max_lines=_CAUSE_LINES, placeholder="...", break_on_hyphens=False)
+
+
+def _last_frame(traceback: str) -> str:
+    """Return the last frame of a traceback: ``train.py, line 7, in step``; empty without one."""
+    frames = _FRAME.findall(traceback)
+    if not frames:
+        return ""
+    path, line, function = frames[-1]
+    return one_line(f"{path}, line {line}" + (f", in {function}" if function else ""))

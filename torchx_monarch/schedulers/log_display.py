@@ -1,0 +1,97 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Show log lines in ``torchx log`` and ``torchx run --log`` with the short prefix of ``insight.log_lines``.
+
+TorchX writes ``ROLE/REPLICA`` before every piece of text that ``log_iter`` yields (``torchx.cli.cmd_log``), and again
+after each carriage return. In files and pipes that stays. On a terminal a line that names its rank does without it: the
+text begins with the control sequences that move the cursor to the first column and erase the line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TextIO
+
+from torchx.specs import Role
+
+from torchx_monarch.backends.core.snapshot import AppSnapshot
+from torchx_monarch.backends.core.validation import matching
+from torchx_monarch.command.rewrite import rank_command
+from torchx_monarch.insight.log_lines import LineParser, LogLine, is_coloured, is_terminal
+from torchx_monarch.schedulers.command import subcommand
+
+_ERASE = "\x1b[G\x1b[K"
+"""Moves the cursor to the first column, and erases to the end of the line. (A carriage return would not do: TorchX
+repeats its prefix after it.)"""
+
+_REDRAW = re.compile("\r(?!\n)")
+
+_TEMPLATE_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
+
+
+class LogDisplay:
+    """Decide how the log lines of one replica look.
+
+    Args:
+        app: the app.
+        role: name of the role.
+        stream: where TorchX prints the lines; None if that is closed.
+    """
+
+    def __init__(self, app: AppSnapshot, role: str, stream: TextIO | None) -> None:
+        written = {one.name: one for one in app.app.roles} if app.app is not None else {}
+        self._parser = _parser_of(written.get(role))
+        self._is_terminal = is_terminal(stream)
+        self._is_coloured = is_coloured(stream)
+        self._is_alone = len(app.replicas) == 1
+        self._has_one_role = len(app.roles) == 1
+
+    @classmethod
+    def of_command(cls, app: AppSnapshot, role: str) -> LogDisplay | None:
+        """Return how this process's ``torchx log`` or ``torchx run --log`` shows lines; None in any other program."""
+        command = subcommand()
+        if command not in ("log", "run"):
+            return None
+        return cls(app, role, sys.stdout if command == "log" else sys.stderr)
+
+    def show(self, pieces: Iterable[str], regex: str | None) -> Iterator[str]:
+        """Return the lines to show; those in which a regular expression matches, if there is one.
+
+        Args:
+            pieces: lines, or pieces of a line that continues.
+            regex: is matched with the line without colours; None or empty for all lines.
+
+        Raises:
+            UserError: it is not a valid regular expression.
+        """
+        matching((), regex)
+        return self._shown(pieces, re.compile(regex) if regex else None)
+
+    def _shown(self, pieces: Iterable[str], wanted: re.Pattern[str] | None) -> Iterator[str]:
+        last, goes_on = LogLine(""), False
+        for piece in pieces:
+            line = dataclasses.replace(last, text=piece) if goes_on else self._parser.parse(piece)
+            plain = piece if goes_on else line.plain()
+            if wanted is None or wanted.search(plain):
+                yield self._on_terminal(line, goes_on) if self._is_terminal else plain
+            last, goes_on = line, not piece.endswith("\n")
+
+    def _on_terminal(self, line: LogLine, goes_on: bool) -> str:
+        before = "" if goes_on else dataclasses.replace(line, text="").on_terminal(self._is_coloured)
+        if not self._has_one_role or (line.rank is None and not self._is_alone):
+            return before + line.text  # TorchX's prefix is the only one that names the role or the replica
+        drawn = dataclasses.replace(line, text="", time="").on_terminal(self._is_coloured)
+        text = _REDRAW.sub(lambda _: _ERASE + drawn, line.text)
+        return text if goes_on else _ERASE + before + text
+
+
+def _parser_of(role: Role | None) -> LineParser:
+    """Return the parser of the lines of a role's ranks; of any torchrun's if the role is not known."""
+    command = rank_command(role) if role is not None else None
+    if role is None or command is None or command.kind == "hosts":
+        return LineParser()
+    template = command.options.log_line_prefix_template or role.env.get(_TEMPLATE_VARIABLE) or ""
+    return LineParser(command.options.role, template)
