@@ -140,6 +140,35 @@ def test_a_disposition_of_the_users_stays(handler: Any, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
+    ("words", "has_input", "warnings"),
+    [
+        ("--wait", [True, True], 1),
+        ("--wait", [False, True], 1),  # from a slow writer
+        ("--wait", [False, False], 0),
+        ("--wait --stdin", [True, True], 0),
+        ("", [True, True], 0),
+    ],
+)
+def test_input_that_no_rank_reads_is_told_once(
+    words: str,
+    has_input: list[bool],
+    warnings: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(TORCHX_CONTEXT_NAME, "cli_run")
+    monkeypatch.setattr("sys.argv", ["torchx", "run", *words.split(), "utils.echo"])
+    monkeypatch.setattr("torchx_monarch.schedulers.foreground.has_unread_input", lambda: has_input.pop(0))
+    foreground = foreground_of(Plain(slow=False))
+    submit(foreground)
+    if words:
+        for _ in range(2):
+            foreground.on_poll("a-1")
+    foreground.on_close()
+    assert capsys.readouterr().err.count("standard input is not forwarded") == warnings
+
+
+@pytest.mark.parametrize(
     ("words", "waits"),
     [
         ("torchx run -s plain --wait utils.echo", True),

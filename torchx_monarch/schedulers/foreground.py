@@ -30,6 +30,7 @@ from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.insight import events
 from torchx_monarch.schedulers.app_summary import summary_of
+from torchx_monarch.schedulers.unread_input import WARNING, has_unread_input
 from torchx_monarch.system.untrusted_text import one_line
 
 _LONGEST_WAIT = 30.0
@@ -123,6 +124,7 @@ class Foreground:
         self._submitted: dict[str, float] = {}
         """When each app was submitted, in seconds since the epoch."""
         self._offsets: dict[str, int] = {}
+        self._has_warned = False
 
     @contextlib.contextmanager
     def submission(self) -> Iterator[Callable[[str], None]]:
@@ -142,6 +144,8 @@ class Foreground:
             if in_command:
                 self._polls[app_id] = 0
                 self._submitted[app_id] = time.time()
+                if _is_to_wait(sys.argv):
+                    self._warn_of_input()
 
         with _termination.held():
             yield submitted
@@ -183,6 +187,7 @@ class Foreground:
             _termination.remove()
             for app_id, polls in self._polls.items():
                 if polls >= 2:
+                    self._warn_of_input()  # a slow writer may have begun only now
                     self._show_end(app_id)
             self._polls.clear()
             return
@@ -211,6 +216,12 @@ class Foreground:
                 if self._apps.wait(app_id, _KILL_TIMEOUT):
                     self._show_end(app_id)
         raise SystemExit(128 + number) from None
+
+    def _warn_of_input(self) -> None:
+        """Print once that standard input is not forwarded, if the user has given some."""
+        if not self._has_warned and "--stdin" not in sys.argv and has_unread_input():
+            self._has_warned = True
+            _print_stderr(f"[monarch] {WARNING}")
 
     def _show_end(self, app_id: str) -> None:
         """Print the summary of an app, if it has ended and can be read."""
