@@ -169,7 +169,7 @@ _BELOW = {
     "cli": {
         *("client", "schedulers", "backends/core", "backends", "torchx_adapter"),
         *("transport", "insight"),
-        *("model", "system"),
+        *("command", "model", "system"),
     },
     "components": {"command", "model"},
 }

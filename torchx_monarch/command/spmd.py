@@ -20,6 +20,7 @@ from torchx.components.structured_arg import StructuredJArgument, StructuredName
 from torchx.specs.finder import ComponentValidationException
 
 from torchx_monarch.command.command import PROCESS_COUNTS, is_process_count
+from torchx_monarch.command.component_arguments import unprotected
 from torchx_monarch.command.meshes import check_mesh_name
 from torchx_monarch.command.torchrun_options import Streams, node_range
 
@@ -65,20 +66,21 @@ class Launch:
         Raises:
             ComponentValidationException: two programs are given, or none.
         """
+        words = unprotected(script_args)
         if m and script:
             _refuse(f"-m {m} and --script {script} contradict each other: give one program.")
         if m:
-            return cls(m, tuple(script_args), module=True)
+            return cls(m, words, module=True)
         if script:
-            return cls(script, tuple(script_args), module=False)
-        if not script_args:
+            return cls(script, words, module=False)
+        if not words:
             _refuse("No program to run: give a script (`monarch.spmd --nproc 4 train.py`) or a module (-m pkg.mod).")
-        if script_args[0].startswith("-"):
+        if words[0].startswith("-"):
             _refuse(
-                f"{script_args[0]} stands where the script is expected: options of monarch.spmd come first, then the "
+                f"{words[0]} stands where the script is expected: options of monarch.spmd come first, then the "
                 "script (or -m MODULE), then the script's own arguments."
             )
-        return cls(script_args[0], tuple(script_args[1:]), module=False)
+        return cls(words[0], words[1:], module=False)
 
     @property
     def role(self) -> str:

@@ -9,7 +9,6 @@ the table with ``torch.distributed.run.get_args_parser()`` and fails when torch 
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from enum import Enum
 from typing import Any, NoReturn
 
 from torchx_monarch.command.rendezvous_conf import RendezvousConf, parse_static_endpoint
+from torchx_monarch.model.spelling import did_you_mean
 
 UNEXPANDED = "\0"
 """Placeholder in the words of a shell string for text that the shell will expand. Real arguments cannot hold a NUL."""
@@ -463,11 +463,7 @@ def _values(texts: Mapping[str, Any], env: Mapping[str, str]) -> TorchrunOptions
 
 
 def _unknown_option(flag: str) -> str:
-    # Compare with a prefix of each name, as long as the typed name: --nprocs suggests --nproc-per-node, not --nnodes.
-    typed = flag.strip("-").replace("_", "-")
-    names = {option.name[2:][: len(typed)]: option.name for option in OPTIONS}
-    near = difflib.get_close_matches(typed, names, n=1, cutoff=0.7)
-    hint = f" Did you mean {names[near[0]]}?" if near else ""
+    hint = did_you_mean(flag, [option.name for option in OPTIONS])
     return f"torchrun has no option {flag}.{hint} See `torchrun --help`."
 
 

@@ -1,0 +1,87 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Extend ``torchx run``: parse the arguments of this package's components, and suggest names of components.
+
+TorchX uses this class instead of its own because the entry point has the name of its command. It changes the words
+after the component's name and nothing else. Components of other packages are passed on as typed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from torchx.cli.cmd_run import CmdRun as TorchXCmdRun
+
+_OWN = "monarch."
+"""How the names of this package's components begin, as setup.cfg registers them."""
+
+
+class CmdRun(TorchXCmdRun):  # type: ignore[misc]
+    """Implement ``torchx run``."""
+
+    def run(self, args: argparse.Namespace) -> None:
+        """Run a component; exit with a message if its name or its arguments are wrong."""
+        if not args.stdin:
+            args.component_name_and_args = _checked(args.component_name_and_args)
+        super().run(args)
+
+
+def _checked(words: Sequence[str]) -> list[str]:
+    """Return the component and its arguments in a form that TorchX parses with the same meaning.
+
+    Raises:
+        SystemExit: the component does not exist, or its arguments are wrong.
+    """
+    from torchx.runner import config
+
+    typed = list(words[1:] if list(words[:1]) == ["--"] else words)
+    if typed and not typed[0].startswith("-"):
+        component, arguments = typed[0], typed[1:]
+    else:
+        component, arguments = config.get_config(prefix="cli", name="run", key="component") or "", typed
+    if not component or ":" in component:
+        return typed
+    function = _function_of(component)
+    if function is None or not component.startswith(_OWN):
+        return typed
+
+    from torchx_monarch.command.component_arguments import ComponentArgumentError, component_arguments
+
+    parameters = inspect.signature(function).parameters.values()
+    options = {each.name: each.annotation for each in parameters if each.kind is not each.VAR_POSITIONAL}
+    try:
+        parsed = component_arguments(component, arguments, options, program=len(options) < len(parameters))
+    except ComponentArgumentError as error:
+        _exit(str(error))
+    return [component, *parsed]
+
+
+def _function_of(component: str) -> Callable[..., Any] | None:
+    """Return the function of a component; None if TorchX is to report what is wrong with it.
+
+    Raises:
+        SystemExit: the component does not exist.
+    """
+    from torchx.specs import finder
+
+    if component.endswith(".py"):  # TorchX would import ``train`` and look for its function ``py``
+        _exit(f"{component} is no component. To run a script: torchx run monarch.spmd --nproc 4 {component}")
+    try:
+        function: Callable[..., Any] = finder.get_component(component).fn
+        return function
+    except finder.ComponentNotFoundException:
+        from torchx_monarch.model.spelling import did_you_mean
+
+        hint = did_you_mean(component, finder.get_components())
+        _exit(f"there is no component {component}.{hint} `torchx builtins` lists them.")
+    except finder.ComponentValidationException:
+        return None
+
+
+def _exit(message: str) -> NoReturn:
+    print(message, file=sys.stderr)
+    sys.exit(2)
