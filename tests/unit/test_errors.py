@@ -10,7 +10,15 @@ from typing import Any
 
 import pytest
 
-from torchx_monarch.model.job_result import JobResult, RankExit, describe_code, describe_others, root_cause, shell_code
+from torchx_monarch.model.job_result import (
+    JobResult,
+    RankExit,
+    describe_code,
+    describe_failure,
+    describe_others,
+    root_cause,
+    shell_code,
+)
 
 
 def exit_of(rank: int, code: int, at: float = 10.0, **fields: Any) -> RankExit:
@@ -66,6 +74,45 @@ def test_others_are_grouped_by_how_they_failed() -> None:
         "ranks 3, 7, 8 and 2 more exited with code 1: ValueError: x",
         "rank 12 was killed by signal 6 (SIGABRT)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("exits", "said"),
+    [
+        ([exit_of(rank, 1, error=error("No module named x", began=False)) for rank in range(4)], "No module named x"),
+        ([exit_of(rank, 1, error=error("ValueError: x\ny")) for rank in range(4)], r"ValueError: x\ny"),
+        ([exit_of(rank, 3) for rank in range(4)], None),
+    ],
+)
+def test_ranks_that_fail_alike_are_one_cause(exits: list[RankExit], said: str | None) -> None:
+    cause = root_cause(exits)
+    assert cause == exits[0]
+    assert describe_failure(exits, cause, 4) == (f"all 4 ranks: {said}" if said else "all 4 ranks exited with code 3")
+    assert describe_others(exits, cause) == []
+
+
+@pytest.mark.parametrize("began", [True, False])
+def test_a_rank_that_was_stopped_differs_only_once_the_program_runs(began: bool) -> None:
+    exits = [exit_of(rank, 1, error=error("x", began=began)) for rank in range(3)]
+    exits.append(exit_of(3, -15, at=12, stopped_at=11))
+    said = exits[0].describe() if began else "3 of 4 ranks: x"
+    assert describe_failure(exits, exits[0], 4) == said
+    assert bool(describe_others(exits, exits[0])) == began
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        exit_of(3, 2, error=error("x")),
+        exit_of(3, 1, error=error("y")),
+        exit_of(3, 0),
+    ],
+)
+def test_ranks_that_fail_differently_are_no_single_cause(last: RankExit) -> None:
+    exits = [*(exit_of(rank, 1, error=error("x")) for rank in range(3)), last]
+    assert describe_failure(exits, exits[0], 4) == exits[0].describe()
+    assert describe_others(exits, exits[0])
+    assert describe_failure(exits[:1], exits[0], 1) == exits[0].describe()
 
 
 def test_they_survive_json_and_pickling() -> None:

@@ -22,9 +22,20 @@ from torchx_monarch.controller.host_events import (
 from torchx_monarch.controller.host_messages import LaunchRanks, OpenStore, RanksExited, StoreOpened, WatchRanks
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.insight.progress import Reporter
-from torchx_monarch.model.job_result import JobResult, RankExit, describe_others, root_cause, shell_code
+from torchx_monarch.model.job_result import (
+    JobResult,
+    RankExit,
+    describe_failure,
+    describe_others,
+    root_cause,
+    shell_code,
+)
 from torchx_monarch.model.registration import Registration
 from torchx_monarch.model.world import World
+
+_NOTED_WITHIN = 0.5
+"""Seconds for which the line about a failure waits for the exits of the other ranks, which are being stopped by then.
+Ranks that cannot start all fail within milliseconds, and the line is to name one cause."""
 
 
 class Attempts:
@@ -96,6 +107,7 @@ class Attempts:
         began = clock()
         while cause := await self._attempt(hosts):
             lived = clock() - began
+            failure = describe_failure(self.exits.values(), cause, sum(host.nproc for host in hosts))
             for line in describe_others(self.exits.values(), cause):
                 self._reporter.line(f"also: {line}")
             before, never_joined = never_joined, retry.never_joined(self.exits.values())
@@ -103,10 +115,10 @@ class Attempts:
             if self._restarts_left == 0 or reason:
                 if self._restarts_left:
                     self._reporter.line(f"no restart: {reason}")
-                return JobResult(shell_code(cause.code), cause.describe(), cause)
+                return JobResult(shell_code(cause.code), failure, cause)
             self._restarts_left -= 1
             self.number += 1
-            text = f"restart {budget - self._restarts_left} of {budget} after: {cause.describe()}"
+            text = f"restart {budget - self._restarts_left} of {budget} after: {failure}"
             self._reporter.restarted(text, attempt=self.number, rank=cause.rank, code=cause.code)
             if delay := backoff.delay(lived):
                 self._reporter.line(f"the restart waits {delay:.1f} s: the last attempt failed after {lived:.1f} s")
@@ -136,9 +148,8 @@ class Attempts:
                 await asyncio.sleep(0)  # lets ``_report_output`` run first: output is reported before exits
                 self._note(exited)
                 growth.cancel()  # once the ranks of a host have ended, a further host is of no use
-                if cause := root_cause(self.exits.values()):
-                    self._reporter.note("failure", cause.describe(), rank=cause.rank)
-                    await self.stop(signal.SIGTERM)
+                if root_cause(self.exits.values()):
+                    await self._stop_others(world.size)
                     # Ranks that had failed before the stop have reported their exits by now.
                     cause = root_cause(self.exits.values())
                     self._blame_hosts(cause)
@@ -181,6 +192,19 @@ class Attempts:
         reason = f"host {stopped[0].replica} has stopped its ranks and not reported why: {stopped[0].describe()}"
         failure = StopRequested(0, JobResult(shell_code(stopped[0].code) or 1, reason))
         raise Interrupted(await self._events.report_within(self._options.lease, failure))
+
+    async def _stop_others(self, world_size: int) -> None:
+        """Stop the ranks after one has failed; write the failure to the log before the last of them has ended."""
+        stopping = asyncio.ensure_future(self.stop(signal.SIGTERM))
+        try:
+            await asyncio.wait([stopping], timeout=_NOTED_WITHIN)
+            if cause := root_cause(self.exits.values()):
+                self._reporter.note(
+                    "failure", describe_failure(self.exits.values(), cause, world_size), rank=cause.rank
+                )
+            await stopping
+        finally:
+            stopping.cancel()
 
     def _note(self, exited: RanksExited) -> None:
         self.exits.update({one.rank: one for one in exited.exits})

@@ -36,9 +36,10 @@ def record(error: BaseException, began: bool) -> None:
         if os.path.getsize(path):  # an empty file: the disk was full when @record wrote it
             return
     error = _cause_of_unwritten(error)
-    callstack = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    not_started = not began and isinstance(error, SystemExit)
+    callstack = "" if not_started else "".join(traceback.format_exception(type(error), error, error.__traceback__))
     try:
-        message = f"{type(error).__name__}: {error}"
+        message = _why_not_started(error) if not_started else f"{type(error).__name__}: {error}"
     except Exception:
         message = f"{type(error).__name__}: <exception str() failed>"
     extra = {
@@ -61,6 +62,22 @@ def record(error: BaseException, began: bool) -> None:
                 os.unlink(path + ".tmp")
             if failure.errno in _DISK_FULL:
                 _write_into_reserve(path, data)
+
+
+def _why_not_started(error: BaseException) -> str:
+    """Return why Python could not start the program, as it says itself but for the interpreter's path.
+
+    Args:
+        error: the SystemExit of ``runpy``, or of a script that cannot be read.
+    """
+    origin = error.__context__
+    while origin is not None and origin.__cause__ is not None:
+        origin = origin.__cause__
+    if isinstance(origin, ImportError):
+        return str(origin)
+    if isinstance(origin, OSError):
+        return f"can't open file {origin.filename!r}: {origin.strerror}"
+    return str(error).removeprefix(f"{sys.executable}: ")
 
 
 def _write_into_reserve(path: str, data: dict[str, Any]) -> None:

@@ -231,7 +231,7 @@ def run_program(mode: str, target: str, args: list[str], at_end: Callable[[], No
         # CPython raises SystemExit for a missing script or module; a program may raise it with a message.
         began = _program_began(error.__traceback__)
         if not began or isinstance(error.code, str):
-            _record(error, began)
+            _record(error.with_traceback(_without_own_frames(error.__traceback__)), began)
         raise
     except BaseException as error:
         error.__traceback__ = _without_own_frames(error.__traceback__)

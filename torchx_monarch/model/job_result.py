@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torchx_monarch.system.untrusted_text import one_line
@@ -187,13 +187,44 @@ def root_cause(exits: Iterable[RankExit]) -> RankExit | None:
     return min(failed, key=lambda one: (one.is_collateral, one.failed_at, one.rank), default=None)
 
 
-def describe_others(exits: Iterable[RankExit], cause: RankExit) -> list[str]:
+def describe_failure(exits: Collection[RankExit], cause: RankExit, world_size: int) -> str:
+    """Describe the failure of an attempt in one line: ``all 4 ranks: No module named nope`` if all failed alike.
+
+    Ranks that were stopped before they came to the same end do not count as different if the program cannot be started.
+    Otherwise the line describes the root cause.
+
+    Args:
+        exits: the exits of the attempt's ranks that are known.
+        cause: the root cause among them.
+        world_size: number of ranks of the attempt.
+    """
+    alike = _failed_alike(exits, cause)
+    if len(alike) < 2:
+        return cause.describe()
+    ranks = f"all {world_size}" if len(alike) == world_size else f"{len(alike)} of {world_size}"
+    return f"{ranks} ranks" + (f": {one_line(cause.message)}" if cause.message else f" {describe_code(cause.code)}")
+
+
+def _failed_alike(exits: Collection[RankExit], cause: RankExit) -> list[RankExit]:
+    """Return the ranks that failed like the root cause; an empty list if some did not."""
+    if cause.is_collateral or cause.timer or cause.out_of_memory:
+        return []
+    counted = [one for one in exits if one.failed or cause.began]
+    alike = [one for one in counted if one.failed and (one.code, one.message) == (cause.code, cause.message)]
+    return alike if len(alike) == len(counted) else []
+
+
+def describe_others(exits: Collection[RankExit], cause: RankExit) -> list[str]:
     """Describe how the ranks other than the root cause failed, one line per kind: ``ranks 3, 7 and 510 more: ...``.
+
+    If all failed alike, ``describe_failure`` says so, and nothing is left to describe.
 
     Messages about a lost peer that differ only in numbers, such as an address or a port, are one kind. Its line shows
     the message of the lowest rank.
     """
     groups: dict[str, tuple[str, list[int]]] = {}
+    if _failed_alike(exits, cause):
+        return []
     for one in sorted(exits, key=lambda each: each.rank):
         if one.failed and one.rank != cause.rank:
             how = describe_code(one.code) + (f": {one_line(one.message)}" if one.message else "")
