@@ -14,6 +14,7 @@ from typing import Any, Protocol, cast
 from torchx.cli.cmd_base import SubCommand
 
 SUB_COMMANDS = {
+    "init": "make a monarch_ scheduler the default of this folder",
     "exec": "run a command on an allocation's hosts",
     "follow": "the output of a run that was begun elsewhere, and its exit code",
     "ps": "allocations, or the runs of one",

@@ -1,0 +1,125 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``torchx monarch init``: make a scheduler the default of this folder, in its ``.torchxconfig``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from torchx.runner import config
+from torchx.schedulers import get_scheduler_factories
+
+from torchx_monarch.cli import exit_codes
+from torchx_monarch.cli.config_file import ConfigSyntaxError, value_of, with_value
+from torchx_monarch.client.hosts import say
+from torchx_monarch.model.spelling import did_you_mean
+from torchx_monarch.system.untrusted_text import one_line
+
+_SECTIONS = ("cli:run", "cli:list")
+"""The sections where ``torchx run`` and ``torchx list`` look for a default scheduler; no other command has one."""
+
+_KEY = "scheduler"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the arguments of ``torchx monarch init``."""
+    parser.add_argument("-s", "--scheduler", default="monarch_local", help="the default (default: monarch_local)")
+    parser.add_argument("--force", action="store_true", help="replace another default scheduler that the file names")
+    parser.add_argument("--dry-run", action="store_true", help="print the file as it would be, and write nothing")
+    parser.add_argument("--json", action="store_true", help="print what was written, as JSON")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Write the default scheduler into the ``.torchxconfig`` of the current folder, and say what was written."""
+    schedulers = get_scheduler_factories()
+    if args.scheduler not in schedulers:
+        hint = did_you_mean(args.scheduler, schedulers)
+        _refuse(f"there is no scheduler {args.scheduler}.{hint} Schedulers are: {', '.join(schedulers)}")
+    path = Path.cwd() / config.CONFIG_FILE
+    try:
+        before = path.read_text()
+    except FileNotFoundError:
+        before = ""
+    except (OSError, UnicodeDecodeError) as error:
+        _refuse(f"cannot read {path}: {error}")
+    try:
+        found = {section: value_of(before, section, _KEY) for section in _SECTIONS}
+        after = before
+        for section in _SECTIONS:
+            after = with_value(after, section, _KEY, args.scheduler)
+    except ConfigSyntaxError as error:
+        _refuse(f"{path} is not changed: {one_line(str(error))}")
+    others = [f"[{section}] {_KEY} = {one_line(value)}" for section, value in found.items() if value]
+    if any(value not in (None, args.scheduler) for value in found.values()) and not args.force:
+        _refuse(f"{path} is not changed: it says {' and '.join(others)}. To replace that: torchx monarch init --force")
+    if not args.dry_run and after != before:
+        try:
+            _write(path, after)
+        except OSError as error:
+            _refuse(f"cannot write {path}: {error.strerror}")
+    written = [section for section, value in found.items() if value != args.scheduler]
+    if args.json:
+        print(json.dumps({"path": str(path), _KEY: args.scheduler, "sections": written, "dry_run": args.dry_run}))
+    elif args.dry_run:
+        print(after, end="")
+    else:
+        _report(path, args.scheduler, written)
+    _warn_of_other_files(path, args.scheduler)
+
+
+def _write(path: Path, text: str) -> None:
+    """Replace a file, or the file that a link of this name leads to, and keep its permissions."""
+    target = path.resolve()
+    aside = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+    try:
+        aside.write_text(text)
+        if target.exists():
+            aside.chmod(target.stat().st_mode & 0o777)
+        aside.replace(target)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _report(path: Path, scheduler: str, written: list[str]) -> None:
+    if not written:
+        print(f"{path} names {scheduler} already; nothing was written.")
+        return
+    print(f"Written to {path}:")
+    for section in written:
+        print(f"    [{section}] {_KEY} = {scheduler}")
+    print(f"Without -s, `torchx run` and `torchx list` in this folder use {scheduler} now.")
+    if scheduler == "monarch_local":
+        print("Next: torchx run --wait --log monarch.spmd --nproc 4 train.py")
+    else:
+        print(f"Next: torchx runopts {scheduler}, for the options that a section [{scheduler}] of the file may set")
+
+
+def _warn_of_other_files(path: Path, scheduler: str) -> None:
+    """Say so if TorchX reads another file instead of the written one, or before it."""
+    try:
+        files = [Path(each) for each in config.find_configs()]
+    except FileNotFoundError as error:  # TORCHXCONFIG
+        say(str(error))
+        return
+    if os.environ.get("TORCHXCONFIG") is not None and path not in files:
+        say("TORCHXCONFIG is set, so TorchX does not read the files of folders; unset it, or write into its file")
+        return
+    for each in files:
+        if each.resolve() == path.resolve():
+            return
+        try:
+            value = next(filter(None, (value_of(each.read_text(), section, _KEY) for section in _SECTIONS)), scheduler)
+        except (OSError, ValueError):
+            continue
+        if value != scheduler:
+            say(f"{each} comes first for TorchX, and names {one_line(value)}; change it there")
+
+
+def _refuse(message: str) -> NoReturn:
+    say(message)
+    sys.exit(exit_codes.USAGE)
