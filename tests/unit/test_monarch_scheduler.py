@@ -10,12 +10,15 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torchx
 from torchx.components.dist import torchrun
 from torchx.runner import Runner
 from torchx.specs import AppDef, InvalidRunConfigException, Resource, Role
 from torchx.specs.finder import ComponentValidationException
 from torchx.workspace import WorkspaceMixin
 
+from torchx_monarch import schedulers
+from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.schedulers import monarch_local, monarch_slurm
 
 
@@ -120,3 +123,25 @@ def test_dist_torchrun_is_wrapped_inside_its_shell(runner: Runner) -> None:
     assert [replica["args"][:2] for replica in replicas] == [["bash", "-c"]] * 2
     assert all("torchx_monarch.host" in replica["args"][2] for replica in replicas)
     assert "localhost}:29500" in replicas[0]["args"][2]
+
+
+@pytest.mark.parametrize("scheduler", ["monarch_docker", "monarch_kubernetes", "monarch_aws_batch"])
+@pytest.mark.parametrize("image", ["", torchx.IMAGE, "ghcr.io/pytorch/torchx:0.7.0"])
+def test_hosts_need_an_image_of_their_own(app: AppDef, scheduler: str, image: str, tmp_path: Path) -> None:
+    """Asked for before the workspace is built, and without the place where jobs run."""
+    offline = {"mode": "job", "validate_spec": False}
+    cfg = {"monarch_kubernetes": offline, "monarch_aws_batch": {"queue": "main"}}
+    app.roles[0].image = image
+    for role in app.roles[1:]:
+        role.image = torchx.IMAGE
+    (tmp_path / "gone").symlink_to("nowhere")
+    factories = {scheduler: getattr(schedulers, scheduler)}
+    with Runner("torchx", factories) as runner, pytest.raises(UserError) as refused:
+        runner.dryrun(app, scheduler, cfg=cfg.get(scheduler), workspace=f"file://{tmp_path}")
+    for words in ("role 'trainer'", "--image", "docker build -f docker/Dockerfile", image):
+        assert words in str(refused.value)
+
+
+def test_schedulers_without_images_take_any(runner: Runner, app: AppDef) -> None:
+    app.roles[0].image = torchx.IMAGE
+    assert runner.dryrun(app, "monarch_local").app.roles[0].image == torchx.IMAGE

@@ -25,9 +25,9 @@ from torchx_monarch.backends.core.backend import Backend
 from torchx_monarch.backends.core.errors import BackendError, UserError
 from torchx_monarch.backends.core.options import MonarchOpts, NetworkOpts
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.core.validation import check_names
+from torchx_monarch.backends.core.validation import check_images, check_names
 from torchx_monarch.command.command import CommandError
-from torchx_monarch.command.rewrite import WrapOptions, rewrite
+from torchx_monarch.command.rewrite import Rewritten, WrapOptions, rewrite
 from torchx_monarch.model.exit_codes import parse_exit_codes
 from torchx_monarch.model.host_spec import RANKS, HostSpec, parse_ports
 from torchx_monarch.model.sidecars import SidecarError
@@ -144,15 +144,26 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
 
     def _submit_dryrun(self, app: AppDef, cfg: Cfg) -> AppDryRunInfo[Any, Cfg]:
         options = self._options(cfg)
-        check_names(app)
         images = image_push.name_images(self.inner.workspace, app, options)
+        rewritten = self._rewrite(app, options, cfg)
+        submitted = SubmittedApp(app, rewritten.roles, dict(cfg))
+        request = self.inner.render(rewritten.app, submitted, options)
+        return _DryRun(request, self.inner, submitted, images)
+
+    def _rewrite(self, app: AppDef, options: MonarchOpts, cfg: Cfg) -> Rewritten:
+        """Check an app and rewrite it.
+
+        Raises:
+            UserError: its roles cannot run, because of their names, commands, sidecar marks or images.
+        """
+        check_names(app)
         try:
             rewritten = rewrite(app, self._wrap_options(app, options, cfg))
         except (CommandError, SidecarError) as error:
             raise InvalidCommandError(str(error)) from None
-        submitted = SubmittedApp(app, rewritten.roles, dict(cfg))
-        request = self.inner.render(rewritten.app, submitted, options)
-        return _DryRun(request, self.inner, submitted, images)
+        if self.inner.capabilities.needs_image:
+            check_images(app, rewritten.roles)
+        return rewritten
 
     def _wrap_options(self, app: AppDef, options: MonarchOpts, cfg: Cfg) -> WrapOptions:
         """Return the options of the host processes; add those of the network unless the hosts share one machine.
@@ -233,7 +244,8 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         return app_id
 
     def _pre_build_validate(self, app: AppDef, scheduler: str, cfg: Cfg) -> None:
-        self._options(cfg)
+        """Check all that can be checked before workspaces are built, which may take long."""
+        self._rewrite(app, self._options(cfg), cfg)
 
     def _validate(self, app: AppDef, scheduler: str, cfg: Cfg) -> None:
         """Accept roles without resources, which TorchX refuses; ``Backend.render`` refuses what a backend needs."""

@@ -40,6 +40,7 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
         removes_running_apps=True,
         kills=False,
         separate_streams=False,
+        needs_image=True,
     )
     poll = logs.POLL
 

@@ -44,6 +44,7 @@ class Capabilities:
         kills: whether ``stop`` can kill immediately.
         separate_streams: whether it keeps a replica's stdout and stderr apart.
         shares_interpreter: whether its replicas find the submitter's Python interpreter at the same path.
+        needs_image: whether replicas run in container images, so that those of hosts must have this package.
     """
 
     separates_roles: bool = False
@@ -53,6 +54,7 @@ class Capabilities:
     kills: bool = True
     separate_streams: bool = True
     shares_interpreter: bool = False
+    needs_image: bool = False
 
 
 @dataclass(frozen=True)

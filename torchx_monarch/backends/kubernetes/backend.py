@@ -30,7 +30,9 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
     """Runs each replica as a pod of the cluster that the kubeconfig names."""
 
     options = KubernetesOpts
-    capabilities = Capabilities(separates_roles=True, removes_running_apps=True, kills=False, separate_streams=False)
+    capabilities = Capabilities(
+        separates_roles=True, removes_running_apps=True, kills=False, separate_streams=False, needs_image=True
+    )
     config_section = "kubernetes"
 
     def __init__(self) -> None:
