@@ -49,8 +49,8 @@ def check_images(app: AppDef, specs: Sequence[RoleSpec]) -> None:
         else:
             continue
         raise UserError(
-            f"role {role.name!r} needs an image that has torchx-monarch, and {reason}. Name one with --image, or for all "
-            f"runs in .torchxconfig ([component:monarch.spmd] image = my/image). To build one, in the repository of "
+            f"role {role.name!r} needs an image that has torchx-monarch, and {reason}. Name one with --image, or for "
+            "all runs in .torchxconfig ([component:monarch.spmd] image = my/image). To build one, in the repository of "
             "torchx-monarch: docker build -f docker/Dockerfile -t my/image ."
         )
 
