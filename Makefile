@@ -8,6 +8,7 @@
 #   make test-newest      the part that depends on torch, with the newest torch, TorchX and Monarch that pip finds
 #   make soak    500 small jobs with faults in each, and 100 runs on one allocation; half an hour
 #   make bench   launch times beside torchrun, TorchX and Monarch (make bench-slurm: beside a bare sbatch)
+#   make dist    the wheel and the source archive of a release: the same commit makes the same bytes
 #   make clean   remove what the above made
 #
 #   make slurm-up, make slurm-down    the cluster of the tests to work with by hand: eval "$(make -s slurm-up)"
@@ -45,7 +46,7 @@ NEWEST ?= tests/unit/test_options.py tests/unit/test_command.py tests/local/test
 
 CLUSTERS := $(patsubst tests/clusters/%/by_hand.py,%,$(wildcard tests/clusters/*/by_hand.py))
 
-.PHONY: $(CLUSTERS:%=%-up) $(CLUSTERS:%=%-down) help venv system demo test test-newest test-nightly record-torchrun check soak bench bench-slurm lint types format clean
+.PHONY: $(CLUSTERS:%=%-up) $(CLUSTERS:%=%-down) help venv system demo test test-newest test-nightly record-torchrun check soak bench bench-slurm dist lint types format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -127,6 +128,10 @@ $(CLUSTERS:%=%-up): %-up: $(STAMP)
 
 $(CLUSTERS:%=%-down): %-down: $(STAMP)
 	@python -m tests.clusters down $*
+
+dist: $(STAMP)
+	rm -rf dist
+	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) python -m build --no-isolation
 
 clean:
 	rm -rf $(VENV) .venv-newest build dist *.egg-info digits-checkpoints .mypy_cache .ruff_cache .pytest_cache .hypothesis

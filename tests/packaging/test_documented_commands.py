@@ -47,6 +47,7 @@ PLACEHOLDERS = {
     "HANDLE": "monarch_local://torchx/train-x1y2z3",
     "SCHEDULER": "monarch_local",
     "acme": "monarch_local",
+    "COMMAND": "ps",
     "NxM": "1x2",
     "N": "1",
     "DIR": "logs",
@@ -199,7 +200,7 @@ def test_make_has_such_a_target(command: Command) -> None:
     makefile = (ROOT / "Makefile").read_text()
     clusters = {path.parent.name for path in (ROOT / "tests" / "clusters").glob("*/by_hand.py")}
     targets = {f"{name}-{way}" for name in clusters for way in ("up", "down")}
-    targets |= set(re.findall(r"^([\w-]+):", makefile, re.MULTILINE))
+    targets |= {name for names in re.findall(r"^([\w -]+):", makefile, re.MULTILINE) for name in names.split()}
     for word in command.words[1:]:
         name, is_variable, _ = word.partition("=")
         if is_variable:

@@ -2,19 +2,21 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """What a user's TorchX looks like with us installed, against the same TorchX without us.
 
-A wheel is built from the working tree and installed into a fresh virtual environment. TorchX, Monarch and the rest are
+A wheel is built as for a release and installed into a fresh virtual environment. TorchX, Monarch and the rest are
 not downloaded again: both environments see the running interpreter's packages through links, all but our own.
 """
 
 from __future__ import annotations
 
 import configparser
+import email
 import json
 import os
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
 from collections.abc import Sequence
@@ -24,6 +26,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+SETUP = configparser.ConfigParser()
+SETUP.read(ROOT / "setup.cfg")
+VERSION = SETUP["metadata"]["version"]
 OURS = {"monarch_aws_batch", "monarch_docker", "monarch_kubernetes", "monarch_local", "monarch_slurm"}
 DEFAULTS = ["local_docker", "local_cwd", "slurm", "kubernetes"]
 
@@ -62,15 +67,32 @@ class Environment:
         return self.run(str(self.bin / "python"), "-c", code, **env)
 
 
+def build(folder: Path) -> Path:
+    """Build the source archive and, from that, the wheel, as `make dist` does; return the folder with both.
+
+    From a copy: setuptools would reuse, and leave, a build folder in the working tree.
+    """
+    source, out = folder / "project", folder / "dist"
+    unwanted = shutil.ignore_patterns(
+        ".venv*", ".git", ".*_cache", "build", "dist", "*.egg-info", "__pycache__", "digits-checkpoints"
+    )
+    shutil.copytree(ROOT, source, symlinks=True, ignore=unwanted, copy_function=shutil.copy)  # with times of their own
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(out), str(source)]
+    env = {**os.environ, "SOURCE_DATE_EPOCH": "1700000000"}
+    subprocess.run(command, check=True, timeout=240, env=env, stdout=subprocess.DEVNULL)
+    return out
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The project's wheel, built from a copy: setuptools would reuse, and leave, a build folder in the working tree."""
-    source, out = tmp_path_factory.mktemp("source") / "project", tmp_path_factory.mktemp("wheel")
-    unwanted = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "digits-checkpoints")
-    shutil.copytree(ROOT, source, symlinks=True, ignore=unwanted)
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(out)]
-    subprocess.run([*command, str(source)], check=True, timeout=120)
-    (built,) = out.glob("*.whl")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the project's wheel and source archive."""
+    return build(tmp_path_factory.mktemp("build"))
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Path:
+    """The project's wheel."""
+    (built,) = dist.glob("*.whl")
     return built
 
 
@@ -135,6 +157,33 @@ def test_the_wheel_has_every_module_and_nothing_else(wheel: Path) -> None:
     }
     assert "torchx_monarch/components/__init__.py" in names
     assert names == expected | {"torchx_monarch/py.typed"}
+
+
+def test_two_builds_are_equal(dist: Path, tmp_path: Path) -> None:
+    """Byte by byte: whoever has the sources can check that a release was made of them."""
+    first, second = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in (dist, build(tmp_path)))
+    assert {name.rpartition("-")[2] for name in first} == {f"{VERSION}.tar.gz", "any.whl"}
+    assert [name for name in first if first[name] != second[name]] == []
+
+
+def test_the_source_archive_has_what_builds_a_wheel_and_an_image(dist: Path) -> None:
+    (path,) = dist.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert names >= {"LICENSE", "CHANGELOG.md", "constraints.txt", "docker/Dockerfile", "tools/build_backend.py"}
+
+
+def test_the_wheel_names_its_version_and_the_project(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
+        metadata = email.message_from_bytes(archive.read(name))
+    assert metadata["Version"] == VERSION
+    assert {text.partition(", ")[0] for text in metadata.get_all("Project-URL", ())} == {
+        "Documentation",
+        "Changelog",
+        "Issues",
+        "Source",
+    }
 
 
 def test_our_part_of_torchx_plugins_has_no_init(wheel: Path) -> None:
