@@ -24,7 +24,7 @@ class Follower:
     """Take part in the job of another host's controller.
 
     Attributes:
-        agent_gone: whether the agent of this host is lost.
+        lost_agent: the result that names the lost agent of this host; None unless it is lost.
 
     Args:
         host: the host.
@@ -34,7 +34,7 @@ class Follower:
     """
 
     def __init__(self, host: Host, workload: Workload, registration: Registration, network: HostNetwork) -> None:
-        self.agent_gone = False
+        self.lost_agent: JobResult | None = None
         self._host = host
         self._workload = workload
         self._registration = registration
@@ -64,12 +64,11 @@ class Follower:
                 return result
             host.report = None
             this = f"host {registration.replica} ({host.hostname})"
-            result = JobResult(1, client.lost or f"{this} lost replica 0", consequence=True, replica=0)
-            if self.agent_gone:
-                result = JobResult(1, f"{this} lost its agent")
+            lost_replica0 = JobResult(1, client.lost or f"{this} lost replica 0", consequence=True, replica=0)
+            result = self.lost_agent or lost_replica0
             host.reporter.line(result.reason)
             rejoins = host.options.replacements > 0 and self._workload.replaced and not registration.error
-            if self.agent_gone or not rejoins:
+            if self.lost_agent or not rejoins:
                 return result
             pool, attempt = self._workload.pool, -1
             if pool is not None:

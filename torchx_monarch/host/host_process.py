@@ -252,8 +252,8 @@ class HostProcess:
 
     def _agent_lost(self, silent: float) -> None:
         self._spawn(self._stop_ranks(signal.SIGKILL))
-        if self._follower is not None:
-            self._follower.agent_gone = True
+        if self._follower is not None and self._registration is not None:
+            self._follower.lost_agent = host_events.agent_lost(self._registration, silent).result
         if self._host.report is not None:
             self._spawn(self._host.report(AgentLost(silent)))
 
