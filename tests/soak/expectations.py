@@ -55,8 +55,10 @@ def _blame(injection: Injection) -> str:
         preempted = rf"|preempted: host {replica} \(\S+, pid {pid}\) received SIGTERM" * (action == "term")
         return rf"^replica {ROLE}/{replica} \(pid {pid}\) was {how}{preempted}"
     if injection.fault.target == "agent":
-        return rf"host {replica} \(.*\) lost its agent|agent of host {replica} \("
-    return rf"rank \d+ \(local rank \d on [\w.-]+, pid {pid}\) was {how}"
+        return rf"agent of host {replica} \("
+    # A rank without a number is killed before its host knows it.
+    unbegun = "|cannot start a rank: it was killed before it had begun" * (injection.fault.target == "rank")
+    return rf"rank \d+ \(local rank \d on [\w.-]+, pid {pid}\) was {how}{unbegun}"
 
 
 def goes_on(plan: Plan, injections: Sequence[Injection]) -> bool:

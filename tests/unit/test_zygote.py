@@ -7,14 +7,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import runpy
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+import torchx_monarch
 from torchx_monarch.command.command import parse
 from torchx_monarch.host.run_spec import RunSpec
 from torchx_monarch.host.zygote import Zygote, ZygoteError
+
+_ZYGOTE_MAIN = str(Path(torchx_monarch.__file__).with_name("host") / "zygote_main.py")
 
 NOTHING = {"op": "import", "mode": "exec", "target": "", "modules": []}
 
@@ -66,3 +71,9 @@ def test_descriptors_of_an_order_stay_the_callers() -> None:
             os.close(writer)
 
     asyncio.run(main())
+
+
+def test_a_rank_that_is_killed_before_it_has_begun_is_called_so() -> None:
+    forks = runpy.run_path(_ZYGOTE_MAIN)["_RankForks"]([{}], [], None, {})
+    os.close(forks._writer)  # as the kernel does when the fork is killed
+    assert forks._answers() == [{"error": "it was killed before it had begun"}]

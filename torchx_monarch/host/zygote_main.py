@@ -350,14 +350,15 @@ class _RankForks:
     def _answers(self) -> list[dict[str, Any]]:
         """Read the answers of the ranks until all have begun: the pipe is closed then."""
         data, until = b"", time.monotonic() + _START_TIMEOUT
+        missing = f"it has not begun within {_START_TIMEOUT:g} s"
         while select.select([self._reader], [], [], max(0.0, until - time.monotonic()))[0]:
             more = os.read(self._reader, 65536)
             if not more:
+                missing = "it was killed before it had begun"
                 break
             data += more
         os.close(self._reader)
-        late = f"it has not begun within {_START_TIMEOUT:g} s"
-        answers: list[dict[str, Any]] = [{"error": late} for _ in self._ranks]
+        answers: list[dict[str, Any]] = [{"error": missing} for _ in self._ranks]
         for line in data.splitlines():
             answer = json.loads(line)
             answers[answer["number"]] = answer
