@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -180,6 +181,21 @@ def test_a_host_that_is_killed_after_its_role_has_succeeded_is_not_started_again
     status = apps.wait(app_id)
     assert (status.state, status.num_restarts) == (S, 0)
     assert "killed by signal 9 (SIGKILL); its role had succeeded" in apps.events(app_id)[-2]["message"]
+
+
+def test_a_host_that_replaces_another_ends_when_its_role_has_succeeded_meanwhile(
+    apps: Detached, tmp_path: Path, eventually: Eventually
+) -> None:
+    # Replica 0 may be killed between the announcement of the result and the exit of the host that has read it.
+    host = f"{sys.executable} -m torchx_monarch.host --app a --role r --replicas 2 -- python -c pass"
+    first = f"test $MONARCH_RESTART = 0 && kill -9 $$$$; touch {tmp_path}/go; exec {host}"
+    command = f"if test ${{replica_id}} = 0; then {first}; fi; {UNTIL.format(folder=tmp_path, name='go')}"
+    app = AppDef("app", [sh(command, replicas=2, max_retries=1, retry_policy=RetryPolicy.REPLICA)])
+    submitted = SubmittedApp(app, [RoleSpec.of(app.roles[0], WorkloadKind.RANKS)])
+    backend = apps.scheduler.inner
+    app_id = backend.submit(backend.render(app, submitted, LocalOpts(grace=5)), submitted, "")
+    status = apps.wait(app_id)
+    assert (status.state, status.num_restarts) == (S, 1)
 
 
 def test_sidecars_end_with_the_others(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:

@@ -296,7 +296,7 @@ class SupervisorLoop:
 
     def _on_success(self, replica: Replica) -> None:
         self._end_if_succeeded()
-        if self._outcome is None and replica.record.id == 0 and replica.spec.is_elastic:
+        if self._outcome is None and replica.spec.runs_hosts:
             self.at(time.monotonic() + SETTLE, lambda: self._stop_late_hosts(replica))
 
     def _end_if_succeeded(self) -> None:
@@ -316,14 +316,20 @@ class SupervisorLoop:
         return AppSnapshot(self._request.app_id, self._request.name, roles, grace=self._request.grace)
 
     def _stop_late_hosts(self, first: Replica) -> None:
-        """Stop hosts of an elastic role that were started too late to learn that its job is over.
+        """Stop hosts that were started too late to learn that the job of their role is over.
+
+        They are hosts of an elastic role, and hosts that replace others. Hosts exit with 0 once all ranks of their role
+        have, so no host of the role has anything left to do.
 
         Args:
-            first: replica 0 of the role, which has succeeded some seconds ago.
+            first: a host of the role that has succeeded some seconds ago.
         """
-        living = {r.record.pid: r for r in self._roles[first.role_index] if r.alive and r.record.pid is not None}
         if self._outcome is not None or not first.succeeded:
             return
+        is_late = first.spec.is_elastic and first.record.id == 0
+        replaces = first.spec.retry_policy is RetryPolicy.REPLICA
+        siblings = [r for r in self._roles[first.role_index] if is_late or (replaces and r.record.restarts)]
+        living = {r.record.pid: r for r in siblings if r.alive and r.record.pid is not None}
         late = [living[pid] for pid, hosts in processes.hosts(living).items() if hosts]
         if late:
             self._surplus.update(late)
