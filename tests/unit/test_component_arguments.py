@@ -14,20 +14,27 @@ from torchx.specs import AppDef
 from torchx.specs.builders import materialize_appdef
 
 from torchx_monarch.command.command import Program, parse
-from torchx_monarch.command.component_arguments import ComponentArgumentError, component_arguments, unprotected
+from torchx_monarch.command.component_arguments import (
+    ComponentArgumentError,
+    ComponentArguments,
+    component_arguments,
+    unprotected,
+)
 from torchx_monarch.command.torchrun_options import OPTIONS
 from torchx_monarch.components import controller, hosts, spmd
 
 
-def parsed(words: list[str], component: Callable[..., AppDef] = spmd) -> list[str]:
+def parsed(words: list[str], component: Callable[..., AppDef] = spmd) -> ComponentArguments:
     parameters = inspect.signature(component).parameters.values()
     options = {each.name: each.annotation for each in parameters if each.kind is not each.VAR_POSITIONAL}
-    return component_arguments(f"monarch.{component.__name__}", words, options, len(options) < len(parameters))
+    found = component_arguments(f"monarch.{component.__name__}", words, options, len(options) < len(parameters))
+    assert found is not None
+    return found
 
 
 def app(text: str, component: Callable[..., AppDef] = spmd) -> AppDef:
     """The app of ``torchx run monarch.COMPONENT TEXT``."""
-    return materialize_appdef(component, parsed(text.split(), component))
+    return materialize_appdef(component, parsed(text.split(), component).words)
 
 
 def refusal(text: str, component: Callable[..., AppDef] = spmd) -> str:
@@ -110,6 +117,9 @@ def test_every_option_of_torchrun_is_accepted_or_named(option: object) -> None:
         ("--standalone t.py", "--env PET_STANDALONE=1"),
         ("--rdzv-backend c10d t.py", "leave --rdzv-backend out: the hosts of the job find each other"),
         ("--role trainer t.py", "leave --role out: the role is named after the program"),
+        ("--workspace . t.py", "--workspace is an option of `torchx run`: type it before monarch.spmd."),
+        ("-cfg grace=1 t.py", "-cfg is an option of `torchx run`"),
+        ("--log t.py", "--log is an option of `torchx run`"),
         ("--nproc", "--nproc needs a value."),
         ("--nproc --nnodes 2 t.py", "type --nproc=--nnodes"),
         ("--nproc 2 --nproc-per-node 3 t.py", "--nproc-per-node is given twice"),
@@ -141,13 +151,21 @@ def test_other_components() -> None:
 
 
 def test_help_is_torchx_s() -> None:
-    assert parsed(["--nproc", "4", "--help"]) == ["--help"]
+    assert component_arguments("monarch.spmd", ["--nproc", "4", "--help"], {"nproc": str}, program=True) is None
 
 
 @given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))))
 def test_the_words_of_a_program_arrive_as_typed(words: list[str]) -> None:
-    typed = parsed(["--nproc", "4", "t.py", *words])
-    assert typed[0] == "--nproc=4" and unprotected(typed[1:]) == ("t.py", *words)
-    assert not any(word.startswith("-") for word in typed[1:])
-    role = materialize_appdef(spmd, typed).roles[0]
+    found = parsed(["--nproc", "4", "t.py", *words])
+    assert found.options == {"nproc": "4"} and found.program == ("t.py", *words) and found.script == "t.py"
+    assert found.words[0] == "--nproc=4" and unprotected(found.words[1:]) == found.program
+    assert not any(word.startswith("-") for word in found.words[1:])
+    role = materialize_appdef(spmd, found.words).roles[0]
     assert role.args[-len(words) - 1 :] == ["t.py", *words]
+
+
+@pytest.mark.parametrize(
+    ("text", "script"), [("-m pkg a.py", ""), ("--script a.py b.py", "a.py"), ("a.py b.py", "a.py"), ("", "")]
+)
+def test_the_script(text: str, script: str) -> None:
+    assert parsed(text.split()).script == script

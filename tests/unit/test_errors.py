@@ -91,13 +91,12 @@ def test_ranks_that_fail_alike_are_one_cause(exits: list[RankExit], said: str | 
     assert describe_others(exits, cause) == []
 
 
-@pytest.mark.parametrize("began", [True, False])
-def test_a_rank_that_was_stopped_differs_only_once_the_program_runs(began: bool) -> None:
-    exits = [exit_of(rank, 1, error=error("x", began=began)) for rank in range(3)]
-    exits.append(exit_of(3, -15, at=12, stopped_at=11))
-    said = exits[0].describe() if began else "3 of 4 ranks: x"
-    assert describe_failure(exits, exits[0], 4) == said
-    assert bool(describe_others(exits, exits[0])) == began
+def test_ranks_that_have_not_failed_are_left_out() -> None:
+    exits = [exit_of(rank, 1, error=error("x")) for rank in range(3)]
+    exits += [exit_of(3, -15, at=12, stopped_at=11), exit_of(4, 0)]
+    assert describe_failure(exits, exits[0], 5) == "ranks 0, 1 and 2 of 5: x"
+    assert describe_failure([*exits[1:2], *exits[3:]], exits[1], 5) == exits[1].describe()
+    assert describe_others(exits, exits[0]) == []
 
 
 @pytest.mark.parametrize(
@@ -105,7 +104,7 @@ def test_a_rank_that_was_stopped_differs_only_once_the_program_runs(began: bool)
     [
         exit_of(3, 2, error=error("x")),
         exit_of(3, 1, error=error("y")),
-        exit_of(3, 0),
+        exit_of(3, 1, error=error("Broken pipe")),
     ],
 )
 def test_ranks_that_fail_differently_are_no_single_cause(last: RankExit) -> None:

@@ -13,6 +13,8 @@ from typing import Any, Protocol, cast
 
 from torchx.cli.cmd_base import SubCommand
 
+from torchx_monarch.cli import torchx_errors
+
 SUB_COMMANDS = {
     "init": "make a monarch_ scheduler the default of this folder",
     "exec": "run a command on an allocation's hosts",
@@ -52,7 +54,13 @@ class _SubCommandParser(argparse.ArgumentParser):
 
 
 class CmdMonarch(SubCommand):  # type: ignore[misc]
-    """Implement ``torchx monarch`` with the sub-commands of ``SUB_COMMANDS``."""
+    """Implement ``torchx monarch`` with the sub-commands of ``SUB_COMMANDS``.
+
+    TorchX creates an instance whenever its command starts, also for other commands than this.
+    """
+
+    def __init__(self) -> None:
+        torchx_errors.install()
 
     def add_arguments(self, subparser: argparse.ArgumentParser) -> None:
         """Define the arguments of ``torchx monarch``."""

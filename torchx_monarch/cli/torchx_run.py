@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from torchx.cli.cmd_run import CmdRun as TorchXCmdRun
@@ -24,25 +25,26 @@ class CmdRun(TorchXCmdRun):  # type: ignore[misc]
     """Implement ``torchx run``."""
 
     def run(self, args: argparse.Namespace) -> None:
-        """Run a component; exit with a message if its name or its arguments are wrong."""
+        """Run a component; exit with a message if its name, its arguments or its script are wrong."""
         if not args.stdin:
-            args.component_name_and_args = _checked(args.component_name_and_args)
+            args.component_name_and_args = _checked(args)
         super().run(args)
 
 
-def _checked(words: Sequence[str]) -> list[str]:
+def _checked(args: argparse.Namespace) -> list[str]:
     """Return the component and its arguments in a form that TorchX parses with the same meaning.
 
     Raises:
-        SystemExit: the component does not exist, or its arguments are wrong.
+        SystemExit: the component does not exist, its arguments are wrong, or its script does not exist.
     """
     from torchx.runner import config
 
-    typed = list(words[1:] if list(words[:1]) == ["--"] else words)
+    typed: list[str] = args.component_name_and_args
+    typed = typed[1:] if typed[:1] == ["--"] else typed
     if typed and not typed[0].startswith("-"):
-        component, arguments = typed[0], typed[1:]
+        component, words = typed[0], typed[1:]
     else:
-        component, arguments = config.get_config(prefix="cli", name="run", key="component") or "", typed
+        component, words = config.get_config(prefix="cli", name="run", key="component") or "", typed
     if not component or ":" in component:
         return typed
     function = _function_of(component)
@@ -54,10 +56,35 @@ def _checked(words: Sequence[str]) -> list[str]:
     parameters = inspect.signature(function).parameters.values()
     options = {each.name: each.annotation for each in parameters if each.kind is not each.VAR_POSITIONAL}
     try:
-        parsed = component_arguments(component, arguments, options, program=len(options) < len(parameters))
+        parsed = component_arguments(component, words, options, program=len(options) < len(parameters))
     except ComponentArgumentError as error:
         _exit(str(error))
-    return [component, *parsed]
+    if parsed is None:
+        return [component, "--help"]
+    if args.scheduler == "monarch_local" and not args.dryrun:
+        _require_script(parsed.script, parsed.options.get("image", ""))
+    return [component, *parsed.words]
+
+
+def _require_script(script: str, image: str) -> None:
+    """Check that a script exists, for a job that runs in a folder of this machine.
+
+    Args:
+        script: its path as typed. Only that of a Python file is checked: torchrun can run other programs, and TorchX
+            can replace macros in a path.
+        image: the folder in which the job runs, if it is one; else the job runs in the current folder.
+    """
+    path = os.path.join(image if os.path.isdir(image) else os.getcwd(), script)
+    if not script.endswith(".py") or "$" in script or os.path.exists(path):
+        return
+    from torchx_monarch.model.spelling import did_you_mean
+
+    folder, name = os.path.split(os.path.abspath(path))
+    try:
+        beside = os.listdir(folder)
+    except OSError as error:
+        _exit(f"there is no file {script}: {folder}: {error.strerror}")
+    _exit(f"there is no file {name} in {folder}.{did_you_mean(name, beside)}")
 
 
 def _function_of(component: str) -> Callable[..., Any] | None:

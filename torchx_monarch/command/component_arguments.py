@@ -5,13 +5,14 @@
 TorchX's parser looks for options in the whole command line, so ``-m package.train --lr 0.1`` fails there, and
 ``-m package.train --name run`` gives ``--name`` to the component. This parser ends the options at the program, as
 torchrun and Python do, accepts torchrun's spellings, and says what to type instead of an option that does not exist.
-Its result are words that TorchX's parser understands as this one did.
+TorchX's parser then gets words that it understands as this one did.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from torchx_monarch.command.torchrun_options import OPTIONS, Option, Use
 from torchx_monarch.model.spelling import did_you_mean
@@ -21,6 +22,14 @@ _PROTECTION = "\0"
 
 _PROGRAMS = frozenset(("m", "script"))
 """The options whose value is the program, after which all words are the program's."""
+
+_OF_RUN = frozenset(
+    (
+        *("-s", "--scheduler", "-cfg", "--scheduler_args", "--dryrun", "--wait", "--log", "--tee_logs", "--json"),
+        *("--workspace", "--parent_run_id"),
+    )
+)
+"""Options of ``torchx run`` itself."""
 
 _TORCHRUN_NAMES = {"nproc_per_node": "nproc", "module": "m", "t": "tee"}
 """torchrun's options that components name differently; ``-`` within a name counts as ``_``."""
@@ -33,15 +42,41 @@ class ComponentArgumentError(ValueError):
     """The arguments of a component are wrong; the message names the argument and says what to type."""
 
 
+@dataclass(frozen=True)
+class ComponentArguments:
+    """The parsed arguments of a component.
+
+    Attributes:
+        options: the values of the options that are given, by the names of the component's parameters.
+        program: the remaining words as typed: the program's arguments, after the script if no option names the program.
+    """
+
+    options: Mapping[str, str]
+    program: tuple[str, ...]
+
+    @property
+    def script(self) -> str:
+        """The path of the script; empty for a module, or without a program."""
+        if "m" in self.options:
+            return ""
+        return self.options.get("script") or next(iter(self.program), "")
+
+    @property
+    def words(self) -> list[str]:
+        """The arguments in a form that TorchX parses with the same meaning."""
+        options = (f"--{name}={value}" for name, value in self.options.items())
+        return [*options, *(_PROTECTION + word for word in self.program)]
+
+
 def unprotected(words: Sequence[str]) -> tuple[str, ...]:
-    """Return the words of a program as they were typed: the inverse of what ``component_arguments`` does to them."""
+    """Return a program's words as they were typed: the inverse of what ``ComponentArguments.words`` does to them."""
     return tuple(word.removeprefix(_PROTECTION) for word in words)
 
 
 def component_arguments(
     component: str, words: Sequence[str], options: Mapping[str, object], program: bool
-) -> list[str]:
-    """Return the arguments of a component in a form that TorchX parses with the same meaning.
+) -> ComponentArguments | None:
+    """Parse the arguments of a component; return None if they ask for its help text.
 
     Args:
         component: name of the component, for messages.
@@ -57,7 +92,7 @@ def component_arguments(
     rest = iter(words)
     for word in rest:
         if word == "--help":
-            return [word]
+            return None
         if word == "--" or not word.startswith("-") or word == "-":
             break
         name, flag, value = _option(component, word, options)
@@ -76,13 +111,15 @@ def component_arguments(
     if typed and not program:
         hint = " Options are spelled with their names, such as -j 2x4." if options.get("j") else ""
         raise ComponentArgumentError(f"{component} runs no program, and {typed[0]!r} is none of its options.{hint}")
-    return [*(f"--{name}={value}" for name, value in given.items()), *(_PROTECTION + word for word in typed)]
+    return ComponentArguments(given, tuple(typed))
 
 
 def _option(component: str, word: str, options: Mapping[str, object]) -> tuple[str, str, str | None]:
     """Return the parameter that a word sets, the option as typed, and the value if it is part of the word."""
     flag, equals, text = word.partition("=")
     value = text if equals else None
+    if flag in _OF_RUN:
+        raise ComponentArgumentError(f"{flag} is an option of `torchx run`: type it before {component}.")
     if not flag.startswith("--") and len(flag) > 2:  # -j2x4
         flag, value = flag[:2], word[2:]
     typed = flag.lstrip("-").replace("-", "_")

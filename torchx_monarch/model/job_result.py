@@ -190,8 +190,8 @@ def root_cause(exits: Iterable[RankExit]) -> RankExit | None:
 def describe_failure(exits: Collection[RankExit], cause: RankExit, world_size: int) -> str:
     """Describe the failure of an attempt in one line: ``all 4 ranks: No module named nope`` if all failed alike.
 
-    Ranks that were stopped before they came to the same end do not count as different if the program cannot be started.
-    Otherwise the line describes the root cause.
+    If only some ranks failed, all of them alike, the line names them. If they failed differently, it describes the root
+    cause alone, and ``describe_others`` the others.
 
     Args:
         exits: the exits of the attempt's ranks that are known.
@@ -199,19 +199,20 @@ def describe_failure(exits: Collection[RankExit], cause: RankExit, world_size: i
         world_size: number of ranks of the attempt.
     """
     alike = _failed_alike(exits, cause)
-    if len(alike) < 2:
+    if not alike:
         return cause.describe()
-    ranks = f"all {world_size}" if len(alike) == world_size else f"{len(alike)} of {world_size}"
-    return f"{ranks} ranks" + (f": {one_line(cause.message)}" if cause.message else f" {describe_code(cause.code)}")
+    all_ranks = len(alike) == world_size
+    ranks = f"all {world_size} ranks" if all_ranks else f"{_ranks_in_words(alike)} of {world_size}"
+    return ranks + (f": {one_line(cause.message)}" if cause.message else f" {describe_code(cause.code)}")
 
 
-def _failed_alike(exits: Collection[RankExit], cause: RankExit) -> list[RankExit]:
-    """Return the ranks that failed like the root cause; an empty list if some did not."""
-    if cause.is_collateral or cause.timer or cause.out_of_memory:
+def _failed_alike(exits: Collection[RankExit], cause: RankExit) -> list[int]:
+    """Return the ranks that failed by themselves if there are several and all failed like the root cause; else none."""
+    failed = [one for one in exits if one.failed]
+    if len(failed) < 2 or cause.is_collateral or cause.timer or cause.out_of_memory:
         return []
-    counted = [one for one in exits if one.failed or cause.began]
-    alike = [one for one in counted if one.failed and (one.code, one.message) == (cause.code, cause.message)]
-    return alike if len(alike) == len(counted) else []
+    alike = all((one.code, one.message) == (cause.code, cause.message) for one in failed)
+    return sorted(one.rank for one in failed) if alike else []
 
 
 def describe_others(exits: Collection[RankExit], cause: RankExit) -> list[str]:

@@ -18,6 +18,8 @@ from torchx.specs import CfgVal, InvalidRunConfigException, runopts
 from torchx.specs.finder import ComponentValidationException
 from torchx.util.types import to_dict
 
+from torchx_monarch.model.spelling import did_you_mean
+
 _USER_ERRORS = (ComponentValidationException, InvalidRunConfigException)
 """Base classes of all errors whose message is meant for a user."""
 
@@ -69,6 +71,13 @@ class CheckedRunopts(runopts):  # type: ignore[misc]
         try:
             parsed: dict[str, CfgVal] = super().cfg_from_str(cfg_str)
             return parsed
+        except InvalidRunConfigException as error:
+            names = [name for name, _ in self]
+            hint = did_you_mean(error.cfg_key, names)
+            if error.cfg_key in names or not hint:
+                raise
+            reason = f"Unknown run option `{error.cfg_key}`.{hint} Valid options are: {', '.join(sorted(names))}"
+            raise InvalidRunConfigException(reason, error.cfg_key, to_dict(cfg_str)) from None
         except (ValueError, TypeError) as error:
             raise InvalidRunConfigException(self._why(cfg_str, str(error)), cfg_str, {}) from None
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import logging
@@ -31,6 +32,7 @@ from torchx_monarch.command.rewrite import Rewritten, WrapOptions, rewrite
 from torchx_monarch.model.exit_codes import parse_exit_codes
 from torchx_monarch.model.host_spec import RANKS, HostSpec, parse_ports
 from torchx_monarch.model.sidecars import SidecarError
+from torchx_monarch.model.spelling import nearest
 from torchx_monarch.schedulers import image_push
 from torchx_monarch.schedulers.caller_error_file import write_root_cause
 from torchx_monarch.schedulers.command import CheckedRunopts, exit_on_user_error, keep_threads_quiet, subcommand
@@ -256,15 +258,15 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         """Describe an app, with the roles as the user wrote them; None if it does not exist.
 
         Raises:
-            ValueError: the app does not exist, and the process runs `torchx cancel`, `delete` or `log`.
+            ValueError: the app does not exist, and the process is a `torchx` command that names it.
         """
         self._foreground.on_poll(app_id)
         keep_threads_quiet()
         found = self.apps.read(app_id)
         if found is None:
-            if subcommand() in ("cancel", "delete", "log"):
-                # For an unknown app these subcommands do nothing, or wait, and exit with 0.
-                reason = f"there is no app {app_id!r} of {self.backend}"
+            if subcommand() in ("cancel", "delete", "describe", "log", "status"):
+                # For an unknown app, `cancel`, `delete` and `log` do nothing, or wait, and exit with 0.
+                reason = f"there is no app {app_id!r} of {self.backend}{self._similar(app_id)}"
                 raise UserError(f"{reason}; `torchx list -s {self.backend}` shows all")
             return None
         response = describe(*found)
@@ -273,6 +275,13 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             if found[1].state.is_terminal:
                 return shorten(response, found[1])
         return response
+
+    def _similar(self, app_id: str) -> str:
+        """Return a suggestion to append to the message about an app that does not exist; empty if no name is near."""
+        with contextlib.suppress(Exception):  # a list that fails must not hide that message
+            near = nearest(app_id, [app.app_id for app, _ in self.apps.list({})])
+            return f" (did you mean {self.backend}://torchx/{near}?)" if near else ""
+        return ""
 
     def describe_native(self, app_id: str) -> AppDryRunInfo[Any, Any] | None:
         """Return the request of an app as its backend keeps it; None if the app or its request does not exist."""

@@ -1,0 +1,71 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Have the ``torchx`` command say in a line what TorchX itself only says with a traceback.
+
+That is so for a handle or a scheduler that does not exist, a ``.torchxconfig`` that cannot be read, and a default
+scheduler without its daemon. Any other exception is shown as before. ``schedulers.command`` does the same for errors
+of this package's own schedulers.
+"""
+
+from __future__ import annotations
+
+import configparser
+import re
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+
+_OF_DOCKER = ("docker", "requests", "urllib3")
+"""The packages whose exceptions mean that TorchX's default scheduler has no Docker daemon."""
+
+
+def install() -> None:
+    """Install the ``sys.excepthook`` of the ``torchx`` command; once for a process."""
+    before = sys.excepthook
+    if getattr(before, "is_torchx_errors", False):
+        return
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        text = explain(error, sys.argv)
+        if text:
+            print(text, file=sys.stderr)
+        else:
+            before(kind, error, trace)
+
+    hook.is_torchx_errors = True  # type: ignore[attr-defined]
+    sys.excepthook = hook
+
+
+def explain(error: BaseException, argv: Sequence[str]) -> str:
+    """Return what is wrong and what to type instead; empty for an exception that is not a user's mistake.
+
+    Args:
+        error: the exception that ends the process.
+        argv: the command line of the process.
+    """
+    from torchx.schedulers import get_default_scheduler_name, get_scheduler_factories
+    from torchx.specs.api import MalformedAppHandleException, UnknownSchedulerException
+
+    from torchx_monarch.model.spelling import did_you_mean
+    from torchx_monarch.schedulers.command import subcommand
+
+    command = subcommand()
+    if isinstance(error, configparser.Error):
+        return f"TorchX cannot read a .torchxconfig, of this folder or of the home folder: {error}"
+    if not command:
+        return ""
+    if isinstance(error, MalformedAppHandleException):
+        return f"{error}. `torchx list -s monarch_local` shows the handles of a scheduler's apps"
+    if isinstance(error, UnknownSchedulerException):
+        found = re.search(r"backend: (\S+) does", str(error))
+        name, known = found[1] if found else "of this name", list(get_scheduler_factories())
+        return f"there is no scheduler {name}.{did_you_mean(name, known)} Schedulers are: {', '.join(known)}"
+    package = (getattr(error, "name", "") if isinstance(error, ModuleNotFoundError) else type(error).__module__) or ""
+    is_default = not any(re.match(r"-s|--s", word) for word in argv[1:])
+    if command in ("run", "list") and package.partition(".")[0] in _OF_DOCKER and is_default:
+        return (
+            f"Without -s, TorchX uses {get_default_scheduler_name()}, which has no Docker here: {error}\n"
+            f"To use this machine instead: torchx {command} -s monarch_local ...\n"
+            "To make that the default of this folder: torchx monarch init"
+        )
+    return ""
