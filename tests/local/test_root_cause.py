@@ -70,3 +70,37 @@ def test_rank_that_began_it(end: str, shape: str, tmp_path: Path) -> None:
         assert re.search(r"rank 2 \(", text) and words in text, text
     for other in (0, 1, 3):
         assert f"rank {other} (" not in json.dumps(status) + shown
+
+
+STARTS = {
+    "module": (["-m", "nope.mod", "--lr", "0.1"], "", "No module named 'nope'"),
+    "package": (["-m", "nope"], "", "No module named nope"),
+    "syntax": (["prog.py"], "x = (\n", "SyntaxError: '(' was never closed"),
+    "import": (["prog.py"], "import nope\n", "ModuleNotFoundError: No module named 'nope'"),
+}
+
+
+@pytest.mark.parametrize(("start", "shape"), [(start, "1x4") for start in STARTS] + [("module", "2x2")])
+def test_a_start_that_fails_on_all_ranks(start: str, shape: str, tmp_path: Path) -> None:
+    program, text, words = STARTS[start]
+    (tmp_path / "prog.py").write_text(text)
+    done = torchx("run", "-s", "monarch_local", "--wait", "monarch.spmd", "-j", shape, *program, cwd=tmp_path)
+    assert done.returncode == 1
+    handle = done.stdout.strip()
+
+    log = torchx("log", handle, cwd=tmp_path).stdout
+    report = [line for line in log.splitlines() if "[monarch] " in line]
+    # A rank that is slow to start may be stopped before it fails; those that failed are one cause all the same.
+    ranks = r"(all 4 ranks|ranks .* of 4|rank \d \(.*\) exited with code 1)"
+    (verdict,) = [line for line in report if "FAILED: " in line]
+    assert re.search(rf"FAILED: {ranks}: {re.escape(words)}", verdict), log
+    assert len([line for line in report if re.search(rf"\[monarch\] {ranks}: {re.escape(words)}", line)]) == 1, log
+    assert not [line for line in report if "also: " in line or "torchx_monarch" in line or "runpy" in line], log
+
+    status = json.loads(torchx("status", "--json", handle, cwd=tmp_path).stdout)
+    error = json.loads(status["structured_error_msg"])["message"]
+    assert re.match(rf"{ranks}: {re.escape(words)}", error["message"]) and error["errorCode"] == 1
+    assert words in status["msg"] and "torchx_monarch" not in json.dumps(error)
+    events = [json.loads(line) for line in (folder(handle) / "events.jsonl").read_text().splitlines()]
+    (failure,) = [event for event in events if event["event"] == "failure"]
+    assert failure["rank"] in range(4)
