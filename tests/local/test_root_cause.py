@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -101,6 +102,7 @@ def test_a_start_that_fails_on_all_ranks(start: str, shape: str, tmp_path: Path)
     error = json.loads(status["structured_error_msg"])["message"]
     assert re.match(rf"{ranks}: {re.escape(words)}", error["message"]) and error["errorCode"] == 1
     assert words in status["msg"] and "torchx_monarch" not in json.dumps(error)
-    events = [json.loads(line) for line in (folder(handle) / "events.jsonl").read_text().splitlines()]
-    (failure,) = [event for event in events if event["event"] == "failure"]
+    path = Path(os.environ["MONARCH_STATE_DIR"], "apps", handle.rpartition("/")[2], "events.jsonl")
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    (failure,) = [event for event in events if event["kind"] == "failure"]
     assert failure["rank"] in range(4)

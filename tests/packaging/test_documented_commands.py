@@ -38,11 +38,6 @@ NOT_HERE = {
 }
 """Programs that are not checked, each with the reason."""
 
-FAILING = {
-    "monarch.spmd --nproc 4 -m package.train --lr 0.1": "TorchX takes the module's options for the component's",
-}
-"""Ends of commands that are right and do not work yet, each with the reason."""
-
 PLACEHOLDERS = {
     "HANDLE": "monarch_local://torchx/train-x1y2z3",
     "SCHEDULER": "monarch_local",
@@ -79,8 +74,7 @@ def chosen(*programs: str, page: str = "") -> list[Command]:
     """
     found: dict[tuple[str, ...], Command] = {}
     for command in COMMANDS:
-        fails = any(shlex.join(command.words).endswith(end) for end in FAILING)
-        if command.program in programs and page in ("", command.page) and not command.is_abbreviated and not fails:
+        if command.program in programs and page in ("", command.page) and not command.is_abbreviated:
             found.setdefault(command.words, command)
     return list(found.values())
 
