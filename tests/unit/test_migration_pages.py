@@ -9,6 +9,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from torchx.cli.main import main
 from torchx.runner import get_runner
 from torchx.specs import AppDef, Role
 
@@ -19,17 +20,16 @@ CODE = {page.name: re.findall(r"`([^`]+)`", BLOCK.sub("", page.read_text())) for
 
 
 @pytest.mark.parametrize("page", [page.name for page in PAGES if "torchx run -s" in page.read_text()])
-def test_commands_can_be_submitted(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_can_be_submitted(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     commands = {code for code in CODE[page] if code.startswith("torchx run -s ")}
     assert commands
-    with get_runner() as runner:
-        for command in commands:
-            scheduler, *words = shlex.split(command.removeprefix("torchx run -s "))
-            component = next(at for at, word in enumerate(words) if "." in word)
-            assert set(words[:component]) <= {"--wait", "--log"}
-            info = runner.dryrun_component(words[component], words[component + 1 :], scheduler)
-            assert info.app.roles, command
+    for command in commands:
+        words = shlex.split(command.removeprefix("torchx run "))
+        main(["run", "--dryrun", *words])
+        assert "=== SCHEDULER REQUEST ===" in capsys.readouterr().out, command
 
 
 def test_constructors_are_taken() -> None:
