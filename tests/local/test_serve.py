@@ -121,6 +121,15 @@ def test_exec_from_another_shell_when_who_took_the_hosts_is_gone(
     lines = torchx("log", f"{handle}/trainer/0").stdout
     assert "released by its client" in lines and "out 1" in lines
     assert torchx("monarch", "exec", handle, check=False).returncode == 69
+    done = torchx("monarch", "ps", handle)  # the runs of hosts that have ended
+    assert f"{handle} has ended (SUCCEEDED)" in done.stderr
+    kept = [line.split() for line in done.stdout.splitlines()]
+    assert [row[:3] for row in kept] == [row[:3] for row in runs] and kept[1][-1] == path
+    done = torchx("monarch", "follow", handle, "1", check=False)
+    assert done.returncode == 5 and sorted(done.stdout.splitlines()) == ["out 0", "out 1"]
+    assert f"{handle} has ended (SUCCEEDED); this is the log of its run 1" in done.stderr
+    assert "cause:  rank 1 (local rank 1 on " in done.stderr
+    assert "run 7 is not kept; those kept are: 1, 2" in torchx("monarch", "follow", handle, "7", check=False).stderr
 
 
 def test_ctrl_c_stops_the_run_and_not_the_allocation(

@@ -8,7 +8,8 @@ import argparse
 
 from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of
 from torchx_monarch.cli.run_output import stream_and_exit
-from torchx_monarch.client.run import Records
+from torchx_monarch.client.hosts import say
+from torchx_monarch.client.runs import follow_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,4 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Show a run's output until its end; Ctrl-C leaves the run running."""
     hosts = hosts_of(args)
-    stream_and_exit(hosts, Records.of(hosts, {"type": "follow", "run": args.run}), verbose=False, ends=False)
+    records = follow_run(hosts, args.run)
+    if hosts.end_reason:
+        say(f"{hosts.handle} {hosts.end_reason}; this is the log of its run {records.run}")
+    stream_and_exit(hosts, records, verbose=False, ends=False)

@@ -7,9 +7,12 @@ from __future__ import annotations
 import argparse
 import time
 
-from torchx_monarch.cli.allocation_arguments import add_handle, job_of
+from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of
 from torchx_monarch.cli.table import print_table
 from torchx_monarch.client.allocations import AllocationInfo, list_allocations
+from torchx_monarch.client.hosts import say
+from torchx_monarch.client.runs import list_runs
+from torchx_monarch.system.untrusted_text import one_line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,12 +25,17 @@ def run(args: argparse.Namespace) -> None:
     if args.handle is None:
         print_table(["HANDLE", "ROLE", "HOSTS", "STATE", "RUNS", "IDLE"], [_row(found) for found in list_allocations()])
         return
-    rows = []
-    for run in job_of(args).runs():
+    hosts, rows = hosts_of(args), []
+    runs = list_runs(hosts)
+    if hosts.end_reason:
+        say(f"{hosts.handle} {hosts.end_reason}")
+    for run in runs:
         code = "" if run["exit_code"] is None else str(run["exit_code"])
         seconds = (run["ended"] or time.time()) - run["started"] if run["started"] else 0.0
-        command = " ".join(run["command"].split())
-        rows.append([str(run["run"]), run["state"], code, f"{seconds:.1f} s", run["by"], run["code"][:12], command])
+        by, source, command = (
+            one_line(text) for text in (run["by"], run["code"][:12], " ".join(run["command"].split()))
+        )
+        rows.append([str(run["run"]), run["state"], code, f"{seconds:.1f} s", by, source, command])
     print_table(["RUN", "STATE", "CODE", "TIME", "BY", "SOURCE", "COMMAND"], rows)
 
 

@@ -11,11 +11,11 @@ from typing import NoReturn
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.client.hosts import Hosts, say
 from torchx_monarch.client.result import RunResult
-from torchx_monarch.client.run import Collector, Records, collect_with_interrupts
+from torchx_monarch.client.run import Collector, RunRecords, collect_with_interrupts
 from torchx_monarch.insight.summary import Summary, local_path, show_restarts, show_shape
 
 
-def stream_and_exit(hosts: Hosts, records: Records, verbose: bool, ends: bool = True) -> NoReturn:
+def stream_and_exit(hosts: Hosts, records: RunRecords, verbose: bool, ends: bool = True) -> NoReturn:
     """Show a run's output, and exit with its exit code.
 
     Args:
@@ -31,16 +31,17 @@ def stream_and_exit(hosts: Hosts, records: Records, verbose: bool, ends: bool = 
         sys.exit(exit_codes.INTERRUPTED)
     finally:
         records.close()
-    summary_of(hosts.handle, result).write(sys.stderr)
+    summary_of(hosts.handle, result, followed=not ends).write(sys.stderr)
     sys.exit(result.exit_code)
 
 
-def summary_of(handle: str, result: RunResult) -> Summary:
+def summary_of(handle: str, result: RunResult, followed: bool = False) -> Summary:
     """Return the summary of a run that has ended.
 
     Args:
         handle: the handle of the allocation.
         result: the result of the run.
+        followed: whether another process has begun the run.
     """
     cause = result.ranks.get(result.cause) if result.cause is not None else None
     log = cause.log_path if cause is not None else ""
@@ -50,6 +51,7 @@ def summary_of(handle: str, result: RunResult) -> Summary:
     per_host = set(counts.values())
     shape = show_shape(len(counts), per_host.pop() if len(per_host) == 1 else None)
     failed = result.exit_code != 0
+    command = f"ps {handle}" if followed else f"follow {handle} {result.run}" if failed else f"stop {handle}"
     return Summary(
         "STOPPED" if result.stopped else "FAILED" if failed else "SUCCEEDED",
         f"run {result.run} on {handle}",
@@ -58,5 +60,5 @@ def summary_of(handle: str, result: RunResult) -> Summary:
         traceback=cause.traceback if cause is not None else "",
         log=log,
         ran=f"{shape}, {show_restarts(result.attempts - 1)}" if counts else "",
-        next=(f"torchx monarch {f'follow {handle} {result.run}' if failed else f'stop {handle}'}",),
+        next=(f"torchx monarch {command}",),
     )

@@ -8,11 +8,13 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchx_monarch.client.connection import Connection, ask
 from torchx_monarch.client.target import Target
 from torchx_monarch.exceptions import AllocationError, RefusedError, UnreachableError
+from torchx_monarch.torchx_adapter import torchx_api
 
 if TYPE_CHECKING:
     from torchx.runner import Runner
@@ -132,6 +134,32 @@ class Hosts:
         if self._target is None:
             self._target = Target.of(self.handle, self._role, self._address, self._runner)
         return self._target
+
+    @property
+    def end_reason(self) -> str:
+        """How the app has ended, as far as its scheduler was asked: ``has ended (STATE): REASON``; else empty."""
+        state, message = self._scheduler_state
+        return f"has ended ({state}){': ' + message if message else ''}" if state in _ENDED else ""
+
+    def log_folder(self) -> Path | None:
+        """Return the folder of replica 0's logs, also after the app's end; None if this machine does not have it.
+
+        Raises:
+            AllocationError: the app has no such role, or it is no live allocation.
+        """
+        from torchx.specs import parse_app_handle
+
+        from torchx_monarch.model.role_spec import WorkloadKind
+
+        scheduler_name, _, app_id = parse_app_handle(self.handle)
+        apps = torchx_api.scheduler_of(self.runner, scheduler_name).apps
+        found = apps.read(app_id)
+        specs = [role.spec for role in found[0].roles] if found is not None else []
+        names = [spec.name for spec in specs if spec.workload is WorkloadKind.SESSION]
+        if self._role not in ("", *names) or not names:
+            raise AllocationError(f"{self.handle} {self.end_reason}; it was no live allocation of such a role")
+        folder: Path | None = apps.log_folder(app_id, self._role or names[0], 0)
+        return folder
 
     def release(self) -> None:
         """Cancel the app through its scheduler; does nothing if the app has ended."""
@@ -268,7 +296,7 @@ class Hosts:
         if state == "UNKNOWN" and message:
             raise AllocationError(message)
         if state in _ENDED:
-            raise AllocationError(f"{self.handle} has ended ({state}){': ' + message if message else ''}")
+            raise AllocationError(f"{self.handle} {self.end_reason}")
 
     def _missing_since(self, started: float) -> str:
         """Describe why replica 0 cannot be reached yet; raise if waiting does not help.

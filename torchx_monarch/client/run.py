@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from torchx_monarch.client.connection import Connection
 from torchx_monarch.client.hosts import Hosts, say
@@ -27,6 +27,21 @@ _RECONNECT_FOR = 30.0
 """Seconds for which a broken connection is retried. After that the client gives up; the run itself continues."""
 
 _LINES = re.compile(r"[^\n]*\n|[^\n]+")
+
+
+class RunRecords(Protocol):
+    """The records of a run, from the hosts (``Records``) or from a file (``runs.KeptRecords``).
+
+    Attributes:
+        run: number of the run.
+    """
+
+    run: int
+
+    def __iter__(self) -> Iterator[dict[str, Any]]: ...
+
+    def close(self) -> None:
+        """Stop reading."""
 
 
 class Records:
@@ -137,7 +152,7 @@ class Collector:
         self._texts: dict[int, dict[str, list[str]]] = {}
         self._streams = {"stdout": _RankLines(sys.stdout), "stderr": _RankLines(sys.stderr)}
 
-    def collect(self, records: Records) -> RunResult:
+    def collect(self, records: RunRecords) -> RunResult:
         """Process all records, and return the result of the run.
 
         Raises:
@@ -205,7 +220,7 @@ class _RankLines:
         return dataclasses.replace(parsed, prefix=f"[{rank}] ").on_terminal(self._is_coloured)
 
 
-def collect_with_interrupts(hosts: Hosts, records: Records, collector: Collector) -> RunResult:
+def collect_with_interrupts(hosts: Hosts, records: RunRecords, collector: Collector) -> RunResult:
     """Wait for the result of a run. The first Ctrl-C stops the run, the second kills it, the third leaves it alone.
 
     Raises:
@@ -262,7 +277,7 @@ class RunHandle(Future[RunResult]):
         check: whether ``result`` raises ``SPMDError`` if the run failed.
     """
 
-    def __init__(self, hosts: Hosts, records: Records, collector: Collector, check: bool) -> None:
+    def __init__(self, hosts: Hosts, records: RunRecords, collector: Collector, check: bool) -> None:
         super().__init__()
         self.run = records.run
         self._hosts = hosts

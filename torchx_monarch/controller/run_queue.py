@@ -218,13 +218,12 @@ class RunQueue:
             "reason": result.reason,
             "stopped": result.stopped,
             "cause": result.cause.rank if result.cause else None,
+            "started": run.started,
             "seconds": run.ended - (run.started or run.ended),
             "code": run.request.code,
         }
         for record in (*records, run.last_record):
-            with contextlib.suppress(messages.ProtocolError):
-                messages.encode(record)
-                run.run_log.append(record)
+            _append(run.run_log, record)
         run.run_log.close()
         self._ended.append(run)
         if run is self.current:
@@ -311,6 +310,7 @@ class RunQueue:
             raise RendezvousError(f"the run's folder cannot be made: {error.strerror}: {error.filename}") from None
         self._number = number
         run = Run(number, request.shown_as(self._default_command), run_log, os.urandom(8).hex())
+        _append(run_log, {"type": "run", **run.to_json()})
         self._queue.append(run)
         self._wake.set()
         return run
@@ -388,6 +388,13 @@ class RunQueue:
             # The log lacks its last record if the disk was full.
             if run.last_record is not None and not last.startswith(b'{"type":"result"'):
                 await messages.send(writer, run.last_record)
+
+
+def _append(run_log: RunLog, record: dict[str, Any]) -> None:
+    """Append a record to a run log, unless it is too long to be sent."""
+    with contextlib.suppress(messages.ProtocolError):
+        messages.encode(record)
+        run_log.append(record)
 
 
 async def _look(run_queue: RunQueue, greeting: messages.Message, reader: Any, writer: asyncio.StreamWriter) -> None:

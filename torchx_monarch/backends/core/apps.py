@@ -190,3 +190,7 @@ class Apps(Generic[S]):
     def events_path(self, app_id: str) -> Path | None:
         """Return the path of an app's events file (``insight.events``); None if this machine does not have it."""
         return self._backend.events_path(app_id)
+
+    def log_folder(self, app_id: str, role: str, replica: int) -> Path | None:
+        """Return the folder of a replica's logs, also after its end; None if this machine does not have it."""
+        return self._backend.log_folder(app_id, role, replica)

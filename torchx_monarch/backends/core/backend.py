@@ -203,6 +203,10 @@ class Backend(abc.ABC, Generic[O, R, S]):
         """Return the path of an app's events file (``insight.events``); None if this machine does not have it."""
         return None
 
+    def log_folder(self, app_id: str, role: str, replica: int) -> Path | None:
+        """Return the folder of a replica's logs, also after its end; None if this machine does not have it."""
+        return None
+
     def still_runs(self, app: S) -> bool:
         """Return whether an app still runs although its state is terminal: its files may be damaged or ahead."""
         return False

@@ -1,0 +1,120 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The runs of an allocation that has ended, from the run logs in its folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from torchx_monarch.client.hosts import Hosts
+from torchx_monarch.client.run import Collector
+from torchx_monarch.client.runs import follow_run, list_runs
+from torchx_monarch.exceptions import AllocationError, RefusedError
+
+BEGUN = {"type": "run", "run": 1, "command": "python x.py", "cwd": "/w", "code": "ab", "by": "me@here", "submitted": 7}
+OUTPUT = {"type": "output", "rank": 0, "stream": "stdout", "text": "[default0]:out\n"}
+RESULT = {
+    "type": "result",
+    "run": 1,
+    "exit_code": 3,
+    "reason": "rank 0 failed",
+    "stopped": False,
+    "cause": None,
+    "started": 10.0,
+    "seconds": 2.5,
+    "code": "ab",
+}
+ERROR = AllocationError("h://torchx/a has ended (SUCCEEDED)")
+
+
+class EndedHosts:
+    """Hosts that have ended, with a folder of logs."""
+
+    handle = "h://torchx/a"
+
+    def __init__(self, folder: Path | None, end_reason: str = "has ended (SUCCEEDED)") -> None:
+        self.end_reason = end_reason
+        self._folder = folder
+
+    def log_folder(self) -> Path | None:
+        return self._folder
+
+    def open(self, greeting: dict[str, Any], ready: bool = False) -> None:
+        raise ERROR
+
+
+def hosts(folder: Path | None, **more: str) -> Hosts:
+    return cast(Hosts, EndedHosts(folder, **more))
+
+
+def write(folder: Path, number: int, *records: object) -> None:
+    (folder / f"run_{number}").mkdir()
+    text = "".join(f"{record if isinstance(record, str) else json.dumps(record)}\n" for record in records)
+    (folder / f"run_{number}" / "journal.jsonl").write_text(text)
+
+
+def test_runs_are_listed_as_the_hosts_did(tmp_path: Path) -> None:
+    write(tmp_path, 10, BEGUN, *[OUTPUT] * 5000, {**RESULT, "exit_code": 0})
+    write(tmp_path, 9, {**BEGUN, "command": "x" * 70000}, OUTPUT, RESULT)
+    (tmp_path / "run_x").mkdir()
+    (tmp_path / "attempt_0").mkdir()
+    first, second = list_runs(hosts(tmp_path))
+    assert [(one["run"], one["state"], one["exit_code"]) for one in (first, second)] == [
+        (9, "failed", 3),
+        (10, "succeeded", 0),
+    ]
+    assert second["command"] == "python x.py" and second["by"] == "me@here" and second["submitted"] == 7.0
+    assert (first["started"], first["ended"], first["reason"]) == (10.0, 12.5, "rank 0 failed")
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        (BEGUN, OUTPUT),
+        (),
+        ("{", "[]", '{"type": 3}', "\xff"),
+        ({**BEGUN, "command": ["x"], "by": None}, OUTPUT, {**RESULT, "type": "output", "text": "x"}),
+    ],
+)
+def test_a_run_without_a_result_was_stopped(
+    records: tuple[Any, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, 1, *records)
+    [run] = list_runs(hosts(tmp_path))
+    assert (run["state"], run["exit_code"], run["reason"]) == ("stopped", None, "the hosts ended before the run did")
+    assert isinstance(run["command"], str)
+    if OUTPUT in records:
+        result = Collector("stream").collect(follow_run(hosts(tmp_path), None))
+        assert result.exit_code == 1 and result.stopped
+        assert capsys.readouterr().out.startswith("[0] out\n")
+
+
+def test_a_run_is_followed_to_its_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, 1, BEGUN, OUTPUT, RESULT)
+    write(tmp_path, 2, BEGUN, OUTPUT, OUTPUT, {**RESULT, "run": 2})
+    assert follow_run(hosts(tmp_path), None).run == 2
+    result = Collector("stream").collect(follow_run(hosts(tmp_path), 1))
+    assert (result.run, result.exit_code, result.reason) == (1, 3, "rank 0 failed")
+    assert capsys.readouterr().out == "[0] out\n"
+    with pytest.raises(RefusedError, match="run 3 is not kept; those kept are: 1, 2"):
+        follow_run(hosts(tmp_path), 3)
+
+
+def test_what_is_kept_nowhere_is_said() -> None:
+    with pytest.raises(AllocationError, match="kept by its hosts alone; for its log: torchx log h://torchx/a"):
+        list_runs(hosts(None))
+    with pytest.raises(AllocationError) as raised:
+        list_runs(hosts(None, end_reason=""))
+    assert raised.value is ERROR
+
+
+def test_links_and_other_files_are_no_runs(tmp_path: Path) -> None:
+    (tmp_path / "run_1").mkdir()
+    (tmp_path / "run_1" / "journal.jsonl").symlink_to("/etc/passwd")
+    [run] = list_runs(hosts(tmp_path))
+    assert run["command"] == "" and run["exit_code"] is None
+    assert list_runs(hosts(tmp_path / "missing")) == []
