@@ -56,6 +56,7 @@ venv: $(STAMP)
 # Debian packs ensurepip apart from Python (python3-venv); where it is missing, the system's pip fills the environment.
 $(STAMP): setup.cfg pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "No Python 3.10 to 3.13 on PATH. Install one, or name it: make PYTHON=/path/to/python"; exit 1; }
+	@echo "Installing torch, Monarch, TorchX and what the tests need into $(VENV): some minutes, the first time."
 	@if "$(PYTHON)" -c 'import ensurepip' 2>/dev/null; then \
 		"$(PYTHON)" -m venv --clear "$(VENV)"; \
 	else \
@@ -63,7 +64,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 		"$(PYTHON)" -m pip --python "$(BIN)/python" install -q -c constraints.txt pip; \
 	fi
 	"$(BIN)/python" -m pip install -q -c constraints.txt pip setuptools
-	"$(BIN)/python" -m pip install -q -c constraints.txt -e '.[docker,kubernetes,aws,examples,test,dev]'
+	"$(BIN)/python" -m pip install -c constraints.txt -e '.[docker,kubernetes,aws,examples,test,dev]'
 	@touch $@
 
 # Where they are missing and may not be installed, the tests that need them skip and say why.
@@ -82,7 +83,14 @@ test-newest: system
 	PATH="$(CURDIR)/.venv-newest/bin:$$PATH" python -m pytest --torchrun live $(NEWEST) $(PYTESTFLAGS)
 
 demo: $(STAMP)
+	@echo "A training on 4 ranks. It first waits some seconds for the import of torch, once for all ranks."
 	torchx run -s monarch_local --wait --log monarch.spmd --nproc 4 --name digits examples/digits.py --fresh
+	@echo
+	@echo "Three things to try next, after  . $(VENV)/bin/activate"
+	@echo "  torchx list -s monarch_local"
+	@echo "  torchx run -s monarch_local --wait --log -cfg timestamps=True monarch.spmd -j 2x2 examples/digits.py --fresh"
+	@echo "  torchx run -s monarch_local monarch.hosts -j 1x4    # then, with its handle, as often as you like:"
+	@echo "  torchx monarch exec HANDLE -- torchrun --nproc-per-node 4 examples/digits.py --fresh"
 
 lint: $(STAMP)
 	ruff check .

@@ -167,7 +167,9 @@ class Attempts:
         opening = self._agents.ask_own(
             OpenStore(options.store_bind, options.master_addr, len(hosts)), options.host_timeout
         )
-        store = await self._reporter.while_waiting(opening, lambda: "the ranks' imports")
+        modules = ", ".join(options.preload)
+        imports = f"the import of {modules}, once for all ranks of a host" if modules else "the ranks' interpreters"
+        store = await self._reporter.while_waiting(opening, lambda: imports)
         assert isinstance(store, StoreOpened)
         return World(
             attempt=self.number,

@@ -31,6 +31,7 @@ class JobOptions:
         report_timeout: seconds to wait for a host's own report after a Monarch call has failed.
         lease: seconds to wait for that report if a host or an agent may be silent, but not gone.
         monarch_log: path of Monarch's log, for messages.
+        preload: modules that each host imports once for all of its ranks, for messages; empty for none.
     """
 
     run_id: str
@@ -46,6 +47,7 @@ class JobOptions:
     report_timeout: float
     lease: float
     monarch_log: str
+    preload: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -71,5 +73,6 @@ class JobOptions:
             # Over a network, the loss of a machine is noticed only after peer_timeout seconds of silence.
             report_timeout=options.peer_timeout + 3.0 if network.rendezvous.networked else 1.0,
             lease=options.lease,
+            preload=options.preload_modules if options.forks_ranks else (),
             **more,
         )
