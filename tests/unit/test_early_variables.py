@@ -69,3 +69,14 @@ def test_each_is_named_once() -> None:
     assert [line.split()[:5] for line in done.stderr.splitlines()] == [
         ["warning:", name, "is", "set", "by"] for name in ("OMP_NUM_THREADS", "TORCH_LOGS")
     ]
+
+
+def test_defaults_of_installed_packages_are_not_the_programs() -> None:
+    done = python(f"""
+        import os, runpy
+        runpy.run_path({early_variables.__file__!r})["watch"]()
+        for way in ('environ["OMP_A"] = "1"', 'environ.setdefault("OMP_B", "1")', 'environ.update(OMP_C="1")'):
+            exec(compile(f"import os; os.{{way}}", "/usr/lib/python3/site-packages/sklearn/__init__.py", "exec"))
+        os.environ.update(OMP_D="1")
+    """)
+    assert [line.split()[1] for line in done.stderr.splitlines()] == ["OMP_D"]

@@ -37,18 +37,29 @@ def is_read_at_import(name: object) -> bool:
 
 
 def watch() -> None:
-    """Warn on stderr when this process changes a variable that torch reads at import; once for each variable."""
+    """Warn on stderr when this process changes a variable that torch reads at import; once for each variable.
+
+    Installed packages are left alone: ``import sklearn`` sets defaults of KMP_* for a user who need not know them.
+    """
     own_pid, named = os.getpid(), set[str]()
 
     class _Environ(type(os.environ)):  # type: ignore[misc]
         def __setitem__(self, name: str, value: str) -> None:
             before = self.get(name) if is_read_at_import(name) else value
             super().__setitem__(name, value)
-            if value != before and name not in named and os.getpid() == own_pid:
+            if value != before and name not in named and os.getpid() == own_pid and not _is_set_by_package():
                 named.add(name)
                 _warn(name)
 
     os.environ.__class__ = _Environ
+
+
+def _is_set_by_package() -> bool:
+    """Return whether an installed package has called ``__setitem__``, perhaps through ``setdefault`` or ``update``."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__") in ("os", "collections.abc"):
+        frame = frame.f_back
+    return any(f"{os.sep}{name}{os.sep}" in frame.f_code.co_filename for name in ("site-packages", "dist-packages"))
 
 
 def _warn(name: str) -> None:
