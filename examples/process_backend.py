@@ -21,6 +21,7 @@ from torchx_monarch.backends.core.options import NetworkOpts
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.state import HOST_EXTRA
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.schedulers.monarch import MonarchScheduler, create
 
 Request = tuple[AppDef, float]  # what to run, and the seconds from SIGTERM to SIGKILL
@@ -94,13 +95,13 @@ class ProcessBackend(Backend[NetworkOpts, Request, AppSnapshot]):
         """Return the states of all apps, the newest first."""
         return [app for app in map(self.snapshot, reversed(self.apps)) if app]
 
-    def read_log(self, app: AppSnapshot, role: str, replica: int, query: LogQuery[AppSnapshot]) -> Iterator[str]:
+    def read_log(self, app: AppSnapshot, role: str, replica: int, query: LogQuery[AppSnapshot]) -> Iterator[TimedLine]:
         """Yield the lines of a log. They have no times, so ``query.since`` and ``query.until`` do not count."""
         with self.apps[app.app_id].replicas[role][replica].log.open() as log:
             while query.follow and not query.has_ended():
-                yield from log
+                yield from (TimedLine(0.0, line) for line in log)
                 time.sleep(self.poll)
-            yield from log
+            yield from (TimedLine(0.0, line) for line in log)
 
     def stop(self, app: AppSnapshot, outcome: Outcome, grace: float | None) -> None:
         """Send SIGTERM to all processes once, and set when they are killed; a later call can only advance that."""

@@ -24,6 +24,8 @@ from torchx.specs.finder import ComponentValidationException
 
 from tests.contract.place import Place
 from torchx_monarch.backends.core import client_credentials
+from torchx_monarch.backends.core.apps import Apps
+from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.transport.credentials import ClientCredentials
 
 _ROOT = Path(__file__).parents[2]
@@ -353,6 +355,14 @@ class Contract:
         first, last = place.lines(handle, until=middle), place.lines(handle, since=middle)
         assert first + last == lines
         assert "early" in "".join(first) and "late" not in "".join(first)
+        app_id = handle.rpartition("/")[2]
+        apps: Apps[AppSnapshot] = Apps(place.backend, place.name)
+        app = place.backend.snapshot(app_id)
+        assert app is not None
+        timed = list(apps.replica_log(app, "trainer", 0))
+        assert [line.text for line in timed] == lines
+        assert all(0 < a.time <= b.time for a, b in zip(timed, timed[1:], strict=False))
+        assert [line.text for line in apps.replica_log(app, "trainer", 0, tail=2)][-2:] == lines[-2:]
         assert len(place.lines(handle, 1, regex="early 2")) == 1
         with pytest.raises(ValueError, match=r"\(\(\(.*is no regular expression"):
             place.lines(handle, regex="(((")

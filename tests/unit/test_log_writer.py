@@ -10,9 +10,10 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.supervisor import log_reader, log_writer
 from torchx_monarch.system import safe_files
 
@@ -36,12 +37,19 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def read(folder: Path, stream: str = "combined", since: float | None = None, until: float | None = None) -> list[str]:
+    return [line.text for line in read_timed(folder, stream, since, until)]
+
+
+def read_timed(
+    folder: Path, stream: str = "combined", since: float | None = None, until: float | None = None, tail: int = 0
+) -> list[TimedLine]:
     return list(
         log_reader.lines(
             str(folder),
             stream,
             since=None if since is None else datetime.fromtimestamp(since),
             until=None if until is None else datetime.fromtimestamp(until),
+            tail=tail,
             ended=lambda: True,
         )
     )
@@ -61,6 +69,32 @@ def test_lines_have_the_time_at_which_they_began(tmp_path: Path, clock: Clock) -
     assert read(tmp_path, "stdout", until=1000.0) == []
     assert read(tmp_path, "stdout", since=5000.0) == []
     assert len(read(tmp_path, "stdout", until=5000.0)) == 20
+
+
+def test_lines_are_read_with_their_times(tmp_path: Path, clock: Clock) -> None:
+    out = log_writer.ReplicaLogs(str(tmp_path))
+    for n in range(5000):
+        out.feed("stdout", f"line {n}\n".encode())
+        clock.now += 1
+    out.feed("stdout", b"unfinished")
+    out.close()
+    assert read_timed(tmp_path, "stdout", since=5990.0) == [
+        *(TimedLine(1000.0 + n, f"line {n}\n") for n in range(4990, 5000)),
+        TimedLine(6000.0, "unfinished"),
+    ]
+    assert [line.time for line in read_timed(tmp_path)] == [1000.0 + n for n in range(5001)]
+    (tmp_path / "stdout.log.idx").unlink()
+    assert {line.time for line in read_timed(tmp_path, "stdout")} == {0.0}
+
+
+@given(st.lists(st.integers(0, 200_000), max_size=8), st.booleans(), st.integers(1, 10))
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_last_lines_of_a_log(tmp_path: Path, lengths: list[int], is_ended: bool, tail: int) -> None:
+    lines = [f"{n}{'x' * length}\n" for n, length in enumerate(lengths)]
+    if lines and not is_ended:
+        lines[-1] = lines[-1][:-1]
+    (tmp_path / "combined.log").write_text("".join(lines))
+    assert [line.text for line in read_timed(tmp_path, tail=tail)] == lines[-tail:]
 
 
 def test_the_index_is_sparse(tmp_path: Path, clock: Clock) -> None:

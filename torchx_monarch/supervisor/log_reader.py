@@ -4,13 +4,14 @@
 
 from __future__ import annotations
 
-import bisect
 import os
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
 
+from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.supervisor import log_writer
+from torchx_monarch.supervisor.time_index import TimeIndex
 from torchx_monarch.system import safe_files
 from torchx_monarch.system.line_output import LineReader
 
@@ -19,9 +20,6 @@ _POLL = 0.05
 #: Reads of the log for each check of the app's state, which costs more.
 _READS_PER_CHECK = 4
 
-_MAX_INDEX = 256 * 1024 * 1024
-"""The maximum bytes read of an index: the times of weeks."""
-
 
 def lines(
     log_dir: str,
@@ -29,11 +27,12 @@ def lines(
     *,
     since: datetime | None = None,
     until: datetime | None = None,
+    tail: int = 0,
     ended: Callable[[], bool],
     follow: bool = False,
     below: str | None = None,
-) -> Iterator[str]:
-    """Yield the lines of one log, each with its line end. Bytes that are not UTF-8 are replaced.
+) -> Iterator[TimedLine]:
+    """Yield the lines of one log. Bytes that are not UTF-8 are replaced.
 
     A line longer than ``line_output.LONGEST_READ`` is split. While a log is followed, text after a carriage return is
     yielded as it stands, without a line end: TorchX prints it over the text before it.
@@ -43,13 +42,32 @@ def lines(
         stream: stdout, stderr or combined.
         since: leave out lines written before; a time without zone is local time. None for the beginning.
         until: leave out lines written at this time or later. None for the end.
+        tail: start no earlier than this number of lines before the present end of the log; 0 for no such limit.
         ended: returns whether the app has ended; it may be slow.
         follow: wait for more until the app has ended (or ``until`` has passed).
         below: a folder of the caller inside which no link is followed (``safe_files.open_file``). A log that is refused
             yields one line with the reason.
     """
-    path, index = (os.path.join(log_dir, name(stream)) for name in (log_writer.log_name, log_writer.index_name))
-    start = 0 if since is None else None
+    path = os.path.join(log_dir, log_writer.log_name(stream))
+    index = TimeIndex(os.path.join(log_dir, log_writer.index_name(stream)), below)
+    try:
+        yield from _lines(path, index, since, until, tail, ended, follow, below)
+    finally:
+        index.close()
+
+
+def _lines(
+    path: str,
+    index: TimeIndex,
+    since: datetime | None,
+    until: datetime | None,
+    tail: int,
+    ended: Callable[[], bool],
+    follow: bool,
+    below: str | None,
+) -> Iterator[TimedLine]:
+    begin = _last_lines(path, tail, below) if tail else 0
+    start = begin if since is None else None
     reader = LineReader()
     passes = 0
     while True:
@@ -57,39 +75,52 @@ def lines(
         last = not follow or (passes % _READS_PER_CHECK == 0 and ended())
         last = last or (until is not None and time.time() > until.timestamp() + 2 * log_writer.RESOLUTION)
         passes += 1
-        if start is None and since is not None:
-            start = _offset(index, since, below)
-        limit = None if until is None else _offset(index, until, below)
+        index.refresh()
+        if start is None and since is not None and (found := index.offset_of(since)) is not None:
+            start = begin = max(begin, found)
+        limit = None if until is None else index.offset_of(until)
         if start is not None:
             for data in _chunks(path, start, limit, below):
                 start += len(data)
+                index.refresh()
+                at = begin + reader.position
                 for line in reader.feed(data):
-                    yield line.decode(errors="replace")
+                    yield TimedLine(index.time_of(at), line.decode(errors="replace"))
+                    at = begin + reader.position
+        at = begin + reader.position
         if last or (limit is not None and start is not None and start >= limit):
             if rest := reader.rest():
-                yield rest.decode(errors="replace")
+                yield TimedLine(index.time_of(at), rest.decode(errors="replace"))
             return
         if pending_progress := reader.pending_progress():
-            yield pending_progress.decode(errors="replace")
+            yield TimedLine(index.time_of(at), pending_progress.decode(errors="replace"))
         time.sleep(_POLL)
 
 
-def _offset(index: str, when: datetime, below: str | None) -> int | None:
-    """Return where the first line written at or after ``when`` starts; None if it is not written yet.
-
-    Args:
-        index: path of the index of times beside the log.
-        when: the time.
-        below: as for ``lines``.
-    """
+def _last_lines(path: str, count: int, below: str | None) -> int:
+    """Return where the last ``count`` lines of a file start; 0 if it has fewer, or cannot be read."""
     try:
-        data = safe_files.read_file(index, limit=_MAX_INDEX, below=below)
+        fd = safe_files.open_file(path, below=below)
     except OSError:
-        return None
-    whole = len(data) - len(data) % log_writer.RECORD.size
-    records = list(log_writer.RECORD.iter_unpack(data[:whole]))
-    found = bisect.bisect_left([moment for _, moment in records], when.timestamp())
-    return int(records[found][0]) if found < len(records) else None
+        return 0
+    with open(fd, "rb") as file:
+        at = os.fstat(fd).st_size
+        left = count + 1  # the line feed before the first of them
+        ends_in_line = True
+        while at > 0:
+            size = min(log_writer.CHUNK, at)
+            at -= size
+            file.seek(at)
+            data = file.read(size)
+            if ends_in_line:
+                left -= not data.endswith(b"\n")  # an unfinished line has no line feed of its own
+                ends_in_line = False
+            end = len(data)
+            while (end := data.rfind(b"\n", 0, end)) >= 0:
+                left -= 1
+                if left == 0:
+                    return at + end + 1
+        return 0
 
 
 def _chunks(path: str, start: int, limit: int | None, below: str | None) -> Iterator[bytes]:

@@ -76,11 +76,16 @@ def complete(text: bytes) -> int:
 class LineReader:
     """Split the bytes of a log into lines as they arrive.
 
+    Attributes:
+        position: how many of the bytes fed so far are in the pieces that were returned.
+
     Args:
         longest: the bytes of a line after which it is split; each piece becomes a line, all but the first marked.
     """
 
     def __init__(self, longest: int = LONGEST_READ) -> None:
+        self.position = 0
+        self._fed = 0
         self._longest = longest
         self._held: list[bytes] = []
         self._size = 0
@@ -88,9 +93,11 @@ class LineReader:
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Take bytes and yield the lines that have ended, each with its line feed."""
-        start = 0
+        start, before = 0, self._fed
+        self._fed += len(data)
         while (end := data.find(b"\n", start) + 1) > 0:
             self._held.append(data[start:end])
+            self.position = before + end
             yield self._piece()
             self._goes_on = False
             start = end
@@ -101,6 +108,7 @@ class LineReader:
             text = b"".join(self._held)
             end = complete(text)
             self._held = [text[:end], b"\n"]
+            self.position = self._fed - (len(text) - end)
             yield self._piece()
             self._goes_on = True
             self._held, self._size = [text[end:]], len(text) - end
@@ -115,10 +123,12 @@ class LineReader:
         text = b"".join(self._held)
         end = complete(text.rstrip(b"\r"))
         self._held, self._size = [text[end:]], len(text) - end
+        self.position = self._fed - self._size
         return text[:end]
 
     def rest(self) -> bytes:
         """Return the last, unfinished line when the log has ended; b"" if the log ends in a line feed."""
+        self.position = self._fed
         return self._piece() if self._size else b""
 
     def _piece(self) -> bytes:

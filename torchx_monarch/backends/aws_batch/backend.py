@@ -22,6 +22,7 @@ from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, Log
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.model.state import State
 
 
@@ -117,7 +118,9 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
         ]
         return sorted(found, key=lambda app: app.created, reverse=True)
 
-    def read_log(self, app: BatchSnapshot, role: str, replica: int, query: LogQuery[BatchSnapshot]) -> Iterable[str]:
+    def read_log(
+        self, app: BatchSnapshot, role: str, replica: int, query: LogQuery[BatchSnapshot]
+    ) -> Iterable[TimedLine]:
         """Return lines of a replica's log, from all of its attempts.
 
         Raises:
@@ -132,7 +135,7 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
             found = snapshot.streams(now.job, now.nodes.get(index, {})) if now else []
             return found, not query.follow or query.has_ended()
 
-        return logs.lines(self._aws, look, since=query.since, until=query.until, follow=query.follow)
+        return logs.lines(self._aws, look, since=query.since, until=query.until, tail=query.tail, follow=query.follow)
 
     # -- ending --------------------------------------------------------------------------------------------------------
 

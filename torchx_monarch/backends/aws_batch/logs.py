@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import Any
 
 from torchx_monarch.backends.aws_batch.native import Aws, AwsError
+from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.system import signed_line
 
 POLL = 2.0
@@ -22,6 +23,9 @@ _POLL_THROTTLED = 15.0
 _DELAY = 5.0
 """Seconds after a job's end in which CloudWatch may still receive its last lines."""
 
+_MOST_EVENTS = 10_000
+"""The most lines that one request returns."""
+
 _TAIL = 200
 """How many of a log's last lines are searched for a result."""
 
@@ -29,14 +33,17 @@ Poll = Callable[[], tuple[list[tuple[str, str]], bool]]
 """Returns a node's log streams as (group, stream), one for each attempt in order, and whether the job has ended."""
 
 
-def lines(aws: Aws, look: Poll, *, since: datetime | None, until: datetime | None, follow: bool) -> Iterator[str]:
-    """Yield the lines, each with its line end.
+def lines(
+    aws: Aws, look: Poll, *, since: datetime | None, until: datetime | None, tail: int = 0, follow: bool
+) -> Iterator[TimedLine]:
+    """Yield the lines.
 
     Args:
         aws: sends the requests.
         look: called before each poll.
         since: omit lines written before this time; None for no limit. A time without a zone is local time.
         until: omit lines written after this time; None for no limit.
+        tail: how many of each attempt's last lines to yield at least; 0 for all.
         follow: wait for further lines until the job has ended.
 
     Raises:
@@ -57,7 +64,7 @@ def lines(aws: Aws, look: Poll, *, since: datetime | None, until: datetime | Non
             last = last or (until is not None and time.time() > until.timestamp() + _DELAY)
             while at < len(found):
                 before = token
-                texts, token = _page(aws, found[at], token, window)
+                texts, token = _page(aws, found[at], token, window, tail)
                 yield from texts
                 # An empty page is not the end. At the end, GetLogEvents returns the token of the request.
                 if token == before:
@@ -74,19 +81,24 @@ def lines(aws: Aws, look: Poll, *, since: datetime | None, until: datetime | Non
         time.sleep(POLL)
 
 
-def _page(aws: Aws, stream: tuple[str, str], token: str, window: dict[str, int]) -> tuple[list[str], str]:
+def _page(
+    aws: Aws, stream: tuple[str, str], token: str, window: dict[str, int], tail: int
+) -> tuple[list[TimedLine], str]:
     """Return the lines of one page of a stream, and the token of the next page."""
     group, name = stream
     arguments: dict[str, Any] = {"logGroupName": group, "logStreamName": name, "startFromHead": True, **window}
     if token:
         arguments["nextToken"] = token
+    elif tail:
+        arguments.update({"startFromHead": False, "limit": min(tail, _MOST_EVENTS)})
     try:
         answer = aws.call("logs", "GetLogEvents", **arguments)
     except AwsError as error:
         if error.code == "ResourceNotFoundException":
             return [], token  # the stream does not exist before its first line
         raise
-    return [event["message"].rstrip("\n") + "\n" for event in answer["events"]], answer["nextForwardToken"]
+    found = [TimedLine(event["timestamp"] / 1000, event["message"].rstrip("\n") + "\n") for event in answer["events"]]
+    return found, answer["nextForwardToken"]
 
 
 def results(aws: Aws, streams: Sequence[tuple[str, str]], key: str) -> list[str]:

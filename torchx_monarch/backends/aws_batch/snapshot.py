@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchx.specs import AppDef
@@ -112,7 +112,8 @@ def app_snapshot(
         roles,
         app=app,
         created=job.get("createdAt", 0) / 1000,
-        native=_outcome(job, nodes),
+        started=job.get("startedAt", 0) / 1000,
+        native=replace(_outcome(job, nodes), time=job.get("stoppedAt", 0) / 1000),
         # Batch ends a job with its main node, and may restart it; it would not restart a job that a request has ended.
         is_supervised=True,
         restarts=_restarts(job) + ranks,

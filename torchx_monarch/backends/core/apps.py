@@ -18,6 +18,7 @@ from torchx_monarch.backends.core.backend import Backend, Cfg, LogQuery
 from torchx_monarch.backends.core.errors import BackendError, UserError
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
 from torchx_monarch.backends.core.state import HOST_EXTRA, AppStatus, reduce
+from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.core.validation import check_replica, matching
 from torchx_monarch.model.state import State
 
@@ -96,15 +97,42 @@ class Apps(Generic[S]):
             raise UserError(f"there is no app {app_id!r} of {self._scheduler}")
         app, status = found
         check_replica(app_id, {one.spec.name: len(one.replicas) for one in app.roles}, role, replica)
-        query = LogQuery(
+        query = self._query(app_id, since, until, stream, 0, follow and not status.state.is_terminal)
+        return matching((line.text for line in self._backend.read_log(app, role, replica, query)), regex)
+
+    def replica_log(
+        self, app: S, role: str, replica: int, *, since: datetime | None = None, tail: int = 0, follow: bool = False
+    ) -> Iterable[TimedLine]:
+        """Return the lines of one replica, both streams together, with their times.
+
+        Args:
+            app: the app, which has the replica.
+            role: name of the role.
+            replica: id of the replica.
+            since: as in ``LogQuery``.
+            tail: as in ``LogQuery``.
+            follow: wait for more lines until the app has ended.
+        """
+        return self._backend.read_log(app, role, replica, self._query(app.app_id, since, None, None, tail, follow))
+
+    def _query(
+        self,
+        app_id: str,
+        since: datetime | None,
+        until: datetime | None,
+        stream: Stream | None,
+        tail: int,
+        follow: bool,
+    ) -> LogQuery[S]:
+        return LogQuery(
             since,
             until,
             stream,
-            follow=follow and not status.state.is_terminal,
+            tail,
+            follow,
             latest=lambda: latest[0] if (latest := self.recent(app_id)) else None,
             has_ended=lambda: self.has_ended(app_id),
         )
-        return matching(self._backend.read_log(app, role, replica, query), regex)
 
     def recent(self, app_id: str) -> tuple[S, AppStatus] | None:
         """Return a state that is at most ``Backend.poll`` seconds old; None if the app does not exist.
@@ -191,6 +219,6 @@ class Apps(Generic[S]):
         """Return the path of an app's events file (``insight.events``); None if this machine does not have it."""
         return self._backend.events_path(app_id)
 
-    def log_folder(self, app_id: str, role: str, replica: int) -> Path | None:
+    def replica_log_folder(self, app_id: str, role: str, replica: int) -> Path | None:
         """Return the folder of a replica's logs, also after its end; None if this machine does not have it."""
-        return self._backend.log_folder(app_id, role, replica)
+        return self._backend.replica_log_folder(app_id, role, replica)

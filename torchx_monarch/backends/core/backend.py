@@ -23,6 +23,7 @@ from torchx.workspace import WorkspaceMixin
 from torchx_monarch.backends.core.options import MonarchOpts, NetworkOpts, run_options
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.model.env_names import replica0_variable
 
 Cfg = Mapping[str, CfgVal]
@@ -65,6 +66,8 @@ class LogQuery(Generic[S]):
         since: skip lines written before it; a time without zone is local time; None for no limit.
         until: skip lines written after it; None for no limit.
         stream: stdout or stderr alone; None for both.
+        tail: return at least the last ``tail`` of these lines, and the ones that follow; 0 for all of them. A backend
+            may return more, or ignore it: it saves reading a long log.
         follow: whether to wait for more lines until the app has ended.
         latest: returns the app's current snapshot; None if the app was removed.
         has_ended: returns whether the app has ended or was removed.
@@ -73,6 +76,7 @@ class LogQuery(Generic[S]):
     since: datetime | None = None
     until: datetime | None = None
     stream: Stream | None = None
+    tail: int = 0
     follow: bool = False
     latest: Callable[[], S | None] = field(default=lambda: None)
     has_ended: Callable[[], bool] = field(default=lambda: True)
@@ -185,8 +189,8 @@ class Backend(abc.ABC, Generic[O, R, S]):
         """
 
     @abc.abstractmethod
-    def read_log(self, app: S, role: str, replica: int, query: LogQuery[S]) -> Iterable[str]:
-        """Yield lines of the log of a replica that exists, each with its line end.
+    def read_log(self, app: S, role: str, replica: int, query: LogQuery[S]) -> Iterable[TimedLine]:
+        """Yield lines of the log of a replica that exists, in the order in which they were written.
 
         Args:
             app: the app.
@@ -203,8 +207,12 @@ class Backend(abc.ABC, Generic[O, R, S]):
         """Return the path of an app's events file (``insight.events``); None if this machine does not have it."""
         return None
 
-    def log_folder(self, app_id: str, role: str, replica: int) -> Path | None:
+    def replica_log_folder(self, app_id: str, role: str, replica: int) -> Path | None:
         """Return the folder of a replica's logs, also after its end; None if this machine does not have it."""
+        return None
+
+    def log_folder(self, app: S) -> Path | None:
+        """Return the folder with the logs of an app; None if this machine does not see one."""
         return None
 
     def still_runs(self, app: S) -> bool:

@@ -25,6 +25,7 @@ _log = logging.getLogger("torchx_monarch")
 class _StoredCredentials:
     """The content of the file: the arguments of ``keep`` with the same names."""
 
+    name: str = ""
     credentials: str = ""
     rendezvous: dict[str, str] = field(default_factory=dict)
 
@@ -34,7 +35,7 @@ def path(scheduler: str, app_id: str) -> str:
     return os.path.join(state_files.state_dir(), "clients", scheduler, urllib.parse.quote(app_id, safe=""))
 
 
-def keep(scheduler: str, app_id: str, credentials: str, rendezvous: Mapping[str, str]) -> None:
+def keep(scheduler: str, app_id: str, credentials: str, rendezvous: Mapping[str, str], name: str = "") -> None:
     """Store what a client needs to reach an app.
 
     Args:
@@ -43,6 +44,7 @@ def keep(scheduler: str, app_id: str, credentials: str, rendezvous: Mapping[str,
         credentials: the text of its ``credentials.ClientCredentials``.
         rendezvous: the address of replica 0 of each role, by the role's name; the host may be ``@NAME``, which only the
             hosts can resolve.
+        name: name of the app; empty if it is not known.
 
     Raises:
         OSError: the file cannot be written.
@@ -51,7 +53,7 @@ def keep(scheduler: str, app_id: str, credentials: str, rendezvous: Mapping[str,
     for folder in (state_files.state_dir(), os.path.dirname(os.path.dirname(where)), os.path.dirname(where)):
         os.makedirs(folder, mode=0o700, exist_ok=True)
     os.close(safe_files.open_folder(os.path.dirname(where), below=state_files.state_dir()))
-    state_files.write_json(where, {"credentials": credentials, "rendezvous": dict(rendezvous)})
+    state_files.write_json(where, {"name": name, "credentials": credentials, "rendezvous": dict(rendezvous)})
 
 
 def kept(scheduler: str, app_id: str) -> tuple[str, dict[str, str]]:
@@ -62,6 +64,14 @@ def kept(scheduler: str, app_id: str) -> tuple[str, dict[str, str]]:
         _log.warning("the certificate of %s is not used: %s", app_id, error)
         found = None
     return (found.credentials, found.rendezvous) if found else ("", {})
+
+
+def name_of(scheduler: str, app_id: str) -> str:
+    """Return the name of a stored app; empty if it is not known."""
+    with contextlib.suppress(state_files.DamagedFileError):
+        found = state_files.load(_StoredCredentials, path(scheduler, app_id), state_files.state_dir())
+        return found.name if found else ""
+    return ""
 
 
 def known() -> list[tuple[str, str]]:

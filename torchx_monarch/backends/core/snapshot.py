@@ -196,7 +196,8 @@ class AppSnapshot:
         name: name of the AppDef.
         roles: its roles, in the order of the AppDef.
         app: the app as the user wrote it; None if that cannot be read.
-        created: when it was submitted, in seconds since the epoch.
+        created: when it was submitted, in seconds since the epoch; 0 if unknown.
+        started: when it began to run, if the backend knows that beside the starts of the replicas; 0 if not.
         grace: seconds from SIGTERM to SIGKILL when its replicas are stopped.
         native: the state that the backend's own controller has decided; None if it follows from the replicas.
         is_supervised: whether another process ends what is left of the app when it is decided, such as this package's
@@ -212,6 +213,7 @@ class AppSnapshot:
     roles: Sequence[RoleSnapshot]
     app: AppDef | None = None
     created: float = 0.0
+    started: float = 0.0
     grace: float = 30.0
     native: Outcome | None = None
     is_supervised: bool = False

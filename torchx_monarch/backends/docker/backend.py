@@ -25,6 +25,7 @@ from torchx_monarch.backends.core.errors import SubmitError, UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.state import HOST_EXTRA
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.docker import bridge_network, host_files, logs, native
 from torchx_monarch.backends.docker.host_results import HostResults
 from torchx_monarch.backends.docker.native import Daemon, DaemonError, answering, map_concurrently
@@ -137,7 +138,9 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
     def _build(self, app_id: str, containers: Sequence[Container], cancelled: Mapping[str, float]) -> DockerSnapshot:
         return build(app_id, containers, cancelled.get(app_id, 0.0), self._results.read(containers))
 
-    def read_log(self, app: DockerSnapshot, role: str, replica: int, query: LogQuery[DockerSnapshot]) -> Iterable[str]:
+    def read_log(
+        self, app: DockerSnapshot, role: str, replica: int, query: LogQuery[DockerSnapshot]
+    ) -> Iterable[TimedLine]:
         """Return lines of a replica's log.
 
         Raises:

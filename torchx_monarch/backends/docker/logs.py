@@ -13,6 +13,7 @@ from docker.errors import NotFound
 from torchx.schedulers.api import Stream
 
 from torchx_monarch.backends.core.backend import LogQuery
+from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.docker.native import seconds
 from torchx_monarch.system.line_output import LineReader
 
@@ -26,8 +27,8 @@ _TICK = 1e-6
 """Seconds; the resolution of dockerd's ``since``."""
 
 
-def lines(container: Container, query: LogQuery[Any]) -> Iterator[str]:
-    """Yield the lines of a container's log, each with its line end. Bytes that are not UTF-8 are replaced.
+def lines(container: Container, query: LogQuery[Any]) -> Iterator[TimedLine]:
+    """Yield the lines of a container's log. Bytes that are not UTF-8 are replaced.
 
     TorchX passes times to docker-py, which takes a time without zone for UTC and fails on a time with a zone. When it
     follows a log, it stops at a restart, and yields chunks as written, which may be several lines or part of one.
@@ -38,6 +39,7 @@ def lines(container: Container, query: LogQuery[Any]) -> Iterator[str]:
     """
     start = query.since.timestamp() if query.since is not None else 0.0
     stop = query.until.timestamp() if query.until is not None else None
+    tail: int | str = query.tail or "all"
     streams = {"stdout": query.stream is not Stream.STDERR, "stderr": query.stream is not Stream.STDOUT}
     while True:
         # Ask before the read: output written just before the app's end is then read, too.
@@ -46,21 +48,22 @@ def lines(container: Container, query: LogQuery[Any]) -> Iterator[str]:
         if stop is not None:
             options["until"] = stop
         try:
-            chunks = container.logs(timestamps=True, stream=True, follow=not last, **streams, **options)
+            chunks = container.logs(timestamps=True, stream=True, follow=not last, tail=tail, **streams, **options)
             with contextlib.closing(chunks):
                 latest = yield from _lines(chunks)
         except NotFound:
             return  # deleted meanwhile
         if last:
             return
-        start = max(start, latest + _TICK if latest else 0.0)
+        if latest:
+            start, tail = max(start, latest + _TICK), "all"
         time.sleep(_POLL)
 
 
-def _lines(chunks: Iterable[bytes]) -> Generator[str, None, float]:
+def _lines(chunks: Iterable[bytes]) -> Generator[TimedLine, None, float]:
     """Join chunks, each of which begins with its timestamp, to lines.
 
-    dockerd splits a long line into several chunks.
+    dockerd splits a long line into several chunks. A line has the time of its last chunk.
 
     Returns:
         The latest timestamp, in seconds since the epoch; 0.0 without chunks.
@@ -70,7 +73,7 @@ def _lines(chunks: Iterable[bytes]) -> Generator[str, None, float]:
         stamp, _, text = chunk.partition(b" ")
         latest = max(latest, seconds(stamp.decode(errors="replace")))
         for line in reader.feed(text):
-            yield line.decode(errors="replace")
+            yield TimedLine(latest, line.decode(errors="replace"))
     if rest := reader.rest():
-        yield rest.decode(errors="replace")
+        yield TimedLine(latest, rest.decode(errors="replace"))
     return latest

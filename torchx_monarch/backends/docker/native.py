@@ -67,7 +67,7 @@ def answering() -> Iterator[None]:
         ) from None
 
 
-def while_answering(lines: Iterable[str]) -> Iterator[str]:
+def while_answering(lines: Iterable[T]) -> Iterator[T]:
     """Yield lines that are read from the daemon.
 
     Raises:

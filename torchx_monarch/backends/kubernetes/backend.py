@@ -18,6 +18,7 @@ from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, Log
 from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.kubernetes import jobs, logs, names, objects, snapshot, stop, submit, volcano
 from torchx_monarch.backends.kubernetes.attempts import Attempt
 from torchx_monarch.backends.kubernetes.native import Api, KubernetesError
@@ -142,7 +143,7 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
 
     def read_log(
         self, app: KubernetesSnapshot, role: str, replica: int, query: LogQuery[KubernetesSnapshot]
-    ) -> Iterator[str]:
+    ) -> Iterator[TimedLine]:
         """Yield the lines of one replica's log, from all of its pods that still exist.
 
         Raises:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 
 from torchx_monarch.backends.core.backend import LogQuery
+from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.kubernetes.attempts import Attempt
 from torchx_monarch.backends.kubernetes.native import Api, KubernetesError
 from torchx_monarch.backends.kubernetes.snapshot import KubernetesSnapshot
@@ -19,8 +20,8 @@ _POLL = 0.5
 
 def lines(
     api: Api, path: str, attempts: Callable[[], Sequence[Attempt]], query: LogQuery[KubernetesSnapshot]
-) -> Iterator[str]:
-    """Yield the lines, each with its line end. Bytes that are not UTF-8 are replaced.
+) -> Iterator[TimedLine]:
+    """Yield the lines. Bytes that are not UTF-8 are replaced.
 
     TorchX passes the server a number of seconds for ``since``, which is wrong for a time with a zone, refuses
     ``until``, and stops following when the pod ends.
@@ -46,11 +47,12 @@ def lines(
                 continue
             start = max(first, read.get(one.pod, -1) + 1)
             live = query.follow and not final and one.lives
-            for stamp, text in _of_pod(api, f"{path}/{one.pod}/log", one.container, start, live):
+            tail = 0 if one.pod in read else query.tail
+            for stamp, text in _of_pod(api, f"{path}/{one.pod}/log", one.container, start, live, tail):
                 if last is not None and stamp > last:
                     return
                 read[one.pod] = stamp
-                yield text
+                yield TimedLine(stamp / 1e9, text)
             if not one.lives:
                 over.add(one.pod)
         if final:
@@ -58,10 +60,12 @@ def lines(
         time.sleep(_POLL)
 
 
-def _of_pod(api: Api, path: str, container: str, start: int, follow: bool) -> Iterator[tuple[int, str]]:
+def _of_pod(api: Api, path: str, container: str, start: int, follow: bool, tail: int) -> Iterator[tuple[int, str]]:
     query = {"timestamps": "true", "container": container}
     if follow:
         query["follow"] = "true"
+    if tail:
+        query["tailLines"] = str(tail)
     if start:
         whole = datetime.fromtimestamp(start // 10**9, timezone.utc)  # the server accepts whole seconds only
         query["sinceTime"] = whole.strftime("%Y-%m-%dT%H:%M:%SZ")

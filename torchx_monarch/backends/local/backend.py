@@ -24,6 +24,7 @@ from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.backends.core.options import MonarchOpts
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.local import folder, owners, render, request, state, submit
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.backends.local.status import AppRecord, RoleRecord
@@ -131,10 +132,10 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
                 _log.warning("%s", error)
                 continue
             if record is not None:
-                found.append(_snapshot(app_id, record, "", None))
+                found.append(_snapshot(app_id, record, "", submitted_app.load(paths.app, paths.trusted)))
         return sorted(found, key=lambda app: app.created, reverse=True)
 
-    def read_log(self, app: AppSnapshot, role: str, replica: int, query: LogQuery[AppSnapshot]) -> Iterator[str]:
+    def read_log(self, app: AppSnapshot, role: str, replica: int, query: LogQuery[AppSnapshot]) -> Iterator[TimedLine]:
         """Yield lines of a replica's log; of both streams together if no stream is named. Times are right to 0.1 s."""
         paths = state_files.app_paths(app.app_id)
         return log_reader.lines(
@@ -142,6 +143,7 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
             query.stream.value if query.stream else "combined",
             since=query.since,
             until=query.until,
+            tail=query.tail,
             ended=query.has_ended,
             follow=query.follow,
             below=paths.trusted,
@@ -162,9 +164,13 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
         """Return the path of the app's events file."""
         return Path(state_files.app_paths(app_id).events)
 
-    def log_folder(self, app_id: str, role: str, replica: int) -> Path:
+    def replica_log_folder(self, app_id: str, role: str, replica: int) -> Path:
         """Return the folder of a replica's logs."""
         return Path(state_files.app_paths(app_id).replica_logs(role, replica))
+
+    def log_folder(self, app: AppSnapshot) -> Path:
+        """Return the folder with the app's logs."""
+        return Path(state_files.app_paths(app.app_id).logs)
 
     def still_runs(self, app: AppSnapshot) -> bool:
         """Return whether a supervisor of the app runs, whatever the files say."""

@@ -26,6 +26,7 @@ from torchx_monarch.backends.core.backend import Backend, Capabilities, Cfg, Log
 from torchx_monarch.backends.core.errors import SubmitError, UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.slurm import cancel, folder, job_state, native, prune, records, render, snapshot
 from torchx_monarch.backends.slurm.folder import JobFolder
 from torchx_monarch.backends.slurm.native import Job, SlurmError
@@ -138,10 +139,23 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
             app = snapshot.submitted(known[app_id])
             records_seen = seen or accounts
             name = app.app.name if app else records_seen[0].name if records_seen else ""
-            found.append(SlurmSnapshot(app_id=app_id, name=name, roles=[], native=state.outcome, job=state))
+            found.append(
+                SlurmSnapshot(
+                    app_id=app_id,
+                    name=name,
+                    roles=[],
+                    app=app.app if app else None,
+                    created=known[app_id].submitted,
+                    started=state.record.started if state.record else 0.0,
+                    native=state.outcome,
+                    job=state,
+                )
+            )
         return found
 
-    def read_log(self, app: SlurmSnapshot, role: str, replica: int, query: LogQuery[SlurmSnapshot]) -> Iterator[str]:
+    def read_log(
+        self, app: SlurmSnapshot, role: str, replica: int, query: LogQuery[SlurmSnapshot]
+    ) -> Iterator[TimedLine]:
         """Yield lines of a replica's log; of both streams together if no stream is named. Times are right to 0.1 s."""
         run_id, run, own = snapshot.locate_replica(app, role, replica)
         return log_reader.lines(
@@ -149,6 +163,7 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
             query.stream.value if query.stream else "combined",
             since=query.since,
             until=query.until,
+            tail=query.tail,
             ended=lambda: self.has_ended(run_id),
             follow=query.follow and not run.state.is_terminal,
         )
@@ -166,10 +181,14 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
         known = snapshot.folder_of(app_id)
         return Path(known.events) if known else None
 
-    def log_folder(self, app_id: str, role: str, replica: int) -> Path | None:
+    def replica_log_folder(self, app_id: str, role: str, replica: int) -> Path | None:
         """Return the folder of a replica's logs; None if this state directory does not know the app's folder."""
         known = snapshot.folder_of(app_id)
         return Path(known.replica_logs(role, replica)) if known else None
+
+    def log_folder(self, app: SlurmSnapshot) -> Path:
+        """Return the folder with the app's logs; of an array, that with the folders of its tasks."""
+        return Path(app.job.folder.array if app.job.tasks else app.job.folder.logs)
 
     def still_runs(self, app: SlurmSnapshot) -> bool:
         """Return whether Slurm reports that the app runs, whatever its files say."""

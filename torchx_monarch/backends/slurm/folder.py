@@ -59,6 +59,14 @@ class JobFolder(state_files.AppPaths):
         return os.path.join(self.replica_logs(role, replica), "error.json")
 
     @property
+    def submitted(self) -> float:
+        """When the app was submitted, in seconds since the epoch; 0 if app.json cannot be seen."""
+        try:
+            return os.stat(self.app).st_mtime
+        except OSError:
+            return 0.0
+
+    @property
     def whole(self) -> JobFolder:
         """The folder of the whole job: for an array task the array's, otherwise this one."""
         return self

@@ -92,7 +92,7 @@ def of_job(folder: JobFolder, components: list[Job], *, save: bool) -> JobState:
         message = f"{message}; {damage}" if message else damage
     elif outcome.state is State.FAILED and record is None and not damage and os.path.isdir(folder.whole.root):
         message += f"; it has written no record to {folder.root}: do all nodes see that folder (run option job_dir)?"
-    outcome = Outcome(outcome.state, message)
+    outcome = Outcome(outcome.state, message, time=_end_time(outcome.state, record))
     nodes = [one.nodes for one in components if one.nodes] or (record.nodes if record else [])
     found = JobState(folder, outcome, nodes, components, record, damage)
     if save and found.state.is_terminal and found.is_settled:
@@ -104,7 +104,14 @@ def of_ended(folder: JobFolder, end: RunEnd | None) -> JobState | None:
     """Return the state of a job or an array task from its saved end; None without one."""
     if end is None:
         return None
-    return JobState(folder, Outcome(end.state, end.msg), end.nodes, record=records.read(BatchRecord, folder.job))
+    record = records.read(BatchRecord, folder.job)
+    outcome = Outcome(end.state, end.msg, time=_end_time(end.state, record))
+    return JobState(folder, outcome, end.nodes, record=record)
+
+
+def _end_time(state: State, record: BatchRecord | None) -> float:
+    """Return when a run in this state has ended, in seconds since the epoch; 0 if that is not recorded."""
+    return (record.ended or 0.0) if record is not None and state.is_terminal else 0.0
 
 
 def save_end(folder: JobFolder, end: Mapping[str, Any]) -> None:

@@ -163,6 +163,8 @@ def of_app(app_id: str, job: JobState, *, brief: bool) -> SlurmSnapshot:
         name=name,
         roles=roles,
         app=app.app if app else None,
+        created=job.folder.submitted,
+        started=job.record.started if job.record else 0.0,
         grace=records.read_submission(job.folder).grace,
         native=outcome,
         is_supervised=True,
