@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 
+from torchx_monarch.cli import handles
 from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.job import SPMDJob
 
@@ -17,7 +18,7 @@ def add_handle(parser: argparse.ArgumentParser, optional: bool = False) -> None:
         parser: the parser of a sub-command.
         optional: whether the handle may be left out; it is None then.
     """
-    parser.add_argument("handle", nargs="?" if optional else None, help="as torchx run printed it")
+    handles.add_handle(parser, optional)
     add_role_and_address(parser)
 
 

@@ -10,6 +10,7 @@ from typing import get_args
 
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.allocation_arguments import add_role_and_address, hosts_of
+from torchx_monarch.cli.handles import add_handle
 from torchx_monarch.cli.run_output import stream_and_exit
 from torchx_monarch.client.hosts import START_TIMEOUT, say
 from torchx_monarch.client.run import Records
@@ -22,7 +23,7 @@ _USAGE = "usage: torchx monarch exec HANDLE [options] [-- torchrun --nproc-per-n
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the arguments of ``torchx monarch exec``."""
-    parser.add_argument("handle", help="as torchx run printed it")
+    add_handle(parser)
     _add_options(parser)
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="as one would type it")
 

@@ -7,10 +7,13 @@ from __future__ import annotations
 import os
 
 USAGE = os.EX_USAGE
-"""64: an argument has a wrong value. An unknown option is 2, the code of ``argparse``."""
+"""64: an argument has a wrong value, or names several apps. An unknown option is 2, the code of ``argparse``."""
+
+UNKNOWN_APP = os.EX_NOINPUT
+"""66: there is no such app."""
 
 UNAVAILABLE = os.EX_UNAVAILABLE
-"""69: the hosts cannot be reached or refuse the request."""
+"""69: the hosts or the scheduler cannot be reached, or refuse the request."""
 
 INTERRUPTED = 130
 """The command was interrupted by Ctrl-C."""

@@ -17,11 +17,15 @@ from torchx_monarch.cli import torchx_errors
 
 SUB_COMMANDS = {
     "init": "make a monarch_ scheduler the default of this folder",
+    "ls": "jobs and allocations of all schedulers",
+    "status": "all that is known of one of them, once or until its end",
+    "logs": "the output of all its ranks, in the order of time",
     "exec": "run a command on an allocation's hosts",
     "follow": "the output of a run that was begun elsewhere, and its exit code",
     "ps": "allocations, or the runs of one",
     "stop": "give an allocation's hosts back, or end one run",
     "preload": "what -cfg preload=auto has learned of the jobs of this machine",
+    "completion": "a script that completes commands, options and handles in your shell",
 }
 """The sub-commands with their help. Each is the module of its name in this package, see ``SubCommandModule``."""
 
@@ -46,11 +50,24 @@ class _SubCommandParser(argparse.ArgumentParser):
 
     sub_command = ""
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+    def define(self) -> None:
+        """Define the arguments, unless they are defined."""
         if self.sub_command:
             load(self.sub_command).add_arguments(self)
             self.sub_command = ""
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        self.define()
         return super().parse_known_args(args, namespace)
+
+
+class _Version(argparse.Action):
+    """Print the version of this package; it is looked up only then."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib import metadata
+
+        parser.exit(0, f"torchx-monarch {metadata.version('torchx-monarch')}\n")
 
 
 class CmdMonarch(SubCommand):  # type: ignore[misc]
@@ -64,31 +81,48 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
 
     def add_arguments(self, subparser: argparse.ArgumentParser) -> None:
         """Define the arguments of ``torchx monarch``."""
+        subparser.add_argument("--version", action=_Version, nargs=0, help="print the version of torchx-monarch")
         commands = subparser.add_subparsers(
             title="commands", required=True, metavar="COMMAND", dest="sub_command", parser_class=_SubCommandParser
         )
         for name, text in SUB_COMMANDS.items():
             commands.add_parser(name, help=text, description=text).sub_command = name
+        if "_ARGCOMPLETE" in os.environ:
+            from torchx_monarch.cli.completion import complete
+
+            for name in set(os.environ.get("COMP_LINE", "").split()) & set(SUB_COMMANDS):
+                commands.choices[name].define()
+            complete()
 
     def run(self, args: argparse.Namespace) -> None:
         """Execute the sub-command; exit with its exit code, or with an error message."""
         from torchx.specs import MalformedAppHandleException
         from torchx.specs.api import UnknownSchedulerException
 
+        from torchx_monarch.backends.core.errors import BackendError, UserError
         from torchx_monarch.cli import exit_codes
+        from torchx_monarch.cli.handles import HandleError, resolve
         from torchx_monarch.client.hosts import say
         from torchx_monarch.exceptions import AllocationError, CodeError, RefusedError, UnreachableError
 
         try:
+            if getattr(args, "handle", None) is not None:
+                args.handle = resolve(args.handle, is_remote=bool(getattr(args, "address", "")))
             load(args.sub_command).run(args)
         except KeyboardInterrupt:
             sys.exit(exit_codes.INTERRUPTED)
         except BrokenPipeError:  # a run continues on the hosts
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             sys.exit(exit_codes.BROKEN_PIPE)
-        except (UnreachableError, RefusedError, AllocationError, CodeError) as error:
+        except HandleError as error:
+            say(str(error))
+            sys.exit(error.exit_code)
+        except (UnreachableError, RefusedError, AllocationError, CodeError, BackendError) as error:
             say(str(error))
             sys.exit(exit_codes.UNAVAILABLE)
         except (MalformedAppHandleException, UnknownSchedulerException) as error:
-            say(f"{error}. `torchx monarch ps` lists what there is.")
+            say(f"{error}. `torchx monarch ls` lists what there is.")
+            sys.exit(exit_codes.USAGE)
+        except UserError as error:
+            say(str(error))
             sys.exit(exit_codes.USAGE)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from torchx.schedulers.api import DescribeAppResponse, ListAppResponse
@@ -17,7 +18,9 @@ from torchx.specs import NONE, AppDef, AppState, ReplicaStatus, Role, RoleStatus
 
 from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.state import AppStatus, count_restarts
+from torchx_monarch.insight.events import Event
 from torchx_monarch.model.host_result import HostResult
+from torchx_monarch.schedulers.job_status import build, in_one_line
 from torchx_monarch.system.safe_files import parse_json
 from torchx_monarch.system.untrusted_text import one_line, printable
 
@@ -25,15 +28,21 @@ _MSG_CHARACTERS = 68
 """The length at which YAML, as which TorchX prints a message, keeps it on one line."""
 
 
-def describe(app: AppSnapshot, status: AppStatus) -> DescribeAppResponse:
-    """Return TorchX's description of an app, with the roles as the user wrote them."""
+def describe(app: AppSnapshot, status: AppStatus, happened: Sequence[Event] = ()) -> DescribeAppResponse:
+    """Return TorchX's description of an app, with the roles as the user wrote them.
+
+    Args:
+        app: the app.
+        status: its state.
+        happened: its events; the message of a running app is made of them.
+    """
     # Only a damaged record lacks the app: TorchX then shows at least the replicas.
     written = app.app or AppDef(app.name, [Role(role.spec.name, image="") for role in app.roles])
     return DescribeAppResponse(
         app_id=app.app_id,
         state=AppState[status.state.value],
         num_restarts=count_restarts(app),
-        msg=printable(status.message) or NONE,
+        msg=_message(app, status, happened) or NONE,
         structured_error_msg=_error(status.error),
         ui_url=app.ui_url or None,
         metadata=written.metadata,
@@ -51,6 +60,13 @@ def shorten(response: DescribeAppResponse, status: AppStatus) -> DescribeAppResp
     if len(msg) > _MSG_CHARACTERS:
         msg = f"{msg[: _MSG_CHARACTERS - 3]}..."
     return dataclasses.replace(response, msg=msg, structured_error_msg=NONE, roles_statuses=[])
+
+
+def _message(app: AppSnapshot, status: AppStatus, happened: Sequence[Event]) -> str:
+    """Return why an app has ended or what it waits for, or else what it does."""
+    if status.message or status.state.is_terminal:
+        return printable(status.message)
+    return in_one_line(build("", app, status, happened))
 
 
 def summarize(app: AppSnapshot, status: AppStatus) -> ListAppResponse:

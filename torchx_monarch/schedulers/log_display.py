@@ -43,7 +43,7 @@ class LogDisplay:
 
     def __init__(self, app: AppSnapshot, role: str, stream: TextIO | None) -> None:
         written = {one.name: one for one in app.app.roles} if app.app is not None else {}
-        self._parser = _parser_of(written.get(role))
+        self._parser = parser_of(written.get(role))
         self._is_terminal = is_terminal(stream)
         self._is_coloured = is_coloured(stream)
         self._is_alone = len(app.replicas) == 1
@@ -88,7 +88,7 @@ class LogDisplay:
         return text if goes_on else _ERASE + before + text
 
 
-def _parser_of(role: Role | None) -> LineParser:
+def parser_of(role: Role | None) -> LineParser:
     """Return the parser of the lines of a role's ranks; of any torchrun's if the role is not known."""
     command = rank_command(role) if role is not None else None
     if role is None or command is None or command.kind == "hosts":

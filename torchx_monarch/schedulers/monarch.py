@@ -29,6 +29,7 @@ from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.validation import check_images, check_names
 from torchx_monarch.command.command import CommandError
 from torchx_monarch.command.rewrite import Rewritten, WrapOptions, rewrite
+from torchx_monarch.insight import events
 from torchx_monarch.model.exit_codes import parse_exit_codes
 from torchx_monarch.model.host_spec import RANKS, HostSpec, parse_ports
 from torchx_monarch.model.sidecars import SidecarError
@@ -240,7 +241,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             if client:
                 rendezvous = {role.name: role.rendezvous for role in submitted.roles if role.rendezvous}
                 try:
-                    client_credentials.keep(self.backend, app_id, client, rendezvous)
+                    client_credentials.keep(self.backend, app_id, client, rendezvous, submitted.app.name)
                 except OSError as error:
                     _log.warning("The job runs, but the certificate to reach it with could not be kept: %s", error)
         return app_id
@@ -269,7 +270,8 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
                 reason = f"there is no app {app_id!r} of {self.backend}{self._similar(app_id)}"
                 raise UserError(f"{reason}; `torchx list -s {self.backend}` shows all")
             return None
-        response = describe(*found)
+        path = self.apps.events_path(app_id)
+        response = describe(*found, events.read(path)[0] if path is not None else ())
         if self._foreground.has_submitted(app_id):
             write_root_cause(response)
             if found[1].state.is_terminal:

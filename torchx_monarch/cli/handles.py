@@ -1,0 +1,117 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which app the user means: a handle, an app's id or name, the beginning of one, or ``last``."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from torchx_monarch.cli import exit_codes
+from torchx_monarch.insight.summary import show_duration
+from torchx_monarch.system.untrusted_text import one_line
+
+LAST = "last"
+"""The word for the app that was submitted last."""
+
+_HELP = "the app: its handle, its id or name, the beginning of one, or 'last'"
+
+_CANDIDATES = 8
+"""Apps that a message lists at most."""
+
+
+class HandleError(Exception):
+    """Raised when a word names no app, or several; the message lists what it may mean.
+
+    Attributes:
+        exit_code: the exit code of the command.
+    """
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def add_handle(parser: argparse.ArgumentParser, optional: bool = False) -> None:
+    """Define the argument ``handle`` of a sub-command; ``resolve`` is applied to it before the sub-command runs.
+
+    Args:
+        parser: the parser of the sub-command.
+        optional: whether the handle may be left out; it is None then.
+    """
+    argument: Any = parser.add_argument("handle", nargs="?" if optional else None, metavar="HANDLE", help=_HELP)
+    argument.completer = complete
+
+
+def resolve(word: str, is_remote: bool = False) -> str:
+    """Return the handle of the app that a word names.
+
+    An id or a name counts before the beginning of another one. A handle is returned as it is: it may be of an app that
+    another machine has submitted.
+
+    Args:
+        word: what the user typed.
+        is_remote: whether the user says where the app's hosts are, so that this machine need not know the app.
+
+    Raises:
+        HandleError: no app, or several, are named so.
+    """
+    from torchx_monarch.cli.known_apps import LOCAL, known_apps
+
+    if "://" in word:
+        is_elsewhere = is_remote or not word.startswith(f"{LOCAL}://")
+        if is_elsewhere or any(
+            app.scheduler == LOCAL and app.app_id == word.rpartition("/")[2] for app in known_apps()
+        ):
+            return word
+        raise unknown(word)
+    apps = known_apps()
+    if word == LAST:
+        if not apps:
+            raise HandleError("no app was submitted from this machine yet", exit_codes.UNKNOWN_APP)
+        return apps[0].handle
+    for found in (
+        [app for app in apps if app.app_id == word],
+        [app for app in apps if word in app.words],
+        [app for app in apps if any(each.startswith(word) for each in app.words)] if word else [],
+    ):
+        if len(found) == 1:
+            return found[0].handle
+        if found:
+            now = time.time()
+            lines = [f"  {one_line(app.handle)}  submitted {show_duration(now - app.submitted)} ago" for app in found]
+            message = f"{one_line(word)!r} may be one of {len(found)} apps; type more of its id:"
+            raise HandleError("\n".join([message, *_first(lines)]), exit_codes.USAGE)
+    raise unknown(word)
+
+
+def unknown(word: str) -> HandleError:
+    """Return the error for a word that names no app, with the apps whose names are similar."""
+    from torchx_monarch.cli.known_apps import known_apps
+
+    apps = known_apps()
+    typed = word.rpartition("/")[2]
+    similar = difflib.get_close_matches(typed, {each for app in apps for each in app.words}, n=_CANDIDATES)
+    near = [f"  {one_line(app.handle)}" for app in apps if app.words.intersection(similar)]
+    text = f"there is no app {one_line(word)!r} in the records of this machine"
+    if near:
+        return HandleError("\n".join([f"{text}; similar ones:", *_first(near)]), exit_codes.UNKNOWN_APP)
+    return HandleError(f"{text}; `torchx monarch ls` lists all", exit_codes.UNKNOWN_APP)
+
+
+def _first(lines: Sequence[str]) -> list[str]:
+    more = len(lines) - _CANDIDATES
+    return [*lines[:_CANDIDATES], *([f"  and {more} more"] if more > 0 else [])]
+
+
+def complete(prefix: str, **_: object) -> list[str]:
+    """Return the words that may complete a handle, for a shell: ids and ``last``, or whole handles."""
+    from torchx_monarch.cli.known_apps import known_apps
+
+    apps = known_apps()
+    if "://" in prefix:
+        return [app.handle for app in apps]
+    return [*(app.app_id for app in apps), *sorted({app.name for app in apps if app.name}), LAST]

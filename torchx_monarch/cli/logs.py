@@ -1,0 +1,171 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``torchx monarch logs``: the logs of all ranks of a job, merged in the order of time."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from torchx_monarch.backends.core.errors import UserError
+from torchx_monarch.backends.core.snapshot import AppSnapshot
+from torchx_monarch.backends.core.timed_line import TimedLine
+from torchx_monarch.cli.handles import add_handle, unknown
+from torchx_monarch.cli.json_output import add_json, print_record
+from torchx_monarch.cli.log_merge import LogMerge
+from torchx_monarch.cli.scheduler_access import app_id_of, opened
+from torchx_monarch.cli.since import since
+from torchx_monarch.client.hosts import say
+from torchx_monarch.insight.log_lines import LogLine, is_coloured, is_terminal, stamp
+from torchx_monarch.schedulers.log_display import parser_of
+from torchx_monarch.schedulers.monarch import MonarchScheduler
+from torchx_monarch.system.line_output import LineOutput
+from torchx_monarch.system.untrusted_text import one_line
+
+Source = tuple[str, int]
+"""The name of a role, and the id of one of its replicas."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the arguments of ``torchx monarch logs``."""
+    add_handle(parser)
+    parser.add_argument("--rank", type=_numbers, metavar="RANKS", help="only these global ranks: 0,3-5")
+    parser.add_argument("--role", help="only this role of the app")
+    parser.add_argument("--since", type=since, metavar="WHEN", help="only lines since then: 90s, 10m, 2h, or a time")
+    parser.add_argument("-n", "--tail", type=_count, metavar="LINES", help="only the last lines of all that remain")
+    parser.add_argument("--timestamps", action="store_true", help="begin each line with its time")
+    parser.add_argument("-f", "--follow", action="store_true", help="wait for more lines until the job has ended")
+    add_json(parser)
+
+
+def _numbers(text: str) -> set[int]:
+    """Parse a list of numbers and ranges, ``0,3-5``.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    found: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise argparse.ArgumentTypeError(f"{text!r} is no list of ranks, such as 0,3-5")
+        found.update(range(int(first), int(last or first) + 1))
+    return found
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of lines")
+    return int(text)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the lines; Ctrl-C ends this command, and not the job."""
+    scheduler_name, app_id = app_id_of(args.handle)
+    began = time.time()
+    with opened(scheduler_name) as scheduler:
+        found = scheduler.apps.read(app_id)
+        if found is None:
+            raise unknown(args.handle)
+        app, status = found
+        merged = _merged(scheduler, app, args, args.follow and not status.state.is_terminal)
+        printer = _Printer(app, args.timestamps, args.json)
+        # Lines that were written before the command began are counted; later ones are shown as they come.
+        last: deque[tuple[Source, TimedLine, LogLine]] | None = None
+        if args.tail is not None:
+            last = deque(maxlen=args.tail)
+        for each in merged:
+            if last is not None and (each is None or each[1].time > began):
+                for one in last:
+                    printer.show(*one)
+                last = None
+            if each is None:
+                continue
+            source, line = each
+            parsed = printer.parse(source, line)
+            if args.rank is not None and parsed.rank not in args.rank:
+                continue
+            if last is not None:
+                last.append((source, line, parsed))
+            else:
+                printer.show(source, line, parsed)
+        for one in last or ():
+            printer.show(*one)
+
+
+def _merged(
+    scheduler: MonarchScheduler, app: AppSnapshot, args: argparse.Namespace, follow: bool
+) -> Iterable[tuple[Source, TimedLine] | None]:
+    """Return the lines of the replicas that the arguments choose.
+
+    Raises:
+        UserError: the app has no such role.
+    """
+    roles = [role.spec.name for role in app.roles]
+    if args.role is not None and args.role not in roles:
+        raise UserError(f"{args.handle} has no role {args.role!r}; its roles are {', '.join(roles)}")
+    tail = args.tail + 1 if args.tail is not None and args.rank is None else 0
+    logs = {
+        (one.role, one.id): _readable(
+            scheduler.apps.replica_log(app, one.role, one.id, since=args.since, tail=tail, follow=follow)
+        )
+        for one in app.replicas
+        if args.role in (None, one.role)
+    }
+    return LogMerge(logs, follow)
+
+
+def _readable(lines: Iterable[TimedLine]) -> Iterator[TimedLine]:
+    """Yield lines; say it if a log does not exist any more, and go on with those of the other replicas."""
+    try:
+        yield from lines
+    except UserError as error:
+        say(one_line(str(error)))
+
+
+class _Printer:
+    """Shows lines.
+
+    Args:
+        app: the app.
+        timestamps: whether to show the time of each line.
+        as_json: whether to print JSON records.
+    """
+
+    def __init__(self, app: AppSnapshot, timestamps: bool, as_json: bool) -> None:
+        self._timestamps = timestamps
+        self._as_json = as_json
+        written = {role.name: role for role in app.app.roles} if app.app is not None else {}
+        self._parsers = {role.spec.name: parser_of(written.get(role.spec.name)) for role in app.roles}
+        self._several_roles = len(app.roles) > 1
+        self._several = len(app.replicas) > 1
+        self._is_terminal, self._is_coloured = is_terminal(sys.stdout), is_coloured(sys.stdout)
+        self._output = LineOutput()
+        self._unfinished: set[Source] = set()
+
+    def parse(self, source: Source, line: TimedLine) -> LogLine:
+        """Parse a line of a replica."""
+        return self._parsers[source[0]].parse(line.text)
+
+    def show(self, source: Source, line: TimedLine, parsed: LogLine) -> None:
+        """Print a line: with its rank, and with its replica if it has no rank and there are several replicas."""
+        role, replica = source
+        when = parsed.time or (stamp(line.time).rstrip() if line.time else "")
+        if self._as_json:
+            place = {"time": line.time or None, "role": role, "replica": replica, "rank": parsed.rank}
+            print_record({**place, "text": parsed.text.rstrip("\n")})
+            return
+        shown = replace(parsed, time=when if self._timestamps else parsed.time)
+        if source in self._unfinished:
+            shown = LogLine(parsed.text)
+        elif self._several_roles or (self._several and parsed.rank is None):
+            shown = replace(shown, prefix=f"{one_line(role)}/{replica} {parsed.prefix}")
+        (self._unfinished.discard if parsed.text.endswith("\n") else self._unfinished.add)(source)
+        text = shown.on_terminal(self._is_coloured) if self._is_terminal else shown.plain()
+        placed = self._output.place(source, text.encode(errors="surrogateescape"))
+        sys.stdout.buffer.write(placed)
+        sys.stdout.buffer.flush()

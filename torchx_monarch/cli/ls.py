@@ -1,0 +1,131 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``torchx monarch ls``: list the jobs of all schedulers that were used from this machine, or of one."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from torchx_monarch.cli.json_output import add_json, print_json
+from torchx_monarch.cli.known_apps import used_schedulers
+from torchx_monarch.cli.scheduler_access import opened
+from torchx_monarch.cli.since import since
+from torchx_monarch.cli.status_text import size_of
+from torchx_monarch.cli.table import print_table
+from torchx_monarch.client.hosts import say
+from torchx_monarch.insight.summary import show_duration
+from torchx_monarch.model.state import State
+from torchx_monarch.schedulers.job_status import JobStatus, build
+from torchx_monarch.system.untrusted_text import one_line
+
+_PATIENCE = 20.0
+"""Seconds to wait for a scheduler."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the arguments of ``torchx monarch ls``."""
+    parser.add_argument("-s", "--scheduler", help="only this scheduler (default: all that were used from this machine)")
+    parser.add_argument(
+        "--state", type=_states, help=f"only jobs in this state, or these: {','.join(map(str, State)).lower()}"
+    )
+    parser.add_argument("--since", type=since, metavar="WHEN", help="only jobs submitted since then: 90s, 10m, 2h, 1d")
+    add_json(parser)
+
+
+def _states(text: str) -> set[str]:
+    names = {name.strip().upper() for name in text.split(",")}
+    if wrong := names - set(map(str, State)):
+        raise argparse.ArgumentTypeError(f"no state {', '.join(sorted(wrong))}; there are {', '.join(map(str, State))}")
+    return names
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print a table of jobs, the newest first."""
+    found = _jobs(args.scheduler) if args.scheduler else _jobs_of_all(used_schedulers())
+    chosen = [job for job in found if _is_wanted(job, args.state, args.since)]
+    chosen.sort(key=lambda job: job.submitted or 0.0, reverse=True)
+    if args.json:
+        print_json([job.to_json() for job in chosen])
+    else:
+        _print(chosen)
+
+
+def _is_wanted(job: JobStatus, states: set[str] | None, earliest: datetime | None) -> bool:
+    if states is not None and job.state not in states:
+        return False
+    return earliest is None or (job.submitted or 0.0) >= earliest.timestamp()
+
+
+def _jobs(name: str) -> list[JobStatus]:
+    """Return the jobs of a scheduler.
+
+    Raises:
+        BackendError: it cannot be reached.
+        UserError: it is no scheduler of this package.
+    """
+    from torchx.runner import config
+    from torchx.specs import CfgVal
+
+    cfg: dict[str, CfgVal] = {}
+    with opened(name) as scheduler:
+        config.apply(scheduler=name, cfg=cfg)
+        now = time.time()
+        return [
+            build(f"{name}://torchx/{app.app_id}", app, status, now=now) for app, status in scheduler.apps.list(cfg)
+        ]
+
+
+def _jobs_of_all(names: Sequence[str]) -> list[JobStatus]:
+    """Return the jobs of several schedulers, which are asked at the same time; say in one line if one does not tell."""
+    import threading
+
+    answers: dict[str, list[JobStatus] | Exception] = {}
+
+    def ask(name: str) -> None:
+        try:
+            answers[name] = _jobs(name)
+        except Exception as error:
+            answers[name] = error
+
+    threads = [threading.Thread(target=ask, args=(name,), daemon=True) for name in names]
+    deadline = time.monotonic() + _PATIENCE
+    for thread in threads:
+        thread.start()
+    found: list[JobStatus] = []
+    for name, thread in zip(names, threads, strict=True):
+        thread.join(max(0.0, deadline - time.monotonic()))
+        answer: Any = answers.get(name, TimeoutError(f"no answer within {_PATIENCE:.0f} s"))
+        if isinstance(answer, list):
+            found += answer
+        else:
+            say(f"{name} is left out: {one_line(str(answer).partition(chr(10))[0], 160)}")
+    return found
+
+
+def _print(jobs: Sequence[JobStatus]) -> None:
+    schedulers = {job.handle.partition("://")[0] for job in jobs}
+    ids = [job.handle.partition("://torchx/")[2] for job in jobs]
+    named = any(job.name not in app_id for job, app_id in zip(jobs, ids, strict=True))
+    now = time.time()
+    head = ["ID", *(["NAME"] if named else []), "STATE", "AGE", "TIME", "CODE", "HOSTS"]
+    rows = [
+        [
+            one_line(app_id),
+            *([one_line(job.name)] if named else []),
+            job.state,
+            "" if job.submitted is None else show_duration(now - job.submitted),
+            "" if job.elapsed is None else show_duration(job.elapsed),
+            "" if job.exit_code is None else str(job.exit_code),
+            size_of(job),
+        ]
+        for job, app_id in zip(jobs, ids, strict=True)
+    ]
+    if len(schedulers) > 1:
+        head.append("SCHEDULER")
+        for job, row in zip(jobs, rows, strict=True):
+            row.append(job.handle.partition("://")[0])
+    print_table(head, rows)

@@ -1,0 +1,164 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``torchx monarch status``: all that is known of a job, once or until its end."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from torchx_monarch.backends.core.errors import BackendError, UserError
+from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot
+from torchx_monarch.backends.core.timed_line import TimedLine
+from torchx_monarch.cli.handles import add_handle, unknown
+from torchx_monarch.cli.json_output import add_json, print_json, print_record
+from torchx_monarch.cli.scheduler_access import app_id_of, opened
+from torchx_monarch.cli.status_text import render
+from torchx_monarch.insight import events
+from torchx_monarch.model.role_spec import WorkloadKind
+from torchx_monarch.model.state import State
+from torchx_monarch.schedulers.job_status import JobStatus, LiveState, build, events_of
+from torchx_monarch.schedulers.monarch import MonarchScheduler
+
+_EVERY = 1.0
+"""Seconds between two looks at a job that is watched, if its backend does not want more."""
+
+_TAIL = 200
+"""Lines at the end of a replica's log in which its last output and its host's progress are looked for."""
+
+_MOST_LOGS = 64
+"""Replicas whose logs are read for the last output; each may cost a request."""
+
+_AT_A_TIME = 16
+
+_PATIENCE = 3.0
+"""Seconds to wait for the answer of a live allocation."""
+
+_RUNS_SHOWN = 10
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the arguments of ``torchx monarch status``."""
+    add_handle(parser)
+    parser.add_argument("-w", "--watch", action="store_true", help="show it again and again until the job has ended")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the status of a job; with ``--watch`` each time that it changes, until its end."""
+    scheduler_name, app_id = app_id_of(args.handle)
+    with opened(scheduler_name) as scheduler:
+        status = _look(scheduler, args.handle, app_id)
+        if not args.watch:
+            print_json(status.to_json()) if args.json else print(render(status))
+            return
+        _watch(scheduler, status, app_id, args.json)
+
+
+def _watch(scheduler: MonarchScheduler, status: JobStatus, app_id: str, as_json: bool) -> None:
+    """Show a status whenever it changes; on a terminal every time, in place of the one before."""
+    in_place = not as_json and sys.stdout.isatty()
+    shown, height = "", 0
+    while True:
+        # The facts without those that change with the clock alone.
+        facts = repr(replace(status, elapsed=None, last_output=None, live=status.live and replace(status.live, idle=0)))
+        if in_place:
+            text = render(status)
+            print(f"\x1b[{height}A\x1b[J{text}" if height else text, flush=True)
+            height = text.count("\n") + 1
+        elif facts != shown:
+            print_record(status.to_json()) if as_json else print(render(status), end="\n\n", flush=True)
+        shown = facts
+        if status.has_ended:
+            return
+        time.sleep(max(_EVERY, scheduler.inner.poll))
+        status = _look(scheduler, status.handle, app_id)
+
+
+def _look(scheduler: MonarchScheduler, handle: str, app_id: str) -> JobStatus:
+    """Return the status of a job.
+
+    Raises:
+        HandleError: there is no such app.
+        BackendError: its scheduler cannot be reached.
+    """
+    found = scheduler.apps.read(app_id)
+    if found is None:
+        raise unknown(handle)
+    app, status = found
+    path = scheduler.apps.events_path(app_id)
+    happened = events.read(path)[0] if path is not None else []
+    last_output, live = 0.0, None
+    if status.state is State.RUNNING:
+        logs = _ends_of_logs(scheduler, app)
+        last_output = max((line.time for lines in logs for line in lines if _is_output(line)), default=0.0)
+        happened = happened or (events_of(logs[0]) if logs else [])
+        live = _live(handle, app)
+    folder = scheduler.inner.log_folder(app)
+    return build(
+        handle,
+        app,
+        status,
+        happened,
+        last_output=last_output,
+        log_folder=str(folder) if folder is not None and folder.is_dir() else "",
+        live=live,
+    )
+
+
+def _ends_of_logs(scheduler: MonarchScheduler, app: AppSnapshot) -> list[list[TimedLine]]:
+    """Return the last lines of the replicas' logs, those of replica 0 first; none of a log that cannot be read."""
+
+    def end_of(replica: ReplicaSnapshot) -> list[TimedLine]:
+        with contextlib.suppress(BackendError, UserError):
+            return list(itertools.islice(scheduler.apps.replica_log(app, replica.role, replica.id, tail=_TAIL), 10**6))
+        return []
+
+    replicas = [one for one in app.replicas if one.started or one.state is State.RUNNING][:_MOST_LOGS]
+    with ThreadPoolExecutor(_AT_A_TIME) as pool:
+        return list(pool.map(end_of, replicas))
+
+
+def _is_output(line: TimedLine) -> bool:
+    return not line.text.startswith("[monarch] ")
+
+
+def _live(handle: str, app: AppSnapshot) -> LiveState | None:
+    """Ask the hosts of a live allocation; return None for another job, and if they do not answer."""
+    from torchx_monarch.client.connection import Connection, ask
+    from torchx_monarch.client.target import Target
+    from torchx_monarch.exceptions import RefusedError, UnreachableError
+
+    role = next((role.spec.name for role in app.roles if role.spec.workload is WorkloadKind.SESSION), None)
+    if role is None:
+        return None
+    try:
+        target = Target.of(handle, role)
+        answer = ask(target, {"type": "look"}, _PATIENCE)
+        live: dict[str, Any] | None = answer.get("live")
+        if live is None:
+            return None
+        runs: list[dict[str, Any]] = []
+        with Connection.open(target, {"type": "runs"}) as link:
+            while (page := link.receive(_PATIENCE)) is not None:
+                runs += page["runs"]
+                if not page["more"]:
+                    break
+    except (UnreachableError, RefusedError, TimeoutError):
+        return None
+    return LiveState(
+        ready=live["ready"],
+        hosts=len(answer["hosts"]),
+        run=live["run"],
+        runs=live["runs"],
+        queued=live["queued"],
+        idle=live["idle"],
+        idle_timeout=live["idle_timeout"],
+        last_runs=tuple(runs[-_RUNS_SHOWN:]),
+    )

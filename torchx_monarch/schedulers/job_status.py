@@ -1,0 +1,358 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What is known of a job: state, phase, attempt, hosts and ranks, failures, logs, command.
+
+``torchx monarch status`` and ``ls`` show it, and TorchX's own ``status`` a line of it. A fact that nobody knows is
+None, never a guess.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torchx.specs import AppDef
+
+from torchx_monarch.backends.core.snapshot import AppSnapshot
+from torchx_monarch.backends.core.state import AppStatus, count_restarts
+from torchx_monarch.backends.core.timed_line import TimedLine
+from torchx_monarch.command.command import Command
+from torchx_monarch.command.rewrite import rank_command
+from torchx_monarch.insight.events import Event
+from torchx_monarch.model.host_result import HostResult
+from torchx_monarch.model.job_result import shell_code
+from torchx_monarch.model.state import State
+from torchx_monarch.system.untrusted_text import one_line
+
+PHASES = {
+    "queued": "waits to start",
+    "hosts": "waits for its hosts",
+    "mesh": "hosts are there; the mesh forms",
+    "ranks": "the mesh is there; ranks start",
+    "running": "ranks run",
+    "stopping": "a rank has failed; the others end",
+    "restarting": "ranks are started again",
+    "ready": "ready for clients",
+}
+"""The phases of a job that has not ended, with their descriptions."""
+
+_PHASE_AFTER = {
+    "job_started": "hosts",
+    "supervised": "hosts",
+    "hosts": "mesh",
+    "mesh": "ranks",
+    "ranks": "running",
+    "output": "running",
+    "failure": "stopping",
+    "rank_restart": "restarting",
+    "restart": "hosts",
+    "requeue": "queued",
+    "ready": "ready",
+    "run": "ranks",
+    "run_end": "ready",
+}
+"""The phase that begins with an event, by the event's kind."""
+
+_FAILURES = frozenset({"failure", "preempted", "rank_restart", "restart", "requeue", "replacement"})
+"""The kinds of events that tell of a failure."""
+
+_COUNTED_FROM = frozenset({"job_started", "restart", "requeue", "run"})
+"""The kinds of events after which attempts are counted from 1."""
+
+_RANKS = re.compile(r"ranks (\d+)/\d+")
+_RESTART = re.compile(r"restart \d+ of (\d+) after: (.*)")
+
+_PROGRESS = (
+    (re.compile(r"hosts \d+/\d+"), "hosts"),
+    (re.compile(r"mesh \("), "mesh"),
+    (_RANKS, "ranks"),
+    (re.compile(r"first output"), "output"),
+    (_RESTART, "rank_restart"),
+    (re.compile(r"ready for actors"), "ready"),
+    (re.compile(r"rank \d+ \(.*\) (exited with|was killed)"), "failure"),
+)
+"""The host's progress lines (``insight.progress``) and the kinds of the events that they stand for."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A failure that a job has noticed.
+
+    Attributes:
+        time: when, in seconds since the epoch; 0 if unknown.
+        message: one line.
+    """
+
+    time: float
+    message: str
+
+
+@dataclass(frozen=True)
+class RoleCommand:
+    """A role and what it runs.
+
+    Attributes:
+        role: name of the role.
+        replicas: number of its replicas.
+        command: its command as typed in a shell.
+    """
+
+    role: str
+    replicas: int
+    command: str
+
+
+@dataclass(frozen=True)
+class LiveState:
+    """What the hosts of a live allocation answer.
+
+    Attributes:
+        ready: whether a run can start immediately.
+        hosts: number of hosts that have joined.
+        run: number of the current run; None between runs.
+        runs: number of runs so far.
+        queued: number of runs that wait.
+        idle: seconds since the hosts were last used; 0 during a run.
+        idle_timeout: seconds of idleness after which the hosts end; 0 for never.
+        last_runs: the last runs that the hosts know, the oldest first (``client.result.RunInfo``).
+    """
+
+    ready: bool
+    hosts: int
+    run: int | None
+    runs: int
+    queued: int
+    idle: float
+    idle_timeout: float
+    last_runs: Sequence[Mapping[str, Any]] = ()
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """What is known of a job.
+
+    Attributes:
+        handle: the app's TorchX handle.
+        name: name of the app.
+        state: name of its TorchX state.
+        message: why it ended, or what it waits for; empty for neither.
+        phase: what it does, one of ``PHASES``; None if that is not known, or it has ended.
+        submitted: when it was submitted, in seconds since the epoch; None if unknown.
+        started: when it began to run.
+        ended: when it ended.
+        elapsed: seconds from its start, or before that from its submission, until its end or now.
+        exit_code: 0 for success, or the exit code of the root cause as a shell reports it.
+        attempt: number of the present attempt of the ranks, from 1.
+        attempts: how many attempts ``--max-restarts`` allows.
+        restarts: how often the app, a replica or ranks were restarted.
+        hosts: number of hosts, or of replicas.
+        ranks: number of ranks of all hosts.
+        last_failure: the last failure it has noticed.
+        last_output: when a rank printed something last, in seconds since the epoch.
+        log_folder: folder of its logs, if this machine sees it.
+        roles: its roles and their commands.
+        live: the answer of the hosts of a live allocation; None for other jobs and hosts that do not answer.
+    """
+
+    handle: str
+    name: str
+    state: str
+    message: str = ""
+    phase: str | None = None
+    submitted: float | None = None
+    started: float | None = None
+    ended: float | None = None
+    elapsed: float | None = None
+    exit_code: int | None = None
+    attempt: int | None = None
+    attempts: int | None = None
+    restarts: int = 0
+    hosts: int | None = None
+    ranks: int | None = None
+    last_failure: Failure | None = None
+    last_output: float | None = None
+    log_folder: str | None = None
+    roles: Sequence[RoleCommand] = field(default_factory=tuple)
+    live: LiveState | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the job has ended."""
+        return State(self.state).is_terminal
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the status as JSON values."""
+        return asdict(self)
+
+
+_Commands = Sequence[tuple[int, Command | None]]
+"""The number of replicas and the command of each role; None for a command that starts no ranks."""
+
+
+def build(
+    handle: str,
+    app: AppSnapshot,
+    status: AppStatus,
+    happened: Sequence[Event] = (),
+    *,
+    now: float | None = None,
+    last_output: float = 0.0,
+    log_folder: str = "",
+    live: LiveState | None = None,
+) -> JobStatus:
+    """Derive the status of a job from what its backend, its events and its hosts tell.
+
+    Args:
+        handle: the app's TorchX handle.
+        app: the app's snapshot; a brief one leaves more facts unknown.
+        status: its state.
+        happened: its events, the oldest first; empty if this machine does not have them. ``events_of`` makes some of a
+            log: they are shown, and decide nothing.
+        now: the time in seconds since the epoch; None for the present.
+        last_output: when a rank printed something last, in seconds since the epoch; 0 if unknown.
+        log_folder: folder of the logs; empty if this machine does not see it.
+        live: the answer of the hosts of a live allocation; None without one.
+    """
+    now = time.time() if now is None else now
+    commands = _commands(app.app) if app.app is not None else []
+    ended = _ended(app, status) if status.state.is_terminal else None
+    started = _started(app, happened)
+    since = started or app.created or None
+    attempt, attempts = _attempt(happened, commands)
+    return JobStatus(
+        handle=handle,
+        name=app.name,
+        state=status.state.value,
+        message=one_line(status.message),
+        phase=None if status.state.is_terminal else _phase(status, happened, live),
+        submitted=app.created or None,
+        started=started,
+        ended=ended,
+        elapsed=max(0.0, (ended or now) - since) if since and (ended or not status.state.is_terminal) else None,
+        exit_code=_exit_code(status),
+        attempt=attempt,
+        attempts=attempts,
+        restarts=count_restarts(app),
+        hosts=len(app.replicas) or (sum(role.num_replicas for role in app.app.roles) if app.app else 0) or None,
+        ranks=_ranks(app, happened, commands),
+        last_failure=_last_failure(happened),
+        last_output=last_output or None,
+        log_folder=log_folder or None,
+        roles=_roles(app.app) if app.app is not None else (),
+        live=live,
+    )
+
+
+def events_of(lines: Sequence[TimedLine]) -> list[Event]:
+    """Return the events that the progress lines in a host's log stand for.
+
+    A rank can print such lines, too: they suit display only.
+    """
+    found: list[Event] = []
+    for line in lines:
+        mark, _, text = line.text.rstrip("\n").partition(" ")
+        kind = next((kind for pattern, kind in _PROGRESS if pattern.match(text)), None) if mark == "[monarch]" else None
+        if kind is not None:
+            found.append({"time": line.time, "kind": kind, "message": text})
+    return found
+
+
+def in_one_line(status: JobStatus, now: float | None = None) -> str:
+    """Return the facts of a job that has not ended as one line; empty if there is none beyond its state.
+
+    Args:
+        status: its status.
+        now: the time in seconds since the epoch; None for the present.
+    """
+    now = time.time() if now is None else now
+    parts = [status.message]
+    if status.phase is not None and not status.message:
+        parts.append(PHASES[status.phase])
+    if status.attempt is not None and (status.attempts or 1) > 1:
+        parts.append(f"attempt {status.attempt} of {status.attempts}")
+    if status.ranks is not None and status.hosts is not None:
+        parts.append(f"{status.ranks} ranks on {status.hosts} host{'s' if status.hosts > 1 else ''}")
+    if status.last_failure is not None:
+        ago = f" {now - status.last_failure.time:.0f} s ago" if status.last_failure.time else ""
+        parts.append(f"last failure{ago}: {status.last_failure.message}")
+    return "; ".join(filter(None, parts))
+
+
+def _commands(app: AppDef) -> _Commands:
+    return [(role.num_replicas, rank_command(role)) for role in app.roles]
+
+
+def _roles(app: AppDef) -> list[RoleCommand]:
+    return [
+        RoleCommand(one_line(role.name), role.num_replicas, one_line(shlex.join([role.entrypoint, *role.args])))
+        for role in app.roles
+    ]
+
+
+def _phase(status: AppStatus, happened: Sequence[Event], live: LiveState | None) -> str | None:
+    if status.state is State.PENDING:
+        return "queued"
+    if live is not None and live.ready:
+        return "running" if live.run is not None else "ready"
+    return next((_PHASE_AFTER[each["kind"]] for each in reversed(happened) if each["kind"] in _PHASE_AFTER), None)
+
+
+def _started(app: AppSnapshot, happened: Sequence[Event]) -> float | None:
+    begun = next((each["time"] for each in happened if each["kind"] in ("job_started", "supervised", "hosts")), 0.0)
+    starts = [one.started for one in app.replicas if one.started]
+    return min(filter(None, [app.started, begun, *starts]), default=None)
+
+
+def _ended(app: AppSnapshot, status: AppStatus) -> float | None:
+    decided = status.outcome.time if status.outcome is not None else 0.0
+    return max([decided, *(one.ended for one in app.replicas)], default=0.0) or None
+
+
+def _exit_code(status: AppStatus) -> int | None:
+    if status.state is State.SUCCEEDED:
+        return 0
+    code = HostResult.from_text(status.error).code if status.state is State.FAILED else None
+    return None if code is None else shell_code(code)
+
+
+def _attempt(happened: Sequence[Event], commands: _Commands) -> tuple[int | None, int | None]:
+    """Return the number of the present attempt and how many are allowed."""
+    first = next((command for _, command in commands if command is not None and command.kind == "torchrun"), None)
+    attempts = first.options.max_restarts + 1 if first is not None else None
+    # A run, and a restart of the hosts, begin to count anew.
+    begun = max((at for at, each in enumerate(happened) if each["kind"] in _COUNTED_FROM), default=0)
+    seen = [each for each in happened[begun:] if each["kind"] in ("ranks", "rank_restart")]
+    attempt = 1 + sum(each["kind"] == "rank_restart" for each in seen) if seen else None
+    for each in seen:
+        if found := _RESTART.match(each["message"]):
+            attempts = int(found[1]) + 1
+    return attempt, attempts
+
+
+def _ranks(app: AppSnapshot, happened: Sequence[Event], commands: _Commands) -> int | None:
+    """Return the number of ranks that were started last; before that, what the commands ask for."""
+    started: dict[Any, int] = {}
+    for each in happened:
+        if each["kind"] == "ranks" and (found := _RANKS.match(each["message"])):
+            started[each.get("role")] = int(found[1])
+    if started:
+        return sum(started.values())
+    total = 0
+    for replicas, command in commands:
+        count = "1" if command is None or command.kind == "python" else command.options.nproc_per_node
+        if command is None or command.kind in ("hosts", "actors") or not count.isdecimal():
+            return None
+        total += replicas * int(count)
+    return total or None
+
+
+def _last_failure(happened: Sequence[Event]) -> Failure | None:
+    last = next((each for each in reversed(happened) if each["kind"] in _FAILURES), None)
+    if last is None:
+        return None
+    found = _RESTART.match(last["message"])
+    return Failure(last["time"], one_line(found[2] if found else last["message"]))
