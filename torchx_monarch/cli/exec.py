@@ -11,7 +11,8 @@ from typing import get_args
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.allocation_arguments import add_role_and_address, hosts_of
 from torchx_monarch.cli.handles import add_handle
-from torchx_monarch.cli.run_output import stream_and_exit
+from torchx_monarch.cli.json_output import add_json
+from torchx_monarch.cli.run_output import print_accepted, stream_and_exit
 from torchx_monarch.client.hosts import START_TIMEOUT, say
 from torchx_monarch.client.run import Records
 from torchx_monarch.client.run_message import run_message
@@ -48,6 +49,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--queue", action="store_true", help="wait for runs that have not ended, and do not fail")
     parser.add_argument("--detach", action="store_true", help="print the run's number, and do not wait for its end")
     parser.add_argument("-v", "--verbose", action="store_true", help="show the phases of the run as well")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -74,10 +76,10 @@ def run(args: argparse.Namespace) -> None:
     hosts.wait(START_TIMEOUT, say)
     records = Records.of(hosts, run_message(hosts, words or None, options))
     if args.detach:
-        print(records.run)
+        print_accepted(args.handle, records.run) if args.json else print(records.run)
         records.close()
         return
-    stream_and_exit(hosts, records, args.verbose)
+    stream_and_exit(hosts, records, args.verbose, as_json=args.json)
 
 
 def _words(args: argparse.Namespace) -> list[str]:

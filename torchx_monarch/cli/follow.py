@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 
 from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of
+from torchx_monarch.cli.json_output import add_json
 from torchx_monarch.cli.run_output import stream_and_exit
 from torchx_monarch.client.hosts import say
 from torchx_monarch.client.runs import follow_run
@@ -16,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the arguments of ``torchx monarch follow``."""
     add_handle(parser)
     parser.add_argument("run", type=int, nargs="?", help="its number (default: the one that runs, or the last)")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -24,4 +26,4 @@ def run(args: argparse.Namespace) -> None:
     records = follow_run(hosts, args.run)
     if hosts.end_reason:
         say(f"{hosts.handle} {hosts.end_reason}; this is the log of its run {records.run}")
-    stream_and_exit(hosts, records, verbose=False, ends=False)
+    stream_and_exit(hosts, records, verbose=False, ends=False, as_json=args.json)

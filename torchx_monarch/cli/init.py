@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from torchx.schedulers import get_scheduler_factories
 
 from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.config_file import ConfigSyntaxError, value_of, with_value
+from torchx_monarch.cli.json_output import add_json, print_json
 from torchx_monarch.client.hosts import say
 from torchx_monarch.model.spelling import did_you_mean
 from torchx_monarch.system.untrusted_text import one_line
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-s", "--scheduler", default="monarch_local", help="the default (default: monarch_local)")
     parser.add_argument("--force", action="store_true", help="replace another default scheduler that the file names")
     parser.add_argument("--dry-run", action="store_true", help="print the file as it would be, and write nothing")
-    parser.add_argument("--json", action="store_true", help="print what was written, as JSON")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
             _refuse(f"cannot write {path}: {error.strerror}")
     written = [section for section, value in found.items() if value != args.scheduler]
     if args.json:
-        print(json.dumps({"path": str(path), _KEY: args.scheduler, "sections": written, "dry_run": args.dry_run}))
+        print_json({"path": str(path), _KEY: args.scheduler, "sections": written, "dry_run": args.dry_run})
     elif args.dry_run:
         print(after, end="")
     else:

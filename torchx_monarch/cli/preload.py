@@ -5,11 +5,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 
 from torchx_monarch.backends.core import state_files
+from torchx_monarch.cli.json_output import add_json, print_json
 from torchx_monarch.cli.table import print_table
 from torchx_monarch.client.hosts import say
 from torchx_monarch.model.learned_modules import LearnedFile
@@ -19,7 +19,7 @@ from torchx_monarch.system.untrusted_text import one_line
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the arguments of ``torchx monarch preload``."""
     parser.add_argument("app", nargs="?", help="name of the jobs, without their random suffix (default: all)")
-    parser.add_argument("--json", action="store_true", help="print all names of modules, as JSON")
+    add_json(parser)
     parser.add_argument("--clear", action="store_true", help="forget it")
 
 
@@ -34,11 +34,13 @@ def run(args: argparse.Namespace) -> None:
             except OSError as error:
                 say(f"cannot remove {one.path}: {error.strerror}")
                 sys.exit(1)
+        if args.json:
+            print_json([{"app": one.app, "role": one.role, "program": one.program} for one in found])
         return
     modules = [(one, one.read()) for one in found]
     if args.json:
         fields = [{"app": one.app, "role": one.role, "program": one.program, **vars(each)} for one, each in modules]
-        print(json.dumps(fields, indent=1))
+        print_json(fields)
         return
     rows = []
     for one, each in modules:

@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import argparse
 import time
+from typing import Any
 
 from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of
+from torchx_monarch.cli.json_output import add_json, print_json
 from torchx_monarch.cli.table import print_table
 from torchx_monarch.client.allocations import AllocationInfo, list_allocations
 from torchx_monarch.client.hosts import say
@@ -18,10 +20,15 @@ from torchx_monarch.system.untrusted_text import one_line
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the arguments of ``torchx monarch ps``."""
     add_handle(parser, optional=True)
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     """Print a table of the allocations, or of the runs of one."""
+    if args.json:
+        found = list_runs(hosts_of(args)) if args.handle is not None else map(_to_json, list_allocations())
+        print_json(list(found))
+        return
     if args.handle is None:
         print_table(["HANDLE", "ROLE", "HOSTS", "STATE", "RUNS", "IDLE"], [_row(found) for found in list_allocations()])
         return
@@ -39,8 +46,20 @@ def run(args: argparse.Namespace) -> None:
     print_table(["RUN", "STATE", "CODE", "TIME", "BY", "SOURCE", "COMMAND"], rows)
 
 
+def _to_json(found: AllocationInfo) -> dict[str, Any]:
+    names = ("role", "ready", "run", "runs", "queued", "idle", "idle_timeout")
+    return {"handle": found.handle, "hosts": found.hosts, **{name: found.live[name] for name in names}}
+
+
 def _row(found: AllocationInfo) -> list[str]:
     live = found.live
     state = f"run {live['run']}" if live["run"] else "ready" if live["ready"] else "starting"
     limit = f" of {live['idle_timeout']:.0f}" if live["idle_timeout"] else ""
-    return [found.handle, live["role"], str(found.hosts), state, str(live["runs"]), f"{live['idle']:.0f}{limit} s"]
+    return [
+        one_line(found.handle),
+        one_line(live["role"]),
+        str(found.hosts),
+        state,
+        str(live["runs"]),
+        f"{live['idle']:.0f}{limit} s",
+    ]

@@ -4,18 +4,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections import Counter
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torchx_monarch.cli import exit_codes
+from torchx_monarch.cli.json_output import print_record
 from torchx_monarch.client.hosts import Hosts, say
 from torchx_monarch.client.result import RunResult
 from torchx_monarch.client.run import Collector, RunRecords, collect_with_interrupts
 from torchx_monarch.insight.summary import Summary, local_path, show_restarts, show_shape
 
 
-def stream_and_exit(hosts: Hosts, records: RunRecords, verbose: bool, ends: bool = True) -> NoReturn:
+def stream_and_exit(
+    hosts: Hosts, records: RunRecords, verbose: bool, ends: bool = True, as_json: bool = False
+) -> NoReturn:
     """Show a run's output, and exit with its exit code.
 
     Args:
@@ -23,16 +27,41 @@ def stream_and_exit(hosts: Hosts, records: RunRecords, verbose: bool, ends: bool
         records: the records of the run.
         verbose: whether to show the phases of the run as well.
         ends: whether Ctrl-C stops the run; otherwise Ctrl-C only ends this command.
+        as_json: whether to print the records of the run, one JSON object a line, instead of the output.
     """
-    collector = Collector("stream", say if verbose else None)
+    if as_json:
+        print_accepted(hosts.handle, records.run)
+        collector = Collector(_print_output, lambda text: print_record({"type": "phase", "text": text}))
+    else:
+        collector = Collector("stream", say if verbose else None)
     try:
         result = collect_with_interrupts(hosts, records, collector) if ends else collector.collect(records)
     except KeyboardInterrupt:
         sys.exit(exit_codes.INTERRUPTED)
     finally:
         records.close()
-    summary_of(hosts.handle, result, followed=not ends).write(sys.stderr)
+    if as_json:
+        print_record({"type": "result", "handle": hosts.handle, **_to_json(result)})
+    else:
+        summary_of(hosts.handle, result, followed=not ends).write(sys.stderr)
     sys.exit(result.exit_code)
+
+
+def print_accepted(handle: str, run: int) -> None:
+    """Print the first JSON record of a run."""
+    print_record({"type": "accepted", "handle": handle, "run": run})
+
+
+def _print_output(rank: int, stream: str, text: str) -> None:
+    print_record({"type": "output", "rank": rank, "stream": stream, "text": text})
+
+
+def _to_json(result: RunResult) -> dict[str, Any]:
+    """Return the result of a run as JSON values, with the ranks as a list."""
+    ranks = [dataclasses.asdict(rank) for rank in result.ranks.values()]
+    values = dataclasses.asdict(dataclasses.replace(result, ranks={}))
+    del values["output"]  # it was printed
+    return {**values, "ranks": ranks}
 
 
 def summary_of(handle: str, result: RunResult, followed: bool = False) -> Summary:
