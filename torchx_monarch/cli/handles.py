@@ -108,10 +108,9 @@ def _first(lines: Sequence[str]) -> list[str]:
 
 
 def complete(prefix: str, **_: object) -> list[str]:
-    """Return the words that may complete a handle, for a shell: ids and ``last``, or whole handles."""
+    """Return the words that a shell may offer for a handle: ids, names and ``last``; handles if something is typed."""
     from torchx_monarch.cli.known_apps import known_apps
 
     apps = known_apps()
-    if "://" in prefix:
-        return [app.handle for app in apps]
-    return [*(app.app_id for app in apps), *sorted({app.name for app in apps if app.name}), LAST]
+    handles = [app.handle for app in apps] if prefix else []
+    return [*(app.app_id for app in apps), *sorted({app.name for app in apps if app.name}), LAST, *handles]

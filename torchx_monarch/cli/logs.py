@@ -78,6 +78,7 @@ def run(args: argparse.Namespace) -> None:
         last: deque[tuple[Source, TimedLine, LogLine]] | None = None
         if args.tail is not None:
             last = deque(maxlen=args.tail)
+        named = args.rank is None
         for each in merged:
             if last is not None and (each is None or each[1].time > began):
                 for one in last:
@@ -87,6 +88,7 @@ def run(args: argparse.Namespace) -> None:
                 continue
             source, line = each
             parsed = printer.parse(source, line)
+            named = named or parsed.rank is not None
             if args.rank is not None and parsed.rank not in args.rank:
                 continue
             if last is not None:
@@ -95,6 +97,8 @@ def run(args: argparse.Namespace) -> None:
                 printer.show(source, line, parsed)
         for one in last or ():
             printer.show(*one)
+    if not named:
+        say("no line of this log names its rank: torchrun's --tee 3, which monarch.spmd sets, has the lines name them")
 
 
 def _merged(

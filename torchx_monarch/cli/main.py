@@ -67,7 +67,8 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib import metadata
 
-        parser.exit(0, f"torchx-monarch {metadata.version('torchx-monarch')}\n")
+        print(f"torchx-monarch {metadata.version('torchx-monarch')}")
+        parser.exit()
 
 
 class CmdMonarch(SubCommand):  # type: ignore[misc]

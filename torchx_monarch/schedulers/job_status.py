@@ -60,7 +60,7 @@ _PHASE_AFTER = {
 _FAILURES = frozenset({"failure", "preempted", "rank_restart", "restart", "requeue", "replacement"})
 """The kinds of events that tell of a failure."""
 
-_COUNTED_FROM = frozenset({"job_started", "restart", "requeue", "run"})
+_COUNTED_FROM = frozenset({"job_started", "restart", "requeue", "run", "run_end"})
 """The kinds of events after which attempts are counted from 1."""
 
 _RANKS = re.compile(r"ranks (\d+)/\d+")

@@ -1,0 +1,189 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``torchx monarch ls``, ``status`` and ``logs`` of real jobs, their JSON and their exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.json_page import documented
+from torchx_monarch.cli import exit_codes
+
+Eventually = Callable[..., object]
+
+TORCHX = [sys.executable, "-m", "torchx.cli.main"]
+PROGRAM = """
+import os, sys, time
+rank, attempt = os.environ["RANK"], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+for number in range(3):
+    time.sleep(0.25 + 0.05 * int(rank))
+    print("step", number, "of attempt", attempt, flush=True)
+if rank == "1" and attempt == 0:
+    raise ValueError("boom\\x1b[31m")
+while not os.path.exists("go on"):
+    time.sleep(0.1)
+print("the end", flush=True)
+"""
+
+
+def torchx(*words: str, code: int = 0, cwd: Path | None = None) -> str:
+    """The standard output of a command that exits with this code; its standard error where it is to fail."""
+    done = subprocess.run([*TORCHX, *words], cwd=cwd, capture_output=True, text=True, timeout=100)
+    assert done.returncode == code, f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
+    assert "Traceback (most recent call last)" not in done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+def monarch(*words: str, **more: Any) -> str:
+    return torchx("monarch", *words, **more)
+
+
+def objects(*words: str) -> Any:
+    return json.loads(monarch(*words, "--json"))
+
+
+def submit(work: Path, *words: str) -> str:
+    (work / "prog.py").write_text(PROGRAM)
+    run = ("run", "-s", "monarch_local", "-cfg", "preload=none,grace=2", "monarch.spmd", *words)
+    return torchx(*run, "prog.py", cwd=work).strip()
+
+
+def test_a_job_from_its_start_to_its_end(tmp_path: Path, eventually: Eventually) -> None:
+    handle = submit(tmp_path, "--name", "trainer", "-j", "2x2", "--max_restarts", "2")
+    follower = subprocess.Popen([*TORCHX, "monarch", "logs", "-f", "trainer"], stdout=subprocess.PIPE, text=True)
+    watcher = subprocess.Popen(
+        [*TORCHX, "monarch", "status", "--watch", "--json", "last"], stdout=subprocess.PIPE, text=True
+    )
+    eventually(lambda: monarch("logs", handle).count("step 2 of attempt 1") == 4, "the second attempt")
+
+    status = objects("status", "trainer")
+    assert (status["handle"], status["name"], status["state"], status["phase"]) == (
+        *(handle, "trainer", "RUNNING", "running"),
+    )
+    assert [status[name] for name in ("attempt", "attempts", "restarts", "hosts", "ranks")] == [2, 3, 1, 2, 4]
+    assert "ValueError: boom\\x1b[31m" in status["last_failure"]["message"]
+    assert status["last_output"] and status["elapsed"] and Path(status["log_folder"]).is_dir()
+    assert status["roles"][0]["command"].endswith("prog.py")
+    shown = monarch("status", handle)
+    assert "  attempt      2 of 3\n" in shown and "\x1b" not in shown
+    assert "attempt 2 of 3; 4 ranks on 2 hosts" in " ".join(torchx("status", handle).split())
+
+    (listed,) = objects("ls")
+    assert set(listed) == set(status) == documented("status, ls") and listed["handle"] == handle
+    table = monarch("ls", "--state", "running,pending", "--since", "1h").splitlines()
+    assert table[0].split() == ["ID", "STATE", "AGE", "TIME", "CODE", "HOSTS"]
+    assert table[1].startswith(handle.rpartition("/")[2]) and table[1].endswith("2x2")
+    assert monarch("ls", "--state", "failed").count("\n") == 1
+
+    (tmp_path / "go on").touch()
+    out, _ = follower.communicate(timeout=100)
+    assert out.count("the end\n") == 4 and out.count("step 0 of attempt 0") == 4
+    records = [json.loads(line) for line in watcher.communicate(timeout=100)[0].splitlines()]
+    assert records[-1]["state"] == "SUCCEEDED" and records[-1]["exit_code"] == 0
+    assert (follower.returncode, watcher.returncode) == (0, 0)
+    ended = objects("status", handle)
+    assert (ended["exit_code"], ended["phase"], ended["live"]) == (0, None, None)
+    assert monarch("ls").splitlines()[1].split()[-2:] == ["0", "2x2"]
+
+
+def test_the_logs_of_a_job(tmp_path: Path) -> None:
+    (tmp_path / "go on").touch()
+    handle = submit(tmp_path, "-j", "2x2", "--max_restarts", "1")
+    lines = [json.loads(line) for line in monarch("logs", handle, "--follow", "--json").splitlines()]
+    lines = [json.loads(line) for line in monarch("logs", handle, "--json").splitlines()]
+    assert [line["time"] for line in lines] == sorted(line["time"] for line in lines)
+    assert all(set(line) == documented("logs") for line in lines)
+    assert {(line["replica"], line["rank"]) for line in lines if line["rank"] is not None} == {
+        *((0, 0), (0, 1), (1, 2), (1, 3)),
+    }
+    plain = monarch("logs", handle).splitlines()
+    assert len(plain) == len(lines)
+    assert "[3] step 0 of attempt 1" in plain and any(line.startswith("prog/0 [monarch] ranks 4/4") for line in plain)
+    chosen = monarch("logs", handle, "--rank", "0,2-3", "-n", "9").splitlines()
+    ranks = {line.partition(" ")[0] for line in chosen}
+    assert len(chosen) == 9 and ranks <= {"[0]", "[2]", "[3]"}
+    assert monarch("logs", handle, "-n", "5").splitlines() == plain[-5:]
+    assert monarch("logs", handle, "-n", "0") == ""
+    stamped = monarch("logs", handle, "--timestamps", "-n", "1")
+    assert stamped.partition(" ")[0].endswith("Z") and stamped.partition(" ")[2] == plain[-1] + "\n"
+    assert monarch("logs", handle, "--since", "2000-01-01") == monarch("logs", handle)
+    assert monarch("logs", handle, "--since", "2100-01-01") == ""
+    assert "has no role 'nobody'; its roles are prog" in monarch("logs", handle, "--role", "nobody", code=64)
+    assert "is no list of ranks" in monarch("logs", handle, "--rank", "a-b", code=2)
+
+
+def test_an_interrupted_follower_leaves_the_job_running(tmp_path: Path, eventually: Eventually) -> None:
+    handle = submit(tmp_path, "-j", "1")
+    follower = subprocess.Popen([*TORCHX, "monarch", "logs", "-f", handle], stdout=subprocess.PIPE, text=True)
+    assert follower.stdout is not None
+    assert follower.stdout.readline()
+    follower.send_signal(signal.SIGINT)
+    follower.communicate(timeout=60)
+    assert follower.returncode == exit_codes.INTERRUPTED
+    assert objects("status", handle)["state"] in ("PENDING", "RUNNING")
+    torchx("cancel", handle)
+    status = objects("status", handle)
+    assert (status["state"], status["exit_code"]) == ("CANCELLED", None)
+
+
+def test_apps_that_do_not_exist(tmp_path: Path) -> None:
+    for command in ("status", "logs", "ps", "follow", "stop"):
+        assert "no app was submitted" in monarch(command, "last", code=exit_codes.UNKNOWN_APP)
+        text = monarch(command, "monarch_local://torchx/nobody", code=exit_codes.UNKNOWN_APP)
+        assert "there is no app 'monarch_local://torchx/nobody'" in text and len(text.splitlines()) <= 12
+        assert "is no scheduler" in monarch(command, "nowhere://torchx/x", code=exit_codes.USAGE).replace(
+            "there is no scheduler", "is no scheduler"
+        ) or command in ("ps", "follow", "stop")
+    assert "is not of the form" in monarch("status", "a://b", code=exit_codes.USAGE)
+    assert "another package" in monarch("status", "local_cwd://torchx/x", code=exit_codes.USAGE)
+
+
+def test_schedulers_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/no.sock")
+    assert monarch("ls").splitlines() == ["ID  STATE  AGE  TIME  CODE  HOSTS"]  # never used, and not asked
+    text = monarch("ls", "-s", "monarch_docker", code=exit_codes.UNAVAILABLE)
+    assert len(text.splitlines()) == 1 and "no Docker daemon" in text
+    used = Path(os.environ["MONARCH_STATE_DIR"], "clients", "monarch_docker")
+    used.mkdir(parents=True)
+    (used / "train-x7").write_text("{}")
+    done = subprocess.run([*TORCHX, "monarch", "ls"], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("[monarch] monarch_docker is left out: there is no Docker daemon")
+    assert "there is no scheduler 'nobody'" in monarch("ls", "-s", "nobody", code=exit_codes.USAGE)
+    assert "no state LOST" in monarch("ls", "--state", "lost", code=2)
+
+
+def test_a_live_allocation(tmp_path: Path, eventually: Eventually) -> None:
+    (tmp_path / "go on").touch()
+    (tmp_path / "prog.py").write_text(PROGRAM)
+    torchx("run", "-s", "monarch_local", "-cfg", "preload=none", "monarch.hosts", "-j", "1x2", cwd=tmp_path)
+    command = ["last", "--json", "--workspace", "", "--", "torchrun", "--nproc-per-node", "1", "prog.py"]
+    records = [json.loads(line) for line in monarch("exec", *command, cwd=tmp_path).splitlines()]
+    handle = records[0]["handle"]
+    assert records[0] == {"type": "accepted", "handle": handle, "run": 1}
+    assert {record["type"] for record in records} >= {"accepted", "phase", "output", "result"}
+    result = records[-1]
+    assert (result["exit_code"], result["handle"], [rank["rank"] for rank in result["ranks"]]) == (0, handle, [0])
+    again = [json.loads(line) for line in monarch("follow", "hosts", "1", "--json").splitlines()]
+    assert again[-1] == result
+    command[1:1] = ["--detach"]
+    assert json.loads(monarch("exec", *command, cwd=tmp_path)) == {"type": "accepted", "handle": handle, "run": 2}
+    eventually(lambda: [run["state"] for run in objects("ps", "last")] == ["succeeded"] * 2, "the second run")
+    (allocation,) = objects("ps")
+    assert set(allocation) == documented("an allocation") - {"live"}
+    assert (allocation["handle"], allocation["runs"], allocation["run"]) == (handle, 2, None)
+    live = objects("status", "hosts")["live"]
+    assert (live["ready"], live["runs"], [run["run"] for run in live["last_runs"]]) == (True, 2, [1, 2])
+    assert "  runs         2 so far\n" in monarch("status", handle)
+    assert objects("stop", "last") == {"handle": handle, "stopped": "allocation", "run": None}
+    eventually(lambda: objects("status", handle)["state"] != "RUNNING", "the end of the hosts")
+    assert objects("status", handle)["live"] is None

@@ -1,0 +1,130 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which app a word names, and times before now."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+
+import pytest
+
+from torchx_monarch.backends.core import client_credentials, state_files
+from torchx_monarch.cli import exit_codes
+from torchx_monarch.cli.handles import HandleError, complete, resolve
+from torchx_monarch.cli.known_apps import known_apps, used_schedulers
+from torchx_monarch.cli.since import since
+
+DIGITS = "monarch_local://torchx/digits-c2jz0w1r"
+DIGITS_2 = "monarch_local://torchx/digits-x7"
+SLURM = "monarch_slurm://torchx/4711"
+POD = "monarch_kubernetes://torchx/default:bert-b9z"
+
+
+@pytest.fixture
+def apps() -> None:
+    """Apps of three schedulers, in the order of their submission."""
+    now = time.time()
+    for age, app_id in ((50, "digits-c2jz0w1r"), (40, "digits-x7"), (30, "eval-a\x1b[31m")):
+        file = Path(state_files.app_paths(app_id).app)
+        file.parent.mkdir(parents=True, mode=0o700)
+        file.touch()
+        os.utime(file, (now - age, now - age))
+    client_credentials.keep("monarch_slurm", "4711", "secret", {}, "pretrain")
+    os.utime(client_credentials.path("monarch_slurm", "4711"), (now - 20, now - 20))
+    client_credentials.keep("monarch_kubernetes", "default:bert-b9z", "secret", {}, "")
+    os.utime(client_credentials.path("monarch_kubernetes", "default:bert-b9z"), (now - 60, now - 60))
+
+
+@pytest.mark.parametrize(
+    ("word", "handle"),
+    [
+        (DIGITS, DIGITS),
+        ("monarch_slurm://torchx/of-another-machine", "monarch_slurm://torchx/of-another-machine"),
+        ("digits-c2jz0w1r", DIGITS),
+        ("digits-x", DIGITS_2),
+        ("4711", SLURM),
+        ("47", SLURM),
+        ("pretrain", SLURM),
+        ("pre", SLURM),
+        ("bert", POD),
+        ("default:bert-b9z", POD),
+        ("bert-b9z", POD),
+        ("last", SLURM),
+    ],
+)
+def test_a_word_names_an_app(apps: None, word: str, handle: str) -> None:
+    assert resolve(word) == handle
+
+
+def test_the_last_of_no_apps() -> None:
+    with pytest.raises(HandleError, match="no app was submitted") as caught:
+        resolve("last")
+    assert caught.value.exit_code == exit_codes.UNKNOWN_APP
+
+
+@pytest.mark.parametrize("word", ["digits", "d", "digits-"])
+def test_an_ambiguous_word_lists_the_candidates_the_newest_first(apps: None, word: str) -> None:
+    with pytest.raises(HandleError) as caught:
+        resolve(word)
+    assert caught.value.exit_code == exit_codes.USAGE
+    lines = str(caught.value).splitlines()
+    assert [line.split()[0] for line in lines[1:]][:2] == [DIGITS_2, DIGITS]
+
+
+@pytest.mark.parametrize("word", ["digitz-x7", "monarch_local://torchx/digits-x8", "perl", ""])
+def test_an_unknown_word_says_what_is_near(apps: None, word: str) -> None:
+    with pytest.raises(HandleError, match="there is no app") as caught:
+        resolve(word)
+    assert caught.value.exit_code == exit_codes.UNKNOWN_APP
+    assert (DIGITS_2 in str(caught.value)) is ("digit" in word)
+
+
+def test_names_of_apps_are_escaped(apps: None) -> None:
+    with pytest.raises(HandleError) as caught:
+        resolve("eval-b")
+    assert "\x1b" not in str(caught.value) and "eval-a\\x1b[31m" in str(caught.value)
+
+
+def test_a_message_stays_short() -> None:
+    for number in range(100):
+        Path(state_files.app_paths(f"many-{number}").root).mkdir(parents=True)
+    with pytest.raises(HandleError) as caught:
+        resolve("many")
+    assert len(str(caught.value).splitlines()) <= 12 and "and 92 more" in str(caught.value)
+
+
+def test_a_handle_with_an_address_need_not_be_known() -> None:
+    with pytest.raises(HandleError):
+        resolve(DIGITS)
+    assert resolve(DIGITS, is_remote=True) == DIGITS
+
+
+def test_a_shell_is_offered_ids_or_handles(apps: None) -> None:
+    assert {"digits-x7", "4711", "pretrain", "last"} <= set(complete("")) and SLURM not in complete("")
+    assert SLURM in complete("monarch_")
+
+
+def test_the_schedulers_in_use(apps: None) -> None:
+    assert used_schedulers() == ["monarch_local", "monarch_kubernetes", "monarch_slurm"]
+    assert [app.name for app in known_apps()][:2] == ["pretrain", "eval"]
+
+
+@pytest.mark.parametrize(("text", "ago"), [("90", 90), ("90s", 90), ("1.5m", 90), ("2h", 7200), ("1d", 86400)])
+def test_a_duration_before_now(text: str, ago: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchx_monarch.cli.since.time.time", lambda: 1e9)
+    assert since(text).timestamp() == 1e9 - ago
+
+
+def test_a_time() -> None:
+    assert since("2026-11-22T14:30Z") == datetime(2026, 11, 22, 14, 30, tzinfo=timezone.utc)
+    assert since("2026-11-22") == datetime(2026, 11, 22)
+
+
+@pytest.mark.parametrize("text", ["", "tomorrow", "10y", "1e400h", "99999999999d", "m"])
+def test_no_time_at_all(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="neither a duration"):
+        since(text)

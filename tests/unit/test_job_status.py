@@ -1,0 +1,179 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What is known of a job, from its snapshot, its events and its log, and how it is shown."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torchx.specs import AppDef, Role
+
+from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot, RoleSnapshot
+from torchx_monarch.backends.core.state import reduce
+from torchx_monarch.backends.core.timed_line import TimedLine
+from torchx_monarch.cli.status_text import render
+from torchx_monarch.model.host_result import HostResult
+from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
+from torchx_monarch.model.state import State
+from torchx_monarch.schedulers.description import describe
+from torchx_monarch.schedulers.job_status import JobStatus, LiveState, build, events_of, in_one_line
+
+HANDLE = "monarch_local://torchx/train-x7"
+NOW = 1000.0
+TORCHRUN = ["--nnodes", "2", "--nproc-per-node", "4", "--max-restarts", "2", "train.py", "--lr", "0.1"]
+
+
+def snapshot(*states: State, args: list[str] | None = None, entrypoint: str = "torchrun", **more: Any) -> AppSnapshot:
+    """An app of one role, two replicas of which have these states."""
+    replicas = [
+        ReplicaSnapshot("train", index, state, started=0.0 if state is State.PENDING else 920.0)
+        for index, state in enumerate(states or (State.RUNNING, State.RUNNING))
+    ]
+    role = Role("train", image="", entrypoint=entrypoint, args=TORCHRUN if args is None else args, num_replicas=2)
+    spec = RoleSpec("train", len(replicas), workload=WorkloadKind.RANKS)
+    return AppSnapshot("train-x7", "train", [RoleSnapshot(spec, replicas)], AppDef("train", [role]), 900.0, **more)
+
+
+def status_of(app: AppSnapshot, happened: list[dict[str, Any]] | None = None, **more: Any) -> JobStatus:
+    return build(HANDLE, app, reduce(app, NOW), happened or [], now=NOW, **more)
+
+
+def event(kind: str, message: str = "", time: float = 950.0, **fields: Any) -> dict[str, Any]:
+    return {"time": time, "kind": kind, "message": message, **fields}
+
+
+STARTED = [
+    event("submitted", time=901.0),
+    event("supervised", time=910.0),
+    event("hosts", "hosts 2/2"),
+    event("mesh", "mesh"),
+    event("ranks", "ranks 8/8", role="train"),
+]
+RESTARTED = [
+    *STARTED,
+    event("failure", "rank 3 (...) exited with code 1: ValueError: boom", 960.0),
+    event("rank_restart", "restart 1 of 2 after: rank 3 (...) exited with code 1: ValueError: boom", 961.0),
+]
+
+
+def test_a_running_job() -> None:
+    found = status_of(snapshot(), STARTED, last_output=997.0, log_folder="/logs")
+    assert (found.state, found.phase, found.elapsed) == ("RUNNING", "running", 90.0)
+    assert (found.attempt, found.attempts, found.hosts, found.ranks) == (1, 3, 2, 8)
+    assert (found.submitted, found.started, found.ended, found.exit_code) == (900.0, 910.0, None, None)
+    assert found.roles[0].command == "torchrun --nnodes 2 --nproc-per-node 4 --max-restarts 2 train.py --lr 0.1"
+    assert render(found, NOW).splitlines() == [
+        f"{HANDLE}: RUNNING for 1 min 30 s",
+        "  phase        ranks run",
+        "  attempt      1 of 3",
+        "  hosts        2x4 (world size 8)",
+        "  last output  3.0 s ago",
+        "  logs         /logs",
+        "  command      torchrun --nnodes 2 --nproc-per-node 4 --max-restarts 2 train.py --lr 0.1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("count", "phase"), [(0, None), (1, None), (2, "hosts"), (3, "mesh"), (4, "ranks"), (5, "running")]
+)
+def test_the_phases_of_a_start(count: int, phase: str | None) -> None:
+    assert status_of(snapshot(), STARTED[:count]).phase == phase
+
+
+def test_a_queued_job() -> None:
+    found = status_of(snapshot(State.PENDING, State.PENDING))
+    assert (found.phase, found.attempt, found.attempts, found.started, found.elapsed) == ("queued", None, 3, None, 100)
+
+
+def test_a_failure_and_a_restart() -> None:
+    failed = status_of(snapshot(), RESTARTED[:-1])
+    assert failed.phase == "stopping" and failed.last_failure is not None and failed.last_failure.time == 960.0
+    again = status_of(snapshot(restarts=1), RESTARTED)
+    assert (again.phase, again.attempt, again.attempts, again.restarts) == ("restarting", 2, 3, 1)
+    assert again.last_failure is not None
+    assert again.last_failure.message == "rank 3 (...) exited with code 1: ValueError: boom"
+    assert "last failure 39.0 s ago: rank 3 (...)" in render(again, NOW)
+    assert status_of(snapshot(), [*RESTARTED, event("requeue"), event("ranks", "ranks 8/8")]).attempt == 1
+
+
+def test_an_ended_job() -> None:
+    done = snapshot(State.SUCCEEDED, State.SUCCEEDED)
+    ended = [replace(one, ended=980.0) for one in done.replicas]
+    found = status_of(replace(done, roles=[replace(done.roles[0], replicas=ended)]), STARTED)
+    assert (found.state, found.exit_code, found.ended, found.elapsed, found.phase) == ("SUCCEEDED", 0, 980, 70, None)
+    error = HostResult(-9, "rank 1 was killed", failed_at=970.0).to_text()
+    failed = [replace(one, state=State.FAILED, error=error, ended=980.0) for one in done.replicas]
+    found = status_of(replace(done, roles=[replace(done.roles[0], replicas=failed)]), STARTED)
+    assert (found.state, found.exit_code, found.has_ended) == ("FAILED", 137, True)
+    assert "exit code    137" in render(found, NOW)
+
+
+def test_facts_that_nobody_knows_are_none() -> None:
+    bare = AppSnapshot("x", "x", [], app=None, native=None)
+    found = build(HANDLE, bare, reduce(bare, NOW), now=NOW)
+    for name in ("submitted", "started", "ended", "elapsed", "exit_code", "attempt", "attempts", "hosts", "ranks"):
+        assert getattr(found, name) is None, name
+    assert render(found, NOW).splitlines() == [f"{HANDLE}: PENDING", "  phase        waits to start"]
+
+
+@pytest.mark.parametrize(
+    ("entrypoint", "args", "ranks"),
+    [
+        ("torchrun", ["--nproc-per-node", "gpu", "train.py"], None),
+        ("python", ["train.py"], 2),
+        ("echo", ["hello"], None),
+        ("torchrun", ["--no-such-option", "train.py"], None),
+    ],
+)
+def test_ranks_that_a_command_asks_for(entrypoint: str, args: list[str], ranks: int | None) -> None:
+    assert status_of(snapshot(entrypoint=entrypoint, args=args)).ranks == ranks
+
+
+def test_progress_lines_stand_for_events() -> None:
+    lines = [
+        "[monarch] hosts 2/2 (0.31 s)",
+        "[train0]:[monarch] mesh (0.2 s)",
+        "[monarch] mesh (0.20 s)",
+        "[monarch] ranks 8/8 (1.10 s)",
+        "[monarch] rank 3 (local rank 3 on a, pid 9) exited with code 1: boom",
+        "[monarch] restart 1 of 2 after: rank 3 (local rank 3 on a, pid 9) exited with code 1: boom",
+        "[monarch] waiting for host 1, 20 s",
+    ]
+    happened = events_of([TimedLine(950.0 + index, f"{line}\n") for index, line in enumerate(lines)])
+    assert [each["kind"] for each in happened] == ["hosts", "mesh", "ranks", "failure", "rank_restart"]
+    found = status_of(snapshot(), happened)
+    assert (found.phase, found.attempt, found.attempts, found.ranks, found.started) == ("restarting", 2, 3, 8, 920.0)
+
+
+def test_a_live_allocation() -> None:
+    run = {"run": 3, "state": "failed", "exit_code": 1, "started": 940.0, "ended": 950.0, "command": "torchrun\nt.py"}
+    live = LiveState(True, 2, None, 3, 0, 42.0, 600.0, [run])
+    found = status_of(snapshot(args=["-m", "torchx_monarch.hosts"], entrypoint="python"), STARTED, live=live)
+    assert found.phase == "ready"
+    shown = render(found, NOW)
+    assert "  runs         3 so far\n" in shown and "  idle         42.0 s of 10 min 0 s" in shown
+    assert "               run 3 failed with 1 for 10.0 s: torchrun t.py\n" in shown
+    assert "idle" not in render(replace(found, live=replace(live, run=4)), NOW)
+    assert status_of(snapshot(), STARTED, live=replace(live, run=4)).phase == "running"
+
+
+def test_names_and_messages_are_escaped() -> None:
+    app = snapshot(args=["--role", "x\x1b]0;", "train.py\n"])
+    found = status_of(app, [event("failure", "rank 1 said \x1b[2Jboom\nnext")])
+    assert "\x1b" not in render(found, NOW) and "\\x1b[2Jboom\\nnext" in render(found, NOW)
+    json.dumps(found.to_json())
+
+
+def test_torchx_shows_one_line_of_it() -> None:
+    app = snapshot(restarts=1)
+    line = in_one_line(status_of(app, [*RESTARTED, event("ranks", "ranks 8/8", role="train")]), NOW)
+    assert line == (
+        "ranks run; attempt 2 of 3; 8 ranks on 2 hosts; "
+        "last failure 39 s ago: rank 3 (...) exited with code 1: ValueError: boom"
+    )
+    assert describe(app, reduce(app, NOW), STARTED).msg == "ranks run; attempt 1 of 3; 8 ranks on 2 hosts"
+    waiting = replace(snapshot(State.PENDING, State.PENDING), notes=["the queue is full"])
+    assert describe(waiting, reduce(waiting, NOW), []).msg == "the queue is full"

@@ -1,0 +1,71 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The documented JSON and exit codes of ``torchx monarch`` are those of the code."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.json_page import documented
+from torchx_monarch.cli import exit_codes, main, ps, run_output
+from torchx_monarch.client.allocations import AllocationInfo
+from torchx_monarch.client.result import RankResult, RunInfo, RunResult
+from torchx_monarch.schedulers.job_status import PHASES, JobStatus, LiveState
+
+_REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
+
+
+def names(kind: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(kind)}
+
+
+def test_the_fields_of_a_status() -> None:
+    assert documented("status, ls") == names(JobStatus)
+    assert documented("live") == names(LiveState)
+    line = next(line for line in (_REFERENCE / "json.md").read_text().splitlines() if line.startswith("| `phase`"))
+    assert re.findall(r"`(\w+)`", line)[1:] == list(PHASES)
+    json.dumps(JobStatus("h", "n", "RUNNING").to_json())
+
+
+def test_the_fields_of_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    rank = RankResult(0, 0, 0, "host", 1, 0, 1.0, False, "", "", "")
+    run_output.print_accepted("h", 1)
+    assert json.loads(capsys.readouterr().out) == {"type": "accepted", "handle": "h", "run": 1}
+    result = run_output._to_json(RunResult(1, 0, "done", {0: rank}))
+    assert documented("`result`") == {"type", "handle", *result}
+    line = next(line for line in (_REFERENCE / "json.md").read_text().splitlines() if line.startswith("| `ranks` |"))
+    assert set(re.findall(r"`(\w+)`", line)) - {"ranks"} == names(RankResult)
+    assert [set(each) for each in result["ranks"]] == [names(RankResult)]
+    assert documented("a run") == set(RunInfo.__annotations__)
+    live = {name: None for name in ("role", "ready", "run", "runs", "queued", "idle", "idle_timeout")}
+    assert documented("an allocation") - {"live"} == set(ps._to_json(AllocationInfo("h", 1, live)))
+
+
+@pytest.mark.parametrize("name", main.SUB_COMMANDS)
+def test_every_sub_command_has_json(name: str) -> None:
+    parser = argparse.ArgumentParser()
+    main.load(name).add_arguments(parser)
+    assert any("--json" in action.option_strings for action in parser._actions)
+    assert re.search(rf"^## .*\b{name}\b|^\| `{name}` \|", (_REFERENCE / "json.md").read_text(), re.M)
+
+
+def test_the_exit_codes() -> None:
+    section = (_REFERENCE / "exit_codes.md").read_text().partition("## torchx monarch\n")[2].partition("\n## ")[0]
+    codes = {value for name, value in vars(exit_codes).items() if name.isupper()}
+    assert {int(code) for code in re.findall(r"^\| (\d+) \|", section, re.M)} == codes | {0, 2}
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser(prog="torchx monarch")
+    main.CmdMonarch().add_arguments(parser)
+    with pytest.raises(SystemExit) as caught:
+        parser.parse_args(["--version"])
+    assert caught.value.code == 0
+    assert re.fullmatch(r"torchx-monarch \d+\.\d+\.\d+\S*\n", capsys.readouterr().out)
