@@ -5,11 +5,16 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from torchx_monarch.backends.core.snapshot import AppSnapshot
+from torchx_monarch.backends.core.state import AppStatus
 from torchx_monarch.cli.json_output import add_json, print_json
 from torchx_monarch.cli.known_apps import used_schedulers
 from torchx_monarch.cli.scheduler_access import opened
@@ -45,22 +50,35 @@ def _states(text: str) -> set[str]:
 
 def run(args: argparse.Namespace) -> None:
     """Print a table of jobs, the newest first."""
-    found = _jobs(args.scheduler) if args.scheduler else _jobs_of_all(used_schedulers())
-    chosen = [job for job in found if _is_wanted(job, args.state, args.since)]
-    chosen.sort(key=lambda job: job.submitted or 0.0, reverse=True)
+    wanted = _Wanted(args.state, args.since)
+    found = _jobs(args.scheduler, wanted) if args.scheduler else _jobs_of_all(used_schedulers(), wanted)
+    found.sort(key=lambda job: job.submitted or 0.0, reverse=True)
     if args.json:
-        print_json([job.to_json() for job in chosen])
+        print_json([job.to_json() for job in found])
     else:
-        _print(chosen)
+        _print(found)
 
 
-def _is_wanted(job: JobStatus, states: set[str] | None, earliest: datetime | None) -> bool:
-    if states is not None and job.state not in states:
-        return False
-    return earliest is None or (job.submitted or 0.0) >= earliest.timestamp()
+@dataclass(frozen=True)
+class _Wanted:
+    """Which jobs to list.
+
+    Attributes:
+        states: names of their states; None for any.
+        since: when they were submitted at the earliest; None for any time.
+    """
+
+    states: set[str] | None
+    since: datetime | None
+
+    def __call__(self, app: AppSnapshot, status: AppStatus) -> bool:
+        """Return whether to list an app."""
+        if self.states is not None and status.state.value not in self.states:
+            return False
+        return self.since is None or app.created >= self.since.timestamp()
 
 
-def _jobs(name: str) -> list[JobStatus]:
+def _jobs(name: str, wanted: _Wanted) -> list[JobStatus]:
     """Return the jobs of a scheduler.
 
     Raises:
@@ -72,22 +90,23 @@ def _jobs(name: str) -> list[JobStatus]:
 
     cfg: dict[str, CfgVal] = {}
     with opened(name) as scheduler:
+        logging.getLogger("torchx.runner.config").setLevel(logging.WARNING)  # it names each file that it reads
         config.apply(scheduler=name, cfg=cfg)
         now = time.time()
         return [
-            build(f"{name}://torchx/{app.app_id}", app, status, now=now) for app, status in scheduler.apps.list(cfg)
+            build(f"{name}://torchx/{app.app_id}", app, status, now=now)
+            for app, status in scheduler.apps.list(cfg)
+            if wanted(app, status)
         ]
 
 
-def _jobs_of_all(names: Sequence[str]) -> list[JobStatus]:
+def _jobs_of_all(names: Sequence[str], wanted: _Wanted) -> list[JobStatus]:
     """Return the jobs of several schedulers, which are asked at the same time; say in one line if one does not tell."""
-    import threading
-
     answers: dict[str, list[JobStatus] | Exception] = {}
 
     def ask(name: str) -> None:
         try:
-            answers[name] = _jobs(name)
+            answers[name] = _jobs(name, wanted)
         except Exception as error:
             answers[name] = error
 

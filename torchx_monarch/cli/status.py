@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import shutil
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +24,7 @@ from torchx_monarch.cli.status_text import render
 from torchx_monarch.insight import events
 from torchx_monarch.model.role_spec import WorkloadKind
 from torchx_monarch.model.state import State
+from torchx_monarch.schedulers.app_summary import log_folder
 from torchx_monarch.schedulers.job_status import JobStatus, LiveState, build, events_of
 from torchx_monarch.schedulers.monarch import MonarchScheduler
 
@@ -69,9 +71,10 @@ def _watch(scheduler: MonarchScheduler, status: JobStatus, app_id: str, as_json:
         # The facts without those that change with the clock alone.
         facts = repr(replace(status, elapsed=None, last_output=None, live=status.live and replace(status.live, idle=0)))
         if in_place:
-            text = render(status)
-            print(f"\x1b[{height}A\x1b[J{text}" if height else text, flush=True)
-            height = text.count("\n") + 1
+            width = shutil.get_terminal_size().columns
+            lines = [line[:width] for line in render(status).split("\n")]  # a line that wraps would not be erased
+            print(f"\x1b[{height}A\x1b[J" if height else "", "\n".join(lines), sep="", flush=True)
+            height = len(lines)
         elif facts != shown:
             print_record(status.to_json()) if as_json else print(render(status), end="\n\n", flush=True)
         shown = facts
@@ -100,14 +103,13 @@ def _look(scheduler: MonarchScheduler, handle: str, app_id: str) -> JobStatus:
         last_output = max((line.time for lines in logs for line in lines if _is_output(line)), default=0.0)
         happened = happened or (events_of(logs[0]) if logs else [])
         live = _live(handle, app)
-    folder = scheduler.inner.log_folder(app)
     return build(
         handle,
         app,
         status,
         happened,
         last_output=last_output,
-        log_folder=str(folder) if folder is not None and folder.is_dir() else "",
+        log_folder=log_folder(app),
         live=live,
     )
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """List and follow the runs of a live allocation: from its hosts, or from the run logs that are kept after their end.
 
-The backend says where the logs are (``Backend.replica_log_folder``). Ranks could write to these files, so a field is used only
+The backend says where the logs are (``Backend.log_folder``). Ranks could write to these files, so a field is used only
 if it has the expected type.
 """
 

@@ -77,7 +77,12 @@ def _shape(app: AppSnapshot) -> str:
     return ", ".join([*shapes[:_ROLES_SHOWN], *more])
 
 
+def log_folder(app: AppSnapshot) -> str:
+    """Return the folder of an app's logs; empty if this machine does not have it."""
+    url = urlsplit(app.ui_url)
+    return local_path(unquote(url.path) + "/logs") if url.scheme == "file" else ""
+
+
 def _folder(app: AppSnapshot) -> str:
     """Return the folder of an app's logs, if it is on this machine; else where a browser shows the app."""
-    url = urlsplit(app.ui_url)
-    return app.ui_url if url.scheme != "file" else local_path(unquote(url.path) + "/logs")
+    return app.ui_url if urlsplit(app.ui_url).scheme != "file" else log_folder(app)

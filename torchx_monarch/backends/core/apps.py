@@ -219,6 +219,6 @@ class Apps(Generic[S]):
         """Return the path of an app's events file (``insight.events``); None if this machine does not have it."""
         return self._backend.events_path(app_id)
 
-    def replica_log_folder(self, app_id: str, role: str, replica: int) -> Path | None:
+    def log_folder(self, app_id: str, role: str, replica: int) -> Path | None:
         """Return the folder of a replica's logs, also after its end; None if this machine does not have it."""
-        return self._backend.replica_log_folder(app_id, role, replica)
+        return self._backend.log_folder(app_id, role, replica)

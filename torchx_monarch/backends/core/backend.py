@@ -207,12 +207,8 @@ class Backend(abc.ABC, Generic[O, R, S]):
         """Return the path of an app's events file (``insight.events``); None if this machine does not have it."""
         return None
 
-    def replica_log_folder(self, app_id: str, role: str, replica: int) -> Path | None:
+    def log_folder(self, app_id: str, role: str, replica: int) -> Path | None:
         """Return the folder of a replica's logs, also after its end; None if this machine does not have it."""
-        return None
-
-    def log_folder(self, app: S) -> Path | None:
-        """Return the folder with the logs of an app; None if this machine does not see one."""
         return None
 
     def still_runs(self, app: S) -> bool:

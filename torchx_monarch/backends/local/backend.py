@@ -164,13 +164,9 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
         """Return the path of the app's events file."""
         return Path(state_files.app_paths(app_id).events)
 
-    def replica_log_folder(self, app_id: str, role: str, replica: int) -> Path:
+    def log_folder(self, app_id: str, role: str, replica: int) -> Path:
         """Return the folder of a replica's logs."""
         return Path(state_files.app_paths(app_id).replica_logs(role, replica))
-
-    def log_folder(self, app: AppSnapshot) -> Path:
-        """Return the folder with the app's logs."""
-        return Path(state_files.app_paths(app.app_id).logs)
 
     def still_runs(self, app: AppSnapshot) -> bool:
         """Return whether a supervisor of the app runs, whatever the files say."""

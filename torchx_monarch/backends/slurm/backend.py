@@ -181,14 +181,10 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
         known = snapshot.folder_of(app_id)
         return Path(known.events) if known else None
 
-    def replica_log_folder(self, app_id: str, role: str, replica: int) -> Path | None:
+    def log_folder(self, app_id: str, role: str, replica: int) -> Path | None:
         """Return the folder of a replica's logs; None if this state directory does not know the app's folder."""
         known = snapshot.folder_of(app_id)
         return Path(known.replica_logs(role, replica)) if known else None
-
-    def log_folder(self, app: SlurmSnapshot) -> Path:
-        """Return the folder with the app's logs; of an array, that with the folders of its tasks."""
-        return Path(app.job.folder.array if app.job.tasks else app.job.folder.logs)
 
     def still_runs(self, app: SlurmSnapshot) -> bool:
         """Return whether Slurm reports that the app runs, whatever its files say."""
