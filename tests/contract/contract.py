@@ -215,10 +215,17 @@ class Contract:
         assert "replica trainer/0" in told["msg"] or "role trainer" in told["msg"], told
         assert "code 3" in told["msg"]
         assert "seen\n" in place.torchx("log", f"{handle}/trainer/0")
+        told_of_all = json.loads(place.torchx("monarch", "status", "--json", handle))
+        assert [told_of_all[name] for name in ("state", "exit_code", "hosts", "phase")] == ["FAILED", 3, 1, None]
+        assert told_of_all["submitted"] <= told_of_all["ended"] and told_of_all["roles"][0]["role"] == "trainer"
+        assert "seen\n" in place.torchx("monarch", "logs", handle.rpartition("/")[2])
         assert "'metadata': {'team': 'a b'}" in place.torchx("describe", handle)
         if not place.list_cfg:  # the command takes none
             (line,) = [line for line in place.torchx("list", "-s", place.name).splitlines() if handle in line]
             assert "FAILED" in line
+            jobs = json.loads(place.torchx("monarch", "ls", "-s", place.name, "--json"))
+            (job,) = [job for job in jobs if job["handle"] == handle]
+            assert (job["state"], job["name"]) == ("FAILED", told_of_all["name"]) and job["submitted"]
         place.torchx("cancel", handle)
         assert place.status(handle).state is AppState.FAILED
         place.torchx("delete", handle)
@@ -344,6 +351,9 @@ class Contract:
         program = _program(place, text + 'print("to stderr", file=sys.stderr, flush=True)')
         handle = place.run(place.torchrun(program))
         place.until(lambda: place.log(handle).count("early") == 4, "the ranks", handle)
+        told = json.loads(place.torchx("monarch", "status", "--json", "last"))
+        assert [told[name] for name in ("handle", "state", "phase")] == [handle, "RUNNING", "running"]
+        assert [told[name] for name in ("attempt", "hosts", "ranks")] == [1, 2, 4] and told["last_output"]
         time.sleep(0.5)  # the times of lines are right to a tenth of a second
         middle = datetime.now(timezone.utc)
         time.sleep(0.5)

@@ -104,7 +104,8 @@ def test_a_handle_with_an_address_need_not_be_known() -> None:
 
 
 def test_a_shell_is_offered_ids_or_handles(apps: None) -> None:
-    assert {"digits-x7", "4711", "pretrain", "last"} <= set(complete("")) and SLURM not in complete("")
+    offered = {*("digits-c2jz0w1r", "digits-x7", "4711", "pretrain", "default:bert-b9z", "last")}
+    assert set(complete("")) == offered
     assert SLURM in complete("monarch_")
 
 

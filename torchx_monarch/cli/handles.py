@@ -111,6 +111,8 @@ def complete(prefix: str, **_: object) -> list[str]:
     """Return the words that a shell may offer for a handle: ids, names and ``last``; handles if something is typed."""
     from torchx_monarch.cli.known_apps import known_apps
 
-    apps = known_apps()
+    apps = [app for app in known_apps() if app.app_id.isprintable() and app.name.isprintable()]
     handles = [app.handle for app in apps] if prefix else []
-    return [*(app.app_id for app in apps), *sorted({app.name for app in apps if app.name}), LAST, *handles]
+    # Most ids begin with the name: offering both would complete neither.
+    names = {app.name for app in apps if app.name and not app.app_id.rpartition(":")[2].startswith(app.name)}
+    return [*(app.app_id for app in apps), *sorted(names), LAST, *handles]
