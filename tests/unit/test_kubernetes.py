@@ -16,6 +16,7 @@ from torchx.specs import (
     AppDef,
     BindMount,
     DeviceMount,
+    InvalidRunConfigException,
     Resource,
     RetryPolicy,
     Role,
@@ -104,6 +105,7 @@ def test_manifests_are_valid(runner: Runner, version: str) -> None:
         priority_class="urgent",
         image_secret="registry",
         node_selector={"disk": "ssd"},
+        tolerations=["pool=a100:NoSchedule", "spot:NoExecute", "any"],
         labels={"team": "a"},
         annotations={"note": "b"},
         ttl_seconds_after_finished=60,
@@ -120,6 +122,11 @@ def test_manifests_are_valid(runner: Runner, version: str) -> None:
     labels = {"node.kubernetes.io/instance-type": "p5", "example.com/zone": "a", "disk": "ssd"}
     assert spec["nodeSelector"] == labels
     assert (spec["serviceAccountName"], spec["priorityClassName"]) == ("runner", "urgent")
+    assert spec["tolerations"] == [
+        {"key": "pool", "operator": "Equal", "value": "a100", "effect": "NoSchedule"},
+        {"key": "spot", "operator": "Exists", "effect": "NoExecute"},
+        {"key": "any", "operator": "Exists"},
+    ]
     assert spec["imagePullSecrets"] == [{"name": "registry"}]
     limits = container(job)["resources"]["limits"]
     assert (limits["nvidia.com/gpu"], limits["vpc.amazonaws.com/efa"], limits["cpu"]) == ("8", "4", "4000m")
@@ -128,9 +135,10 @@ def test_manifests_are_valid(runner: Runner, version: str) -> None:
 
 @pytest.mark.parametrize("version", KUBERNETES)
 def test_volcano_pods_are_valid(runner: Runner, version: str) -> None:
-    made = objects(runner, trainer("my-train"), sh(), **VOLCANO)
+    made = objects(runner, trainer("my-train"), sh(), tolerations=["spot"], **VOLCANO)
     assert [one["kind"] for one in made] == ["Job", "Secret"]
     for task in made[0]["spec"]["tasks"]:
+        assert task["template"]["spec"]["tolerations"] == [{"key": "spot", "operator": "Exists"}]
         kubernetes_validate.validate({"apiVersion": "v1", "kind": "Pod", **task["template"]}, version, strict=True)
 
 
@@ -227,9 +235,11 @@ def test_retries_of_hosts_and_of_others(runner: Runner) -> None:
 
 def test_pod_overlay_is_laid_over(runner: Runner) -> None:
     overlay = {"spec": {"tolerations": [{"key": "gpu", "operator": "Exists"}], "nodeSelector": {"pool": "a"}}}
-    job = jobs(runner, trainer(metadata={"kubernetes": overlay}), node_selector={"disk": "ssd"})[0]
+    options: dict[str, Any] = {"node_selector": {"disk": "ssd"}, "tolerations": ["spot=:NoExecute"]}
+    job = jobs(runner, trainer(metadata={"kubernetes": overlay}), **options)[0]
     spec = job["spec"]["template"]["spec"]
-    assert spec["tolerations"] == [{"key": "gpu", "operator": "Exists"}]
+    spot = {"key": "spot", "operator": "Equal", "value": "", "effect": "NoExecute"}
+    assert spec["tolerations"] == [{"key": "gpu", "operator": "Exists"}, spot]
     assert spec["nodeSelector"] == {"pool": "a", "disk": "ssd"}
 
 
@@ -248,6 +258,26 @@ def test_volcano_names_replica_0_of_each_role(runner: Runner) -> None:
     assert job["spec"]["queue"] == "default"
     stored = SubmittedApp.unpack(job["metadata"]["annotations"][names.ANNOTATION_APP])
     assert stored is not None and [role.entrypoint for role in stored.app.roles] == ["torchrun", "torchrun"]
+
+
+@pytest.mark.parametrize(
+    ("taint", "said"),
+    [
+        ("gpu:Never", "'gpu:Never' has the effect 'Never'; effects are NoSchedule, PreferNoSchedule, NoExecute"),
+        ("a=b=c", "'a=b=c' is not of the form KEY=VALUE:EFFECT"),
+        (":NoSchedule", "':NoSchedule' is not of the form"),
+    ],
+)
+def test_what_is_no_taint_is_refused(runner: Runner, taint: str, said: str) -> None:
+    with pytest.raises(InvalidRunConfigException, match=f"Run option `tolerations` is .*{said}"):
+        objects(runner, trainer(), tolerations=[taint])
+
+
+def test_lists_are_read_from_the_command_line(runner: Runner) -> None:
+    options = runner.scheduler_run_opts("monarch_kubernetes")
+    cfg = options.cfg_from_str("tolerations='pool=a100:NoSchedule;spot:NoExecute',mode=job")
+    assert cfg == {"tolerations": ["pool=a100:NoSchedule", "spot:NoExecute"], "mode": "job"}
+    assert options.cfg_from_str("tolerations=spot:NoExecute,gpu") == {"tolerations": ["spot:NoExecute", "gpu"]}
 
 
 def test_dictionaries_are_read_from_the_command_line(runner: Runner) -> None:

@@ -4,6 +4,7 @@
 
 - ``options``: the run options.
 - ``names``: the names, labels and annotations of an app's objects.
+- ``tolerations``: parses taints that pods tolerate.
 - ``request``: the request for one app, and the URL paths of its objects.
 - ``pods``: renders the pod template of a role.
 - ``jobs``: renders mode ``job``: an Indexed Job for each role, a headless Service, a Secret.

@@ -10,7 +10,7 @@ from torchx.schedulers.kubernetes_scheduler import RESERVED_MEMMB, RESERVED_MILL
 from torchx.specs import InvalidRunConfigException
 
 from torchx_monarch.backends.core.options import NetworkOpts
-from torchx_monarch.backends.kubernetes import names
+from torchx_monarch.backends.kubernetes import names, tolerations
 
 MODES = ("auto", "job", "volcano")
 
@@ -39,7 +39,7 @@ class KubernetesOpts(NetworkOpts):
     """The pods' service account."""
 
     priority_class: str | None = None
-    """The pods' PriorityClass."""
+    """The pods' PriorityClass (`priorityClassName`)."""
 
     image_secret: str | None = None
     """The Secret, in the namespace, with the credentials for pulling images."""
@@ -47,6 +47,10 @@ class KubernetesOpts(NetworkOpts):
     node_selector: dict[str, str] | None = None
     """Labels that nodes must have: `node_selector=disk:ssd`. Capabilities of a role's resource that are named like node
     labels (`node.kubernetes.io/instance-type`) are required too."""
+
+    tolerations: list[str] | None = None
+    """Taints of nodes that the pods tolerate, spelled as for `kubectl taint`: `tolerations=nvidia.com/gpu:NoSchedule`;
+    with a value in quotes, `tolerations='pool=a100:NoSchedule;spot:NoExecute'`. Without an effect, all effects."""
 
     labels: dict[str, str] | None = None
     """Additional labels of all objects."""
@@ -90,6 +94,11 @@ def check(cfg: KubernetesOpts) -> None:
         refuse("mode", f"allowed are {', '.join(MODES)}")
     if cfg.namespace is not None and not names.is_namespace(cfg.namespace):
         refuse("namespace", "a namespace is called by up to 63 lower-case letters, digits and dashes")
+    try:
+        for taint in cfg.tolerations or ():
+            tolerations.parse(taint)
+    except ValueError as error:
+        refuse("tolerations", str(error))
     for name in ("pull_timeout", "ttl_seconds_after_finished", "reserved_millicpu", "reserved_memmb"):
         if (options[name] or 0) < 0:
             refuse(name, "allowed is 0 or more")

@@ -17,6 +17,7 @@ from torchx.specs import AppDef, Role, macros
 from torchx.specs.overlays import get_overlay
 
 from torchx_monarch.backends.core.state import HOST_EXTRA
+from torchx_monarch.backends.kubernetes import tolerations
 from torchx_monarch.backends.kubernetes.names import LABEL_APP, LABEL_ROLE
 from torchx_monarch.backends.kubernetes.options import KubernetesOpts
 from torchx_monarch.backends.kubernetes.request import SECRET_KEY, Object
@@ -114,6 +115,8 @@ def finish(pod: Object, index: int, runs_hosts: bool, context: PodContext) -> No
         spec["priorityClassName"] = cfg.priority_class
     if cfg.node_selector:
         spec.setdefault("nodeSelector", {}).update(cfg.node_selector)
+    if cfg.tolerations:
+        spec.setdefault("tolerations", []).extend(tolerations.parse(taint) for taint in cfg.tolerations)
     container = spec["containers"][0]
     container["terminationMessagePath"] = TERMINATION_LOG
     # A container without a host process writes no termination message; its last log lines then serve as one.
