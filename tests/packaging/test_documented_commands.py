@@ -66,7 +66,7 @@ KNOWN = ("torchx", "make", "python", "pip", "docker", *NOT_HERE)
 
 
 def chosen(*programs: str, page: str = "") -> list[Command]:
-    """Return the commands of programs, each once, without those that are abbreviated or known to fail.
+    """Return the commands of programs, each once, without those that are abbreviated.
 
     Args:
         programs: names of the programs.
