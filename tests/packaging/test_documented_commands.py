@@ -12,6 +12,7 @@ import ast
 import configparser
 import re
 import shlex
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from torchx.cli.main import create_parser, get_sub_cmds, main
 from torchx.runner import get_runner
 from torchx.specs import AppState
 
+from tests.contract.place import TORCHX
 from tests.packaging.documented_commands import ROOT, Command, commands, pages
 
 NOT_HERE = {
@@ -91,16 +93,22 @@ def option(words: list[str], *names: str) -> str:
 
 
 @pytest.fixture
-def torchx(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Iterator[Callable[..., str]]:
-    """Run the torchx command in this process, in a folder with programs; return what it prints."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with programs, which is the current one."""
     for name in ("train.py", "main.py", "package/train.py", "pkg/train.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(PROGRAM)
     # Ranks that import no torch cost a tenth, and no command line changes.
     (tmp_path / ".torchxconfig").write_text("[monarch_local]\npreload = none\n")
     monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def torchx(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., str]]:
+    """Run the torchx command in this process; return what it prints."""
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
     monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent")
     monkeypatch.setenv("KUBECONFIG", "/nonexistent")
@@ -170,23 +178,32 @@ def test_torchx_takes_it(torchx: Callable[..., str], command: Command) -> None:
         assert torchx(*completed(words))
 
 
-def test_the_jobs_of_the_readme_run(torchx: Callable[..., str]) -> None:
+def test_the_jobs_of_the_readme_run(folder: Path) -> None:
     """In the order of the page; what follows a job is about it."""
-    jobs, handle = 0, ""
+
+    def torchx(words: list[str]) -> str:
+        done = subprocess.run([*TORCHX, *words[1:]], capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, f"{shlex.join(words)}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    handle, default = "", ""
     for command in chosen("torchx", page="README.md"):
         words = [re.sub(r"^(HANDLE|monarch_local://torchx/[\w-]+)", handle, word) for word in command.words]
-        if words[1] == "run" and "monarch.spmd" in words and option(words, "-s") == "monarch_local":
-            if option(words, "--nproc"):
-                handle = torchx(*words[1:]).split()[-1]
-                jobs += 1
+        if words[1] == "run" and {"monarch.spmd", "--nproc"} <= set(words) and "--dryrun" not in words:
+            if (option(words, "-s", "--scheduler") or default) == "monarch_local":
+                (handle,) = set(re.findall(r"monarch_local://torchx/[\w-]+", torchx(words)))
                 with get_runner() as runner:
                     status = runner.wait(handle, wait_interval=0.1)
                 assert status is not None and status.state is AppState.SUCCEEDED, status
-        elif words[1] in ("status", "list", "log", "cancel") and command.in_block:
-            said = torchx(*words[1:])
-            assert words[1] in ("cancel", "log") or handle in said or "SUCCEEDED" in said
-            assert words[1] != "log" or "rank 3 of 4 --lr 0.1" in said
-    assert jobs
+        elif not command.in_block:
+            continue
+        elif words[1:3] == ["monarch", "init"]:
+            torchx(words)
+            default = option(words, "-s", "--scheduler") or "monarch_local"
+        elif words[1] in ("status", "list", "log", "cancel") or words[2] in ("status", "ls", "logs"):
+            said = torchx(words)
+            assert words[1] != "log" or "rank 1 of " in said
+    assert handle
 
 
 @pytest.mark.parametrize("command", chosen("make"), ids=str)
