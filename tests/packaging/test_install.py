@@ -284,6 +284,16 @@ def test_other_schedulers_run_our_component_and_ours_runs_torchx_own(installed: 
         assert "torchx_monarch.host" in result.stdout
 
 
+def test_a_job_runs(installed: Environment) -> None:
+    """With what the wheel holds, and no file of the sources."""
+    (installed.cwd / "sum.py").write_text(
+        "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
+    )
+    job = ["run", "-s", "monarch_local", "-cfg", "preload=none", "--wait", "--log", "monarch.spmd", "--nproc", "2"]
+    result = installed.torchx(*job, "sum.py")
+    assert result.stdout.count("of 2") + result.stderr.count("of 2") == 2, f"{result.stdout}{result.stderr}"
+
+
 def test_the_stable_torchx_beside_the_nightly_is_told_at_first_use(installed: Environment) -> None:
     """They overwrite each other's files. Here only the record of the stable release is there."""
     (site_packages,) = (installed.folder / "lib").glob("python*/site-packages")
