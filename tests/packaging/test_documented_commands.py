@@ -14,6 +14,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -109,6 +110,7 @@ def torchx(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[Callable[..., str]]:
     """Run the torchx command in this process; return what it prints."""
+    monkeypatch.setenv("TORCHXCONFIG", str(folder / ".torchxconfig"))  # TorchX has noted the folder of its import
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
     monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent")
     monkeypatch.setenv("KUBECONFIG", "/nonexistent")
@@ -204,6 +206,17 @@ def test_the_jobs_of_the_readme_run(folder: Path) -> None:
             said = torchx(words)
             assert words[1] != "log" or "rank 1 of " in said
     assert handle
+
+
+def test_the_image_may_be_named_once(torchx: Callable[..., str], folder: Path) -> None:
+    """In .torchxconfig, as docs/how_to/image.md has it."""
+    block = re.search(
+        r"(?m)^    \[component:monarch.spmd\]\n    image = .+\n", (ROOT / "docs/how_to/image.md").read_text()
+    )
+    assert block
+    (folder / ".torchxconfig").write_text(textwrap.dedent(block[0]))
+    words = ["torchx", "run", "-s", "monarch_kubernetes", "monarch.spmd", "train.py"]
+    assert "image: my/image" in torchx(*completed(words))
 
 
 @pytest.mark.parametrize("command", chosen("make"), ids=str)
