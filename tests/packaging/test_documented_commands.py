@@ -33,6 +33,7 @@ NOT_HERE = {
     "sbatch": "needs a cluster; is not ours",
     "torchrun": "is torch's; tests/conformance runs it",
     "git": "is not ours",
+    "pkill": "signals processes; is not ours",
     "cd": "changes the folder",
     ".": "needs .venv, which `make` has created",
     "source": "needs .venv, which `make` has created",
@@ -142,7 +143,8 @@ def completed(words: list[str]) -> list[str]:
         added += ["--workspace", ""] if "--workspace" not in words else []
     names_program = any(word.endswith(".py") or word in ("-m", "--m", "--module") for word in words)
     if not names_program and any(word in ("monarch.spmd", "monarch.controller") for word in words):
-        words = [*words, "train.py"]
+        value = ["1"] if words[-1].startswith("--") else []  # a sentence names the option
+        words = [*words, *value, "train.py"]
     return ["run", *added, *words[2:]]
 
 

@@ -64,6 +64,17 @@ def test_options_of_the_scheduler(torchx: Command, cfg: str, words: str) -> None
     assert words in torchx("run", "-s", "monarch_local", "-cfg", cfg, "--dryrun", "utils.echo")
 
 
+@pytest.mark.parametrize(
+    ("cfg", "words"),
+    [
+        ("node_selector=disk", "Run option `node_selector` is 'disk', which is not of the form KEY:VALUE;KEY:VALUE"),
+        ("tolerations=a=b:NoSchedule", "(a value that contains = needs quotes: OPTION='A=B')"),
+    ],
+)
+def test_options_with_several_values(torchx: Command, cfg: str, words: str) -> None:
+    assert words in torchx("run", "-s", "monarch_kubernetes", "-cfg", cfg, "--dryrun", "utils.echo")
+
+
 def test_options_are_read_as_by_torchx() -> None:
     options = CheckedRunopts()
     options.add("grace", type_=int, default=1, help="seconds")

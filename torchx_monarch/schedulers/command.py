@@ -78,19 +78,22 @@ class CheckedRunopts(runopts):  # type: ignore[misc]
                 raise
             reason = f"Unknown run option `{error.cfg_key}`.{hint} Valid options are: {', '.join(sorted(names))}"
             raise InvalidRunConfigException(reason, error.cfg_key, to_dict(cfg_str)) from None
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, IndexError) as error:
             raise InvalidRunConfigException(self._why(cfg_str, str(error)), cfg_str, {}) from None
 
     def _why(self, cfg_str: str, error: str) -> str:
         try:
             given = to_dict(cfg_str)
         except ValueError:
-            return f"-cfg {cfg_str!r} is not of the form OPTION=VALUE,OPTION=VALUE: {error}"
+            hint = " (a value that contains = needs quotes: OPTION='A=B')" if cfg_str.count("=") > 1 else ""
+            return f"-cfg {cfg_str!r} is not of the form OPTION=VALUE,OPTION=VALUE{hint}: {error}"
         for name, text in given.items():
             option = self.get(name)
             try:
                 if option is not None:
                     option.cast_to_type(text)
+            except IndexError:  # TorchX splits dictionaries at colons
+                return f"Run option `{name}` is {text!r}, which is not of the form KEY:VALUE;KEY:VALUE"
             except (ValueError, TypeError):
                 wanted = getattr(option.opt_type, "__name__", option.opt_type)
                 return f"Run option `{name}` is {text!r}, which is no {wanted}"
