@@ -8,6 +8,7 @@
 #   make test-newest      the part that depends on torch, with the newest torch, TorchX and Monarch that pip finds
 #   make soak    500 small jobs with faults in each, and 100 runs on one allocation; half an hour
 #   make bench   launch times beside torchrun, TorchX and Monarch (make bench-slurm: beside a bare sbatch)
+#   make docs    the site of the documentation, in site/; make docs-pages and docs-pictures write what it is made from
 #   make dist    the wheel and the source archive of a release: the same commit makes the same bytes
 #   make clean   remove what the above made
 #
@@ -46,7 +47,7 @@ NEWEST ?= tests/unit/test_options.py tests/unit/test_command.py tests/local/test
 
 CLUSTERS := $(patsubst tests/clusters/%/by_hand.py,%,$(wildcard tests/clusters/*/by_hand.py))
 
-.PHONY: $(CLUSTERS:%=%-up) $(CLUSTERS:%=%-down) help venv system demo test test-newest test-nightly record-torchrun check soak bench bench-slurm dist lint types format clean
+.PHONY: $(CLUSTERS:%=%-up) $(CLUSTERS:%=%-down) help venv system demo test test-newest test-nightly record-torchrun check soak bench bench-slurm dist docs docs-pages docs-pictures lint types format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -64,7 +65,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 		"$(PYTHON)" -m pip --python "$(BIN)/python" install -q -c constraints.txt pip; \
 	fi
 	"$(BIN)/python" -m pip install -q -c constraints.txt pip setuptools
-	"$(BIN)/python" -m pip install -c constraints.txt -e '.[docker,kubernetes,aws,examples,test,dev]'
+	"$(BIN)/python" -m pip install -c constraints.txt -e '.[docker,kubernetes,aws,examples,test,docs,dev]'
 	@touch $@
 
 # Where they are missing and may not be installed, the tests that need them skip and say why.
@@ -131,6 +132,19 @@ bench: $(STAMP)
 bench-slurm: $(STAMP)
 	python bench/slurm.py $(BENCHFLAGS)
 
+# Needs no network. site/index.html can be opened as it is.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
+
+# After a change of options, components or commands: a test compares these pages with the code.
+docs-pages: $(STAMP)
+	python -m docs.tools.reference
+
+# After a measurement (bench/recorded) or a change of what a run shows. The sessions are real ones, so they take a minute.
+docs-pictures: $(STAMP)
+	python bench/chart.py
+	python -m docs.tools.record_terminal
+
 $(CLUSTERS:%=%-up): %-up: $(STAMP)
 	@python -m tests.clusters up $*
 
@@ -142,5 +156,5 @@ dist: $(STAMP)
 	SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) python -m build --no-isolation
 
 clean:
-	rm -rf $(VENV) .venv-newest build dist *.egg-info digits-checkpoints .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-newest build dist site *.egg-info digits-checkpoints .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

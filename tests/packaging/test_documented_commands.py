@@ -31,6 +31,7 @@ NOT_HERE = {
     "kubectl": "needs a cluster; is not ours",
     "ssh": "needs another machine; is not ours",
     "sbatch": "needs a cluster; is not ours",
+    "pkill": "sends a signal; is not ours",
     "torchrun": "is torch's; tests/conformance runs it",
     "git": "is not ours",
     "pkill": "signals processes; is not ours",

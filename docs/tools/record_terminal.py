@@ -1,0 +1,173 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Record a real session in a terminal as a picture: ``python -m docs.tools.record_terminal [NAME ...]``.
+
+Each recording of ``RECORDINGS`` runs its commands one after the other in a pseudo-terminal of its size, in a copy of
+``examples`` with a home folder of its own, and writes ``docs/pictures/NAME.svg``. Only the
+paths of that folder and of the interpreter are edited: they are shown as ``~`` and ``~/.venv``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pexpect
+from rich.console import Console
+from rich.terminal_theme import TerminalTheme
+from rich.text import Text
+
+ROOT = Path(__file__).resolve().parents[2]
+PICTURES = ROOT / "docs" / "pictures"
+TIMEOUT = 180
+"""Seconds for one command."""
+
+_THEME = TerminalTheme(
+    (21, 25, 31),
+    (230, 237, 243),
+    [(72, 79, 88), (255, 123, 114), (126, 231, 135), (227, 179, 65)]
+    + [(121, 192, 255), (210, 168, 255), (86, 212, 221), (177, 186, 196)],
+    [(110, 118, 129), (255, 161, 152), (172, 242, 188), (255, 212, 112)]
+    + [(165, 214, 255), (226, 197, 255), (118, 227, 234), (255, 255, 255)],
+)
+
+# As rich's own, without the font that it has a reader's browser fetch.
+_SVG = """\
+<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
+<style>
+.{unique_id}-matrix {{
+  font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace;
+  font-size: {char_height}px; line-height: {line_height}px; font-variant-east-asian: full-width;
+}}
+.{unique_id}-title {{ font-size: 18px; font-family: system-ui, "DejaVu Sans", sans-serif; }}
+{styles}
+</style>
+<defs>
+<clipPath id="{unique_id}-clip-terminal">
+<rect x="0" y="0" width="{terminal_width}" height="{terminal_height}"/>
+</clipPath>
+{lines}
+</defs>
+{chrome}
+<g transform="translate({terminal_x}, {terminal_y})" clip-path="url(#{unique_id}-clip-terminal)">
+{backgrounds}
+<g class="{unique_id}-matrix">
+{matrix}
+</g>
+</g>
+</svg>
+"""
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A session to record.
+
+    Attributes:
+        commands: what is typed, one after the other.
+        title: title of the window.
+        columns: width of the terminal.
+        rows: height of the terminal, of which ``part`` is shown; 0 for all that was written.
+        part: whether the ``first`` or the ``last`` screen is shown.
+    """
+
+    commands: tuple[str, ...]
+    title: str = "torchx-monarch"
+    columns: int = 100
+    rows: int = 0
+    part: str = "last"
+
+
+_TRAIN = "torchx run -s monarch_local --wait --log monarch.spmd --nproc 4 examples/digits.py --epochs 8"
+_FAIL = "torchx run -s monarch_local --wait --log monarch.spmd --nproc 4 examples/digits.py --lr nan"
+
+RECORDINGS = {
+    "session": Recording((_TRAIN,), columns=96),
+    **{
+        f"{name}_{part}_{columns}x{rows}": Recording((command,), name, columns, rows, part)
+        for name, command in (("success", _TRAIN), ("failure", _FAIL))
+        for part in ("first", "last")
+        for columns, rows in ((80, 24), (100, 30))
+    },
+}
+
+
+def typed(command: str, columns: int, environment: dict[str, str]) -> str:
+    """Return what a terminal shows of a command, from its prompt to its last line."""
+    shown = io.StringIO()
+    child = pexpect.spawn(
+        "bash",
+        ["-c", command],
+        cwd=environment["PWD"],
+        env=environment,
+        dimensions=(30, columns),
+        timeout=TIMEOUT,
+        encoding="utf-8",
+    )
+    child.logfile_read = shown
+    child.expect(pexpect.EOF)
+    child.close()
+    return f"\x1b[1;32m$\x1b[0m \x1b[1m{command}\x1b[0m\n{shown.getvalue()}"
+
+
+def screen(output: str, columns: int) -> list[Text]:
+    """Return the lines of a terminal after a program has written: carriage returns obeyed, long lines folded."""
+    lines = []
+    for line in output.replace("\r\n", "\n").rstrip("\n").split("\n"):
+        text = Text.from_ansi(line.rsplit("\r", 1)[-1])
+        text.expand_tabs(8)
+        lines += [text[at : at + columns] for at in range(0, len(text), columns)] or [text]
+    return lines
+
+
+def picture(lines: list[Text], columns: int, title: str) -> str:
+    """Return lines of a terminal as an SVG."""
+    console = Console(record=True, width=columns, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    for line in lines:
+        console.print(line, no_wrap=True, overflow="ignore", crop=True, highlight=False, markup=False)
+    return console.export_svg(title=title, theme=_THEME, code_format=_SVG, unique_id="terminal")
+
+
+def record(recording: Recording) -> str:
+    """Run the commands of a recording in a home folder of its own, and return the picture."""
+    home = Path(tempfile.mkdtemp(prefix="rec-"))
+    project = home / "project"
+    shutil.copytree(ROOT / "examples", project / "examples")
+    environment = {
+        "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+        "HOME": str(home),
+        "PWD": str(project),
+        "LANG": "C.UTF-8",
+        "TERM": "xterm-256color",
+        "TMPDIR": str(home),
+    }
+    try:
+        output = "\n".join(typed(command, recording.columns, environment) for command in recording.commands)
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+    output = output.replace(str(home), "~").replace(sys.prefix, "~/.venv")
+    lines = screen(output, recording.columns)
+    if recording.rows:
+        lines = lines[: recording.rows] if recording.part == "first" else lines[-recording.rows :]
+        lines += [Text("")] * (recording.rows - len(lines))
+    return picture(lines, recording.columns, recording.title)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(RECORDINGS)}")
+    names = parser.parse_args().names or list(RECORDINGS)
+    for name in names:
+        if name not in RECORDINGS:
+            parser.error(f"no recording {name}; there are {', '.join(RECORDINGS)}")
+        (PICTURES / f"{name}.svg").write_text(record(RECORDINGS[name]))
+        print(f"docs/pictures/{name}.svg")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Write the reference pages that follow from the code: ``python -m docs.tools.reference``.
+
+Run options come from the backends' options, components from their signatures and docstrings, commands from the parsers
+of ``torchx monarch``. A test fails where a page differs from the code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import components
+from torchx_monarch.backends.aws_batch.options import AWSBatchOpts
+from torchx_monarch.backends.core.options import MonarchOpts, NetworkOpts, run_options
+from torchx_monarch.backends.docker.options import DockerOpts
+from torchx_monarch.backends.kubernetes.options import KubernetesOpts
+from torchx_monarch.backends.local.backend import LocalOpts
+from torchx_monarch.backends.slurm.options import SlurmOpts
+from torchx_monarch.cli import main
+
+FOLDER = Path(__file__).resolve().parents[1] / "reference"
+
+_OPTIONS: dict[str, tuple[type[MonarchOpts], type[MonarchOpts] | None]] = {
+    "Every backend": (MonarchOpts, None),
+    "Every backend but monarch_local": (NetworkOpts, MonarchOpts),
+    "monarch_local": (LocalOpts, MonarchOpts),
+    "monarch_docker": (DockerOpts, NetworkOpts),
+    "monarch_slurm": (SlurmOpts, NetworkOpts),
+    "monarch_kubernetes": (KubernetesOpts, NetworkOpts),
+    "monarch_aws_batch": (AWSBatchOpts, NetworkOpts),
+}
+"""Title of each table, its options, and the options that an earlier table has."""
+
+
+def options_page() -> str:
+    """Return the page of run options."""
+    parts = [
+        "# Run options",
+        _paragraph(
+            "Give them with `-cfg NAME=VALUE,NAME=VALUE`, in the scheduler's section of `.torchxconfig`, or as "
+            "`scheduler_cfg` in Python. `torchx runopts monarch_slurm` prints those of one backend. Unknown names are "
+            "refused."
+        ),
+    ]
+    for title, (kind, base) in _OPTIONS.items():
+        known = {name for name, _ in run_options(base)} if base else set()
+        rows = [
+            (
+                f"`{name}`",
+                _text(re.sub(r"^<class '(.*)'>$|^typing\.", r"\1", str(option.opt_type))),
+                "required" if option.is_required else _value(option.default),
+                _text(option.help),
+            )
+            for name, option in run_options(kind)
+            if name not in known
+        ]
+        parts += [f"## {title}", _table(("option", "type", "default", "meaning"), rows)]
+    return _page(parts)
+
+
+def components_page() -> str:
+    """Return the page of components."""
+    parts = [
+        "# Components",
+        _paragraph(
+            "A component is what stands after `torchx run -s SCHEDULER`. Its options come before the program; what "
+            "comes after the program belongs to the program. `torchx run monarch.spmd --help` prints the same."
+        ),
+    ]
+    for function in _functions():
+        summary, meanings = _docstring(function)
+        rows = []
+        for name, parameter in inspect.signature(function).parameters.items():
+            option = f"`{'-' if len(name) == 1 else '--'}{name}`"
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                option = "the program"
+            # The default image is a tag of TorchX's, which changes with its release.
+            rows.append((option, "" if name == "image" else _value(parameter.default), _text(meanings[name])))
+        parts += [f"## monarch.{function.__name__}", summary, _table(("option", "default", "meaning"), rows)]
+    return _page(parts)
+
+
+def commands_page() -> str:
+    """Return the page of the sub-commands of ``torchx monarch``."""
+    names = main.SUB_COMMANDS
+    parts = [
+        "# Commands",
+        _paragraph(
+            "`torchx monarch` adds these to TorchX's `run`, `status`, `log`, `list`, `describe`, `cancel` and "
+            "`delete`, which work for every job. `torchx monarch COMMAND --help` prints the same. [Exit codes]"
+            "(exit_codes.md) are the same on all backends."
+        ),
+        _table(
+            ("command", "what it does"), [(f"[`{name}`](#torchx-monarch-{name})", _text(names[name])) for name in names]
+        ),
+    ]
+    for name in names:
+        parser = argparse.ArgumentParser(add_help=False)
+        main.load(name).add_arguments(parser)
+        rows = [
+            (
+                _argument(action),
+                _value(action.default) if action.option_strings and action.nargs != 0 else "",
+                _text(action.help),
+            )
+            for action in parser._actions
+            if action.help != argparse.SUPPRESS
+        ]
+        parts += [f"## torchx monarch {name}", f"{_text(names[name])[:1].upper()}{_text(names[name])[1:]}."]
+        parts += [_table(("argument", "default", "meaning"), rows)] if rows else []
+    return _page(parts)
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "options.md": options_page,
+    "components.md": components_page,
+    "commands.md": commands_page,
+}
+"""The generated pages of docs/reference."""
+
+
+def _functions() -> list[Callable[..., Any]]:
+    """Return the components in the order of the source."""
+    own = [
+        one for one in vars(components).values() if inspect.isfunction(one) and one.__module__ == components.__name__
+    ]
+    return sorted(own, key=lambda one: one.__code__.co_firstlineno)
+
+
+def _docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+    """Return the text of a component's docstring, and the meaning of each argument."""
+    summary, _, arguments = (inspect.getdoc(function) or "").partition("\nArgs:\n")
+    meanings = dict(re.findall(r"^    (\w+): (.*(?:\n     .*)*)", arguments, re.MULTILINE))
+    return summary.strip().replace("``", "`"), meanings
+
+
+def _argument(action: argparse.Action) -> str:
+    """Return an argument of a command as it is typed."""
+    value = action.metavar or (f"{{{','.join(map(str, action.choices))}}}" if action.choices else action.dest.upper())
+    if not action.option_strings:
+        return f"`[{value}]`" if action.nargs in ("?", "*") else f"`{value}`"
+    value = f" [{value}]" if action.nargs == "?" else f" {value}"
+    return f"`{', '.join(action.option_strings)}{'' if action.nargs == 0 else value}`"
+
+
+def _text(value: str | None) -> str:
+    """Return a text as it stands in a cell of a table."""
+    return " ".join((value or "").replace("``", "`").split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def _value(default: object) -> str:
+    """Return a default as it stands in a cell; empty where there is none."""
+    return "" if default in (None, "", inspect.Parameter.empty) or default == [] else f"`{default}`"
+
+
+def _paragraph(text: str) -> str:
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
+
+
+def _page(parts: Sequence[str]) -> str:
+    note = f"<!-- Written by `{__name__}` from the code. Change the code, then run `make docs-pages`. -->"
+    return "\n\n".join([*parts, note.replace("__main__", "docs.tools.reference")]) + "\n"
+
+
+if __name__ == "__main__":
+    for name, make in PAGES.items():
+        (FOLDER / name).write_text(make())

@@ -1,0 +1,166 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Links, generated pages and pictures of the documentation are right, and its site can be built and read offline."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import os
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md")])
+
+_FENCE = re.compile(r"^( *)(```+|~~~+).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
+_VARIABLES = re.compile(r'"((?:MONARCH|XDG|TORCHX_PLUGINS)_[A-Z_]+)"')
+
+
+def prose(page: Path) -> str:
+    """Return the text of a page without its blocks of code."""
+    return _FENCE.sub("", page.read_text())
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, by GitHub's rule."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#{1,6} +(.*?)#* *$", prose(page), re.MULTILINE):
+        text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading)
+        slug = re.sub(r"[^\w\- ]", "", text.lower()).strip().replace(" ", "-")
+        number = next(n for n in range(99) if (f"{slug}-{n}" if n else slug) not in found)
+        found.add(f"{slug}-{number}" if number else slug)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!\w+:)([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", prose(page))):
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), target
+        assert file.is_relative_to(ROOT), target
+        assert not anchor or file.suffix != ".md" or anchor in anchors(file), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_lists_begin_after_an_empty_line(page: Path) -> None:
+    """Else the site shows them as a paragraph, unlike GitHub."""
+    lines = prose(page).split("\n")
+    for before, line in zip(lines, lines[1:], strict=False):
+        if re.match(r"([-*]|1\.) ", line):
+            assert not before or re.match(r"\s|[-*] |\d+\. |<!--", before), line
+
+
+# -- generated pages and pictures --------------------------------------------------------------------------------------
+
+
+def test_generated_pages_are_those_of_the_code() -> None:
+    from docs.tools.reference import FOLDER, PAGES
+
+    for name, make in PAGES.items():
+        assert (FOLDER / name).read_text() == make(), f"{name} is out of date: make docs-pages"
+
+
+def test_pictures_are_those_of_the_measurement() -> None:
+    from bench.chart import MEASURED, PICTURES, pictures
+
+    for name, picture in pictures(json.loads(MEASURED.read_text())).items():
+        assert (PICTURES / name).read_text() == picture, f"{name} is out of date: python bench/chart.py"
+
+
+def test_the_first_screen_states_what_was_measured() -> None:
+    from bench.chart import MEASURED
+
+    launches = json.loads(MEASURED.read_text())["launches"]
+    readme = (ROOT / "README.md").read_text()
+    for name in ("ours-cli", "torchrun"):
+        assert f"{launches['8']['summary'][name]['total']['median']:.1f} s" in readme
+
+
+@pytest.mark.parametrize("picture", sorted((DOCS / "pictures").glob("*.svg")), ids=lambda picture: picture.name)
+def test_a_picture_needs_nothing_else(picture: Path) -> None:
+    text = picture.read_text()
+    xml.etree.ElementTree.fromstring(text)
+    assert not re.findall(r'(?:href|src)="(?!#)|url\((?!#)|@import', text)
+    assert str(ROOT) not in text
+
+
+def test_pictures_are_used() -> None:
+    shown = {Path(target).name for page in PAGES for target in re.findall(r"!\[[^]]*\]\(([^)]+)\)", page.read_text())}
+    assert {picture.name for picture in (DOCS / "pictures").iterdir()} == {
+        name for name in shown if name.endswith((".svg", ".png"))
+    }
+
+
+def test_the_page_of_variables_has_those_of_the_code() -> None:
+    page = (DOCS / "reference" / "environment.md").read_text()
+    named = {name for path in (ROOT / "torchx_monarch").rglob("*.py") for name in _VARIABLES.findall(path.read_text())}
+    assert named
+    assert not [name for name in named if f"`{name}" not in page]
+
+
+# -- the site ----------------------------------------------------------------------------------------------------------
+
+
+class _Loads(html.parser.HTMLParser):
+    """Collect what a browser fetches by itself when it shows a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        of = dict(attrs)
+        if tag in ("script", "img", "iframe", "source", "video", "audio", "object"):
+            self.found += [of.get("src") or of.get("data") or ""]
+        elif tag == "link" and not {"canonical", "next", "prev", "alternate"} & set((of.get("rel") or "").split()):
+            self.found += [of.get("href") or ""]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Build the site as ``make docs`` does: any warning, as of a link to nowhere, is an error."""
+    pytest.importorskip("mkdocstrings", reason="pip install -e '.[docs]'")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert not built.returncode, built.stdout + built.stderr
+    assert "WARNING" not in built.stderr
+    yield folder
+
+
+def test_the_site_has_every_page(site: Path) -> None:
+    for page in DOCS.rglob("*.md"):
+        path = site / page.relative_to(DOCS)
+        assert path.with_suffix(".html").exists() or (page.stem == "README" and (path.parent / "index.html").exists())
+
+
+def test_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 40
+    for page in pages:
+        loads = _Loads()
+        loads.feed(page.read_text())
+        for target in loads.found:
+            assert not re.match(r"(\w+:)?//", target), f"{page.relative_to(site)}: {target}"
+            path = (page.parent / target.partition("?")[0].partition("#")[0]).resolve()
+            assert page.name == "404.html" or not target or target.startswith("data:") or path.exists(), target
+    for sheet in site.rglob("*.css"):
+        assert not re.findall(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//", sheet.read_text()), sheet
+
+
+def test_the_site_has_the_api(site: Path) -> None:
+    import torchx_monarch
+
+    page = (site / "reference" / "python.html").read_text()
+    for name in torchx_monarch.__all__:
+        assert f"torchx_monarch.{torchx_monarch._PUBLIC[name]}.{name}" in page, name
