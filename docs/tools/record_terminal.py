@@ -3,7 +3,7 @@
 """Record a real session in a terminal as a picture: ``python -m docs.tools.record_terminal [NAME ...]``.
 
 Each recording of ``RECORDINGS`` runs its commands one after the other in a pseudo-terminal of its size, in a copy of
-``examples`` with a home folder of its own, and writes ``docs/pictures/NAME.svg``. Only the
+``examples`` with a home folder of its own, and writes its pictures into ``docs/pictures``. Only the
 paths of that folder and of the interpreter are edited: they are shown as ``~`` and ``~/.venv``.
 """
 
@@ -70,30 +70,24 @@ class Recording:
 
     Attributes:
         commands: what is typed, one after the other.
-        title: title of the window.
         columns: width of the terminal.
-        rows: height of the terminal, of which ``part`` is shown; 0 for all that was written.
-        part: whether the ``first`` or the ``last`` screen is shown.
+        rows: height of the terminal, whose first and last screen are pictures; 0 for one picture of all lines.
     """
 
     commands: tuple[str, ...]
-    title: str = "torchx-monarch"
-    columns: int = 100
+    columns: int
     rows: int = 0
-    part: str = "last"
 
 
 _TRAIN = "torchx run -s monarch_local --wait --log monarch.spmd --nproc 4 examples/digits.py --epochs 8"
 _FAIL = "torchx run -s monarch_local --wait --log monarch.spmd --nproc 4 examples/digits.py --lr nan"
 
 RECORDINGS = {
-    "session": Recording((_TRAIN,), columns=96),
-    **{
-        f"{name}_{part}_{columns}x{rows}": Recording((command,), name, columns, rows, part)
-        for name, command in (("success", _TRAIN), ("failure", _FAIL))
-        for part in ("first", "last")
-        for columns, rows in ((80, 24), (100, 30))
-    },
+    "session": Recording((_TRAIN,), 96),
+    "success_80x24": Recording((_TRAIN,), 80, 24),
+    "success_100x30": Recording((_TRAIN,), 100, 30),
+    "failure_80x24": Recording((_FAIL,), 80, 24),
+    "failure_100x30": Recording((_FAIL,), 100, 30),
 }
 
 
@@ -133,8 +127,8 @@ def picture(lines: list[Text], columns: int, title: str) -> str:
     return console.export_svg(title=title, theme=_THEME, code_format=_SVG, unique_id="terminal")
 
 
-def record(recording: Recording) -> str:
-    """Run the commands of a recording in a home folder of its own, and return the picture."""
+def run(recording: Recording) -> list[Text]:
+    """Run the commands of a recording in a home folder of its own, and return all lines of the terminal."""
     home = Path(tempfile.mkdtemp(prefix="rec-"))
     project = home / "project"
     shutil.copytree(ROOT / "examples", project / "examples")
@@ -150,12 +144,18 @@ def record(recording: Recording) -> str:
         output = "\n".join(typed(command, recording.columns, environment) for command in recording.commands)
     finally:
         shutil.rmtree(home, ignore_errors=True)
-    output = output.replace(str(home), "~").replace(sys.prefix, "~/.venv")
-    lines = screen(output, recording.columns)
-    if recording.rows:
-        lines = lines[: recording.rows] if recording.part == "first" else lines[-recording.rows :]
-        lines += [Text("")] * (recording.rows - len(lines))
-    return picture(lines, recording.columns, recording.title)
+    return screen(output.replace(str(home), "~").replace(sys.prefix, "~/.venv"), recording.columns)
+
+
+def pictures(name: str, recording: Recording) -> dict[str, str]:
+    """Return the pictures of a recording by the names of their files."""
+    lines, rows = run(recording), recording.rows
+    if not rows:
+        return {f"{name}.svg": picture(lines, recording.columns, "torchx-monarch")}
+    return {
+        f"{name}_{part}.svg": picture([*shown, *[Text("")] * (rows - len(shown))], recording.columns, f"{part} screen")
+        for part, shown in (("first", lines[:rows]), ("last", lines[-rows:]))
+    }
 
 
 def main() -> None:
@@ -165,8 +165,9 @@ def main() -> None:
     for name in names:
         if name not in RECORDINGS:
             parser.error(f"no recording {name}; there are {', '.join(RECORDINGS)}")
-        (PICTURES / f"{name}.svg").write_text(record(RECORDINGS[name]))
-        print(f"docs/pictures/{name}.svg")
+        for file, svg in pictures(name, RECORDINGS[name]).items():
+            (PICTURES / file).write_text(svg)
+            print(f"docs/pictures/{file}")
 
 
 if __name__ == "__main__":
