@@ -179,8 +179,9 @@ words = [sys.executable, "-I", "-S", zygote._ZYGOTE_MAIN, str(theirs.fileno()), 
 child = subprocess.Popen(words, pass_fds=[theirs.fileno()])
 rank = {"mode": "exec", "target": "touch", "args": [sys.argv[1]], "env": {}, "label": "", "python": []}
 (out, write_out), (waits, go) = os.pipe(), os.pipe()
-socket.send_fds(ours, [json.dumps({"op": "fork", "ranks": [rank]}).encode() + b"\\n"], [write_out, write_out, waits])
-pid = json.loads(ours.recv(65536))["ranks"][0]["pid"]
+order = json.dumps({"op": "fork", "processes": [rank]}).encode() + b"\\n"
+socket.send_fds(ours, [order], [write_out, write_out, waits])
+pid = json.loads(ours.recv(65536))["processes"][0]["pid"]
 os.close(go if sys.argv[2] == "lost" else os.write(go, b"g") and waits)
 print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 child.kill()

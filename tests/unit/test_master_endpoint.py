@@ -126,9 +126,23 @@ def test_a_port_is_held_for_the_programs_own_store() -> None:
     assert asyncio.run(_open(MasterEndpoint("localhost", port, "127.0.0.1"))) == (port, False)
 
 
+def test_a_port_whose_store_has_not_begun_accepts_connections() -> None:
+    async def main() -> None:
+        store = MasterStore(print)
+        port, served = await store.open(MasterEndpoint("127.0.0.1", 0, "127.0.0.1"), serves=True)
+        assert served and [process.port for process in store.waiting] == [port] and not store.pids
+        socket.create_connection(("127.0.0.1", port)).close()
+        store.end()
+        assert not store.waiting
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+
+    asyncio.run(main())
+
+
 async def _open(endpoint: MasterEndpoint) -> tuple[int, bool]:
     store = MasterStore(print)
     try:
-        return await store.open(endpoint, None)
+        return await store.open(endpoint, serves=False)
     finally:
         store.release()

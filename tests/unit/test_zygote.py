@@ -43,7 +43,7 @@ def test_a_cancelled_order_does_not_leave_its_answer_to_the_next() -> None:
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             asking.cancel()
-            assert await zygote.ask(NOTHING) == {"unsafe": ""}
+            assert (await zygote.ask(NOTHING))["unsafe"] == ""
 
     asyncio.run(main())
 
@@ -65,8 +65,8 @@ def test_descriptors_of_an_order_stay_the_callers() -> None:
     async def main() -> None:
         with started() as zygote:
             reader, writer = os.pipe()
-            answer = await zygote.ask({"op": "store", "address": ""}, [reader, writer])
-            assert "torch has not been imported" in answer["error"]
+            answer = await zygote.ask({"op": "fork", "processes": [{"store": ""}]}, [reader, writer, reader])
+            assert "torch has not been imported" in answer["processes"][0]["error"]
             os.close(reader)
             os.close(writer)
 
@@ -74,6 +74,6 @@ def test_descriptors_of_an_order_stay_the_callers() -> None:
 
 
 def test_a_rank_that_is_killed_before_it_has_begun_is_called_so() -> None:
-    forks = runpy.run_path(_ZYGOTE_MAIN)["_RankForks"]([{}], [], None, {})
+    forks = runpy.run_path(_ZYGOTE_MAIN)["_Forks"]([{}], [], None, {})
     os.close(forks._writer)  # as the kernel does when the fork is killed
     assert forks._answers() == [{"error": "it was killed before it had begun"}]

@@ -12,7 +12,6 @@ from collections.abc import Callable
 
 from torchx_monarch.host.master_endpoint import MasterEndpoint
 from torchx_monarch.host.store_process import StoreProcess, bound
-from torchx_monarch.host.zygote import Zygote
 
 _PORT_TIMEOUT = 5.0
 """Seconds to wait for the user's port while the store of an attempt or a run that is ending still has it."""
@@ -30,38 +29,37 @@ class MasterStore:
         self._current: StoreProcess | None = None
         self._reserved: socket.socket | None = None
 
-    async def open(self, endpoint: MasterEndpoint, zygote: Zygote | None) -> tuple[int, bool]:
+    async def open(self, endpoint: MasterEndpoint, serves: bool) -> tuple[int, bool]:
         """Open the port of an attempt and close the port of the attempt before.
 
-        A fork of the zygote serves a TCPStore there. The port is bound before its number is published, so that no
-        other process can take it. Without a zygote a socket that never listens reserves the port; both it and
-        the program's own store set SO_REUSEADDR, so that the store can still bind the port.
+        A fork of the zygote serves a TCPStore there, which begins with the ranks (``RankStarter.start``). The port is
+        opened before its number is published, so that no other process can take it, and early connections wait.
+        Without a store a socket that never listens reserves the port; both it and the program's own store set
+        SO_REUSEADDR, so that the store can still bind the port.
 
         Args:
             endpoint: the endpoint; its port is 0 unless the user has given one.
-            zygote: a zygote that imports torch; None to serve no store.
+            serves: whether there is a zygote that can serve a store.
 
         Returns:
-            the port, and whether a store is already served there.
+            the port, and whether a store is served there.
 
         Raises:
             EndpointError: the endpoint cannot be opened.
-            ZygoteError: the zygote has ended or does not answer.
         """
         self.end()
         until = time.monotonic() + _PORT_TIMEOUT
         while True:
             try:
-                return await self._open(endpoint, zygote)
+                return self._open(endpoint, serves)
             except OSError as error:
                 if not endpoint.port or error.errno != errno.EADDRINUSE or time.monotonic() > until:
                     raise endpoint.refusal(error) from None
             await asyncio.sleep(0.1)
 
-    async def _open(self, endpoint: MasterEndpoint, zygote: Zygote | None) -> tuple[int, bool]:
-        if zygote is not None:
-            self._current = await StoreProcess.start(zygote, endpoint.bind, self._say, endpoint.port)
-        if self._current is not None:
+    def _open(self, endpoint: MasterEndpoint, serves: bool) -> tuple[int, bool]:
+        if serves:
+            self._current = StoreProcess(endpoint.bind, endpoint.port, self._say)
             return self._current.port, True
         self.release()
         self._reserved = bound(endpoint.bind if endpoint.port else "", endpoint.port, reuse=True)
@@ -75,7 +73,12 @@ class MasterStore:
     @property
     def pids(self) -> list[int]:
         """Process id of the store; empty while no store is served."""
-        return [self._current.pid] if self._current is not None else []
+        return [self._current.pid] if self._current is not None and self._current.pid else []
+
+    @property
+    def waiting(self) -> list[StoreProcess]:
+        """The store whose port is open and whose process has not begun; empty if there is none."""
+        return [self._current] if self._current is not None and not self._current.pid else []
 
     def end(self) -> None:
         """Close the store that is served now."""

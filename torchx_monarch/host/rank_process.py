@@ -26,7 +26,7 @@ class RankProcess:
         returncode: exact exit code, negative for a signal, once ``ended`` is set; None before.
         stdout: reader of the process's stdout.
         stderr: reader of the process's stderr.
-        write_ends: the other ends of stdout and stderr, which the zygote gives to the process; closed by ``begin``.
+        given: the other ends of stdout and stderr, which the zygote gives to the process; closed by ``begin``.
         ended: set when the process has ended.
         ended_at: time of the end, in seconds since the epoch; 0 before.
         drained: set when all output has been read and the process group has no process left.
@@ -52,7 +52,7 @@ class RankProcess:
             os.close(stdout)
             os.close(out)
             raise
-        self.write_ends: tuple[int, ...] = (out, err)
+        self.given: tuple[int, ...] = (out, err)
         self.stdout = OutputPipe(os.fdopen(stdout, "rb", 0), on_first_output)
         self.stderr = OutputPipe(os.fdopen(stderr, "rb", 0), on_first_output)
 
@@ -99,7 +99,7 @@ class RankProcess:
             os.killpg(self.pid, number)
 
     def _close_write_ends(self) -> None:
-        ends, self.write_ends = self.write_ends, ()
+        ends, self.given = self.given, ()
         for end in ends:
             os.close(end)
 

@@ -118,7 +118,8 @@ class RankStarter:
         """
         for _ in range(_TRIES):
             try:
-                return await self.store.open(endpoint, await self._importer())
+                zygote = await self._importer()
+                return await self.store.open(endpoint, zygote is not None and await zygote.serves_store())
             except ZygoteError as error:
                 self._say(failure := f"{error}; another is started")
         raise LaunchError(failure)
@@ -140,14 +141,14 @@ class RankStarter:
         return RankProcess(self._printed)
 
     async def start(self, ranks: Sequence[tuple[RankProcess, Mapping[str, Any]]]) -> None:
-        """Start the processes of all ranks of an attempt.
+        """Start the processes of all ranks of an attempt, and that of the store whose port has been opened.
 
         Args:
             ranks: by local rank, the process and the description of the rank (see ``zygote_main``), without ``python``
                 and ``cpus``.
 
         Raises:
-            LaunchError: one cannot be started, or bound to CPUs. None is left running then.
+            LaunchError: one cannot be started, or bound to CPUs. No rank is left running then.
         """
         cpus = [await self._cpus(local_rank) for local_rank in range(len(ranks))]
         if self._learned is not None and cpus:
@@ -161,7 +162,7 @@ class RankStarter:
                 for (process, rank), near in zip(ranks, cpus, strict=True)
             ]
             try:
-                if not (failure := await zygote.fork(described)):
+                if not (failure := await self._fork(zygote, described, importer)):
                     return
                 what = f"the Python interpreter {python[0]!r}" if python else "a rank"
                 raise LaunchError(f"cannot start {what}: {failure}")
@@ -170,6 +171,18 @@ class RankStarter:
                 if any(process.pid for process, _ in ranks):
                     break  # some ranks run: their attempt cannot be started again
         raise LaunchError(failure)
+
+    async def _fork(
+        self, zygote: Zygote, ranks: Sequence[tuple[RankProcess, Mapping[str, Any]]], importer: Zygote | None
+    ) -> str:
+        """Fork the ranks and the store whose port is open, which only the importer can serve (see ``Zygote.fork``)."""
+        store = [(process, process.description) for process in self.store.waiting]
+        if zygote is importer or not store:
+            # In one order: its middle process is one fork of torch's page tables less, 8 ms.
+            return await zygote.fork([*store, *ranks])
+        if importer is None:
+            return "the zygote that was to serve the TCPStore has ended"
+        return await importer.fork(store) or await zygote.fork(ranks)
 
     async def _importer(self) -> Zygote | None:
         """Return the zygote that has imported the modules; None if there are none, or if importing them ends it.

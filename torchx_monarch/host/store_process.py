@@ -9,86 +9,77 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable
-from typing import Any
 
-from torchx_monarch.host.zygote import Zygote
 from torchx_monarch.model.job_result import describe_code
+
+_BACKLOG = 4096
+"""Connections that wait at most until the process accepts them: ranks start at the same time as it does."""
 
 
 class StoreProcess:
-    """Represent a process that serves a TCPStore.
+    """Represent a process that serves a TCPStore. Its port is open before the process begins.
 
     The process runs until it is closed or the host ends: it reads a pipe of which only the host has the write end.
 
     Attributes:
-        address: local address that the store listens on; empty for all.
         port: port of the store.
-        pid: id of the process, a child of the host.
-        ended: whether the process is known to have ended.
+        pid: id of the process, a child of the host; 0 before ``begin``.
+        given: the read end of the pipe, and the socket of the port, which a zygote gives to the process; closed by
+            ``begin`` and ``close``.
 
     Args:
         address: local address that the store listens on; empty for all.
-        port: port of the store.
-        pid: id of the process.
-        lifeline: descriptor of the pipe's write end; owned.
+        port: port of the store; 0 for any free port.
         say: called with a progress line when the process ends before it is closed.
+
+    Raises:
+        OSError: the port cannot be opened on the address.
     """
 
-    def __init__(self, address: str, port: int, pid: int, lifeline: int, say: Callable[[str], None]) -> None:
-        self.address = address
-        self.port = port
-        self.pid = pid
-        self.ended = False
-        self._lifeline = lifeline
-        self._closed = False
+    def __init__(self, address: str, port: int, say: Callable[[str], None]) -> None:
+        self.pid = 0
+        self._address = address
         self._say = say
+        with bound(address, port, reuse=port != 0) as listener:
+            listener.listen(_BACKLOG)
+            self.port: int = listener.getsockname()[1]
+            read_end, self._lifeline = os.pipe()
+            self.given: tuple[int, ...] = (read_end, listener.detach())
+        self._closed = False
+
+    @property
+    def description(self) -> dict[str, str]:
+        """The description for the zygote that forks it (see ``zygote_main``)."""
+        return {"store": self._address}
+
+    def begin(self, pid: int) -> None:
+        """Watch the process, which runs now.
+
+        Args:
+            pid: process id; the process is a child of this one.
+        """
+        self.pid = pid
+        self._close_given()
         # Without pidfds (an old kernel, a strict container) its end is not noticed; `orphan_reaper` reaps the process.
         with contextlib.suppress(AttributeError, OSError):
             self._pidfd = os.pidfd_open(pid)
             asyncio.get_running_loop().add_reader(self._pidfd, self._has_ended)
 
-    @classmethod
-    async def start(
-        cls, zygote: Zygote, address: str, say: Callable[[str], None], port: int = 0
-    ) -> StoreProcess | None:
-        """Have a zygote fork the process.
-
-        Args:
-            zygote: the zygote.
-            address: local address that the store listens on; empty for all.
-            say: called with a progress line when the process ends before it is closed.
-            port: port of the store; 0 for any free port.
-
-        Returns:
-            None if the zygote cannot serve a store, for example without torch.
-
-        Raises:
-            OSError: the port cannot be bound on the address.
-            ZygoteError: the zygote has ended or does not answer.
-        """
-        read_end, lifeline = os.pipe()
-        answer: dict[str, Any] | None = None
-        try:
-            with bound(address, port, reuse=port != 0) as listener:
-                passed = [read_end, listener.fileno()]
-                answer = await zygote.ask({"op": "store", "address": address}, passed)
-                port = listener.getsockname()[1]
-        finally:
-            os.close(read_end)
-            if answer is None or "pid" not in answer:
-                os.close(lifeline)  # the process exits, if it has been forked
-        return cls(address, port, answer["pid"], lifeline, say) if answer and "pid" in answer else None
-
     def close(self) -> None:
-        """Close the pipe, so that the process exits."""
+        """Close the pipe, so that the process exits, and the port if the process has not begun."""
         if not self._closed:
             self._closed = True
             os.close(self._lifeline)
+            self._close_given()
+
+    def _close_given(self) -> None:
+        given, self.given = self.given, ()
+        for descriptor in given:
+            os.close(descriptor)
 
     def _has_ended(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
-        self.ended = True
         code = None
         with contextlib.suppress(ChildProcessError):
             code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])

@@ -15,10 +15,9 @@ import socket
 import subprocess
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any, Protocol, TypeVar
 
 from torchx_monarch.host.learned_imports import names_in, times_of
-from torchx_monarch.host.rank_process import RankProcess
 from torchx_monarch.host.run_spec import RunSpec
 from torchx_monarch.model.job_result import describe_code
 from torchx_monarch.model.world import LaunchError
@@ -37,14 +36,27 @@ _LEARNED_TIMEOUT = 60.0
 _ORDER_TIMEOUT = 150.0
 """Seconds within which a zygote must execute any other order; the slowest one asks torch in a fork."""
 
-_RANKS_PER_ORDER = 120
-"""Ranks that are forked at once: a message carries at most 253 descriptors, of which each rank has two."""
+_FORKS_PER_ORDER = 120
+"""Processes that are forked at once: a message carries at most 253 descriptors, of which each process has two."""
 
 _TITLE_ROOM = 100
 """Length of a zygote's last argument, in characters: the room for the command lines that process listings show."""
 
 _KEPT = 3
 """Zygotes that a live allocation keeps for later runs with other interpreters, modules or early variables."""
+
+
+class ForkedProcess(Protocol):
+    """A process that a zygote forks, ``RankProcess`` or ``StoreProcess``.
+
+    Attributes:
+        given: two descriptors that the zygote gives to the process; closed by ``begin``.
+    """
+
+    given: tuple[int, ...]
+
+    def begin(self, pid: int) -> None:
+        """Watch the process, a child of this one, which runs now."""
 
 
 class ZygoteError(Exception):
@@ -149,6 +161,14 @@ class Zygote:
         """
         return str((await self._wait_imported())["unsafe"])
 
+    async def serves_store(self) -> bool:
+        """Wait for the import of the modules; return whether a fork can serve a TCPStore: torch is among them.
+
+        Raises:
+            ZygoteError: the zygote has ended or does not answer.
+        """
+        return bool((await self._wait_imported())["serves_store"])
+
     async def wrong(self) -> str:
         """Wait for the import of the modules; return why the last of ``begun`` must not be imported ahead, or empty.
 
@@ -170,28 +190,28 @@ class Zygote:
         await self._wait_imported()
         return await self._ask(order, passed, _ORDER_TIMEOUT)
 
-    async def fork(self, ranks: Sequence[tuple[RankProcess, Mapping[str, Any]]]) -> str:
-        """Start the processes of ranks.
+    async def fork(self, processes: Sequence[tuple[ForkedProcess, Mapping[str, Any]]]) -> str:
+        """Start processes: ranks, and the store where they meet.
 
         Args:
-            ranks: each process that has not begun, and the description of the rank (see ``zygote_main``).
+            processes: each process that has not begun, and its description (see ``zygote_main``).
 
         Returns:
-            why a rank could not be started; empty if all have been.
+            why a process could not be started; empty if all have been.
 
         Raises:
             ZygoteError: the zygote has ended or does not answer.
         """
-        for first in range(0, len(ranks), _RANKS_PER_ORDER):
-            part = ranks[first : first + _RANKS_PER_ORDER]
-            order = {"op": "fork", "ranks": [description for _, description in part]}
+        for first in range(0, len(processes), _FORKS_PER_ORDER):
+            part = processes[first : first + _FORKS_PER_ORDER]
+            order = {"op": "fork", "processes": [description for _, description in part]}
             waits, go = os.pipe()
             try:
-                answer = await self.ask(order, [*(end for process, _ in part for end in process.write_ends), waits])
-                for (process, _), begun in zip(part, answer["ranks"], strict=True):
+                answer = await self.ask(order, [*(end for process, _ in part for end in process.given), waits])
+                for (process, _), begun in zip(part, answer["processes"], strict=True):
                     if "pid" in begun:
                         process.begin(begun["pid"])
-                if failure := next((str(begun["error"]) for begun in answer["ranks"] if "error" in begun), ""):
+                if failure := next((str(begun["error"]) for begun in answer["processes"] if "error" in begun), ""):
                     return failure
                 os.write(go, bytes(len(part)))
             finally:

@@ -7,23 +7,25 @@ alone. ``FD`` is one end of a socket pair on which the host sends orders as JSON
 
 =========================================  ====================================================================
 ``{"op": "import", "modules": [...]}``     import modules, with ``sys.path[0]`` as for the program of ``mode`` and
-                                           ``target``; answer ``unsafe``, why ranks cannot be forked, or empty. With
+                                           ``target``; answer ``unsafe``, why ranks cannot be forked, or empty, and
+                                           ``serves_store``, whether torch has been imported. With
                                            ``learned``, import those of these modules that may be imported ahead, and
                                            answer as ``learned_imports.import_ahead``; ahead of the answer, a line
                                            ``{"importing": NAME}`` before each of them
 ``{"op": "count", "device": D}``           answer how many ranks torchrun would start for ``--nproc-per-node D``
 ``{"op": "cpus", "mode": M, "gpu": N}``    answer the CPUs that ``--numa-binding M`` selects for GPU N
-``{"op": "store", "address": A}``          fork a process that serves a TCPStore on ``A`` until a pipe is closed; answer
-                                           its pid. The order carries the pipe and a socket bound to the store's port
-``{"op": "fork", "ranks": [...]}``         fork a process for each rank; answer a pid or an error for each. The order
-                                           carries the write ends of each rank's stdout and stderr, and a pipe of which
-                                           each rank reads a byte before it goes on
+``{"op": "fork", "processes": [...]}``     fork the processes; answer a pid or an error for each. The order carries two
+                                           descriptors for each, and a pipe of which each rank reads a byte before it
+                                           goes on
 =========================================  ====================================================================
+
+A process is a rank or a store. A store is described by ``store``, the address of its TCPStore; empty for 127.0.0.1. Its
+descriptors are a pipe, at whose end it ends, and a socket that listens on the store's port.
 
 A rank is described by ``mode``, ``target`` and ``args`` of its program, ``env``, which is added to the zygote's
 environment, ``cwd`` (may be missing), ``cpus`` (may be missing), ``label``, ``report`` (may be missing): the file in
 which it reports the modules that its program has imported, and ``python``: the interpreter and flags that the rank must
-execute, or nothing if it goes on as a fork.
+execute, or nothing if it goes on as a fork. Its descriptors are the write ends of its stdout and stderr.
 """
 
 from __future__ import annotations
@@ -58,7 +60,7 @@ _FORK_TIMEOUT = 120.0
 """Seconds within which a fork must have imported torch and returned a value from it."""
 
 _START_TIMEOUT = 60.0
-"""Seconds within which forked ranks must have begun."""
+"""Seconds within which forked processes must have begun."""
 
 _MOST_DESCRIPTORS = 253
 """Largest number of descriptors in one message (SCM_MAX_FD of Linux)."""
@@ -89,7 +91,7 @@ def _import(order: dict[str, Any], program: dict[str, Any], tell: Callable[[dict
         unsafe = unsafe or before.what_is_new(name)
     if path0 is not None:
         sys.path.remove(path0)
-    answer: dict[str, Any] = {"unsafe": unsafe}
+    answer: dict[str, Any] = {"unsafe": unsafe, "serves_store": "torch" in sys.modules}
     if "learned" in order and not unsafe:
         learned = program["run_sibling_file"]("learned_imports.py")
         installed = learned["InstalledModules"](order["folder"])
@@ -131,59 +133,6 @@ def _fork() -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return os.fork()
-
-
-def _fork_store(address: str, lifeline: int, bound: int) -> dict[str, Any]:
-    """Fork a process that serves a TCPStore on a bound socket until the write end of ``lifeline`` is closed.
-
-    Forking twice makes it a child of the host, like the ranks.
-
-    Args:
-        address: address that the store is created with; empty for 127.0.0.1.
-        lifeline: descriptor of the read end of a pipe.
-        bound: descriptor of a socket that is bound to the store's port.
-
-    Returns:
-        ``pid`` once the store listens, or ``error``.
-    """
-    answer, write_end = os.pipe()
-    child = _fork()
-    if child == 0:
-        try:
-            _become_store(address, lifeline, bound, write_end)
-        finally:
-            os._exit(1)
-    os.close(write_end)
-    os.waitpid(child, 0)
-    with open(answer, "rb") as file:
-        answered: dict[str, Any] = json.loads(file.read())
-    return answered
-
-
-def _become_store(address: str, lifeline: int, bound: int, answer: int) -> NoReturn:
-    os.setsid()
-    if os.fork():
-        os._exit(0)
-    null = os.open(os.devnull, os.O_RDWR)
-    for standard in range(3):
-        os.dup2(null, standard)
-    for name in os.listdir("/proc/self/fd"):
-        # Such as the zygote's channel and pipes: the host sees their end only when every process has closed them.
-        if int(name) > 2 and int(name) not in (lifeline, bound, answer):
-            with contextlib.suppress(OSError):
-                os.close(int(name))
-    _set_title("torchx-monarch tcpstore")
-    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
-        file.write("tcpstore")
-    try:
-        _store = _serve_store(address, bound)
-    except Exception as error:
-        os.write(answer, json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
-        os._exit(1)
-    os.write(answer, json.dumps({"pid": os.getpid()}).encode())
-    os.close(answer)
-    os.read(lifeline, 1)  # returns when the pipe is closed: the host never writes to it
-    os._exit(0)
 
 
 def _cpus_near(gpu: int, mode: str) -> list[int]:
@@ -240,39 +189,37 @@ def _in_fork(function: Callable[..., Any], *args: Any) -> Any:
     return answer["value"]
 
 
-def _serve_store(address: str, bound: int) -> Any:
-    """Serve a TCPStore on a bound socket, in threads of torch; return the store, which the caller must keep alive."""
+def _serve_store(address: str, listener: int) -> Any:
+    """Serve a TCPStore on a listening socket, in threads of torch; return the store, to be kept alive by the caller."""
     if "torch" not in sys.modules:
         raise RuntimeError("torch has not been imported")  # to import it for the store alone would take seconds
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    listener = socket.socket(fileno=bound)
-    listener.listen(4096)
-    host, port = address or "127.0.0.1", listener.getsockname()[1]
-    descriptor = listener.detach()
-    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor, use_libuv=True)
+    bound = socket.socket(fileno=listener)
+    host, port = address or "127.0.0.1", bound.getsockname()[1]
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=bound.detach(), use_libuv=True)
 
 
-# -- ranks -------------------------------------------------------------------------------------------------------------
+# -- forks -------------------------------------------------------------------------------------------------------------
 
 
-class _RankForks:
-    """Fork a process for each rank of an order.
+class _Forks:
+    """Fork the processes of an order: ranks, and the store where they meet.
 
     A middle process forks them all and ends, so that they become children of the host, which is their subreaper: the
-    host learns their exact exit codes, and the kernel kills them when it dies.
+    host learns their exact exit codes, and the kernel kills the ranks when it dies.
 
     Args:
-        ranks: the descriptions of the ranks.
-        passed: write ends of stdout and stderr of each rank, and the pipe that lets them go on.
-        channel: the socket to the host, which ranks close.
+        processes: the descriptions of the processes.
+        passed: two descriptors of each process, and the pipe that lets ranks go on.
+        channel: the socket to the host, which the processes close.
         program: the names of ``rank_main``.
     """
 
     def __init__(
-        self, ranks: list[dict[str, Any]], passed: list[int], channel: socket.socket, program: dict[str, Any]
+        self, processes: list[dict[str, Any]], passed: list[int], channel: socket.socket, program: dict[str, Any]
     ) -> None:
-        self._ranks = ranks
+        self._processes = processes
         self._program = program
         self._passed = passed
         self._channel = channel
@@ -284,22 +231,27 @@ class _RankForks:
         """Fork the processes.
 
         Returns:
-            in a rank its description, and in the zygote None; and, in the zygote, a pid or an error for each rank.
+            in a rank its description, and in the zygote None; and, in the zygote, a pid or an error for each process.
         """
         middle = _fork()
         if middle == 0:
             number = self._fork_each()
+            if "store" in self._processes[number]:
+                try:
+                    self._become_store(number)
+                finally:
+                    os._exit(1)
             self._begin(number)
-            return self._ranks[number], []
+            return self._processes[number], []
         os.close(self._writer)
         os.waitpid(middle, 0)
         return None, self._answers()
 
     def _fork_each(self) -> int:
-        """Fork all ranks and end; return, in each rank, its number."""
+        """Fork all processes and end; return, in each of them, its number."""
         self._middle = os.getpid()
         try:
-            for number in range(len(self._ranks)):
+            for number in range(len(self._processes)):
                 if os.fork() == 0:
                     return number
         except BaseException as error:
@@ -308,7 +260,7 @@ class _RankForks:
 
     def _begin(self, number: int) -> None:
         """Make this process that of a rank, and report its pid; end if something fails."""
-        rank = self._ranks[number]
+        rank = self._processes[number]
         try:
             os.setsid()
             *outputs, go = self._passed
@@ -344,11 +296,37 @@ class _RankForks:
             program = [rank["mode"], rank["target"], *rank["args"]]
             self._program["exec_program"](rank["python"][0], [*rank["python"][1:], _RANK_MAIN, *program])
 
+    def _become_store(self, number: int) -> NoReturn:
+        """Serve a TCPStore, report the pid when it does, and end when the pipe is closed."""
+        lifeline, listener = self._passed[2 * number : 2 * number + 2]
+        try:
+            os.setsid()
+            null = os.open(os.devnull, os.O_RDWR)
+            for standard in range(3):
+                os.dup2(null, standard)
+            for name in os.listdir("/proc/self/fd"):
+                # Such as the zygote's channel and pipes: the host sees their end only when every process has closed
+                # them.
+                if int(name) > 2 and int(name) not in (lifeline, listener, self._writer):
+                    with contextlib.suppress(OSError):
+                        os.close(int(name))
+            _set_title("torchx-monarch tcpstore")
+            with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
+                file.write("tcpstore")
+            _store = _serve_store(self._processes[number]["store"], listener)
+        except BaseException as error:
+            self._tell(number, error=f"the ranks' TCPStore: {_reason(error)}")
+            os._exit(1)
+        self._tell(number, pid=os.getpid())
+        os.close(self._writer)
+        os.read(lifeline, 1)  # returns when the pipe is closed: the host never writes to it
+        os._exit(0)
+
     def _tell(self, number: int, **answer: Any) -> None:
         os.write(self._writer, json.dumps({"number": number, **answer}).encode() + b"\n")
 
     def _answers(self) -> list[dict[str, Any]]:
-        """Read the answers of the ranks until all have begun: the pipe is closed then."""
+        """Read the answers of the processes until all have begun: the pipe is closed then."""
         data, until = b"", time.monotonic() + _START_TIMEOUT
         missing = f"it has not begun within {_START_TIMEOUT:g} s"
         while select.select([self._reader], [], [], max(0.0, until - time.monotonic()))[0]:
@@ -358,7 +336,7 @@ class _RankForks:
                 break
             data += more
         os.close(self._reader)
-        answers: list[dict[str, Any]] = [{"error": missing} for _ in self._ranks]
+        answers: list[dict[str, Any]] = [{"error": missing} for _ in self._processes]
         for line in data.splitlines():
             answer = json.loads(line)
             answers[answer["number"]] = answer
@@ -455,10 +433,8 @@ def _serve_orders(channel: socket.socket, program: dict[str, Any]) -> dict[str, 
                 answer["count"] = _in_fork(_count, order["device"])
             elif op == "cpus":
                 answer["cpus"] = _in_fork(_cpus_near, order["gpu"], order["mode"])
-            elif op == "store":
-                answer.update(_fork_store(order["address"], *passed))
             elif op == "fork":
-                rank, answer["ranks"] = _RankForks(order["ranks"], passed, channel, program).fork()
+                rank, answer["processes"] = _Forks(order["processes"], passed, channel, program).fork()
                 if rank is not None:
                     return rank
         except _ForkError as error:
