@@ -102,6 +102,7 @@ def _import(order: dict[str, Any], program: dict[str, Any], tell: Callable[[dict
     gc.freeze()
     if order["modules"]:
         _skip_destructors()
+        _keep_operators()
     return answer
 
 
@@ -119,6 +120,21 @@ def _skip_destructors() -> None:
         fflush, end = (ctypes.cast(function, ctypes.c_void_p) for function in (libc.fflush, libc._exit))
         libc.on_exit(end, None)  # calls _exit(status, NULL)
         getattr(libc, "__cxa_atexit")(fflush, None, None)  # noqa: B009  # calls fflush(NULL), which is all streams
+
+
+def _keep_operators() -> None:
+    """Have forks end without removing the operators that ``import torch`` has registered from torch's tables.
+
+    That is what the finalizers of torch's ``Library`` objects do. It writes to 5,700 pages that forks share, a quarter
+    of all that the end of a rank writes to. Libraries of the program are finalized.
+    """
+    module = sys.modules.get("torch.library")
+    finalizers = getattr(importlib.import_module("weakref").finalize, "_registry", ()) if module else ()
+    for finalizer in list(finalizers):
+        alive = finalizer.peek()
+        if alive and isinstance(alive[0], getattr(module, "Library", ())):
+            finalizer.atexit = False
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(alive[0]))
 
 
 def _count(device: str) -> int:
