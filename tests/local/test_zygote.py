@@ -171,11 +171,11 @@ def test_a_stop_while_modules_are_imported(
 
 ORPHAN = """
 import json, os, socket, subprocess, sys
-from torchx_monarch.host import zygote
+from torchx_monarch.host import zygote_process
 from torchx_monarch.system import processes
 processes.become_subreaper()
 ours, theirs = socket.socketpair()
-words = [sys.executable, "-I", "-S", zygote._ZYGOTE_MAIN, str(theirs.fileno()), str(os.getpid()), "title"]
+words = [sys.executable, "-I", "-S", zygote_process._ZYGOTE_MAIN, str(theirs.fileno()), str(os.getpid()), "title"]
 child = subprocess.Popen(words, pass_fds=[theirs.fileno()])
 rank = {"mode": "exec", "target": "touch", "args": [sys.argv[1]], "env": {}, "label": "", "python": []}
 (out, write_out), (waits, go) = os.pipe(), os.pipe()

@@ -18,6 +18,7 @@ import torchx_monarch
 from torchx_monarch.command.command import parse
 from torchx_monarch.host.run_spec import RunSpec
 from torchx_monarch.host.zygote import Zygote, ZygoteError
+from torchx_monarch.host.zygote_process import ZygoteProcess
 
 _ZYGOTE_MAIN = str(Path(torchx_monarch.__file__).with_name("host") / "zygote_main.py")
 
@@ -28,7 +29,7 @@ NOTHING = {"op": "import", "mode": "exec", "target": "", "modules": []}
 def started() -> Iterator[Zygote]:
     command = parse(["torchrun", "x.py"], {})
     assert command is not None
-    zygote = Zygote(RunSpec(command, dict(os.environ), ()), 1, (None, 0o022), print)
+    zygote = Zygote(ZygoteProcess(RunSpec(command, dict(os.environ), ()), 1), None, print)
     try:
         yield zygote
     finally:

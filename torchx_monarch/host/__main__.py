@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn  # noqa: E402
 
 if TYPE_CHECKING:
     from torchx_monarch.host.workload import Host, Workload
+    from torchx_monarch.host.zygote_process import ZygoteProcess
 
 
 def main(argv: list[str]) -> NoReturn:
@@ -24,16 +25,25 @@ def main(argv: list[str]) -> NoReturn:
     Args:
         argv: command-line arguments without the program's name: the options, ``--``, and the role's command.
     """
-    from torchx_monarch.host.host_process import HostProcess
+    from torchx_monarch.host.zygote_process import start_early
     from torchx_monarch.model.host_spec import HostSpec
 
-    HostProcess(HostSpec.from_argv(argv, __doc__ or ""), os.environ, choose_workload).main()
+    options = HostSpec.from_argv(argv, __doc__ or "")
+    early = start_early(options, os.environ)
+    # The rest of the imports takes two thirds of a host's start; the zygote imports meanwhile.
+    from torchx_monarch.host.host_process import HostProcess
+
+    HostProcess(options, os.environ, lambda host: choose_workload(host, early)).main()
 
 
-def choose_workload(host: Host) -> Workload:
+def choose_workload(host: Host, early: ZygoteProcess | None = None) -> Workload:
     """Return the workload of a role's command: actors, the runs of a live allocation, or the run of a batch job.
 
     A command that is not valid counts as a batch job's: parsing it again reports the error.
+
+    Args:
+        host: the host.
+        early: the zygote that has been started for a batch job; None for none.
     """
     from torchx_monarch.command.actors import is_actors
     from torchx_monarch.command.command import CommandError, parse
@@ -53,7 +63,7 @@ def choose_workload(host: Host) -> Workload:
         return SpmdWorkload(host, LiveRuns(host))
     from torchx_monarch.host.batch_run import BatchRun
 
-    return SpmdWorkload(host, BatchRun(host))
+    return SpmdWorkload(host, BatchRun(host, early))
 
 
 if __name__ == "__main__":

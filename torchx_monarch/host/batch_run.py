@@ -22,6 +22,7 @@ from torchx_monarch.host.run_spec import RunSpec
 from torchx_monarch.host.watchdog import ENABLED, FILE
 from torchx_monarch.host.workload import Control, Host
 from torchx_monarch.host.zygote import Zygotes
+from torchx_monarch.host.zygote_process import ZygoteProcess
 from torchx_monarch.model.learned_modules import FOLDER, LearnedFile
 
 
@@ -36,14 +37,16 @@ class BatchRun:
 
     Args:
         host: the host.
+        early: the zygote that has been started for the run; None for none.
     """
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, early: ZygoteProcess | None = None) -> None:
         self.command: Command | None = None
         self.pool: RankPool | None = None
         self.first_output: asyncio.Event | None = asyncio.Event()
         self.listens = False
         self._host = host
+        self._early = early
         self._logs: RankLogs | None = None
         self._learned: LearnedPreload | None = None
 
@@ -72,9 +75,10 @@ class BatchRun:
             host.options.replica, host.hostname, log_dir, run, host.stdout, host.stderr, stamped=stamped
         )
         first_output = self.first_output.set if self.first_output is not None else None
-        starter = RankStarter(run, Zygotes(host.reporter.line), host.reporter.line, first_output, self._learned)
+        zygotes = Zygotes(host.reporter.line, self._early)
+        starter = RankStarter(run, zygotes, host.reporter.line, first_output, self._learned)
         self.pool = RankPool(self._logs, starter, host.reporter.line)
-        nproc = await self.pool.start(command.options.nproc_per_node if command.kind == "torchrun" else "1")
+        nproc = await self.pool.start(run.nproc)
         if command.kind == "torchrun" and host.environ.get(ENABLED) == "1":
             path = host.environ.get(FILE) or os.path.join(host.sockets, "timers")
             self.pool.start_watchdog(path, host.run_id(command))

@@ -57,6 +57,16 @@ class RunSpec:
         is_python = self.command.kind == "torchrun" and self.command.program.mode != "exec"
         return list(self.modules) if is_python else []
 
+    @property
+    def nproc(self) -> str:
+        """The number of ranks on this host, or auto, cpu, gpu or xpu, which torch resolves."""
+        return self.command.options.nproc_per_node if self.command.kind == "torchrun" else "1"
+
+    @property
+    def presumed_count(self) -> int:
+        """The number of ranks on this host that the environment of the zygote is for: of several if it is unknown."""
+        return int(self.nproc) if self.nproc.isdigit() else 2
+
     def python(self) -> list[str]:
         """Return the interpreter of the run's programs and its flags."""
         typed = list(self.command.interpreter) or ["python"]

@@ -10,22 +10,19 @@ import dataclasses
 import json
 import os
 import resource
-import signal
 import socket
 import subprocess
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from pathlib import Path
 from typing import IO, Any, Protocol, TypeVar
 
 from torchx_monarch.host.learned_imports import names_in, times_of
 from torchx_monarch.host.run_spec import RunSpec
+from torchx_monarch.host.zygote_process import ZygoteProcess
 from torchx_monarch.model.job_result import describe_code
 from torchx_monarch.model.world import LaunchError
 from torchx_monarch.system import open_files, processes
 
 T = TypeVar("T")
-
-_ZYGOTE_MAIN = str(Path(__file__).with_name("zygote_main.py"))
 
 _IMPORT_TIMEOUT = 600.0
 """Seconds within which a zygote must have imported its modules, from a file system as slow as it may be."""
@@ -38,9 +35,6 @@ _ORDER_TIMEOUT = 150.0
 
 _FORKS_PER_ORDER = 120
 """Processes that are forked at once: a message carries at most 253 descriptors, of which each process has two."""
-
-_TITLE_ROOM = 100
-"""Length of a zygote's last argument, in characters: the room for the command lines that process listings show."""
 
 _KEPT = 3
 """Zygotes that a live allocation keeps for later runs with other interpreters, modules or early variables."""
@@ -73,56 +67,26 @@ class Zygote:
         begun: the learned modules whose import has begun.
 
     Args:
-        run: what the first ranks execute.
-        count: number of ranks on this host.
-        limits: limit of open files, or None for that of this process; and umask of the ranks.
+        started: its process.
+        files: limit of open files of the ranks; None for that of this process.
         say: called with a progress line.
-
-    Raises:
-        OSError: the process cannot be started.
     """
 
-    def __init__(
-        self, run: RunSpec, count: int, limits: tuple[tuple[int, int] | None, int], say: Callable[[str], None]
-    ) -> None:
-        files, umask = limits
-        program = run.command.program_of(0)
-        python, known = run.zygote_command(program), run.cwd is None
-        self.signature = run.signature(count)
+    def __init__(self, started: ZygoteProcess, files: tuple[int, int] | None, say: Callable[[str], None]) -> None:
+        self.signature = started.signature
         self.begun: list[str] = []
         self._say = say
-        self._channel, far_end = socket.socketpair()
+        self._started = started
+        self._process, self._channel = started.process, started.channel
         self._channel.setblocking(False)
-        title = f"torchx-monarch zygote {' '.join(run.preload)}".ljust(_TITLE_ROOM)
-        with far_end:
-            try:
-                self._process = subprocess.Popen(
-                    [*python, _ZYGOTE_MAIN, str(far_end.fileno()), str(os.getpid()), title],
-                    pass_fds=(far_end.fileno(),),
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    bufsize=0,
-                    start_new_session=True,
-                    env=run.start_environ(count),
-                    umask=umask,
-                    cwd=run.start_folder(),
-                )
-            except OSError:
-                self._channel.close()
-                raise
         if files is not None:
-            resource.prlimit(self._process.pid, resource.RLIMIT_NOFILE, files)
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(self.pid, resource.RLIMIT_NOFILE, files)
         assert self._process.stdout is not None
         self._output = _Output(self._process.stdout, say)
         self._asking = asyncio.Lock()
         self._exchanges: set[asyncio.Future[dict[str, Any]]] = set()
-        # The program and its folder are not known on an allocation before a run.
-        mode, target = (program.mode, program.target) if known else ("exec", "")
-        order: dict[str, Any] = {"op": "import", "mode": mode, "target": target, "modules": run.preload}
-        if run.learned is not None:
-            order.update(learned=run.learned, folder=run.program_folder(program))
-        self._imported = asyncio.ensure_future(self._ask(order, (), _IMPORT_TIMEOUT))
+        self._imported = asyncio.ensure_future(self._ask("import", b"", (), _IMPORT_TIMEOUT))
         self._imported.add_done_callback(_retrieve)
 
     @property
@@ -188,7 +152,7 @@ class Zygote:
             ZygoteError: the zygote has ended or does not answer.
         """
         await self._wait_imported()
-        return await self._ask(order, passed, _ORDER_TIMEOUT)
+        return await self._ask(order["op"], json.dumps(order).encode() + b"\n", passed, _ORDER_TIMEOUT)
 
     async def fork(self, processes: Sequence[tuple[ForkedProcess, Mapping[str, Any]]]) -> str:
         """Start processes: ranks, and the store where they meet.
@@ -228,10 +192,7 @@ class Zygote:
         self._end()
 
     def _end(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
-        self._channel.close()
+        self._started.end()
         self._output.close()
 
     async def _wait_imported(self) -> dict[str, Any]:
@@ -242,23 +203,24 @@ class Zygote:
                 raise ZygoteError(f"the zygote (pid {self.pid}) is not needed any more") from None
             raise
 
-    async def _ask(self, order: Mapping[str, Any], passed: Sequence[int], timeout: float) -> dict[str, Any]:
+    async def _ask(self, op: str, line: bytes, passed: Sequence[int], timeout: float) -> dict[str, Any]:
+        """Send the line of an order, if it has not been sent, and wait for the answer."""
         held = [os.dup(descriptor) for descriptor in passed]
         # A caller that is cancelled must not leave the answer for the next order.
-        exchange = asyncio.ensure_future(self._exchange(order, held, timeout))
+        exchange = asyncio.ensure_future(self._exchange(op, line, held, timeout))
         self._exchanges.add(exchange)
         exchange.add_done_callback(self._exchanges.discard)
         exchange.add_done_callback(_retrieve)
         return await asyncio.shield(exchange)
 
-    async def _exchange(self, order: Mapping[str, Any], held: Sequence[int], timeout: float) -> dict[str, Any]:
+    async def _exchange(self, op: str, line: bytes, held: Sequence[int], timeout: float) -> dict[str, Any]:
         answer = None
         try:
             async with self._asking:
-                answer = await self._send_and_receive(order, held, timeout)
+                answer = await self._send_and_receive(line, held, timeout)
         except _LateError as error:
             self._end()  # its state is unknown
-            raise ZygoteError(f"the zygote (pid {self.pid}) has not answered {order['op']!r} for {error}") from None
+            raise ZygoteError(f"the zygote (pid {self.pid}) has not answered {op!r} for {error}") from None
         except OSError:
             pass  # it has ended
         finally:
@@ -271,11 +233,8 @@ class Zygote:
             raise ZygoteError(f"the zygote (pid {self.pid}) {describe_code(self._process.returncode)}")
         return answer
 
-    async def _send_and_receive(
-        self, order: Mapping[str, Any], passed: Sequence[int], timeout: float
-    ) -> dict[str, Any] | None:
+    async def _send_and_receive(self, line: bytes, passed: Sequence[int], timeout: float) -> dict[str, Any] | None:
         loop, buffer = asyncio.get_running_loop(), b""
-        line = json.dumps(order).encode() + b"\n"
         sent = socket.send_fds(self._channel, [line], passed) if passed else 0
         await _within(timeout, loop.sock_sendall(self._channel, line[sent:]))
         while True:
@@ -308,12 +267,14 @@ class Zygotes:
 
     Args:
         say: called with a progress line.
+        early: a zygote that has been started for the first run; None for none.
     """
 
-    def __init__(self, say: Callable[[str], None]) -> None:
+    def __init__(self, say: Callable[[str], None], early: ZygoteProcess | None = None) -> None:
         # Files of this process and of Monarch's processes are private to the user; ranks keep the user's umask.
         self._limits = (processes.raise_file_limit(), os.umask(0o077))
         self._say = say
+        self._early = early
         self._zygotes: list[Zygote] = []  # the one that was used last is the last
 
     @property
@@ -338,7 +299,7 @@ class Zygotes:
         """
         found = self.find(run, count)
         try:
-            zygote = found or Zygote(run, count, self._limits, self._say)
+            zygote = found or Zygote(self._start(run, count), self._limits[0], self._say)
         except OSError as error:
             python = run.zygote_command(run.command.program_of(0))[0]
             reason = f"cannot start the Python interpreter {python!r}: {error.strerror}{open_files.hint(error)}"
@@ -349,6 +310,14 @@ class Zygotes:
             one.close()
         self._zygotes = [*(one for one in others if one not in dropped), zygote]
         return zygote
+
+    def _start(self, run: RunSpec, count: int) -> ZygoteProcess:
+        early, self._early = self._early, None
+        if early is not None and early.signature == run.signature(count):
+            return early
+        if early is not None:
+            early.end()
+        return ZygoteProcess(run, count, self._limits[1])
 
     def find(self, run: RunSpec, count: int) -> Zygote | None:
         """Return the running zygote for a run (see ``fitting``); None if there is none."""

@@ -1,0 +1,105 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The process of a zygote. That of a batch job starts before the host process has imported most of its modules."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from torchx_monarch.command.actors import is_actors
+from torchx_monarch.command.command import CommandError, parse
+from torchx_monarch.host.run_spec import RunSpec
+from torchx_monarch.model.host_spec import HostSpec
+
+_ZYGOTE_MAIN = str(Path(__file__).with_name("zygote_main.py"))
+
+_TITLE_ROOM = 100
+"""Length of a zygote's last argument, in characters: the room for the command lines that process listings show."""
+
+
+class ZygoteProcess:
+    """Start a zygote, which begins to import the modules of a run.
+
+    Attributes:
+        process: the process, a child of this one.
+        channel: the socket on which it answers; the first answer is that to the order to import.
+        signature: equal for runs whose ranks can be forks of this zygote (``RunSpec.signature``).
+
+    Args:
+        run: what the first ranks execute.
+        count: number of ranks on this host.
+        umask: that of the ranks; -1 for that of this process.
+
+    Raises:
+        OSError: the process cannot be started.
+    """
+
+    def __init__(self, run: RunSpec, count: int, umask: int = -1) -> None:
+        # The program and its folder are not known on an allocation before a run.
+        program, known = run.command.program_of(0), run.cwd is None
+        self.signature = run.signature(count)
+        self.channel, far_end = socket.socketpair()
+        title = f"torchx-monarch zygote {' '.join(run.preload)}".ljust(_TITLE_ROOM)
+        with far_end:
+            try:
+                self.process = subprocess.Popen(
+                    [*run.zygote_command(program), _ZYGOTE_MAIN, str(far_end.fileno()), str(os.getpid()), title],
+                    pass_fds=(far_end.fileno(),),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    bufsize=0,
+                    start_new_session=True,
+                    env=run.start_environ(count),
+                    umask=umask,
+                    cwd=run.start_folder(),
+                )
+            except OSError:
+                self.channel.close()
+                raise
+        mode, target = (program.mode, program.target) if known else ("exec", "")
+        order: dict[str, object] = {"op": "import", "mode": mode, "target": target, "modules": run.preload}
+        if run.learned is not None:
+            order.update(learned=run.learned, folder=run.program_folder(program))
+        with contextlib.suppress(OSError):  # it has ended, which the next reader of the channel learns
+            self.channel.sendall(json.dumps(order).encode() + b"\n")
+
+    def end(self) -> None:
+        """End the process."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+        self.process.wait()
+        self.channel.close()
+
+
+def start_early(options: HostSpec, environ: Mapping[str, str]) -> ZygoteProcess | None:
+    """Start the zygote of a batch job.
+
+    Args:
+        options: command line of the host process.
+        environ: environment of the host process.
+
+    Returns:
+        None if what it is to import is not known yet, or if it cannot be started: the host reports why.
+    """
+    if is_actors(options.command) or options.learns_preload:
+        return None
+    try:
+        command = parse(options.command, environ)
+    except CommandError:
+        return None
+    if command is None or command.kind == "hosts":
+        return None
+    run = RunSpec(command, dict(environ), options.preload_modules)
+    if not run.preload or not run.presumed_count or run.why_no_python():
+        return None
+    try:
+        return ZygoteProcess(run, run.presumed_count)
+    except OSError:
+        return None
