@@ -6,6 +6,7 @@
 #   make record-torchrun  record what torchrun does, which `make test` compares with, and show what is new
 #   make check   the quick part of it (under 3 minutes), for while you work
 #   make test-newest      the part that depends on torch, with the newest torch, TorchX and Monarch that pip finds
+#   make test-gpu         ranks on GPUs, where there are some and a CUDA build of torch
 #   make soak    500 small jobs with faults in each, and 100 runs on one allocation; half an hour
 #   make bench   launch times beside torchrun, TorchX and Monarch (make bench-slurm: beside a bare sbatch)
 #   make docs    the site of the documentation, in site/; make docs-pages and docs-pictures write what it is made from
@@ -47,7 +48,7 @@ NEWEST ?= tests/unit/test_options.py tests/unit/test_command.py tests/local/test
 
 CLUSTERS := $(patsubst tests/clusters/%/by_hand.py,%,$(wildcard tests/clusters/*/by_hand.py))
 
-.PHONY: $(CLUSTERS:%=%-up) $(CLUSTERS:%=%-down) help venv system demo test test-newest test-nightly record-torchrun check soak bench bench-slurm dist docs docs-pages docs-pictures lint types format clean
+.PHONY: $(CLUSTERS:%=%-up) $(CLUSTERS:%=%-down) help venv system demo test test-newest test-nightly test-gpu record-torchrun check soak bench bench-slurm dist docs docs-pages docs-pictures lint types format clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -82,6 +83,10 @@ test-newest: system
 	.venv-newest/bin/python -m pip install -q --upgrade -e '.[examples,test]' torch torchmonarch torchx-nightly
 	.venv-newest/bin/python -m pip list | grep -i '^torch'
 	PATH="$(CURDIR)/.venv-newest/bin:$$PATH" python -m pytest --torchrun live $(NEWEST) $(PYTESTFLAGS)
+
+# With the environment's own torch, which constraints.txt pins without naming a build: pip's configuration decides that.
+test-gpu: $(STAMP)
+	python -m pytest tests/gpu $(PYTESTFLAGS)
 
 demo: $(STAMP)
 	@echo "A training on 4 ranks. It first waits some seconds for the import of torch, once for all ranks."

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -92,6 +93,23 @@ def test_environment_and_folder_of_temporary_files_are_the_rank_s(folder: Path, 
     hosts = Hosts(folder, torchrun(path), options=FORKED, environ=environ).start()
     assert hosts.wait() == [0], hosts.err()
     assert said(hosts) == {rank: f"{folder}/tmp {rank} None" for rank in (0, 1)}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
+def test_a_fork_compiles(folder: Path, script: Callable[[str], str], tmp_path: Path) -> None:
+    """By torch.compile, whose compilers are processes of a pool that the rank starts."""
+    path = script("""
+        forked = "torch" in sys.modules
+        import torch
+        compiled = torch.compile(lambda x: x.sin() ** 2 + x.cos() ** 2)
+        values = torch.rand(4096)
+        print(forked, torch.allclose(compiled(values), torch.ones_like(values)), flush=True)
+    """)
+    environ = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TORCHINDUCTOR_COMPILE_THREADS": "2"}
+    hosts = Hosts(folder, torchrun(path), environ=environ).start()
+    assert hosts.wait(300) == [0], hosts.err()
+    assert said(hosts) == {0: "True True", 1: "True True"}
 
 
 UNSAFE = {

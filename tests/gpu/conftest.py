@@ -1,0 +1,7 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the tests that need a GPU share with those of tests/local."""
+
+from tests.local.conftest import folder, script
+
+__all__ = ["folder", "script"]

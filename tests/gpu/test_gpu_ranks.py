@@ -1,0 +1,176 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Ranks that are forks of a zygote and use GPUs, one rank for each GPU that there is: ``make test-gpu``.
+
+Skipped without a CUDA device or a CUDA build of torch, in continuous integration, too.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.local.hosts import Hosts
+
+NOT_FORKS = "the ranks are not forks of one interpreter: "
+
+PROGRAM = """
+forked = "torch" in sys.modules
+import torch
+import torch.distributed as dist
+local, world = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
+before = torch.cuda.is_initialized()
+torch.cuda.set_device(local)
+"""
+"""The beginning of every rank's program."""
+
+
+def missing() -> str:
+    """Return what the tests lack on this machine; empty if nothing."""
+    if not Path("/dev/nvidiactl").exists():  # importing torch takes a second
+        return "no CUDA device"
+    if importlib.util.find_spec("torch") is None:
+        return "no torch"
+    import torch
+
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is not a CUDA build"
+    return "" if torch.cuda.is_available() else f"torch {torch.__version__} cannot use the CUDA device"
+
+
+pytestmark = [pytest.mark.skipif(bool(missing()), reason=missing()), pytest.mark.slow]
+
+
+def launched(folder: Path, path: str, *options: str) -> Hosts:
+    """Run a program on all GPUs of this machine and check that it succeeds."""
+    command = ["torchrun", "--tee", "3", "--nproc-per-node", "gpu", path]
+    hosts = Hosts(folder, command, options=("--grace", "5", *options)).start()
+    assert hosts.wait(300) == [0], hosts.err()
+    return hosts
+
+
+def said(hosts: Hosts) -> set[str]:
+    """The lines that ranks have printed with the mark ``said``, without the rank."""
+    return {line.partition("said ")[2] for line in hosts.out().splitlines() if "said " in line}
+
+
+def test_each_rank_initializes_cuda(folder: Path, script: Callable[[str], str]) -> None:
+    """Forks of a zygote that has been asked for the number of GPUs, as ``--nproc-per-node gpu`` does."""
+    path = script(
+        PROGRAM
+        + """
+values = torch.arange(1000, device="cuda")
+print("said", forked, before, torch.cuda.current_device() == local, int(values.sum()), flush=True)
+"""
+    )
+    assert said(hosts := launched(folder, path)) == {"True False True 499500"}
+    assert NOT_FORKS not in hosts.err()
+
+
+def test_nccl(folder: Path, script: Callable[[str], str]) -> None:
+    path = script(
+        PROGRAM
+        + """
+dist.init_process_group("nccl")
+value = torch.full((1 << 20,), rank + 1.0, device="cuda")
+dist.all_reduce(value)
+assert value.unique().tolist() == [world * (world + 1) / 2], value
+dist.destroy_process_group()
+print("said", forked, flush=True)
+"""
+    )
+    assert said(launched(folder, path)) == {"True"}
+
+
+def test_a_second_attempt_after_a_killed_rank(folder: Path, script: Callable[[str], str]) -> None:
+    """The zygote serves an attempt after one whose ranks have used the devices."""
+    path = script(
+        PROGRAM
+        + """
+dist.init_process_group("nccl")
+dist.all_reduce(torch.ones(1, device="cuda"))
+torch.cuda.synchronize()
+if attempt == 0:
+    if rank == world - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+dist.destroy_process_group()
+print("said", forked, attempt, flush=True)
+"""
+    )
+    command = ["torchrun", "--tee", "3", "--nproc-per-node", "gpu", "--max-restarts", "1", path]
+    hosts = Hosts(folder, command).start()
+    assert hosts.wait(300) == [0], hosts.err()
+    assert said(hosts) == {"True 1"}
+
+
+def test_cuda_graph(folder: Path, script: Callable[[str], str]) -> None:
+    path = script(
+        PROGRAM
+        + """
+given = torch.zeros(1024, device="cuda")
+stream = torch.cuda.Stream()
+stream.wait_stream(torch.cuda.current_stream())
+with torch.cuda.stream(stream):
+    for _ in range(3):
+        result = given * 2 + 1
+torch.cuda.current_stream().wait_stream(stream)
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    result = given * 2 + 1
+given.copy_(torch.full((1024,), 3.0))
+graph.replay()
+torch.cuda.synchronize()
+print("said", forked, result.unique().tolist(), flush=True)
+"""
+    )
+    assert said(launched(folder, path)) == {"True [7.0]"}
+
+
+def test_pinned_memory(folder: Path, script: Callable[[str], str]) -> None:
+    """Pinned tensors, and batches that a DataLoader's worker process loads and its thread pins."""
+    path = script(
+        PROGRAM
+        + """
+from torch.utils.data import DataLoader, TensorDataset
+pinned = torch.ones(1 << 20).pin_memory()
+copied = pinned.to("cuda", non_blocking=True)
+torch.cuda.synchronize()
+loader = DataLoader(TensorDataset(torch.arange(64.0)), batch_size=16, num_workers=1, pin_memory=True)
+batches = [(values.is_pinned(), values.to("cuda", non_blocking=True).sum().item()) for values, in loader]
+print("said", forked, pinned.is_pinned(), copied.sum().item() == 1 << 20, all(held for held, _ in batches),
+      sum(total for _, total in batches), flush=True)
+"""
+    )
+    assert said(launched(folder, path)) == {"True True True True 2016.0"}
+
+
+@pytest.mark.skipif(
+    not shutil.which("gcc") or importlib.util.find_spec("triton") is None, reason="no gcc, or no Triton"
+)
+def test_torch_compile(folder: Path, script: Callable[[str], str], tmp_path: Path) -> None:
+    path = script(
+        f"os.environ['TORCHINDUCTOR_CACHE_DIR'] = {str(tmp_path)!r} + os.environ['LOCAL_RANK']"
+        + PROGRAM
+        + """
+values = torch.rand(4096, device="cuda")
+compiled = torch.compile(lambda x: x.sin() ** 2 + x.cos() ** 2)
+print("said", forked, torch.allclose(compiled(values), torch.ones_like(values)), flush=True)
+"""
+    )
+    assert said(launched(folder, path)) == {"True True"}
+
+
+def test_ranks_are_no_forks_of_an_interpreter_that_has_initialized_cuda(
+    folder: Path, script: Callable[[str], str], tmp_path: Path
+) -> None:
+    (tmp_path / "mod.py").write_text("import torch\nheld = torch.zeros(1, device='cuda')\n")
+    path = script(PROGRAM + "print('said', forked, torch.ones(1, device='cuda').item(), flush=True)\n")
+    hosts = launched(folder, path, "--preload", "mod")
+    assert said(hosts) == {"False 1.0"}
+    [line] = [line for line in hosts.err().splitlines() if NOT_FORKS in line]
+    assert "mod keeps /dev/nvidia" in line or "mod runs a thread" in line
