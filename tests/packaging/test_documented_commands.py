@@ -34,7 +34,6 @@ NOT_HERE = {
     "pkill": "sends a signal; is not ours",
     "torchrun": "is torch's; tests/conformance runs it",
     "git": "is not ours",
-    "pkill": "signals processes; is not ours",
     "cd": "changes the folder",
     ".": "needs .venv, which `make` has created",
     "source": "needs .venv, which `make` has created",
