@@ -95,7 +95,7 @@ def commands_page() -> str:
         _paragraph(
             "`torchx monarch` adds these to TorchX's `run`, `status`, `log`, `list`, `describe`, `cancel` and "
             "`delete`, which work for every job. `torchx monarch COMMAND --help` prints the same. [Exit codes]"
-            "(exit_codes.md) are the same on all backends."
+            "(exit_codes.md) and [JSON](json.md) are the same on all backends."
         ),
         _table(
             ("command", "what it does"), [(f"[`{name}`](#torchx-monarch-{name})", _text(names[name])) for name in names]
@@ -108,7 +108,7 @@ def commands_page() -> str:
             (
                 _argument(action),
                 _value(action.default) if action.option_strings and action.nargs != 0 else "",
-                _text(action.help),
+                _text(action.help).replace(", see docs/reference/json.md", " ([fields](json.md))"),
             )
             for action in parser._actions
             if action.help != argparse.SUPPRESS
