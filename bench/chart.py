@@ -1,15 +1,16 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Draw what bench/launch.py has measured: ``python bench/chart.py [MEASURED.json] [--out FOLDER]``.
+"""Put what bench/launch.py has measured into the documentation: ``python bench/chart.py``.
 
-Writes launch.svg (seconds), launch_cpu.svg (seconds of processor time) and memory.svg (MB) into the folder. The
-pictures in the documentation are made from bench/recorded/launch.json; a test draws them again and compares.
+From bench/recorded/launch.json it draws launch.svg (seconds), launch_cpu.svg (seconds of processor time) and memory.svg
+(MB) of docs/pictures, and writes the tables of docs/explanation/benchmarks.md. A test does the same and compares. For
+new numbers run ``make bench BENCHFLAGS="--json bench/recorded/launch.json"`` first.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from xml.sax.saxutils import escape
 ROOT = Path(__file__).resolve().parents[1]
 MEASURED = ROOT / "bench" / "recorded" / "launch.json"
 PICTURES = ROOT / "docs" / "pictures"
+PAGE = ROOT / "docs" / "explanation" / "benchmarks.md"
 
 _TITLES = {
     "torchrun": "torchrun",
@@ -28,6 +30,18 @@ _TITLES = {
     "ours-cli": "torchx run -s monarch_local",
 }
 """The variants that are drawn, from the top down; the last one is ours."""
+
+_ROWS = {
+    "hand": "ranks started by hand",
+    "torchrun": "`torchrun --standalone`",
+    "torchx": "`torchx run -s local_cwd dist.torchrun`",
+    "monarch": "Monarch's `serve` + `run_spmd`",
+    "ours": "**`monarch_local`** through a Runner",
+    "ours-cli": "**`torchx run -s monarch_local --wait`**",
+}
+"""The rows of the tables."""
+
+_TABLES = re.compile(r"(<!-- launch: begin -->\n).*?(\n<!-- launch: end -->)", re.DOTALL)
 
 _WIDTH, _LABEL, _ROW, _TOP, _GAP = 760, 232, 22, 56, 34
 
@@ -141,15 +155,30 @@ def pictures(measured: dict[str, Any]) -> dict[str, str]:
     }
 
 
+def tables(measured: dict[str, Any]) -> str:
+    """Return the tables of launches in Markdown."""
+    found = []
+    for nproc, launch in measured["launches"].items():
+        lines = [f"| {nproc} ranks | total | group | x by hand | x torchrun | CPU | CPU x torchrun |", "|" + "---|" * 7]
+        for name, title in _ROWS.items():
+            of = launch["summary"][name]
+            total = "{median:.2f} ({min:.2f}–{max:.2f})".format(**of["total"])
+            medians = [of[column]["median"] for column in ("group", "x_hand", "x_torchrun", "cpu", "cpu_x_torchrun")]
+            lines.append(f"| {title} | {total} | {' | '.join(f'{value:.2f}' for value in medians)} |")
+        found.append("\n".join(lines))
+    return "\n\n".join(found)
+
+
+def page(text: str, measured: dict[str, Any]) -> str:
+    """Return the page of benchmarks with the tables of a measurement."""
+    return _TABLES.sub(lambda match: match[1] + tables(measured) + match[2], text)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "measured", type=Path, nargs="?", default=MEASURED, help="what bench/launch.py --json has written"
-    )
-    parser.add_argument("--out", type=Path, default=PICTURES, help="folder for the pictures (default: docs/pictures)")
-    args = parser.parse_args()
-    for name, picture in pictures(json.loads(args.measured.read_text())).items():
-        (args.out / name).write_text(picture)
+    measured = json.loads(MEASURED.read_text())
+    for name, picture in pictures(measured).items():
+        (PICTURES / name).write_text(picture)
+    PAGE.write_text(page(PAGE.read_text(), measured))
 
 
 if __name__ == "__main__":

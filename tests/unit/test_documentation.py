@@ -71,10 +71,13 @@ def test_generated_pages_are_those_of_the_code() -> None:
         assert (FOLDER / name).read_text() == make(), f"{name} is out of date: make docs-pages"
 
 
-def test_pictures_are_those_of_the_measurement() -> None:
+def test_plots_and_tables_are_those_of_the_measurement() -> None:
     chart = runpy.run_path(str(ROOT / "bench" / "chart.py"))
-    for name, picture in chart["pictures"](json.loads(_MEASURED.read_text())).items():
+    measured = json.loads(_MEASURED.read_text())
+    for name, picture in chart["pictures"](measured).items():
         assert (DOCS / "pictures" / name).read_text() == picture, f"{name} is out of date: python bench/chart.py"
+    text = (DOCS / "explanation" / "benchmarks.md").read_text()
+    assert chart["page"](text, measured) == text, "benchmarks.md is out of date: python bench/chart.py"
 
 
 def test_the_first_screen_states_what_was_measured() -> None:
