@@ -235,9 +235,9 @@ def test_the_component_and_what_is_refused(jobs: list[SPMDJob], tmp_path: Path) 
     with pytest.raises(SPMDError, match="can't open file .*sh': .*For the program: torchrun --no-python sh"):
         job.run_spmd(["sh", "-c", "true"], output="none")
     for strange, code, why in (
-        ("nonsense", 64, "nonsense is not of the form"),
+        ("nonsense", 66, "there is no app 'nonsense'"),
         ("nosuch://torchx/x", 64, "nosuch does not exist"),
-        ("monarch_local://torchx/nosuch", 69, "monarch_local://torchx/nosuch does not exist"),
+        ("monarch_local://torchx/nosuch", 66, "there is no app 'monarch_local://torchx/nosuch'"),
     ):
         done = torchx("monarch", "exec", strange, "--", "python", "x.py", check=False)
         assert done.returncode == code and why in done.stderr and "Traceback" not in done.stderr
