@@ -72,7 +72,9 @@ def _watch(scheduler: MonarchScheduler, status: JobStatus, app_id: str, as_json:
         facts = repr(replace(status, elapsed=None, last_output=None, live=status.live and replace(status.live, idle=0)))
         if in_place:
             width = shutil.get_terminal_size().columns
-            lines = [line[:width] for line in render(status).split("\n")]  # a line that wraps would not be erased
+            lines = render(status).split("\n")
+            if not status.has_ended:
+                lines = [line[:width] for line in lines]  # a line that wraps would not be erased
             print(f"\x1b[{height}A\x1b[J" if height else "", "\n".join(lines), sep="", flush=True)
             height = len(lines)
         elif facts != shown:
