@@ -17,9 +17,9 @@ from torchx_monarch.cli import torchx_errors
 
 SUB_COMMANDS = {
     "init": "make a monarch_ scheduler the default of this folder",
-    "ls": "jobs and allocations of all schedulers",
-    "status": "all that is known of one of them, once or until its end",
-    "logs": "the output of all its ranks, in the order of time",
+    "ls": "the jobs and allocations of all schedulers",
+    "status": "all that is known of a job, once or until its end",
+    "logs": "the output of all ranks of a job, in the order of time",
     "exec": "run a command on an allocation's hosts",
     "follow": "the output of a run that was begun elsewhere, and its exit code",
     "ps": "allocations, or the runs of one",
