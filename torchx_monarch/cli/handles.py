@@ -96,7 +96,7 @@ def unknown(word: str) -> HandleError:
     typed = word.rpartition("/")[2]
     similar = difflib.get_close_matches(typed, {each for app in apps for each in app.words}, n=_CANDIDATES)
     near = [f"  {one_line(app.handle)}" for app in apps if app.words.intersection(similar)]
-    text = f"there is no app {one_line(word)!r} in the records of this machine"
+    text = f"there is no app {one_line(word)!r}"
     if near:
         return HandleError("\n".join([f"{text}; similar ones:", *_first(near)]), exit_codes.UNKNOWN_APP)
     return HandleError(f"{text}; `torchx monarch ls` lists all", exit_codes.UNKNOWN_APP)

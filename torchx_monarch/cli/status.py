@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import shutil
 import sys
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -121,7 +121,7 @@ def _ends_of_logs(scheduler: MonarchScheduler, app: AppSnapshot) -> list[list[Ti
 
     def end_of(replica: ReplicaSnapshot) -> list[TimedLine]:
         with contextlib.suppress(BackendError, UserError):
-            return list(itertools.islice(scheduler.apps.replica_log(app, replica.role, replica.id, tail=_TAIL), 10**6))
+            return list(deque(scheduler.apps.replica_log(app, replica.role, replica.id, tail=_TAIL), maxlen=_TAIL))
         return []
 
     replicas = [one for one in app.replicas if one.started or one.state is State.RUNNING][:_MOST_LOGS]
