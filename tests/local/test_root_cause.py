@@ -50,7 +50,7 @@ def test_rank_that_began_it(end: str, shape: str, tmp_path: Path) -> None:
     handle = done.stdout.strip()
 
     log = torchx("log", handle, cwd=tmp_path).stdout
-    report = "\n".join(line for line in log.splitlines() if not re.search(r"^\S+ \[prog\d\]:", line))
+    report = "\n".join(line for line in log.splitlines() if not re.search(r"^\S+ \[\d\] ", line))
     assert re.search(rf"FAILED: rank 2 \(local rank \d on .*, pid \d+\) .*{re.escape(words)}", report), log
     assert report.count("FAILED: ") == 1
     # Its traceback and no other; what the others say of their broken connections is a line and no cause.
