@@ -46,8 +46,9 @@ def spmd(
 ) -> specs.AppDef:
     """Run a torchrun program, one process per rank: ``monarch.spmd --nproc 4 train.py --lr 0.1``.
 
-    Options come before the script; everything after it belongs to the script. Where dist.torchrun has an option of the
-    same name, it means the same.
+    Options come before the script or module; everything after it belongs to it. torchrun's spellings of the options
+    (--nproc-per-node, --max-restarts) are accepted. Where dist.torchrun has an option of the same name, it means the
+    same.
 
     Args:
         script_args: the script and its arguments (only arguments when -m or --script names the program)
