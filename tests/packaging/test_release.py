@@ -29,6 +29,13 @@ def test_one_version_everywhere() -> None:
     assert citation["repository-code"] == URLS["Source"] == METADATA["url"]
 
 
+def test_the_changelog_says_nothing_twice() -> None:
+    """As it does when two changes of it are merged and each keeps the other's lines."""
+    lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
+    entries = [line for line in lines if line.startswith(("- ", "#"))]
+    assert sorted(set(entries)) == sorted(entries)
+
+
 def test_one_address_of_the_project() -> None:
     """Of a page, a form or a message that names it."""
     named = set()
