@@ -15,7 +15,7 @@ from torchx_monarch.client.result import RunInfo, RunResult
 from torchx_monarch.client.run import Collector, Records, RunHandle, collect_with_interrupts
 from torchx_monarch.client.run_message import run_message
 from torchx_monarch.client.run_options import Output, RunOptions, RunOptionsDict
-from torchx_monarch.client.runs import follow_run, list_runs
+from torchx_monarch.client.runs import ask_runs
 from torchx_monarch.client.workspace_sync import SyncMode, check_when
 from torchx_monarch.exceptions import SPMDError, UnreachableError
 from torchx_monarch.system.line_output import LineReader
@@ -239,34 +239,28 @@ class SPMDJob:
     def follow(self, run: int | None = None, *, output: Output = "stream", check: bool = True) -> RunHandle:
         """Follow a run that any process has started: receive its output from the beginning, and its result.
 
-        The runs of an allocation that has ended can be followed where its backend keeps their logs on this machine.
-
         Args:
             run: number of the run; None for the current run or, if no run is active, the last one.
             output: where the output of the ranks goes; see ``Output``.
             check: whether the handle's ``result`` raises ``SPMDError`` if the run failed.
 
         Raises:
-            RefusedError: there is no such run.
-            AllocationError: the hosts have ended and their runs are not kept, or did not start within
-                ``start_timeout``.
+            RefusedError: the hosts do not know this run.
+            AllocationError: the hosts have ended, or did not start within ``start_timeout``.
             UnreachableError: the hosts cannot be reached, and waiting does not help.
             ValueError: ``output`` has a value that does not exist.
         """
         collector = Collector(output)
-        return RunHandle(self._hosts, follow_run(self._hosts, run), collector, check)
+        return RunHandle(self._hosts, Records.of(self._hosts, {"type": "follow", "run": run}), collector, check)
 
     def runs(self) -> list[RunInfo]:
         """List the runs that the hosts know, the ended ones first, then the current one and the queue.
 
-        Of an allocation that has ended, list the runs whose logs its backend keeps on this machine.
-
         Raises:
-            AllocationError: the hosts have ended and their runs are not kept, or did not start within
-                ``start_timeout``.
+            AllocationError: the hosts have ended, or did not start within ``start_timeout``.
             UnreachableError: the hosts cannot be reached, and waiting does not help.
         """
-        return list_runs(self._hosts)
+        return ask_runs(self._hosts)
 
     def cancel_run(self, run: int | None = None, kill: bool = False) -> None:
         """Stop a run, and keep the hosts. Does not wait for the end of the run.

@@ -91,27 +91,34 @@ def follow_run(hosts: Hosts, run: int | None) -> RunRecords:
         return KeptRecords(number, kept[number])
 
 
-def list_runs(hosts: Hosts) -> list[RunInfo]:
-    """Return the runs that the hosts know or, if they have ended, those that are kept; the oldest first.
-
-    Args:
-        hosts: the hosts of the allocation.
+def ask_runs(hosts: Hosts) -> list[RunInfo]:
+    """Return the runs that the hosts know, the ended ones first, then the current one and the queue.
 
     Raises:
-        AllocationError: the hosts have ended and no run is kept, or did not start in time.
+        AllocationError: the hosts have ended, or did not start in time.
         UnreachableError: the hosts cannot be reached.
         RefusedError: the hosts refuse the request.
     """
     found: list[RunInfo] = []
+    with hosts.open({"type": "runs"}) as link:
+        while (answer := link.receive()) is not None:
+            found += answer["runs"]
+            if not answer["more"]:
+                break
+    return found
+
+
+def list_runs(hosts: Hosts) -> list[RunInfo]:
+    """Return the runs that the hosts know or, if they have ended, those that are kept; the oldest first.
+
+    Raises:
+        AllocationError: the hosts have ended and no run is kept, or did not start in time.
+        UnreachableError, RefusedError: as for ``ask_runs``.
+    """
     try:
-        with hosts.open({"type": "runs"}) as link:
-            while (answer := link.receive()) is not None:
-                found += answer["runs"]
-                if not answer["more"]:
-                    break
+        return ask_runs(hosts)
     except AllocationError as error:
         return [_info(number, path) for number, path in _kept_logs(hosts, error).items()]
-    return found
 
 
 def _kept_logs(hosts: Hosts, error: AllocationError) -> dict[int, Path]:
