@@ -26,6 +26,8 @@ from tests.contract.place import Place
 from torchx_monarch.backends.core import client_credentials
 from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.snapshot import AppSnapshot
+from torchx_monarch.schedulers.app_summary import summary_of
+from torchx_monarch.torchx_adapter import torchx_api
 from torchx_monarch.transport.credentials import ClientCredentials
 
 _ROOT = Path(__file__).parents[2]
@@ -301,6 +303,16 @@ class Contract:
         assert "code 1" in status.msg
         assert set(place.states(handle).values()) == {AppState.FAILED}
         assert "FAILED: rank 3" in place.log(handle)
+        # The last screen of `torchx run --wait`.
+        scheduler: Any = torchx_api.scheduler_of(place.runner, place.name)
+        app, state = scheduler.apps.read(handle.rpartition("://torchx/")[2])
+        now = time.time()
+        shown = summary_of(handle, app, state, now - 60.0, now).lines()
+        assert shown[0].startswith("FAILED after ") and shown[0].endswith(f" s: {handle}")
+        assert shown[1].startswith("  cause:  rank 3 (local rank 1 on ") and "ValueError: boom" in shown[1]
+        assert shown[2].startswith("  raised: ")
+        assert "  ran:    2 hosts x 2 ranks, 1 restart" in shown
+        assert shown[-1] == f"  next:   torchx log {handle}/trainer/1" and len(shown) <= 6
 
     @pytest.mark.scenario("environment arrives whole")
     def test_ranks_meet_and_have_their_environment(self, place: Place) -> None:
