@@ -50,6 +50,13 @@ def test_the_notebook_does_what_it_says(tmp_path: Path, monkeypatch: pytest.Monk
     assert states == [AppState.CANCELLED]
 
 
-def test_it_is_kept_without_output() -> None:
+def test_its_outputs_are_those_of_a_run_from_top_to_bottom() -> None:
+    """Stored by ``python -m tests.local.record_notebook``."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)  # type: ignore[no-untyped-call]
-    assert all(not cell.get("outputs") and not cell.get("execution_count") for cell in notebook.cells)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    assert all(cell.outputs for cell in code)
+    everything = "".join(str(cell.outputs) for cell in code)
+    assert len(re.findall(r"'\d+\.\d+ s'", everything)) >= 3  # the time of each run
+    assert "error" not in [output.output_type for cell in code for output in cell.outputs]
+    assert "warning:" not in everything and str(Path(__file__).parents[2]) not in everything
