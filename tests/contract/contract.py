@@ -312,7 +312,7 @@ class Contract:
         assert shown[1].startswith("  cause:  rank 3 (local rank 1 on ") and "ValueError: boom" in shown[1]
         assert shown[2].startswith("  raised: ")
         assert "  ran:    2 hosts x 2 ranks, 1 restart" in shown
-        assert shown[-1] == f"  next:   torchx log {handle}/trainer/1" and len(shown) <= 6
+        assert shown[-2] == f"  next:   torchx log {handle}/trainer/1" and len(shown) <= 7
 
     @pytest.mark.scenario("environment arrives whole")
     def test_ranks_meet_and_have_their_environment(self, place: Place) -> None:

@@ -154,7 +154,11 @@ def test_the_last_screen_of_a_failed_run(work: Path, more: tuple[str, ...]) -> N
     assert summary[1].startswith("  cause:  rank 1 (local rank 1 on ") and "ValueError: boom" in summary[1]
     assert summary[2] == f"  raised: {work}/prog.py, line 2, in <module>"
     assert summary[3] == f"  log:    {folder(handle)}/logs/prog/0/attempt_1/1/stderr.log"
-    assert summary[4:] == ["  ran:    1 host x 2 ranks, 1 restart", f"  next:   torchx log {handle}/prog/0"]
+    assert summary[4:] == [
+        "  ran:    1 host x 2 ranks, 1 restart",
+        f"  next:   torchx log {handle}/prog/0",
+        f"          torchx monarch status {handle}",
+    ]
     torchx_said = done.stderr[done.stderr.index("job finished") :].split("\nFAILED after ")[0]
     assert len([line for line in torchx_said.splitlines() if line and "[monarch]" not in line]) <= 8
     assert "python/object" not in done.stderr and "{" not in torchx_said

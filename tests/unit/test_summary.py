@@ -56,6 +56,7 @@ def test_a_failed_app_names_the_rank_and_its_log(tmp_path: Path) -> None:
         f"  log:    {log}",
         "  ran:    2 hosts x 4 ranks, 2 restarts",
         f"  next:   torchx log {HANDLE}/train/0",
+        f"          torchx monarch status {HANDLE}",
     ]
 
 
@@ -65,12 +66,13 @@ def test_what_is_not_known_is_left_out() -> None:
         "  cause:  replica train/1 exited with code 1",
         "  ran:    2 hosts x 4 ranks, 2 restarts",
         f"  next:   torchx log {HANDLE}/train/1",
+        f"          torchx monarch status {HANDLE}",
     ]
     elsewhere = HostResult(1, REASON, log="/nowhere/on/this/machine/stderr.log", replica=7)
     shown = lines_of(app(State.FAILED, error=elsewhere.to_text(), nproc="gpu"))
     assert not any("log: " in line or "raised" in line for line in shown)
     assert "  ran:    2 hosts, 2 restarts" in shown
-    assert shown[-1].endswith("/train/1")
+    assert shown[-2].endswith("/train/1")
 
 
 def test_a_success_takes_three_to_five_lines(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def summary_of(handle: str, app: AppSnapshot, status: AppStatus, submitted: floa
         traceback=result.traceback,
         log=local_path(result.log) or _folder(app),
         ran=ran,
-        next=(f"torchx log {handle}{replica}",),
+        next=(f"torchx log {handle}{replica}", f"torchx monarch status {handle}"),
     )
 
 
