@@ -84,9 +84,8 @@ class ProcessBackend(Backend[NetworkOpts, Request, AppSnapshot]):
 
     def snapshot(self, app_id: str, *, brief: bool = False) -> AppSnapshot | None:
         """Return the state of an app; None if it does not exist."""
-        if app_id not in self.apps:
+        if (app := self.apps.get(app_id)) is None:
             return None
-        app = self.apps[app_id]
         user, grace = app.submitted.app, app.request[1]
         roles = [RoleSnapshot(s, [one.snapshot() for one in app.replicas[s.name]]) for s in app.submitted.roles]
         return AppSnapshot(app_id, user.name, roles, user, created=app.created, grace=grace, ending=app.ending)

@@ -33,7 +33,7 @@ from torchx_monarch.backends.kubernetes import names, snapshot
 from torchx_monarch.backends.kubernetes.attempts import Attempt
 from torchx_monarch.backends.kubernetes.objects import AppObjects
 from torchx_monarch.backends.kubernetes.request import with_credentials
-from torchx_monarch.backends.kubernetes.snapshot import JobStatus
+from torchx_monarch.backends.kubernetes.snapshot import JobReport
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
@@ -390,14 +390,14 @@ def test_numbers_of_indexes() -> None:
 # -- what follows
 
 NOW = 1000.0
-OPEN, GONE, FAILED = JobStatus(True), JobStatus(False), JobStatus(False, State.FAILED)
-COMPLETE = JobStatus(False, State.SUCCEEDED)
+OPEN, GONE, FAILED = JobReport(True), JobReport(False), JobReport(False, State.FAILED)
+COMPLETE = JobReport(False, State.SUCCEEDED)
 
 
 def role(
     name: str,
     *attempts: list[Attempt],
-    job: JobStatus = OPEN,
+    job: JobReport = OPEN,
     retries: int = 0,
     fewest: int | None = None,
     sidecar: bool = False,
@@ -456,7 +456,7 @@ def test_waits_for_a_replacement() -> None:
     assert (found.state, found.cause) == (State.RUNNING, None)
     found = state_of(role("main", [run("Failed", 995.0)], retries=1))
     assert found.state is State.PENDING
-    for_good = state_of(role("main", [run("Failed", 995.0)], job=JobStatus(True, failed=frozenset({0})), retries=1))
+    for_good = state_of(role("main", [run("Failed", 995.0)], job=JobReport(True, failed=frozenset({0})), retries=1))
     assert for_good.cause is not None
     twice = app(role("main", [run("Failed", 900.0), run(rank_restarts=2)], retries=1))
     assert count_restarts(twice) == 3
@@ -473,7 +473,7 @@ def test_an_elastic_role_tolerates_failed_replicas() -> None:
 
 def test_a_failed_replica_whose_pod_was_removed_has_failed() -> None:
     """As of a node that was taken out of the cluster."""
-    job = JobStatus(False, State.FAILED, failed=frozenset({1}))
+    job = JobReport(False, State.FAILED, failed=frozenset({1}))
     well = run("Succeeded", 950.0)
     assert state_of(role("main", [well], [], [well], job=job, fewest=2)).state is State.SUCCEEDED
     assert state_of(role("main", [well], [], job=job)).message == "replica main/1 failed; its pod is gone"
@@ -505,7 +505,7 @@ def test_a_pod_that_can_never_start_fails_the_app_after_a_while() -> None:
     later = state_of(role("main", [stuck(930.0)]))
     assert later.is_stop_due
     assert later.outcome == Outcome(State.FAILED, "replica main/0 cannot start: ErrImagePull: not found")
-    queued = JobStatus(True, reason="waits for Kueue to admit it to the queue a")
+    queued = JobReport(True, reason="waits for Kueue to admit it to the queue a")
     assert state_of(role("main", [], job=queued)).message == "role main waits for Kueue to admit it to the queue a"
 
 

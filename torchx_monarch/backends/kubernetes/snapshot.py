@@ -43,7 +43,7 @@ class KubernetesSnapshot(AppSnapshot):
 
 
 @dataclass(frozen=True)
-class JobStatus:
+class JobReport:
     """What the Job of a role, or the Volcano job of its app, reports.
 
     Attributes:
@@ -78,7 +78,7 @@ def assemble(objects: AppObjects, now: float) -> KubernetesSnapshot:
     roles, attempts = [], dict[tuple[str, int], Sequence[Attempt]]()
     for index, spec in enumerate(specs):
         job = jobs.get(str(index))
-        status = JobStatus(not native.state.is_terminal) if native else job_status(job, objects.refusals)
+        status = JobReport(not native.state.is_terminal) if native else job_status(job, objects.refusals)
         replicas = []
         for number, each in enumerate(_attempts(objects.pods, index, spec.replicas)):
             attempts[spec.name, number] = each
@@ -104,7 +104,7 @@ def assemble(objects: AppObjects, now: float) -> KubernetesSnapshot:
 
 
 def replica(
-    spec: RoleSpec, index: int, attempts: Sequence[Attempt], job: JobStatus, app: AppObjects, stuck_before: float
+    spec: RoleSpec, index: int, attempts: Sequence[Attempt], job: JobReport, app: AppObjects, stuck_before: float
 ) -> ReplicaSnapshot:
     """Return the snapshot of a replica.
 
@@ -140,7 +140,7 @@ def replica(
     )
 
 
-def _replica_state(spec: RoleSpec, index: int, last: Attempt | None, job: JobStatus) -> State:
+def _replica_state(spec: RoleSpec, index: int, last: Attempt | None, job: JobReport) -> State:
     if index in job.succeeded or (last and last.phase == "Succeeded"):
         return State.SUCCEEDED
     if last is None:
@@ -152,7 +152,7 @@ def _replica_state(spec: RoleSpec, index: int, last: Attempt | None, job: JobSta
     return State.PENDING  # Kubernetes will start it again
 
 
-def job_status(job: Object | None, refusals: Mapping[str, str]) -> JobStatus:
+def job_status(job: Object | None, refusals: Mapping[str, str]) -> JobReport:
     """Return what an Indexed Job reports.
 
     Args:
@@ -160,7 +160,7 @@ def job_status(job: Object | None, refusals: Mapping[str, str]) -> JobStatus:
         refusals: as in ``AppObjects``.
     """
     if job is None:
-        return JobStatus(False)
+        return JobReport(False)
     status = job.get("status") or {}
     true = {one["type"]: one for one in status.get("conditions") or () if one.get("status") == "True"}
     finished, reason = None, ""
@@ -176,7 +176,7 @@ def job_status(job: Object | None, refusals: Mapping[str, str]) -> JobStatus:
         reason = refusals.get(job["metadata"]["uid"], "")
     is_active = finished is None and "deletionTimestamp" not in job["metadata"]
     completed, failed = indexes(status.get("completedIndexes")), indexes(status.get("failedIndexes"))
-    return JobStatus(is_active, finished, completed, failed, reason)
+    return JobReport(is_active, finished, completed, failed, reason)
 
 
 def indexes(text: str | None) -> frozenset[int]:
