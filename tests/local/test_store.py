@@ -156,4 +156,5 @@ def test_its_own_death_is_told(folder: Path, script: Callable[[str], str], event
         f"[monarch] the process of the ranks' TCPStore (pid {store.pid}) was killed by signal 9 (SIGKILL); ranks that"
     )
     assert sum(line.startswith(told) for line in lines) == 1
-    assert "FAILED: rank " in lines[-1] and "DistNetworkError" in lines[-1]
+    # The second rank may end before the first one's end has it stopped.
+    assert re.search(r"FAILED: (rank \d|all 2 ranks).*DistNetworkError", lines[-1])
