@@ -109,6 +109,8 @@ def test_an_ended_job() -> None:
     found = status_of(replace(done, roles=[replace(done.roles[0], replicas=failed)]), STARTED)
     assert (found.state, found.exit_code, found.has_ended) == ("FAILED", 137, True)
     assert "exit code    137" in render(found, NOW)
+    plain = [replace(one, state=State.FAILED, exit_code=3, ended=980.0) for one in done.replicas]
+    assert status_of(replace(done, roles=[replace(done.roles[0], replicas=plain)])).exit_code == 3
 
 
 def test_facts_that_nobody_knows_are_none() -> None:

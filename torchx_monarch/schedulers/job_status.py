@@ -18,7 +18,7 @@ from typing import Any
 from torchx.specs import AppDef
 
 from torchx_monarch.backends.core.snapshot import AppSnapshot
-from torchx_monarch.backends.core.state import AppStatus, count_restarts
+from torchx_monarch.backends.core.state import AppStatus, count_restarts, root_cause
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.command.command import Command
 from torchx_monarch.command.rewrite import rank_command
@@ -233,7 +233,7 @@ def build(
         started=started,
         ended=ended,
         elapsed=max(0.0, (ended or now) - since) if since and (ended or not status.state.is_terminal) else None,
-        exit_code=_exit_code(status),
+        exit_code=_exit_code(app, status),
         attempt=attempt,
         attempts=attempts,
         restarts=count_restarts(app),
@@ -312,10 +312,13 @@ def _ended(app: AppSnapshot, status: AppStatus) -> float | None:
     return max([decided, *(one.ended for one in app.replicas)], default=0.0) or None
 
 
-def _exit_code(status: AppStatus) -> int | None:
-    if status.state is State.SUCCEEDED:
-        return 0
-    code = HostResult.from_text(status.error).code if status.state is State.FAILED else None
+def _exit_code(app: AppSnapshot, status: AppStatus) -> int | None:
+    if status.state is not State.FAILED:
+        return 0 if status.state is State.SUCCEEDED else None
+    code = HostResult.from_text(status.error).code
+    cause = status.cause or root_cause([one for one in app.replicas if one.state is State.FAILED])[0]
+    if code is None and cause is not None:
+        code = cause.exit_code
     return None if code is None else shell_code(code)
 
 

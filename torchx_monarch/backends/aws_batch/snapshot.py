@@ -161,6 +161,7 @@ def _replica(
         address=address,
         started=node.get("startedAt", 0) / 1000,
         ended=node.get("stoppedAt", 0) / 1000,
+        exit_code=container_of(node).get("exitCode"),
         failure=f"replica {role}/{replica} {failure(node, job)}" if has_failed else "",
         error=error if has_failed else "",
     )

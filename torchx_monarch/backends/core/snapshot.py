@@ -51,6 +51,7 @@ class ReplicaSnapshot:
         address: its network address, if that suits clients better than the name; empty if unknown.
         started: when its latest start began, in seconds since the epoch; 0 for never.
         ended: when it last ended, in seconds since the epoch; 0 for never, or if unknown.
+        exit_code: exit code of its latest end, -n or 128+n for signal n; None if it runs, or the code is not known.
         restarts: how often the backend has restarted it.
         rank_restarts: how often its host has restarted ranks, as far as known.
         failure: how it failed, in one line that names the replica; empty if it has not.
@@ -71,6 +72,7 @@ class ReplicaSnapshot:
     address: str = ""
     started: float = 0.0
     ended: float = 0.0
+    exit_code: int | None = None
     restarts: int = 0
     rank_restarts: int = 0
     failure: str = ""
@@ -102,6 +104,7 @@ class ReplicaSnapshot:
             role,
             id,
             State.RUNNING if code is None else State.FAILED if code else State.SUCCEEDED,
+            exit_code=code,
             rank_restarts=result.rank_restarts,
             failure=f"replica {role}/{id} {describe_code(code)}" if code else "",
             error=error if code is not None and result.reason else "",

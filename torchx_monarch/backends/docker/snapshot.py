@@ -115,6 +115,7 @@ def replica_of(
         address=networks.get(NETWORK, {}).get("IPAddress", "") if own is State.RUNNING else "",
         started=seconds(state["StartedAt"]),
         ended=result.ended if result else seconds(state["FinishedAt"]),
+        exit_code=code if own in (State.SUCCEEDED, State.FAILED) else None,
         restarts=(result.restarts or 0) if result else attrs.get("RestartCount", 0),
         failure=f"replica {role}/{index} {_failure(attrs, code, result)}" if own is State.FAILED else "",
         error=result.to_text() if result else "",

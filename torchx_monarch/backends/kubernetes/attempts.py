@@ -48,6 +48,7 @@ class Attempt:
         created: when the pod was created, in seconds since the epoch.
         started: when its node began to start it, in seconds since the epoch; 0 before.
         ended: when it ended, in seconds since the epoch; 0 before.
+        exit_code: exit code of its container; None before its end.
         deleting: whether the pod is being deleted.
         stopping: whether ``stop`` has ended it by a deadline.
         waiting: why it cannot be scheduled or started; empty for normal progress.
@@ -65,6 +66,7 @@ class Attempt:
     created: float = 0.0
     started: float = 0.0
     ended: float = 0.0
+    exit_code: int | None = None
     deleting: bool = False
     stopping: bool = False
     waiting: str = ""
@@ -108,6 +110,7 @@ class Attempt:
             created=seconds(metadata["creationTimestamp"]),
             started=started,
             ended=seconds(terminated.get("finishedAt") or "") or _ended(conditions, phase),
+            exit_code=terminated.get("exitCode"),
             deleting="deletionTimestamp" in metadata,
             stopping=spec.get("activeDeadlineSeconds") == DEADLINE,
             waiting=waiting.strip(": "),

@@ -128,6 +128,7 @@ def replica(
         address=last.address if last else "",
         started=last.started if last else 0.0,
         ended=last.ended if last else 0.0,
+        exit_code=last.exit_code if last else None,
         restarts=max(0, len(attempts) - 1),
         rank_restarts=sum(one.rank_restarts for one in attempts),
         failure=f"replica {spec.name}/{index} {last.failure if last else 'failed; its pod is gone'}" if failed else "",

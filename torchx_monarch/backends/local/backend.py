@@ -250,6 +250,7 @@ def _role(role: RoleRecord, spec: RoleSpec | None, hostname: str) -> RoleSnapsho
             hostname=hostname,
             started=replica.started or 0.0,
             ended=replica.ended or 0.0,
+            exit_code=replica.exit_code,
             restarts=replica.restarts,
             error=replica.error or "",
         )

@@ -208,6 +208,7 @@ def _replicas(job: JobState, role: RoleSpec, index: int, brief: bool) -> list[Re
                 hostname=hostname or (hosts[replica] if replica < len(hosts) else ""),
                 started=(record.started if record else None) or 0.0,
                 ended=(record.ended if record else None) or 0.0,
+                exit_code=record.exit_code if record and state.is_terminal else None,
                 restarts=max(0, record.restarts - record.job_restart) if record else 0,
                 error=(record.error if record and state.is_terminal else None) or "",
             )
