@@ -52,6 +52,14 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or file.suffix != ".md" or anchor in anchors(file), target
 
 
+def test_links_lead_somewhere_on_pypi() -> None:
+    description = runpy.run_path(str(ROOT / "setup.py"))["description"]()
+    links = re.findall(r"\]\(([^)]+)\)", description)
+    assert len(links) == len(re.findall(r"\]\([^)]+\)", (ROOT / "README.md").read_text()))
+    assert all(re.match(r"https://[\w./-]+$", link) for link in links)
+    assert "/raw/main/docs/pictures/session.svg)" in description
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_lists_begin_after_an_empty_line(page: Path) -> None:
     """Else the site shows them as a paragraph, unlike GitHub."""
