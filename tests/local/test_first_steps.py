@@ -31,8 +31,11 @@ def work(tmp_path: Path) -> Path:
     return path
 
 
-def answer(work: Path, *words: str) -> str:
-    """What ``torchx WORDS`` prints; the test fails if it succeeds, prints much or a traceback, or submits something."""
+def answer(work: Path, *words: str, apps: int = 0) -> str:
+    """What ``torchx WORDS`` prints.
+
+    The test fails if the command succeeds, prints much or a traceback, or leaves another number of apps than ``apps``.
+    """
     env = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "KUBE", "TORCHX"))}
     env |= {
         "HOME": str(work.parent),
@@ -56,7 +59,7 @@ def answer(work: Path, *words: str) -> str:
     assert done.returncode != 0, done.stdout
     assert "Traceback" not in done.stdout and 'File "' not in done.stdout, done.stdout
     assert 0 < len(done.stdout.splitlines()) <= LONGEST, done.stdout
-    assert not list(Path(os.environ["MONARCH_STATE_DIR"]).glob("apps/*"))
+    assert len(list(Path(os.environ["MONARCH_STATE_DIR"]).glob("apps/*"))) == apps
     return done.stdout
 
 
@@ -102,6 +105,13 @@ def test_a_wrong_file(work: Path, words: str, said: str) -> None:
 )
 def test_a_wrong_handle(work: Path, command: str, handle: str, said: str) -> None:
     assert said in answer(work, command, handle)
+
+
+def test_a_handle_that_is_nearly_right(work: Path) -> None:
+    submit = [sys.executable, "-m", "torchx.cli.main", "run", "-s", "monarch_local", "--wait", "utils.echo"]
+    right = subprocess.run(submit, cwd=work, capture_output=True, text=True, timeout=120, check=True).stdout.strip()
+    assert f"did you mean {right}?" in answer(work, "status", f"{right[:-2]}zz", apps=1)
+    assert f"Did you mean {right}?" in answer(work, "status", right.rpartition("/")[2][:-2], apps=1)
 
 
 @pytest.mark.parametrize("words", ["run monarch.spmd --nproc 4 train.py", "list"])

@@ -15,6 +15,8 @@ import sys
 from collections.abc import Sequence
 from types import TracebackType
 
+from torchx_monarch.system.untrusted_text import one_line
+
 _OF_DOCKER = ("docker", "requests", "urllib3")
 """The packages whose exceptions mean that TorchX's default scheduler has no Docker daemon."""
 
@@ -55,7 +57,7 @@ def explain(error: BaseException, argv: Sequence[str]) -> str:
     if not command:
         return ""
     if isinstance(error, MalformedAppHandleException):
-        return f"{error}. `torchx list -s monarch_local` shows the handles of a scheduler's apps"
+        return f"{error}.{_handle_like(str(error).partition(' ')[0])} `torchx monarch ls` lists handles"
     if isinstance(error, UnknownSchedulerException):
         found = re.search(r"backend: (\S+) does", str(error))
         name, known = found[1] if found else "of this name", list(get_scheduler_factories())
@@ -69,3 +71,13 @@ def explain(error: BaseException, argv: Sequence[str]) -> str:
             "To make that the default of this folder: torchx monarch init"
         )
     return ""
+
+
+def _handle_like(word: str) -> str:
+    """Return a suggestion of the handle whose app's id or name is most like a word; empty if none is near."""
+    from torchx_monarch.cli.known_apps import known_apps
+    from torchx_monarch.model.spelling import nearest
+
+    handles = {name: app.handle for app in reversed(known_apps()) for name in app.words}
+    near = nearest(word, handles)
+    return f" Did you mean {one_line(handles[near])}?" if near else ""
