@@ -14,7 +14,7 @@ import pytest
 
 from torchx_monarch.backends.core import client_credentials, state_files
 from torchx_monarch.cli import exit_codes
-from torchx_monarch.cli.handles import HandleError, complete, resolve
+from torchx_monarch.cli.handles import HandleError, check_local, complete, resolve
 from torchx_monarch.cli.known_apps import known_apps, used_schedulers
 from torchx_monarch.cli.since import since
 
@@ -75,7 +75,7 @@ def test_an_ambiguous_word_lists_the_candidates_the_newest_first(apps: None, wor
     assert [line.split()[0] for line in lines[1:]][:2] == [DIGITS_2, DIGITS]
 
 
-@pytest.mark.parametrize("word", ["digitz-x7", "monarch_local://torchx/digits-x8", "perl", ""])
+@pytest.mark.parametrize("word", ["digitz-x7", "perl", ""])
 def test_an_unknown_word_says_what_is_near(apps: None, word: str) -> None:
     with pytest.raises(HandleError, match="there is no app") as caught:
         resolve(word)
@@ -97,10 +97,12 @@ def test_a_message_stays_short() -> None:
     assert len(str(caught.value).splitlines()) <= 12 and "and 92 more" in str(caught.value)
 
 
-def test_a_handle_with_an_address_need_not_be_known() -> None:
-    with pytest.raises(HandleError):
-        resolve(DIGITS)
-    assert resolve(DIGITS, is_remote=True) == DIGITS
+def test_an_app_of_this_machine_exists_or_is_unknown(apps: None) -> None:
+    check_local(DIGITS)
+    check_local("monarch_slurm://torchx/of-another-machine")
+    with pytest.raises(HandleError, match="there is no app") as caught:
+        check_local("monarch_local://torchx/digits-x8")
+    assert caught.value.exit_code == exit_codes.UNKNOWN_APP and DIGITS_2 in str(caught.value)
 
 
 def test_a_shell_is_offered_ids_or_handles(apps: None) -> None:

@@ -31,10 +31,22 @@ def add_role_and_address(parser: argparse.ArgumentParser) -> None:
 
 
 def hosts_of(args: argparse.Namespace) -> Hosts:
-    """Return the hosts that the arguments name."""
+    """Return the hosts that the arguments name.
+
+    Raises:
+        HandleError: they are to be on this machine, and there is no such app.
+    """
+    _check(args)
     return Hosts(args.handle, args.role, args.address)
 
 
 def job_of(args: argparse.Namespace) -> SPMDJob:
-    """Return the job that the arguments name."""
+    """Return the job that the arguments name; raises as ``hosts_of`` does."""
+    _check(args)
     return SPMDJob(args.handle, args.role, args.address)
+
+
+def _check(args: argparse.Namespace) -> None:
+    # With an address, this machine need not know the app.
+    if not args.address:
+        handles.check_local(args.handle)

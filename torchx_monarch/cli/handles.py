@@ -46,28 +46,19 @@ def add_handle(parser: argparse.ArgumentParser, optional: bool = False) -> None:
     argument.completer = complete
 
 
-def resolve(word: str, is_remote: bool = False) -> str:
+def resolve(word: str) -> str:
     """Return the handle of the app that a word names.
 
     An id or a name counts before the beginning of another one. A handle is returned as it is: it may be of an app that
     another machine has submitted.
 
-    Args:
-        word: what the user typed.
-        is_remote: whether the user says where the app's hosts are, so that this machine need not know the app.
-
     Raises:
         HandleError: no app, or several, are named so.
     """
-    from torchx_monarch.cli.known_apps import LOCAL, known_apps
+    from torchx_monarch.cli.known_apps import known_apps
 
     if "://" in word:
-        is_elsewhere = is_remote or not word.startswith(f"{LOCAL}://")
-        if is_elsewhere or any(
-            app.scheduler == LOCAL and app.app_id == word.rpartition("/")[2] for app in known_apps()
-        ):
-            return word
-        raise unknown(word)
+        return word
     apps = known_apps()
     if word == LAST:
         if not apps:
@@ -86,6 +77,20 @@ def resolve(word: str, is_remote: bool = False) -> str:
             message = f"{one_line(word)!r} may be one of {len(found)} apps; type more of its id:"
             raise HandleError("\n".join([message, *_first(lines)]), exit_codes.USAGE)
     raise unknown(word)
+
+
+def check_local(handle: str) -> None:
+    """Check that an app exists if it is one of this machine.
+
+    Raises:
+        HandleError: there is no such app.
+    """
+    from torchx_monarch.cli.known_apps import LOCAL, known_apps
+
+    app_id = handle.rpartition("/")[2]
+    known = ((app.scheduler, app.app_id) for app in known_apps())
+    if handle.startswith(f"{LOCAL}://") and (LOCAL, app_id) not in known:
+        raise unknown(handle)
 
 
 def unknown(word: str) -> HandleError:

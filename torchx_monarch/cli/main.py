@@ -108,7 +108,7 @@ class CmdMonarch(SubCommand):  # type: ignore[misc]
 
         try:
             if getattr(args, "handle", None) is not None:
-                args.handle = resolve(args.handle, is_remote=bool(getattr(args, "address", "")))
+                args.handle = resolve(args.handle)
             load(args.sub_command).run(args)
         except KeyboardInterrupt:
             sys.exit(exit_codes.INTERRUPTED)
