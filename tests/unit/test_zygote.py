@@ -17,8 +17,9 @@ import pytest
 import torchx_monarch
 from torchx_monarch.command.command import parse
 from torchx_monarch.host.run_spec import RunSpec
-from torchx_monarch.host.zygote import Zygote, ZygoteError
-from torchx_monarch.host.zygote_process import ZygoteProcess
+from torchx_monarch.host.zygote import Zygote, ZygoteError, Zygotes
+from torchx_monarch.host.zygote_process import ZygoteProcess, start_early
+from torchx_monarch.model.host_spec import HostSpec
 
 _ZYGOTE_MAIN = str(Path(torchx_monarch.__file__).with_name("host") / "zygote_main.py")
 
@@ -78,3 +79,52 @@ def test_a_rank_that_is_killed_before_it_has_begun_is_called_so() -> None:
     forks = runpy.run_path(_ZYGOTE_MAIN)["_Forks"]([{}], [], None, {})
     os.close(forks._writer)  # as the kernel does when the fork is killed
     assert forks._answers() == [{"error": "it was killed before it had begun"}]
+
+
+def spec(*words: str, preload: str = "json") -> HostSpec:
+    return HostSpec.from_argv(["--app", "app", "--role", "trainer", "--preload", preload, "--", *words], "")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        spec("torchrun", "--nosuch", "x.py"),
+        spec("sleep", "1"),
+        spec("python", "-m", "torchx_monarch.actors"),
+        spec("/nosuch/python", "-m", "torch.distributed.run", "x.py"),
+        spec("torchrun", "x.py", preload="auto"),
+        spec("torchrun", "x.py", preload=""),
+    ],
+    ids=lambda options: f"{' '.join(options.command)} ({','.join(options.preload)})",
+)
+def test_no_zygote_is_started_early_for(options: HostSpec) -> None:
+    assert start_early(options, os.environ) is None
+
+
+@pytest.mark.parametrize(("nproc", "fits"), [("2", True), ("1", False)])
+def test_a_zygote_that_was_started_early_is_used_if_it_fits(
+    monkeypatch: pytest.MonkeyPatch, nproc: str, fits: bool
+) -> None:
+    """That of one rank does not fit two: OMP_NUM_THREADS is set for several."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    options = spec("torchrun", "--nproc-per-node", nproc, "x.py")
+    command = parse(spec("torchrun", "--nproc-per-node", "2", "x.py").command, os.environ)
+    assert command is not None
+    early = start_early(options, os.environ)
+    assert early is not None
+
+    async def main() -> None:
+        zygotes = Zygotes(print, early)
+        zygote = zygotes.fitting(RunSpec(command, dict(os.environ), options.preload_modules), 2)
+        try:
+            assert await zygote.unsafe() == ""
+            assert (zygote.pid == early.process.pid) == fits
+            assert (early.process.poll() is None) == fits
+        finally:
+            zygotes.discard(zygote)
+
+    umask = os.umask(0o022)
+    try:
+        asyncio.run(main())
+    finally:
+        os.umask(umask)

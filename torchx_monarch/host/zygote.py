@@ -192,8 +192,8 @@ class Zygote:
         self._end()
 
     def _end(self) -> None:
-        self._started.end()
         self._output.close()
+        self._started.end()
 
     async def _wait_imported(self) -> dict[str, Any]:
         try:

@@ -76,6 +76,8 @@ class ZygoteProcess:
             self.process.kill()
         self.process.wait()
         self.channel.close()
+        if self.process.stdout is not None:
+            self.process.stdout.close()
 
 
 def start_early(options: HostSpec, environ: Mapping[str, str]) -> ZygoteProcess | None:
