@@ -296,7 +296,7 @@ class SupervisorLoop:
 
     def _on_success(self, replica: Replica) -> None:
         self._end_if_succeeded()
-        if self._outcome is None and replica.spec.runs_hosts:
+        if self._outcome is None and (replica.spec.runs_hosts or replica.spec.is_elastic):
             self.at(time.monotonic() + SETTLE, lambda: self._stop_late_hosts(replica))
 
     def _end_if_succeeded(self) -> None:
