@@ -49,6 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--torchrun", choices=("recorded", "live"), default="recorded", help="what is compared with: what was recorded"
     )
+    parser.addoption("--image", action="store_true", help="build the image of docker/Dockerfile, which takes minutes")
     parser.addoption("--record-torchrun", metavar="FOLDER", help="for python -m tests.conformance.record")
 
 
@@ -76,15 +77,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with what takes long.
 
-    And leave out what says nothing of us: how the real torchrun behaves, in a run that is not about it.
+    And leave out how the real torchrun behaves, in a run that is not about it, and the tests of the image unless they
+    are asked for.
     """
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
-    if config.getoption("--torchrun") == "live" or config.getoption("--record-torchrun"):
-        return
-    left_out = [item for item in items if item.get_closest_marker("torchrun")]
+    unwanted = set[str]()
+    if config.getoption("--torchrun") != "live" and not config.getoption("--record-torchrun"):
+        unwanted.add("torchrun")
+    if not config.getoption("--image"):
+        unwanted.add("image")
+    left_out = [item for item in items if any(item.get_closest_marker(name) for name in unwanted)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("torchrun")]
+        items[:] = [item for item in items if item not in left_out]
 
 
 def marked_processes(mark: str) -> dict[int, str]:

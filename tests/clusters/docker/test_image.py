@@ -14,7 +14,7 @@ from tests.clusters.docker import image
 from tests.clusters.docker.apps import NAME, Apps
 from tests.clusters.docker.daemon import Daemon
 
-pytestmark = [pytest.mark.slow]
+pytestmark = [pytest.mark.slow, pytest.mark.image]
 
 SUMS = """\
 import os, sys
