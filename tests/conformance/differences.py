@@ -101,8 +101,22 @@ class Difference(Enum):
     FAULTHANDLER = (
         "`faulthandler`",
         "off",
-        "on, and a real-time signal prints the stacks of all threads",
-        "a crash shows where it was, and so does a rank that hangs; a script may switch it off or point it elsewhere",
+        "on, and a real-time signal (`SIGRTMAX-3`) has the stacks of all threads written for the host",
+        "a crash shows where it was, and so does a rank that hangs (`torchx monarch stacks`); a script may switch it "
+        "off or point it elsewhere",
+    )
+    STACKS = (
+        "An open file of a rank",
+        "none beside stdin, stdout and stderr",
+        "one more, of the highest number up to 1023, which programs that it starts do not get",
+        "the stacks that `torchx monarch stacks` shows are written there, and not among the program's own output",
+    )
+    STACKS_SIGNAL = (
+        "A rank that is about to be stopped",
+        "gets SIGTERM",
+        "gets `SIGRTMAX-3` before, and SIGTERM when its stacks are written, 0.5 s later at most",
+        "`attempt_N/stacks.txt` says where each rank was. A C function that does not repeat an interrupted system call "
+        "is interrupted by it, as by any signal that has a handler",
     )
     STREAMS = (
         "What stdout and stderr of a rank are",

@@ -95,6 +95,7 @@ DIFFERENT = {
     "call stack": Difference.CALL_STACK,
     "signals caught": Difference.FAULTHANDLER,
     "faulthandler": Difference.FAULTHANDLER,
+    "descriptors": Difference.STACKS,
     "kinds of streams": Difference.STREAMS,
     "dies with its parent": Difference.DEATH_WITH_HOST,
     "command line": Difference.COMMAND_LINE,

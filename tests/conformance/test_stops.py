@@ -75,6 +75,22 @@ open("zero", "w")
     assert (theirs.code, ours.code) == (1, FAILURES[end])
 
 
+def test_stacks_are_asked_for_before_a_rank_is_stopped(both: Launchers) -> None:
+    body = """
+        import signal, time
+        if os.environ["RANK"] == "1":
+            wait_for("zero")
+            sys.exit(3)
+        signal.signal(signal.SIGRTMAX - 3, lambda *_: mark("asked"))
+        open("zero", "w")
+        time.sleep(60)
+    """
+    theirs, ours = both.script(body, preload="", live=True)
+    assert Difference.STACKS_SIGNAL
+    assert (theirs.marks(), ours.marks()) == ([], ["0 asked"])
+    assert (theirs.code, ours.code) == (1, 3)
+
+
 def test_rank_without_a_handler_dies_of_sigterm(both: Launchers) -> None:
     body = """
         import atexit, time

@@ -24,6 +24,7 @@ SUB_COMMANDS = {
     "follow": "the output of a run that was begun elsewhere, and its exit code",
     "ps": "allocations, or the runs of one",
     "stop": "give an allocation's hosts back, or end one run",
+    "stacks": "where the ranks of a job are: their stacks, equal ones together",
     "preload": "what -cfg preload=auto has learned of the jobs of this machine",
     "completion": "a script that completes commands, options and handles in your shell",
 }

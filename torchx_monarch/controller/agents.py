@@ -189,6 +189,32 @@ class Agents:
             found.append(answer)
         return found
 
+    async def collect(self, request: Request, timeout: float) -> tuple[list[Any], dict[int, str]]:
+        """Send a request to every host; return the answers, and why a host has not answered, by replica.
+
+        Args:
+            request: the request.
+            timeout: seconds for all answers.
+        """
+        answers, found, failure = self._send(request), [], f"no answer within {timeout:g} s"
+        missing, loop = {host.replica for host in self.hosts}, asyncio.get_running_loop()
+        refused: dict[int, str] = {}
+        until = loop.time() + timeout
+        for _ in list(self.hosts):
+            try:
+                answer = await asyncio.wait_for(answers.get(), until - loop.time())
+            except asyncio.TimeoutError:
+                break
+            if isinstance(answer, Exception):  # it does not name its host
+                failure = _first_line(answer)
+                continue
+            missing.discard(answer.replica)
+            if isinstance(answer, Refused):
+                refused[answer.replica] = answer.reason
+            else:
+                found.append(answer)
+        return found, {**refused, **dict.fromkeys(sorted(missing), failure)}
+
     async def stop(self, number: int, grace: float, note: Callable[[RanksExited], None]) -> None:
         """Stop the ranks of every host that can be reached. Events stay pending meanwhile.
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 from torchx_monarch.controller.run_request import RunRequest
+from torchx_monarch.insight.stacks import ProcessStacks
 from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.model.world import World
@@ -71,6 +72,27 @@ class RanksExited:
 
     replica: int
     exits: tuple[RankExit, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class TakeStacks:
+    """Take the stacks of the ranks of the host.
+
+    Attributes:
+        rank: the only global rank that is asked; None for all.
+        native: whether py-spy reads them as well.
+    """
+
+    rank: int | None
+    native: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class StacksTaken:
+    """The answer to ``TakeStacks``."""
+
+    replica: int
+    stacks: tuple[ProcessStacks, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,18 +212,14 @@ class RunOutput:
     records: str
 
 
-Request: TypeAlias = OpenStore | LaunchRanks | WatchRanks | StopRanks | BeginRun | FinishRun | HandleCode
-Answer: TypeAlias = StoreOpened | Launched | RanksExited | RunBegun | RunFinished | CodeHandled | Refused
+Request: TypeAlias = OpenStore | LaunchRanks | WatchRanks | StopRanks | TakeStacks | BeginRun | FinishRun | HandleCode
+Answer: TypeAlias = StoreOpened | Launched | RanksExited | StacksTaken | RunBegun | RunFinished | CodeHandled | Refused
 Report: TypeAlias = SignalReceived | AgentLost | RunOutput
 Handler: TypeAlias = Callable[[Request], Awaitable[Answer]]
 
-_REQUESTS: dict[str, type[Request]] = {
-    each.__name__: each for each in (OpenStore, LaunchRanks, WatchRanks, StopRanks, BeginRun, FinishRun, HandleCode)
-}
-_ANSWERS: dict[str, type[Answer]] = {
-    each.__name__: each for each in (StoreOpened, Launched, RanksExited, RunBegun, RunFinished, CodeHandled, Refused)
-}
-_REPORTS: dict[str, type[Report]] = {each.__name__: each for each in (SignalReceived, AgentLost, RunOutput)}
+_REQUESTS: dict[str, type[Request]] = {each.__name__: each for each in get_args(Request)}
+_ANSWERS: dict[str, type[Answer]] = {each.__name__: each for each in get_args(Answer)}
+_REPORTS: dict[str, type[Report]] = {each.__name__: each for each in get_args(Report)}
 
 
 def encode_request(request: Request) -> tuple[str, dict[str, Any]]:

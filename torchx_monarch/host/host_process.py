@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Coroutine, Mapping
@@ -226,10 +227,12 @@ class HostProcess:
         controller = Controller(job, rendezvous, host.reporter, gatherer, work)
         coordinator = roles.coordinator(rendezvous, network, host.reporter)
         try:
-            if options.replicas > 1 or workload.listens or roles.server is not None:
-                await rendezvous.start()
+            await rendezvous.start()
         except RendezvousError as error:
-            return self._conclude(JobResult(1, str(error)))
+            if options.replicas > 1 or workload.listens or roles.server is not None:
+                return self._conclude(JobResult(1, str(error)))
+            # The job needs nobody else; but no client can ask for its stacks.
+            print(f"no client can connect to this host: {error}", file=sys.stderr, flush=True)  # Monarch's log
         rendezvous.register(registration)
         await coordinator.begin(options.host_timeout)
         result = await coordinator.await_others(await controller.run(), options.host_timeout)

@@ -7,9 +7,9 @@ of its own, as ``python -u rank_main.py MODE TARGET [ARGUMENT...]``, by any inte
 alone.
 
 The program has the state that ``python script.py`` gives it: the main thread, a fresh ``__main__``, ``sys.argv``,
-``sys.path[0]``, signals, exit codes and tracebacks. In addition, ``STACKS_SIGNAL`` prints the stacks of all threads, a
-crash prints the Python stack, and an uncaught exception is written to ``TORCHELASTIC_ERROR_FILE`` as
-``torch.distributed.elastic.multiprocessing.errors.ErrorHandler`` writes it.
+``sys.path[0]``, signals, exit codes and tracebacks. In addition, ``STACKS_SIGNAL`` has the stacks of all threads
+written where the host reads them, a crash prints the Python stack, and an uncaught exception is written to
+``TORCHELASTIC_ERROR_FILE`` as ``torch.distributed.elastic.multiprocessing.errors.ErrorHandler`` writes it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ if _OWNS_PATH0 and __name__ == "__main__":
     del sys.path[0]
 
 import contextlib  # noqa: E402
+import ctypes  # noqa: E402
 import faulthandler  # noqa: E402
 import io  # noqa: E402
 import signal  # noqa: E402
@@ -32,16 +33,56 @@ from collections.abc import Callable, Sequence  # noqa: E402
 from typing import Any, NoReturn  # noqa: E402
 
 STACKS_SIGNAL = signal.SIGRTMAX - 3
-"""The signal on which a rank prints the stacks of all its threads to stderr."""
+"""The signal on which a rank writes the stacks of all its threads to the file that its host reads them from."""
 
-_OWN_FILES = tuple(os.path.join(os.path.dirname(__file__), name) for name in ("rank_main.py", "zygote_main.py"))
+_PR_SET_PTRACER = 0x59616D61
+
+OWN_FILES = tuple(os.path.join(os.path.dirname(__file__), name) for name in ("rank_main.py", "zygote_main.py"))
 """The files whose frames are below the program's on the stack."""
 
 
 def show_stacks() -> None:
-    """Have a crash print the Python stack, and ``STACKS_SIGNAL`` those of all threads."""
+    """Have a crash print the Python stack, and ``STACKS_SIGNAL`` write those of all threads.
+
+    They go to the descriptor of ``receive_stacks_file``, which an interpreter of its own has from the zygote, or to
+    stderr if it is not open.
+    """
     faulthandler.enable()
-    faulthandler.register(STACKS_SIGNAL, all_threads=True)
+    number = _stacks_descriptor()
+    try:
+        os.set_inheritable(number, False)  # the programs that the rank starts do not get it
+    except OSError:
+        number = 2
+    faulthandler.register(STACKS_SIGNAL, file=number, all_threads=True)
+
+
+def receive_stacks_file(descriptor: int, host: int, executes: bool) -> None:
+    """Have this process write its stacks to the host's file, and let the host read them with a debugger.
+
+    Args:
+        descriptor: the file, which gets a number that programs do not use.
+        host: process id of the host. Where Yama restricts ptrace, its children, such as py-spy, may read this process.
+        executes: whether this process goes on as another interpreter, which calls ``show_stacks``. Until then the
+            signal would end it.
+    """
+    if descriptor != _stacks_descriptor():
+        os.dup2(descriptor, _stacks_descriptor(), inheritable=executes)
+        os.close(descriptor)
+    ctypes.CDLL(None).prctl(_PR_SET_PTRACER, host, 0, 0, 0)
+    if executes:
+        faulthandler.unregister(STACKS_SIGNAL)
+    else:
+        show_stacks()
+
+
+def _stacks_descriptor() -> int:
+    """Return the highest number that a descriptor may have, at most 1023.
+
+    A program that closes all that it finds, and opens others, gets lower numbers for these. So nothing writes stacks
+    into a file of the program's.
+    """
+    limit = os.sysconf("SC_OPEN_MAX")
+    return (min(limit, 1024) if limit > 0 else 1024) - 1
 
 
 def program_argv(mode: str, target: str, args: Sequence[str]) -> list[str]:
@@ -163,7 +204,7 @@ def _record(error: BaseException, began: bool) -> None:
 def _program_began(trace: types.TracebackType | None) -> bool:
     """Return whether a line of the program ran: a frame that is neither of our files nor of CPython's ``-m``."""
     return any(
-        frame.f_code.co_filename not in _OWN_FILES
+        frame.f_code.co_filename not in OWN_FILES
         and not frame.f_code.co_filename.startswith("<frozen")
         and frame.f_globals.get("__name__") != "runpy"  # frozen only since Python 3.11
         for frame, _ in traceback.walk_tb(trace)
@@ -171,7 +212,7 @@ def _program_began(trace: types.TracebackType | None) -> bool:
 
 
 def _without_own_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
-    while trace is not None and trace.tb_frame.f_code.co_filename in _OWN_FILES:
+    while trace is not None and trace.tb_frame.f_code.co_filename in OWN_FILES:
         trace = trace.tb_next
     return trace
 

@@ -16,18 +16,24 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchx_monarch.host.attempt_stacks import AttemptStacks
 from torchx_monarch.host.master_endpoint import EndpointError, MasterEndpoint
 from torchx_monarch.host.orphan_reaper import end_orphans
 from torchx_monarch.host.out_of_memory import OutOfMemory
 from torchx_monarch.host.rank_environment import interpreter_environment, rank_environment
 from torchx_monarch.host.rank_logs import RankLogs
 from torchx_monarch.host.rank_process import RankProcess
+from torchx_monarch.host.rank_stacks import take_stacks
 from torchx_monarch.host.rank_starter import RankStarter
 from torchx_monarch.host.watchdog import FILE, Watchdog, WatchdogError
+from torchx_monarch.insight.stacks import ProcessStacks
 from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.model.world import LaunchError, World
 from torchx_monarch.system import error_files, open_files, processes
 from torchx_monarch.transport import messages
+
+_STACKS_TIMEOUT = 3.0
+"""Seconds for the processes of a rank to write their stacks, when a client asks for them."""
 
 
 @dataclasses.dataclass
@@ -36,7 +42,8 @@ class Rank:
 
     Attributes:
         directory: folder of the rank's logs and error file; None for no files.
-        stopped_at: time of the first signal to stop, in seconds since the epoch; None if none was sent.
+        stopped_at: when it was decided to stop the rank, in seconds since the epoch; None if it was not.
+        is_signalled: whether it has got a signal to stop.
     """
 
     process: RankProcess
@@ -44,6 +51,7 @@ class Rank:
     local_rank: int
     directory: Path | None
     stopped_at: float | None = None
+    is_signalled: bool = False
     started: float = dataclasses.field(default_factory=time.time)
 
 
@@ -71,6 +79,8 @@ class RankPool:
         self._is_retired = False
         self._stops = 0
         self._memory = OutOfMemory()
+        self._marker = logs.run.environ.get(processes.MARKER, "")
+        self._stacks = AttemptStacks(logs.replica, logs.hostname, self._marker)
 
     async def start(self, nproc: str) -> int:
         """Prepare for the ranks (see ``RankStarter.prepare``) and return their number on this host.
@@ -193,7 +203,7 @@ class RankPool:
                 for task in running:
                     task.cancel()
                 # Stop this host's ranks immediately; the controller then stops all others and waits for them.
-                self._signal_ranks(signal.SIGTERM)
+                await self._stop_running(ranks, signal.SIGTERM)
                 return
         await self._drained(ranks)
 
@@ -209,10 +219,12 @@ class RankPool:
             return
         for rank in ranks:
             rank.process.release()
-        left = self._signal_ranks(number)
+        left = await self._stop_running(ranks, number)
         if left:
             ends = [asyncio.ensure_future(rank.process.ended.wait()) for rank in left]
             await asyncio.wait(ends, timeout=grace)
+        if number != signal.SIGKILL:
+            await self._write_stacks(left, signal.SIGKILL)  # where they are at the end of the grace period
         for rank in left:
             if not rank.process.ended.is_set():
                 rank.process.kill(signal.SIGKILL)
@@ -220,17 +232,40 @@ class RankPool:
         if ranks is self._ranks:  # otherwise a new attempt has started
             # Ranks of other hosts may still be shutting down and need the store.
             watchdog = [self._watchdog.pid] if self._watchdog is not None else []
-            marker = self._run.environ.get(processes.MARKER, "")
-            end_orphans(marker, [*watchdog, *self._starter.pids])
+            end_orphans(self._marker, [*watchdog, *self._starter.pids])
 
-    def _signal_ranks(self, number: int) -> list[Rank]:
-        """Signal the ranks that still run, each once unless by SIGKILL; return all ranks that still run."""
-        left = [rank for rank in self._ranks if not rank.process.ended.is_set()]
-        for rank in left:
-            if rank.stopped_at is None or number == signal.SIGKILL:
-                rank.stopped_at = rank.stopped_at or time.time()
+    async def stacks(self, rank: int | None, native: bool) -> list[ProcessStacks]:
+        """Return the stacks of the ranks that run now, and of the processes that they have started.
+
+        Args:
+            rank: the only global rank that is asked; None for all.
+            native: whether py-spy reads them as well.
+        """
+        asked = [(each.rank, each.process) for each in self._ranks if rank in (None, each.rank)]
+        return await take_stacks(asked, self._replica, self._marker, _STACKS_TIMEOUT, native)
+
+    async def _stop_running(self, ranks: Sequence[Rank], number: int) -> list[Rank]:
+        """Signal the ranks that still run, each once unless by SIGKILL; return all ranks that still run.
+
+        Their stacks are written before. What a rank does meanwhile, it does after the decision to stop it.
+        """
+        left = [rank for rank in ranks if not rank.process.ended.is_set()]
+        signalled = [rank for rank in left if not rank.is_signalled or number == signal.SIGKILL]
+        for rank in signalled:
+            rank.stopped_at = rank.stopped_at or time.time()
+        await self._write_stacks(signalled, number)
+        for rank in signalled:
+            if not rank.process.ended.is_set() and (not rank.is_signalled or number == signal.SIGKILL):
+                rank.is_signalled = True
                 rank.process.kill(number)
-        return left
+        return [rank for rank in left if not rank.process.ended.is_set()]
+
+    async def _write_stacks(self, ranks: Sequence[Rank], number: int) -> None:
+        """Write the stacks of ranks into the folder of their attempt, before they get a signal."""
+        running = [rank for rank in ranks if not rank.process.ended.is_set()]
+        if running and running[0].directory is not None:
+            folder, processes_of = running[0].directory.parent, [(one.rank, one.process) for one in running]
+            await self._stacks.write(folder, processes_of, number)
 
     def notify(self, number: int) -> None:
         """Send a signal to the rank processes but not to their process groups; the ranks do not count as stopped."""

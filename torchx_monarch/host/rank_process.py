@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchx_monarch.host.rank_output import OutputPipe
+from torchx_monarch.host.stacks_file import StacksFile
 
 _LEFTOVERS_GRACE = 1.0
 """Seconds between SIGTERM and SIGKILL for processes that an ended rank has left in its process group."""
@@ -26,7 +27,7 @@ class RankProcess:
         returncode: exact exit code, negative for a signal, once ``ended`` is set; None before.
         stdout: reader of the process's stdout.
         stderr: reader of the process's stderr.
-        given: the other ends of stdout and stderr, which the zygote gives to the process; closed by ``begin``.
+        stacks: the file to which the process, and its forked children, write their stacks.
         ended: set when the process has ended.
         ended_at: time of the end, in seconds since the epoch; 0 before.
         drained: set when all output has been read and the process group has no process left.
@@ -35,7 +36,7 @@ class RankProcess:
         on_first_output: called for each of the two streams when the program first prints to it.
 
     Raises:
-        OSError: the pipes cannot be made.
+        OSError: the pipes or the file cannot be made.
     """
 
     def __init__(self, on_first_output: Callable[[], None]) -> None:
@@ -45,16 +46,22 @@ class RankProcess:
         self.ended_at = 0.0
         self.drained = asyncio.Event()
         self._tasks: list[asyncio.Task[Any]] = []  # asyncio keeps only weak references to tasks
-        stdout, out = os.pipe()
-        try:
+        with contextlib.ExitStack() as unfinished:
+            self.stacks = StacksFile()
+            unfinished.callback(self.stacks.close)
+            stdout, out = os.pipe()
+            for end in (stdout, out):
+                unfinished.callback(os.close, end)
             stderr, err = os.pipe()
-        except OSError:
-            os.close(stdout)
-            os.close(out)
-            raise
-        self.given: tuple[int, ...] = (out, err)
+            unfinished.pop_all()
+        self._write_ends: tuple[int, ...] = (out, err)
         self.stdout = OutputPipe(os.fdopen(stdout, "rb", 0), on_first_output)
         self.stderr = OutputPipe(os.fdopen(stderr, "rb", 0), on_first_output)
+
+    @property
+    def given(self) -> tuple[int, ...]:
+        """What the zygote gives to the process: the other ends of stdout and stderr, and the file for stacks."""
+        return (*self._write_ends, self.stacks.descriptor)
 
     def begin(self, pid: int) -> None:
         """Watch the process, which runs now.
@@ -84,6 +91,7 @@ class RankProcess:
             self.kill(signal.SIGKILL)
             return
         self._close_write_ends()
+        self.stacks.close()
         self.stdout.close()
         self.stderr.close()
 
@@ -99,7 +107,7 @@ class RankProcess:
             os.killpg(self.pid, number)
 
     def _close_write_ends(self) -> None:
-        ends, self.given = self.given, ()
+        ends, self._write_ends = self._write_ends, ()
         for end in ends:
             os.close(end)
 
@@ -126,6 +134,7 @@ class RankProcess:
             if not waiting:
                 break
         self.kill(signal.SIGKILL)
+        self.stacks.close()
         self.stdout.close()
         self.stderr.close()
         self.drained.set()

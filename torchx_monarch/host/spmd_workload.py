@@ -24,14 +24,17 @@ from torchx_monarch.controller.host_messages import (
     RanksExited,
     Refused,
     Request,
+    StacksTaken,
     StopRanks,
     StoreOpened,
+    TakeStacks,
     WatchRanks,
     decode_request,
     encode_message,
 )
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.spmd_work import Session, SpmdWork
+from torchx_monarch.controller.stack_requests import StackRequests
 from torchx_monarch.host.rank_pool import RankPool
 from torchx_monarch.host.workload import Control, Host
 from torchx_monarch.model.world import LaunchError
@@ -147,6 +150,7 @@ class SpmdWorkload:
         """Return the work of executing the session's runs (see ``Workload``)."""
         options, events, reporter = control.options, control.rendezvous.events, self._host.reporter
         agents = Agents(options, events, reporter, self._handle)
+        control.rendezvous.clients["stacks"] = StackRequests(agents).serve
         session = self._runs.session(control, agents)
         first_output = self._runs.first_output
 
@@ -182,6 +186,8 @@ class SpmdWorkload:
             return StoreOpened(*await pool.serve_store(request.bind, request.advertised, request.hosts))
         if isinstance(request, LaunchRanks):
             return Launched(replica, tuple(await pool.launch(request.world)))
+        if isinstance(request, TakeStacks):
+            return StacksTaken(replica, tuple(await pool.stacks(request.rank, request.native)))
         if isinstance(request, WatchRanks):
             await pool.watch()
         elif isinstance(request, StopRanks):

@@ -119,7 +119,7 @@ class Workload(Protocol):
 
     @property
     def listens(self) -> bool:
-        """Whether replica 0 opens its listener even if it is the only host: clients connect to it."""
+        """Whether replica 0 needs its listener even if it is the only host: what it runs comes from clients."""
 
     @property
     def pool(self) -> RankPool | None:

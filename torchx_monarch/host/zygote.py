@@ -33,8 +33,12 @@ _LEARNED_TIMEOUT = 60.0
 _ORDER_TIMEOUT = 150.0
 """Seconds within which a zygote must execute any other order; the slowest one asks torch in a fork."""
 
-_FORKS_PER_ORDER = 120
-"""Processes that are forked at once: a message carries at most 253 descriptors, of which each process has two."""
+_FORKS_PER_ORDER = 80
+"""Processes that are forked at once: a message carries at most 253 descriptors, of which each process has up to three.
+If the zygote may open few files, fewer are forked at once."""
+
+_FILES_OF_ZYGOTE = 24
+"""Open files of a zygote beside those of an order."""
 
 _KEPT = 3
 """Zygotes that a live allocation keeps for later runs with other interpreters, modules or early variables."""
@@ -44,10 +48,11 @@ class ForkedProcess(Protocol):
     """A process that a zygote forks, ``RankProcess`` or ``StoreProcess``.
 
     Attributes:
-        given: two descriptors that the zygote gives to the process; closed by ``begin``.
+        given: descriptors that the zygote gives to the process.
     """
 
-    given: tuple[int, ...]
+    @property
+    def given(self) -> tuple[int, ...]: ...
 
     def begin(self, pid: int) -> None:
         """Watch the process, a child of this one, which runs now."""
@@ -82,6 +87,9 @@ class Zygote:
         if files is not None:
             with contextlib.suppress(ProcessLookupError):
                 resource.prlimit(self.pid, resource.RLIMIT_NOFILE, files)
+        limit = (files or resource.getrlimit(resource.RLIMIT_NOFILE))[0]
+        room = _FORKS_PER_ORDER if limit == resource.RLIM_INFINITY else (limit - _FILES_OF_ZYGOTE) // 3
+        self._at_once = max(1, min(_FORKS_PER_ORDER, room))
         assert self._process.stdout is not None
         self._output = _Output(self._process.stdout, say)
         self._asking = asyncio.Lock()
@@ -166,12 +174,16 @@ class Zygote:
         Raises:
             ZygoteError: the zygote has ended or does not answer.
         """
-        for first in range(0, len(processes), _FORKS_PER_ORDER):
-            part = processes[first : first + _FORKS_PER_ORDER]
-            order = {"op": "fork", "processes": [description for _, description in part]}
+        for first in range(0, len(processes), self._at_once):
+            part, passed, described = processes[first : first + self._at_once], list[int](), []
+            for process, description in part:
+                given = process.given
+                described.append({**description, "files": [*range(len(passed), len(passed) + len(given))]})
+                passed += given
+            order = {"op": "fork", "processes": described}
             waits, go = os.pipe()
             try:
-                answer = await self.ask(order, [*(end for process, _ in part for end in process.given), waits])
+                answer = await self.ask(order, [*passed, waits])
                 for (process, _), begun in zip(part, answer["processes"], strict=True):
                     if "pid" in begun:
                         process.begin(begun["pid"])

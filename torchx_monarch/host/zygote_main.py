@@ -14,9 +14,9 @@ alone. ``FD`` is one end of a socket pair on which the host sends orders as JSON
                                            ``{"importing": NAME}`` before each of them
 ``{"op": "count", "device": D}``           answer how many ranks torchrun would start for ``--nproc-per-node D``
 ``{"op": "cpus", "mode": M, "gpu": N}``    answer the CPUs that ``--numa-binding M`` selects for GPU N
-``{"op": "fork", "processes": [...]}``     fork the processes; answer a pid or an error for each. The order carries two
-                                           descriptors for each, and a pipe of which each rank reads a byte before it
-                                           goes on
+``{"op": "fork", "processes": [...]}``     fork the processes; answer a pid or an error for each. The order carries
+                                           descriptors for each, its ``files``, and a pipe of which each rank reads a
+                                           byte before it goes on
 =========================================  ====================================================================
 
 A process is a rank or a store. A store is described by ``store``, the address of its TCPStore; empty for 127.0.0.1. Its
@@ -137,37 +137,11 @@ def _keep_operators() -> None:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(alive[0]))
 
 
-def _count(device: str) -> int:
-    """Return ``torch.distributed.run.determine_local_world_size`` for a name: auto, cpu, gpu or xpu."""
-    from torch.distributed.run import determine_local_world_size
-
-    return int(determine_local_world_size(device))
-
-
 def _fork() -> int:
     """Fork without Python 3.12's warning of threads: OpenBLAS has some, and ends them before the fork."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return os.fork()
-
-
-def _cpus_near(gpu: int, mode: str) -> list[int]:
-    """Return the CPUs to which ``torchrun --numa-binding MODE`` binds the local rank with the number ``gpu``."""
-    try:
-        from torch.numa.binding import AffinityMode, NumaOptions, _get_logical_cpus_to_bind_to
-
-        options = NumaOptions(affinity_mode=AffinityMode(mode))
-    except (ImportError, ValueError):
-        import torch
-
-        raise RuntimeError(f"torch {torch.__version__} cannot tell (torch.numa.binding)") from None
-    # Torch 2.14 has renamed an argument of this private function.
-    names = _get_logical_cpus_to_bind_to.__code__.co_varnames
-    index = {"device_index" if "device_index" in names else "gpu_index": gpu}
-    cpus = sorted(_get_logical_cpus_to_bind_to(**index, numa_options=options))
-    if not cpus:
-        raise RuntimeError(f"none of the CPUs near GPU {gpu} is among those that this process may use")
-    return cpus
 
 
 class _ForkError(Exception):
@@ -227,7 +201,7 @@ class _Forks:
 
     Args:
         processes: the descriptions of the processes.
-        passed: two descriptors of each process, and the pipe that lets ranks go on.
+        passed: descriptors of the processes, and the pipe that lets ranks go on.
         channel: the socket to the host, which the processes close.
         program: the names of ``rank_main``.
     """
@@ -279,11 +253,13 @@ class _Forks:
         rank = self._processes[number]
         try:
             os.setsid()
-            *outputs, go = self._passed
-            for standard, passed in zip((1, 2), outputs[2 * number :], strict=False):
-                os.dup2(passed, standard)
-            for closed in (*outputs, self._channel.detach(), self._reader):
+            out, err, stacks = (self._passed[index] for index in rank["files"])
+            go = self._passed[-1]
+            os.dup2(out, 1)
+            os.dup2(err, 2)
+            for closed in {*self._passed, self._channel.detach(), self._reader} - {stacks, go}:
                 os.close(closed)
+            self._program["receive_stacks_file"](stacks, self._host, bool(rank["python"]))
             os.environ.update(rank["env"])
             if "cwd" in rank:
                 os.chdir(rank["cwd"])
@@ -314,7 +290,7 @@ class _Forks:
 
     def _become_store(self, number: int) -> NoReturn:
         """Serve a TCPStore, report the pid when it does, and end when the pipe is closed."""
-        lifeline, listener = self._passed[2 * number : 2 * number + 2]
+        lifeline, listener = (self._passed[index] for index in self._processes[number]["files"])
         try:
             os.setsid()
             null = os.open(os.devnull, os.O_RDWR)
@@ -446,9 +422,11 @@ def _serve_orders(channel: socket.socket, program: dict[str, Any]) -> dict[str, 
             if op == "import":
                 answer = _import(order, program, tell)
             elif op == "count":
-                answer["count"] = _in_fork(_count, order["device"])
+                answer["count"] = _in_fork(program["run_sibling_file"]("torch_queries.py")["count"], order["device"])
             elif op == "cpus":
-                answer["cpus"] = _in_fork(_cpus_near, order["gpu"], order["mode"])
+                answer["cpus"] = _in_fork(
+                    program["run_sibling_file"]("torch_queries.py")["cpus_near"], order["gpu"], order["mode"]
+                )
             elif op == "fork":
                 rank, answer["processes"] = _Forks(order["processes"], passed, channel, program).fork()
                 if rank is not None:

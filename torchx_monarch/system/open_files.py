@@ -11,8 +11,8 @@ _FILES_PER_HOST = 40
 """Open files of a host process with Monarch and a controller: with a limit of 32 the import of Monarch fails, with 44 a
 job with one rank runs."""
 
-_FILES_PER_RANK = 6
-"""Open files of a host process for each rank: a channel, two pipes, a pidfd, two log files."""
+_FILES_PER_RANK = 7
+"""Open files of a host process for each rank: a channel, two pipes, a pidfd, two log files, the file for stacks."""
 
 
 def shortage(ranks: int) -> str:

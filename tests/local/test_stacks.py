@@ -1,0 +1,312 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The stacks of ranks: when a client asks for them, and before a host stops its ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.local.hosts import Hosts
+from tests.local.live import Live
+from torchx_monarch.client.hosts import Hosts as Client
+from torchx_monarch.client.rank_stacks import ask_stacks
+from torchx_monarch.exceptions import RefusedError, UnreachableError
+from torchx_monarch.host.rank_main import STACKS_SIGNAL
+from torchx_monarch.insight.stacks import ProcessStacks
+
+NO_PRELOAD = ("--grace", "5", "--preload", "")
+
+READY = 'ready = lambda: print("ready", flush=True)'
+"""The first line of a program that says when it is where it shall be found."""
+
+
+def torchrun(path: str, nproc: int = 2, nnodes: int = 1, restarts: int = 0) -> list[str]:
+    sizes = ["--nproc-per-node", str(nproc), "--nnodes", str(nnodes), "--max-restarts", str(restarts)]
+    return ["torchrun", *sizes, "--tee", "3", path]
+
+
+def client(folder: Path) -> Client:
+    return Client("monarch_local://torchx/app", address=f"unix:{folder}/r.sock")
+
+
+def wait_for(hosts: Hosts, text: str, count: int) -> None:
+    until = time.monotonic() + 90
+    while sum(hosts.out(replica).count(text) for replica in hosts.processes) < count:
+        assert time.monotonic() < until and all(one.poll() is None for one in hosts.processes.values()), hosts.err()
+        time.sleep(0.02)
+
+
+def stacks_of(hosts: Hosts, native: bool = False) -> dict[int, ProcessStacks]:
+    """The stacks of the ranks' own processes, by rank."""
+    stacks, missing = ask_stacks(client(hosts.folder), native=native)
+    assert not missing
+    return {one.rank: one for one in stacks if not one.child}
+
+
+def functions(stacks: ProcessStacks, thread: int = 0) -> list[str]:
+    return [frame.function for frame in stacks.threads[thread].frames] if stacks.threads else []
+
+
+def stop(hosts: Hosts) -> None:
+    for one in hosts.processes.values():
+        one.terminate()
+    hosts.wait()
+
+
+def test_each_rank_is_named_with_what_it_does(folder: Path, script: Callable[[str], str]) -> None:
+    path = script(f"""
+        {READY}
+        import ctypes, threading
+        def sleeps():
+            ready()
+            time.sleep(100)
+        def holds_the_gil():
+            ready()
+            while True:
+                ctypes.PyDLL(None).usleep(100_000_000)
+        def loads():
+            from torch.utils.data import DataLoader, Dataset
+            class Stuck(Dataset):
+                def __len__(self):
+                    return 8
+                def __getitem__(self, index):
+                    ready()
+                    time.sleep(100)
+            next(iter(DataLoader(Stuck(), num_workers=1)))
+        def is_stopped():
+            ready()
+            os.kill(os.getpid(), signal.SIGSTOP)
+        [sleeps, holds_the_gil, is_stopped, loads][rank]()
+    """)
+    hosts = Hosts(folder, torchrun(path, nnodes=2), replicas=2, options=("--grace", "1")).start()
+    wait_for(hosts, "ready", 4)
+    for pid in [each.pid for each in psutil.Process(hosts.processes[1].pid).children(recursive=True)]:
+        if psutil.pid_exists(pid) and "rank 2" in " ".join(psutil.Process(pid).cmdline()):
+            while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
+                time.sleep(0.01)
+    stacks, missing = ask_stacks(client(folder))
+    ranks = {one.rank: one for one in stacks if not one.child}
+    workers = [one for one in stacks if one.child]
+    assert not missing
+    assert functions(ranks[0])[:2] == ["sleeps", "<module>"] and "holds_the_gil" in functions(ranks[1])
+    assert ranks[2].problem == "stopped (SIGSTOP)" and not ranks[2].threads
+    assert "loads" in functions(ranks[3])
+    assert [one.rank for one in workers] == [3] and "__getitem__" in functions(workers[0])
+    only, _ = ask_stacks(client(folder), rank=0)
+    assert [one.rank for one in only] == [0]
+    stop(hosts)
+    assert "sleeps" in (hosts.logs(0) / "attempt_0" / "stacks.txt").read_text()
+    written = (hosts.logs(1) / "attempt_0" / "stacks.txt").read_text()
+    assert "before SIGTERM" in written and "rank 2 (host 1, pid" in written and "stopped (SIGSTOP)" in written
+    assert "before SIGKILL" in written  # a stopped process does not end by SIGTERM
+    assert "__getitem__" in written
+
+
+@pytest.mark.parametrize("how", ["--ranks=fresh", "--ranks=fork"])
+def test_the_survivors_stacks_are_kept_before_each_restart(
+    folder: Path, script: Callable[[str], str], how: str
+) -> None:
+    path = script(f"""
+        {READY}
+        def survives():
+            ready()
+            time.sleep(100)
+        if rank != 2:
+            survives()
+        while len(open(os.environ["SEEN"]).read().split()) < 1:
+            time.sleep(0.01)
+        sys.exit(3)
+    """)
+    seen = folder / "seen"
+    seen.touch()
+    options = (*NO_PRELOAD, *how.split("="))
+    hosts = Hosts(folder, torchrun(path, nnodes=2, restarts=1), 2, options, {"SEEN": str(seen)}).start()
+    wait_for(hosts, "ready", 3)
+    seen.write_text("x")
+    assert hosts.wait() == [3, 3], hosts.err()
+    for attempt in (0, 1):
+        texts = [(hosts.logs(host) / f"attempt_{attempt}" / "stacks.txt") for host in (0, 1)]
+        if attempt == 0:
+            assert "ranks 0-1: main thread" in texts[0].read_text()
+            assert "rank 3 (host 1, pid " in texts[1].read_text()
+            assert all("in survives" in text.read_text() for text in texts)
+
+
+def test_nothing_of_it_reaches_the_programs_files(folder: Path, script: Callable[[str], str]) -> None:
+    # It closes all descriptors, opens others, blocks the signal, or writes what it likes where stacks are read.
+    path = script(f"""
+        {READY}
+        import subprocess
+        top = max(int(n) for n in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{{n}}"))
+        def garbage():
+            for _ in range(100):
+                try:
+                    os.write(top, b"Thread 0x1 (most recent call first):\\n" * 1000)
+                except OSError:
+                    break
+            os.lseek(top, 1 << 40, 0)
+        def closes():
+            os.closerange(3, 2000)
+            for n in range(64):
+                os.open(f"{{os.environ['OPENED']}}{{n}}", os.O_CREAT | os.O_WRONLY)
+        def blocks():
+            signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))
+        def executes():
+            child = subprocess.Popen(["sleep", "100"])
+        [garbage, closes, blocks, executes][rank]()
+        ready()
+        time.sleep(100)
+    """)
+    hosts = Hosts(folder, torchrun(path, nproc=4), options=NO_PRELOAD, environ={"OPENED": str(folder / "o")}).start()
+    wait_for(hosts, "ready", 4)
+    for _ in range(3):
+        stacks, missing = ask_stacks(client(folder))
+        ranks = {one.rank: one for one in stacks if not one.child}
+        assert not missing
+        assert functions(ranks[0]) == ["<module>"] and not ranks[0].problem
+        assert "no stacks: not a Python program" in ranks[1].problem
+        assert ranks[2].problem == "blocks the signal that asks for stacks"
+        assert [(one.child, one.problem) for one in stacks if one.rank == 3 and one.child] == [
+            ("sleep", "no stacks: not a fork of the rank; it is sleeping")
+        ]
+        assert functions(ranks[3]) == ["<module>"]
+    assert all(not (folder / f"o{n}").read_text() for n in range(64))
+    stop(hosts)
+    assert "Thread" not in hosts.err() and "most recent call" not in hosts.err() + hosts.out()
+
+
+def test_a_program_that_is_not_python_is_not_signalled(folder: Path) -> None:
+    command = [
+        "torchrun",
+        "--nproc-per-node",
+        "1",
+        "--no-python",
+        "--tee",
+        "3",
+        "sh",
+        "-c",
+        "sleep 100 & echo ready; wait",
+    ]
+    hosts = Hosts(folder, command, options=NO_PRELOAD).start()
+    wait_for(hosts, "ready", 1)
+    stacks, _ = ask_stacks(client(folder))
+    assert [one.child for one in stacks] == ["", "sleep"]
+    assert "no stacks: not a Python program" in stacks[0].problem
+    stop(hosts)
+
+
+def test_the_ranks_of_a_run_on_an_allocation(folder: Path, script: Callable[[str], str]) -> None:
+    path = script(f"""
+        {READY}
+        ready()
+        time.sleep(100)
+    """)
+    hosts = Live(folder, torchrun(path, nnodes=2), replicas=2).ready()
+    assert ask_stacks(client(folder)) == ([], {})
+    running = hosts.job.run_spmd_async(workspace=None)
+    until = time.monotonic() + 60
+    while len(stacks_of(hosts)) < 4 or any(one.problem for one in stacks_of(hosts).values()):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    assert {rank: functions(one)[-1] for rank, one in stacks_of(hosts).items()} == dict.fromkeys(range(4), "<module>")
+    running.cancel()
+    stop(hosts)
+    for host in (0, 1):
+        assert "main thread" in (hosts.logs(host) / "run_1" / "attempt_0" / "stacks.txt").read_text()
+
+
+def test_a_job_without_ranks_yet_and_one_that_has_ended(folder: Path, script: Callable[[str], str]) -> None:
+    hosts = Hosts(folder, torchrun(script("pass"), nnodes=2), replicas=2, options=NO_PRELOAD)
+    with pytest.raises(UnreachableError):
+        ask_stacks(client(folder))
+    hosts.start(0)
+    until = time.monotonic() + 60
+    while not (folder / "r.sock").exists():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    with pytest.raises(RefusedError, match="the hosts are not together"):
+        ask_stacks(client(folder))
+    hosts.start(1)
+    assert hosts.wait() == [0, 0]
+    with pytest.raises(UnreachableError):
+        ask_stacks(client(folder))
+
+
+def test_native_stacks_name_c_functions(folder: Path, script: Callable[[str], str]) -> None:
+    path = script(f"""
+        {READY}
+        ready()
+        time.sleep(100)
+    """)
+    hosts = Hosts(folder, torchrun(path), options=NO_PRELOAD).start()
+    wait_for(hosts, "ready", 2)
+    ranks = stacks_of(hosts, native=True)
+    for stacks in ranks.values():
+        if stacks.problem:
+            assert "no native stacks: py-spy" in stacks.problem
+        else:
+            assert any("sleep" in name for name in functions(stacks)) and functions(stacks)[-1] == "<module>"
+    stop(hosts)
+
+
+def test_a_rank_without_stacks_is_stopped_all_the_same(folder: Path, script: Callable[[str], str]) -> None:
+    # Rank 1 does not answer, because the program has a handler of its own; rank 2 cannot be asked.
+    path = script(f"""
+        {READY}
+        if rank == 1:
+            signal.signal({int(STACKS_SIGNAL)}, lambda *_: None)
+        if rank == 2:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {{{int(STACKS_SIGNAL)}}})
+        open(f"{{os.environ['SEEN']}}{{rank}}", "w").close()
+        while not all(os.path.exists(f"{{os.environ['SEEN']}}{{other}}") for other in (1, 2)):
+            time.sleep(0.01)
+        if rank == 0:
+            sys.exit(3)
+        time.sleep(100)
+    """)
+    hosts = Hosts(folder, torchrun(path, nproc=3), options=NO_PRELOAD, environ={"SEEN": str(folder / "s")}).start()
+    assert hosts.wait() == [3]
+    text = (hosts.logs(0) / "attempt_0" / "stacks.txt").read_text()
+    assert "main thread: has not answered; it is " in text
+    assert "main thread: blocks the signal that asks for stacks" in text
+
+
+def test_log_dir_dev_null_keeps_no_stacks(folder: Path, script: Callable[[str], str]) -> None:
+    path = script("""
+        if rank == 0:
+            sys.exit(3)
+        time.sleep(100)
+    """)
+    command = ["torchrun", "--nproc-per-node", "2", "--log-dir", os.devnull, path]
+    hosts = Hosts(folder, command, options=NO_PRELOAD).start()
+    assert hosts.wait() == [3]
+    assert not list(folder.rglob("stacks.txt"))
+
+
+def test_the_command_shows_them(folder: Path, script: Callable[[str], str]) -> None:
+    path = script(f"""
+        {READY}
+        ready()
+        time.sleep(100)
+    """)
+    hosts = Hosts(folder, torchrun(path), options=NO_PRELOAD).start()
+    wait_for(hosts, "ready", 2)
+    command = [sys.executable, "-m", "torchx.cli.main", "monarch", "stacks", "monarch_local://torchx/app"]
+    command += ["--address", f"unix:{folder}/r.sock"]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.splitlines()[0] == "ranks 0-1: main thread"
+    assert f"    {path}:" in shown.stdout
+    nobody = subprocess.run([*command, "--rank", "7"], capture_output=True, text=True, timeout=60)
+    assert (nobody.returncode, nobody.stderr) == (1, "[monarch] rank 7 does not run\n")
+    hosts.processes[0].send_signal(signal.SIGTERM)
+    hosts.wait()

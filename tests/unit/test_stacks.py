@@ -1,0 +1,159 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Stacks: what is parsed of ``faulthandler`` and py-spy, how it is grouped, and what a person reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import json
+import tempfile
+import threading
+
+import pytest
+
+from torchx_monarch.insight.stacks import (
+    Frame,
+    ProcessStacks,
+    ThreadStack,
+    group,
+    parse_faulthandler,
+    parse_py_spy,
+    rank_ranges,
+    render,
+)
+from torchx_monarch.model.codec import decode
+
+DUMP = """Thread 0x00007f24b1ffb640 (most recent call first):
+  <no Python frame>
+
+Thread 0x00007f24b27fc640 [pin memory] (most recent call first):
+  File "/x/data.py", line 31 in do_one_step
+  File "/usr/lib/threading.py", line 982 in run
+
+Current thread 0x00007f24b4a6d740 (most recent call first):
+  File "/x/train.py", line 12 in step
+  File "/x/train.py", line ??? in <module>
+  File "/us/rank_main.py", line 189 in _run
+  File "/us/zygote_main.py", line 480 in main
+"""
+
+
+def process(rank: int, *frames: str, child: str = "", problem: str = "", pid: int = 0) -> ProcessStacks:
+    stack = tuple(Frame("/x/train.py", 1, name) for name in frames)
+    return ProcessStacks(
+        rank, rank // 2, pid or 100 + rank, child, (ThreadStack("", stack),) if frames else (), problem
+    )
+
+
+def test_the_main_thread_comes_first_and_our_frames_are_left_out() -> None:
+    main, pinning, other = parse_faulthandler(DUMP, ("/us/rank_main.py", "/us/zygote_main.py"))
+    assert main.frames == (Frame("/x/train.py", 12, "step"), Frame("/x/train.py", 0, "<module>"))
+    assert (pinning.name, pinning.frames[0]) == ("pin memory", Frame("/x/data.py", 31, "do_one_step"))
+    assert other == ThreadStack("", ())
+
+
+def test_frames_of_ours_above_the_program_stay() -> None:
+    frames = parse_faulthandler('Thread 0x1 (most recent call first):\n  File "/us/a.py", line 1 in f\n', ())[0].frames
+    assert frames == (Frame("/us/a.py", 1, "f"),)
+
+
+def test_what_faulthandler_prints_here_is_parsed() -> None:
+    waiting = threading.Event()
+    other = threading.Thread(target=waiting.wait)
+    other.start()
+    try:
+        with tempfile.TemporaryFile("w+") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+            file.seek(0)
+            stacks = parse_faulthandler(file.read())
+    finally:
+        waiting.set()
+        other.join()
+    assert len(stacks) >= 2
+    assert any(frame.function == "test_what_faulthandler_prints_here_is_parsed" for frame in stacks[0].frames)
+    assert any(frame.function == "wait" for stack in stacks[1:] for frame in stack.frames)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "\n" * 100,
+        '  File "/x.py", line 1 in f\n',  # no thread
+        "Thread 0x (most recent call first):\n",
+        'Thread 0x1 (most recent call first):\n  File "/x.py", line 99999999999999999999 in f\n',
+        "\x00\x1b[2J" * 1000,
+    ],
+)
+def test_lines_that_are_no_stack_are_dropped(text: str) -> None:
+    assert not any(stack.frames for stack in parse_faulthandler(text))
+
+
+def test_what_a_rank_writes_itself_is_limited_and_escaped() -> None:
+    thread = "Thread 0x1 (most recent call first):\n" + '  File "\x1b[31m%s", line 1 in f\x9b\n' % ("x" * 5000) * 5000
+    stacks = parse_faulthandler(thread * 2 + "Thread 0x1 (most recent call first):\n" * 5000)
+    assert len(stacks) == 200 and max(len(one.frames) for one in stacks) == 200
+    shown = "\n".join(render([ProcessStacks(0, 0, 1, "\x1b", stacks, "")]))
+    assert "\x1b" not in shown and "\x9b" not in shown and len(shown) < 1 << 20
+
+
+def test_py_spy_names_the_main_thread_by_its_id() -> None:
+    frame = {"name": "f", "filename": "/x.py", "line": 3, "module": None}
+    started = {"name": "main", "filename": "/us/zygote_main.py", "line": 1, "module": None}
+    libc = {"name": "__libc_start", "filename": "libc.so", "line": 0, "module": "libc.so"}
+    wait = {"name": "wait4", "filename": "libc.so", "line": 0, "module": "libc.so"}
+    threads = [
+        {"os_thread_id": 8, "thread_name": "other", "frames": [wait]},
+        {"os_thread_id": 7, "thread_name": None, "frames": [wait, frame, started, libc]},
+    ]
+    main, other = parse_py_spy(json.dumps(threads), 7, ("/us/zygote_main.py",))
+    assert main.frames == (Frame("libc.so", 0, "wait4"), Frame("/x.py", 3, "f"))
+    assert other == ThreadStack("other", (Frame("libc.so", 0, "wait4"),))
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '[{"os_thread_id": 1}]', "null"])
+def test_other_output_of_py_spy_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_py_spy(text, 1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "shown"),
+    [((3,), "rank 3"), ((0, 1, 2, 4, 5, 7), "ranks 0-2,4-5,7"), ((0, 2), "ranks 0,2"), ((0, 1), "ranks 0-1")],
+)
+def test_ranges_of_ranks(ranks: tuple[int, ...], shown: str) -> None:
+    assert rank_ranges(ranks) == shown
+
+
+def test_the_odd_rank_comes_first_and_children_after_the_ranks() -> None:
+    worker = process(1, "fetch", child="pt_data_worker", pid=900)
+    stopped = process(7, problem="stopped (SIGSTOP)")
+    waiting = [process(rank, "all_reduce", "main") for rank in (0, 1, 2, 4, 5, 6)]
+    lines = render([*waiting, worker, process(3, "load", "main"), stopped])
+    assert [line for line in lines if not line.startswith(" ")] == [
+        "rank 3 (host 1, pid 103): main thread",
+        "rank 7 (host 3, pid 107): main thread: stopped (SIGSTOP)",
+        "ranks 0-2,4-6: main thread",
+        "rank 1 (host 0, pid 900): pt_data_worker, main thread",
+    ]
+    assert "    /x/train.py:1 in all_reduce" in lines
+
+
+def test_several_children_of_one_rank_are_counted() -> None:
+    workers = [process(0, "fetch", child="pt_data_worker", pid=pid) for pid in (5, 6, 7)]
+    assert render(workers)[0] == "rank 0 (3 of them): pt_data_worker, main thread"
+
+
+def test_other_threads_are_groups_of_their_own() -> None:
+    busy = ThreadStack("", (Frame("/x.py", 1, "beat"),))
+    ranks = [
+        dataclasses.replace(each, threads=(*each.threads, busy, ThreadStack("", ())))
+        for each in (process(0, "f"), process(1, "f"))
+    ]
+    assert [(one.what, one.ranks) for one in group(ranks)] == [("main thread", (0, 1)), ("other thread", (0, 1))]
+
+
+def test_stacks_travel_as_json() -> None:
+    one = process(3, "f", child="python", problem="x")
+    assert decode(ProcessStacks, json.loads(json.dumps(dataclasses.asdict(one)))) == one

@@ -1,0 +1,41 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``torchx monarch stacks``: show where the ranks of a job are, equal stacks together, the rarest first."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+
+from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of
+from torchx_monarch.client.hosts import say
+from torchx_monarch.client.rank_stacks import ask_stacks
+from torchx_monarch.insight.stacks import render
+from torchx_monarch.system.untrusted_text import one_line
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the arguments of ``torchx monarch stacks``."""
+    add_handle(parser)
+    parser.add_argument("--rank", type=int, metavar="K", help="this rank alone (default: all)")
+    parser.add_argument(
+        "--native", action="store_true", help="with the functions of C libraries, by py-spy on the hosts; takes seconds"
+    )
+    parser.add_argument("--json", action="store_true", help="print all stacks as JSON, and do not group them")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the stacks; exit with 1 if a host has not answered, or no rank runs."""
+    stacks, missing = ask_stacks(hosts_of(args), args.rank, args.native)
+    if args.json:
+        print(json.dumps({"stacks": [dataclasses.asdict(one) for one in stacks], "missing": missing}, indent=1))
+    else:
+        print("".join(f"{line}\n" for line in render(stacks)), end="")
+    for replica, why in missing.items():
+        say(f"host {replica}: {one_line(why, 300)}")
+    if not stacks and not missing:
+        say(f"rank {args.rank} does not run" if args.rank is not None else "no rank runs")
+    if missing or not stacks:
+        sys.exit(1)

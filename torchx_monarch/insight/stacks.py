@@ -1,0 +1,217 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Stacks of ranks and of their child processes: parse what ``faulthandler`` and py-spy print, group, and render.
+
+A rank may write anything where its host reads stacks. So lines that are none of a stack are dropped, numbers are
+limited, and names are escaped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torchx_monarch.system.untrusted_text import one_line
+
+_MAX_THREADS = 200
+"""Threads of one process that are read; ``faulthandler`` prints at most 100."""
+
+_MAX_FRAMES = 200
+"""Frames of one thread that are read; ``faulthandler`` prints at most 100."""
+
+_MAX_NAME = 300
+"""Characters of a file's or a function's name that are kept."""
+
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-fA-F]+(?: \[(.*)\])? \(most recent call first\):$")
+_FRAME = re.compile(r'  File "(.*)", line (\d{1,9}|\?\?\?) in (.*)$')
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """One call on a stack.
+
+    Attributes:
+        file: path of the source file, or name of a library.
+        line: line in the file; 0 if it is not known.
+        function: name of the function.
+    """
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}{f':{self.line}' if self.line else ''} in {self.function}"
+
+
+@dataclasses.dataclass(frozen=True)
+class ThreadStack:
+    """The stack of one thread.
+
+    Attributes:
+        name: name of the thread; empty if it is not known.
+        frames: its calls, the most recent one first; empty for a thread that is in no Python function.
+    """
+
+    name: str
+    frames: tuple[Frame, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ProcessStacks:
+    """The stacks of a rank's process, or of a process that the rank has started.
+
+    Attributes:
+        rank: the global rank.
+        replica: the replica whose host executes the rank.
+        pid: process id on that host.
+        child: name of the process if the rank has started it; empty for the rank's own process.
+        threads: the stacks of its threads, that of the main thread first; empty if there are none.
+        problem: why there are no stacks, or not those that were asked for; empty if there are.
+    """
+
+    rank: int
+    replica: int
+    pid: int
+    child: str = ""
+    threads: tuple[ThreadStack, ...] = ()
+    problem: str = ""
+
+
+def parse_faulthandler(text: str, own_files: Iterable[str] = ()) -> tuple[ThreadStack, ...]:
+    """Parse the stacks of all threads as ``faulthandler`` prints them: the main thread last.
+
+    Args:
+        text: what it printed.
+        own_files: files whose frames are left out where they are below all others: those that run the program.
+
+    Returns:
+        The stacks, that of the main thread first.
+    """
+    own, threads, frames = frozenset(own_files), list[ThreadStack](), None
+    for line in text.split("\n"):
+        if found := _THREAD.match(line):
+            if len(threads) == _MAX_THREADS:
+                break
+            frames = list[Frame]()
+            threads.append(ThreadStack(one_line(found[1] or "", _MAX_NAME), ()))
+        elif frames is not None and len(frames) < _MAX_FRAMES and (found := _FRAME.match(line)):
+            number = 0 if found[2] == "???" else int(found[2])
+            frames.append(Frame(one_line(found[1], _MAX_NAME), number, one_line(found[3], _MAX_NAME)))
+            threads[-1] = dataclasses.replace(threads[-1], frames=tuple(frames))
+    return tuple(dataclasses.replace(one, frames=_without(own, one.frames)) for one in reversed(threads))
+
+
+def _without(own: frozenset[str], frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """Return frames without those of our files at the end, nor those of the interpreter's own start below them."""
+    end = len(frames)
+    while end and not frames[end - 1].line:
+        end -= 1
+    program = end
+    while program and frames[program - 1].file in own:
+        program -= 1
+    return frames[:program] if program < end else frames
+
+
+def parse_py_spy(text: str, pid: int, own_files: Iterable[str] = ()) -> tuple[ThreadStack, ...]:
+    """Parse the output of ``py-spy dump --json``; the main thread is the one whose id is the pid.
+
+    Args:
+        text: what it printed.
+        pid: process id.
+        own_files: as for ``parse_faulthandler``.
+
+    Raises:
+        ValueError: the text is something else.
+    """
+    own, found = frozenset(own_files), json.loads(text)
+    try:
+        found.sort(key=lambda thread: thread["os_thread_id"] != pid)
+        return tuple(
+            ThreadStack(
+                one_line(thread["thread_name"] or "", _MAX_NAME),
+                _without(own, tuple(map(_frame_of, thread["frames"][:_MAX_FRAMES]))),
+            )
+            for thread in found[:_MAX_THREADS]
+        )
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"not the output of py-spy: {error!r}") from None
+
+
+def _frame_of(frame: Mapping[str, Any]) -> Frame:
+    file = str(frame["filename"])
+    return Frame(one_line(file, _MAX_NAME), int(frame["line"]), one_line(str(frame["name"]), _MAX_NAME))
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class StackGroup:
+    """Threads with equal stacks, or processes with the same problem.
+
+    Attributes:
+        what: which thread of which process: ``main thread``, ``other thread``, ``pt_data_worker, main thread``, ….
+        ranks: the ranks of the processes, ascending.
+        processes: the processes, by rank.
+        frames: the common stack.
+        problem: the common problem (see ``ProcessStacks``).
+    """
+
+    what: str
+    ranks: tuple[int, ...]
+    processes: tuple[ProcessStacks, ...]
+    frames: tuple[Frame, ...]
+    problem: str
+
+
+def group(stacks: Iterable[ProcessStacks]) -> list[StackGroup]:
+    """Group equal stacks: those of the ranks' main threads first, the rarest of them first."""
+    found: dict[tuple[int, str, tuple[Frame, ...], str], list[ProcessStacks]] = {}
+    for process in sorted(stacks, key=lambda one: (one.rank, one.child, one.pid)):
+        prefix = f"{process.child}, " if process.child else ""
+        if not process.threads:
+            key = (1 if process.child else 0, f"{prefix}main thread", (), process.problem)
+            found.setdefault(key, []).append(process)
+        for index, thread in enumerate(process.threads):
+            what = f"{prefix}{f'thread {thread.name}' if thread.name and index else 'other thread'}"
+            order, problem = (2, what), ""
+            if index == 0:
+                order, problem = (1 if process.child else 0, f"{prefix}main thread"), process.problem
+            elif not thread.frames:
+                continue  # a thread that is in no Python function tells nothing
+            found.setdefault((*order, thread.frames, problem), []).append(process)
+    groups = [
+        (order, StackGroup(what, tuple(sorted({one.rank for one in alike})), tuple(alike), frames, problem))
+        for (order, what, frames, problem), alike in found.items()
+    ]
+    return [one for _, one in sorted(groups, key=lambda each: (each[0], len(each[1].ranks), each[1].ranks))]
+
+
+def rank_ranges(ranks: Sequence[int]) -> str:
+    """Return ascending ranks in the form ``rank 3`` or ``ranks 0-2,4-7``."""
+    ranges: list[list[int]] = []
+    for rank in ranks:
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    shown = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+def render(stacks: Iterable[ProcessStacks]) -> list[str]:
+    """Return the lines that show the groups of stacks to a person."""
+    lines = []
+    for one in group(stacks):
+        many = "" if len(one.processes) == len(one.ranks) else f" ({len(one.processes)} of them)"
+        where = f" (host {one.processes[0].replica}, pid {one.processes[0].pid})" if len(one.processes) == 1 else many
+        text = f": {one.problem}" if one.problem else ""
+        lines.append(one_line(f"{rank_ranges(one.ranks)}{where}: {one.what}{text}"))
+        lines += [f"    {one_line(str(frame))}" for frame in one.frames]
+        if not one.frames and not one.problem:
+            lines.append("    (in no Python function)")
+    return lines

@@ -1,0 +1,85 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Read from /proc what a process is doing, and how it handles a signal, without interrupting it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import NamedTuple
+
+
+class ProcessStatus(NamedTuple):
+    """What /proc/PID/status says of a process, or of one of its threads.
+
+    Attributes:
+        name: name of the program, or that which the process has given itself; at most 15 characters, of any kind.
+        state: ``R`` running, ``S`` sleeping, ``D`` uninterruptible, ``T`` stopped, ``t`` traced, ``Z`` zombie, ….
+        caught: the signals that have a handler, as a mask.
+        blocked: the signals that the thread blocks, as a mask.
+        pending: the signals that wait for the thread or for its process, as a mask.
+    """
+
+    name: str
+    state: str
+    caught: int
+    blocked: int
+    pending: int
+
+
+def status(pid: int, thread: int | None = None) -> ProcessStatus | None:
+    """Return the status of a process, or of one of its threads; None if it is gone.
+
+    Args:
+        pid: process id.
+        thread: id of the thread; None for the main thread.
+    """
+    path = f"/proc/{pid}/status" if thread is None else f"/proc/{pid}/task/{thread}/status"
+    try:
+        with open(path, errors="replace") as file:
+            text = file.read()
+    except OSError:
+        return None
+    fields = dict(line.partition(":\t")[::2] for line in text.splitlines())
+    if "State" not in fields:
+        return None
+
+    def mask(name: str) -> int:
+        return int(fields.get(name) or "0", 16)
+
+    pending = mask("SigPnd") | mask("ShdPnd")
+    return ProcessStatus(fields["Name"], fields["State"][:1], mask("SigCgt"), mask("SigBlk"), pending)
+
+
+def threads(pid: int) -> list[int]:
+    """Return the ids of the threads of a process; none if it is gone."""
+    with contextlib.suppress(OSError):
+        return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
+    return []
+
+
+def blocking(pid: int, signum: int) -> set[int]:
+    """Return the threads of a process that block a signal. A thread that executes its handler blocks it, too."""
+    bit = 1 << signum - 1
+    found = ((thread, status(pid, thread)) for thread in threads(pid))
+    return {thread for thread, one in found if one is not None and one.blocked & bit}
+
+
+def waits_in(pid: int) -> str:
+    """Return the name of the kernel function in which a process waits; empty if the kernel does not tell."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/wchan") as file:
+        return file.read().strip("0\n")
+    return ""
+
+
+def has_open(pid: int, descriptor: int) -> bool:
+    """Return whether a process has the file of one of our descriptors open; False if that may not be read."""
+    ours = os.fstat(descriptor)
+    with contextlib.suppress(OSError):
+        # From the highest number: ``rank_main`` gives the file the highest one.
+        for name in sorted(os.listdir(f"/proc/{pid}/fd"), key=int, reverse=True):
+            with contextlib.suppress(OSError):
+                theirs = os.stat(f"/proc/{pid}/fd/{name}")
+                if (theirs.st_dev, theirs.st_ino) == (ours.st_dev, ours.st_ino):
+                    return True
+    return False
