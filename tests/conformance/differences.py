@@ -111,6 +111,18 @@ class Difference(Enum):
         "one more, of the highest number up to 1023, which programs that it starts do not get",
         "the stacks that `torchx monarch stacks` shows are written there, and not among the program's own output",
     )
+    EVIDENCE = (
+        "Files of an attempt whose ranks were stopped",
+        "`stdout.log`, `stderr.log` and `error.json` of each rank",
+        "also `stacks.txt`, and what torch's flight recorder has, in `flight_recorder/`",
+        "they say where each rank was and in which collective, when another one had failed or had to be waited for",
+    )
+    RECORDER = (
+        "A rank that has formed a process group, with torch preloaded",
+        "has torch's threads and sockets",
+        "has one more thread, which `threading` does not list, and one more socket, of a number near 1023",
+        "the host asks through them for what torch's flight recorder has; the thread sleeps until then",
+    )
     STACKS_SIGNAL = (
         "A rank that is about to be stopped",
         "gets SIGTERM",

@@ -215,3 +215,22 @@ def test_peer_of_a_failed_rank_in_a_collective(both: Launchers) -> None:
     assert theirs.code == ours.code == 1
     assert ours.error["message"].endswith("ValueError: the cause")
     assert "rank 1 " in ours.error["message"]
+
+
+def test_a_rank_with_a_group_has_one_more_thread(both: Launchers) -> None:
+    body = """
+        import json, sys, threading
+        import torch.distributed as dist
+        def count():
+            return [len(sys._current_frames()), threading.active_count(), len(threading.enumerate())]
+        before = count()
+        dist.init_process_group("gloo")
+        dist.barrier()
+        report([before, count()])
+        dist.barrier()
+    """
+    theirs, ours = both.script(body, preload="torch", live=True)
+    assert Difference.RECORDER
+    assert list(theirs.reports.values()) == [[[1, 1, 1], [1, 1, 1]]] * 2
+    threads = 1 if both.ranks == "fresh" else 2
+    assert list(ours.reports.values()) == [[[1, 1, 1], [threads, 1, 1]]] * 2

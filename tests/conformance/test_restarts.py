@@ -98,6 +98,11 @@ def test_files_of_each_attempt(both: Launchers) -> None:
         paths = [path for path in outcome.files if path.startswith("logs/")]
         return {re.sub(r"^logs/[^/]+/", "", path): outcome.files[path] for path in paths}
 
+    assert Difference.EVIDENCE
+    kept = {path for path in ours.files if path.endswith("/stacks.txt")}
+    assert len(kept) == 2
+    for path in kept:
+        assert b"rank 0" in ours.files.pop(path)
     assert logs(ours) == logs(theirs)
     assert logs(ours)["attempt_1/0/stderr.log"] == b"err 0 1\n"
     assert len(logs(ours)) == 3 * 2 * 2

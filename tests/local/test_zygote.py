@@ -62,7 +62,8 @@ def test_a_rank_is_a_process_like_any_other(folder: Path, script: Callable[[str]
         ignored = hex(int(ignored, 16) & 0x7FFFFFFF)  # real-time signals are what the caller has left
         print(os.getppid() == int(os.environ["HOST"]) or os.getppid(), os.getsid(0) == os.getpid(), ignored,
               gc.isenabled(), threading.active_count(), threading.main_thread().native_id == os.getpid(),
-              sorted(os.listdir("/proc/self/fd"))[:4], signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+              sorted(map(int, os.listdir("/proc/self/fd"))),
+              signal.getsignal(signal.SIGINT) is signal.default_int_handler,
               signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, oct(os.umask(0)), sep=";", flush=True)
     """)
     hosts = Hosts(folder, torchrun(path, nproc=1), options=FORKED, environ={"HOST": "0"}).start()
@@ -71,8 +72,8 @@ def test_a_rank_is_a_process_like_any_other(folder: Path, script: Callable[[str]
     assert int(host) == hosts.processes[0].pid
     mask = os.umask(0)
     os.umask(mask)
-    # Python ignores SIGPIPE and SIGXFSZ; the fourth descriptor is that of the listing.
-    assert rest == ["True", "0x1001000", "True", "1", "True", "['0', '1', '2', '3']", "True", "True", oct(mask)]
+    # Python ignores SIGPIPE and SIGXFSZ; the fourth descriptor is that of the listing, the last one that for stacks.
+    assert rest == ["True", "0x1001000", "True", "1", "True", "[0, 1, 2, 3, 1023]", "True", "True", oct(mask)]
 
 
 def test_a_process_listing_names_the_program_and_the_rank(folder: Path, script: Callable[[str], str]) -> None:
@@ -197,8 +198,8 @@ words = [sys.executable, "-I", "-S", zygote_process._ZYGOTE_MAIN, str(theirs.fil
 child = subprocess.Popen(words, pass_fds=[theirs.fileno()])
 rank = {"mode": "exec", "target": "touch", "args": [sys.argv[1]], "env": {}, "label": "", "python": []}
 (out, write_out), (waits, go) = os.pipe(), os.pipe()
-order = json.dumps({"op": "fork", "processes": [rank]}).encode() + b"\\n"
-socket.send_fds(ours, [order], [write_out, write_out, waits])
+order = json.dumps({"op": "fork", "processes": [{**rank, "files": [0, 1, 2]}]}).encode() + b"\\n"
+socket.send_fds(ours, [order], [write_out, write_out, write_out, waits])
 pid = json.loads(ours.recv(65536))["processes"][0]["pid"]
 os.close(go if sys.argv[2] == "lost" else os.write(go, b"g") and waits)
 print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))

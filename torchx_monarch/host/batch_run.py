@@ -18,6 +18,7 @@ from torchx_monarch.host.rank_environment import env_number
 from torchx_monarch.host.rank_logs import RankLogs
 from torchx_monarch.host.rank_pool import RankPool
 from torchx_monarch.host.rank_starter import RankStarter
+from torchx_monarch.host.recorder_dumps import RecorderDumps
 from torchx_monarch.host.run_spec import RunSpec
 from torchx_monarch.host.watchdog import ENABLED, FILE
 from torchx_monarch.host.workload import Control, Host
@@ -77,7 +78,7 @@ class BatchRun:
         first_output = self.first_output.set if self.first_output is not None else None
         zygotes = Zygotes(host.reporter.line, self._early)
         starter = RankStarter(run, zygotes, host.reporter.line, first_output, self._learned)
-        self.pool = RankPool(self._logs, starter, host.reporter.line)
+        self.pool = RankPool(self._logs, starter, RecorderDumps(host.sockets), host.reporter.line)
         nproc = await self.pool.start(run.nproc)
         if command.kind == "torchrun" and host.environ.get(ENABLED) == "1":
             path = host.environ.get(FILE) or os.path.join(host.sockets, "timers")

@@ -39,6 +39,7 @@ from torchx_monarch.host.learned_preload import LearnedPreload, LearnedPrograms,
 from torchx_monarch.host.rank_logs import RankLogs
 from torchx_monarch.host.rank_pool import RankPool
 from torchx_monarch.host.rank_starter import RankStarter
+from torchx_monarch.host.recorder_dumps import RecorderDumps
 from torchx_monarch.host.run_spec import RunSpec
 from torchx_monarch.host.watchdog import ENABLED, FILE
 from torchx_monarch.host.workload import Control, Host
@@ -73,6 +74,7 @@ class LiveRuns:
         self._zygotes = Zygotes(host.reporter.line)
         self._run_queue: RunQueue | None = None
         self._begun: tuple[str, RunBegun] | None = None  # token of the present run, and the answer to its request
+        self._dumps: RecorderDumps | None = None
         self._run_log: RunLog | None = None
         self._forwarding: asyncio.Task[None] | None = None
         self._code: HostCode | None = None
@@ -176,7 +178,8 @@ class LiveRuns:
         logs = RankLogs(host.options.replica, host.hostname, log_dir, run, *outputs)
         starter = RankStarter(run, self._zygotes, host.reporter.line, learned=learned)
         self._present = (learned, starter, env) if learned is not None else None
-        return RankPool(logs, starter, host.reporter.line)
+        self._dumps = self._dumps or RecorderDumps(host.sockets)
+        return RankPool(logs, starter, self._dumps, host.reporter.line)
 
     def _learned_of(self, key: tuple[str, str]) -> LearnedPreload | None:
         """Return what was learned of a program; None without ``-cfg preload=auto``."""

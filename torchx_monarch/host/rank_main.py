@@ -37,7 +37,9 @@ STACKS_SIGNAL = signal.SIGRTMAX - 3
 
 _PR_SET_PTRACER = 0x59616D61
 
-OWN_FILES = tuple(os.path.join(os.path.dirname(__file__), name) for name in ("rank_main.py", "zygote_main.py"))
+OWN_FILES = tuple(
+    os.path.join(os.path.dirname(__file__), name) for name in ("rank_main.py", "rank_recorder.py", "zygote_main.py")
+)
 """The files whose frames are below the program's on the stack."""
 
 
@@ -253,7 +255,13 @@ def run_sibling_file(name: str) -> dict[str, Any]:
     return names
 
 
-def run_program(mode: str, target: str, args: list[str], at_end: Callable[[], None] | None = None) -> None:
+def run_program(
+    mode: str,
+    target: str,
+    args: list[str],
+    at_end: Callable[[], None] | None = None,
+    on_failure: Callable[[], None] = lambda: None,
+) -> None:
     """Run the program of a rank in this interpreter, in its environment and folder.
 
     Args:
@@ -261,6 +269,7 @@ def run_program(mode: str, target: str, args: list[str], at_end: Callable[[], No
         target: the script, module or code.
         args: its arguments.
         at_end: called when the program has ended, by an exception or not; None for no call.
+        on_failure: called when the program has ended by an exception or with another exit code than 0.
     """
     set_path0(mode, target)
     sys.orig_argv = [sys.executable, "-u", *program_argv(mode, target, args)]
@@ -273,11 +282,14 @@ def run_program(mode: str, target: str, args: list[str], at_end: Callable[[], No
         began = _program_began(error.__traceback__)
         if not began or isinstance(error.code, str):
             _record(error.with_traceback(_without_own_frames(error.__traceback__)), began)
+        if error.code not in (None, 0):
+            on_failure()
         raise
     except BaseException as error:
         error.__traceback__ = _without_own_frames(error.__traceback__)
         if not isinstance(error, KeyboardInterrupt):
             _record(error, _program_began(error.__traceback__))
+        on_failure()
         # Re-raised, so that the interpreter ends as usual: exit code 1, or death by SIGINT for KeyboardInterrupt.
         # Re-raising adds our frames to the traceback again; the hook removes them.
         sys.excepthook = _without_own_frames_for(getattr(sys, "excepthook", None))

@@ -25,6 +25,7 @@ from torchx_monarch.host.rank_logs import RankLogs
 from torchx_monarch.host.rank_process import RankProcess
 from torchx_monarch.host.rank_stacks import take_stacks
 from torchx_monarch.host.rank_starter import RankStarter
+from torchx_monarch.host.recorder_dumps import RecorderDumps, dump_path
 from torchx_monarch.host.watchdog import FILE, Watchdog, WatchdogError
 from torchx_monarch.insight.stacks import ProcessStacks
 from torchx_monarch.model.job_result import RankExit
@@ -64,15 +65,17 @@ class RankPool:
     Args:
         logs: what the ranks execute, on which host, and where their output goes.
         starter: starts the processes of the ranks.
+        dumps: receives what torch's flight recorder has of the ranks.
         say: called with a progress line.
     """
 
-    def __init__(self, logs: RankLogs, starter: RankStarter, say: Callable[[str], None]) -> None:
+    def __init__(self, logs: RankLogs, starter: RankStarter, dumps: RecorderDumps, say: Callable[[str], None]) -> None:
         self.attempt = -1
         self._run = logs.run
         self._replica = logs.replica
         self._logs = logs
         self._starter = starter
+        self._dumps = dumps
         self._say = say
         self._watchdog: Watchdog | None = None
         self._ranks: list[Rank] = []
@@ -90,6 +93,7 @@ class RankPool:
         """
         if (node_rank := self._run.command.options.node_rank) not in (0, self._replica):
             self._say(f"--node-rank={node_rank} is not used: this is the host of replica {self._replica}")
+        await self._dumps.start()
         return await self._starter.prepare(nproc)
 
     def start_watchdog(self, path: str, run_id: str) -> None:
@@ -184,6 +188,8 @@ class RankPool:
                 rank.process.discard()
             raise LaunchError("the ranks were stopped while they were started")
         self._ranks, self.attempt = ranks, world.attempt
+        kept = [(rank, rank.directory) for rank in ranks if rank.directory is not None]
+        self._dumps.expect({rank.process.pid: dump_path(directory.parent, rank.rank) for rank, directory in kept})
         self._memory = OutOfMemory()
         return [rank.process.pid for rank in ranks]
 
@@ -224,7 +230,7 @@ class RankPool:
             ends = [asyncio.ensure_future(rank.process.ended.wait()) for rank in left]
             await asyncio.wait(ends, timeout=grace)
         if number != signal.SIGKILL:
-            await self._write_stacks(left, signal.SIGKILL)  # where they are at the end of the grace period
+            await self._write_evidence(left, signal.SIGKILL)  # where they are at the end of the grace period
         for rank in left:
             if not rank.process.ended.is_set():
                 rank.process.kill(signal.SIGKILL)
@@ -253,19 +259,21 @@ class RankPool:
         signalled = [rank for rank in left if not rank.is_signalled or number == signal.SIGKILL]
         for rank in signalled:
             rank.stopped_at = rank.stopped_at or time.time()
-        await self._write_stacks(signalled, number)
+        await self._write_evidence(signalled, number)
         for rank in signalled:
             if not rank.process.ended.is_set() and (not rank.is_signalled or number == signal.SIGKILL):
                 rank.is_signalled = True
                 rank.process.kill(number)
         return [rank for rank in left if not rank.process.ended.is_set()]
 
-    async def _write_stacks(self, ranks: Sequence[Rank], number: int) -> None:
-        """Write the stacks of ranks into the folder of their attempt, before they get a signal."""
+    async def _write_evidence(self, ranks: Sequence[Rank], number: int) -> None:
+        """Write stacks and last collectives of ranks into the folder of their attempt, before they get a signal."""
         running = [rank for rank in ranks if not rank.process.ended.is_set()]
         if running and running[0].directory is not None:
             folder, processes_of = running[0].directory.parent, [(one.rank, one.process) for one in running]
+            collecting = asyncio.ensure_future(self._dumps.collect([one.process.pid for one in running]))
             await self._stacks.write(folder, processes_of, number)
+            await collecting
 
     def notify(self, number: int) -> None:
         """Send a signal to the rank processes but not to their process groups; the ranks do not count as stopped."""
@@ -302,6 +310,7 @@ class RankPool:
             "args": list(program.args),
             "env": {**run.added, **env},
             "label": f"rank {rank.rank} of {world.run_id}",
+            "recorder": self._dumps.path,
         }
 
     async def _drained(self, ranks: Sequence[Rank]) -> None:

@@ -23,9 +23,10 @@ A process is a rank or a store. A store is described by ``store``, the address o
 descriptors are a pipe, at whose end it ends, and a socket that listens on the store's port.
 
 A rank is described by ``mode``, ``target`` and ``args`` of its program, ``env``, which is added to the zygote's
-environment, ``cwd`` (may be missing), ``cpus`` (may be missing), ``label``, ``report`` (may be missing): the file in
-which it reports the modules that its program has imported, and ``python``: the interpreter and flags that the rank must
-execute, or nothing if it goes on as a fork. Its descriptors are the write ends of its stdout and stderr.
+environment, ``cwd`` (may be missing), ``cpus`` (may be missing), ``label``, ``recorder``: the socket at which the host
+waits for dumps of torch's flight recorder, ``report`` (may be missing): the file in which it reports the modules that
+its program has imported, and ``python``: the interpreter and flags that the rank must execute, or nothing if it goes on
+as a fork. Its descriptors are the write ends of its stdout and stderr, and the file for its stacks.
 """
 
 from __future__ import annotations
@@ -419,14 +420,14 @@ def _serve_orders(channel: socket.socket, program: dict[str, Any]) -> dict[str, 
         op = order["op"]
         answer: dict[str, Any] = {}
         try:
+            if op in ("count", "cpus"):
+                queries = program["run_sibling_file"]("torch_queries.py")
             if op == "import":
                 answer = _import(order, program, tell)
             elif op == "count":
-                answer["count"] = _in_fork(program["run_sibling_file"]("torch_queries.py")["count"], order["device"])
+                answer["count"] = _in_fork(queries["count"], order["device"])
             elif op == "cpus":
-                answer["cpus"] = _in_fork(
-                    program["run_sibling_file"]("torch_queries.py")["cpus_near"], order["gpu"], order["mode"]
-                )
+                answer["cpus"] = _in_fork(queries["cpus_near"], order["gpu"], order["mode"])
             elif op == "fork":
                 rank, answer["processes"] = _Forks(order["processes"], passed, channel, program).fork()
                 if rank is not None:
@@ -455,7 +456,8 @@ def main() -> None:
         program["exec_program"](rank["target"], rank["args"])
     learns = "report" in rank and "report_at_end" in program
     at_end = program["report_at_end"](rank["report"]) if learns else None
-    program["run_program"](rank["mode"], rank["target"], rank["args"], at_end)
+    send_dump = program["run_sibling_file"]("rank_recorder.py")["watch"](rank["recorder"])
+    program["run_program"](rank["mode"], rank["target"], rank["args"], at_end, send_dump)
 
 
 if __name__ == "__main__":
