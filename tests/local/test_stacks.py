@@ -307,6 +307,6 @@ def test_the_command_shows_them(folder: Path, script: Callable[[str], str]) -> N
     assert shown.stdout.splitlines()[0] == "ranks 0-1: main thread"
     assert f"    {path}:" in shown.stdout
     nobody = subprocess.run([*command, "--rank", "7"], capture_output=True, text=True, timeout=60)
-    assert (nobody.returncode, nobody.stderr) == (1, "[monarch] rank 7 does not run\n")
+    assert (nobody.returncode, nobody.stderr) == (69, "[monarch] rank 7 does not run\n")
     hosts.processes[0].send_signal(signal.SIGTERM)
     hosts.wait()

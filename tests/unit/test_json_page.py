@@ -17,6 +17,7 @@ from tests.unit.json_page import documented
 from torchx_monarch.cli import exit_codes, main, ps, run_output
 from torchx_monarch.client.allocations import AllocationInfo
 from torchx_monarch.client.result import RankResult, RunInfo, RunResult
+from torchx_monarch.insight.stacks import Frame, ProcessStacks, ThreadStack
 from torchx_monarch.schedulers.job_status import PHASES, JobStatus, LiveState
 
 _REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
@@ -46,6 +47,12 @@ def test_the_fields_of_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert documented("a run") == set(RunInfo.__annotations__)
     live = {name: None for name in ("role", "ready", "run", "runs", "queued", "idle", "idle_timeout")}
     assert documented("an allocation") - {"live"} == set(ps._to_json(AllocationInfo("h", 1, live)))
+
+
+def test_the_fields_of_stacks() -> None:
+    assert documented("a process") == names(ProcessStacks)
+    line = next(line for line in (_REFERENCE / "json.md").read_text().splitlines() if line.startswith("| `threads`"))
+    assert set(re.findall(r"`(\w+)`", line)) == {"threads", *names(ThreadStack), *names(Frame)}
 
 
 @pytest.mark.parametrize("name", main.SUB_COMMANDS)

@@ -26,7 +26,7 @@ def test_a_host_needs_more_for_more_ranks(limit: int) -> None:
     assert open_files.shortage(1) == ""
     assert (
         open_files.shortage(8)
-        == f"RLIMIT_NOFILE is {limit}: a host with 8 ranks needs 88 open files or more (ulimit -n)"
+        == f"RLIMIT_NOFILE is {limit}: a host with 8 ranks needs 96 open files or more (ulimit -n)"
     )
 
 

@@ -67,7 +67,9 @@ def test_descriptors_of_an_order_stay_the_callers() -> None:
     async def main() -> None:
         with started() as zygote:
             reader, writer = os.pipe()
-            answer = await zygote.ask({"op": "fork", "processes": [{"store": ""}]}, [reader, writer, reader])
+            answer = await zygote.ask(
+                {"op": "fork", "processes": [{"store": "", "files": [0, 1]}]}, [reader, writer, reader]
+            )
             assert "torch has not been imported" in answer["processes"][0]["error"]
             os.close(reader)
             os.close(writer)

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 
+from torchx_monarch.cli import exit_codes
 from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of
+from torchx_monarch.cli.json_output import add_json, print_json
 from torchx_monarch.client.hosts import say
 from torchx_monarch.client.rank_stacks import ask_stacks
 from torchx_monarch.insight.stacks import render
@@ -23,14 +24,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--native", action="store_true", help="with the functions of C libraries, by py-spy on the hosts; takes seconds"
     )
-    parser.add_argument("--json", action="store_true", help="print all stacks as JSON, and do not group them")
+    add_json(parser)
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the stacks; exit with 1 if a host has not answered, or no rank runs."""
+    """Print the stacks; exit with ``UNAVAILABLE`` if a host has not answered, or no rank runs."""
     stacks, missing = ask_stacks(hosts_of(args), args.rank, args.native)
     if args.json:
-        print(json.dumps({"stacks": [dataclasses.asdict(one) for one in stacks], "missing": missing}, indent=1))
+        print_json({"stacks": [dataclasses.asdict(one) for one in stacks], "missing": missing})
     else:
         print("".join(f"{line}\n" for line in render(stacks)), end="")
     for replica, why in missing.items():
@@ -38,4 +39,4 @@ def run(args: argparse.Namespace) -> None:
     if not stacks and not missing:
         say(f"rank {args.rank} does not run" if args.rank is not None else "no rank runs")
     if missing or not stacks:
-        sys.exit(1)
+        sys.exit(exit_codes.UNAVAILABLE)
