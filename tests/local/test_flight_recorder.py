@@ -114,6 +114,9 @@ async def _send(sockets: Path, sent: bytes, file: Path | None) -> None:
             rank.shutdown(socket.SHUT_WR)
             while await loop.sock_recv(rank, 10):
                 pass
+    assert dumps._server is not None
+    dumps._server.close()
+    await dumps._server.wait_closed()
 
 
 @pytest.mark.parametrize(
