@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import os
 import re
 import shlex
 import subprocess
@@ -115,7 +116,7 @@ def torchx(
     monkeypatch.setenv("AWS_DEFAULT_REGION", "eu-west-1")
     monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent")
     monkeypatch.setenv("KUBECONFIG", "/nonexistent")
-    hook = threading.excepthook
+    hook, environ = threading.excepthook, dict(os.environ)
 
     def run(*words: str) -> str:
         monkeypatch.setattr(sys, "argv", ["torchx", *words])
@@ -130,6 +131,8 @@ def torchx(
 
     yield run
     threading.excepthook = hook
+    for name in os.environ.keys() - environ.keys():  # TorchX's command sets some, by which it knows itself
+        del os.environ[name]
 
 
 def completed(words: list[str]) -> list[str]:

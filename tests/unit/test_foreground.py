@@ -55,6 +55,7 @@ def test_ctrl_c_cancels_what_is_waited_for(
     polls: int, slow: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(TORCHX_CONTEXT_NAME, "cli_run")
+    monkeypatch.setattr("sys.argv", ["torchx", "run", "utils.echo"])
     backend = Plain(slow)
     foreground = foreground_of(backend)
     submit(foreground)
@@ -70,6 +71,16 @@ def test_ctrl_c_cancels_what_is_waited_for(
     assert ("keeps running; to end it: torchx cancel plain://torchx/a-1" in said) is (polls == 1)
     assert ("cancelling plain://torchx/a-1; Ctrl-C again waits no longer for it" in said) is (polls == 2)
     assert "killing" not in said
+
+
+def test_a_program_that_inherits_the_variable_of_torchx_run_is_not_that_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(TORCHX_CONTEXT_NAME, "cli_run")
+    monkeypatch.setattr("sys.argv", ["pipeline.py", "run"])
+    foreground = foreground_of(Plain(slow=False))
+    submit(foreground)
+    assert not foreground.has_submitted("a-1")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -177,8 +188,6 @@ def test_input_that_no_rank_reads_is_told_once(
         ("torchx run -s --wait utils.echo", False),
         ("torchx run utils.echo --log", False),
         ("torchx run", False),
-        ("torchx log --wait", False),
-        ("python", False),
     ],
 )
 def test_the_options_tell_before_the_command_waits(

@@ -30,6 +30,7 @@ from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.errors import BackendError
 from torchx_monarch.insight import events
 from torchx_monarch.schedulers.app_summary import summary_of
+from torchx_monarch.schedulers.command import subcommand
 from torchx_monarch.schedulers.unread_input import WARNING, has_unread_input
 from torchx_monarch.system.untrusted_text import one_line
 
@@ -136,7 +137,8 @@ class Foreground:
         Raises:
             _Signalled: a signal arrived during the submission.
         """
-        in_command = os.environ.get(TORCHX_CONTEXT_NAME) == "cli_run"
+        # The variable alone does not tell: programs that the command starts inherit it.
+        in_command = os.environ.get(TORCHX_CONTEXT_NAME) == "cli_run" and subcommand() == "run"
         if in_command and _is_to_wait(sys.argv):
             _termination.install()
 
