@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from torchx_monarch.command.command import Command
 from torchx_monarch.controller.roles import Roles
+from torchx_monarch.host.rank_environment import INTERFACE
 from torchx_monarch.host.workload import Host
 from torchx_monarch.transport import local_addresses
 from torchx_monarch.transport.connections import Address
@@ -20,7 +21,7 @@ def settle_addresses(
 ) -> tuple[Address, str]:
     """Determine where replica 0 listens and by which name or address the other hosts dial this one.
 
-    Sets ``host.roles``, and GLOO_SOCKET_IFNAME for the ranks.
+    Sets ``host.roles``, and ``INTERFACE`` for the ranks.
 
     Args:
         host: the host.
@@ -49,7 +50,7 @@ def settle_addresses(
     given_address = environ.get("MONARCH_HOST_ADDRESS", "")
     advertised = local_addresses.advertised(rendezvous, is_first, network_options, given_address)
     if interface := local_addresses.gloo_interface(advertised):
-        environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        environ.setdefault(INTERFACE, interface)
     if roles.looks_up:
         rendezvous = dataclasses.replace(rendezvous, host=advertised)
     return rendezvous, advertised

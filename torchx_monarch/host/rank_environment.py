@@ -38,6 +38,10 @@ def env_number(environ: Mapping[str, str], variable: str, default: float) -> flo
     return value
 
 
+INTERFACE = "GLOO_SOCKET_IFNAME"
+"""The variable that names the network interface for ranks' connections by Gloo."""
+
+
 def interpreter_environment(host: Mapping[str, str], local_world_size: int) -> dict[str, str]:
     """Return the environment with which a rank's interpreter starts, before its rank is known.
 

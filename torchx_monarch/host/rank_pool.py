@@ -20,7 +20,7 @@ from torchx_monarch.host.attempt_stacks import AttemptStacks
 from torchx_monarch.host.master_endpoint import EndpointError, MasterEndpoint
 from torchx_monarch.host.orphan_reaper import end_orphans
 from torchx_monarch.host.out_of_memory import OutOfMemory
-from torchx_monarch.host.rank_environment import interpreter_environment, rank_environment
+from torchx_monarch.host.rank_environment import INTERFACE, interpreter_environment, rank_environment
 from torchx_monarch.host.rank_logs import RankLogs
 from torchx_monarch.host.rank_process import RankProcess
 from torchx_monarch.host.rank_stacks import take_stacks
@@ -308,7 +308,8 @@ class RankPool:
             "mode": program.mode,
             "target": program.target,
             "args": list(program.args),
-            "env": {**run.added, **env},
+            # The zygote may have started before the host knew the interface.
+            "env": {**{name: value for name, value in run.environ.items() if name == INTERFACE}, **run.added, **env},
             "label": f"rank {rank.rank} of {world.run_id}",
             "recorder": self._dumps.path,
         }
