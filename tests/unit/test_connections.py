@@ -36,7 +36,7 @@ _LIFE = (_NOW - _HOUR, _NOW + _HOUR)
 _PAST = (_NOW - 3 * _HOUR, _NOW - 2 * _HOUR)
 _FUTURE = (_NOW + 2 * _HOUR, _NOW + 3 * _HOUR)
 
-ProcessStatus = tuple[datetime.datetime, datetime.datetime]
+Validity = tuple[datetime.datetime, datetime.datetime]
 
 
 class Authority:
@@ -50,13 +50,13 @@ class Authority:
         self.certificate = self._build(self._name, self._key, _LIFE).add_extension(constraints, True)
         self._signed = self.certificate.sign(self._key, hashes.SHA256())
 
-    def _build(self, name: x509.Name, key: ec.EllipticCurvePrivateKey, life: ProcessStatus) -> x509.CertificateBuilder:
+    def _build(self, name: x509.Name, key: ec.EllipticCurvePrivateKey, life: Validity) -> x509.CertificateBuilder:
         builder = x509.CertificateBuilder(self._name, name, key.public_key(), x509.random_serial_number())
         return builder.not_valid_before(life[0]).not_valid_after(life[1])
 
     def identity(
         self,
-        life: ProcessStatus = _LIFE,
+        life: Validity = _LIFE,
         address: str = "127.0.0.1",
         usage: str = "both",
         trusts: Authority | None = None,

@@ -138,7 +138,7 @@ class _Taker:
         return parse_faulthandler(self._file.read()[: self._limit], OWN_FILES)
 
 
-def _doing(status: process_status.ProcessStatus, pid: int = 0) -> str:
+def _doing(status: process_status.KernelStatus, pid: int = 0) -> str:
     """Describe what a process is doing.
 
     Args:

@@ -9,7 +9,7 @@ import os
 from typing import NamedTuple
 
 
-class ProcessStatus(NamedTuple):
+class KernelStatus(NamedTuple):
     """What /proc/PID/status says of a process, or of one of its threads.
 
     Attributes:
@@ -27,7 +27,7 @@ class ProcessStatus(NamedTuple):
     pending: int
 
 
-def status(pid: int, thread: int | None = None) -> ProcessStatus | None:
+def status(pid: int, thread: int | None = None) -> KernelStatus | None:
     """Return the status of a process, or of one of its threads; None if it is gone.
 
     Args:
@@ -48,7 +48,7 @@ def status(pid: int, thread: int | None = None) -> ProcessStatus | None:
         return int(fields.get(name) or "0", 16)
 
     pending = mask("SigPnd") | mask("ShdPnd")
-    return ProcessStatus(fields["Name"], fields["State"][:1], mask("SigCgt"), mask("SigBlk"), pending)
+    return KernelStatus(fields["Name"], fields["State"][:1], mask("SigCgt"), mask("SigBlk"), pending)
 
 
 def threads(pid: int) -> list[int]:
