@@ -220,30 +220,6 @@ class _RankLines:
         return dataclasses.replace(parsed, prefix=f"[{rank}] ").on_terminal(self._is_coloured)
 
 
-def collect_with_interrupts(hosts: Hosts, records: RunRecords, collector: Collector) -> RunResult:
-    """Wait for the result of a run. The first Ctrl-C stops the run, the second kills it, the third leaves it alone.
-
-    Raises:
-        KeyboardInterrupt: the run has ended after a Ctrl-C, or the user pressed Ctrl-C a third time.
-    """
-    interrupts = 0
-    while True:
-        try:
-            result = collector.collect(records)
-            break
-        except KeyboardInterrupt:
-            interrupts += 1
-            if interrupts > 2:
-                raise
-            kill = interrupts == 2
-            say(f"{'killing' if kill else 'stopping'} run {records.run}{'' if kill else '; Ctrl-C again kills it'}")
-            with contextlib.suppress(RefusedError, AllocationError):
-                hosts.ask({"type": "end-run", "run": records.run, "kill": kill}, wait=False)
-    if interrupts:
-        raise KeyboardInterrupt
-    return result
-
-
 def show(stream: str, text: str) -> None:
     """Write a rank's output to ``sys.stdout`` or ``sys.stderr``, byte for byte if the stream has a buffer."""
     file = sys.stdout if stream == "stdout" else sys.stderr
@@ -325,3 +301,28 @@ class RunHandle(Future[RunResult]):
 
     def __repr__(self) -> str:
         return f"<run {self.run}: {'done' if self.done() else 'running'}>"
+
+
+def collect_with_interrupts(hosts: Hosts, records: RunRecords, collector: Collector) -> RunResult:
+    """Wait for the result of a run. The first Ctrl-C stops the run, the second kills it, the third leaves it alone.
+
+    Another thread processes the records: Ctrl-C in the middle of one would lose its output.
+
+    Raises:
+        KeyboardInterrupt: the run has ended after a Ctrl-C, or the user pressed Ctrl-C a third time.
+    """
+    run, interrupts = RunHandle(hosts, records, collector, check=False), 0
+    while True:
+        try:
+            result = run.result()
+            break
+        except KeyboardInterrupt:
+            interrupts += 1
+            if interrupts > 2:
+                raise
+            kill = interrupts == 2
+            say(f"{'killing' if kill else 'stopping'} run {run.run}{'' if kill else '; Ctrl-C again kills it'}")
+            run.cancel(kill)
+    if interrupts:
+        raise KeyboardInterrupt
+    return result
