@@ -107,6 +107,24 @@ class Connection:
             raise RefusedError(str(message.get("reason")))
         return message
 
+    def answer(self, timeout: float = TIMEOUT) -> dict[str, Any]:
+        """Return the next message, which must arrive.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            UnreachableError: no message arrived in time, or as ``receive`` raises it.
+            RefusedError: as ``receive`` raises it.
+        """
+        try:
+            answer = self.receive(timeout)
+        except TimeoutError:
+            raise UnreachableError(f"{self._where}: no answer within {timeout:g} s") from None
+        if answer is None:
+            raise UnreachableError(f"{self._where}: it hung up")
+        return answer
+
     def close(self) -> None:
         """Close the connection. A ``receive`` that blocks in another thread returns None."""
         with contextlib.suppress(OSError):
@@ -133,13 +151,7 @@ def ask(target: Target, greeting: dict[str, Any], timeout: float = TIMEOUT) -> d
         RefusedError: replica 0 refuses the request.
     """
     with Connection.open(target, greeting, timeout) as link:
-        try:
-            answer = link.receive(timeout)
-        except TimeoutError:
-            raise UnreachableError(f"{target.address}: no answer within {timeout:g} s") from None
-    if answer is None:
-        raise UnreachableError(f"{target.address}: it hung up")
-    return answer
+        return link.answer(timeout)
 
 
 def _connected(target: Target, timeout: float) -> socket.socket:

@@ -40,12 +40,7 @@ def _ask(target: Target, greeting: Mapping[str, object]) -> tuple[list[ProcessSt
     found: list[ProcessStacks] = []
     with Connection.open(target, dict(greeting)) as link:
         while True:
-            try:
-                answer = link.receive(_ANSWER_TIMEOUT)
-            except TimeoutError:
-                raise UnreachableError(f"{target.address}: no answer within {_ANSWER_TIMEOUT:g} s") from None
-            if answer is None:
-                raise UnreachableError(f"{target.address}: it hung up")
+            answer = link.answer(_ANSWER_TIMEOUT)
             if answer.get("type") == "end":
                 return found, {str(replica): str(why) for replica, why in dict(answer.get("missing") or {}).items()}
             try:

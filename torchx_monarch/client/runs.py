@@ -14,12 +14,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torchx_monarch.client.connection import TIMEOUT, Connection
 from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.result import RunInfo
 from torchx_monarch.client.run import Records, RunRecords
 from torchx_monarch.exceptions import AllocationError, RefusedError
 from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.system import safe_files
+
+RUNS = {"type": "runs"}
+"""The greeting that asks for the runs of an allocation."""
 
 _NOT_ENDED = "the hosts ended before the run did"
 
@@ -99,12 +103,26 @@ def ask_runs(hosts: Hosts) -> list[RunInfo]:
         UnreachableError: the hosts cannot be reached.
         RefusedError: the hosts refuse the request.
     """
+    with hosts.open(RUNS) as link:
+        return read_runs(link)
+
+
+def read_runs(link: Connection, timeout: float = TIMEOUT) -> list[RunInfo]:
+    """Read the answer to ``RUNS``; without its end if the connection breaks.
+
+    Args:
+        link: a connection whose greeting was ``RUNS``.
+        timeout: seconds to wait for each part of the answer.
+
+    Raises:
+        TimeoutError: a part did not arrive in time.
+        UnreachableError, RefusedError: as for ``ask_runs``.
+    """
     found: list[RunInfo] = []
-    with hosts.open({"type": "runs"}) as link:
-        while (answer := link.receive()) is not None:
-            found += answer["runs"]
-            if not answer["more"]:
-                break
+    while (answer := link.receive(timeout)) is not None:
+        found += answer["runs"]
+        if not answer["more"]:
+            break
     return found
 
 
