@@ -23,7 +23,6 @@ if _OWNS_PATH0 and __name__ == "__main__":
     del sys.path[0]
 
 import contextlib  # noqa: E402
-import ctypes  # noqa: E402
 import faulthandler  # noqa: E402
 import io  # noqa: E402
 import signal  # noqa: E402
@@ -70,6 +69,8 @@ def receive_stacks_file(descriptor: int, host: int, executes: bool) -> None:
     if descriptor != _stacks_descriptor():
         os.dup2(descriptor, _stacks_descriptor(), inheritable=executes)
         os.close(descriptor)
+    import ctypes  # the zygote has imported it; an interpreter of its own does without
+
     ctypes.CDLL(None).prctl(_PR_SET_PTRACER, host, 0, 0, 0)
     if executes:
         faulthandler.unregister(STACKS_SIGNAL)
