@@ -15,6 +15,7 @@ from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot, 
 from torchx_monarch.backends.core.state import reduce
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.cli.status_text import render
+from torchx_monarch.insight.log_lines import stamp
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
 from torchx_monarch.model.state import State
@@ -146,6 +147,8 @@ def test_progress_lines_stand_for_events() -> None:
     ]
     happened = events_of([TimedLine(950.0 + index, f"{line}\n") for index, line in enumerate(lines)])
     assert [each["kind"] for each in happened] == ["hosts", "mesh", "ranks", "failure", "rank_restart"]
+    stamped = [TimedLine(950.0 + index, f"{stamp(950.0)}{line}\n") for index, line in enumerate(lines)]
+    assert events_of(stamped) == happened  # -cfg timestamps
     found = status_of(snapshot(), happened)
     assert (found.phase, found.attempt, found.attempts, found.ranks, found.started) == ("restarting", 2, 3, 8, 920.0)
 
@@ -176,6 +179,6 @@ def test_torchx_shows_one_line_of_it() -> None:
         "ranks run; attempt 2 of 3; 8 ranks on 2 hosts; "
         "last failure 39 s ago: rank 3 (...) exited with code 1: ValueError: boom"
     )
-    assert describe(app, reduce(app, NOW), STARTED).msg == "ranks run; attempt 1 of 3; 8 ranks on 2 hosts"
+    assert describe(app, reduce(app, NOW), lambda: STARTED).msg == "ranks run; attempt 1 of 3; 8 ranks on 2 hosts"
     waiting = replace(snapshot(State.PENDING, State.PENDING), notes=["the queue is full"])
-    assert describe(waiting, reduce(waiting, NOW), []).msg == "the queue is full"
+    assert describe(waiting, reduce(waiting, NOW), list).msg == "the queue is full"

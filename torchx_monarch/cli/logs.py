@@ -143,8 +143,7 @@ class _Printer:
     def __init__(self, app: AppSnapshot, timestamps: bool, as_json: bool) -> None:
         self._timestamps = timestamps
         self._as_json = as_json
-        written = {role.name: role for role in app.app.roles} if app.app is not None else {}
-        self._parsers = {role.spec.name: parser_of(written.get(role.spec.name)) for role in app.roles}
+        self._parsers = {role.spec.name: parser_of(app, role.spec.name) for role in app.roles}
         self._several_roles = len(app.roles) > 1
         self._several = len(app.replicas) > 1
         self._is_terminal, self._is_coloured = is_terminal(sys.stdout), is_coloured(sys.stdout)

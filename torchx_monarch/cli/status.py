@@ -21,7 +21,7 @@ from torchx_monarch.cli.handles import add_handle, unknown
 from torchx_monarch.cli.json_output import add_json, print_json, print_record
 from torchx_monarch.cli.scheduler_access import app_id_of, opened
 from torchx_monarch.cli.status_text import render
-from torchx_monarch.insight import events
+from torchx_monarch.insight.log_lines import LineParser
 from torchx_monarch.model.role_spec import WorkloadKind
 from torchx_monarch.model.state import State
 from torchx_monarch.schedulers.app_summary import log_folder
@@ -97,12 +97,12 @@ def _look(scheduler: MonarchScheduler, handle: str, app_id: str) -> JobStatus:
     if found is None:
         raise unknown(handle)
     app, status = found
-    path = scheduler.apps.events_path(app_id)
-    happened = events.read(path)[0] if path is not None else []
-    last_output, live = 0.0, None
+    happened, last_output, live = scheduler.read_events(app_id), 0.0, None
     if status.state is State.RUNNING:
         logs = _ends_of_logs(scheduler, app)
-        last_output = max((line.time for lines in logs for line in lines if _is_output(line)), default=0.0)
+        parser = LineParser()
+        output = (line for lines in logs for line in lines if not parser.parse(line.text).is_of_host)
+        last_output = max((line.time for line in output), default=0.0)
         happened = happened or (events_of(logs[0]) if logs else [])
         live = _live(handle, app)
     return build(
@@ -129,13 +129,10 @@ def _ends_of_logs(scheduler: MonarchScheduler, app: AppSnapshot) -> list[list[Ti
         return list(pool.map(end_of, replicas))
 
 
-def _is_output(line: TimedLine) -> bool:
-    return not line.text.startswith("[monarch] ")
-
-
 def _live(handle: str, app: AppSnapshot) -> LiveState | None:
     """Ask the hosts of a live allocation; return None for another job, and if they do not answer."""
     from torchx_monarch.client.connection import Connection, ask
+    from torchx_monarch.client.runs import RUNS, read_runs
     from torchx_monarch.client.target import Target
     from torchx_monarch.exceptions import RefusedError, UnreachableError
 
@@ -148,12 +145,8 @@ def _live(handle: str, app: AppSnapshot) -> LiveState | None:
         live: dict[str, Any] | None = answer.get("live")
         if live is None:
             return None
-        runs: list[dict[str, Any]] = []
-        with Connection.open(target, {"type": "runs"}) as link:
-            while (page := link.receive(_PATIENCE)) is not None:
-                runs += page["runs"]
-                if not page["more"]:
-                    break
+        with Connection.open(target, RUNS) as link:
+            runs = read_runs(link, _PATIENCE)
     except (UnreachableError, RefusedError, TimeoutError):
         return None
     return LiveState(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchx.schedulers.api import DescribeAppResponse, ListAppResponse
@@ -28,13 +28,15 @@ _MSG_CHARACTERS = 68
 """The length at which YAML, as which TorchX prints a message, keeps it on one line."""
 
 
-def describe(app: AppSnapshot, status: AppStatus, happened: Sequence[Event] = ()) -> DescribeAppResponse:
+def describe(
+    app: AppSnapshot, status: AppStatus, happened: Callable[[], Sequence[Event]] = tuple
+) -> DescribeAppResponse:
     """Return TorchX's description of an app, with the roles as the user wrote them.
 
     Args:
         app: the app.
         status: its state.
-        happened: its events; the message of a running app is made of them.
+        happened: returns its events; called if the app runs and its state has no message, which is then made of them.
     """
     # Only a damaged record lacks the app: TorchX then shows at least the replicas.
     written = app.app or AppDef(app.name, [Role(role.spec.name, image="") for role in app.roles])
@@ -62,11 +64,11 @@ def shorten(response: DescribeAppResponse, status: AppStatus) -> DescribeAppResp
     return dataclasses.replace(response, msg=msg, structured_error_msg=NONE, roles_statuses=[])
 
 
-def _message(app: AppSnapshot, status: AppStatus, happened: Sequence[Event]) -> str:
+def _message(app: AppSnapshot, status: AppStatus, happened: Callable[[], Sequence[Event]]) -> str:
     """Return why an app has ended or what it waits for, or else what it does."""
     if status.message or status.state.is_terminal:
         return printable(status.message)
-    return in_one_line(build("", app, status, happened))
+    return in_one_line(build("", app, status, happened()))
 
 
 def summarize(app: AppSnapshot, status: AppStatus) -> ListAppResponse:

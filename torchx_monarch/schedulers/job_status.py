@@ -23,6 +23,7 @@ from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.command.command import Command
 from torchx_monarch.command.rewrite import rank_command
 from torchx_monarch.insight.events import Event
+from torchx_monarch.insight.log_lines import LineParser
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.job_result import shell_code
 from torchx_monarch.model.state import State
@@ -253,11 +254,12 @@ def events_of(lines: Sequence[TimedLine]) -> list[Event]:
     A rank can print such lines, too: they suit display only.
     """
     found: list[Event] = []
+    parser = LineParser()
     for line in lines:
-        mark, _, text = line.text.rstrip("\n").partition(" ")
-        kind = next((kind for pattern, kind in _PROGRESS if pattern.match(text)), None) if mark == "[monarch]" else None
+        parsed = parser.parse(line.text.rstrip("\n"))
+        kind = next((kind for pattern, kind in _PROGRESS if parsed.is_of_host and pattern.match(parsed.text)), None)
         if kind is not None:
-            found.append({"time": line.time, "kind": kind, "message": text})
+            found.append({"time": line.time, "kind": kind, "message": parsed.text})
     return found
 
 

@@ -15,8 +15,6 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import TextIO
 
-from torchx.specs import Role
-
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.backends.core.validation import matching
 from torchx_monarch.command.rewrite import rank_command
@@ -42,8 +40,7 @@ class LogDisplay:
     """
 
     def __init__(self, app: AppSnapshot, role: str, stream: TextIO | None) -> None:
-        written = {one.name: one for one in app.app.roles} if app.app is not None else {}
-        self._parser = parser_of(written.get(role))
+        self._parser = parser_of(app, role)
         self._is_terminal = is_terminal(stream)
         self._is_coloured = is_coloured(stream)
         self._is_alone = len(app.replicas) == 1
@@ -88,8 +85,10 @@ class LogDisplay:
         return text if goes_on else _ERASE + before + text
 
 
-def parser_of(role: Role | None) -> LineParser:
+def parser_of(app: AppSnapshot, role_name: str) -> LineParser:
     """Return the parser of the lines of a role's ranks; of any torchrun's if the role is not known."""
+    written = app.app.roles if app.app is not None else ()
+    role = next((one for one in written if one.name == role_name), None)
     command = rank_command(role) if role is not None else None
     if role is None or command is None or command.kind == "hosts":
         return LineParser()

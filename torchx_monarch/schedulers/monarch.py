@@ -9,7 +9,7 @@ import dataclasses
 import io
 import logging
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -270,13 +270,17 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
                 reason = f"there is no app {app_id!r} of {self.backend}{self._similar(app_id)}"
                 raise UserError(f"{reason}; `torchx list -s {self.backend}` shows all")
             return None
-        path = self.apps.events_path(app_id)
-        response = describe(*found, events.read(path)[0] if path is not None else ())
+        response = describe(*found, lambda: self.read_events(app_id))
         if self._foreground.has_submitted(app_id):
             write_root_cause(response)
             if found[1].state.is_terminal:
                 return shorten(response, found[1])
         return response
+
+    def read_events(self, app_id: str) -> Sequence[events.Event]:
+        """Return the events of an app, the oldest first; none if this machine does not have them."""
+        path = self.apps.events_path(app_id)
+        return events.read(path)[0] if path is not None else []
 
     def _similar(self, app_id: str) -> str:
         """Return a suggestion to append to the message about an app that does not exist; empty if no name is near."""
