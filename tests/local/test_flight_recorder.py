@@ -19,8 +19,8 @@ import pytest
 
 from tests.local.hosts import Hosts
 from tests.local.test_stacks import stop, torchrun, wait_for
-from torchx_monarch.host.rank_recorder import SIZE
-from torchx_monarch.host.recorder_dumps import RecorderDumps
+from torchx_monarch.host.ranks.rank_recorder import SIZE
+from torchx_monarch.host.ranks.recorder_dumps import RecorderDumps
 
 START = """
         import torch, torch.distributed as dist

@@ -24,10 +24,10 @@ from tests.local.hosts import Hosts
 from tests.local.live import Live
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.command.command import parse
-from torchx_monarch.host.learned_preload import LearnedPreload
-from torchx_monarch.host.rank_starter import RankStarter
-from torchx_monarch.host.run_spec import RunSpec
-from torchx_monarch.host.zygote import Zygotes
+from torchx_monarch.host.ranks.learned_preload import LearnedPreload
+from torchx_monarch.host.ranks.rank_starter import RankStarter
+from torchx_monarch.host.ranks.run_spec import RunSpec
+from torchx_monarch.host.ranks.zygote import Zygotes
 from torchx_monarch.model.learned_modules import LearnedFile
 
 Eventually = Callable[..., object]
@@ -244,7 +244,7 @@ def test_a_module_whose_import_takes_too_long_is_dropped(
     python: str, script: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(tmp_path, "other.py", "import time\ntime.sleep(600)")
-    monkeypatch.setattr("torchx_monarch.host.zygote._LEARNED_TIMEOUT", 1.0)
+    monkeypatch.setattr("torchx_monarch.host.ranks.zygote._LEARNED_TIMEOUT", 1.0)
     said: list[str] = []
 
     async def prepare() -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from torchx_monarch.backends.core import client_credentials
 from torchx_monarch.client.hosts import Hosts as Client
 from torchx_monarch.client.rank_stacks import ask_stacks
 from torchx_monarch.exceptions import RefusedError, UnreachableError
-from torchx_monarch.host.rank_main import STACKS_SIGNAL
+from torchx_monarch.host.ranks.rank_main import STACKS_SIGNAL
 from torchx_monarch.insight.stacks import ProcessStacks
 from torchx_monarch.model import env_names
 from torchx_monarch.transport import credentials

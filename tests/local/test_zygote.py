@@ -190,7 +190,7 @@ def test_a_stop_while_modules_are_imported(
 
 ORPHAN = """
 import json, os, socket, subprocess, sys
-from torchx_monarch.host import zygote_process
+from torchx_monarch.host.ranks import zygote_process
 from torchx_monarch.system import processes
 processes.become_subreaper()
 ours, theirs = socket.socketpair()

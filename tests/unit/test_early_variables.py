@@ -10,8 +10,8 @@ import textwrap
 
 import pytest
 
-from torchx_monarch.host import early_variables
-from torchx_monarch.host.early_variables import is_read_at_import
+from torchx_monarch.host.ranks import early_variables
+from torchx_monarch.host.ranks.early_variables import is_read_at_import
 
 TRACED = """
     import os

@@ -155,7 +155,11 @@ _BELOW = {
     "code_sync": {"model", "system"},
     "monarch_adapter": {"transport", "insight", "model", "system"},
     "controller": {"monarch_adapter", "transport", "insight", "command", "model", "system"},
-    "host": {"controller", "code_sync", "monarch_adapter", "transport", "insight", "command", "model", "system"},
+    "host/ranks": {"transport", "insight", "command", "model", "system"},
+    "host": {
+        *("host/ranks", "controller", "code_sync", "monarch_adapter"),
+        *("transport", "insight", "command", "model", "system"),
+    },
     "torchx_adapter": set(),
     "backends/core": {"model", "system"},
     "supervisor": {"backends/core", "insight", "model", "system"},
@@ -173,8 +177,8 @@ _BELOW = {
     },
     "components": {"command", "model"},
 }
-"""The packages that each package may import; ``backends/core`` counts as one of its own. ``exceptions`` and
-``torchx_monarch`` itself are for all."""
+"""The packages that each package may import; ``backends/core`` and ``host/ranks`` count as ones of their own.
+``exceptions`` and ``torchx_monarch`` itself are for all."""
 
 _FOREIGN = {
     "host": ("torchx",),

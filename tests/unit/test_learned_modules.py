@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from torchx_monarch.cli.main import CmdMonarch
-from torchx_monarch.host.learned_imports import InstalledModules, names_in
-from torchx_monarch.host.learned_preload import LearnedPreload, LearnedPrograms
+from torchx_monarch.host.ranks.learned_imports import InstalledModules, names_in
+from torchx_monarch.host.ranks.learned_preload import LearnedPreload, LearnedPrograms
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.learned_modules import MOST_MODULES, LearnedFile, LearnedModules
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchx_monarch.host.filtered_output import FilteredFile
-from torchx_monarch.host.rank_output import OutputPipe
+from torchx_monarch.host.ranks.filtered_output import FilteredFile
+from torchx_monarch.host.ranks.rank_output import OutputPipe
 from torchx_monarch.insight.run_log import RunLog, RunLogSink, SinkGroup
 from torchx_monarch.supervisor import log_reader, log_writer
 from torchx_monarch.system.console import Console

@@ -16,8 +16,8 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from torchx_monarch.command.command import CommandError, check, parse
 from torchx_monarch.command.torchrun_options import parse_options
-from torchx_monarch.host.master_endpoint import EndpointError, MasterEndpoint
-from torchx_monarch.host.master_store import MasterStore
+from torchx_monarch.host.ranks.master_endpoint import EndpointError, MasterEndpoint
+from torchx_monarch.host.ranks.master_store import MasterStore
 
 COMMANDS = [
     [],

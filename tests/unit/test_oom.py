@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.test_errors import exit_of
-from torchx_monarch.host.out_of_memory import OutOfMemory
+from torchx_monarch.host.ranks.out_of_memory import OutOfMemory
 
 
 def write(root: Path, files: dict[str, str]) -> None:

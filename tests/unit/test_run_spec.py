@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from torchx_monarch.command.command import Command, parse
-from torchx_monarch.host.run_spec import RunSpec
+from torchx_monarch.host.ranks.run_spec import RunSpec
 
 BARE = [sys.executable, "-I", "-S"]
 OURS = [sys.executable, "-u"]

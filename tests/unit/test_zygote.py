@@ -16,9 +16,9 @@ import pytest
 
 import torchx_monarch
 from torchx_monarch.command.command import parse
-from torchx_monarch.host.run_spec import RunSpec
-from torchx_monarch.host.zygote import Zygote, ZygoteError, Zygotes
-from torchx_monarch.host.zygote_process import ZygoteProcess, start_early
+from torchx_monarch.host.ranks.run_spec import RunSpec
+from torchx_monarch.host.ranks.zygote import Zygote, ZygoteError, Zygotes
+from torchx_monarch.host.ranks.zygote_process import ZygoteProcess, start_early
 from torchx_monarch.model.host_spec import HostSpec
 
 _ZYGOTE_MAIN = str(Path(torchx_monarch.__file__).with_name("host") / "zygote_main.py")

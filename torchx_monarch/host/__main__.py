@@ -15,8 +15,8 @@ if __name__ == "__main__" and sys.path[0] == os.getcwd() and not getattr(sys.fla
 from typing import TYPE_CHECKING, NoReturn  # noqa: E402
 
 if TYPE_CHECKING:
+    from torchx_monarch.host.ranks.zygote_process import ZygoteProcess
     from torchx_monarch.host.workload import Host, Workload
-    from torchx_monarch.host.zygote_process import ZygoteProcess
 
 
 def main(argv: list[str]) -> NoReturn:
@@ -25,7 +25,7 @@ def main(argv: list[str]) -> NoReturn:
     Args:
         argv: command-line arguments without the program's name: the options, ``--``, and the role's command.
     """
-    from torchx_monarch.host.zygote_process import start_early
+    from torchx_monarch.host.ranks.zygote_process import start_early
     from torchx_monarch.model.host_spec import HostSpec
 
     options = HostSpec.from_argv(argv, __doc__ or "")

@@ -25,8 +25,8 @@ from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.roles import is_registered_address
 from torchx_monarch.host.batch_run import BatchRun, check_script
-from torchx_monarch.host.rank_output import OutputPipe
-from torchx_monarch.host.rank_pool import RankPool
+from torchx_monarch.host.ranks.rank_output import OutputPipe
+from torchx_monarch.host.ranks.rank_pool import RankPool
 from torchx_monarch.host.workload import Control, Host
 from torchx_monarch.model.env_names import CREDENTIALS, is_for_hosts
 from torchx_monarch.model.job_result import RankExit

@@ -13,17 +13,17 @@ from torchx_monarch.controller.agents import Agents
 from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_messages import Answer, Request
 from torchx_monarch.controller.spmd_work import Session
-from torchx_monarch.host.learned_preload import LearnedPreload, program_key
-from torchx_monarch.host.rank_environment import env_number
-from torchx_monarch.host.rank_logs import RankLogs
-from torchx_monarch.host.rank_pool import RankPool
-from torchx_monarch.host.rank_starter import RankStarter
-from torchx_monarch.host.recorder_dumps import RecorderDumps
-from torchx_monarch.host.run_spec import RunSpec
-from torchx_monarch.host.watchdog import ENABLED, FILE
+from torchx_monarch.host.ranks.learned_preload import LearnedPreload, program_key
+from torchx_monarch.host.ranks.rank_environment import env_number
+from torchx_monarch.host.ranks.rank_logs import RankLogs
+from torchx_monarch.host.ranks.rank_pool import RankPool
+from torchx_monarch.host.ranks.rank_starter import RankStarter
+from torchx_monarch.host.ranks.recorder_dumps import RecorderDumps
+from torchx_monarch.host.ranks.run_spec import RunSpec
+from torchx_monarch.host.ranks.watchdog import ENABLED, FILE
+from torchx_monarch.host.ranks.zygote import Zygotes
+from torchx_monarch.host.ranks.zygote_process import ZygoteProcess
 from torchx_monarch.host.workload import Control, Host
-from torchx_monarch.host.zygote import Zygotes
-from torchx_monarch.host.zygote_process import ZygoteProcess
 from torchx_monarch.model.learned_modules import FOLDER, LearnedFile
 
 

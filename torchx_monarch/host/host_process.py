@@ -27,7 +27,7 @@ from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
 from torchx_monarch.host.follower import Follower
 from torchx_monarch.host.meeting_point import settle_addresses
 from torchx_monarch.host.no_restart_marker import NoRestartMarker
-from torchx_monarch.host.orphan_reaper import reap_orphans
+from torchx_monarch.host.ranks.orphan_reaper import reap_orphans
 from torchx_monarch.host.workload import Control, Host, Workload
 from torchx_monarch.insight.progress import Reporter, write_result
 from torchx_monarch.model.env_names import CREDENTIALS

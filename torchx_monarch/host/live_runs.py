@@ -35,15 +35,15 @@ from torchx_monarch.controller.run_request import RunRequest
 from torchx_monarch.controller.spmd_work import Session
 from torchx_monarch.host.batch_run import check_script, log_folder
 from torchx_monarch.host.code_distribution import OPS, HostCode, distribute_code
-from torchx_monarch.host.learned_preload import LearnedPreload, LearnedPrograms, program_key
-from torchx_monarch.host.rank_logs import RankLogs
-from torchx_monarch.host.rank_pool import RankPool
-from torchx_monarch.host.rank_starter import RankStarter
-from torchx_monarch.host.recorder_dumps import RecorderDumps
-from torchx_monarch.host.run_spec import RunSpec
-from torchx_monarch.host.watchdog import ENABLED, FILE
+from torchx_monarch.host.ranks.learned_preload import LearnedPreload, LearnedPrograms, program_key
+from torchx_monarch.host.ranks.rank_logs import RankLogs
+from torchx_monarch.host.ranks.rank_pool import RankPool
+from torchx_monarch.host.ranks.rank_starter import RankStarter
+from torchx_monarch.host.ranks.recorder_dumps import RecorderDumps
+from torchx_monarch.host.ranks.run_spec import RunSpec
+from torchx_monarch.host.ranks.watchdog import ENABLED, FILE
+from torchx_monarch.host.ranks.zygote import Zygotes
 from torchx_monarch.host.workload import Control, Host
-from torchx_monarch.host.zygote import Zygotes
 from torchx_monarch.insight.run_log import RunLog
 from torchx_monarch.model.world import LaunchError
 

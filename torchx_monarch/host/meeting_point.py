@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torchx_monarch.command.command import Command
 from torchx_monarch.controller.roles import Roles
-from torchx_monarch.host.rank_environment import INTERFACE
+from torchx_monarch.host.ranks.rank_environment import INTERFACE
 from torchx_monarch.host.workload import Host
 from torchx_monarch.transport import local_addresses
 from torchx_monarch.transport.connections import Address

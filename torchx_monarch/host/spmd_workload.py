@@ -35,7 +35,7 @@ from torchx_monarch.controller.host_messages import (
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.spmd_work import Session, SpmdWork
 from torchx_monarch.controller.stack_requests import StackRequests
-from torchx_monarch.host.rank_pool import RankPool
+from torchx_monarch.host.ranks.rank_pool import RankPool
 from torchx_monarch.host.workload import Control, Host
 from torchx_monarch.model.world import LaunchError
 from torchx_monarch.transport.agent_rpc import SOCKET_VARIABLE, AgentServer

@@ -17,9 +17,9 @@ from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.roles import Roles
-from torchx_monarch.host.rank_environment import env_number
-from torchx_monarch.host.rank_logs import RankLogs
-from torchx_monarch.host.rank_pool import RankPool
+from torchx_monarch.host.ranks.rank_environment import env_number
+from torchx_monarch.host.ranks.rank_logs import RankLogs
+from torchx_monarch.host.ranks.rank_pool import RankPool
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.system.console import Console

@@ -16,17 +16,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchx_monarch.host.attempt_stacks import AttemptStacks
-from torchx_monarch.host.master_endpoint import EndpointError, MasterEndpoint
-from torchx_monarch.host.orphan_reaper import end_orphans
-from torchx_monarch.host.out_of_memory import OutOfMemory
-from torchx_monarch.host.rank_environment import INTERFACE, interpreter_environment, rank_environment
-from torchx_monarch.host.rank_logs import RankLogs
-from torchx_monarch.host.rank_process import RankProcess
-from torchx_monarch.host.rank_stacks import take_stacks
-from torchx_monarch.host.rank_starter import RankStarter
-from torchx_monarch.host.recorder_dumps import RecorderDumps, dump_path
-from torchx_monarch.host.watchdog import FILE, Watchdog, WatchdogError
+from torchx_monarch.host.ranks.attempt_stacks import AttemptStacks
+from torchx_monarch.host.ranks.master_endpoint import EndpointError, MasterEndpoint
+from torchx_monarch.host.ranks.orphan_reaper import end_orphans
+from torchx_monarch.host.ranks.out_of_memory import OutOfMemory
+from torchx_monarch.host.ranks.rank_environment import INTERFACE, interpreter_environment, rank_environment
+from torchx_monarch.host.ranks.rank_logs import RankLogs
+from torchx_monarch.host.ranks.rank_process import RankProcess
+from torchx_monarch.host.ranks.rank_stacks import take_stacks
+from torchx_monarch.host.ranks.rank_starter import RankStarter
+from torchx_monarch.host.ranks.recorder_dumps import RecorderDumps, dump_path
+from torchx_monarch.host.ranks.watchdog import FILE, Watchdog, WatchdogError
 from torchx_monarch.insight.stacks import ProcessStacks
 from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.model.world import LaunchError, World

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torchx_monarch.host.rank_output import OutputPipe
-from torchx_monarch.host.stacks_file import StacksFile
+from torchx_monarch.host.ranks.rank_output import OutputPipe
+from torchx_monarch.host.ranks.stacks_file import StacksFile
 
 _LEFTOVERS_GRACE = 1.0
 """Seconds between SIGTERM and SIGKILL for processes that an ended rank has left in its process group."""

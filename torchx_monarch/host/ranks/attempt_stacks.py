@@ -12,8 +12,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchx_monarch.host.rank_process import RankProcess
-from torchx_monarch.host.rank_stacks import take_stacks
+from torchx_monarch.host.ranks.rank_process import RankProcess
+from torchx_monarch.host.ranks.rank_stacks import take_stacks
 from torchx_monarch.insight.stacks import render
 from torchx_monarch.system import safe_files
 

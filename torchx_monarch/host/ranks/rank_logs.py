@@ -10,9 +10,9 @@ import socket
 from pathlib import Path
 from string import Template
 
-from torchx_monarch.host.filtered_output import FilteredFile, filtered_name
-from torchx_monarch.host.rank_process import RankProcess
-from torchx_monarch.host.run_spec import RunSpec
+from torchx_monarch.host.ranks.filtered_output import FilteredFile, filtered_name
+from torchx_monarch.host.ranks.rank_process import RankProcess
+from torchx_monarch.host.ranks.run_spec import RunSpec
 from torchx_monarch.insight.log_lines import TEMPLATE
 from torchx_monarch.insight.run_log import RunLog, RunLogSink, SinkGroup
 from torchx_monarch.system import safe_files

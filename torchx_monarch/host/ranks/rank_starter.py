@@ -8,12 +8,12 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torchx_monarch.host.learned_preload import LearnedPreload
-from torchx_monarch.host.master_endpoint import MasterEndpoint
-from torchx_monarch.host.master_store import MasterStore
-from torchx_monarch.host.rank_process import RankProcess
-from torchx_monarch.host.run_spec import RunSpec
-from torchx_monarch.host.zygote import Zygote, ZygoteError, Zygotes
+from torchx_monarch.host.ranks.learned_preload import LearnedPreload
+from torchx_monarch.host.ranks.master_endpoint import MasterEndpoint
+from torchx_monarch.host.ranks.master_store import MasterStore
+from torchx_monarch.host.ranks.rank_process import RankProcess
+from torchx_monarch.host.ranks.run_spec import RunSpec
+from torchx_monarch.host.ranks.zygote import Zygote, ZygoteError, Zygotes
 from torchx_monarch.model.world import LaunchError
 from torchx_monarch.system import open_files
 

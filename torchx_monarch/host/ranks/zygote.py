@@ -15,9 +15,9 @@ import subprocess
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import IO, Any, Protocol, TypeVar
 
-from torchx_monarch.host.learned_imports import names_in, times_of
-from torchx_monarch.host.run_spec import RunSpec
-from torchx_monarch.host.zygote_process import ZygoteProcess
+from torchx_monarch.host.ranks.learned_imports import names_in, times_of
+from torchx_monarch.host.ranks.run_spec import RunSpec
+from torchx_monarch.host.ranks.zygote_process import ZygoteProcess
 from torchx_monarch.model.job_result import describe_code
 from torchx_monarch.model.world import LaunchError
 from torchx_monarch.system import open_files, processes

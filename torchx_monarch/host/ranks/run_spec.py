@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from torchx_monarch.command.command import Command, Program
-from torchx_monarch.host.rank_environment import interpreter_environment
+from torchx_monarch.host.ranks.rank_environment import interpreter_environment
 
 _READ_EARLY = (
     *("PYTHON", "LD_", "LC_", "LANG", "MALLOC_", "TORCH", "PYTORCH"),

@@ -10,8 +10,8 @@ import socket
 import time
 from collections.abc import Callable
 
-from torchx_monarch.host.master_endpoint import MasterEndpoint
-from torchx_monarch.host.store_process import StoreProcess, bound
+from torchx_monarch.host.ranks.master_endpoint import MasterEndpoint
+from torchx_monarch.host.ranks.store_process import StoreProcess, bound
 
 _PORT_TIMEOUT = 5.0
 """Seconds to wait for the user's port while the store of an attempt or a run that is ending still has it."""

@@ -17,9 +17,9 @@ import sys
 import time
 from collections.abc import Iterable
 
-from torchx_monarch.host.rank_main import OWN_FILES, STACKS_SIGNAL
-from torchx_monarch.host.rank_process import RankProcess
-from torchx_monarch.host.stacks_file import SIZE
+from torchx_monarch.host.ranks.rank_main import OWN_FILES, STACKS_SIGNAL
+from torchx_monarch.host.ranks.rank_process import RankProcess
+from torchx_monarch.host.ranks.stacks_file import SIZE
 from torchx_monarch.insight.stacks import ProcessStacks, ThreadStack, parse_faulthandler, parse_py_spy
 from torchx_monarch.system import process_status, processes
 from torchx_monarch.system.untrusted_text import one_line

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torchx_monarch.command.actors import is_actors
 from torchx_monarch.command.command import CommandError, parse
-from torchx_monarch.host.run_spec import RunSpec
+from torchx_monarch.host.ranks.run_spec import RunSpec
 from torchx_monarch.model.host_spec import HostSpec
 
 _ZYGOTE_MAIN = str(Path(__file__).with_name("zygote_main.py"))

@@ -17,7 +17,7 @@ import struct
 from collections.abc import Collection
 from pathlib import Path
 
-from torchx_monarch.host.rank_recorder import SIZE
+from torchx_monarch.host.ranks.rank_recorder import SIZE
 from torchx_monarch.system import safe_files
 
 _FOLDER = "flight_recorder"
