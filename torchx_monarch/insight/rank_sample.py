@@ -1,0 +1,129 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What a rank does at one moment: its process, its output, its collectives, and the progress that it reports."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """A collective that a rank has called.
+
+    Attributes:
+        number: sequence number in its group.
+        name: name of the operation, as torch's flight recorder has it, such as ``gloo:all_reduce``.
+        sizes: the shapes of the inputs.
+        called: when the rank called it, in seconds since the epoch.
+    """
+
+    number: int
+    name: str
+    sizes: tuple[tuple[int, ...], ...] = ()
+    called: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupStatus:
+    """The collectives of one process group in one rank.
+
+    Attributes:
+        name: torch's name of the group: ``0`` for the default group.
+        ranks: the global ranks of the group.
+        enqueued: sequence number of the last collective that the rank has called; 0 for none.
+        completed: that of the last one that has completed in the rank; 0 for none.
+        waiting: the oldest collective that has not completed; None if all have.
+        recent: the last collectives, oldest first, so that different orders and shapes can be told.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    enqueued: int
+    completed: int
+    waiting: Collective | None = None
+    recent: tuple[Collective, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceUse:
+    """The use of one GPU by the process of a rank.
+
+    Attributes:
+        index: number of the device on its host.
+        name: name of its model.
+        busy: part of the last second in which it computed, for any process; 0 to 1.
+        memory_bytes: memory that the process has there.
+        total_bytes: memory of the device.
+    """
+
+    index: int
+    name: str
+    busy: float
+    memory_bytes: int
+    total_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """The last call of ``torchx_monarch.progress`` in the program of a rank.
+
+    Attributes:
+        step: the step that the program has finished.
+        total: the last step; None if the program does not know.
+        time: when it was called, in seconds since the epoch.
+        checkpoint: the step of the last checkpoint; None for none.
+        metrics: further numbers, by name.
+    """
+
+    step: int
+    total: int | None
+    time: float
+    checkpoint: int | None = None
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class RankSample:
+    """One rank at one moment.
+
+    Attributes:
+        time: the moment, in seconds since the epoch, by the clock of its host.
+        rank: the global rank.
+        local_rank: its number on its host.
+        replica: the replica whose host executes it.
+        host: name of that machine.
+        pid: its process id there.
+        attempt: number of its attempt.
+        state: ``running``, ``stopped``, ``uninterruptible``, ``zombie`` or ``ended``.
+        started: when its process started, in seconds since the epoch.
+        cpu_seconds: processor time of the rank and of its running and ended children.
+        rss_bytes: resident memory of the rank and of its running children.
+        last_output: when it last printed something, in seconds since the epoch; None for never.
+        last_line: the last line that it printed, escaped and cut.
+        groups: its process groups; empty before it has formed one, or without the flight recorder.
+        devices: the GPUs on which it has memory; empty where there are none, or nvidia-ml-py is missing.
+        progress: the progress that its program has reported; None for none.
+    """
+
+    time: float
+    rank: int
+    local_rank: int
+    replica: int
+    host: str
+    pid: int
+    attempt: int
+    state: str
+    started: float
+    cpu_seconds: float
+    rss_bytes: int
+    last_output: float | None = None
+    last_line: str = ""
+    groups: tuple[GroupStatus, ...] = ()
+    devices: tuple[DeviceUse, ...] = ()
+    progress: Progress | None = None
+
+    @property
+    def collectives(self) -> int:
+        """The number of collectives that the rank has called, in all groups."""
+        return sum(group.enqueued for group in self.groups)
