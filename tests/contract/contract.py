@@ -7,6 +7,7 @@ A backend's test folder has a ``test_contract.py`` with a subclass of ``Contract
 
 from __future__ import annotations
 
+import contextlib
 import json
 import textwrap
 import threading
@@ -26,6 +27,9 @@ from tests.contract.place import Place
 from torchx_monarch.backends.core import client_credentials
 from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.snapshot import AppSnapshot
+from torchx_monarch.client.hosts import Hosts
+from torchx_monarch.client.rank_stacks import ask_stacks
+from torchx_monarch.exceptions import RefusedError, UnreachableError
 from torchx_monarch.schedulers.app_summary import summary_of
 from torchx_monarch.torchx_adapter import torchx_api
 from torchx_monarch.transport.credentials import ClientCredentials
@@ -86,6 +90,13 @@ while not told("go"):
     time.sleep(0.1)
 print("late", flush=True)
 print("to stderr", file=sys.stderr, flush=True)
+"""
+
+_READS = """
+def read_data():
+    while not told("go"):
+        time.sleep(0.1)
+read_data()
 """
 
 _FAILS = """
@@ -207,6 +218,25 @@ class Contract:
         assert place.lines(handle, role="reader")[0] == "up\n"
         place.runner.cancel(handle)
         assert place.status(handle).state is AppState.CANCELLED
+
+    @pytest.mark.scenario("stacks of running ranks")
+    def test_stacks_show_where_ranks_are(self, place: Place) -> None:
+        handle = place.run(place.torchrun(_program(place, _READS), nproc=1))
+        place.until(lambda: place.status(handle).state is AppState.RUNNING, "the hosts", handle)
+        with place.reached(handle) as address:
+            hosts = Hosts(handle, address=address, runner=place.runner)
+
+            def reading() -> set[int]:
+                with contextlib.suppress(UnreachableError, RefusedError):  # the hosts have just started
+                    return {one.rank for one in ask_stacks(hosts)[0] if "read_data" in str(one.threads)}
+                return set()
+
+            place.until(lambda: reading() == {0, 1}, "the ranks", handle)
+            words = ["--address", address] if address else []
+            told = place.torchx("monarch", "stacks", handle, *words)
+        assert told.startswith("ranks 0-1: main thread\n") and "in read_data" in told, told
+        place.tell("go")
+        place.wait(handle, AppState.SUCCEEDED)
 
     @pytest.mark.scenario("status and log long after, elsewhere")
     def test_other_processes_see_it_all(self, place: Place) -> None:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -235,6 +235,11 @@ class Place(abc.ABC):
     def pending(self) -> contextlib.AbstractContextManager[str]:
         """Submit an app of ``trainer``, and hold it PENDING until the end of the context, but for its cancellation."""
         raise NotImplementedError
+
+    @contextlib.contextmanager
+    def reached(self, handle: str) -> Iterator[str]:
+        """Yield HOST:PORT by which a client reaches a job's replica 0; empty if the scheduler tells it."""
+        yield ""
 
     def credentials(self, handle: str) -> tuple[str, str]:
         """Return the job's credentials as its hosts get them, and all that others can see of the job, as text."""

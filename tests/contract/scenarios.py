@@ -15,6 +15,7 @@ SCENARIOS = (
     "lost host replaced",
     "cancel while pending",
     "cancel while running",
+    "stacks of running ranks",
     "status and log long after, elsewhere",
     "describe gives the original app",
     "list once each",

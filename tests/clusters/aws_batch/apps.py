@@ -21,6 +21,8 @@ from torchx.specs import BindMount, Resource
 from tests.clusters.aws_batch.checked import WRONG
 from tests.clusters.docker.daemon import ROOT, Daemon
 from tests.contract.place import Place
+from tests.network.namespaces import entered
+from torchx_monarch.client.target import Target
 from torchx_monarch.schedulers import monarch_aws_batch
 
 NAME = "monarch_aws_batch"
@@ -107,6 +109,7 @@ class Apps(Place):
         folder: where programs are written.
         image: of the roles.
         mounts: what a container of the image needs.
+        network: the namespace of the containers' network; empty where no containers run.
     """
 
     name = NAME
@@ -139,10 +142,21 @@ class Apps(Place):
     names_hosts = False
     resource = Resource(cpu=1, gpu=0, memMB=512)
 
-    def __init__(self, folder: Path, image: str = "image:1", mounts: list[BindMount] | None = None) -> None:
+    def __init__(
+        self, folder: Path, image: str = "image:1", mounts: list[BindMount] | None = None, network: str = ""
+    ) -> None:
         self.image = image
+        self.network = network
         self.mounts = mounts or []
         super().__init__(folder)
+
+    @contextlib.contextmanager
+    def reached(self, handle: str) -> Iterator[str]:
+        """Yield the address of node 0, within the network of the containers, where AWS cannot be asked."""
+        self.until(lambda: self.hostname(handle, 0), "node 0's address", handle)
+        there = Target.of(handle, runner=self.runner).address
+        with entered(self.network):
+            yield f"{there.host}:{there.port}"
 
     def run_words(self) -> Sequence[str]:
         """Return the options of ``torchx run``: the queue."""

@@ -76,4 +76,6 @@ def running_apps(
 ) -> Iterator[Apps]:
     """Apps whose jobs are containers."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", aws_with_docker.url)
-    yield from _apps(aws_with_docker, Apps(tmp_path, "tests:latest", daemon.mounts(tmp_path)))
+    yield from _apps(
+        aws_with_docker, Apps(tmp_path, "tests:latest", daemon.mounts(tmp_path), f"/proc/{daemon.first}/ns/net")
+    )

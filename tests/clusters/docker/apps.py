@@ -15,6 +15,7 @@ from torchx.specs import Resource
 
 from tests.clusters.docker.daemon import Daemon
 from tests.contract.place import Place
+from tests.network.namespaces import entered
 from torchx_monarch.schedulers import monarch_docker
 
 NAME = "monarch_docker"
@@ -40,6 +41,12 @@ class Apps(Place):
         self.image = daemon.image
         self.mounts = daemon.mounts(folder)
         super().__init__(folder)
+
+    @contextlib.contextmanager
+    def reached(self, handle: str) -> Iterator[str]:
+        """Enter the network in which the daemon has its bridge."""
+        with entered(f"/proc/{self.daemon.first}/ns/net"):
+            yield ""
 
     def component_words(self) -> Sequence[str]:
         """Return options of ``monarch.spmd``: memory for a torch that is built for GPUs, and this machine's folders."""

@@ -27,6 +27,7 @@ from tests.contract.place import Place
 from tests.network.relay import Relay
 from torchx_monarch.backends.kubernetes.names import LABEL_APP
 from torchx_monarch.backends.kubernetes.native import Api, KubernetesError
+from torchx_monarch.client.target import Target
 from torchx_monarch.schedulers import monarch_kubernetes
 
 NAME = "monarch_kubernetes"
@@ -157,6 +158,12 @@ class Apps(Place):
         ]
         assert len(found) == 1, found
         return str(found[0])
+
+    @contextlib.contextmanager
+    def reached(self, handle: str) -> Iterator[str]:
+        """Yield the address to which the port of replica 0's pod is forwarded."""
+        with self.forwarded(handle, Target.of(handle, runner=self.runner).address.port) as address:
+            yield address
 
     @contextlib.contextmanager
     def forwarded(self, handle: str, port: int) -> Iterator[str]:

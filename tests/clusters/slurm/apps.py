@@ -18,10 +18,12 @@ import pytest
 from torchx.specs import AppState, Resource, Role
 from torchx.specs.finder import ComponentValidationException
 
+from tests.clusters.slurm.cluster import SlurmCluster
 from tests.contract.place import Place
 from torchx_monarch.backends.slurm import folder as folders
 from torchx_monarch.backends.slurm import native
 from torchx_monarch.backends.slurm.folder import JobFolder
+from torchx_monarch.client.target import Target
 from torchx_monarch.schedulers import monarch_slurm
 
 NAME = "monarch_slurm"
@@ -44,7 +46,12 @@ def sh(command: str, name: str = "r", replicas: int = 1, **more: Any) -> Role:
 
 
 class Apps(Place):
-    """A Slurm cluster."""
+    """A Slurm cluster.
+
+    Args:
+        cluster: where they run.
+        folder: where programs are written.
+    """
 
     name = NAME
     factory = staticmethod(monarch_slurm)
@@ -55,6 +62,16 @@ class Apps(Place):
     install = "Debian: slurm-client"
     resource = SMALL
     names_preemptions = False  # Slurm signals the tasks, and the batch step announces a stop to them: either is first
+
+    def __init__(self, cluster: SlurmCluster, folder: Path) -> None:
+        self.cluster = cluster
+        super().__init__(folder)
+
+    @contextlib.contextmanager
+    def reached(self, handle: str) -> Iterator[str]:
+        """Yield the address of the node: this machine does not know the cluster's names."""
+        there = Target.of(handle, runner=self.runner).address
+        yield f"{self.cluster.address(int(there.host.removeprefix('n')))}:{there.port}"
 
     def component_words(self) -> Sequence[str]:
         """Return the options of ``monarch.spmd`` by which two hosts fit the cluster."""

@@ -35,6 +35,6 @@ def apps(
     cluster: SlurmCluster, leaves_nothing: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[Apps]:
     monkeypatch.setenv("SLURM_CONF", str(cluster.conf))
-    apps = Apps(tmp_path)
+    apps = Apps(cluster, tmp_path)
     yield apps
     apps.close()
