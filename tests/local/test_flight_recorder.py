@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import shutil
 import socket
@@ -19,8 +20,9 @@ import pytest
 
 from tests.local.hosts import Hosts
 from tests.local.test_stacks import stop, torchrun, wait_for
-from torchx_monarch.host.ranks.rank_recorder import SIZE
-from torchx_monarch.host.ranks.recorder_dumps import RecorderDumps
+from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
+from torchx_monarch.host.ranks.rank_recorder import DUMP, GROUPS, HEAD, MAX_RECENT
+from torchx_monarch.insight.rank_sample import Collective, GroupStatus
 
 START = """
         import torch, torch.distributed as dist
@@ -98,29 +100,36 @@ def sockets() -> Path:
     return Path(tempfile.mkdtemp(prefix="h"))
 
 
+def dump(content: bytes = b"", size: int | None = None) -> bytes:
+    """A dump as a rank sends it; ``size`` is what it says."""
+    return HEAD.pack(DUMP, len(content) if size is None else size) + content
+
+
 async def _send(sockets: Path, sent: bytes, file: Path | None) -> None:
     """Send bytes as a rank would, and wait until the host has hung up."""
-    dumps, loop = RecorderDumps(str(sockets)), asyncio.get_running_loop()
-    await dumps.start()
-    await dumps.start()  # for the next run of an allocation
+    recorders, loop = FlightRecorders(str(sockets)), asyncio.get_running_loop()
+    await recorders.start()
+    await recorders.start()  # for the next run of an allocation
     if file is not None:
-        dumps.expect({os.getpid(): file})
+        recorders.expect({os.getpid(): file})
     with socket.socket(socket.AF_UNIX) as rank:
         rank.setblocking(False)
-        await loop.sock_connect(rank, dumps.path)
+        await loop.sock_connect(rank, recorders.path)
         with contextlib.suppress(ConnectionError):
             await loop.sock_sendall(rank, sent)
-            await dumps.collect([os.getpid(), 1])
+            await recorders.collect([os.getpid(), 1])
             rank.shutdown(socket.SHUT_WR)
             while await loop.sock_recv(rank, 10):
                 pass
-    assert dumps._server is not None
-    dumps._server.close()
-    await dumps._server.wait_closed()
+    assert recorders._server is not None
+    recorders._server.close()
+    await recorders._server.wait_closed()
 
 
 @pytest.mark.parametrize(
-    "sent", [SIZE.pack(1 << 60) + b"x" * 100, SIZE.pack(100) + b"x" * 50, b"", (SIZE.pack(0)) * 1000], ids=len
+    "sent",
+    [dump(b"x" * 100, 1 << 60), dump(b"x" * 50, 100), b"", dump() * 1000, b"?" + dump(), HEAD.pack(GROUPS, 2) + b"[]"],
+    ids=len,
 )
 def test_what_is_no_dump_is_not_stored(sockets: Path, sent: bytes) -> None:
     file = sockets / "flight_recorder" / "rank_0"
@@ -134,13 +143,70 @@ def test_a_dump_replaces_the_last_one_and_follows_no_link(sockets: Path) -> None
     other.write_text("mine")
     folder.mkdir()
     (folder / "rank_0").symlink_to(other)
-    asyncio.run(_send(sockets, SIZE.pack(3) + b"one" + SIZE.pack(3) + b"two", folder / "rank_0"))
+    asyncio.run(_send(sockets, dump(b"one") + dump(b"two"), folder / "rank_0"))
     assert (folder / "rank_0").read_bytes() == b"two" and other.read_text() == "mine"
     assert [path.name for path in folder.iterdir()] == ["rank_0"]
     shutil.rmtree(sockets)
 
 
 def test_a_dump_of_a_process_that_is_no_rank_is_dropped(sockets: Path) -> None:
-    asyncio.run(_send(sockets, SIZE.pack(3) + b"one", None))
+    asyncio.run(_send(sockets, dump(b"one"), None))
     assert [path.name for path in sockets.iterdir()] == ["recorder"]
+    shutil.rmtree(sockets)
+
+
+GROUP = {"name": "0", "ranks": [0, 1], "enqueued": 3, "completed": 2}
+ENTRY = {"number": 3, "name": "gloo:all_reduce", "sizes": [[7], []], "called": 1.5}
+
+
+async def _answers(sockets: Path, answer: bytes | None) -> dict[int, tuple[GroupStatus, ...]]:
+    """What the host has of a rank that answers the request for its groups so; None for one that does not answer."""
+    recorders, loop = FlightRecorders(str(sockets)), asyncio.get_running_loop()
+    await recorders.start()
+    pid = os.getpid()
+    with socket.socket(socket.AF_UNIX) as rank:
+        rank.setblocking(False)
+        await loop.sock_connect(rank, recorders.path)
+        while pid not in recorders._ranks:
+            await asyncio.sleep(0.001)
+        first, second = (asyncio.ensure_future(recorders.status([pid, 1], 0.2 if answer is None else 20)) for _ in "12")
+        assert await loop.sock_recv(rank, 10) == GROUPS  # one request for both
+        if answer is not None:
+            await loop.sock_sendall(rank, HEAD.pack(GROUPS, len(answer)) + answer)
+        assert await first == await second
+        rank.shutdown(socket.SHUT_WR)
+        while await loop.sock_recv(rank, 10):
+            pass
+    assert recorders._server is not None
+    recorders._server.close()
+    await recorders._server.wait_closed()
+    return first.result()
+
+
+def test_the_groups_of_a_rank_are_decoded(sockets: Path) -> None:
+    sent = json.dumps([{**GROUP, "waiting": ENTRY, "recent": [ENTRY] * 100}]).encode()
+    entry = Collective(3, "gloo:all_reduce", ((7,), ()), 1.5)
+    groups = (GroupStatus("0", (0, 1), 3, 2, entry, (entry,) * MAX_RECENT),)
+    assert asyncio.run(_answers(sockets, sent)) == {os.getpid(): groups, 1: ()}
+    shutil.rmtree(sockets)
+
+
+def test_a_rank_that_does_not_answer_has_no_groups(sockets: Path) -> None:
+    assert asyncio.run(_answers(sockets, None)) == {1: ()}
+    shutil.rmtree(sockets)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"", b"{}", b"[1]", b"[" * 100_000, b"\xff", b"9" * 5000,
+        *(json.dumps([{**GROUP, **wrong}]).encode() for wrong in (
+            {"ranks": [-1]}, {"ranks": 5}, {"enqueued": 1 << 60}, {"enqueued": "3"}, {"completed": None},
+            {"waiting": {**ENTRY, "called": float("nan")}}, {"recent": [{**ENTRY, "sizes": [["x"]]}]}, {"name": 7},
+            {"recent": [{**ENTRY, "number": -1}]}, {"waiting": {**ENTRY, "called": 1e300}},
+        )),
+    ],
+)  # fmt: skip
+def test_groups_that_no_rank_of_ours_sends_are_refused(sockets: Path, sent: bytes) -> None:
+    assert asyncio.run(_answers(sockets, sent)) == {os.getpid(): (), 1: ()}
     shutil.rmtree(sockets)

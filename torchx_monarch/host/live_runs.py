@@ -35,11 +35,11 @@ from torchx_monarch.controller.run_request import RunRequest
 from torchx_monarch.controller.spmd_work import Session
 from torchx_monarch.host.batch_run import check_script, log_folder
 from torchx_monarch.host.code_distribution import OPS, HostCode, distribute_code
+from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
 from torchx_monarch.host.ranks.learned_preload import LearnedPreload, LearnedPrograms, program_key
 from torchx_monarch.host.ranks.rank_logs import RankLogs
 from torchx_monarch.host.ranks.rank_pool import RankPool
 from torchx_monarch.host.ranks.rank_starter import RankStarter
-from torchx_monarch.host.ranks.recorder_dumps import RecorderDumps
 from torchx_monarch.host.ranks.run_spec import RunSpec
 from torchx_monarch.host.ranks.watchdog import ENABLED, FILE
 from torchx_monarch.host.ranks.zygote import Zygotes
@@ -74,7 +74,7 @@ class LiveRuns:
         self._zygotes = Zygotes(host.reporter.line)
         self._run_queue: RunQueue | None = None
         self._begun: tuple[str, RunBegun] | None = None  # token of the present run, and the answer to its request
-        self._dumps: RecorderDumps | None = None
+        self._recorders: FlightRecorders | None = None
         self._run_log: RunLog | None = None
         self._forwarding: asyncio.Task[None] | None = None
         self._code: HostCode | None = None
@@ -178,8 +178,8 @@ class LiveRuns:
         logs = RankLogs(host.options.replica, host.hostname, log_dir, run, *outputs)
         starter = RankStarter(run, self._zygotes, host.reporter.line, learned=learned)
         self._present = (learned, starter, env) if learned is not None else None
-        self._dumps = self._dumps or RecorderDumps(host.sockets)
-        return RankPool(logs, starter, self._dumps, host.reporter.line)
+        self._recorders = self._recorders or FlightRecorders(host.sockets)
+        return RankPool(logs, starter, self._recorders, host.reporter.line)
 
     def _learned_of(self, key: tuple[str, str]) -> LearnedPreload | None:
         """Return what was learned of a program; None without ``-cfg preload=auto``."""

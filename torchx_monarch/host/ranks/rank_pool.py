@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from torchx_monarch.host.ranks.attempt_stacks import AttemptStacks
+from torchx_monarch.host.ranks.flight_recorders import FlightRecorders, dump_path
 from torchx_monarch.host.ranks.master_endpoint import EndpointError, MasterEndpoint
 from torchx_monarch.host.ranks.orphan_reaper import end_orphans
 from torchx_monarch.host.ranks.out_of_memory import OutOfMemory
@@ -25,7 +26,6 @@ from torchx_monarch.host.ranks.rank_logs import RankLogs
 from torchx_monarch.host.ranks.rank_process import RankProcess
 from torchx_monarch.host.ranks.rank_stacks import take_stacks
 from torchx_monarch.host.ranks.rank_starter import RankStarter
-from torchx_monarch.host.ranks.recorder_dumps import RecorderDumps, dump_path
 from torchx_monarch.host.ranks.watchdog import FILE, Watchdog, WatchdogError
 from torchx_monarch.insight.stacks import ProcessStacks
 from torchx_monarch.model.job_result import RankExit
@@ -65,17 +65,19 @@ class RankPool:
     Args:
         logs: what the ranks execute, on which host, and where their output goes.
         starter: starts the processes of the ranks.
-        dumps: receives what torch's flight recorder has of the ranks.
+        recorders: reads torch's flight recorders in the ranks.
         say: called with a progress line.
     """
 
-    def __init__(self, logs: RankLogs, starter: RankStarter, dumps: RecorderDumps, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, logs: RankLogs, starter: RankStarter, recorders: FlightRecorders, say: Callable[[str], None]
+    ) -> None:
         self.attempt = -1
         self._run = logs.run
         self._replica = logs.replica
         self._logs = logs
         self._starter = starter
-        self._dumps = dumps
+        self._recorders = recorders
         self._say = say
         self._watchdog: Watchdog | None = None
         self._ranks: list[Rank] = []
@@ -93,7 +95,7 @@ class RankPool:
         """
         if (node_rank := self._run.command.options.node_rank) not in (0, self._replica):
             self._say(f"--node-rank={node_rank} is not used: this is the host of replica {self._replica}")
-        await self._dumps.start()
+        await self._recorders.start()
         return await self._starter.prepare(nproc)
 
     def start_watchdog(self, path: str, run_id: str) -> None:
@@ -189,7 +191,7 @@ class RankPool:
             raise LaunchError("the ranks were stopped while they were started")
         self._ranks, self.attempt = ranks, world.attempt
         kept = [(rank, rank.directory) for rank in ranks if rank.directory is not None]
-        self._dumps.expect({rank.process.pid: dump_path(directory.parent, rank.rank) for rank, directory in kept})
+        self._recorders.expect({rank.process.pid: dump_path(directory.parent, rank.rank) for rank, directory in kept})
         self._memory = OutOfMemory()
         return [rank.process.pid for rank in ranks]
 
@@ -271,7 +273,7 @@ class RankPool:
         running = [rank for rank in ranks if not rank.process.ended.is_set()]
         if running and running[0].directory is not None:
             folder, processes_of = running[0].directory.parent, [(one.rank, one.process) for one in running]
-            collecting = asyncio.ensure_future(self._dumps.collect([one.process.pid for one in running]))
+            collecting = asyncio.ensure_future(self._recorders.collect([one.process.pid for one in running]))
             await self._stacks.write(folder, processes_of, number)
             await collecting
 
@@ -311,7 +313,7 @@ class RankPool:
             # The zygote may have started before the host knew the interface.
             "env": {**{name: value for name, value in run.environ.items() if name == INTERFACE}, **run.added, **env},
             "label": f"rank {rank.rank} of {world.run_id}",
-            "recorder": self._dumps.path,
+            "recorder": self._recorders.path,
         }
 
     async def _drained(self, ranks: Sequence[Rank]) -> None:
