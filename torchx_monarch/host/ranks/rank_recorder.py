@@ -39,6 +39,8 @@ MAX_RECENT = 16
 _MAX_SIZES = 8
 """Shapes of one collective, and dimensions of each."""
 
+_CALLED, _COMPLETED = "last_enqueued_collective", "last_completed_collective"
+
 _MAX_SHARE = 0.004
 """Most CPU time of the rank that reading the recorder may take. A full one, of 2000 collectives, takes 12 ms."""
 
@@ -167,17 +169,13 @@ class _Groups:
         if name not in self._known:
             return {"enqueued": 0, "completed": 0}
         key, state = self._known[name]
-        moved = [
-            status.get(key, {}).get(last, 0) - self._status.get(key, {}).get(last, 0)
-            for last in ("last_enqueued_collective", "last_completed_collective")
-        ]
-        if not any(moved):
+        now, before = status.get(key, {}), self._status.get(key, {})
+        if now == before:
             return state
-        return {
-            "enqueued": state["enqueued"] + max(0, moved[0]),
-            "completed": state["completed"] + max(0, moved[1]),
-            "recent": state["recent"],
-        }
+        called, completed = now.get(_CALLED, 0), now.get(_COMPLETED, 0)
+        enqueued = state["enqueued"] + max(0, called - before.get(_CALLED, 0))
+        done = max(state["completed"], enqueued - max(0, called - completed))
+        return {"enqueued": enqueued, "completed": done, "recent": state["recent"]}
 
     def _update(self, recorder: dict[str, Any]) -> None:
         """Take the states of the groups from the recorder; a group whose collectives it has lost keeps its own."""
@@ -186,8 +184,11 @@ class _Groups:
             if not entry.get("is_p2p"):
                 found.setdefault(entry["process_group"][0], (str(entry["pg_id"]), []))[1].append(entry)
         for name, (key, entries) in found.items():
-            # With Gloo, entries that have completed still say "scheduled", and are retired.
-            waiting = next((entry for entry in entries if not entry.get("retired")), None)
+            # With Gloo, entries that have completed still say "scheduled", and are retired: the last ones of a rank that
+            # runs on not always in their order.
+            retired = [place for place, entry in enumerate(entries) if entry.get("retired")]
+            unfinished = entries[retired[-1] + 1 if retired else 0 :]
+            waiting = unfinished[0] if unfinished else None
             enqueued = max(entry["collective_seq_id"] for entry in entries)
             self._known[name] = (
                 key,
