@@ -184,8 +184,8 @@ class _Groups:
             if not entry.get("is_p2p"):
                 found.setdefault(entry["process_group"][0], (str(entry["pg_id"]), []))[1].append(entry)
         for name, (key, entries) in found.items():
-            # With Gloo, entries that have completed still say "scheduled", and are retired: the last ones of a rank that
-            # runs on not always in their order.
+            # With Gloo, entries that have completed still say "scheduled", and are retired; in a rank that runs on not
+            # always in their order.
             retired = [place for place, entry in enumerate(entries) if entry.get("retired")]
             unfinished = entries[retired[-1] + 1 if retired else 0 :]
             waiting = unfinished[0] if unfinished else None

@@ -1,0 +1,285 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Find the rank for which others wait in a collective: which has not called it, or has called another one.
+
+A rank that computes, and ranks that all pause, wait in no collective and so are no hang. Names of groups and operations
+have been written by the ranks, so they are escaped and cut.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Collection, Mapping, Sequence
+
+from torchx_monarch.insight.rank_sample import Collective, GroupStatus
+from torchx_monarch.insight.stacks import ProcessStacks, rank_ranges
+from torchx_monarch.system.untrusted_text import one_line
+
+_MAX_NAME = 80
+"""Characters of the name of a group or an operation that are shown."""
+
+_MAX_PLACES = 3
+"""Ranks whose stacks' top lines are shown."""
+
+_EQUAL_SHAPES = ("all_reduce", "allreduce", "reduce", "broadcast")
+"""Operations for which all ranks must give inputs of the same shapes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RankCollectives:
+    """The collectives of one rank.
+
+    Attributes:
+        rank: the global rank.
+        time: when its host has asked it, in seconds since the epoch.
+        groups: its process groups; empty if it has formed none, None if it has not answered.
+    """
+
+    rank: int
+    time: float
+    groups: tuple[GroupStatus, ...] | None
+
+    def waited(self, group: GroupStatus) -> float:
+        """Return for how many seconds the rank has waited in a collective of a group; 0 if it waits in none."""
+        return max(0.0, self.time - group.waiting.called) if group.waiting is not None else 0.0
+
+    @property
+    def longest_wait(self) -> float:
+        """The seconds for which the rank has waited in a collective; 0 if it waits in none."""
+        return max((self.waited(group) for group in self.groups or ()), default=0.0)
+
+
+class Fault(enum.Enum):
+    """What is wrong with the ranks for which others wait."""
+
+    MISSING = "missing"
+    """They have not called the collective, and wait in none."""
+
+    NO_GROUP = "no_group"
+    """They have not formed the process group."""
+
+    ENDED = "ended"
+    """They have ended."""
+
+    SILENT = "silent"
+    """They do not answer: they are stopped, or hold the GIL."""
+
+    MISMATCH = "mismatch"
+    """They have called another operation, or the same with inputs of other shapes."""
+
+    ORDER = "order"
+    """They wait in other collectives, in a circle."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Hang:
+    """Ranks that wait in a collective, and those for which they wait.
+
+    Attributes:
+        fault: what is wrong with the latter.
+        ranks: the ranks for which the others wait, ascending.
+        waiting: the ranks that wait, ascending.
+        group: name of the process group.
+        collective: the collective in which they wait.
+        seconds: for how long the first of them has waited.
+        called: what ``ranks`` have called or wait in instead; empty if that is not known.
+    """
+
+    fault: Fault
+    ranks: tuple[int, ...]
+    waiting: tuple[int, ...]
+    group: str
+    collective: Collective
+    seconds: float
+    called: str = ""
+
+    def same_as(self, other: Hang | None) -> bool:
+        """Return whether another hang differs from this one in its duration alone."""
+        return other is not None and dataclasses.replace(other, seconds=self.seconds) == self
+
+    def describe(self) -> str:
+        """Describe the hang in one line: which ranks have done what, and in what others wait for them."""
+        have = "has" if len(self.ranks) == 1 else "have"
+        others = f"{rank_ranges(self.waiting)} {'has' if len(self.waiting) == 1 else 'have'} waited"
+        number = f"number {self.collective.number} of group {_cut(self.group)}"
+        seconds = f"{self.seconds:.0f} s"
+        not_called = f"not called {_show(self.collective)}, {number}, in which {others} for {seconds}"
+        shown = f"{_show(self.collective)} {_shapes(self.collective)}".rstrip()
+        return (
+            f"{rank_ranges(self.ranks)} "
+            + {
+                Fault.MISSING: f"{have} {not_called}",
+                Fault.NO_GROUP: f"{have} not formed the group, and so {not_called}",
+                Fault.ENDED: f"{have} ended and {not_called}",
+                Fault.SILENT: f"{'does' if len(self.ranks) == 1 else 'do'} not answer, and {have} {not_called}",
+                Fault.MISMATCH: f"{have} called {self.called} as {number}, the others {shown}; {others} for {seconds}",
+                Fault.ORDER: f"{have} {not_called}; {self.called}: the order of calls differs",
+            }[self.fault]
+        )
+
+
+def diagnose(ranks: Sequence[RankCollectives], hang_after: float, at_most: float = float("inf")) -> Hang | None:
+    """Return the hang that has lasted longest; None if no rank has waited long enough for others.
+
+    Args:
+        ranks: all ranks that run.
+        hang_after: seconds for which a rank must have waited.
+        at_most: seconds for which a wait counts at most: those since a pause of the watch.
+    """
+    known = {one.rank: one for one in ranks}
+    waits = [
+        (min(one.waited(group), at_most), -one.rank, group, group.waiting)
+        for one in ranks
+        for group in one.groups or ()
+        if group.waiting is not None
+    ]
+    waits = sorted((wait for wait in waits if wait[0] >= hang_after), key=lambda wait: wait[:2], reverse=True)
+    for name in dict.fromkeys(group.name for _, _, group, _ in waits):
+        of_group = [wait for wait in waits if wait[2].name == name]
+        # Of ranks that wait in several collectives of a group, the first collective is the one that is behind.
+        _, _, group, collective = min(of_group, key=lambda wait: wait[3].number)
+        if hang := _of_group(known, group, collective, of_group[0][0]):
+            return hang
+    return None
+
+
+_Known = Mapping[int, RankCollectives]
+
+
+def _of_group(known: _Known, group: GroupStatus, collective: Collective, seconds: float) -> Hang | None:
+    """Return the hang in a collective; None if all ranks of the group have called it."""
+
+    def hang(fault: Fault, ranks: Collection[int], called: str = "") -> Hang:
+        waiting = _waiting(known, group, collective.number)
+        return Hang(fault, tuple(sorted(ranks)), waiting, group.name, collective, seconds, called)
+
+    culprits: dict[int, tuple[GroupStatus, Collective]] = {}
+    _find_culprits(known, group, collective, culprits, {(group.name, collective.number)})
+    if silent := [rank for rank in culprits if rank in known and known[rank].groups is None]:
+        return hang(Fault.SILENT, silent)
+    if different := _mismatch(known, group, collective.number):
+        ranks, called, collective = different
+        return hang(Fault.MISMATCH, ranks, called)
+    missing = _missing(known, group, collective.number)
+    if not culprits:
+        return hang(Fault.ORDER, missing, _waits_of(known, missing)) if missing else None
+    here = [rank for rank in culprits if rank in missing]
+    if not here:
+        # The ranks that are behind wait for one of another group.
+        group, collective = next(iter(culprits.values()))
+        here = [rank for rank, (other, _) in culprits.items() if other.name == group.name]
+    if ended := [rank for rank in here if rank not in known]:
+        return hang(Fault.ENDED, ended)
+    if without := [rank for rank in here if _status(known, rank, group.name) is None]:
+        return hang(Fault.NO_GROUP, without)
+    return hang(Fault.MISSING, here)
+
+
+def _find_culprits(
+    known: _Known,
+    group: GroupStatus,
+    collective: Collective,
+    found: dict[int, tuple[GroupStatus, Collective]],
+    seen: set[tuple[str, int]],
+) -> None:
+    """Find the ranks that keep others waiting and wait for no rank themselves; a circle of ranks has none.
+
+    Args:
+        known: the ranks.
+        group: a process group.
+        collective: a collective of the group that has not completed.
+        found: gets these ranks, each with the collective that it owes.
+        seen: groups and numbers of the collectives that have been looked at.
+    """
+    for rank in _missing(known, group, collective.number):
+        owed = [
+            (other, other.waiting)
+            for other in (known[rank].groups if rank in known else None) or ()
+            if other.waiting is not None and _missing(known, other, other.waiting.number)
+        ]
+        if not owed:
+            found.setdefault(rank, (group, collective))
+        for other, waiting in owed:
+            if (step := (other.name, waiting.number)) not in seen:
+                seen.add(step)
+                _find_culprits(known, other, waiting, found, seen)
+
+
+def _status(known: _Known, rank: int, name: str) -> GroupStatus | None:
+    groups = known[rank].groups if rank in known else None
+    return next((group for group in groups or () if group.name == name), None)
+
+
+def _missing(known: _Known, group: GroupStatus, number: int) -> list[int]:
+    """Return the ranks of a group that are not known to have called a collective."""
+    statuses = {rank: _status(known, rank, group.name) for rank in sorted(set(group.ranks))}
+    return [rank for rank, status in statuses.items() if status is None or status.enqueued < number]
+
+
+def _waiting(known: _Known, group: GroupStatus, number: int) -> tuple[int, ...]:
+    statuses = {rank: _status(known, rank, group.name) for rank in sorted(set(group.ranks))}
+    return tuple(rank for rank, one in statuses.items() if one and one.waiting and one.waiting.number == number)
+
+
+def _waits_of(known: _Known, ranks: Sequence[int]) -> str:
+    """Say in which collectives ranks wait: ``rank 1 waits in gloo:all_reduce, number 1 of group 2``."""
+    waits = [
+        f"rank {rank} waits in {_show(group.waiting)}, number {group.waiting.number} of group {_cut(group.name)}"
+        for rank in ranks
+        for group in known[rank].groups or ()
+        if group.waiting is not None
+    ]
+    return ", ".join(waits[:_MAX_PLACES])
+
+
+def _mismatch(known: _Known, group: GroupStatus, number: int) -> tuple[list[int], str, Collective] | None:
+    """Return the fewest ranks that have called another collective than the others as one of the same number.
+
+    Returns:
+        These ranks, what they have called, and what the others have called. None if all that is known is equal.
+    """
+    ways: dict[str, list[tuple[int, Collective]]] = {}
+    for rank in sorted(set(group.ranks)):
+        status = _status(known, rank, group.name)
+        called = [] if status is None else [*([status.waiting] if status.waiting else []), *status.recent]
+        if (one := next((each for each in called if each.number == number), None)) is not None:
+            shapes = _shapes(one) if one.name.rpartition(":")[2] in _EQUAL_SHAPES else ""
+            ways.setdefault(f"{_show(one)} {shapes}".rstrip(), []).append((rank, one))
+    if len(ways) < 2:
+        return None
+    # Of two ways with as many ranks that of rank 0, or of the lowest rank, counts as the right one.
+    right, *wrong = sorted(ways, key=lambda way: (-len(ways[way]), ways[way][0][0]))
+    ranks = sorted(rank for way in wrong for rank, _ in ways[way])
+    return ranks, " or ".join(wrong[:_MAX_PLACES]), ways[right][0][1]
+
+
+def _cut(name: str) -> str:
+    return one_line(name, _MAX_NAME)
+
+
+def _show(collective: Collective) -> str:
+    return _cut(collective.name)
+
+
+def _shapes(collective: Collective) -> str:
+    return ", ".join(f"[{', '.join(map(str, size))}]" for size in collective.sizes)
+
+
+def describe_places(ranks: Collection[int], stacks: Sequence[ProcessStacks]) -> str:
+    """Say where ranks are, by the top lines of the stacks of their main threads; empty if that is not known.
+
+    Args:
+        ranks: the ranks.
+        stacks: stacks of these and other ranks.
+    """
+    places = []
+    for one in stacks:
+        if one.rank in ranks and not one.child:
+            frames = one.threads[0].frames if one.threads else ()
+            place = f"is at {frames[0]}" if frames else "is in no Python function" if one.threads else ""
+            if one.problem:
+                place = f"{place}; {one.problem}" if place else one.problem
+            places.append(f"rank {one.rank} (host {one.replica}, pid {one.pid}): {place}")
+    shown = sorted(places)[:_MAX_PLACES]
+    return one_line("; ".join([*shown, *([f"{len(places) - len(shown)} more"] if len(places) > len(shown) else [])]))
