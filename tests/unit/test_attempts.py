@@ -13,6 +13,7 @@ import pytest
 from torchx_monarch.controller.agents import Agents
 from torchx_monarch.controller.attempts import Attempts
 from torchx_monarch.controller.elastic import HostGatherer, NodeRange
+from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_events import HostEvents, HostPreempted, Interrupted
 from torchx_monarch.controller.host_messages import RanksExited, Request, StoreOpened, WatchRanks
 from torchx_monarch.controller.job_options import JobOptions
@@ -49,7 +50,7 @@ def result_of(exits: list[RankExit], report: HostPreempted | None = None) -> Job
     async def run() -> JobResult:
         events, reporter = HostEvents(), Reporter(Console(2), None, "trainer")
         agents, gatherer = cast(Agents, ScriptedAgents(*exits)), cast(HostGatherer, HostGatherer)
-        attempts = Attempts(OPTIONS, agents, gatherer, events, reporter, None)
+        attempts = Attempts(OPTIONS, agents, gatherer, events, reporter, HangWatch(agents, reporter), None)
         if report is not None:
             asyncio.get_running_loop().call_later(0.01, events.post, report)
         try:

@@ -15,6 +15,7 @@ import pytest
 from torchx_monarch.controller.agents import Agents, HostRefused
 from torchx_monarch.controller.attempts import Attempts
 from torchx_monarch.controller.elastic import HostGatherer, NodeRange
+from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_events import HostEvents, HostLost, Interrupted, RunEndRequested, StopRequested
 from torchx_monarch.controller.host_messages import (
     Answer,
@@ -126,8 +127,9 @@ def work(session: Session, agents: Agents, events: HostEvents) -> SpmdWork:
         return {}
 
     gatherer = HostGatherer(FIXED, rendezvous, reporter, reachable)
+    watch = HangWatch(agents, reporter)
     return SpmdWork(
-        session, agents, gatherer, events, lambda: Attempts(OPTIONS, agents, gatherer, events, reporter, None)
+        session, agents, gatherer, events, lambda: Attempts(OPTIONS, agents, gatherer, events, reporter, watch, None)
     )
 
 

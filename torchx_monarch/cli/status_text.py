@@ -46,6 +46,9 @@ def _facts(status: JobStatus, now: float) -> Iterator[tuple[str, str]]:
     if status.last_failure is not None:
         ago = f"{show_duration(now - status.last_failure.time)} ago: " if status.last_failure.time else ""
         yield "last failure", ago + status.last_failure.message
+    if status.hang is not None:
+        ago = f"{show_duration(now - status.hang.time)} ago: " if status.hang.time else ""
+        yield "hang", ago + status.hang.message
     if status.last_output is not None:
         yield "last output", f"{show_duration(now - status.last_output)} ago"
     if status.live is not None:

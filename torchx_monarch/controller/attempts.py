@@ -5,11 +5,14 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import signal
+import time
 
 from torchx_monarch.controller import retry
 from torchx_monarch.controller.agents import Agents
 from torchx_monarch.controller.elastic import HostGatherer
+from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_events import (
     HostEvent,
     HostEvents,
@@ -21,6 +24,7 @@ from torchx_monarch.controller.host_events import (
 )
 from torchx_monarch.controller.host_messages import LaunchRanks, OpenStore, RanksExited, StoreOpened, WatchRanks
 from torchx_monarch.controller.job_options import JobOptions
+from torchx_monarch.insight.hangs import Hang
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.job_result import (
     JobResult,
@@ -51,6 +55,7 @@ class Attempts:
         gatherer: gathers the hosts.
         events: the events that interrupt the controller.
         reporter: writes progress lines and events.
+        hang_watch: finds ranks that hang.
         first_output: set when a rank of this host has printed something; None if that is not reported.
     """
 
@@ -61,6 +66,7 @@ class Attempts:
         gatherer: HostGatherer,
         events: HostEvents,
         reporter: Reporter,
+        hang_watch: HangWatch,
         first_output: asyncio.Event | None,
     ) -> None:
         self.number = 0
@@ -70,6 +76,7 @@ class Attempts:
         self._gatherer = gatherer
         self._events = events
         self._reporter = reporter
+        self._hang_watch = hang_watch
         self._first_output = first_output
         self._launched = -1
         self._uncounted = 0
@@ -111,7 +118,7 @@ class Attempts:
             for line in describe_others(self.exits.values(), cause):
                 self._reporter.line(f"also: {line}")
             before, never_joined = never_joined, retry.never_joined(self.exits.values())
-            reason = retry.why_not(cause, never_joined, before, self._options.retry_on)
+            reason = retry.why_not(cause, never_joined, before, self._options.retry_on, self._options.on_hang)
             if self._restarts_left == 0 or reason:
                 if self._restarts_left:
                     self._reporter.line(f"no restart: {reason}")
@@ -142,6 +149,23 @@ class Attempts:
             pass
         self._reporter.phase("ranks", f"ranks {world.size}/{world.size}", attempt=self.number)
         output = asyncio.ensure_future(self._report_output()) if self.number == 0 else None
+        hanging = asyncio.ensure_future(self._hang_watch.run(self.number))
+        ending = asyncio.ensure_future(self._end(world.size, hanging))
+        try:
+            await asyncio.wait([hanging, ending], return_when=asyncio.FIRST_COMPLETED)
+            if not ending.done() and not hanging.cancelled():
+                ending.cancel()
+                return await self._end_hang(hanging.result())
+            cause = await ending
+        finally:
+            hanging.cancel()
+            ending.cancel()
+        if output is not None and cause is None:
+            output.cancel()
+        return cause
+
+    async def _end(self, world_size: int, hanging: asyncio.Future[Hang]) -> RankExit | None:
+        """Wait for the end of the ranks; stop the others when one has failed. Return the root cause, or None."""
         growth = asyncio.ensure_future(self._report_newcomer())
         try:
             async for exited in self._agents.ask(WatchRanks()):
@@ -149,7 +173,8 @@ class Attempts:
                 self._note(exited)
                 growth.cancel()  # once the ranks of a host have ended, a further host is of no use
                 if root_cause(self.exits.values()):
-                    await self._stop_others(world.size)
+                    hanging.cancel()
+                    await self._stop_others(world_size)
                     # Ranks that had failed before the stop have reported their exits by now.
                     cause = root_cause(self.exits.values())
                     self._blame_hosts(cause)
@@ -157,9 +182,19 @@ class Attempts:
             await self._report_of_stopped()
         finally:
             growth.cancel()
-        if output is not None:
-            output.cancel()
         return None
+
+    async def _end_hang(self, hang: Hang) -> RankExit:
+        """Stop ranks that hang; return the exit of the first of those for which the others wait, as the root cause."""
+        now = time.time()
+        await self.stop(signal.SIGTERM)
+        rank = hang.ranks[0]
+        # The exits of a host that was lost meanwhile are not known.
+        exited = self.exits.get(rank) or RankExit(rank, 0, 0, "", 0, 1, now)
+        cause = dataclasses.replace(exited, code=1, time=now, stopped_at=None, error=None, hang=hang.describe())
+        self.exits[rank] = cause
+        self._reporter.note("failure", cause.describe(), rank=rank)
+        return cause
 
     async def _world(self, hosts: list[Registration]) -> World:
         """Open the port where the ranks meet; return the ranks of the attempt."""

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeAlias, get_args
 
 from torchx_monarch.controller.run_request import RunRequest
+from torchx_monarch.insight.hangs import RankCollectives
 from torchx_monarch.insight.stacks import ProcessStacks
 from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.model.job_result import RankExit
@@ -81,10 +82,12 @@ class TakeStacks:
     Attributes:
         rank: the only global rank that is asked; None for all.
         native: whether py-spy reads them as well.
+        kept_as: title under which they are also written into the folder of the attempt; empty for not.
     """
 
     rank: int | None
     native: bool
+    kept_as: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +96,32 @@ class StacksTaken:
 
     replica: int
     stacks: tuple[ProcessStacks, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadCollectives:
+    """Read the state of the collectives of the host's ranks.
+
+    Attributes:
+        details: whether the answer has all of it, and not only the longest wait.
+    """
+
+    details: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectivesRead:
+    """The answer to ``ReadCollectives``.
+
+    Attributes:
+        replica: the host's replica.
+        longest_wait: seconds for which a rank has waited in a collective; 0 if none waits.
+        ranks: the ranks that run; empty unless details were asked for.
+    """
+
+    replica: int
+    longest_wait: float
+    ranks: tuple[RankCollectives, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,8 +241,10 @@ class RunOutput:
     records: str
 
 
-Request: TypeAlias = OpenStore | LaunchRanks | WatchRanks | StopRanks | TakeStacks | BeginRun | FinishRun | HandleCode
-Answer: TypeAlias = StoreOpened | Launched | RanksExited | StacksTaken | RunBegun | RunFinished | CodeHandled | Refused
+_RankRequest: TypeAlias = OpenStore | LaunchRanks | WatchRanks | StopRanks | TakeStacks | ReadCollectives
+_RankAnswer: TypeAlias = StoreOpened | Launched | RanksExited | StacksTaken | CollectivesRead
+Request: TypeAlias = _RankRequest | BeginRun | FinishRun | HandleCode
+Answer: TypeAlias = _RankAnswer | RunBegun | RunFinished | CodeHandled | Refused
 Report: TypeAlias = SignalReceived | AgentLost | RunOutput
 Handler: TypeAlias = Callable[[Request], Awaitable[Answer]]
 

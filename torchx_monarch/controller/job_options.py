@@ -10,7 +10,7 @@ from typing import Any
 from torchx_monarch.command.command import Command
 from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.model.host_spec import HostSpec
+from torchx_monarch.model.host_spec import ON_HANG, HostSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +31,8 @@ class JobOptions:
         report_timeout: seconds to wait for a host's own report after a Monarch call has failed.
         lease: seconds to wait for that report if a host or an agent may be silent, but not gone.
         monarch_log: path of Monarch's log, for messages.
+        hang_after: seconds for which ranks wait in a collective until that counts as a hang; 0 for never.
+        on_hang: what to do about ranks that hang: ``observe``, ``restart`` or ``fail``.
         preload: modules that each host imports once for all of its ranks, for messages; empty for none.
     """
 
@@ -47,6 +49,8 @@ class JobOptions:
     report_timeout: float
     lease: float
     monarch_log: str
+    hang_after: float = 0.0
+    on_hang: str = ON_HANG[0]
     preload: tuple[str, ...] = ()
 
     @classmethod
@@ -73,6 +77,8 @@ class JobOptions:
             # Over a network, the loss of a machine is noticed only after peer_timeout seconds of silence.
             report_timeout=options.peer_timeout + 3.0 if network.rendezvous.networked else 1.0,
             lease=options.lease,
+            hang_after=options.hang_after,
+            on_hang=options.on_hang,
             preload=options.preload_modules if options.forks_ranks else (),
             **more,
         )

@@ -58,7 +58,11 @@ def never_joined(exits: Iterable[RankExit]) -> frozenset[int]:
 
 
 def why_not(
-    cause: RankExit, failed_now: Collection[int], failed_before: Collection[int], retry_on: Collection[int]
+    cause: RankExit,
+    failed_now: Collection[int],
+    failed_before: Collection[int],
+    retry_on: Collection[int],
+    on_hang: str = "restart",
 ) -> str:
     """Return why the ranks must not be restarted; empty if they may be.
 
@@ -67,7 +71,10 @@ def why_not(
         failed_now: the result of ``never_joined`` for this attempt.
         failed_before: the result of ``never_joined`` for the previous attempt.
         retry_on: exit codes, as a shell reports them, after which ranks are restarted; empty for any.
+        on_hang: what to do about ranks that hang.
     """
+    if cause.hang:
+        return "" if on_hang == "restart" else f"the ranks hung (on_hang={on_hang})"
     code = shell_code(cause.code)
     if not cause.began:
         return "the program cannot even begin"

@@ -16,12 +16,15 @@ from torchx_monarch.controller.agents import Agents
 from torchx_monarch.controller.attempts import Attempts
 from torchx_monarch.controller.controller import Work
 from torchx_monarch.controller.elastic import NodeRange
+from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_messages import (
     Answer,
+    CollectivesRead,
     Launched,
     LaunchRanks,
     OpenStore,
     RanksExited,
+    ReadCollectives,
     Refused,
     Request,
     StacksTaken,
@@ -153,9 +156,10 @@ class SpmdWorkload:
         control.rendezvous.clients["stacks"] = StackRequests(agents).serve
         session = self._runs.session(control, agents)
         first_output = self._runs.first_output
+        hang_watch = HangWatch(agents, reporter, options.hang_after, options.on_hang)
 
         def new_attempts() -> Attempts:
-            return Attempts(options, agents, control.gatherer, events, reporter, first_output)
+            return Attempts(options, agents, control.gatherer, events, reporter, hang_watch, first_output)
 
         return SpmdWork(session, agents, control.gatherer, events, new_attempts)
 
@@ -187,7 +191,11 @@ class SpmdWorkload:
         if isinstance(request, LaunchRanks):
             return Launched(replica, tuple(await pool.launch(request.world)))
         if isinstance(request, TakeStacks):
-            return StacksTaken(replica, tuple(await pool.stacks(request.rank, request.native)))
+            return StacksTaken(replica, tuple(await pool.stacks(request.rank, request.native, request.kept_as)))
+        if isinstance(request, ReadCollectives):
+            ranks = await pool.collectives()
+            longest = max((one.longest_wait for one in ranks), default=0.0)
+            return CollectivesRead(replica, longest, tuple(ranks) if request.details else ())
         if isinstance(request, WatchRanks):
             await pool.watch()
         elif isinstance(request, StopRanks):

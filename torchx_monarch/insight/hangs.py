@@ -95,8 +95,12 @@ class Hang:
     called: str = ""
 
     def same_as(self, other: Hang | None) -> bool:
-        """Return whether another hang differs from this one in its duration alone."""
-        return other is not None and dataclasses.replace(other, seconds=self.seconds) == self
+        """Return whether another hang is this one, though more ranks may wait by now, and longer."""
+        return other is not None and self._identity == other._identity
+
+    @property
+    def _identity(self) -> tuple[object, ...]:
+        return self.fault, self.ranks, self.group, self.collective.number
 
     def describe(self) -> str:
         """Describe the hang in one line: which ranks have done what, and in what others wait for them."""

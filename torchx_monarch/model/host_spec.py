@@ -22,6 +22,12 @@ LEASE = 30.0
 PEER_TIMEOUT = 5.0
 """Seconds without an answer after which a machine counts as lost, unless the user chooses others."""
 
+HANG_AFTER = 300.0
+"""Seconds for which a rank waits in a collective until that counts as a hang, unless the user chooses others."""
+
+ON_HANG = ("observe", "restart", "fail")
+"""What the controller does about ranks that hang."""
+
 RANKS = ("fork", "fresh")
 """How ranks start: as forks of the host's zygote, or as interpreters of their own."""
 
@@ -51,10 +57,15 @@ def _parse_names(text: str) -> tuple[str, ...]:
     return tuple(name for name in text.split(",") if name)
 
 
-def _parse_ranks(text: str) -> str:
-    if text not in RANKS:
-        raise ValueError(f"{text!r} is not {' or '.join(RANKS)}")
-    return text
+def parse_word(words: Sequence[str]) -> Callable[[str], str]:
+    """Return a function that returns a text if it is one of these words, and raises ``ValueError`` otherwise."""
+
+    def parse(text: str) -> str:
+        if text not in words:
+            raise ValueError(f"{text!r} is not {' or '.join(words)}")
+        return text
+
+    return parse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,9 +115,21 @@ class HostSpec:
         always=True,
     )
     ranks: str = _flag(
-        RANKS[0], "fork: ranks are forks of the zygote; fresh: they are interpreters of their own", parse=_parse_ranks
+        RANKS[0],
+        "fork: ranks are forks of the zygote; fresh: they are interpreters of their own",
+        parse=parse_word(RANKS),
     )
     lease: float = _seconds(LEASE, "seconds without a message after which a host or its agent counts as lost", 1)
+    hang_after: float = _seconds(
+        HANG_AFTER,
+        "seconds for which ranks wait in a collective until the rank for which they wait is named; 0: never",
+        0,
+    )
+    on_hang: str = _flag(
+        ON_HANG[0],
+        "observe: hangs are reported; restart: the ranks are started again; fail: the job ends",
+        parse=parse_word(ON_HANG),
+    )
     timestamps: bool = _flag(
         False,
         "1: the time is written before each line of the log",

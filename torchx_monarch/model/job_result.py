@@ -64,6 +64,7 @@ class RankExit:
         timer: scope of the timer that expired, if the watchdog ended the rank; else empty.
         started: when its program was started, in seconds since the epoch.
         out_of_memory: evidence that the kernel killed the rank for lack of memory; empty without evidence.
+        hang: why the rank was stopped as the one for which others waited in a collective; empty if it was not.
     """
 
     rank: int
@@ -79,6 +80,7 @@ class RankExit:
     timer: str = ""
     started: float = 0.0
     out_of_memory: str = ""
+    hang: str = ""
 
     @property
     def failed(self) -> bool:
@@ -130,6 +132,8 @@ class RankExit:
     def describe(self) -> str:
         """Describe the exit in one line: rank, host, pid, exit code, reason."""
         where = f"local rank {self.local_rank} on {self.hostname}, pid {self.pid}"
+        if self.hang:
+            return f"hang: {one_line(self.hang)} ({where})"
         timer = f": its timer {self.timer!r} expired" if self.timer else ""
         memory = f": {self.out_of_memory}" if self.out_of_memory else ""
         message = f": {one_line(self.message)}" if self.message else ""
@@ -209,7 +213,7 @@ def describe_failure(exits: Collection[RankExit], cause: RankExit, world_size: i
 def _failed_alike(exits: Collection[RankExit], cause: RankExit) -> list[int]:
     """Return the ranks that failed by themselves if there are several and all failed like the root cause; else none."""
     failed = [one for one in exits if one.failed]
-    if len(failed) < 2 or cause.is_collateral or cause.timer or cause.out_of_memory:
+    if len(failed) < 2 or cause.is_collateral or cause.timer or cause.out_of_memory or cause.hang:
         return []
     alike = all((one.code, one.message) == (cause.code, cause.message) for one in failed)
     return sorted(one.rank for one in failed) if alike else []

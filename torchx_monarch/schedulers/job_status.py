@@ -64,6 +64,9 @@ _FAILURES = frozenset({"failure", "preempted", "rank_restart", "restart", "reque
 _COUNTED_FROM = frozenset({"job_started", "restart", "requeue", "run", "run_end"})
 """The kinds of events after which attempts are counted from 1."""
 
+_HANG_ENDS = frozenset({"hang_end", "ranks", *_FAILURES, "run_end", "result"})
+"""The kinds of events after which ranks that hung do not hang any more."""
+
 _RANKS = re.compile(r"ranks (\d+)/\d+")
 _RESTART = re.compile(r"restart \d+ of (\d+) after: (.*)")
 
@@ -75,6 +78,8 @@ _PROGRESS = (
     (_RESTART, "rank_restart"),
     (re.compile(r"ready for actors"), "ready"),
     (re.compile(r"rank \d+ \(.*\) (exited with|was killed)"), "failure"),
+    (re.compile(r"hang: ranks? \d"), "hang"),
+    (re.compile(r"hang over: "), "hang_end"),
 )
 """The host's progress lines (``insight.progress``) and the kinds of the events that they stand for."""
 
@@ -153,6 +158,7 @@ class JobStatus:
         hosts: number of hosts, or of replicas.
         ranks: number of ranks of all hosts.
         last_failure: the last failure it has noticed.
+        hang: the ranks that others wait for in a collective, since when and where (``insight.hangs``).
         last_output: when a rank printed something last, in seconds since the epoch.
         log_folder: folder of its logs, if this machine sees it.
         roles: its roles and their commands.
@@ -175,6 +181,7 @@ class JobStatus:
     hosts: int | None = None
     ranks: int | None = None
     last_failure: Failure | None = None
+    hang: Failure | None = None
     last_output: float | None = None
     log_folder: str | None = None
     roles: Sequence[RoleCommand] = field(default_factory=tuple)
@@ -241,6 +248,7 @@ def build(
         hosts=len(app.replicas) or (sum(role.num_replicas for role in app.app.roles) if app.app else 0) or None,
         ranks=_ranks(app, happened, commands),
         last_failure=_last_failure(happened),
+        hang=_hang(happened),
         last_output=last_output or None,
         log_folder=log_folder or None,
         roles=_roles(app.app) if app.app is not None else (),
@@ -278,6 +286,8 @@ def in_one_line(status: JobStatus, now: float | None = None) -> str:
         parts.append(f"attempt {status.attempt} of {status.attempts}")
     if status.ranks is not None and status.hosts is not None:
         parts.append(f"{status.ranks} ranks on {status.hosts} host{'s' if status.hosts > 1 else ''}")
+    if status.hang is not None:
+        parts.append(f"hang: {status.hang.message}")
     if status.last_failure is not None:
         ago = f" {now - status.last_failure.time:.0f} s ago" if status.last_failure.time else ""
         parts.append(f"last failure{ago}: {status.last_failure.message}")
@@ -361,3 +371,10 @@ def _last_failure(happened: Sequence[Event]) -> Failure | None:
         return None
     found = _RESTART.match(last["message"])
     return Failure(last["time"], one_line(found[2] if found else last["message"]))
+
+
+def _hang(happened: Sequence[Event]) -> Failure | None:
+    last = next((each for each in reversed(happened) if each["kind"] in ("hang", *_HANG_ENDS)), None)
+    if last is None or last["kind"] != "hang":
+        return None
+    return Failure(last["time"], one_line(last["message"]).removeprefix("hang: "))

@@ -31,7 +31,7 @@ from torchx_monarch.command.command import CommandError
 from torchx_monarch.command.rewrite import Rewritten, WrapOptions, rewrite
 from torchx_monarch.insight import events
 from torchx_monarch.model.exit_codes import parse_exit_codes
-from torchx_monarch.model.host_spec import RANKS, HostSpec, parse_ports
+from torchx_monarch.model.host_spec import ON_HANG, RANKS, HostSpec, parse_ports
 from torchx_monarch.model.sidecars import SidecarError
 from torchx_monarch.model.spelling import nearest
 from torchx_monarch.schedulers import image_push
@@ -48,10 +48,11 @@ _log = logging.getLogger(__name__)
 _PORTS_DRAWN = range(20000, 30000)
 """Below Linux's default range of ephemeral ports, which outgoing connections use."""
 
-"""Values of the run option `ranks`."""
-
-_LOWEST = {"grace": 0, "host_timeout": 1, "lease": 1}
+_LOWEST = {"grace": 0, "host_timeout": 1, "lease": 1, "hang_after": 0}
 """The lowest value of options that are numbers of seconds."""
+
+_WORDS = {"ranks": RANKS, "on_hang": ON_HANG}
+"""The values of options that are one of some words."""
 
 
 class InvalidCommandError(UserError):
@@ -137,9 +138,10 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             if options[name] < lowest:
                 reason = f"Run option `{name}` is {options[name]}; it is a number of seconds, {lowest} or more"
                 raise InvalidRunConfigException(reason, name, cfg)
-        if options.ranks not in RANKS:
-            reason = f"Run option `ranks` is {options.ranks}; it is {' or '.join(RANKS)}"
-            raise InvalidRunConfigException(reason, "ranks", cfg)
+        for name, words in _WORDS.items():
+            if options[name] not in words:
+                reason = f"Run option `{name}` is {options[name]}; it is {' or '.join(words)}"
+                raise InvalidRunConfigException(reason, name, cfg)
         self.inner.check_options(options)
         return options
 
@@ -187,6 +189,8 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             ranks=options.ranks,
             retry_on=retry_on,
             lease=float(options.lease),
+            hang_after=float(options.hang_after),
+            on_hang=options.on_hang,
             timestamps=options.timestamps,
         )
         if not isinstance(options, NetworkOpts):

@@ -27,6 +27,14 @@ class MonarchOpts(StructuredOpts):  # type: ignore[misc]
     lease: int = 30
     """Seconds without a heartbeat after which a host, or its agent, counts as lost, also if it is stopped or hung."""
 
+    hang_after: int = 300
+    """Seconds for which ranks wait in a collective until the log and `torchx monarch status` name the rank for which
+    they wait; 0 for never. Needs torch preloaded and `ranks=fork`, the defaults."""
+
+    on_hang: str = "observe"
+    """`observe`: hangs are reported. `restart`: the ranks are started again, within torchrun's `--max-restarts`.
+    `fail`: the job ends, with the rank for which others wait as its root cause."""
+
     preload: str = "torch"
     """Modules, separated by `+`, that one interpreter per host imports while the mesh forms, for all ranks of a
     torchrun command; `none` for programs that must set environment variables before the first import of torch. `auto`:

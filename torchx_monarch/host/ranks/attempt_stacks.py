@@ -1,6 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""Write the stacks of the ranks of an attempt into its folder before the host stops them: ``attempt_N/stacks.txt``."""
+"""Write the stacks of the ranks of an attempt into its folder: ``attempt_N/stacks.txt``.
+
+The host does so before it stops ranks, and when the controller finds that they hang.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,9 @@ from pathlib import Path
 
 from torchx_monarch.host.ranks.rank_process import RankProcess
 from torchx_monarch.host.ranks.rank_stacks import take_stacks
-from torchx_monarch.insight.stacks import render
+from torchx_monarch.insight.stacks import ProcessStacks, render
 from torchx_monarch.system import safe_files
+from torchx_monarch.system.untrusted_text import one_line
 
 NAME = "stacks.txt"
 
@@ -28,7 +32,7 @@ _MAX_BYTES = 1 << 20
 
 
 class AttemptStacks:
-    """Write the stacks of ranks that are about to be stopped.
+    """Write the stacks of ranks.
 
     Args:
         replica: the replica of the host.
@@ -43,7 +47,7 @@ class AttemptStacks:
         self._writing: asyncio.Task[None] | None = None
 
     async def write(self, folder: Path, ranks: Sequence[tuple[int, RankProcess]], number: int) -> None:
-        """Write the stacks of the ranks that still run; return within about ``_TIMEOUT``, also without them.
+        """Write the stacks of ranks that are about to be stopped; return within about ``_TIMEOUT``, also without them.
 
         If the stacks are being written already, wait for that.
 
@@ -58,11 +62,21 @@ class AttemptStacks:
         await asyncio.wait([self._writing], timeout=2 * _TIMEOUT)
 
     async def _write(self, folder: Path, ranks: Sequence[tuple[int, RankProcess]], number: int) -> None:
-        now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-        lines = render(await take_stacks(ranks, self._replica, self._marker, _TIMEOUT))
+        stacks = await take_stacks(ranks, self._replica, self._marker, _TIMEOUT)
+        self.add(folder, stacks, f"before {signal.Signals(number).name}")
+
+    def add(self, folder: Path, stacks: Sequence[ProcessStacks], title: str) -> None:
+        """Write stacks that have been taken.
+
+        Args:
+            folder: folder of the attempt.
+            stacks: the stacks; nothing is written without any.
+            title: says when or why they were taken.
+        """
+        lines, now = render(stacks), time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
         if not lines:
             return
-        title = f"{self._host}, before {signal.Signals(number).name}, {now} UTC:"
+        title = f"{self._host}, {one_line(title)}, {now} UTC:"
         text = "\n".join([title, *lines, "", ""]).encode(errors="backslashreplace")
         # Hosts may share the folder. Each adds its text by one write.
         with contextlib.suppress(OSError):

@@ -27,6 +27,7 @@ from torchx_monarch.host.ranks.rank_process import RankProcess
 from torchx_monarch.host.ranks.rank_stacks import take_stacks
 from torchx_monarch.host.ranks.rank_starter import RankStarter
 from torchx_monarch.host.ranks.watchdog import FILE, Watchdog, WatchdogError
+from torchx_monarch.insight.hangs import RankCollectives
 from torchx_monarch.insight.stacks import ProcessStacks
 from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.model.world import LaunchError, World
@@ -35,6 +36,10 @@ from torchx_monarch.transport import messages
 
 _STACKS_TIMEOUT = 3.0
 """Seconds for the processes of a rank to write their stacks, when a client asks for them."""
+
+_COLLECTIVES_TIMEOUT = 1.0
+"""Seconds for a rank to tell the state of its collectives. It takes milliseconds, unless it is stopped or holds the
+GIL."""
 
 
 @dataclasses.dataclass
@@ -242,15 +247,33 @@ class RankPool:
             watchdog = [self._watchdog.pid] if self._watchdog is not None else []
             end_orphans(self._marker, [*watchdog, *self._starter.pids])
 
-    async def stacks(self, rank: int | None, native: bool) -> list[ProcessStacks]:
+    async def stacks(self, rank: int | None, native: bool, kept_as: str = "") -> list[ProcessStacks]:
         """Return the stacks of the ranks that run now, and of the processes that they have started.
 
         Args:
             rank: the only global rank that is asked; None for all.
             native: whether py-spy reads them as well.
+            kept_as: title under which they are also written into the folder of the attempt; empty for not.
         """
-        asked = [(each.rank, each.process) for each in self._ranks if rank in (None, each.rank)]
-        return await take_stacks(asked, self._replica, self._marker, _STACKS_TIMEOUT, native)
+        ranks = [each for each in self._ranks if rank in (None, each.rank)]
+        asked = [(each.rank, each.process) for each in ranks]
+        taken = await take_stacks(asked, self._replica, self._marker, _STACKS_TIMEOUT, native)
+        if kept_as and ranks and ranks[0].directory is not None:
+            self._stacks.add(ranks[0].directory.parent, taken, kept_as)
+        return taken
+
+    async def collectives(self) -> list[RankCollectives]:
+        """Return the state of the collectives of the ranks that run now."""
+        ranks = self._ranks
+        answers = await self._recorders.status(
+            [each.process.pid for each in ranks if not each.process.ended.is_set()], _COLLECTIVES_TIMEOUT
+        )
+        now = time.time()
+        return [
+            RankCollectives(each.rank, now, answers.get(each.process.pid))
+            for each in ranks
+            if not each.process.ended.is_set()
+        ]
 
     async def _stop_running(self, ranks: Sequence[Rank], number: int) -> list[Rank]:
         """Signal the ranks that still run, each once unless by SIGKILL; return all ranks that still run.

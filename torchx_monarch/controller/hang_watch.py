@@ -1,0 +1,127 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Watch the ranks of an attempt for hangs: ranks that wait in a collective for one that does not call it.
+
+Each look asks the hosts only how long their ranks have waited. When that is long enough, the hosts are asked for the
+state of all collectives, and ``insight.hangs`` decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import traceback
+from collections.abc import Iterator
+
+from torchx_monarch.controller.agents import Agents
+from torchx_monarch.controller.host_messages import ReadCollectives, TakeStacks
+from torchx_monarch.insight.hangs import Hang, describe_places, diagnose
+from torchx_monarch.insight.progress import Reporter
+from torchx_monarch.insight.stacks import rank_ranges
+
+_LOOKS = 10
+"""Looks within the seconds after which ranks hang. A wait that may become a hang is looked at when it does."""
+
+_SHORTEST = 1.0
+"""Seconds between two looks."""
+
+_TIMEOUT = 10.0
+"""Seconds for the answers of all hosts; without all of them nothing is concluded."""
+
+
+class HangWatch:
+    """Find ranks that hang, report them, and say whether they are to be stopped.
+
+    Args:
+        agents: the agents of the hosts.
+        reporter: writes progress lines and events.
+        hang_after: seconds for which ranks wait in a collective until that counts as a hang; 0 not to watch.
+        on_hang: ``observe``, ``restart`` or ``fail``.
+    """
+
+    def __init__(self, agents: Agents, reporter: Reporter, hang_after: float = 0.0, on_hang: str = "observe") -> None:
+        self._agents = agents
+        self._reporter = reporter
+        self._hang_after = hang_after
+        self._on_hang = on_hang
+        self._rests = 0
+        self._since = 0.0
+
+    @contextlib.contextmanager
+    def rest(self) -> Iterator[None]:
+        """Find no hangs within this context, as while a debugger is attached; waits count from its end on."""
+        self._rests += 1
+        try:
+            yield
+        finally:
+            self._rests -= 1
+            self._since = asyncio.get_running_loop().time()
+
+    async def run(self, attempt: int) -> Hang:
+        """Watch the ranks of an attempt until this task is cancelled; return a hang because of which they must end.
+
+        Args:
+            attempt: number of the attempt.
+        """
+        if self._hang_after:
+            try:
+                return await self._watch(attempt)
+            except Exception:  # the job goes on without the watch
+                traceback.print_exc()  # into Monarch's log
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets this event")
+
+    async def _watch(self, attempt: int) -> Hang:
+        clock = asyncio.get_running_loop().time
+        every = max(_SHORTEST, self._hang_after / _LOOKS)
+        self._since, pause, known, found_at = clock(), every, None, 0.0
+        while True:
+            await asyncio.sleep(pause)
+            if self._rests:
+                continue
+            longest = await self._longest_wait()
+            hang = await self._diagnosed() if longest >= self._hang_after else None
+            if hang is not None and not hang.same_as(known):
+                await self._report(hang, attempt)
+                found_at = clock() if known is None else found_at
+            if known is not None and hang is None:
+                text = f"hang over: {rank_ranges(known.ranks)} made the others wait for "
+                waited = clock() - found_at + known.seconds
+                self._reporter.note("hang_end", f"{text}{waited:.0f} s", attempt=attempt, waited=round(waited, 3))
+            if hang is not None and self._on_hang != "observe":
+                return hang
+            # Keep the one that was reported, with the time that its ranks had waited then.
+            known = known if hang is not None and hang.same_as(known) else hang
+            left = self._hang_after - longest
+            pause = min(every, left + 0.05) if left > 0 else every
+
+    async def _longest_wait(self) -> float:
+        answers, missing = await self._agents.collect(ReadCollectives(details=False), _TIMEOUT)
+        longest = 0.0 if missing else max((answer.longest_wait for answer in answers), default=0.0)
+        return min(longest, self._at_most())
+
+    async def _diagnosed(self) -> Hang | None:
+        answers, missing = await self._agents.collect(ReadCollectives(details=True), _TIMEOUT)
+        if missing or self._rests:
+            return None
+        return diagnose([rank for answer in answers for rank in answer.ranks], self._hang_after, self._at_most())
+
+    def _at_most(self) -> float:
+        return asyncio.get_running_loop().time() - self._since
+
+    async def _report(self, hang: Hang, attempt: int) -> None:
+        answers, _ = await self._agents.collect(TakeStacks(None, False, kept_as="while ranks hang"), _TIMEOUT)
+        place = describe_places(hang.ranks, [stacks for answer in answers for stacks in answer.stacks])
+        self._reporter.note(
+            "hang",
+            f"hang: {hang.describe()}{f'; {place}' if place else ''}",
+            attempt=attempt,
+            fault=hang.fault.value,
+            ranks=hang.ranks,
+            waiting=hang.waiting,
+            group=hang.group,
+            operation=hang.collective.name,
+            number=hang.collective.number,
+            waited=round(hang.seconds, 3),
+            place=place,
+        )
