@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Programs of four ranks that hang in various ways, and such that only seem to.
 
-``python -m tests.local.hang_programs 20`` runs each of them 20 times on one live allocation of two hosts, and says which
-ones were named right, and how late.
+``python -m tests.local.hang_programs 20`` runs each of them 20 times on one live allocation of two hosts, and says
+which ones were named right, and how late.
 """
 
 from __future__ import annotations

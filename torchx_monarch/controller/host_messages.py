@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, get_args
 
 from torchx_monarch.controller.run_request import RunRequest
 from torchx_monarch.insight.hangs import RankCollectives
+from torchx_monarch.insight.rank_sample import RankSample
 from torchx_monarch.insight.stacks import ProcessStacks
 from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.model.job_result import RankExit
@@ -122,6 +123,19 @@ class CollectivesRead:
     replica: int
     longest_wait: float
     ranks: tuple[RankCollectives, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleRanks:
+    """Take a sample of each rank of the host."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RanksSampled:
+    """The answer to ``SampleRanks``."""
+
+    replica: int
+    samples: tuple[RankSample, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,8 +255,8 @@ class RunOutput:
     records: str
 
 
-_RankRequest: TypeAlias = OpenStore | LaunchRanks | WatchRanks | StopRanks | TakeStacks | ReadCollectives
-_RankAnswer: TypeAlias = StoreOpened | Launched | RanksExited | StacksTaken | CollectivesRead
+_RankRequest: TypeAlias = OpenStore | LaunchRanks | WatchRanks | StopRanks | TakeStacks | ReadCollectives | SampleRanks
+_RankAnswer: TypeAlias = StoreOpened | Launched | RanksExited | StacksTaken | CollectivesRead | RanksSampled
 Request: TypeAlias = _RankRequest | BeginRun | FinishRun | HandleCode
 Answer: TypeAlias = _RankAnswer | RunBegun | RunFinished | CodeHandled | Refused
 Report: TypeAlias = SignalReceived | AgentLost | RunOutput

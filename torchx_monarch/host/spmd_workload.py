@@ -24,9 +24,11 @@ from torchx_monarch.controller.host_messages import (
     LaunchRanks,
     OpenStore,
     RanksExited,
+    RanksSampled,
     ReadCollectives,
     Refused,
     Request,
+    SampleRanks,
     StacksTaken,
     StopRanks,
     StoreOpened,
@@ -36,8 +38,8 @@ from torchx_monarch.controller.host_messages import (
     encode_message,
 )
 from torchx_monarch.controller.host_network import HostNetwork
+from torchx_monarch.controller.host_queries import HostQueries
 from torchx_monarch.controller.spmd_work import Session, SpmdWork
-from torchx_monarch.controller.stack_requests import StackRequests
 from torchx_monarch.host.ranks.rank_pool import RankPool
 from torchx_monarch.host.workload import Control, Host
 from torchx_monarch.model.world import LaunchError
@@ -153,7 +155,8 @@ class SpmdWorkload:
         """Return the work of executing the session's runs (see ``Workload``)."""
         options, events, reporter = control.options, control.rendezvous.events, self._host.reporter
         agents = Agents(options, events, reporter, self._handle)
-        control.rendezvous.clients["stacks"] = StackRequests(agents).serve
+        queries = HostQueries(agents)
+        control.rendezvous.clients.update(stacks=queries.stacks, samples=queries.samples)
         session = self._runs.session(control, agents)
         first_output = self._runs.first_output
         hang_watch = HangWatch(agents, reporter, options.hang_after, options.on_hang)
@@ -196,6 +199,8 @@ class SpmdWorkload:
             ranks = await pool.collectives()
             longest = max((one.longest_wait for one in ranks), default=0.0)
             return CollectivesRead(replica, longest, tuple(ranks) if request.details else ())
+        if isinstance(request, SampleRanks):
+            return RanksSampled(replica, tuple(await pool.samples()))
         if isinstance(request, WatchRanks):
             await pool.watch()
         elif isinstance(request, StopRanks):

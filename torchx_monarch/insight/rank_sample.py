@@ -97,8 +97,8 @@ class RankSample:
         attempt: number of its attempt.
         state: ``running``, ``stopped``, ``uninterruptible``, ``zombie`` or ``ended``.
         started: when its process started, in seconds since the epoch.
-        cpu_seconds: processor time of the rank and of its running and ended children.
-        rss_bytes: resident memory of the rank and of its running children.
+        cpu_seconds: processor time of the rank and of its running and ended children; 0 once it has ended.
+        rss_bytes: resident memory of the rank and of its running children, with what they share; 0 once it has ended.
         last_output: when it last printed something, in seconds since the epoch; None for never.
         last_line: the last line that it printed, escaped and cut.
         groups: its process groups; empty before it has formed one, or without the flight recorder.

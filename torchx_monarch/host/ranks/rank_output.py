@@ -27,6 +27,9 @@ _DRAW_AFTER = 0.1
 _HELD_AT_MOST = 1 << 20
 """Bytes of output that are held at most before ``release``."""
 
+_LAST = 1024
+"""Bytes at the end of the output that are kept for ``OutputPipe.last_line``."""
+
 
 class OutputPipe:
     """Read one pipe to its end.
@@ -36,6 +39,7 @@ class OutputPipe:
 
     Attributes:
         ended: set when the pipe has been closed.
+        last_at: when output arrived last, in seconds since the epoch; 0 for never.
 
     Args:
         pipe: the read end of the pipe; owned, and closed at the end.
@@ -48,6 +52,8 @@ class OutputPipe:
         self, pipe: IO[bytes], on_first: Callable[[], None], is_shown: Callable[[bytes], bool] | None = None
     ) -> None:
         self.ended = asyncio.Event()
+        self.last_at = 0.0
+        self._last = b""
         self._pipe = pipe
         self._on_first: Callable[[], None] | None = on_first
         self._is_shown = is_shown
@@ -93,6 +99,12 @@ class OutputPipe:
         self._sink = sink
         self._is_stamped = stamped
 
+    @property
+    def last_line(self) -> bytes:
+        """The end of the last line that is not empty; a progress bar counts as lines, one for each update."""
+        lines = self._last.replace(b"\r", b"\n").split(b"\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), b"")
+
     def release(self) -> None:
         """Pass on the output that has been held, and from now on all output as it arrives; later calls do nothing."""
         if not self._is_held:
@@ -108,7 +120,7 @@ class OutputPipe:
         """Pass on the output that is in the pipe without waiting for more, and close."""
         try:
             while data := os.read(self._pipe.fileno(), _CHUNK):
-                self._take(data)
+                self._arrived(data)
         except BlockingIOError:
             pass
         self.close()
@@ -145,7 +157,12 @@ class OutputPipe:
         if not data:
             self.close()
         else:
-            self._take(data)
+            self._arrived(data)
+
+    def _arrived(self, data: bytes) -> None:
+        self.last_at = time.time()
+        self._last = (self._last + data[-_LAST:])[-_LAST:]
+        self._take(data)
 
     def _take(self, data: bytes) -> None:
         """Hold output, or pass it on."""

@@ -24,10 +24,12 @@ from torchx_monarch.host.ranks.out_of_memory import OutOfMemory
 from torchx_monarch.host.ranks.rank_environment import INTERFACE, interpreter_environment, rank_environment
 from torchx_monarch.host.ranks.rank_logs import RankLogs
 from torchx_monarch.host.ranks.rank_process import RankProcess
+from torchx_monarch.host.ranks.rank_samples import RankSampler, SampledRank
 from torchx_monarch.host.ranks.rank_stacks import take_stacks
 from torchx_monarch.host.ranks.rank_starter import RankStarter
 from torchx_monarch.host.ranks.watchdog import FILE, Watchdog, WatchdogError
 from torchx_monarch.insight.hangs import RankCollectives
+from torchx_monarch.insight.rank_sample import RankSample
 from torchx_monarch.insight.stacks import ProcessStacks
 from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.model.world import LaunchError, World
@@ -91,6 +93,7 @@ class RankPool:
         self._memory = OutOfMemory()
         self._marker = logs.run.environ.get(processes.MARKER, "")
         self._stacks = AttemptStacks(logs.replica, logs.hostname, self._marker)
+        self._sampler = RankSampler(logs.replica, logs.hostname, self._marker, recorders)
 
     async def start(self, nproc: str) -> int:
         """Prepare for the ranks (see ``RankStarter.prepare``) and return their number on this host.
@@ -274,6 +277,11 @@ class RankPool:
             for each in ranks
             if not each.process.ended.is_set()
         ]
+
+    async def samples(self) -> list[RankSample]:
+        """Return a sample of each rank of the present attempt."""
+        asked = [SampledRank(one.rank, one.local_rank, self.attempt, one.started, one.process) for one in self._ranks]
+        return await self._sampler.take(asked)
 
     async def _stop_running(self, ranks: Sequence[Rank], number: int) -> list[Rank]:
         """Signal the ranks that still run, each once unless by SIGKILL; return all ranks that still run.

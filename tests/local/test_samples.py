@@ -1,0 +1,110 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Samples of ranks, as a client gets them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.local.hosts import Hosts
+from tests.local.live import Live
+from torchx_monarch.client.hosts import Hosts as Client
+from torchx_monarch.client.rank_samples import ask_samples
+from torchx_monarch.exceptions import RefusedError, UnreachableError
+from torchx_monarch.insight.rank_sample import RankSample
+
+PROGRAM = """
+    import subprocess
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    child = subprocess.Popen(["sleep", "100"]) if rank == 1 else None
+    for _ in range(5):
+        dist.all_reduce(torch.ones(7))
+    print(f"loss \\x1b[31m{rank}", "x" * 500, flush=True)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if rank != 3:
+        dist.all_reduce(torch.ones(9))
+    time.sleep(100)
+"""
+
+
+def torchrun(path: str, nnodes: int = 2) -> list[str]:
+    return ["torchrun", "--nproc-per-node", "2", "--nnodes", str(nnodes), "--tee", "3", path]
+
+
+def client(folder: Path) -> Client:
+    return Client("monarch_local://torchx/app", address=f"unix:{folder}/r.sock")
+
+
+def wait_for(folder: Path, holds: Callable[[dict[int, RankSample]], bool]) -> dict[int, RankSample]:
+    until, samples = time.monotonic() + 90, dict[int, RankSample]()
+    while not holds(samples):
+        assert time.monotonic() < until, samples
+        time.sleep(0.05)
+        try:
+            found, missing = ask_samples(client(folder))
+        except (RefusedError, UnreachableError):
+            continue  # replica 0 does not listen yet, or the hosts are not together
+        assert not missing
+        samples = {one.rank: one for one in found}
+    return samples
+
+
+def stop(hosts: Hosts) -> None:
+    for one in hosts.processes.values():
+        one.terminate()
+    hosts.wait()
+
+
+def test_what_ranks_of_two_hosts_do(folder: Path, script: Callable[[str], str]) -> None:
+    hosts = Hosts(folder, torchrun(script(PROGRAM)), replicas=2, options=("--grace", "1"))
+    hosts.start()
+    began = time.time()
+    samples = wait_for(
+        folder,
+        lambda found: (
+            len(found) == 4
+            and found[2].state == "stopped"
+            and all(found[rank].collectives == 6 for rank in (0, 1))
+            and all(one.last_line for one in found.values())
+        ),
+    )
+    assert [(one.rank, one.local_rank, one.replica, one.attempt) for one in samples.values()] == [
+        (0, 0, 0, 0),
+        (1, 1, 0, 0),
+        (2, 0, 1, 0),
+        (3, 1, 1, 0),
+    ]
+    assert {rank: one.state for rank, one in samples.items()} == {
+        0: "running",
+        1: "running",
+        2: "stopped",
+        3: "running",
+    }
+    assert all(one.cpu_seconds > 0 and one.rss_bytes > 1 << 20 for one in samples.values())
+    assert all(one.last_output is not None and began < one.last_output <= one.time for one in samples.values())
+    assert samples[0].last_line.startswith("loss \\x1b[31m0 xxx") and len(samples[0].last_line) == 200
+    assert (samples[0].collectives, samples[3].collectives) == (6, 5)
+    assert samples[0].groups[0].ranks == (0, 1, 2, 3) and len(samples[0].groups[0].recent) == 6
+    assert not samples[2].groups  # a stopped process does not answer
+    stop(hosts)
+
+
+def test_a_rank_that_has_ended_and_the_runs_of_an_allocation(folder: Path, script: Callable[[str], str]) -> None:
+    path = script("""
+        if rank == 0:
+            print("done")
+        else:
+            time.sleep(100)
+    """)
+    hosts = Live(folder, torchrun(path, nnodes=1)).ready()
+    assert ask_samples(client(folder)) == ([], {})
+    running = hosts.job.run_spmd_async(workspace=None)
+    samples = wait_for(folder, lambda found: len(found) == 2 and found[0].state == "ended")
+    assert samples[0].last_line == "done" and samples[0].cpu_seconds == 0
+    assert samples[1].state == "running" and samples[1].last_output is None and samples[1].last_line == ""
+    running.cancel()
+    stop(hosts)
