@@ -15,7 +15,7 @@ from torchx_monarch.controller.attempts import Attempts
 from torchx_monarch.controller.elastic import HostGatherer, NodeRange
 from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_events import HostEvents, HostPreempted, Interrupted
-from torchx_monarch.controller.host_messages import RanksExited, Request, StoreOpened, WatchRanks
+from torchx_monarch.controller.host_messages import Launched, RanksExited, Request, StoreOpened, WatchRanks
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.job_result import JobResult, RankExit
@@ -40,8 +40,9 @@ class ScriptedAgents:
         return StoreOpened("127.0.0.1", 1, False)
 
     async def ask(self, request: Request) -> AsyncIterator[Any]:
-        for exited in self._exits:
-            yield RanksExited(exited.replica, (exited,)) if isinstance(request, WatchRanks) else None
+        for one in self._exits:
+            watched = isinstance(request, WatchRanks)
+            yield RanksExited(one.replica, (one,)) if watched else Launched(one.replica, (one.pid,))
 
 
 def result_of(exits: list[RankExit], report: HostPreempted | None = None) -> JobResult:

@@ -70,6 +70,7 @@ def test_a_request_arrives_as_it_was_sent(request_: Request) -> None:
     [
         StoreOpened("node7", 29500, True),
         Launched(1, (4711, 4712)),
+        Launched(1, (4711,), (100.0, 101.5)),
         RanksExited(0, (EXIT,)),
         RanksExited(0, ()),
         RunBegun(0, 2, "id", 3, 30.0, True),

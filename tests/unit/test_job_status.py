@@ -149,6 +149,9 @@ def test_progress_lines_stand_for_events() -> None:
     assert [each["kind"] for each in happened] == ["hosts", "mesh", "ranks", "failure", "rank_restart"]
     stamped = [TimedLine(950.0 + index, f"{stamp(950.0)}{line}\n") for index, line in enumerate(lines)]
     assert events_of(stamped) == happened  # -cfg timestamps
+    lines = ["run 2: torchrun t.py", "run 2 FAILED: rank 3 failed", "SUCCEEDED: all 4 ranks ended with code 0 (1.84 s)"]
+    runs = events_of([TimedLine(950.0, f"[monarch] {line}\n") for line in lines])
+    assert [(each["kind"], each.get("run")) for each in runs] == [("run", 2), ("run_end", 2), ("result", None)]
     found = status_of(snapshot(), happened)
     assert (found.phase, found.attempt, found.attempts, found.ranks, found.started) == ("restarting", 2, 3, 8, 920.0)
 

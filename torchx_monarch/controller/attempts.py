@@ -8,6 +8,7 @@ import asyncio
 import dataclasses
 import signal
 import time
+from collections.abc import Iterable
 
 from torchx_monarch.controller import retry
 from torchx_monarch.controller.agents import Agents
@@ -22,7 +23,14 @@ from torchx_monarch.controller.host_events import (
     Interrupted,
     StopRequested,
 )
-from torchx_monarch.controller.host_messages import LaunchRanks, OpenStore, RanksExited, StoreOpened, WatchRanks
+from torchx_monarch.controller.host_messages import (
+    Launched,
+    LaunchRanks,
+    OpenStore,
+    RanksExited,
+    StoreOpened,
+    WatchRanks,
+)
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.insight.hangs import Hang
 from torchx_monarch.insight.progress import Reporter
@@ -79,6 +87,7 @@ class Attempts:
         self._hang_watch = hang_watch
         self._first_output = first_output
         self._launched = -1
+        self._recorded = -1
         self._uncounted = 0
         self._restarts_left = options.max_restarts
 
@@ -131,11 +140,13 @@ class Attempts:
                 self._reporter.line(f"the restart waits {delay:.1f} s: the last attempt failed after {lived:.1f} s")
                 await self._events.interrupt(asyncio.sleep(delay))
             began = clock()
+        self._record_exits()
         return JobResult(0, f"all {sum(host.nproc for host in hosts)} ranks ended with code 0")
 
     async def stop(self, number: int) -> None:
         """Stop the ranks of every host that can be reached with a signal, and note their exits."""
         await self._agents.stop(number, self._options.grace, self._note)
+        self._record_exits()
 
     async def _attempt(self, hosts: list[Registration]) -> RankExit | None:
         """Run the ranks once; return the root cause of a failure, or None if all ranks ended with code 0."""
@@ -145,9 +156,10 @@ class Attempts:
             raise Interrupted(_joined(newcomers[0]))
         world = await self._world(hosts)
         self._launched = self.number
-        async for _ in self._agents.ask(LaunchRanks(world)):
-            pass
-        self._reporter.phase("ranks", f"ranks {world.size}/{world.size}", attempt=self.number)
+        launched = [answer async for answer in self._agents.ask(LaunchRanks(world))]
+        self._reporter.phase(
+            "ranks", f"ranks {world.size}/{world.size}", attempt=self.number, hosts=_shown(launched, world, hosts)
+        )
         output = asyncio.ensure_future(self._report_output()) if self.number == 0 else None
         hanging = asyncio.ensure_future(self._hang_watch.run(self.number))
         ending = asyncio.ensure_future(self._end(world.size, hanging))
@@ -237,11 +249,32 @@ class Attempts:
             await asyncio.wait([stopping], timeout=_NOTED_WITHIN)
             if cause := root_cause(self.exits.values()):
                 self._reporter.note(
-                    "failure", describe_failure(self.exits.values(), cause, world_size), rank=cause.rank
+                    "failure",
+                    describe_failure(self.exits.values(), cause, world_size),
+                    rank=cause.rank,
+                    failed_at=cause.failed_at,
                 )
             await stopping
         finally:
             stopping.cancel()
+
+    def _record_exits(self) -> None:
+        """Report the exits of the attempt's ranks as an event, once."""
+        if self.exits and self._recorded != self.number:
+            self._recorded = self.number
+            cause = root_cause(self.exits.values())
+            shown = [
+                {
+                    "rank": one.rank,
+                    "code": one.code,
+                    "started": one.started,
+                    "ended": one.time,
+                    "secondary": one.code != 0 and (not one.failed or (one.is_collateral and one is not cause)),
+                }
+                for _, one in sorted(self.exits.items())
+            ]
+            text = f"the ranks of attempt {self.number + 1} have ended"
+            self._reporter.record("attempt_end", text, attempt=self.number, exits=shown)
 
     def _note(self, exited: RanksExited) -> None:
         self.exits.update({one.rank: one for one in exited.exits})
@@ -269,6 +302,21 @@ class Attempts:
         if self._first_output is not None:
             await self._first_output.wait()
             self._reporter.phase("output", "first output")
+
+
+def _shown(launched: Iterable[Launched], world: World, hosts: Iterable[Registration]) -> list[dict[str, object]]:
+    """Return what the event of launched ranks tells of each host."""
+    names = {host.replica: host.hostname for host in hosts}
+    return [
+        {
+            "replica": one.replica,
+            "name": names[one.replica],
+            "first_rank": world.first_rank(one.replica),
+            "pids": one.pids,
+            "imported": one.imported,
+        }
+        for one in sorted(launched, key=lambda answer: answer.replica)
+    ]
 
 
 def _joined(host: Registration) -> HostJoined:

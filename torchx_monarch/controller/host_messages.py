@@ -49,10 +49,18 @@ class LaunchRanks:
 
 @dataclasses.dataclass(frozen=True)
 class Launched:
-    """The answer to ``LaunchRanks``: the process ids of the ranks, by local rank."""
+    """The answer to ``LaunchRanks``.
+
+    Attributes:
+        replica: the host's replica.
+        pids: the process ids of the ranks, by local rank.
+        imported: when the import of which the ranks are forks began and ended, in seconds since the epoch by the
+            host's clock; empty if there was none.
+    """
 
     replica: int
     pids: tuple[int, ...]
+    imported: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

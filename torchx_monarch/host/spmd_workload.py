@@ -192,7 +192,7 @@ class SpmdWorkload:
         if isinstance(request, OpenStore):
             return StoreOpened(*await pool.serve_store(request.bind, request.advertised, request.hosts))
         if isinstance(request, LaunchRanks):
-            return Launched(replica, tuple(await pool.launch(request.world)))
+            return Launched(replica, tuple(await pool.launch(request.world)), pool.imported)
         if isinstance(request, TakeStacks):
             return StacksTaken(replica, tuple(await pool.stacks(request.rank, request.native, request.kept_as)))
         if isinstance(request, ReadCollectives):

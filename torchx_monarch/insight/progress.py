@@ -95,6 +95,10 @@ class Reporter:
         self.line(text)
         self._event(kind, text, None, fields)
 
+    def record(self, kind: str, text: str, **fields: object) -> None:
+        """Report an event for programs, without a line."""
+        self._event(kind, text, None, fields)
+
     def restarted(self, text: str, **fields: object) -> None:
         """Report a restart of the ranks and count it where the backend reads the number."""
         self.note("rank_restart", text, **fields)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -68,6 +68,7 @@ _HANG_ENDS = frozenset({"hang_end", "ranks", *_FAILURES, "run_end", "result"})
 """The kinds of events after which ranks that hung do not hang any more."""
 
 _RANKS = re.compile(r"ranks (\d+)/\d+")
+_RUN = re.compile(r"run (\d{1,9})\b")
 _RESTART = re.compile(r"restart \d+ of (\d+) after: (.*)")
 
 _PROGRESS = (
@@ -80,6 +81,9 @@ _PROGRESS = (
     (re.compile(r"rank \d+ \(.*\) (exited with|was killed)"), "failure"),
     (re.compile(r"hang: ranks? \d"), "hang"),
     (re.compile(r"hang over: "), "hang_end"),
+    (re.compile(r"run \d+ (SUCCEEDED|FAILED|STOPPED): "), "run_end"),
+    (re.compile(r"run \d+: "), "run"),
+    (re.compile(r"(SUCCEEDED|FAILED|STOPPED): .* \(\d+\.\d\d s\)$"), "result"),
 )
 """The host's progress lines (``insight.progress``) and the kinds of the events that they stand for."""
 
@@ -256,7 +260,7 @@ def build(
     )
 
 
-def events_of(lines: Sequence[TimedLine]) -> list[Event]:
+def events_of(lines: Iterable[TimedLine]) -> list[Event]:
     """Return the events that the progress lines in a host's log stand for.
 
     A rank can print such lines, too: they suit display only.
@@ -267,7 +271,10 @@ def events_of(lines: Sequence[TimedLine]) -> list[Event]:
         parsed = parser.parse(line.text.rstrip("\n"))
         kind = next((kind for pattern, kind in _PROGRESS if parsed.is_of_host and pattern.match(parsed.text)), None)
         if kind is not None:
-            found.append({"time": line.time, "kind": kind, "message": parsed.text})
+            event: Event = {"time": line.time, "kind": kind, "message": parsed.text}
+            if run := _RUN.match(parsed.text):
+                event["run"] = int(run[1])
+            found.append(event)
     return found
 
 

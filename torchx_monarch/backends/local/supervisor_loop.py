@@ -371,7 +371,9 @@ class SupervisorLoop:
     def _restart(self, replicas: Collection[Replica], what: str) -> None:
         self._graceful_stops = [w for w in self._graceful_stops if not set(w.scope) & set(replicas)]
         self._record.restarts += 1
-        self._event("restart", f"{what} is restarted (restart {self._record.restarts})")
+        names = {replica.spec.name for replica in replicas}
+        role = names.pop() if len(names) == 1 else None
+        self._event("restart", f"{what} is restarted (restart {self._record.restarts})", role=role)
         self._given_up.difference_update(replicas)
         self._surplus.difference_update(replicas)
         for replica in replicas:

@@ -159,6 +159,11 @@ class RankPool:
             self._starter.store.end()
         return endpoint.address, port, served
 
+    @property
+    def imported(self) -> tuple[float, ...]:
+        """When the import of which the ranks are forks began and ended (see ``RankStarter``)."""
+        return self._starter.imported
+
     async def launch(self, world: World) -> list[int]:
         """Start the program of each rank of an attempt.
 

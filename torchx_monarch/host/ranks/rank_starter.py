@@ -27,6 +27,7 @@ class RankStarter:
     Attributes:
         store: the TCPStore, which is a fork of the zygote.
         count: number of ranks on this host; 0 before ``prepare``.
+        imported: when the import of the modules began and ended, in seconds since the epoch; empty without one.
 
     Args:
         run: what the ranks execute.
@@ -46,6 +47,7 @@ class RankStarter:
     ) -> None:
         self.store = MasterStore(say)
         self.count = 0
+        self.imported: tuple[float, ...] = ()
         self._run = run if learned is None else dataclasses.replace(run, learned=())
         self._learned = learned
         self._zygotes = zygotes
@@ -205,6 +207,7 @@ class RankStarter:
             if unsafe and self._forks:
                 self._forks = False
                 self._say(f"the ranks are not forks of one interpreter: {unsafe}")
+            self.imported = zygote.imported
             return zygote
         return None
 

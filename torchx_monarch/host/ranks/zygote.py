@@ -12,6 +12,7 @@ import os
 import resource
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import IO, Any, Protocol, TypeVar
 
@@ -70,6 +71,7 @@ class Zygote:
         signature: equal for runs whose ranks can be forks of this zygote (``RunSpec.signature``).
         ready: whether it runs and has imported its modules.
         begun: the learned modules whose import has begun.
+        imported: when its import of the modules began and ended, in seconds since the epoch; empty before that.
 
     Args:
         started: its process.
@@ -80,6 +82,7 @@ class Zygote:
     def __init__(self, started: ZygoteProcess, files: tuple[int, int] | None, say: Callable[[str], None]) -> None:
         self.signature = started.signature
         self.begun: list[str] = []
+        self.imported: tuple[float, ...] = ()
         self._say = say
         self._started = started
         self._process, self._channel = started.process, started.channel
@@ -96,6 +99,7 @@ class Zygote:
         self._exchanges: set[asyncio.Future[dict[str, Any]]] = set()
         self._imported = asyncio.ensure_future(self._ask("import", b"", (), _IMPORT_TIMEOUT))
         self._imported.add_done_callback(_retrieve)
+        self._imported.add_done_callback(self._note_import)
 
     @property
     def pid(self) -> int:
@@ -206,6 +210,9 @@ class Zygote:
     def _end(self) -> None:
         self._output.close()
         self._started.end()
+
+    def _note_import(self, _: object) -> None:
+        self.imported = (self._started.started, time.time())
 
     async def _wait_imported(self) -> dict[str, Any]:
         try:

@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import subprocess
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -28,6 +29,7 @@ class ZygoteProcess:
 
     Attributes:
         process: the process, a child of this one.
+        started: when it was started, in seconds since the epoch.
         channel: the socket on which it answers; the first answer is that to the order to import.
         signature: equal for runs whose ranks can be forks of this zygote (``RunSpec.signature``).
 
@@ -45,6 +47,7 @@ class ZygoteProcess:
         program, known = run.command.program_of(0), run.cwd is None
         self.signature = run.signature(count)
         self.channel, far_end = socket.socketpair()
+        self.started = time.time()
         title = f"torchx-monarch zygote {' '.join(run.preload)}".ljust(_TITLE_ROOM)
         with far_end:
             try:

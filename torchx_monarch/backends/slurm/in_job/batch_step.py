@@ -317,7 +317,8 @@ class BatchStep:
 
     def _restart(self, names: Sequence[str], what: str) -> None:
         self._record.restarts += 1
-        self._event("restart", f"{what} is restarted (restart {self._record.restarts})")
+        role: dict[str, str] = {"role": names[0]} if len(names) == 1 else {}
+        self._event("restart", f"{what} is restarted (restart {self._record.restarts})", **role)
         self._start(names)
         self._write()
 

@@ -1,0 +1,106 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The trace and the report of a real job, with a restart and a failure, also in a real browser."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from docs.tools import browser
+from tests.local.test_cli import run, torchx, write
+from tests.unit.test_chrome_trace import check
+from torchx_monarch.insight import events
+from torchx_monarch.insight.timeline import build, lost_seconds
+
+_PROGRAM = """
+import pathlib, torch.distributed as dist, torch
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(7))
+print("all there", flush=True)
+attempt, rank = (int(os.environ[name]) for name in ("TORCHELASTIC_RESTART_COUNT", "RANK"))
+dist.barrier()
+if rank == 1:
+    pathlib.Path(f"failed_{attempt}").write_text(str(time.time()))
+    raise ValueError(f"<script>alert({attempt})</script>")
+pathlib.Path(f"began_{attempt}_{rank}").write_text(str(time.time()))
+time.sleep(1000)
+"""
+
+
+@dataclass
+class Job:
+    """A job that has failed after a restart, what the commands write of it, and its events."""
+
+    work: Path
+    trace: dict[str, Any]
+    page: Path
+    happened: list[events.Event]
+
+
+def test_the_trace_and_the_report_of_a_job(tmp_path: Path) -> None:
+    name = write(tmp_path, _PROGRAM)
+    words = ("--wait", "-cfg", "grace=2", "monarch.spmd", "-j", "2x2", "--max_restarts", "1", "--name", "r", name)
+    run(*words, cwd=tmp_path, check=False)
+    trace, page = tmp_path / "job.json", tmp_path / "job.html"
+    said = torchx("monarch", "trace", "last", "-o", str(trace), "--collectives", cwd=tmp_path)
+    assert not said.stdout and not said.stderr
+    told = json.loads(torchx("monarch", "report", "last", "-o", str(page), "--json").stdout)
+    assert (told["path"], told["state"]) == (str(page), "FAILED")
+    assert sum(told["roles"]["prog"]["phases"].values()) == pytest.approx(told["seconds"])
+    paths = list(Path(os.environ["MONARCH_STATE_DIR"]).glob("apps/*/events.jsonl"))
+    assert len(paths) == 1
+    job = Job(tmp_path, json.loads(trace.read_text()), page, events.read(paths[0])[0])
+    phases_add_up(job)
+    lost_time_is_that_of_the_outage(job)
+    page_tells_all(job)
+    assert torchx("monarch", "report", "last", "-o", "/dev/null", check=False).returncode == 64
+
+
+def phases_add_up(job: Job) -> None:
+    check(job.trace)
+    shown = job.trace["traceEvents"]
+    whole = job.happened[-1]["time"] - job.happened[0]["time"] + job.happened[0]["seconds"]
+    of_phases = [one for one in shown if one.get("cat") == "phase"]
+    assert sum(one["dur"] for one in of_phases) / 1e6 == pytest.approx(whole, rel=0.02)
+    assert {"queue", "hosts", "mesh", "ranks", "first output", "stopping"} <= {one["name"] for one in of_phases}
+    assert [one["name"] for one in shown if one.get("cat") == "attempt"] == ["attempt 1", "attempt 2"]
+    codes = [one["args"]["exit_code"] for one in shown if one.get("cat") == "rank"]
+    assert len(codes) == 8 and codes.count(1) == 2
+    assert sum(one.get("cat") == "import" for one in shown) == 2  # once for each host
+    assert any(one["name"] == "gloo:all_reduce" for one in shown)
+
+
+def lost_time_is_that_of_the_outage(job: Job) -> None:
+    """From the failure until the ranks of the next attempt run, and from the last failure to the end."""
+    lost = lost_seconds(build(job.happened, ["prog"], end=job.happened[-1]["time"]), "prog")
+    failed = [float((job.work / f"failed_{attempt}").read_text()) for attempt in (0, 1)]
+    ran = next(one["time"] for one in job.happened if one["kind"] == "ranks" and one["attempt"] == 1)
+    ended = next(one["time"] for one in job.happened if one["kind"] == "result")
+    assert lost["restart"] == pytest.approx(ran - failed[0] + ended - failed[1], abs=0.5)
+    first = next(one["time"] for one in job.happened if one["kind"] == "ranks")
+    assert lost["queue"] + lost["launch"] == pytest.approx(first - job.happened[0]["time"], abs=0.5)
+
+
+def page_tells_all(job: Job) -> None:
+    text = job.page.read_text()
+    assert "<script" not in text and "&lt;script&gt;alert(1)&lt;/script&gt;" in text
+    for fact in ("FAILED", "attempt_1/stacks.txt", "prog.py", "2x2 (world size 4)", "restart 1 of 1", "Traceback"):
+        assert fact in text, fact
+    assert len(re.findall(r"<svg role=.img.", text)) == 6  # phases, attempts, and a row for each rank
+    if (path := browser.find()) is None:
+        pytest.skip("no Chromium on this machine (apt-get install chromium); the page was not opened in a browser")
+    with browser.started(path) as opened:
+        for width, dark in ((1200, False), (360, True)):
+            opened.open(job.page, width, 900, dark)
+            assert opened.requests == [job.page.resolve().as_uri()]
+            assert not opened.complaints
+            assert opened.evaluate("document.documentElement.scrollWidth <= innerWidth")
+            assert opened.evaluate("document.title") == "r: FAILED"
+            assert opened.evaluate("document.querySelectorAll('.picture rect').length") > 10

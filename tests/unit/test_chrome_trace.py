@@ -1,0 +1,194 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""A trace fits the trace event format, with what Perfetto needs of it; dumps of hostile ranks make no values but plain
+ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tests.unit.test_timeline import RESTARTED
+from torchx_monarch.insight import recorder_dump
+from torchx_monarch.insight.chrome_trace import trace
+from torchx_monarch.insight.recorder_dump import DumpError, parse
+from torchx_monarch.insight.timeline import build
+
+_WHOLE = {"type": "integer", "minimum": 0}
+_PLACE = {"name": {"type": "string", "minLength": 1}, "pid": _WHOLE, "tid": _WHOLE, "ts": _WHOLE}
+_NAMES = ("process_name", "thread_name")
+_COMMON = ["name", "ph", "pid", "tid", "ts"]
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["traceEvents"],
+    "additionalProperties": False,
+    "properties": {
+        "displayTimeUnit": {"enum": ["ms", "ns"]},
+        "otherData": {"type": "object"},
+        "traceEvents": {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "oneOf": [
+                    {  # a span
+                        "properties": {
+                            **_PLACE,
+                            "ph": {"const": "X"},
+                            "dur": _WHOLE,
+                            "cat": {"type": "string"},
+                            "args": {"type": "object"},
+                        },
+                        "required": [*_COMMON, "dur", "cat"],
+                        "additionalProperties": False,
+                    },
+                    {  # a moment, of a thread or a process
+                        "properties": {
+                            **_PLACE,
+                            "ph": {"const": "i"},
+                            "s": {"enum": ["t", "p", "g"]},
+                            "cat": {"type": "string"},
+                            "args": {"type": "object"},
+                        },
+                        "required": [*_COMMON, "s", "cat"],
+                        "additionalProperties": False,
+                    },
+                    {  # a name, or a place in the order
+                        "properties": {
+                            **_PLACE,
+                            "name": {
+                                "enum": [f"{a}_{b}" for a in ("process", "thread") for b in ("name", "sort_index")]
+                            },
+                            "ph": {"const": "M"},
+                            "args": {
+                                "type": "object",
+                                "properties": {"name": {"type": "string"}, "sort_index": {"type": "integer"}},
+                                "minProperties": 1,
+                                "additionalProperties": False,
+                            },
+                        },
+                        "required": [*_COMMON, "args"],
+                        "additionalProperties": False,
+                    },
+                ]
+            },
+        },
+    },
+}
+"""What the trace event format says of the kinds of events that this package writes."""
+
+
+def check(written: dict[str, Any]) -> None:
+    """A trace fits the schema, its tracks are named, and spans of a track are nested."""
+    jsonschema.validate(json.loads(json.dumps(written)), SCHEMA)
+    events = written["traceEvents"]
+    named = {(one["pid"], one["tid"]) for one in events if one["name"] == "thread_name"}
+    tracks: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for one in events:
+        if one["ph"] in "Xi":
+            assert (one["pid"], one["tid"]) in named
+        if one["ph"] == "X":
+            tracks.setdefault((one["pid"], one["tid"]), []).append((one["ts"], one["ts"] + one["dur"]))
+    for spans in tracks.values():
+        around: list[int] = []
+        for start, end in sorted(spans, key=lambda each: (each[0], -each[1])):
+            while around and around[-1] <= start:
+                around.pop()
+            assert not around or end <= around[-1]
+            around.append(end)
+
+
+def entry(number: int, called: float, **more: Any) -> dict[str, Any]:
+    return {
+        "profiling_name": "gloo:all_reduce",
+        "process_group": ("0", "default_pg"),
+        "collective_seq_id": number,
+        "input_sizes": [[2, 3], [7]],
+        "time_created_ns": int(called * 1e9),
+        "time_discovered_completed_ns": None,
+        "state": "scheduled",
+        "retired": True,
+        **more,
+    }
+
+
+def dump(*entries: object) -> bytes:
+    return pickle.dumps({"version": "2.10", "entries": list(entries)}, 2)
+
+
+def test_a_trace_fits_the_format() -> None:
+    timeline = build(RESTARTED, ["t"], end=999.0)
+    last = entry(3, 109.0, retired=False)
+    known = entry(2, 108.0, time_discovered_completed_ns=int(108.5e9), state="completed")
+    found = parse(dump(entry(1, 107.0), known, last, entry(4, 1.0)))
+    written = trace(timeline, "t", {(1, 0): found})
+    check(written)
+    events = written["traceEvents"]
+    collectives = [(one["ph"], one["ts"], one.get("dur")) for one in events if one.get("cat") == "collective"]
+    assert collectives == [("i", 7_000_000, None), ("X", 8_000_000, 500_000), ("X", 9_000_000, 1_700_000)]
+    assert {one["args"]["name"] for one in events if one["name"] == "process_name"} == {"job t", "host t/0", "host t/1"}
+    whole = next(one["dur"] for one in events if one.get("cat") == "role")
+    assert sum(one["dur"] for one in events if one.get("cat") == "phase") == pytest.approx(whole, rel=0.02)
+
+
+def test_a_dump_is_read() -> None:
+    found = parse(dump(entry(1, 5.0, state="completed", retired=False)))
+    assert [(one.name, one.group, one.number, one.sizes, one.has_completed) for one in found] == [
+        ("gloo:all_reduce", "0", 1, "[2, 3] [7]", True)
+    ]
+
+
+class Hostile:
+    """Calls a function where it is unpickled as usual."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("made",)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"no pickle",
+        pickle.dumps(Hostile()),
+        dump(entry(1, 5.0, profiling_name=Hostile())),
+        pickle.dumps({"entries": {}}),
+        pickle.dumps([]),
+        dump(5),
+        dump(entry(1, 5.0, profiling_name=5)),
+        dump(entry(1, 5.0, collective_seq_id="5")),
+        dump(entry(1, 5.0, time_created_ns=1 << 70)),
+        dump(entry(1, 5.0, process_group=())),
+        b"\x80\x02cos\nsystem\n(S'true'\ntR.",
+        b"\x80\x05\x96\xff\xff\xff\xff\xff\x00\x00\x00.",  # a bytearray of 1 TiB
+        b"\x80\x02" + b"]" * 100_000,
+        b"\x80\x02\x82\x01.",
+    ],
+)
+def test_a_hostile_dump_is_refused(data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DumpError):
+        parse(data)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dump_that_is_too_large_or_no_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_dump, "MAX_BYTES", 10)
+    path = tmp_path / "rank_0"
+    path.write_bytes(dump(entry(1, 5.0)))
+    with pytest.raises(DumpError, match="more than"):
+        recorder_dump.read(path)
+    os.mkfifo(tmp_path / "rank_1")
+    with pytest.raises(OSError):
+        recorder_dump.read(tmp_path / "rank_1")
+
+
+def test_shapes_of_a_wrong_type_are_left_out() -> None:
+    sizes = [parse(dump(entry(1, 5.0, input_sizes=each)))[0].sizes for each in ("x", [["x"], [1], 5], [[1 << 70]])]
+    assert sizes == ["", "[1]", ""]

@@ -1,0 +1,110 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The page about a job loads nothing, and shows texts of ranks as texts."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from tests.unit.test_timeline import HOSTS, RESTARTED, START, event
+from torchx_monarch.insight.events import Event
+from torchx_monarch.insight.report_page import Page, RoleTimes, render
+from torchx_monarch.insight.report_picture import picture, shares
+from torchx_monarch.insight.timeline import Timeline, build
+
+HOSTILE = "<script>alert(1)</script>\"'><img src=http://x/y onerror=alert(2)>{{ page }}</style>"
+
+
+def page(timeline: Timeline, **more: Any) -> Page:
+    texts = dict.fromkeys(("name", "handle", "state", "headline", "cause", "traceback", "log", "written"), HOSTILE)
+    values: dict[str, Any] = {
+        **texts,
+        "facts": [(HOSTILE, HOSTILE)],
+        "start": timeline.job.start,
+        "picture": picture(timeline),
+        "is_from_log": False,
+        "roles": [RoleTimes(HOSTILE, HOSTILE, shares(timeline, "t"))],
+        "runs": timeline.of_kind("run"),
+        "moments": timeline.moments,
+        "ranks": timeline.of_kind("rank"),
+        "ranks_left_out": 0,
+        "stacks": [(HOSTILE, HOSTILE)],
+    }
+    return Page(**{**values, **more})
+
+
+class Elements(HTMLParser):
+    """The elements and attributes of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.attributes: set[str] = set()
+        self.links: list[str | None] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.names.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+        self.links += [value for name, value in attrs if name in ("src", "href", "action", "data", "xlink:href")]
+
+
+@pytest.mark.parametrize(
+    "happened",
+    [
+        [],
+        START,
+        [{**each, "message": HOSTILE} for each in RESTARTED],
+        [
+            *START,
+            event(105, "run", run=1, message=HOSTILE),
+            event(106, "ranks", hosts=HOSTS),
+            event(107, "run_end", run=1),
+        ],
+    ],
+)
+def test_texts_of_ranks_are_texts(happened: list[Event]) -> None:
+    text = render(page(build(happened, ["t"], start=99.0, end=130.0)))
+    elements = Elements(text)
+    assert not elements.names & {"script", "img", "iframe", "object", "embed", "base", "form"}
+    assert elements.links == ["data:,"]
+    assert not [name for name in elements.attributes if name.startswith("on")]
+    assert "&lt;script&gt;alert(1)" in text and "{{ page }}" in text
+    assert text.count("</style>") == 1 and "url(" not in text and "@import" not in text
+
+
+def test_the_picture_has_a_row_for_each_rank_and_folds_many_by_host() -> None:
+    rows = picture(build(RESTARTED, ["t"], end=999.0)).rows
+    assert [row.label for row in rows] == ["phases", "attempts", "rank 0", "rank 1", "rank 2"]
+    assert [bar.style for bar in rows[3].bars] == ["import", "failed", "running"]
+    assert [bar.style for bar in rows[4].bars] == ["stopped", "running"]
+    assert rows[0].bars[-1].style == "failure" and rows[0].description.startswith("phases: submit: 0.5 s from 0.0 s")
+    many = [{"replica": each, "first_rank": 4 * each, "pids": [1, 2, 3, 4]} for each in range(300)]
+    drawn = picture(build([*START, event(106, "ranks", hosts=many)], ["t"], end=130.0))
+    assert drawn.rows[1].label == "host 0" and len(drawn.rows) == 256 and drawn.left_out == 45
+
+
+@pytest.mark.parametrize(
+    ("seconds", "labels"),
+    [
+        (0.0, ["0 s"]),
+        (7.6, ["0 s", "1 s", "2 s", "3 s", "4 s", "5 s", "6 s", "7 s"]),
+        (130.0, ["0 s", "30 s", "1:00 min", "1:30 min", "2:00 min"]),
+        (7200.0, ["0 s", "30:00 min", "1:00 h", "1:30 h", "2:00 h"]),
+        (864000.0, None),
+    ],
+)
+def test_the_axis_has_round_times(seconds: float, labels: list[str] | None) -> None:
+    ticks = picture(build([], ["t"], start=100.0, end=100.0 + seconds)).ticks
+    assert labels is None or [tick.label for tick in ticks] == labels
+    assert len(ticks) <= 10 and all(0 <= tick.left <= 100 for tick in ticks)
+
+
+def test_parts_of_phases_add_up() -> None:
+    parts = shares(build(RESTARTED, ["t"], end=999.0), "t")
+    assert sum(part.percent for part in parts) == pytest.approx(100.0)
+    assert not re.search(r"\s", "".join(part.style for part in parts))

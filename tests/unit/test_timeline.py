@@ -1,0 +1,178 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Events become phases without gaps, attempts, runs, imports and ranks; what a rank may write there does no harm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from torchx_monarch.insight.events import Event
+from torchx_monarch.insight.timeline import Timeline, build, lost_seconds
+
+HOSTS: list[dict[str, Any]] = [
+    {"replica": 0, "name": "a", "first_rank": 0, "pids": [7, 8], "imported": [101.0, 105.0]},
+    {"replica": 1, "name": "b", "first_rank": 2, "pids": [9], "imported": []},
+]
+EXITS = [
+    {"rank": 1, "code": 1, "started": 106.1, "ended": 110.0, "secondary": False},
+    {"rank": 2, "code": -15, "started": 106.1, "ended": 110.5, "secondary": True},
+]
+
+
+def event(time: float, kind: str, **fields: Any) -> Event:
+    return {"time": time, "kind": kind, "message": fields.pop("message", kind), **fields}
+
+
+START = [event(100.5, "submitted", seconds=0.5), event(101, "supervised"), event(103, "hosts"), event(104, "mesh")]
+RESTARTED = [
+    *START,
+    event(106, "ranks", attempt=0, role="t", hosts=HOSTS),
+    event(107, "output"),
+    event(110.5, "attempt_end", attempt=0, exits=EXITS),
+    event(110.6, "failure", failed_at=110.0),
+    event(110.7, "rank_restart", attempt=1),
+    event(111, "ranks", attempt=1, hosts=HOSTS),
+    event(120, "result", code=0),
+    event(121, "ended"),
+]
+
+
+def phases(timeline: Timeline, role: str = "t") -> list[tuple[str, float]]:
+    return [(span.name, round(span.end, 3)) for span in timeline.of_kind("phase", role)]
+
+
+def check(timeline: Timeline) -> None:
+    """Phases add up, and every span lies within its parent."""
+    for role in timeline.of_kind("role"):
+        of_role = timeline.of_kind("phase", role.name)
+        assert sum(span.seconds for span in of_role) == pytest.approx(timeline.job.seconds)
+        assert all(one.end == next_one.start for one, next_one in zip(of_role, of_role[1:], strict=False))
+    for index, span in enumerate(timeline.spans):
+        assert timeline.job.start <= span.start <= span.end <= timeline.job.end
+        if span.parent is not None:
+            parent = timeline.spans[span.parent]
+            assert span.parent < index and parent.start <= span.start and span.end <= parent.end
+
+
+def test_a_job_with_a_restart() -> None:
+    timeline = build(RESTARTED, ["t"], end=999.0)
+    check(timeline)
+    assert (timeline.job.start, timeline.job.end) == (100.0, 121.0)
+    assert phases(timeline) == [
+        *(("submit", 100.5), ("queue", 101), ("hosts", 103), ("mesh", 104), ("ranks", 106), ("first output", 107)),
+        *(("running", 110), ("stopping", 110.7), ("ranks", 111), ("running", 120), ("end", 121)),
+    ]
+    attempts = timeline.of_kind("attempt")
+    assert [(one.name, one.start, one.end) for one in attempts] == [
+        ("attempt 1", 104, 110.7),
+        ("attempt 2", 110.7, 120),
+    ]
+    ranks = [(one.number, one.replica, one.pid, one.code, one.start, one.end) for one in timeline.of_kind("rank")]
+    assert ranks[:2] == [(0, 0, 7, None, 106, 110.7), (1, 0, 8, 1, 106.1, 110.0)] and len(ranks) == 6
+    assert [(one.replica, one.start, one.end) for one in timeline.of_kind("import")] == [(0, 101.0, 105.0)]
+    assert [one.kind for one in timeline.moments] == ["output", "failure", "rank_restart", "result", "ended"]
+
+
+def test_lost_time_is_that_of_the_outages() -> None:
+    lost = lost_seconds(build(RESTARTED, ["t"], end=999.0), "t")
+    assert lost == pytest.approx({"queue": 1.0, "launch": 5.0, "restart": 1.0})
+    requeued = [
+        *RESTARTED[:6],
+        event(110, "failure"),
+        event(112, "requeue"),
+        event(150, "job_started"),
+        event(151, "hosts"),
+        event(152, "mesh"),
+        event(160, "ranks"),
+    ]
+    lost = lost_seconds(build(requeued, ["t"], end=170.0), "t")
+    assert lost == pytest.approx({"queue": 1.0, "launch": 5.0, "restart": 50.0})
+
+
+@pytest.mark.parametrize(
+    ("more", "last"),
+    [
+        ([], ("queue", 130)),
+        (START[1:2], ("hosts", 130)),
+        (START[1:3], ("mesh", 130)),
+        (START[1:4], ("ranks", 130)),
+        ([*START[1:], event(106, "ranks")], ("running", 130)),
+        ([*START[1:], event(106, "ranks"), event(107, "failure")], ("stopping", 130)),
+        ([*START[1:], event(106, "ranks"), event(107, "failure"), event(108, "replacement")], ("hosts", 130)),
+        ([*START[1:3], event(104, "ready")], ("ready", 130)),
+    ],
+)
+def test_a_job_that_runs_ends_now(more: list[Event], last: tuple[str, float]) -> None:
+    timeline = build([START[0], *more], ["t"], end=130.0)
+    check(timeline)
+    assert phases(timeline)[-1] == last
+
+
+def test_runs_of_a_live_allocation() -> None:
+    happened = [
+        *START,
+        event(110, "run", run=1, message="run 1: torchrun t.py"),
+        event(111, "ranks", attempt=0),
+        event(115, "failure"),
+        event(116, "rank_restart", attempt=1),
+        event(117, "ranks", attempt=1),
+        event(118, "run_end", run=1, code=3),
+        event(120, "run", run=2),
+        event(121, "ranks", attempt=0),
+    ]
+    for live in (["t"], []):
+        timeline = build(happened, ["t"], end=125.0, live=live)
+        check(timeline)
+        runs = [(one.number, one.start, one.end, one.code) for one in timeline.of_kind("run")]
+        assert runs == [(1, 110, 118, 3), (2, 120, 125, None)]
+        assert [one.name for one in timeline.of_kind("attempt")] == ["attempt 1", "attempt 2", "attempt 1"]
+        assert [timeline.spans[one.parent or 0].number for one in timeline.of_kind("attempt")] == [1, 1, 2]
+        assert ("idle", 110) in phases(timeline) and ("idle", 120) in phases(timeline)
+    assert phases(build(START, ["t"], end=125.0, live=["t"]))[-1] == ("idle", 125)
+
+
+def test_roles_have_phases_of_their_own() -> None:
+    happened = [
+        *START[:2],
+        event(103, "hosts", role="a"),
+        event(105, "hosts", role="b"),
+        event(110, "restart", role="b"),
+        event(111, "ended"),
+    ]
+    timeline = build(happened, ["a", "b"], end=111.0)
+    check(timeline)
+    assert phases(timeline, "a") == [("submit", 100.5), ("queue", 101), ("hosts", 103), ("mesh", 111)]
+    assert phases(timeline, "b")[-2:] == [("mesh", 110), ("hosts", 111)]
+
+
+def test_nothing_is_known() -> None:
+    assert phases(build([], ["t"], start=5.0, end=9.0)) == [("queue", 9.0)]
+    check(build([], [], end=9.0))
+    check(build([], ["t"], end=9.0))
+
+
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        {"hosts": "no list"},
+        {"hosts": [1, None, {"replica": True}, {"replica": 0, "pids": 3, "imported": ["a", 1]}]},
+        {"hosts": [{"replica": 0, "pids": ["x", None, 1 << 80], "first_rank": "y", "imported": [1e300, 5, 7]}]},
+        {"hosts": [{"replica": 0, "pids": [1], "imported": [-5, 1e10]}], "attempt": "1"},
+        {"attempt": 1 << 90, "role": ["t"]},
+        {"time": 1e10},
+        {"time": -1e10},
+    ],
+)
+def test_fields_of_a_wrong_type_are_ignored(hostile: dict[str, Any]) -> None:
+    wrong = [{"rank": "0"}, 5, {"rank": 0, "code": "x", "started": None, "ended": "now"}, {"rank": 99}]
+    happened = [
+        *START,
+        {**event(106, "ranks", role="t", hosts=HOSTS), **hostile},
+        event(107, "attempt_end", role="t", exits=wrong),
+        event(107, "failure", failed_at="x"),
+        event(108, "run", run="1"),
+        event(109, "run_end", run={}),
+    ]
+    check(build(happened, ["t"], end=130.0))

@@ -1,0 +1,69 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Read the files that hosts keep beside the logs of a job: dumps of the flight recorder, and stacks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from torchx_monarch.insight.recorder_dump import DumpError, RecordedCollective, read
+from torchx_monarch.system import safe_files
+from torchx_monarch.system.untrusted_text import one_line, printable
+
+_DUMP = re.compile(r"attempt_(\d{1,9})/flight_recorder/rank_(\d{1,9})$")
+_STACKS = re.compile(r"attempt_(\d{1,9})/stacks\.txt$")
+
+_MOST_DUMPS = 4096
+
+_MOST_BYTES = 256 * 1024
+"""Most bytes of the stacks of one host that are shown."""
+
+
+def read_collectives(folder: str | None) -> tuple[dict[tuple[int, int], list[RecordedCollective]], list[str]]:
+    """Return the collectives in the dumps of a job by attempt (from 1) and rank, and why dumps could not be read.
+
+    Args:
+        folder: folder of the job's logs; None if this machine does not see it.
+    """
+    found: dict[tuple[int, int], list[RecordedCollective]] = {}
+    problems: list[str] = []
+    for path, match in _files(folder, "*/*/attempt_*/flight_recorder/rank_*", _DUMP):
+        try:
+            found[int(match[1]) + 1, int(match[2])] = read(path)
+        except (DumpError, OSError) as error:
+            problems.append(f"{one_line(str(path))}: {error}")
+        if len(found) == _MOST_DUMPS:
+            break
+    return found, problems
+
+
+def read_stacks(folder: str | None) -> list[tuple[str, str]]:
+    """Return the stacks that hosts took before they stopped ranks, of the last attempt that has any.
+
+    Args:
+        folder: folder of the job's logs; None if this machine does not see it.
+
+    Returns:
+        For each host the file, relative to the folder, and its text.
+    """
+    files = list(_files(folder, "*/*/attempt_*/stacks.txt", _STACKS))
+    last = max((int(match[1]) for _, match in files), default=0)
+    found = []
+    for path, match in files:
+        if int(match[1]) != last:
+            continue
+        try:
+            with open(safe_files.open_file(path), "rb") as file:
+                text = file.read(_MOST_BYTES).decode(errors="replace")
+        except OSError:
+            continue
+        found.append((one_line(str(path.relative_to(folder or "."))), printable(text)))
+    return found
+
+
+def _files(folder: str | None, pattern: str, match: re.Pattern[str]) -> Iterator[tuple[Path, re.Match[str]]]:
+    for path in sorted(Path(folder).glob(pattern)) if folder else ():
+        if found := match.search(str(path)):
+            yield path, found

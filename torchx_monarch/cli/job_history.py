@@ -1,0 +1,91 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Read the whole history of a job: its status, its events and its timeline."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchx_monarch.backends.core.errors import BackendError, UserError
+from torchx_monarch.backends.core.snapshot import AppSnapshot
+from torchx_monarch.backends.core.state import AppStatus
+from torchx_monarch.cli.handles import unknown
+from torchx_monarch.insight import timeline
+from torchx_monarch.insight.events import Event
+from torchx_monarch.insight.timeline import Timeline
+from torchx_monarch.model.role_spec import WorkloadKind
+from torchx_monarch.schedulers import job_status
+from torchx_monarch.schedulers.app_summary import log_folder
+from torchx_monarch.schedulers.job_status import JobStatus
+from torchx_monarch.schedulers.monarch import MonarchScheduler
+
+_MOST_LINES = 100_000
+"""Progress lines that are read of one log: a rank can imitate them."""
+
+
+@dataclass(frozen=True)
+class JobHistory:
+    """What is known of a job from its submission on.
+
+    Attributes:
+        app: its snapshot.
+        decided: its state.
+        status: its status.
+        events: its events; those that progress lines stand for where this machine does not have the events.
+        are_events_complete: whether they are the events themselves.
+        timeline: its timeline.
+        read: when it was read, in seconds since the epoch.
+    """
+
+    app: AppSnapshot
+    decided: AppStatus
+    status: JobStatus
+    events: Sequence[Event]
+    are_events_complete: bool
+    timeline: Timeline
+    read: float
+
+
+def read_history(scheduler: MonarchScheduler, handle: str, app_id: str) -> JobHistory:
+    """Return the history of a job.
+
+    Raises:
+        HandleError: there is no such app.
+        BackendError: its scheduler cannot be reached.
+    """
+    found = scheduler.apps.read(app_id)
+    if found is None:
+        raise unknown(handle)
+    app, decided = found
+    now = time.time()
+    recorded = scheduler.read_events(app_id)
+    happened = recorded or _events_of_logs(scheduler, app)
+    status = job_status.build(handle, app, decided, happened, now=now, log_folder=log_folder(app))
+    if not recorded and status.started:
+        started = {"time": status.started, "kind": "job_started", "message": "the job started"}
+        happened = [started, *(event for event in happened if event["time"] >= status.started)]
+    live = [role.spec.name for role in app.roles if role.spec.workload is WorkloadKind.SESSION]
+    drawn = timeline.build(
+        happened,
+        [role.spec.name for role in app.roles],
+        start=status.submitted or status.started or 0.0,
+        end=status.ended or now,
+        live=live,
+    )
+    return JobHistory(app, decided, status, happened, bool(recorded), drawn, now)
+
+
+def _events_of_logs(scheduler: MonarchScheduler, app: AppSnapshot) -> list[Event]:
+    """Return the events that the progress lines in the log of each role's replica 0 stand for."""
+    found: list[Event] = []
+    for role in app.roles:
+        with contextlib.suppress(BackendError, UserError):
+            lines = scheduler.apps.replica_log(app, role.spec.name, 0)
+            marked = (line for line in lines if "[monarch]" in line.text)
+            happened = job_status.events_of(itertools.islice(marked, _MOST_LINES))
+            found += [{**event, "role": role.spec.name} for event in happened if event["time"]]
+    return found

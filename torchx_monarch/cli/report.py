@@ -1,0 +1,132 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``torchx monarch report``: write a page about a job: what ran, why it ended, and where its time went."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Iterator
+
+from torchx_monarch.cli.handles import add_handle
+from torchx_monarch.cli.job_files import read_stacks
+from torchx_monarch.cli.job_history import JobHistory, read_history
+from torchx_monarch.cli.json_output import add_json, print_json
+from torchx_monarch.cli.output_file import add_output, write_output
+from torchx_monarch.cli.scheduler_access import app_id_of, opened
+from torchx_monarch.cli.status_text import size_of
+from torchx_monarch.insight.report_page import Page, RoleTimes, render
+from torchx_monarch.insight.report_picture import picture, shares
+from torchx_monarch.insight.summary import local_path, show_duration
+from torchx_monarch.insight.timeline import Span, Timeline, lost_seconds
+from torchx_monarch.model.host_result import HostResult
+from torchx_monarch.schedulers.job_status import PHASES
+from torchx_monarch.system.untrusted_text import one_line, printable
+
+_MOST_MOMENTS = 500
+_MOST_RANKS = 512
+_MOST_RUNS = 200
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the arguments of ``torchx monarch report``."""
+    add_handle(parser)
+    add_output(parser)
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Write the page."""
+    scheduler_name, app_id = app_id_of(args.handle)
+    with opened(scheduler_name) as scheduler:
+        history = read_history(scheduler, args.handle, app_id)
+    write_output(args.output, render(page_of(history)))
+    if args.json:
+        roles = [span.name for span in history.timeline.of_kind("role")]
+        print_json(
+            {
+                "path": os.path.abspath(args.output),
+                "state": history.status.state,
+                "seconds": history.timeline.job.seconds,
+                "roles": {role: _times(history.timeline, role) for role in roles},
+            }
+        )
+
+
+def _times(drawn: Timeline, role: str) -> dict[str, dict[str, float]]:
+    phases = {share.phase: share.seconds for share in shares(drawn, role)}
+    return {"phases": phases, "lost": lost_seconds(drawn, role)}
+
+
+def page_of(history: JobHistory) -> Page:
+    """Return the page about a job."""
+    status, drawn = history.status, history.timeline
+    result = HostResult.from_text(history.decided.error)
+    ranks = _last_ranks(drawn)
+    took = f" {'after' if status.has_ended else 'for'} {show_duration(status.elapsed)}" if status.elapsed else ""
+    return Page(
+        name=one_line(status.name),
+        handle=one_line(status.handle),
+        state=status.state,
+        headline=f"{status.state}{took}",
+        cause=one_line(result.reason or status.message or (PHASES[status.phase] if status.phase else "")),
+        traceback=printable(result.traceback),
+        log=one_line(local_path(result.log)),
+        facts=list(_facts(history)),
+        start=drawn.job.start,
+        picture=picture(drawn),
+        is_from_log=not history.are_events_complete,
+        roles=[
+            RoleTimes(span.name, _lost(drawn, span.name), shares(drawn, span.name)) for span in drawn.of_kind("role")
+        ],
+        runs=drawn.of_kind("run")[-_MOST_RUNS:],
+        moments=[one for one in drawn.moments if one.kind not in ("output", "result", "ended")][-_MOST_MOMENTS:],
+        ranks=ranks[:_MOST_RANKS],
+        ranks_left_out=max(0, len(ranks) - _MOST_RANKS),
+        stacks=read_stacks(status.log_folder),
+        written=_date(history.read),
+    )
+
+
+def _facts(history: JobHistory) -> Iterator[tuple[str, str]]:
+    status = history.status
+    for role in status.roles:
+        yield (f"command of {role.role}" if len(status.roles) > 1 else "command"), role.command
+    if size := size_of(status):
+        yield "hosts", size + (f" (world size {status.ranks})" if status.ranks is not None else "")
+    for title, when in (("submitted", status.submitted), ("started", status.started), ("ended", status.ended)):
+        if when is not None:
+            yield title, _date(when)
+    if status.exit_code is not None:
+        yield "exit code", str(status.exit_code)
+    if status.attempt is not None:
+        yield "attempt", f"{status.attempt}{f' of {status.attempts}' if status.attempts is not None else ''}"
+    if status.restarts:
+        yield "restarts", str(status.restarts)
+    if status.log_folder is not None:
+        yield "logs", one_line(status.log_folder)
+
+
+def _lost(drawn: Timeline, role: str) -> str:
+    """Return the time that was lost, in words."""
+    lost = {cause: seconds for cause, seconds in lost_seconds(drawn, role).items() if seconds >= 0.001}
+    total = sum(lost.values())
+    if not total:
+        return "No time was lost."
+    parts = ", ".join(f"{cause} {show_duration(seconds)}" for cause, seconds in lost.items())
+    return f"No rank ran for {show_duration(total)} of {show_duration(drawn.job.seconds)}: {parts}."
+
+
+def _last_ranks(drawn: Timeline) -> list[Span]:
+    """Return the ranks of each role's last attempt, by role and rank."""
+    last: dict[tuple[str, int], Span] = {}
+    attempts = {span.role: at for at, span in enumerate(drawn.spans) if span.kind == "attempt"}
+    for span in drawn.of_kind("rank"):
+        if span.parent == attempts[span.role]:
+            last[span.role, span.number] = span
+    return [last[key] for key in sorted(last)]
+
+
+def _date(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(seconds))

@@ -1,0 +1,48 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``torchx monarch trace``: write the timeline of a job as a file that Perfetto opens."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+
+from torchx_monarch.cli.handles import add_handle
+from torchx_monarch.cli.job_files import read_collectives
+from torchx_monarch.cli.job_history import read_history
+from torchx_monarch.cli.json_output import add_json, print_json
+from torchx_monarch.cli.output_file import add_output, write_output
+from torchx_monarch.cli.scheduler_access import app_id_of, opened
+from torchx_monarch.client.hosts import say
+from torchx_monarch.insight.chrome_trace import trace
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the arguments of ``torchx monarch trace``."""
+    add_handle(parser)
+    add_output(parser)
+    parser.add_argument(
+        "--collectives",
+        action="store_true",
+        help="with the collectives that torch's flight recorder has of ranks that failed or were stopped",
+    )
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Write the trace."""
+    scheduler_name, app_id = app_id_of(args.handle)
+    with opened(scheduler_name) as scheduler:
+        history = read_history(scheduler, args.handle, app_id)
+    collectives = None
+    if args.collectives:
+        collectives, problems = read_collectives(history.status.log_folder)
+        for problem in problems:
+            say(problem)
+        if not collectives:
+            say("this machine has no dump of the flight recorder of this job")
+    written = trace(history.timeline, history.status.name, collectives)
+    write_output(args.output, json.dumps(written))
+    if args.json:
+        print_json({"path": os.path.abspath(args.output), "events": len(written["traceEvents"])})

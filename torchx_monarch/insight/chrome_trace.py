@@ -1,0 +1,131 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Write a timeline as Chrome trace events, which Perfetto and ``chrome://tracing`` open.
+
+The job is one process of the trace, with a track for each role; each host is another, with a track for its import of
+torch and one for each rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torchx_monarch.insight.recorder_dump import RecordedCollective
+from torchx_monarch.insight.timeline import Span, Timeline
+
+_JOB = 1
+"""Process id of the job in the trace; those of the hosts follow."""
+
+_FAILURES = frozenset({"failure", "preempted", "hang", "cancel"})
+
+
+def trace(
+    timeline: Timeline,
+    name: str,
+    collectives: Mapping[tuple[int, int], Iterable[RecordedCollective]] | None = None,
+) -> dict[str, Any]:
+    """Return the JSON object of a trace file.
+
+    Args:
+        timeline: the timeline.
+        name: name of the job.
+        collectives: what the flight recorder has of the ranks, by attempt (from 1) and rank; None to leave it out.
+    """
+    job = timeline.job
+    roles = [span.name for span in timeline.of_kind("role")]
+    hosts = sorted({(span.role, span.replica or 0) for span in timeline.spans if span.replica is not None})
+    processes = {host: _JOB + 1 + at for at, host in enumerate(hosts)}
+    events = [*_named("process", _JOB, 0, f"job {name}")]
+    events += [each for at, role in enumerate(roles) for each in _named("thread", _JOB, at, f"role {role}")]
+    for (role, replica), process in processes.items():
+        events += _named("process", process, 0, f"host {role}/{replica}")
+        events += _named("thread", process, 0, "import")
+    ranks = {(span.role, span.number): span for span in timeline.of_kind("rank")}
+    for span in ranks.values():
+        events += _named("thread", processes[span.role, span.replica or 0], span.number + 1, span.name)
+    for span in timeline.spans:
+        if span.replica is not None:
+            track = (processes[span.role, span.replica], span.number + 1 if span.kind == "rank" else 0)
+        elif span.kind == "job":
+            continue  # its roles last as long
+        else:
+            track = (_JOB, roles.index(span.role))
+        events.append(_complete(span, job.start, track))
+    for moment in timeline.moments:
+        events.append(
+            {
+                "name": moment.kind,
+                "cat": "failure" if moment.kind in _FAILURES else "moment",
+                "ph": "i",
+                "s": "p",
+                "ts": _micros(moment.time, job.start),
+                "pid": _JOB,
+                "tid": roles.index(moment.role) if moment.role in roles else 0,
+                "args": {"message": moment.text},
+            }
+        )
+    attempts = {(at, span.number): span for at, span in enumerate(timeline.spans) if span.kind == "attempt"}
+    for span in timeline.of_kind("rank") if collectives else ():
+        number = next((number for at, number in attempts if at == span.parent), 0)
+        for each in (collectives or {}).get((number, span.number), ()):
+            if span.start <= each.called <= span.end:
+                track = (processes[span.role, span.replica or 0], span.number + 1)
+                events.append(_collective(each, span, job.start, track))
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"start": job.start, "job": name}}
+
+
+def _named(what: str, process: int, thread: int, name: str) -> list[dict[str, Any]]:
+    """Return the events that name a process or a thread, and place it in the order of its number."""
+    place = {"ph": "M", "pid": process, "tid": thread, "ts": 0}
+    order = process if what == "process" else thread
+    return [
+        {"name": f"{what}_name", **place, "args": {"name": name}},
+        {"name": f"{what}_sort_index", **place, "args": {"sort_index": order}},
+    ]
+
+
+def _complete(span: Span, start: float, track: tuple[int, int]) -> dict[str, Any]:
+    begun = _micros(span.start, start)
+    facts = {
+        "number": span.number or None,
+        "replica": span.replica,
+        "pid": span.pid,
+        "exit_code": span.code,
+        "secondary": span.secondary or None,
+    }
+    return {
+        "name": span.name,
+        "cat": span.kind,
+        "ph": "X",
+        "ts": begun,
+        "dur": _micros(span.end, start) - begun,
+        "pid": track[0],
+        "tid": track[1],
+        "args": {name: value for name, value in facts.items() if value is not None},
+    }
+
+
+def _collective(each: RecordedCollective, rank: Span, start: float, track: tuple[int, int]) -> dict[str, Any]:
+    """Return a span for a collective whose end is known, or that never ended; else the moment of its call."""
+    begun = _micros(each.called, start)
+    event = {
+        "name": each.name,
+        "cat": "collective",
+        "ph": "i",
+        "s": "t",
+        "ts": begun,
+        "pid": track[0],
+        "tid": track[1],
+        "args": {"group": each.group, "number": each.number, "sizes": each.sizes, "completed": each.has_completed},
+    }
+    end = each.completed if each.completed is not None else None if each.has_completed else rank.end
+    if end is not None:
+        del event["s"]
+        event.update(ph="X", dur=max(0, _micros(min(end, rank.end), start) - begun))
+    return event
+
+
+def _micros(time: float, start: float) -> int:
+    """Return microseconds since the start of the job: whole, so that children end where their parents do."""
+    return round((time - start) * 1e6)

@@ -1,0 +1,135 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Read the dump of torch's flight recorder of one rank: a pickle of plain values, which a rank has written.
+
+A pickle may name any function for its reader to call. This reader knows only the operations that make numbers, texts,
+lists, tuples and dicts. It is Python's own in Python, whose table of operations can be chosen.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+from torchx_monarch.system import safe_files
+from torchx_monarch.system.untrusted_text import one_line
+
+MAX_BYTES = 16 * 1024 * 1024
+"""Largest dump that is read; one of torch's default size, 2000 collectives without stacks, has 0.6 MB."""
+
+_MAX_ENTRIES = 20_000
+_MAX_NAME = 100
+
+
+class DumpError(Exception):
+    """Raised when a file is no dump of the flight recorder, or too large; the message gives the reason."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedCollective:
+    """A collective in a dump.
+
+    Attributes:
+        name: name of the operation, such as ``gloo:all_reduce``.
+        group: torch's name of its process group.
+        number: its sequence number in the group.
+        sizes: the shapes of its inputs, as text.
+        called: when the rank called it, in seconds since the epoch.
+        completed: when it had completed; None if it has not, or the recorder does not know (Gloo).
+        has_completed: whether it has completed.
+    """
+
+    name: str
+    group: str
+    number: int
+    sizes: str
+    called: float
+    completed: float | None
+    has_completed: bool
+
+
+_PLAIN = (
+    *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE),
+    *(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1, pickle.BINFLOAT),
+    *(pickle.BINUNICODE, pickle.SHORT_BINUNICODE),
+    *(pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS),
+    *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
+    *(pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET),
+)
+"""The operations of a pickle that make plain values. None of them calls anything or allocates what it does not read."""
+
+
+class _PlainUnpickler(pickle._Unpickler):
+    """Refuse every other operation."""
+
+    dispatch = {code[0]: pickle._Unpickler.dispatch[code[0]] for code in _PLAIN}
+
+
+def read(path: str | os.PathLike[str]) -> list[RecordedCollective]:
+    """Return the collectives of a dump, the oldest first.
+
+    Raises:
+        DumpError: it is no dump, or too large.
+        OSError: it cannot be read.
+    """
+    with open(safe_files.open_file(path), "rb") as file:
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise DumpError(f"it has more than {MAX_BYTES >> 20} MiB")
+    return parse(data)
+
+
+def parse(data: bytes) -> list[RecordedCollective]:
+    """Return the collectives of the bytes of a dump, the oldest first.
+
+    Raises:
+        DumpError: they are no dump.
+    """
+    try:
+        dump = _PlainUnpickler(io.BytesIO(data)).load()
+        entries = dump["entries"]
+        if not isinstance(entries, list):
+            raise DumpError("its entries are no list")
+        return [_collective(entry) for entry in entries[-_MAX_ENTRIES:]]
+    except DumpError:
+        raise
+    except Exception as error:  # the unpickler's methods meet operands of any type
+        raise DumpError(f"it is no dump of the flight recorder: {type(error).__name__}") from None
+
+
+def _collective(entry: Mapping[str, Any]) -> RecordedCollective:
+    completed = entry["time_discovered_completed_ns"]
+    group = entry["process_group"]
+    return RecordedCollective(
+        name=_text(entry["profiling_name"]),
+        group=_text(group[0]),
+        number=_whole(entry["collective_seq_id"]),
+        sizes=_sizes(entry["input_sizes"]),
+        called=_whole(entry["time_created_ns"]) / 1e9,
+        completed=None if completed is None else _whole(completed) / 1e9,
+        has_completed=entry["retired"] is True or entry["state"] == "completed",
+    )
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise DumpError("a name is no text")
+    return one_line(value[:_MAX_NAME], _MAX_NAME)
+
+
+def _whole(value: object) -> int:
+    if not isinstance(value, int) or abs(value) >= 1 << 63:
+        raise DumpError("a number is no number")
+    return value
+
+
+def _sizes(value: object) -> str:
+    """Return shapes as text, ``[2, 3] [7]``; shapes of a wrong type are left out."""
+    if not isinstance(value, list):
+        return ""
+    shapes = [shape for shape in value[:8] if isinstance(shape, list) and len(shape) <= 16]
+    return " ".join(str(shape) for shape in shapes if all(isinstance(one, int) and abs(one) < 1 << 63 for one in shape))

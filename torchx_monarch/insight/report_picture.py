@@ -1,0 +1,183 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Lay out the picture of a timeline: rows of bars, whose places are parts of the job's duration."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from torchx_monarch.insight.summary import show_duration
+from torchx_monarch.insight.timeline import PHASES, Span, Timeline
+
+_RANKS_SHOWN = 64
+"""Ranks that have a row each; those of more ranks share one for each host."""
+
+_ROWS_SHOWN = 256
+
+_TICKS = 4
+"""Least number of parts into which the axis is divided; a phone has room for twice as many."""
+
+_STEPS = [step * unit for unit in (0.001, 0.01, 0.1, 1) for step in (1, 2, 5)] + [
+    *(10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 43200, 86400)
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Bar:
+    """A bar of the picture.
+
+    Attributes:
+        left: where it begins, in percent of the width.
+        width: its width in percent.
+        style: which colour it has: the name of a phase with ``-`` for blanks, or of another style.
+        title: what it stands for.
+    """
+
+    left: float
+    width: float
+    style: str
+    title: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row of the picture.
+
+    Attributes:
+        label: its name.
+        bars: its bars; later ones cover earlier ones.
+        description: what it shows, for people who hear the page.
+    """
+
+    label: str
+    bars: Sequence[Bar]
+    description: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Tick:
+    """A line of the axis: its place in percent, and its time since the submission."""
+
+    left: float
+    label: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """The part of a role's time that a phase takes, with the phase's meaning and its style."""
+
+    phase: str
+    style: str
+    meaning: str
+    seconds: float
+    percent: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Picture:
+    """The picture.
+
+    Attributes:
+        rows: its rows.
+        ticks: its axis.
+        left_out: number of rows that are left out at the end.
+    """
+
+    rows: Sequence[Row]
+    ticks: Sequence[Tick]
+    left_out: int
+
+
+def picture(timeline: Timeline) -> Picture:
+    """Return the picture of a timeline."""
+    job, rows = timeline.job, list[Row]()
+    roles = [span.name for span in timeline.of_kind("role")]
+    for role in roles:
+        prefix = f"{role} " if len(roles) > 1 else ""
+        bars = [_bar(span, job, _style(span.name)) for span in timeline.of_kind("phase", role)]
+        failures = [one for one in timeline.moments if one.kind == "failure" and one.role in ("", role)]
+        marks = [_mark(one.time, job, f"failure: {one.text}") for one in failures]
+        rows.append(_row(f"{prefix}phases", [*bars, *marks]))
+        if runs := timeline.of_kind("run", role):
+            rows.append(_row(f"{prefix}runs", [_bar(span, job, _outcome(span)) for span in runs]))
+        attempts = timeline.of_kind("attempt", role)
+        if len(attempts) > 1:
+            rows.append(_row(f"{prefix}attempts", [_bar(span, job, "attempt") for span in attempts]))
+        rows += _hosts(timeline, role, prefix)
+    return Picture(rows[:_ROWS_SHOWN], _ticks(job.seconds), max(0, len(rows) - _ROWS_SHOWN))
+
+
+def shares(timeline: Timeline, role: str) -> list[Share]:
+    """Return how long each phase of a role took in all, in the order of the phases."""
+    seconds = dict.fromkeys(PHASES, 0.0)
+    for span in timeline.of_kind("phase", role):
+        seconds[span.name] += span.seconds
+    whole = timeline.job.seconds or 1.0
+    return [Share(name, _style(name), PHASES[name], each, 100 * each / whole) for name, each in seconds.items() if each]
+
+
+def _hosts(timeline: Timeline, role: str, prefix: str) -> list[Row]:
+    """Return the rows of imports and ranks."""
+    job, ranks, imports = timeline.job, timeline.of_kind("rank", role), timeline.of_kind("import", role)
+    hosts = sorted({span.replica for span in ranks if span.replica is not None})
+    rows = []
+    folded = len({span.number for span in ranks}) > _RANKS_SHOWN
+    for host in hosts:
+        of_host = [span for span in ranks if span.replica == host]
+        bars = [_bar(span, job, "import") for span in imports if span.replica == host]
+        if folded:
+            bars += [_bar(span, job, _outcome(span)) for span in of_host]
+            rows.append(_row(f"{prefix}host {host}", bars))
+            continue
+        for number in sorted({span.number for span in of_host}):
+            own = [_bar(span, job, _outcome(span)) for span in of_host if span.number == number]
+            rows.append(_row(f"{prefix}rank {number}", [*bars, *own]))
+    return rows
+
+
+def _row(label: str, bars: Sequence[Bar]) -> Row:
+    return Row(label, bars, f"{label}: {'; '.join(bar.title for bar in bars[:20])}")
+
+
+def _bar(span: Span, job: Span, style: str) -> Bar:
+    name = span.name
+    if span.code is not None:
+        name += f", exit code {span.code}"
+    at = show_duration(span.start - job.start)
+    return Bar(*_place(span.start, span.end, job), style, f"{name}: {show_duration(span.seconds)} from {at}")
+
+
+def _mark(time: float, job: Span, title: str) -> Bar:
+    return Bar(_place(time, time, job)[0], 0.0, "failure", title)
+
+
+def _place(start: float, end: float, job: Span) -> tuple[float, float]:
+    whole = job.seconds or 1.0
+    return round(100 * (start - job.start) / whole, 3), round(100 * (end - start) / whole, 3)
+
+
+def _style(phase: str) -> str:
+    return phase.replace(" ", "-")
+
+
+def _outcome(span: Span) -> str:
+    """Return the style of a rank or a run."""
+    return "running" if span.code in (None, 0) else "stopped" if span.secondary else "failed"
+
+
+def _ticks(seconds: float) -> list[Tick]:
+    fitting = [step for step in _STEPS if seconds / step >= _TICKS]
+    step = fitting[-1] if fitting else seconds or 1.0
+    if seconds / step > 2 * _TICKS:
+        step = seconds / _TICKS
+    return [
+        Tick(round(100 * step * at / (seconds or 1.0), 3), _clock(step * at)) for at in range(int(seconds / step) + 1)
+    ]
+
+
+def _clock(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:g} s" if seconds == round(seconds, 3) else f"{seconds:.1f} s"
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours}:{rest // 60:02d} h" if hours else f"{rest // 60}:{rest % 60:02d} min"
