@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +17,7 @@ import psutil
 import pytest
 from torchx.runner import Runner
 
+from tests.local.terminal import Terminal
 from torchx_monarch.schedulers import monarch_local
 
 Eventually = Callable[..., object]
@@ -275,44 +274,6 @@ def test_waits_without_a_stderr(work: Path) -> None:
     assert state(done.stdout.decode().strip()) == "SUCCEEDED"
 
 
-class Terminal:
-    """A command in a terminal of its own."""
-
-    def __init__(self, command: list[str], cwd: Path) -> None:
-        self.pid, self._fd = pty.fork()
-        if self.pid == 0:
-            os.chdir(cwd)
-            os.execvp(command[0], command)
-        os.set_blocking(self._fd, False)
-        self.text = ""
-
-    def shows(self, words: str) -> bool:
-        while True:
-            try:
-                data = os.read(self._fd, 65536)
-            except OSError:  # nothing yet, or the end
-                break
-            if not data:
-                break
-            self.text += data.decode()
-        return words in self.text
-
-    def type(self, keys: bytes) -> None:
-        os.write(self._fd, keys)
-
-    def wait(self) -> int:
-        until = time.monotonic() + 60
-        while time.monotonic() < until:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.shows("")
-                os.close(self._fd)
-                return os.waitstatus_to_exitcode(status)
-            self.shows("")
-            time.sleep(0.02)
-        raise TimeoutError(self.text)
-
-
 @pytest.mark.filterwarnings("ignore:.*forkpty.*:DeprecationWarning")
 def test_terminal_shows_the_phases_and_ctrl_c_cancels(work: Path, eventually: Eventually) -> None:
     name = write(work, "print('ready', flush=True)\ntime.sleep(1000)\n")
@@ -320,7 +281,7 @@ def test_terminal_shows_the_phases_and_ctrl_c_cancels(work: Path, eventually: Ev
     eventually(lambda: terminal.shows("first output"), "the phases")
     for phase in ("hosts 1/1 (", "mesh (", "ranks 2/2 ("):
         assert phase in terminal.text
-    terminal.type(b"\x03")
+    terminal.type("\x03")
     assert terminal.wait() == 130
     assert "cancelling monarch_local://torchx/" in terminal.text
     assert "Traceback" not in terminal.text
@@ -335,9 +296,9 @@ def test_second_ctrl_c_kills(work: Path, eventually: Eventually) -> None:
     terminal = Terminal([*RUN, "--wait", "--log", "-cfg", "preload=none,grace=600", "monarch.spmd", name], work)
     eventually(lambda: terminal.shows("ready"), "the ranks")
     assert terminal.text.count("hosts 1/1") == 1  # in the log, and not a second time
-    terminal.type(b"\x03")
+    terminal.type("\x03")
     eventually(lambda: terminal.shows("cancelling"), "the first Ctrl-C's answer")
-    terminal.type(b"\x03")
+    terminal.type("\x03")
     assert terminal.wait() == 130
     assert "killing monarch_local" in terminal.text
 

@@ -6,10 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import pty
-import re
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.local.terminal import Terminal
 from torchx_monarch.backends.core import state_files
 
 Eventually = Callable[..., object]
@@ -34,55 +32,24 @@ _SHELLS = {
 }
 """The command of each shell, and what its user types or writes into its start-up file."""
 
-_CONTROL = re.compile(r"\x1b\][^\x07]*\x07|\x1b[\[(][0-9;?]*[A-Za-z]|[\x07\x0e\x0f]|\x1b[=>]")
-
-
-class Shell:
-    """An interactive shell in a terminal of its own."""
-
-    def __init__(self, name: str, folder: Path) -> None:
-        command, setup = _SHELLS[name]
-        self.pid, self._fd = pty.fork()
-        if self.pid == 0:
-            os.chdir(folder)
-            os.environ.update(
-                TERM="xterm", HOME=str(folder), PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-            )
-            os.execvp(command[0], command)
-        os.set_blocking(self._fd, False)
-        self._text = ""
-        self.type(f'{setup}; echo set"" up\n')
-
-    def type(self, keys: str) -> None:
-        os.write(self._fd, keys.encode())
-
-    def shows(self, words: str) -> bool:
-        while True:
-            try:
-                data = os.read(self._fd, 65536)
-            except OSError:  # nothing yet, or the end
-                break
-            if not data:
-                break
-            self._text += data.decode(errors="replace")
-        return words in _CONTROL.sub("", self._text)
-
-    def forget(self) -> None:
-        """Forget what is on the screen, and what is typed but not entered."""
-        self.type("\x15")
-        time.sleep(0.1)
-        self.shows("")
-        self._text = ""
-
 
 @contextlib.contextmanager
-def shell(name: str, folder: Path) -> Iterator[Shell]:
-    started = Shell(name, folder)
+def shell(name: str, folder: Path) -> Iterator[Terminal]:
+    command, setup = _SHELLS[name]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    started = Terminal(command, folder, {"TERM": "xterm", "HOME": str(folder), "PATH": path})
+    started.type(f'{setup}; echo set"" up\n')
     try:
         yield started
     finally:
-        os.kill(started.pid, signal.SIGKILL)
-        os.waitpid(started.pid, 0)
+        started.kill()
+
+
+def clear(typed: Terminal) -> None:
+    """Remove what is typed but not entered, and forget what is on the screen."""
+    typed.type("\x15")
+    time.sleep(0.1)
+    typed.forget()
 
 
 @pytest.mark.filterwarnings("ignore:.*forkpty.*:DeprecationWarning")
@@ -99,6 +66,6 @@ def test_commands_options_and_handles_are_completed(name: str, tmp_path: Path, e
             ("torchx monarch status dig\t", "digits-c2jz0w1r"),
             ("torchx monarch exec --detach digits-\t", "digits-c2jz0w1r"),
         ]:
-            typed.forget()
+            clear(typed)
             typed.type(before)
             eventually(lambda wanted=after: typed.shows(wanted), f"{after!r} after {before!r}")
