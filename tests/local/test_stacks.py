@@ -32,6 +32,9 @@ NO_PRELOAD = ("--grace", "5", "--preload", "")
 READY = 'ready = lambda: print("ready", flush=True)'
 """The first line of a program that says when it is where it shall be found."""
 
+SLEEPS = f"{READY}\nready()\ntime.sleep(100)\n"
+"""A program that says so and sleeps."""
+
 
 def torchrun(path: str, nproc: int = 2, nnodes: int = 1, restarts: int = 0) -> list[str]:
     sizes = ["--nproc-per-node", str(nproc), "--nnodes", str(nnodes), "--max-restarts", str(restarts)]
@@ -209,11 +212,7 @@ def test_a_program_that_is_not_python_is_not_signalled(folder: Path) -> None:
 
 
 def test_the_ranks_of_a_run_on_an_allocation(folder: Path, script: Callable[[str], str]) -> None:
-    path = script(f"""
-        {READY}
-        ready()
-        time.sleep(100)
-    """)
+    path = script(SLEEPS)
     hosts = Live(folder, torchrun(path, nnodes=2), replicas=2).ready()
     assert ask_stacks(client(folder)) == ([], {})
     running = hosts.job.run_spmd_async(workspace=None)
@@ -248,11 +247,7 @@ def test_a_job_without_ranks_yet_and_one_that_has_ended(folder: Path, script: Ca
 def test_a_client_reaches_a_job_of_one_host_over_tls(
     folder: Path, script: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = script(f"""
-        {READY}
-        ready()
-        time.sleep(100)
-    """)
+    path = script(SLEEPS)
     monkeypatch.setenv("MONARCH_STATE_DIR", str(folder / "state"))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -268,11 +263,7 @@ def test_a_client_reaches_a_job_of_one_host_over_tls(
 
 
 def test_native_stacks_name_c_functions(folder: Path, script: Callable[[str], str]) -> None:
-    path = script(f"""
-        {READY}
-        ready()
-        time.sleep(100)
-    """)
+    path = script(SLEEPS)
     hosts = Hosts(folder, torchrun(path), options=NO_PRELOAD).start()
     wait_for(hosts, "ready", 2)
     ranks = stacks_of(hosts, native=True)
@@ -319,11 +310,7 @@ def test_log_dir_dev_null_keeps_no_stacks(folder: Path, script: Callable[[str], 
 
 
 def test_the_command_shows_them(folder: Path, script: Callable[[str], str]) -> None:
-    path = script(f"""
-        {READY}
-        ready()
-        time.sleep(100)
-    """)
+    path = script(SLEEPS)
     hosts = Hosts(folder, torchrun(path), options=NO_PRELOAD).start()
     wait_for(hosts, "ready", 2)
     command = [sys.executable, "-m", "torchx.cli.main", "monarch", "stacks", "monarch_local://torchx/app"]

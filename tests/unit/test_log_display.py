@@ -5,8 +5,6 @@
 from __future__ import annotations
 
 import io
-import os
-from collections.abc import Iterator
 
 import pytest
 from torchx.specs import AppDef, Role
@@ -21,16 +19,6 @@ from torchx_monarch.schedulers.log_display import LogDisplay
 
 ERASE = "\x1b[G\x1b[K"
 CYAN, YELLOW, DIM, END = "\x1b[36m", "\x1b[33m", "\x1b[2m", "\x1b[0m"
-
-
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.TextIOWrapper]:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    main, other = os.openpty()
-    with open(other, "w") as stream:
-        yield stream
-    os.close(main)
 
 
 def app(*args: str, replicas: int = 1, roles: int = 1, env: dict[str, str] | None = None) -> AppSnapshot:

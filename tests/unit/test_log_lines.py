@@ -5,22 +5,10 @@
 from __future__ import annotations
 
 import io
-import os
-from collections.abc import Iterator
 
 import pytest
 
 from torchx_monarch.insight.log_lines import TEMPLATE, LineParser, is_coloured, is_terminal, stamp
-
-
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.TextIOWrapper]:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    main, other = os.openpty()
-    with open(other, "w") as stream:
-        yield stream
-    os.close(main)
 
 
 @pytest.mark.parametrize(
