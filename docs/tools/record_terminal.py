@@ -14,7 +14,8 @@ import io
 import shutil
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pexpect
@@ -72,15 +73,33 @@ class Recording:
         commands: what is typed, one after the other.
         columns: width of the terminal.
         rows: height of the terminal, whose first and last screen are pictures; 0 for one picture of all lines.
+        files: the content of files beside the examples, by name.
+        before: a command that is executed first, and not shown.
+        keys: what is typed into the last command at the prompts of pdb.
     """
 
     commands: tuple[str, ...]
     columns: int
     rows: int = 0
+    files: Mapping[str, str] = field(default_factory=dict)
+    before: str = "true"
+    keys: tuple[str, ...] = ()
 
 
 _TRAIN = "torchx run -s monarch_local --wait --log monarch.spmd --nproc 4 examples/digits.py --epochs 8"
 _FAIL = "torchx run -s monarch_local --wait --log monarch.spmd --nproc 4 examples/digits.py --lr nan"
+
+_BREAKPOINT = """\
+import os
+
+def step(loss, scale):
+    if os.environ["RANK"] == "1":
+        breakpoint()
+    scaled = loss * scale
+    return scaled
+
+print("scaled loss", step(0.7, scale=128))
+"""
 
 RECORDINGS = {
     "session": Recording((_TRAIN,), 96),
@@ -88,10 +107,18 @@ RECORDINGS = {
     "success_100x30": Recording((_TRAIN,), 100, 30),
     "failure_80x24": Recording((_FAIL,), 80, 24),
     "failure_100x30": Recording((_FAIL,), 100, 30),
+    "debug": Recording(
+        ("torchx monarch logs last", "torchx monarch debug last"),
+        120,
+        files={"train.py": _BREAKPOINT},
+        before="torchx run -s monarch_local monarch.spmd --nproc 2 train.py;"
+        "until torchx monarch debug last --json | grep -q pid; do sleep 0.2; done",
+        keys=("w", "p loss, scale", "!scale = 0.5", "n", "p sca\t", "c"),
+    ),
 }
 
 
-def typed(command: str, columns: int, environment: dict[str, str]) -> str:
+def typed(command: str, columns: int, environment: dict[str, str], keys: Sequence[str] = ()) -> str:
     """Return what a terminal shows of a command, from its prompt to its last line."""
     shown = io.StringIO()
     child = pexpect.spawn(
@@ -104,6 +131,9 @@ def typed(command: str, columns: int, environment: dict[str, str]) -> str:
         encoding="utf-8",
     )
     child.logfile_read = shown
+    for line in keys:
+        child.expect_exact("(Pdb) ")
+        child.sendline(line)
     child.expect(pexpect.EOF)
     child.close()
     return f"\x1b[1;32m$\x1b[0m \x1b[1m{command}\x1b[0m\n{shown.getvalue()}"
@@ -141,7 +171,12 @@ def run(recording: Recording) -> list[Text]:
         "TMPDIR": str(home),
     }
     try:
-        output = "\n".join(typed(command, recording.columns, environment) for command in recording.commands)
+        for name, text in recording.files.items():
+            (project / name).write_text(text)
+        typed(recording.before, recording.columns, environment)
+        *first, last = recording.commands
+        shown = [typed(command, recording.columns, environment) for command in first]
+        output = "\n".join([*shown, typed(last, recording.columns, environment, recording.keys)])
     finally:
         shutil.rmtree(home, ignore_errors=True)
     return screen(output.replace(str(home), "~").replace(sys.prefix, "~/.venv"), recording.columns)

@@ -130,6 +130,14 @@ class Difference(Enum):
         "`attempt_N/stacks.txt` says where each rank was. A C function that does not repeat an interrupted system call "
         "is interrupted by it, as by any signal that has a handler",
     )
+    BREAKPOINT = (
+        "`breakpoint()` and `pdb.set_trace()`",
+        "read commands from the launcher's stdin, of one rank at a time, and end the rank where it is empty",
+        "wait `-cfg debug_wait` seconds for `torchx monarch debug`, and go on without a debugger. For that "
+        "`pdb.set_trace` is another function, and, until pdb is imported, `sys.meta_path` has one more finder",
+        "each rank has a terminal of its own, and a breakpoint that was forgotten ends no job. `PYTHONBREAKPOINT` and "
+        "`sys.breakpointhook` mean what they do elsewhere",
+    )
     STREAMS = (
         "What stdout and stderr of a rank are",
         "what the launcher has, or files",

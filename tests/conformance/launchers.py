@@ -338,7 +338,7 @@ class Launchers:
         folder = Path(tempfile.mkdtemp(prefix="h"))
         environ = {"TORCHELASTIC_ERROR_FILE": str(self._error_file)}
         modules = {"none": "", "": "json" if self.ranks == "fork" else ""}.get(preload, preload)
-        command, options = ["torchrun", *words[0]], ("--preload", modules, "--ranks", self.ranks)
+        command, options = ["torchrun", *words[0]], ("--preload", modules, "--ranks", self.ranks, "--debug-wait", "0")
         hosts = Hosts(folder, command, len(words), options, environ).start()
         processes = [hosts.processes[node] for node in range(len(words))]
         try:

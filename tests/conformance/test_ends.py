@@ -141,6 +141,10 @@ def expected_code(theirs: Outcome) -> int:
 @pytest.mark.parametrize("name", FAILS)
 def test_end(name: str, both: Launchers) -> None:
     theirs, ours = both.script(FAILS[name], *LOGS, nproc=1, files={"other.py": "print(__name__)\n1 / 0\n"}, preload="")
+    if name == "breakpoint":
+        assert Difference.BREAKPOINT
+        assert (expected_code(theirs), ours.code, ours.log(0, "stdout.log")) == (1, 0, b"after\n")
+        return
     assert ours.code == expected_code(theirs) > 0, ours.err.decode()
     for stream in ("stdout.log", "stderr.log"):
         assert _without_addresses(ours.log(0, stream)) == _without_addresses(theirs.log(0, stream))

@@ -99,6 +99,8 @@ DIFFERENT = {
     "kinds of streams": Difference.STREAMS,
     "dies with its parent": Difference.DEATH_WITH_HOST,
     "command line": Difference.COMMAND_LINE,
+    "breakpoint": Difference.BREAKPOINT,
+    "meta path": Difference.BREAKPOINT,
 }
 """What a script finds otherwise than under torchrun."""
 

@@ -16,6 +16,7 @@ import pytest
 from tests.unit.json_page import documented
 from torchx_monarch.cli import exit_codes, main, ps, run_output
 from torchx_monarch.client.allocations import AllocationInfo
+from torchx_monarch.client.debugger import Breakpoint
 from torchx_monarch.client.result import RankResult, RunInfo, RunResult
 from torchx_monarch.insight.stacks import Frame, ProcessStacks, ThreadStack
 from torchx_monarch.schedulers.job_status import PHASES, JobStatus, LiveState
@@ -47,6 +48,10 @@ def test_the_fields_of_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert documented("a run") == set(RunInfo.__annotations__)
     live = {name: None for name in ("role", "ready", "run", "runs", "queued", "idle", "idle_timeout")}
     assert documented("an allocation") - {"live"} == set(ps._to_json(AllocationInfo("h", 1, live)))
+
+
+def test_the_fields_of_breakpoints() -> None:
+    assert documented("a breakpoint") == names(Breakpoint)
 
 
 def test_the_fields_of_stacks() -> None:

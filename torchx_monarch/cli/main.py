@@ -24,6 +24,7 @@ SUB_COMMANDS = {
     "follow": "the output of a run that was begun elsewhere, and its exit code",
     "ps": "allocations, or the runs of one",
     "stop": "give an allocation's hosts back, or end one run",
+    "debug": "the pdb of a rank that waits in breakpoint(), on this terminal",
     "stacks": "where the ranks of a job are: their stacks, equal ones together",
     "trace": "the timeline of a job as a file that Perfetto opens",
     "report": "a page about a job: what ran, why it ended, and where its time went",

@@ -60,6 +60,10 @@ class Connection:
             raise
         return link
 
+    def fileno(self) -> int:
+        """Return the descriptor of the socket, for ``select``."""
+        return self._socket.fileno()
+
     def send_bytes(self, data: bytes) -> None:
         """Send bytes after the greeting.
 

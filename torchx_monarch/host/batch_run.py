@@ -13,6 +13,7 @@ from torchx_monarch.controller.agents import Agents
 from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_messages import Answer, Request
 from torchx_monarch.controller.spmd_work import Session
+from torchx_monarch.host.ranks.breakpoints import Breakpoints
 from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
 from torchx_monarch.host.ranks.learned_preload import LearnedPreload, program_key
 from torchx_monarch.host.ranks.rank_environment import env_number
@@ -78,7 +79,8 @@ class BatchRun:
         first_output = self.first_output.set if self.first_output is not None else None
         zygotes = Zygotes(host.reporter.line, self._early)
         starter = RankStarter(run, zygotes, host.reporter.line, first_output, self._learned)
-        self.pool = RankPool(self._logs, starter, FlightRecorders(host.sockets), host.reporter.line)
+        breakpoints = Breakpoints(host.sockets, host.options.debug_wait, host.connect, host.reporter.line)
+        self.pool = RankPool(self._logs, starter, FlightRecorders(host.sockets), breakpoints, host.reporter.line)
         nproc = await self.pool.start(run.nproc)
         if command.kind == "torchrun" and host.environ.get(ENABLED) == "1":
             path = host.environ.get(FILE) or os.path.join(host.sockets, "timers")

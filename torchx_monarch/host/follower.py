@@ -11,9 +11,11 @@ import time
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import RendezvousError
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
+from torchx_monarch.host.ranks.breakpoints import Streams
 from torchx_monarch.host.workload import Host, Workload
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.registration import Registration
+from torchx_monarch.transport import connections, messages
 from torchx_monarch.transport.connections import ConnectError
 
 _ERROR_REPORT_TIMEOUT = 10.0
@@ -83,6 +85,7 @@ class Follower:
 
     async def _join(self, registration: Registration, timeout: float, whom: str) -> RendezvousClient:
         failure, roles, network = "", self._host.roles, self._network
+        peer_timeout, lease = network.options.peer_timeout, self._host.options.lease
 
         def failed(error: ConnectError) -> None:
             nonlocal failure
@@ -93,7 +96,13 @@ class Follower:
             if roles is not None and roles.looks_up:
                 where = await roles.find(self._host.options.role, network, timeout, failed)
             left = max(1.0, until - time.monotonic())
-            peer_timeout, lease = network.options.peer_timeout, self._host.options.lease
+
+            async def connect(greeting: messages.Message) -> Streams:
+                reader, writer = await connections.connect(where, network.identity, peer_timeout)
+                await messages.send(writer, {**greeting, "version": messages.VERSION})
+                return reader, writer
+
+            self._host.connector = connect
             return await RendezvousClient.join(where, registration, left, network.identity, peer_timeout, failed, lease)
 
         return await self._host.reporter.while_waiting(joining(), lambda: whom + failure)

@@ -35,6 +35,7 @@ from torchx_monarch.controller.run_request import RunRequest
 from torchx_monarch.controller.spmd_work import Session
 from torchx_monarch.host.batch_run import check_script, log_folder
 from torchx_monarch.host.code_distribution import OPS, HostCode, distribute_code
+from torchx_monarch.host.ranks.breakpoints import Breakpoints
 from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
 from torchx_monarch.host.ranks.learned_preload import LearnedPreload, LearnedPrograms, program_key
 from torchx_monarch.host.ranks.rank_logs import RankLogs
@@ -75,6 +76,7 @@ class LiveRuns:
         self._run_queue: RunQueue | None = None
         self._begun: tuple[str, RunBegun] | None = None  # token of the present run, and the answer to its request
         self._recorders: FlightRecorders | None = None
+        self._breakpoints: Breakpoints | None = None
         self._run_log: RunLog | None = None
         self._forwarding: asyncio.Task[None] | None = None
         self._code: HostCode | None = None
@@ -179,7 +181,10 @@ class LiveRuns:
         starter = RankStarter(run, self._zygotes, host.reporter.line, learned=learned)
         self._present = (learned, starter, env) if learned is not None else None
         self._recorders = self._recorders or FlightRecorders(host.sockets)
-        return RankPool(logs, starter, self._recorders, host.reporter.line)
+        self._breakpoints = self._breakpoints or Breakpoints(
+            host.sockets, host.options.debug_wait, host.connect, host.reporter.line
+        )
+        return RankPool(logs, starter, self._recorders, self._breakpoints, host.reporter.line)
 
     def _learned_of(self, key: tuple[str, str]) -> LearnedPreload | None:
         """Return what was learned of a program; None without ``-cfg preload=auto``."""

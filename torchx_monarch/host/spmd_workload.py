@@ -15,6 +15,7 @@ from torchx_monarch.command.command import Command, CommandError
 from torchx_monarch.controller.agents import Agents
 from torchx_monarch.controller.attempts import Attempts
 from torchx_monarch.controller.controller import Work
+from torchx_monarch.controller.debug_sessions import DebugSessions
 from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_messages import (
@@ -157,6 +158,10 @@ class SpmdWorkload:
         agents = Agents(options, events, reporter, self._handle)
         queries = HostQueries(agents)
         control.rendezvous.clients.update(stacks=queries.stacks, samples=queries.samples)
+        command = f"torchx monarch debug {self._host.options.app} --role {self._host.options.role}"
+        sessions = DebugSessions(command, reporter.line)
+        control.rendezvous.clients.update(sessions.clients)
+        self._host.connector = sessions.connect
         session = self._runs.session(control, agents)
         first_output = self._runs.first_output
         hang_watch = HangWatch(agents, reporter, options.hang_after, options.on_hang)

@@ -17,12 +17,15 @@ from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.controller.roles import Roles
+from torchx_monarch.host.ranks.breakpoints import Connect, Streams
 from torchx_monarch.host.ranks.rank_environment import env_number
 from torchx_monarch.host.ranks.rank_logs import RankLogs
 from torchx_monarch.host.ranks.rank_pool import RankPool
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.system.console import Console
+from torchx_monarch.transport import messages
+from torchx_monarch.transport.connections import ConnectError
 
 
 @dataclasses.dataclass
@@ -42,6 +45,7 @@ class Host:
         restarts: how often the backend has restarted a batch job before this start.
         roles: the other roles of the app; None before they are known.
         report: sends a report to replica 0; None on replica 0, and while this host is not registered.
+        connector: opens another connection to replica 0 with a greeting; None before it is reached.
     """
 
     options: HostSpec
@@ -56,11 +60,25 @@ class Host:
     restarts: int = 0
     roles: Roles | None = None
     report: Callable[[Report], Coroutine[Any, Any, None]] | None = None
+    connector: Connect | None = None
 
     @property
     def monarch_log(self) -> str:
         """The file to which Monarch and its processes print."""
         return os.path.join(self.log_dir, "monarch.log")
+
+    async def connect(self, greeting: messages.Message) -> Streams:
+        """Open another connection to replica 0.
+
+        Args:
+            greeting: the greeting, without the version.
+
+        Raises:
+            ConnectError: replica 0 is not reached.
+        """
+        if self.connector is None:
+            raise ConnectError("this host has not registered")
+        return await self.connector(greeting)
 
     def read_grace(self, command: Command | None = None) -> None:
         """Set ``grace`` from the environment, and from torchrun's options if a command is given.

@@ -130,6 +130,7 @@ class HostSpec:
         "observe: hangs are reported; restart: the ranks are started again; fail: the job ends",
         parse=parse_word(ON_HANG),
     )
+    debug_wait: float = _seconds(300.0, "seconds that a rank waits in a breakpoint for a debugger; 0: not at all", 0)
     timestamps: bool = _flag(
         False,
         "1: the time is written before each line of the log",

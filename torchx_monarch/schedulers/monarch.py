@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 _PORTS_DRAWN = range(20000, 30000)
 """Below Linux's default range of ephemeral ports, which outgoing connections use."""
 
-_LOWEST = {"grace": 0, "host_timeout": 1, "lease": 1, "hang_after": 0}
+_LOWEST = {"grace": 0, "host_timeout": 1, "lease": 1, "hang_after": 0, "debug_wait": 0}
 """The lowest value of options that are numbers of seconds."""
 
 _WORDS = {"ranks": RANKS, "on_hang": ON_HANG}
@@ -191,6 +191,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             lease=float(options.lease),
             hang_after=float(options.hang_after),
             on_hang=options.on_hang,
+            debug_wait=float(options.debug_wait),
             timestamps=options.timestamps,
         )
         if not isinstance(options, NetworkOpts):

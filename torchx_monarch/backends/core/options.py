@@ -35,6 +35,10 @@ class MonarchOpts(StructuredOpts):  # type: ignore[misc]
     """`observe`: hangs are reported. `restart`: the ranks are started again, within torchrun's `--max-restarts`.
     `fail`: the job ends, with the rank for which others wait as its root cause."""
 
+    debug_wait: int = 300
+    """Seconds for which a rank waits in `breakpoint()` for `torchx monarch debug`; 0: it does not wait. Without a
+    debugger it goes on, and does not wait in later ones."""
+
     preload: str = "torch"
     """Modules, separated by `+`, that one interpreter per host imports while the mesh forms, for all ranks of a
     torchrun command; `none` for programs that must set environment variables before the first import of torch. `auto`:

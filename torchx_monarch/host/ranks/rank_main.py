@@ -3,8 +3,8 @@
 """The program of a rank: become ``python script.py``, in a fork of the zygote or in an interpreter of its own.
 
 ``zygote_main`` runs this file in every rank that is forked. It also executes it by path, for a rank with an interpreter
-of its own, as ``python -u rank_main.py MODE TARGET [ARGUMENT...]``, by any interpreter: it imports the standard library
-alone.
+of its own, as ``python -u rank_main.py BREAKPOINTS MODE TARGET [ARGUMENT...]``, by any interpreter: it imports the
+standard library alone. ``BREAKPOINTS`` is the socket at which the host waits for ranks that are to be debugged.
 
 The program has the state that ``python script.py`` gives it: the main thread, a fresh ``__main__``, ``sys.argv``,
 ``sys.path[0]``, signals, exit codes and tracebacks. In addition, ``STACKS_SIGNAL`` has the stacks of all threads
@@ -302,4 +302,5 @@ def run_program(
 
 if __name__ == "__main__":
     show_stacks()
-    run_program(sys.argv[1], sys.argv[2], sys.argv[3:])
+    run_sibling_file("rank_breakpoint.py")["watch"](sys.argv[1], run_sibling_file, OWN_FILES)
+    run_program(sys.argv[2], sys.argv[3], sys.argv[4:])

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from torchx_monarch.host.ranks.attempt_stacks import AttemptStacks
+from torchx_monarch.host.ranks.breakpoints import Breakpoints
 from torchx_monarch.host.ranks.flight_recorders import FlightRecorders, dump_path
 from torchx_monarch.host.ranks.master_endpoint import EndpointError, MasterEndpoint
 from torchx_monarch.host.ranks.orphan_reaper import end_orphans
@@ -73,11 +74,17 @@ class RankPool:
         logs: what the ranks execute, on which host, and where their output goes.
         starter: starts the processes of the ranks.
         recorders: reads torch's flight recorders in the ranks.
+        breakpoints: serves the breakpoints of the ranks.
         say: called with a progress line.
     """
 
     def __init__(
-        self, logs: RankLogs, starter: RankStarter, recorders: FlightRecorders, say: Callable[[str], None]
+        self,
+        logs: RankLogs,
+        starter: RankStarter,
+        recorders: FlightRecorders,
+        breakpoints: Breakpoints,
+        say: Callable[[str], None],
     ) -> None:
         self.attempt = -1
         self._run = logs.run
@@ -85,6 +92,7 @@ class RankPool:
         self._logs = logs
         self._starter = starter
         self._recorders = recorders
+        self._breakpoints = breakpoints
         self._say = say
         self._watchdog: Watchdog | None = None
         self._ranks: list[Rank] = []
@@ -104,6 +112,7 @@ class RankPool:
         if (node_rank := self._run.command.options.node_rank) not in (0, self._replica):
             self._say(f"--node-rank={node_rank} is not used: this is the host of replica {self._replica}")
         await self._recorders.start()
+        await self._breakpoints.start()
         return await self._starter.prepare(nproc)
 
     def start_watchdog(self, path: str, run_id: str) -> None:
@@ -205,6 +214,7 @@ class RankPool:
         self._ranks, self.attempt = ranks, world.attempt
         kept = [(rank, rank.directory) for rank in ranks if rank.directory is not None]
         self._recorders.expect({rank.process.pid: dump_path(directory.parent, rank.rank) for rank, directory in kept})
+        self._breakpoints.expect({rank.process.pid: rank.rank for rank in ranks})
         self._memory = OutOfMemory()
         return [rank.process.pid for rank in ranks]
 
@@ -350,6 +360,7 @@ class RankPool:
             "env": {**{name: value for name, value in run.environ.items() if name == INTERFACE}, **run.added, **env},
             "label": f"rank {rank.rank} of {world.run_id}",
             "recorder": self._recorders.path,
+            "breakpoints": self._breakpoints.path,
         }
 
     async def _drained(self, ranks: Sequence[Rank]) -> None:

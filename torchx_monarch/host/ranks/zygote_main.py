@@ -24,9 +24,10 @@ descriptors are a pipe, at whose end it ends, and a socket that listens on the s
 
 A rank is described by ``mode``, ``target`` and ``args`` of its program, ``env``, which is added to the zygote's
 environment, ``cwd`` (may be missing), ``cpus`` (may be missing), ``label``, ``recorder``: the socket at which the host
-waits for dumps of torch's flight recorder, ``report`` (may be missing): the file in which it reports the modules that
-its program has imported, and ``python``: the interpreter and flags that the rank must execute, or nothing if it goes on
-as a fork. Its descriptors are the write ends of its stdout and stderr, and the file for its stacks.
+waits for dumps of torch's flight recorder, ``breakpoints``: the one at which it waits for ranks that are to be
+debugged, ``report`` (may be missing): the file in which it reports the modules that its program has imported, and
+``python``: the interpreter and flags that the rank must execute, or nothing if it goes on as a fork. Its
+descriptors are the write ends of its stdout and stderr, and the file for its stacks.
 """
 
 from __future__ import annotations
@@ -287,7 +288,9 @@ class _Forks:
         os.close(go)
         if rank["python"]:
             program = [rank["mode"], rank["target"], *rank["args"]]
-            self._program["exec_program"](rank["python"][0], [*rank["python"][1:], _RANK_MAIN, *program])
+            self._program["exec_program"](
+                rank["python"][0], [*rank["python"][1:], _RANK_MAIN, rank["breakpoints"], *program]
+            )
 
     def _become_store(self, number: int) -> NoReturn:
         """Serve a TCPStore, report the pid when it does, and end when the pipe is closed."""
@@ -454,9 +457,11 @@ def main() -> None:
     rank = _serve_orders(socket.socket(fileno=int(sys.argv[1])), program)
     if rank["mode"] == "exec":
         program["exec_program"](rank["target"], rank["args"])
+    load = program["run_sibling_file"]
+    load("rank_breakpoint.py")["watch"](rank["breakpoints"], load, program["OWN_FILES"])
     learns = "report" in rank and "report_at_end" in program
     at_end = program["report_at_end"](rank["report"]) if learns else None
-    send_dump = program["run_sibling_file"]("rank_recorder.py")["watch"](rank["recorder"])
+    send_dump = load("rank_recorder.py")["watch"](rank["recorder"])
     program["run_program"](rank["mode"], rank["target"], rank["args"], at_end, send_dump)
 
 

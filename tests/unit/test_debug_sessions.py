@@ -1,0 +1,142 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Ranks in breakpoints: the connections of hosts and clients on replica 0, and those of ranks on a host."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchx_monarch.cli import debug, exit_codes
+from torchx_monarch.client.debugger import Breakpoint
+from torchx_monarch.controller.debug_sessions import DebugSessions
+from torchx_monarch.controller.rendezvous import RendezvousError
+from torchx_monarch.host.ranks import breakpoints
+from torchx_monarch.host.ranks.breakpoints import Breakpoints, Streams
+from torchx_monarch.transport import connections, messages
+
+GREETING = {"type": "breakpoint", "rank": 1, "pid": 7, "file": "/x/train.py", "line": 3, "function": "f", "wait": 9.0}
+
+
+async def pair() -> tuple[Streams, Streams]:
+    near, far = socket.socketpair()
+    return await asyncio.open_unix_connection(sock=near), await asyncio.open_unix_connection(sock=far)
+
+
+async def close(*writers: asyncio.StreamWriter) -> None:
+    for writer in writers:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+
+def test_messages_are_passed_on_between_a_host_and_one_client() -> None:
+    said: list[str] = []
+
+    async def run() -> None:
+        sessions = DebugSessions("debug app", said.append)
+        host = await sessions.connect(GREETING)
+        (reader, writer), far = await pair()
+        await asyncio.sleep(0)
+        await sessions.clients["breakpoints"]({}, *far)
+        (listed,) = (await messages.receive(reader) or {})["ranks"]
+        assert listed == {**GREETING, "attached": False}
+        debugged = asyncio.ensure_future(sessions.clients["debug"]({"type": "debug", "rank": 1, "rows": 5}, *far))
+        assert await messages.receive(host[0]) == {"type": "attach", "rank": 1, "rows": 5}
+        assert (await messages.receive(reader) or {})["type"] == "attached"
+        for wrong, why in [(1, "debugged by another"), (2, "waits in no breakpoint"), ("1", "waits in no breakpoint")]:
+            with pytest.raises(RendezvousError, match=why):
+                await sessions.clients["debug"]({"rank": wrong}, *far)
+        await messages.send(writer, {"type": "input", "data": "n\r"})
+        assert await messages.receive(host[0]) == {"type": "input", "data": "n\r"}
+        await messages.send(host[1], {"type": "output", "data": "(Pdb) "})
+        assert await messages.receive(reader) == {"type": "output", "data": "(Pdb) "}
+        writer.close()
+        await debugged
+        assert await messages.receive(host[0]) == {"type": "lost"}
+        await messages.send(host[1], {"type": "end", "reason": "goes on\x1b"})
+        host[1].close()
+        while len(said) < 3:
+            await asyncio.sleep(0.001)
+        await close(writer, far[1], host[1])
+
+    asyncio.run(run())
+    assert said[0] == "rank 1 waits at train.py:3 in f for 9 s. Debug it: debug app --rank 1"
+    assert said[1:] == ["a debugger is attached to rank 1", "rank 1 goes on\\x1b"]
+
+
+def test_a_client_does_not_wait_in_a_breakpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "is_client", lambda writer: True)
+
+    async def run() -> None:
+        near, far = await pair()
+        with pytest.raises(RendezvousError, match="a client cannot"):
+            await DebugSessions("", print).clients["breakpoint"](GREETING, *near)
+        await close(near[1], far[1])
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_rank", [True, False])
+def test_a_process_goes_on_if_it_is_no_rank_or_replica_0_is_not_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_rank: bool
+) -> None:
+    monkeypatch.setattr(breakpoints, "_LAUNCH_TIMEOUT", 0.1)
+    said: list[str] = []
+    asked: list[Any] = []
+
+    async def connect(greeting: messages.Message) -> Streams:
+        asked.append(greeting)
+        raise connections.ConnectError("nobody listens")
+
+    async def run() -> None:
+        served = Breakpoints(str(tmp_path), 5.0, connect, said.append)
+        await served.start()
+        served.expect({os.getpid(): 3} if is_rank else {})
+        reader, writer = await asyncio.open_unix_connection(served.path)
+        writer.write(b'{"file": "a", "rank": 99}\n')
+        assert await reader.read() == b""
+        await close(writer)
+        assert served._server is not None
+        served._server.close()
+        await asyncio.sleep(0.01)
+        os.unlink(served.path)
+
+    asyncio.run(run())
+    assert [one["rank"] for one in asked] == ([3] if is_rank else [])
+    assert said == (["rank 3 goes on without a debugger: replica 0 is not reached: nobody listens"] if is_rank else [])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rank", "code", "shown"),
+    [
+        ([], None, exit_codes.UNAVAILABLE, "no rank waits in a breakpoint"),
+        ([0, 1], None, exit_codes.USAGE, "name one of them: --rank K"),
+        ([1], None, exit_codes.USAGE, "a debugger needs a terminal"),
+        ([0, 1], 1, exit_codes.USAGE, "a debugger needs a terminal"),
+    ],
+)
+def test_which_rank_is_debugged(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    ranks: list[int],
+    rank: int | None,
+    code: int,
+    shown: str,
+) -> None:
+    found = [Breakpoint(each, 7, "/x/train.py", 3, "f", False) for each in ranks]
+    monkeypatch.setattr(debug, "list_breakpoints", lambda hosts: found)
+    monkeypatch.setattr(os, "isatty", lambda descriptor: False)
+    args = argparse.Namespace(handle="monarch_local://torchx/app", role="", address="unix:/x", rank=rank, json=False)
+    with pytest.raises(SystemExit) as caught:
+        debug.run(args)
+    output = capsys.readouterr()
+    assert caught.value.code == code and shown in output.err
+    assert ("/x/train.py:3" in output.out) == (len(ranks) > 1 and rank is None)

@@ -1,0 +1,58 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``torchx monarch debug``: the pdb of a rank that waits in a breakpoint, on this terminal."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+
+from torchx_monarch.cli import exit_codes
+from torchx_monarch.cli.allocation_arguments import add_handle, hosts_of
+from torchx_monarch.cli.json_output import add_json, print_json
+from torchx_monarch.cli.table import print_table
+from torchx_monarch.client.debugger import Breakpoint, attach, list_breakpoints
+from torchx_monarch.client.hosts import say
+from torchx_monarch.system.untrusted_text import one_line
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the arguments of ``torchx monarch debug``."""
+    add_handle(parser)
+    parser.add_argument("--rank", type=int, metavar="K", help="this rank (default: the one that waits, or a list)")
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Attach to the rank that is named, or that alone waits; list those that are in a breakpoint otherwise.
+
+    Exit with ``UNAVAILABLE`` if none waits.
+    """
+    hosts = hosts_of(args)
+    found = [one for one in list_breakpoints(hosts) if args.rank in (None, one.rank)]
+    waiting = [one for one in found if not one.attached]
+    if args.json:
+        print_json({"breakpoints": [dataclasses.asdict(one) for one in found]})
+        return
+    if args.rank is None and len(waiting) != 1:
+        _print(found)
+        say("name one of them: --rank K" if waiting else "no rank waits in a breakpoint")
+        sys.exit(exit_codes.USAGE if waiting else exit_codes.UNAVAILABLE)
+    if not (os.isatty(0) and os.isatty(1)):
+        say("a debugger needs a terminal as stdin and stdout")
+        sys.exit(exit_codes.USAGE)
+    rank = waiting[0].rank if args.rank is None else args.rank
+    debugger = attach(hosts, rank)
+    say(f"attached to rank {rank}. `detach` and Ctrl-] have it go on without a debugger")
+    say(f"rank {rank} {one_line(debugger.interact(), 300)}")
+
+
+def _print(found: list[Breakpoint]) -> None:
+    if found:
+        rows = [
+            [str(one.rank), str(one.pid), f"{one.file}:{one.line}", one.function, "yes" if one.attached else "no"]
+            for one in found
+        ]
+        print_table(["rank", "pid", "at", "in", "attached"], [[one_line(cell, 300) for cell in row] for row in rows])

@@ -1,0 +1,170 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Attach this terminal to the pdb of a rank that waits in a breakpoint (see ``controller.debug_sessions``)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import select
+import signal
+import termios
+import tty
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from torchx_monarch.client.connection import Connection
+from torchx_monarch.client.hosts import Hosts
+from torchx_monarch.exceptions import UnreachableError
+from torchx_monarch.model.codec import DecodeError, decode
+from torchx_monarch.transport import messages
+
+DETACH_KEY = b"\x1d"
+"""Ctrl-], as in telnet: the key that detaches."""
+
+_PIECE = 4096
+"""Bytes of input in one message."""
+
+_LOOK_EVERY = 0.5
+"""Seconds after which a new size of the terminal is noticed."""
+
+_MORE_TIMEOUT = 0.01
+"""Seconds for a message of which the first part has arrived, or that waits in the buffers of TLS."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Breakpoint:
+    """A rank in a breakpoint.
+
+    Attributes:
+        rank: the global rank.
+        pid: its process id, on its host.
+        file: path of the source file, on its host.
+        line: number of the line.
+        function: name of the function.
+        attached: whether a debugger is attached.
+    """
+
+    rank: int
+    pid: int
+    file: str
+    line: int
+    function: str
+    attached: bool
+
+
+def list_breakpoints(hosts: Hosts) -> list[Breakpoint]:
+    """Return the ranks that are in a breakpoint, by rank.
+
+    Args:
+        hosts: the hosts of the job.
+
+    Raises:
+        AllocationError: the job has ended.
+        UnreachableError: replica 0 cannot be reached, or breaks the connection.
+        RefusedError: replica 0 refuses the request: it has no ranks of Python programs.
+    """
+    answer = hosts.ask({"type": "breakpoints"}, wait=False)
+    try:
+        return [decode(Breakpoint, one) for one in answer.get("ranks") or ()]
+    except DecodeError as error:
+        raise UnreachableError(f"not the breakpoints of a job: {error}") from None
+
+
+def attach(hosts: Hosts, rank: int) -> Debugger:
+    """Attach to a rank that waits in a breakpoint.
+
+    Args:
+        hosts: the hosts of the job.
+        rank: the global rank.
+
+    Raises:
+        AllocationError: the job has ended.
+        UnreachableError: replica 0 cannot be reached, or breaks the connection.
+        RefusedError: the rank waits in no breakpoint, or is being debugged by another client.
+    """
+    greeting = {"type": "debug", "rank": rank, "kind": os.environ.get("TERM", "dumb"), **_size()}
+    link = hosts.open(greeting, wait=False)
+    try:
+        link.answer()
+    except BaseException:
+        link.close()
+        raise
+    return Debugger(link)
+
+
+class Debugger:
+    """Represent this terminal's attachment to a rank.
+
+    Args:
+        link: the connection to replica 0.
+    """
+
+    def __init__(self, link: Connection) -> None:
+        self._link = link
+        self._size = _size()
+
+    def interact(self) -> str:
+        """Pass keys on to the rank, and show its output, until one side ends; return what has become of the rank.
+
+        Raises:
+            UnreachableError: the connection broke.
+        """
+        with self._link, _raw_terminal():
+            reason = self._show()  # messages may have arrived with the answer
+            while not reason:
+                readable, _, _ = select.select([0, self._link.fileno()], [], [], _LOOK_EVERY)
+                if (size := _size()) != self._size:
+                    self._size = size
+                    self._send({"type": "size", **size})
+                if 0 in readable:
+                    keys = os.read(0, _PIECE)
+                    before, detach, _ = keys.partition(DETACH_KEY)
+                    if before:
+                        self._send({"type": "input", "data": before.decode("latin-1")})
+                    if detach or not keys:
+                        self._send({"type": "detach"})
+                if self._link.fileno() in readable:
+                    reason = self._show()
+            return reason
+
+    def _send(self, message: messages.Message) -> None:
+        self._link.send_bytes(messages.encode(message))
+
+    def _show(self) -> str:
+        """Show the output that has arrived; return what has become of the rank at the end, or empty."""
+        with contextlib.suppress(TimeoutError):
+            while message := self._link.receive(_MORE_TIMEOUT):
+                if message.get("type") == "end":
+                    return str(message.get("reason"))
+                data = str(message.get("data", "")).encode("latin-1", "replace")
+                while data:
+                    data = data[os.write(1, data) :]
+            raise UnreachableError("the connection to the job broke")
+        return ""
+
+
+@contextlib.contextmanager
+def _raw_terminal() -> Iterator[None]:
+    """Have the terminal pass on each key at once; restore it, also when a signal ends this process."""
+    before = termios.tcgetattr(0)
+    ending = (signal.SIGTERM, signal.SIGHUP)
+    handlers = [(number, signal.signal(number, _exit)) for number in ending]
+    try:
+        tty.setraw(0)
+        yield
+    finally:
+        termios.tcsetattr(0, termios.TCSADRAIN, before)
+        for number, handler in handlers:
+            signal.signal(number, handler)
+
+
+def _exit(number: int, frame: Any) -> NoReturn:
+    raise SystemExit(128 + number)
+
+
+def _size() -> dict[str, int]:
+    """Return the size of the terminal, as fields of a message."""
+    columns, rows = os.get_terminal_size(0)
+    return {"rows": rows, "columns": columns}

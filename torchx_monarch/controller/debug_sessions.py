@@ -1,0 +1,158 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Connect clients on replica 0 with the ranks that wait in a breakpoint.
+
+For each rank that waits, its host has a connection to replica 0; replica 0 passes messages on between it and that of a
+client. Whichever ends first, the other one is closed.
+
+=========================  =======================================================================================
+host to replica 0          ``breakpoint`` (greeting: ``rank``, ``pid``, ``file``, ``line``, ``function``, and ``wait``,
+                           the seconds for which it waits), ``output`` (``data``), ``end`` (``reason``)
+client to replica 0        ``breakpoints`` (greeting; the answer has ``ranks``, a list of greetings of hosts with
+                           ``attached``), ``debug`` (greeting: ``rank``, ``kind`` of terminal, ``rows``, ``columns``),
+                           ``input`` (``data``), ``size`` (``rows``, ``columns``), ``detach``
+replica 0 to a host        ``attach`` (``kind``, ``rows``, ``columns``), the client's messages, and ``lost`` when the
+                           client's connection has ended
+replica 0 to a client      ``attached``, and the host's messages
+=========================  =======================================================================================
+
+``data`` are bytes of a terminal, as characters of the same numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import socket
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+from torchx_monarch.controller.rendezvous import RendezvousError, Serve
+from torchx_monarch.system.untrusted_text import one_line
+from torchx_monarch.transport import connections, messages
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@dataclasses.dataclass(eq=False)
+class _Waiting:
+    """A rank in a breakpoint.
+
+    Attributes:
+        greeting: its host's greeting.
+        host: writer of messages to its host.
+        client: writer of messages to the client that is attached; None if none is.
+    """
+
+    greeting: messages.Message
+    host: asyncio.StreamWriter
+    client: asyncio.StreamWriter | None = None
+
+
+class DebugSessions:
+    """Serve the greetings of hosts and clients (see ``Rendezvous.clients``).
+
+    Attributes:
+        clients: the handlers, by the kind of the greeting.
+
+    Args:
+        command: the command that attaches to a rank, without its number.
+        say: called with a progress line.
+        rest: returns a context within which ranks that wait for others are no hang.
+    """
+
+    def __init__(
+        self,
+        command: str,
+        say: Callable[[str], None],
+        rest: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self.clients: dict[str, Serve] = {
+            "breakpoint": self._serve_host,
+            "breakpoints": self._list,
+            "debug": self._serve_client,
+        }
+        self._command = command
+        self._say = say
+        self._rest = rest
+        self._ranks: dict[int, _Waiting] = {}
+        self._own: set[asyncio.Task[None]] = set()  # the event loop holds tasks by weak references only
+
+    async def connect(self, greeting: messages.Message) -> Streams:
+        """Return the streams of a connection for replica 0's own host, with its greeting."""
+        near, far = socket.socketpair()
+        streams = await asyncio.open_unix_connection(sock=near, limit=messages.MAX_LINE)
+        reader, writer = await asyncio.open_unix_connection(sock=far, limit=messages.MAX_LINE)
+
+        async def serve() -> None:
+            try:
+                await self._serve_host(greeting, reader, writer)
+            finally:
+                writer.close()
+
+        task = asyncio.ensure_future(serve())
+        self._own.add(task)
+        task.add_done_callback(self._own.discard)
+        return streams
+
+    async def _serve_host(
+        self, greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        rank, wait = greeting.get("rank"), greeting.get("wait")
+        if connections.is_client(writer):
+            raise RendezvousError("a client cannot wait in a breakpoint")
+        if type(rank) is not int or not isinstance(wait, (int, float)):
+            raise RendezvousError(f"rank={rank!r:.20} is no number")
+        place = _place(greeting)
+        self._say(f"rank {rank} waits at {place} for {wait:g} s. Debug it: {self._command} --rank {rank}")
+        waiting = self._ranks[rank] = _Waiting(greeting, writer)
+        reason = "is not debugged any more: the connection to its host broke"
+        try:
+            with self._rest():
+                while message := await messages.receive(reader):
+                    if message.get("type") == "end":
+                        reason = one_line(str(message.get("reason")), 200)
+                    if waiting.client is not None:
+                        await messages.send(waiting.client, message)
+        finally:
+            if self._ranks.get(rank) is waiting:
+                del self._ranks[rank]
+            if waiting.client is not None:
+                waiting.client.close()
+            self._say(f"rank {rank} {reason}")
+
+    async def _list(
+        self, greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        ranks = [{**one.greeting, "attached": one.client is not None} for _, one in sorted(self._ranks.items())]
+        await messages.send(writer, {"type": "breakpoints", "ranks": ranks})
+
+    async def _serve_client(
+        self, greeting: messages.Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        rank = greeting.get("rank")
+        waiting = self._ranks.get(rank) if type(rank) is int else None
+        if waiting is None:
+            raise RendezvousError(f"rank {rank!r:.20} waits in no breakpoint")
+        if waiting.client is not None:
+            raise RendezvousError(f"rank {rank} is being debugged by another client")
+        waiting.client = writer
+        self._say(f"a debugger is attached to rank {rank}")
+        try:
+            await messages.send(writer, {"type": "attached", **_place_fields(waiting.greeting)})
+            await messages.send(waiting.host, {**greeting, "type": "attach"})
+            while message := await messages.receive(reader):
+                await messages.send(waiting.host, message)
+        finally:
+            await messages.send(waiting.host, {"type": "lost"})
+
+
+def _place_fields(greeting: messages.Message) -> messages.Message:
+    return {name: greeting.get(name) for name in ("file", "line", "function")}
+
+
+def _place(greeting: messages.Message) -> str:
+    """Return where a rank is, in words."""
+    file = os.path.basename(str(greeting.get("file")))
+    return one_line(f"{file}:{greeting.get('line')} in {greeting.get('function')}", 300)
