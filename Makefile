@@ -66,7 +66,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 		"$(PYTHON)" -m pip --python "$(BIN)/python" install -q -c constraints.txt pip; \
 	fi
 	"$(BIN)/python" -m pip install -q -c constraints.txt pip setuptools
-	"$(BIN)/python" -m pip install -c constraints.txt -e '.[docker,kubernetes,aws,examples,test,docs,dev]'
+	"$(BIN)/python" -m pip install -c constraints.txt -e '.[docker,kubernetes,aws,otel,examples,test,docs,dev]'
 	@touch $@
 
 # Where they are missing and may not be installed, the tests that need them skip and say why.

@@ -77,6 +77,9 @@ def test_a_job_from_its_start_to_its_end(tmp_path: Path, eventually: Eventually)
     assert "  attempt      2 of 3\n" in shown and "\x1b" not in shown
     assert "attempt 2 of 3; 4 ranks on 2 hosts" in " ".join(torchx("status", handle).split())
 
+    counted = monarch("metrics", handle)
+    assert f'torchx_monarch_job_restarts_total{{job="{handle.rpartition("/")[2]}"}} 1\n' in counted
+
     (listed,) = objects("ls")
     assert set(listed) == set(status) == documented("status, ls") and listed["handle"] == handle
     table = monarch("ls", "--state", "running,pending", "--since", "1h").splitlines()

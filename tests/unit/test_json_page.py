@@ -18,6 +18,7 @@ from torchx_monarch.cli import exit_codes, main, ps, run_output
 from torchx_monarch.client.allocations import AllocationInfo
 from torchx_monarch.client.debugger import Breakpoint
 from torchx_monarch.client.result import RankResult, RunInfo, RunResult
+from torchx_monarch.insight.prometheus_text import Family
 from torchx_monarch.insight.stacks import Frame, ProcessStacks, ThreadStack
 from torchx_monarch.schedulers.job_status import PHASES, JobStatus, LiveState
 
@@ -58,6 +59,14 @@ def test_the_fields_of_stacks() -> None:
     assert documented("a process") == names(ProcessStacks)
     line = next(line for line in (_REFERENCE / "json.md").read_text().splitlines() if line.startswith("| `threads`"))
     assert set(re.findall(r"`(\w+)`", line)) == {"threads", *names(ThreadStack), *names(Frame)}
+
+
+def test_the_fields_of_metrics() -> None:
+    family = Family("n", "h")
+    family.add({"job": "j"}, 1.0)
+    shown = family.to_json()
+    assert documented("a metric") == set(shown)
+    assert shown["values"] == [{"labels": {"job": "j"}, "value": 1.0}]
 
 
 @pytest.mark.parametrize("name", main.SUB_COMMANDS)

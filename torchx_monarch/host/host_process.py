@@ -14,7 +14,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchx_monarch.command.command import CommandError
 from torchx_monarch.controller import host_events, retry
@@ -30,7 +30,7 @@ from torchx_monarch.host.no_restart_marker import NoRestartMarker
 from torchx_monarch.host.ranks.orphan_reaper import reap_orphans
 from torchx_monarch.host.workload import Control, Host, Workload
 from torchx_monarch.insight.progress import Reporter, write_result
-from torchx_monarch.model.env_names import CREDENTIALS
+from torchx_monarch.model.env_names import CREDENTIALS, TRACE_ENDPOINTS
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.host_spec import HostSpec
 from torchx_monarch.model.job_result import JobResult
@@ -39,6 +39,9 @@ from torchx_monarch.model.world import LaunchError
 from torchx_monarch.system import error_files, open_files, processes, run_dirs, safe_files
 from torchx_monarch.system.console import Console
 from torchx_monarch.transport.local_addresses import NetworkOptions
+
+if TYPE_CHECKING:
+    from torchx_monarch.host.trace_export import TraceExport
 
 _HOST_EXIT_TIMEOUT = 5.0
 """Seconds that replica 0 waits for the other hosts to exit before it exits."""
@@ -74,12 +77,14 @@ class HostProcess:
         self._follower: Follower | None = None
         self._registration: Registration | None = None
         self._no_restart_marker = NoRestartMarker(environ)
+        self._traces: TraceExport | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     def main(self) -> NoReturn:
         """Run the replica and exit with the exit code of the job's result."""
         processes.become_subreaper()
         self._redirect_own_output()
+        self._start_traces()
         if self._error_file:
             error_files.make_reserve(self._error_file)
         asyncio.run(self._main())
@@ -118,6 +123,8 @@ class HostProcess:
             error_files.remove_reserve(self._error_file)
         if not self._no_restart_marker.end(result):
             host.reporter.line("it may be started again: there is no folder here to note that it must not be")
+        if self._traces is not None:
+            self._traces.end()
         self._workload.close()
         if self._workload.pool is not None:
             self._workload.pool.close()
@@ -177,6 +184,15 @@ class HostProcess:
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
+
+    def _start_traces(self) -> None:
+        """Have the events of the job sent as a trace, where its environment names a collector."""
+        if any(self._host.environ.get(name) for name in TRACE_ENDPOINTS):
+            from torchx_monarch.host import trace_export
+
+            self._traces = trace_export.start(self._host.options, self._host.environ)
+            if self._traces is not None:
+                self._host.reporter.listener = self._traces.add
 
     def _handle_signals(self, more: str = "") -> None:
         """Install signal handlers: signals stop the job; SIGUSR1 and SIGUSR2, unless in ``more``, go to the ranks.

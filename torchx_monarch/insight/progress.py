@@ -36,6 +36,7 @@ class Reporter:
 
     Attributes:
         echo: also called with each line; None for no such function.
+        listener: also called with the kind, the seconds and the fields of each event; None for no such function.
         rank_restarts: number of calls of ``restarted``.
 
     Args:
@@ -62,6 +63,7 @@ class Reporter:
         self.rank_restarts = 0
         self._last = time.monotonic()
         self.echo: Callable[[str], None] | None = None
+        self.listener: Callable[[str, float | None, Mapping[str, object]], None] | None = None
 
     def line(self, text: str) -> None:
         """Write a line to the log, without an event."""
@@ -124,6 +126,8 @@ class Reporter:
         self._console.write(self, f"{stamp(time.time()) if stamped else ''}[monarch] {text}\n".encode())
 
     def _event(self, kind: str, text: str, seconds: float | None, fields: dict[str, object]) -> None:
+        if self.listener is not None:
+            self.listener(kind, seconds, fields)
         if self._events_path:
             events.append(self._events_path, kind, one_line(text), seconds=seconds, role=self._role, **fields)
 

@@ -30,6 +30,9 @@ FOR_HOSTS = (
 )
 """The variables that a backend sets for host processes."""
 
+TRACE_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+"""OpenTelemetry's variables that name a collector. With one of them in its environment a job sends its trace."""
+
 _REPLICA0 = re.compile(r"MONARCH_REPLICA0_\d+")
 
 

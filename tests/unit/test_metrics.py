@@ -1,0 +1,63 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The metrics of a job, read by Prometheus' own parser."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families as parse
+
+from torchx_monarch.cli import job_metrics
+from torchx_monarch.insight import timeline
+from torchx_monarch.insight.prometheus_text import Family, render
+from torchx_monarch.schedulers.job_status import JobStatus
+
+JOB = JobStatus("monarch_local://torchx/app-1", "app", "RUNNING", submitted=1000.0, elapsed=29.5, restarts=1, hosts=2)
+EVENTS: list[dict[str, Any]] = [
+    {"time": 1000.0, "kind": "submitted", "message": "", "seconds": 0.5},
+    {"time": 1002.0, "kind": "job_started", "message": ""},
+    {"time": 1003.0, "kind": "mesh", "message": "", "role": 'r"\\\n'},
+    {"time": 1004.0, "kind": "ranks", "message": "", "role": 'r"\\\n', "attempt": 0},
+    {"time": 1010.0, "kind": "failure", "message": "hunter2", "role": 'r"\\\n', "rank": 1},
+    {"time": 1011.0, "kind": "rank_restart", "message": "hunter2", "role": 'r"\\\n', "code": 1},
+    {"time": 1012.0, "kind": "ranks", "message": "", "role": 'r"\\\n', "attempt": 1},
+]
+
+
+def values(families: list[Family]) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    samples = [sample for family in parse(render(families)) for sample in family.samples]
+    found = {(one.name, frozenset(one.labels.items())): one.value for one in samples}
+    assert len(found) == len(samples)
+    return found
+
+
+def labelled(**labels: str) -> frozenset[tuple[str, str]]:
+    return frozenset({"job": "app-1", **labels}.items())
+
+
+def test_a_job_has_the_metrics_of_its_status_and_its_phases() -> None:
+    drawn = timeline.build(EVENTS, ['r"\\\n'], end=1030.0)
+    families = job_metrics.of_job(JOB, drawn, "app-1")
+    found = values(families)
+    assert found["torchx_monarch_job_elapsed_seconds", labelled()] == 29.5
+    assert found["torchx_monarch_job_restarts_total", labelled()] == 1
+    assert found["torchx_monarch_job_state", labelled(state="RUNNING")] == 1
+    assert found["torchx_monarch_job_state", labelled(state="FAILED")] == 0
+    assert found["torchx_monarch_attempts_total", labelled(role='r"\\\n')] == 2
+    running = labelled(role='r"\\\n', attempt="1", phase="running")
+    assert found["torchx_monarch_phase_seconds_total", running] == 6
+    phases = [value for (name, _), value in found.items() if name == "torchx_monarch_phase_seconds_total"]
+    assert sum(phases) == pytest.approx(drawn.job.seconds)
+    assert "hunter2" not in render(families)
+    assert not [name for name, _ in found if name == "torchx_monarch_job_ended_timestamp_seconds"]
+
+
+def test_names_end_in_their_unit() -> None:
+    drawn = timeline.build(EVENTS, ["r"], end=1030.0)
+    families = job_metrics.of_job(JOB, drawn, "j")
+    counted = {"torchx_monarch_job_state", "torchx_monarch_job_exit_code", "torchx_monarch_job_hosts"}
+    names = {family.name for family in families} - counted - {"torchx_monarch_job_ranks"}
+    assert all(re.fullmatch(r"torchx_monarch_[a-z_]+(_total|_seconds|_bytes)", name) for name in names)
