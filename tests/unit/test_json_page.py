@@ -20,6 +20,7 @@ from torchx_monarch.client.debugger import Breakpoint
 from torchx_monarch.client.result import RankResult, RunInfo, RunResult
 from torchx_monarch.insight.prometheus_text import Family
 from torchx_monarch.insight.stacks import Frame, ProcessStacks, ThreadStack
+from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.schedulers.job_status import PHASES, JobStatus, LiveState
 
 _REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
@@ -67,6 +68,10 @@ def test_the_fields_of_metrics() -> None:
     shown = family.to_json()
     assert documented("a metric") == set(shown)
     assert shown["values"] == [{"labels": {"job": "j"}, "value": 1.0}]
+
+
+def test_the_fields_of_checks() -> None:
+    assert documented("a check") == names(CheckResult)
 
 
 @pytest.mark.parametrize("name", main.SUB_COMMANDS)

@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import os
 
+FAILED = 1
+"""1: a check of ``doctor`` has failed."""
+
 USAGE = os.EX_USAGE
 """64: an argument has a wrong value, or names several apps. An unknown option is 2, the code of ``argparse``."""
 

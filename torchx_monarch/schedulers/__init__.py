@@ -26,6 +26,7 @@ class _Entry:
         packages: the packages whose absence means that its client library is not installed; empty for no library.
         client: the client library, as messages name it.
         install: the argument of ``pip install`` for it.
+        extra: the extra of this package that requires it.
     """
 
     module: str
@@ -33,23 +34,30 @@ class _Entry:
     packages: tuple[str, ...] = ()
     client: str = ""
     install: str = ""
+    extra: str = ""
 
 
 _BACKENDS = {
     "monarch_local": _Entry("local.backend", "LocalBackend"),
-    "monarch_docker": _Entry("docker.backend", "DockerBackend", ("docker",), "Docker's client for Python", "docker>=7"),
+    "monarch_docker": _Entry(
+        "docker.backend", "DockerBackend", ("docker",), "Docker's client for Python", "docker>=7", "docker"
+    ),
     "monarch_kubernetes": _Entry(
         "kubernetes.backend",
         "KubernetesBackend",
         ("kubernetes", "urllib3"),
         "Kubernetes' client for Python",
         "kubernetes>=29,!=37.0.2",
+        "kubernetes",
     ),
     "monarch_slurm": _Entry("slurm.backend", "SlurmBackend"),
     "monarch_aws_batch": _Entry(
-        "aws_batch.backend", "AWSBatchBackend", ("boto3", "botocore"), "AWS's client for Python", "boto3>=1.34"
+        "aws_batch.backend", "AWSBatchBackend", ("boto3", "botocore"), "AWS's client for Python", "boto3>=1.34", "aws"
     ),
 }
+
+EXTRAS = {name: entry.extra for name, entry in _BACKENDS.items() if entry.extra}
+"""The extra of this package that a scheduler needs."""
 
 
 def _create(name: str, session_name: str) -> Scheduler[dict[str, object]]:

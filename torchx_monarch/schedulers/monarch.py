@@ -30,6 +30,7 @@ from torchx_monarch.backends.core.validation import check_images, check_names
 from torchx_monarch.command.command import CommandError
 from torchx_monarch.command.rewrite import Rewritten, WrapOptions, rewrite
 from torchx_monarch.insight import events
+from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.exit_codes import parse_exit_codes
 from torchx_monarch.model.host_spec import ON_HANG, RANKS, HostSpec, parse_ports
 from torchx_monarch.model.sidecars import SidecarError
@@ -144,6 +145,25 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
                 raise InvalidRunConfigException(reason, name, cfg)
         self.inner.check_options(options)
         return options
+
+    def check_options(self, cfg: Cfg) -> None:
+        """Check run options without an app.
+
+        Args:
+            cfg: the options with defaults filled in.
+
+        Raises:
+            UserError, InvalidRunConfigException, BackendError: as for a submission.
+        """
+        self._wrap_options(AppDef(""), self._options(cfg), cfg)
+
+    def checks(self, cfg: Cfg | None) -> Iterable[CheckResult]:
+        """Check that apps can run in the place of the backend (``Backend.checks``).
+
+        Args:
+            cfg: the options with defaults filled in; None to check only that the place can be reached.
+        """
+        return self.inner.checks(None if cfg is None else self.inner.options.from_cfg(cfg))
 
     # -- submission ----------------------------------------------------------------------------------------------------
 

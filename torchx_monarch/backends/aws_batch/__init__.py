@@ -11,6 +11,7 @@
 - ``native``: requests to AWS and the meaning of its errors.
 - ``jobs``: submits, finds, ends and removes jobs.
 - ``reasons``: why a job or a node failed, in words.
+- ``cloud_checks``: checks credentials and queue for ``torchx monarch doctor``.
 - ``snapshot``: converts a job and its nodes to the snapshot of an app.
 - ``logs``: the log of one node in CloudWatch.
 - ``backend``: the backend that ``monarch_aws_batch`` uses.

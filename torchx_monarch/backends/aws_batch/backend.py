@@ -11,6 +11,7 @@ from torchx.specs import AppDef
 from torchx.workspace.docker_workspace import DockerWorkspaceMixin
 
 from torchx_monarch.backends.aws_batch import check, logs, request, snapshot
+from torchx_monarch.backends.aws_batch.cloud_checks import check_cloud
 from torchx_monarch.backends.aws_batch.command import RANK0
 from torchx_monarch.backends.aws_batch.definition import result_key
 from torchx_monarch.backends.aws_batch.jobs import Jobs
@@ -23,6 +24,7 @@ from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
+from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.state import State
 
 
@@ -55,6 +57,14 @@ class AWSBatchBackend(Backend[AWSBatchOpts, BatchJob, BatchSnapshot]):
         self._aws.close()
 
     # -- submitting ----------------------------------------------------------------------------------------------------
+
+    def checks(self, options: AWSBatchOpts | None) -> Iterable[CheckResult]:
+        """Check the credentials and the job queue.
+
+        Raises:
+            AwsError: AWS is unreachable or refuses.
+        """
+        return check_cloud(self._aws, options)
 
     def check_options(self, options: AWSBatchOpts) -> None:
         """Check the run options.

@@ -24,6 +24,7 @@ from torchx_monarch.backends.core.options import MonarchOpts, NetworkOpts, run_o
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
+from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.env_names import replica0_variable
 
 Cfg = Mapping[str, CfgVal]
@@ -125,6 +126,17 @@ class Backend(abc.ABC, Generic[O, R, S]):
             UserError: a value is not allowed, or two options exclude each other.
             BackendError: an option needs a configured backend for its check, and there is none.
         """
+
+    def checks(self, options: O | None) -> Iterable[CheckResult]:
+        """Check that apps can run here with the run options, for ``torchx monarch doctor``. Submit nothing.
+
+        Args:
+            options: the run options; None to check only, and quickly, that the place where apps run can be reached.
+
+        Raises:
+            BackendError: it cannot be reached.
+        """
+        return ()
 
     def replica0_host(self, app: AppDef, role: int) -> str:
         """Return the name by which all replicas of a role reach its replica 0. Called only if ``has_network``.

@@ -6,6 +6,7 @@
 - ``request``: adapt the containers that TorchX would create.
 - ``native``: make requests to the daemon, and report connection errors.
 - ``bridge_network``: create and remove the containers' network.
+- ``checks``: check the daemon for ``torchx monarch doctor``.
 - ``snapshot``: derive the replicas of an app from its containers.
 - ``host_results``: read the results of hosts that must not be restarted.
 - ``host_files``: read the error files and events that hosts wrote in their containers.

@@ -27,11 +27,13 @@ from torchx_monarch.backends.core.state import HOST_EXTRA
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.docker import bridge_network, host_files, logs, native
+from torchx_monarch.backends.docker.checks import check_daemon
 from torchx_monarch.backends.docker.host_results import HostResults
 from torchx_monarch.backends.docker.native import Daemon, DaemonError, answering, map_concurrently
 from torchx_monarch.backends.docker.options import DockerOpts
 from torchx_monarch.backends.docker.request import complete, render
 from torchx_monarch.backends.docker.snapshot import DockerSnapshot, build, describe_removed
+from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.state import State
 
 if TYPE_CHECKING:
@@ -83,6 +85,14 @@ class DockerBackend(Backend[DockerOpts, DockerJob, DockerSnapshot]):
         self._daemon.close()
 
     # -- submitting ----------------------------------------------------------------------------------------------------
+
+    def checks(self, options: DockerOpts | None) -> Iterable[CheckResult]:
+        """Check that the daemon answers.
+
+        Raises:
+            DaemonError: it does not.
+        """
+        return check_daemon(self._daemon)
 
     def render(self, app: AppDef, submitted: SubmittedApp, options: DockerOpts) -> DockerJob:
         """Return the containers that run an app."""

@@ -11,6 +11,7 @@
 - ``volcano``: renders mode ``volcano``: TorchX's Volcano job with corrections.
 - ``submit``: creates the objects of a request.
 - ``native``: requests to the API server and the meaning of its errors.
+- ``checks``: checks the cluster and the user's rights.
 - ``objects``: reads the objects and pods of apps.
 - ``attempts``: reads one start of a replica from its pod.
 - ``snapshot``: converts the objects of an app to a snapshot.

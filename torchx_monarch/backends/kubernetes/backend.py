@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torchx.specs import AppDef
 from torchx.workspace.docker_workspace import DockerWorkspaceMixin
@@ -21,10 +21,12 @@ from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.kubernetes import jobs, logs, names, objects, snapshot, stop, submit, volcano
 from torchx_monarch.backends.kubernetes.attempts import Attempt
+from torchx_monarch.backends.kubernetes.checks import check_cluster
 from torchx_monarch.backends.kubernetes.native import Api, KubernetesError
 from torchx_monarch.backends.kubernetes.options import KubernetesOpts, check
 from torchx_monarch.backends.kubernetes.request import KubernetesRequest, collection
 from torchx_monarch.backends.kubernetes.snapshot import KubernetesSnapshot
+from torchx_monarch.model.check_result import CheckResult
 
 
 class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSnapshot]):
@@ -53,6 +55,14 @@ class KubernetesBackend(Backend[KubernetesOpts, KubernetesRequest, KubernetesSna
             self._connected = None
 
     # -- submitting ----------------------------------------------------------------------------------------------------
+
+    def checks(self, options: KubernetesOpts | None) -> Iterable[CheckResult]:
+        """Check that the cluster answers, and the user's rights there.
+
+        Raises:
+            KubernetesError: the cluster is unreachable or refuses.
+        """
+        return check_cluster(self._api, options)
 
     def check_options(self, options: KubernetesOpts) -> None:
         """Check the options and the cluster's configuration.

@@ -100,6 +100,11 @@ class Api:
             ) from None
         return cls(configuration, (context or {}).get("context", {}).get("namespace") or "default")
 
+    @property
+    def host(self) -> str:
+        """URL of the API server."""
+        return self._host
+
     def close(self) -> None:
         """Close the connections."""
         self._pool.clear()

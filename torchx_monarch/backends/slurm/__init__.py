@@ -10,6 +10,7 @@ macros       fill in TorchX's macros and the nodes of the replicas 0
 folder       the folder of a job, and how to find it by the job's id
 records      the JSON files of a job's folder as data classes
 native       run Slurm's commands (sbatch, scontrol, squeue, sacct, sinfo, scancel) and parse their output
+checks       check commands, slurmctld and partition for `torchx monarch doctor`
 states       map Slurm's job states to those of apps
 array        job arrays: parse their indices, name their tasks for Slurm
 job_state    the state of a job or an array task, from Slurm and from the files that the job has written

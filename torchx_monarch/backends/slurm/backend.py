@@ -13,7 +13,7 @@ import contextlib
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.slurm import cancel, folder, job_state, native, prune, records, render, snapshot
+from torchx_monarch.backends.slurm.checks import check_slurm
 from torchx_monarch.backends.slurm.folder import JobFolder
 from torchx_monarch.backends.slurm.native import Job, SlurmError
 from torchx_monarch.backends.slurm.options import SlurmOpts
@@ -35,6 +36,7 @@ from torchx_monarch.backends.slurm.records import EndRecord
 from torchx_monarch.backends.slurm.request import SlurmRequest
 from torchx_monarch.backends.slurm.snapshot import SlurmSnapshot
 from torchx_monarch.insight import events
+from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.supervisor import log_reader
 
 _ASK_EVERY = 5.0
@@ -61,6 +63,10 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
         self._asked: dict[str, float] = {}
 
     # -- submitting ----------------------------------------------------------------------------------------------------
+
+    def checks(self, options: SlurmOpts | None) -> Iterable[CheckResult]:
+        """Check Slurm's commands, its controller, the partition and the folder of jobs."""
+        return check_slurm(options)
 
     def check_options(self, options: SlurmOpts) -> None:
         """Check the run options that do not depend on the app."""

@@ -1,0 +1,348 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""``torchx monarch doctor``: its checks of the installation, the machine and the places where schedulers run apps."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from torchx_monarch.backends.aws_batch.cloud_checks import check_cloud
+from torchx_monarch.backends.aws_batch.options import AWSBatchOpts
+from torchx_monarch.backends.docker.checks import check_daemon
+from torchx_monarch.backends.kubernetes.checks import check_cluster
+from torchx_monarch.backends.kubernetes.options import KubernetesOpts
+from torchx_monarch.backends.slurm import native
+from torchx_monarch.backends.slurm.checks import check_slurm
+from torchx_monarch.backends.slurm.options import SlurmOpts
+from torchx_monarch.cli import doctor as command
+from torchx_monarch.model.check_result import CheckResult, check
+from torchx_monarch.schedulers import doctor, install_checks, machine_checks
+
+
+def levels(results: Iterable[CheckResult]) -> dict[str, str]:
+    return {result.what: result.level for result in results}
+
+
+def test_a_result_is_a_line() -> None:
+    assert check("disk", "/x, 3 MiB free", fail="full").line() == "fail  disk: /x, 3 MiB free; full"
+    assert check("disk", "", warn="unknown").line() == "warn  disk: unknown"
+    assert check("disk", "/x").line() == "ok    disk: /x"
+
+
+# -- installation ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("version", "versions", "fits"),
+    [
+        ("2.13.0+cpu", ">=2.4", True),
+        ("2.3.1", ">=2.4", False),
+        ("0.7.0", ">=0.7,<0.8", True),
+        ("0.7", "<0.8,>=0.7.0", True),
+        ("0.8.0rc1", "<0.8,>=0.7", False),
+        ("37.0.2", ">=29,!=37.0.2", False),
+        ("2026.10.26", ">=2026.10", True),
+        ("1.0", "", True),
+    ],
+)
+def test_versions_are_compared_with_ranges(version: str, versions: str, fits: bool) -> None:
+    assert install_checks.in_range(version, versions) is fits
+
+
+def test_requirements_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert install_checks.check_requirement("torch", ">=2.4").level == "ok"
+    missing = install_checks.check_requirement("no-such-package", ">=3,<4")
+    assert (missing.level, missing.advice) == ("fail", "run: pip install 'no-such-package>=3,<4'")
+    old = install_checks.check_requirement("torch", ">=999")
+    assert old.level == "fail" and "needs >=999" in old.advice
+    assert install_checks.check_extra("docker") == []
+    monkeypatch.setattr(install_checks, "_version", lambda name: {"torchx": "0.7.0"}.get(name))
+    found = levels(install_checks.check_installation())
+    assert found["torchx"] == found["torchmonarch"] == found["torchx-monarch"] == "fail"
+
+
+def test_a_build_of_torch_without_cuda_is_said_where_there_are_gpus() -> None:
+    assert install_checks.check_devices("2.13.0+cpu", 0).level == "ok"
+    assert install_checks.check_devices("2.13.0+cu128", 8).level == "ok"
+    assert "without CUDA" in install_checks.check_devices("2.13.0+cpu", 8).advice
+
+
+# -- machine -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_state_directory(tmp_path: Path) -> None:
+    good = tmp_path / "state"
+    assert levels(machine_checks.check_state_dir(str(good)))["state folder"] == "ok"  # it need not exist
+    good.mkdir(mode=0o755)
+    found = next(iter(machine_checks.check_state_dir(str(good))))
+    assert found.level == "warn" and f"chmod 700 {good}" in found.advice
+    good.chmod(0o700)
+    assert levels(machine_checks.check_state_dir(str(good)))["state folder"] == "ok"
+    file = tmp_path / "file"
+    file.touch()
+    found = next(iter(machine_checks.check_state_dir(str(file))))
+    assert found.level == "fail" and "is no folder" in found.advice and "MONARCH_STATE_DIR" in found.advice
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "gone")
+    assert "No such file" in next(iter(machine_checks.check_state_dir(str(link)))).advice
+
+
+def test_a_state_directory_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 4711)
+    found = next(iter(machine_checks.check_state_dir(str(tmp_path))))
+    assert found.level == "fail" and "you are uid 4711" in found.advice
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert "cannot be written by you" in next(iter(machine_checks.check_state_dir(str(tmp_path)))).advice
+
+
+@pytest.mark.parametrize(
+    ("free", "files", "inodes", "level"),
+    [
+        (1 << 40, 1000000, 500000, "ok"),
+        (1 << 40, 0, 0, "ok"),
+        (1 << 40, 1000000, 3, "warn"),
+        (1 << 40, 1000000, 0, "fail"),
+        (1 << 28, 1000000, 500000, "warn"),
+        (1 << 20, 1000000, 500000, "fail"),
+    ],
+)
+def test_space_and_inodes(monkeypatch: pytest.MonkeyPatch, free: int, files: int, inodes: int, level: str) -> None:
+    disk = SimpleNamespace(f_bavail=free // 4096, f_frsize=4096, f_files=files, f_favail=inodes)
+    monkeypatch.setattr(os, "statvfs", lambda _: disk)
+    assert machine_checks.check_space("disk", "/").level == level
+
+
+def test_a_folder_that_does_not_exist() -> None:
+    assert machine_checks.check_space("temporary folder", "/nosuch").level == "fail"
+    assert machine_checks.check_shared_memory("/nosuch").level == "fail"
+
+
+@pytest.mark.parametrize(("free", "level"), [(64 << 20, "warn"), (1 << 30, "ok")])
+def test_shared_memory(monkeypatch: pytest.MonkeyPatch, free: int, level: str) -> None:
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=free // 4096, f_frsize=4096))
+    assert machine_checks.check_shared_memory("/dev/shm").level == level
+
+
+def test_paths_of_sockets(tmp_path: Path) -> None:
+    assert machine_checks.check_sockets("/s/apps", "/nosuch").value.startswith("/s/apps")
+    assert machine_checks.check_sockets("/s" * 60, str(tmp_path)).value == str(tmp_path)
+    assert machine_checks.check_sockets("/s" * 60, "/nosuch").value == "/tmp"
+
+
+def test_limits_and_ports(tmp_path: Path) -> None:
+    assert machine_checks.check_open_files(65536, resource.RLIM_INFINITY).level == "ok"
+    assert machine_checks.check_open_files(256, 4096).level == "warn"
+    ports = tmp_path / "range"
+    for text, level in (("32768\t60999\n", "ok"), ("60000 60100", "warn"), ("?", "ok")):
+        ports.write_text(text)
+        assert machine_checks.check_ports(ports).level == level
+
+
+@pytest.mark.parametrize(
+    ("now", "synchronised", "level"), [(2e9, True, "ok"), (2e9, None, "ok"), (2e9, False, "warn"), (1e9, True, "fail")]
+)
+def test_the_clock(now: float, synchronised: bool | None, level: str) -> None:
+    assert machine_checks.check_clock(now, 1.9e9, synchronised).level == level
+
+
+# -- places ------------------------------------------------------------------------------------------------------------
+
+
+def test_docker() -> None:
+    daemon: Any = SimpleNamespace(client=SimpleNamespace(info=lambda: {"ServerVersion": "28.1", "OSType": "linux"}))
+    assert levels(check_daemon(daemon)) == {"Docker": "ok"}
+    daemon.client.info = lambda: {"OSType": "windows"}
+    assert levels(check_daemon(daemon)) == {"Docker": "fail"}
+
+
+@pytest.mark.parametrize(
+    ("ping", "sinfo", "options", "expected"),
+    [
+        ("is UP", "main* up 4\nmain* up 2", SlurmOpts(), {"slurmctld": "ok", "partition": "ok"}),
+        ("is UP", "main* up 4", None, {"slurmctld": "ok"}),
+        ("is UP", "other up 4", SlurmOpts(), {"slurmctld": "ok", "partition": "fail"}),
+        ("is UP", "old down 4", SlurmOpts(partition="old"), {"slurmctld": "ok", "partition": "fail"}),
+        ("is UP", "", SlurmOpts(partition="none"), {"slurmctld": "ok", "partition": "fail"}),
+        ("is DOWN", "main* up 4", SlurmOpts(), {"slurmctld": "fail"}),
+    ],
+)
+def test_slurm(
+    ping: str, sinfo: str, options: SlurmOpts | None, expected: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(words: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
+        told = f"Slurmctld(primary) at head {ping}" if words[0] == "scontrol" else sinfo
+        return subprocess.CompletedProcess(words, 0, "slurm 24.05" if "--version" in words else told, "")
+
+    monkeypatch.setattr(native, "run", run)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    found = levels(check_slurm(options))
+    assert {name: found[name] for name in ("slurmctld", "partition") if name in found} == expected
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert levels(check_slurm(options)) == {"Slurm's commands": "fail"}
+
+
+class Cluster:
+    """An API server with or without Volcano, where a user has some rights."""
+
+    host, namespace = "https://cluster", "mine"
+
+    def __init__(self, version: str, volcano: bool, denied: str) -> None:
+        self._version, self._volcano, self._denied = version, volcano, denied
+
+    def get(self, path: str) -> dict[str, Any]:
+        return {"gitVersion": self._version}
+
+    def find(self, path: str) -> dict[str, Any] | None:
+        return {} if self._volcano else None
+
+    def create(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        asked = body["spec"]["resourceAttributes"]
+        assert asked["namespace"] == self.namespace
+        return {"status": {"allowed": f"{asked['verb']} {asked['resource']}/{asked['subresource']}" != self._denied}}
+
+
+@pytest.mark.parametrize(
+    ("cluster", "options", "wrong"),
+    [
+        (Cluster("v1.31.2", False, ""), KubernetesOpts(), {}),
+        (Cluster("v1.28.0", False, ""), None, {"Kubernetes": "warn"}),
+        (Cluster("v1.31.2", False, ""), KubernetesOpts(mode="volcano"), {"mode": "fail"}),
+        (Cluster("v1.31.2", True, "create secrets/"), KubernetesOpts(), {"namespace": "fail"}),
+        (Cluster("v1.31.2", True, "get pods/log"), KubernetesOpts(), {"namespace": "fail"}),
+    ],
+)
+def test_kubernetes(cluster: Any, options: KubernetesOpts | None, wrong: dict[str, str]) -> None:
+    found = levels(check_cluster(cluster, options))
+    assert {name: level for name, level in found.items() if level != "ok"} == wrong
+
+
+@pytest.mark.parametrize(
+    ("queues", "share_id", "wrong"),
+    [
+        ([{"state": "ENABLED", "status": "VALID"}], None, {}),
+        ([], None, {"queue": "fail"}),
+        ([{"state": "DISABLED", "status": "VALID"}], None, {"queue": "fail"}),
+        ([{"state": "ENABLED", "status": "VALID", "schedulingPolicyArn": "arn"}], None, {"share_id": "fail"}),
+        ([{"state": "ENABLED", "status": "VALID"}], "s", {"share_id": "fail"}),
+    ],
+)
+def test_aws(queues: list[dict[str, str]], share_id: str | None, wrong: dict[str, str]) -> None:
+    aws: Any = SimpleNamespace(
+        call=lambda service, operation, **more: {"Arn": "arn:me"} if service == "sts" else {"jobQueues": queues},
+        client=lambda service: SimpleNamespace(meta=SimpleNamespace(region_name="eu-west-1")),
+    )
+    found = levels(check_cloud(aws, AWSBatchOpts(queue="q", share_id=share_id)))
+    assert {name: level for name, level in found.items() if level != "ok"} == wrong
+    assert levels(check_cloud(aws, None)) == {"AWS": "ok"}
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_that_raises_or_hangs_is_a_failed_check() -> None:
+    release = threading.Event()
+
+    def hangs() -> Iterable[CheckResult]:
+        yield check("first", "1")
+        release.wait(60)
+
+    def raises() -> Iterable[CheckResult]:
+        yield check("second", "2")
+        raise SystemExit("torchx is too old")
+
+    try:
+        results = doctor.run_groups({"slow": hangs, "broken": raises}, 0.2)
+    finally:
+        release.set()
+    assert [(each.what, each.level) for each in results] == [
+        *(("first", "ok"), ("slow", "fail")),
+        *(("second", "ok"), ("broken", "fail")),
+    ]
+    assert "no answer in 0.2 s" in results[1].advice and results[3].advice == "torchx is too old"
+
+
+@pytest.fixture
+def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine without any cluster or daemon, whose state directory is a file."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TORCHXCONFIG", raising=False)
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "nosuch"))
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/nosuch")
+    monkeypatch.setenv("MONARCH_STATE_DIR", str(tmp_path / "state"))
+    (tmp_path / "state").touch()
+    return tmp_path
+
+
+def run(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    try:
+        command.run(parser.parse_args(words))
+    except SystemExit as error:
+        return int(str(error.code))
+    return 0
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Docker's client leaves a socket
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("-s monarch_docker", "fail  monarch_docker: there is no Docker daemon"),
+        ("-s monarch_kubernetes", "fail  monarch_kubernetes: no Kubernetes cluster is configured"),
+        ("-s monarch_lokal", "fail  scheduler: monarch_lokal; there is none of this name. Did you mean monarch_local?"),
+        ("-s local_cwd", "fail  scheduler: local_cwd; it is of another package"),
+        ("-s monarch_local -cfg lease=0", "fail  run options: lease=0; Run option `lease` is 0; "),
+        ("-s monarch_local -cfg leas=1", "fail  run options: leas=1; Unknown run option `leas`. Did you mean lease?"),
+        ("-s monarch_local -cfg =,=", "fail  run options: "),
+        ("-s monarch_aws_batch", "fail  run options: Required run option: queue"),
+        ("-s monarch_local", "ok    run options: defaults"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(
+    words: str, line: str, broken: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*words.split()) == 1
+    printed = capsys.readouterr()
+    assert any(each.startswith(line) for each in printed.out.splitlines()), printed.out
+    assert f"fail  state folder: {broken}/state" in printed.out
+    assert "Traceback" not in printed.out + printed.err
+
+
+def test_unreadable_configuration(
+    broken: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (broken / "config").write_text("[monarch_local\nlease = 3\n")
+    monkeypatch.setenv("TORCHXCONFIG", str(broken / "config"))
+    assert run("-s", "monarch_local") == 1
+    assert "fail  .torchxconfig: TorchX cannot read it" in capsys.readouterr().out
+
+
+def test_schedulers_that_cannot_be_used_are_warnings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MONARCH_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/nosuch")
+    monkeypatch.setattr(doctor, "get_scheduler_factories", lambda: {"monarch_docker": None, "monarch_local": None})
+    monkeypatch.setattr(doctor, "_create", lambda name: (None, check("scheduler", name, fail="missing")))
+    assert run("--json") == 0
+    found = {each["what"]: each for each in json.loads(capsys.readouterr().out)}
+    assert found["monarch_docker"]["level"] == "warn"
+    assert found["monarch_docker"]["advice"] == "cannot be used: missing"
+
+
+def test_options_need_a_scheduler(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("-cfg", "lease=3") == 64
+    assert "needs -s" in capsys.readouterr().err

@@ -1,0 +1,44 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The result of one check of ``torchx monarch doctor``."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, TypeAlias
+
+Level: TypeAlias = Literal["ok", "warn", "fail"]
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckResult:
+    """The result of one check.
+
+    Attributes:
+        level: ``fail`` if jobs cannot run, ``warn`` if some cannot, or if it is not certain.
+        what: what was checked.
+        value: what was found; empty if nothing was.
+        advice: what is wrong and how to mend it; empty if nothing is wrong.
+    """
+
+    level: Level
+    what: str
+    value: str = ""
+    advice: str = ""
+
+    def line(self) -> str:
+        """Return the result as one line of text."""
+        found = "; ".join(filter(None, (self.value, self.advice)))
+        return f"{self.level:4}  {self.what}: {found}"
+
+
+def check(what: str, value: str, fail: str = "", warn: str = "") -> CheckResult:
+    """Return a result whose level follows from what is wrong.
+
+    Args:
+        what: what was checked.
+        value: what was found.
+        fail: why jobs cannot run, and how to mend it; empty if they can.
+        warn: why some jobs cannot run, and how to mend it; empty if nothing is wrong. ``fail`` takes precedence.
+    """
+    return CheckResult("fail" if fail else "warn" if warn else "ok", what, value, fail or warn)

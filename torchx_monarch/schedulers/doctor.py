@@ -1,0 +1,179 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Run the checks of ``torchx monarch doctor``: what is installed, this machine, and schedulers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+
+from torchx.runner import config
+from torchx.schedulers import get_scheduler_factories
+from torchx.specs import CfgVal
+
+from torchx_monarch.backends.core.errors import BackendError
+from torchx_monarch.model.check_result import CheckResult, check
+from torchx_monarch.model.spelling import did_you_mean
+from torchx_monarch.schedulers import EXTRAS
+from torchx_monarch.schedulers.install_checks import check_extra, check_installation
+from torchx_monarch.schedulers.machine_checks import check_machine
+from torchx_monarch.schedulers.monarch import MonarchScheduler
+
+_TIMEOUT = 20.0
+"""Seconds for the checks of a group, such as a scheduler's: a cluster that cannot be reached answers late."""
+
+
+def diagnose(scheduler: str, cfg: str, timeout: float = _TIMEOUT) -> list[CheckResult]:
+    """Run all checks and return their results. Submit nothing.
+
+    Args:
+        scheduler: name of the scheduler to check with its run options; empty to see which schedulers can be used.
+        cfg: run options of ``scheduler``, as for ``torchx run -cfg``.
+        timeout: seconds for the checks of a group; groups run at the same time.
+    """
+    groups: dict[str, Callable[[], Iterable[CheckResult]]] = {
+        "installation": check_installation,
+        "machine": check_machine,
+        "configuration": check_configuration,
+    }
+    if scheduler:
+        groups[scheduler] = lambda: check_scheduler(scheduler, cfg)
+    else:
+        ours = (name for name in get_scheduler_factories() if name.startswith("monarch_"))
+        for name in sorted(ours):
+            groups[name] = lambda name=name: check_usable(name, timeout)  # type: ignore[misc]
+    return run_groups(groups, timeout + 1.0)
+
+
+def run_groups(groups: dict[str, Callable[[], Iterable[CheckResult]]], timeout: float) -> list[CheckResult]:
+    """Run groups of checks at the same time; return their results, in the order of the groups.
+
+    A group that raises an exception, or does not end in time, adds a failed check of its name.
+
+    Args:
+        groups: yields the results of a group, by its name.
+        timeout: seconds for each group.
+    """
+    found: dict[str, list[CheckResult]] = {name: [] for name in groups}
+
+    def run(name: str) -> None:
+        try:
+            for result in groups[name]():
+                found[name].append(result)
+        except (Exception, SystemExit) as error:
+            found[name].append(check(name, "", fail=_one_line(error)))
+
+    # Not a pool: the interpreter would wait for its threads at its end, and a network file system may hang for minutes.
+    threads = {name: threading.Thread(target=run, args=[name], daemon=True) for name in groups}
+    for thread in threads.values():
+        thread.start()
+    results: list[CheckResult] = []
+    for name, thread in threads.items():
+        thread.join(timeout)
+        results += found[name]
+        if thread.is_alive():
+            results.append(check(name, "", fail=f"no answer in {timeout:g} s: see the network, the daemon, the disk"))
+    return results
+
+
+def check_configuration() -> Iterable[CheckResult]:
+    """Check that TorchX can read its configuration files."""
+    try:
+        files = _load_configuration("monarch_local", {})
+    except Exception as error:
+        yield check(".torchxconfig", "", fail=f"TorchX cannot read it: {_one_line(error)}; mend that line")
+        return
+    yield check(".torchxconfig", ", ".join(files) or "none")
+
+
+def check_scheduler(name: str, cfg: str) -> Iterable[CheckResult]:
+    """Check that jobs can be submitted to a scheduler with run options.
+
+    Args:
+        name: name of the scheduler.
+        cfg: run options, as for ``torchx run -cfg``; those of ``.torchxconfig`` are added.
+    """
+    scheduler = None
+    try:
+        scheduler, result = _create(name)
+        yield result
+        if scheduler is None:
+            return
+        options = scheduler.run_opts()
+        try:
+            values: dict[str, CfgVal] = options.cfg_from_str(cfg)
+            _load_configuration(name, values)
+            resolved = options.resolve(values)
+            scheduler.check_options(resolved)
+        except BackendError:
+            raise
+        except Exception as error:
+            reason = _one_line(error).partition(" Given: {")[0].rstrip(".")  # TorchX adds all options
+            yield check("run options", cfg, fail=f"{reason}; `torchx runopts {name}` lists them")
+            return
+        yield check("run options", cfg or "defaults")
+        yield from scheduler.checks(resolved)
+    finally:
+        if scheduler is not None:
+            scheduler.inner.close()
+
+
+def check_usable(name: str, timeout: float) -> Iterable[CheckResult]:
+    """Check whether a scheduler can be used; yield one result, a warning if it cannot.
+
+    Args:
+        name: name of the scheduler.
+        timeout: seconds for the place where it runs apps to answer.
+    """
+
+    def place() -> Iterable[CheckResult]:
+        scheduler, result = _create(name)
+        if scheduler is None:
+            yield result
+            return
+        try:
+            yield from scheduler.checks(None)
+        finally:
+            scheduler.inner.close()
+
+    results = run_groups({name: place}, timeout)
+    wrong = next((each for each in results if each.level == "fail"), None)
+    if wrong is not None:
+        yield check(name, wrong.value, warn=f"cannot be used: {wrong.advice}")
+        return
+    yield check(name, ", ".join(each.value for each in results) or "can be used")
+
+
+def _load_configuration(scheduler: str, values: dict[str, CfgVal]) -> Sequence[str]:
+    """Add a scheduler's options of TorchX's configuration files; return the files. (TorchX's ``apply`` logs each.)"""
+    files: Sequence[str] = config.find_configs()
+    for path in files:
+        with open(path) as file:
+            config.load(scheduler, file, values)
+    return files
+
+
+def _create(name: str) -> tuple[MonarchScheduler | None, CheckResult]:
+    """Create a scheduler of this package; return None and a failed check if that is impossible."""
+    factories = get_scheduler_factories()
+    ours = ", ".join(sorted(each for each in factories if each.startswith("monarch_")))
+    if name not in factories:
+        hint = did_you_mean(name, list(factories))
+        advice = f"there is none of this name.{hint} Those of torchx-monarch are {ours}"
+        return None, check("scheduler", name, fail=advice)
+    if name in EXTRAS and (missing := check_extra(EXTRAS[name])):
+        return None, missing[0]
+    scheduler = factories[name]("torchx")
+    if not isinstance(scheduler, MonarchScheduler):
+        advice = f"it is of another package, which has no checks; those of torchx-monarch are {ours}"
+        return None, check("scheduler", name, fail=advice)
+    return scheduler, check("scheduler", name)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+
+
+def failed(results: Sequence[CheckResult]) -> bool:
+    """Return whether a check has failed."""
+    return any(result.level == "fail" for result in results)

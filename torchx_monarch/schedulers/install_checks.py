@@ -1,0 +1,156 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Check what is installed: Python, the packages that torchx-monarch needs, its registration with TorchX."""
+
+from __future__ import annotations
+
+import glob
+import operator
+import platform
+import re
+import sys
+from collections.abc import Callable, Iterator
+from importlib import metadata
+
+from torchx_monarch.model.check_result import CheckResult, check
+
+_PYTHONS = ((3, 10), (3, 13))
+"""The oldest and the newest Python that is tested."""
+
+_SHOWN = ("torch", "torchx-nightly", "torchmonarch")
+"""The requirements that are reported also if nothing is wrong."""
+
+_ENTRY_POINTS = {"torchx.schedulers": "monarch_local", "torchx.cli.cmds": "monarch", "torchx.components": "monarch"}
+"""An entry point of this package in each of TorchX's groups."""
+
+_COMPARE: dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+
+
+def check_installation() -> Iterator[CheckResult]:
+    """Check the interpreter and the packages that every scheduler needs."""
+    low, high = _PYTHONS
+    tested = f"torchx-monarch is tested with Python {low[0]}.{low[1]} to {high[0]}.{high[1]}"
+    found = sys.version_info[:2]
+    yield check(
+        "python",
+        f"{platform.python_version()} ({sys.executable})",
+        fail=f"{tested}: make an environment with one of these" if found < low else "",
+        warn=tested if found > high else "",
+    )
+    yield check("torchx-monarch", _version("torchx-monarch") or "", fail=_not_installed("torchx-monarch"))
+    for requirement in _requirements(""):
+        result = check_requirement(*requirement)
+        if result.level != "ok" or requirement[0] in _SHOWN:
+            yield result
+    stable = _version("torchx")
+    if stable:
+        yield check("torchx", stable, fail=_BOTH_TORCHX)
+    yield check_devices(_version("torch") or "", len(glob.glob("/dev/nvidia[0-9]*")))
+    yield from check_registration()
+
+
+_BOTH_TORCHX = (
+    "it owns the same files as torchx-nightly, and lacks what torchx-monarch needs; "
+    "run: pip uninstall -y torchx torchx-nightly && pip install torchx-nightly"
+)
+
+
+def check_extra(extra: str) -> list[CheckResult]:
+    """Check the packages of an extra of this package, such as ``docker``; return the wrong ones."""
+    results = [check_requirement(*requirement) for requirement in _requirements(extra)]
+    return [result for result in results if result.level != "ok"]
+
+
+def check_requirement(name: str, versions: str) -> CheckResult:
+    """Check that a package is installed, in one of the versions that this package works with.
+
+    Args:
+        name: name of the distribution.
+        versions: the versions, such as ``>=0.7,<0.8``; empty for any.
+    """
+    found = _version(name)
+    install = f"run: pip install '{name}{versions}'"
+    if found is None:
+        return check(name, "not installed", fail=install)
+    wrong = not in_range(found, versions)
+    return check(name, found, fail=f"torchx-monarch needs {versions}; {install}" if wrong else "")
+
+
+def in_range(version: str, versions: str) -> bool:
+    """Return whether a version is in a range, comparing the numbers of the releases alone.
+
+    Args:
+        version: the version, such as ``2.13.0+cpu``.
+        versions: the range, such as ``>=29,!=37.0.2``; empty for any.
+    """
+    release = _release(version)
+    for clause in filter(None, (each.strip() for each in versions.split(","))):
+        found = re.fullmatch(r"(>=|<=|==|!=|>|<)\s*([\d.]+)", clause)
+        if found and not _COMPARE[found[1]](release, _release(found[2])):
+            return False
+    return True
+
+
+def check_devices(torch: str, devices: int) -> CheckResult:
+    """Check that torch can use the GPUs of this machine.
+
+    Args:
+        torch: torch's version; empty if it is not installed.
+        devices: number of NVIDIA devices.
+    """
+    unused = devices and torch.endswith("+cpu")
+    advice = f"torch {torch} is built without CUDA; install a build with it (https://pytorch.org/get-started/locally)"
+    return check("GPUs", f"{devices} of NVIDIA", warn=advice if unused else "")
+
+
+def check_registration() -> Iterator[CheckResult]:
+    """Check that TorchX finds this package's schedulers, commands and components by their entry points."""
+    missing = [group for group, name in _ENTRY_POINTS.items() if name not in metadata.entry_points(group=group).names]
+    advice = f"{', '.join(missing)} lack this package: install torchx-monarch again, with pip"
+    yield check("entry points", ", ".join(_ENTRY_POINTS), fail=advice if missing else "")
+    from torchx.schedulers import get_scheduler_factories
+
+    found = sorted(name for name in get_scheduler_factories() if name.startswith("monarch_"))
+    advice = "TorchX lists none of this package: install torchx-monarch again, with pip"
+    yield check("schedulers", ", ".join(found), fail="" if found else advice)
+
+
+def _requirements(extra: str) -> Iterator[tuple[str, str]]:
+    """Yield the name and the versions of each requirement of this package, or of one of its extras."""
+    try:
+        requirements = metadata.requires("torchx-monarch") or []
+    except metadata.PackageNotFoundError:
+        return
+    for text in requirements:
+        requirement, _, marker = text.partition(";")
+        wanted = re.search(r"extra == [\"'](.+?)[\"']", marker)
+        name = re.match(r"[\w.-]+", requirement)
+        if name and (wanted[1] if wanted else "") == extra:
+            yield name[0], requirement[name.end() :].strip()
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _not_installed(name: str) -> str:
+    return "" if _version(name) else f"it is not installed, only importable; run: pip install {name}"
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Return the numbers of a release, without zeros at the end: (2, 13) of ``2.13.0+cpu``."""
+    found = re.match(r"\d+(\.\d+)*", version.strip())
+    numbers = [int(each) for each in found[0].split(".")] if found else []
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return tuple(numbers)
