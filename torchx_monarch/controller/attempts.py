@@ -32,6 +32,7 @@ from torchx_monarch.controller.host_messages import (
     WatchRanks,
 )
 from torchx_monarch.controller.job_options import JobOptions
+from torchx_monarch.controller.preflight import Preflight
 from torchx_monarch.insight.hangs import Hang
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.job_result import (
@@ -65,6 +66,7 @@ class Attempts:
         reporter: writes progress lines and events.
         hang_watch: finds ranks that hang.
         first_output: set when a rank of this host has printed something; None if that is not reported.
+        preflight: checks the hosts before the first attempt on them; None for no check.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Attempts:
         reporter: Reporter,
         hang_watch: HangWatch,
         first_output: asyncio.Event | None,
+        preflight: Preflight | None = None,
     ) -> None:
         self.number = 0
         self.exits: dict[int, RankExit] = {}
@@ -86,6 +89,7 @@ class Attempts:
         self._reporter = reporter
         self._hang_watch = hang_watch
         self._first_output = first_output
+        self._preflight = preflight
         self._launched = -1
         self._recorded = -1
         self._uncounted = 0
@@ -118,6 +122,8 @@ class Attempts:
             Interrupted: an event is pending; the ranks still run.
             HostRefused: a host refused a request.
         """
+        if self._preflight is not None and (reason := await self._preflight.check(hosts)):
+            return JobResult(1, reason)
         budget, never_joined = self._options.max_restarts, frozenset[int]()
         backoff, clock = retry.Backoff(), asyncio.get_running_loop().time
         began = clock()

@@ -18,6 +18,7 @@ from torchx_monarch.insight.hangs import RankCollectives
 from torchx_monarch.insight.rank_sample import RankSample
 from torchx_monarch.insight.stacks import ProcessStacks
 from torchx_monarch.model.codec import DecodeError, decode
+from torchx_monarch.model.host_facts import HostFacts, Link
 from torchx_monarch.model.job_result import RankExit
 from torchx_monarch.model.world import World
 
@@ -147,6 +148,26 @@ class RanksSampled:
 
 
 @dataclasses.dataclass(frozen=True)
+class TakeFacts:
+    """Take the facts that the pre-flight compares (see ``model.host_facts``).
+
+    Attributes:
+        links: number of hosts that measure their connection to replica 0; 0 if none does.
+    """
+
+    links: int
+
+
+@dataclasses.dataclass(frozen=True)
+class FactsTaken:
+    """The answer to ``TakeFacts``; ``link`` is None on replica 0's host, and where it was not measured."""
+
+    replica: int
+    facts: HostFacts
+    link: Link | None
+
+
+@dataclasses.dataclass(frozen=True)
 class BeginRun:
     """Prepare for a run on a live allocation; a repetition for the same run changes nothing.
 
@@ -265,8 +286,8 @@ class RunOutput:
 
 _RankRequest: TypeAlias = OpenStore | LaunchRanks | WatchRanks | StopRanks | TakeStacks | ReadCollectives | SampleRanks
 _RankAnswer: TypeAlias = StoreOpened | Launched | RanksExited | StacksTaken | CollectivesRead | RanksSampled
-Request: TypeAlias = _RankRequest | BeginRun | FinishRun | HandleCode
-Answer: TypeAlias = _RankAnswer | RunBegun | RunFinished | CodeHandled | Refused
+Request: TypeAlias = _RankRequest | TakeFacts | BeginRun | FinishRun | HandleCode
+Answer: TypeAlias = _RankAnswer | FactsTaken | RunBegun | RunFinished | CodeHandled | Refused
 Report: TypeAlias = SignalReceived | AgentLost | RunOutput
 Handler: TypeAlias = Callable[[Request], Awaitable[Answer]]
 

@@ -10,7 +10,7 @@ from typing import Any
 from torchx_monarch.command.command import Command
 from torchx_monarch.controller.elastic import NodeRange
 from torchx_monarch.controller.host_network import HostNetwork
-from torchx_monarch.model.host_spec import ON_HANG, HostSpec
+from torchx_monarch.model.host_spec import ON_HANG, PREFLIGHT, HostSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +34,7 @@ class JobOptions:
         hang_after: seconds for which ranks wait in a collective until that counts as a hang; 0 for never.
         on_hang: what to do about ranks that hang: ``observe``, ``restart`` or ``fail``.
         preload: modules that each host imports once for all of its ranks, for messages; empty for none.
+        preflight: whether hosts are checked before ranks start: ``on``, ``warn`` or ``off``.
     """
 
     run_id: str
@@ -52,6 +53,7 @@ class JobOptions:
     hang_after: float = 0.0
     on_hang: str = ON_HANG[0]
     preload: tuple[str, ...] = ()
+    preflight: str = PREFLIGHT[0]
 
     @classmethod
     def of(
@@ -80,5 +82,6 @@ class JobOptions:
             hang_after=options.hang_after,
             on_hang=options.on_hang,
             preload=options.preload_modules if options.forks_ranks else (),
+            preflight=options.preflight,
             **more,
         )

@@ -21,6 +21,7 @@ from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_messages import (
     Answer,
     CollectivesRead,
+    FactsTaken,
     Launched,
     LaunchRanks,
     OpenStore,
@@ -33,6 +34,7 @@ from torchx_monarch.controller.host_messages import (
     StacksTaken,
     StopRanks,
     StoreOpened,
+    TakeFacts,
     TakeStacks,
     WatchRanks,
     decode_request,
@@ -40,7 +42,10 @@ from torchx_monarch.controller.host_messages import (
 )
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.host_queries import HostQueries
+from torchx_monarch.controller.link_test import LinkTest, measure
+from torchx_monarch.controller.preflight import Preflight
 from torchx_monarch.controller.spmd_work import Session, SpmdWork
+from torchx_monarch.host.preflight import take_facts
 from torchx_monarch.host.ranks.rank_pool import RankPool
 from torchx_monarch.host.workload import Control, Host
 from torchx_monarch.model.world import LaunchError
@@ -94,6 +99,7 @@ class SpmdWorkload:
         self._host = host
         self._runs = runs
         self._monarch: asyncio.Task[None] | None = None
+        self._network: HostNetwork | None = None
 
     @property
     def command(self) -> Command | None:
@@ -129,6 +135,7 @@ class SpmdWorkload:
         The controller calls its own host, replica 0, directly: there is no agent.
         """
         options = self._host.options
+        self._network = network
         if options.replica > 0:
             link = os.path.join(self._host.sockets, "link")
             await AgentServer(link, self._handle_message, on_agent_lost, options.lease).start()
@@ -162,12 +169,14 @@ class SpmdWorkload:
         sessions = DebugSessions(command, reporter.line)
         control.rendezvous.clients.update(sessions.clients)
         self._host.connector = sessions.connect
+        control.rendezvous.clients["link"] = LinkTest().serve
         session = self._runs.session(control, agents)
         first_output = self._runs.first_output
         hang_watch = HangWatch(agents, reporter, options.hang_after, options.on_hang)
 
         def new_attempts() -> Attempts:
-            return Attempts(options, agents, control.gatherer, events, reporter, hang_watch, first_output)
+            preflight = Preflight(options.preflight, control.network.rendezvous.networked, agents, reporter)
+            return Attempts(options, agents, control.gatherer, events, reporter, hang_watch, first_output, preflight)
 
         return SpmdWork(session, agents, control.gatherer, events, new_attempts)
 
@@ -206,6 +215,8 @@ class SpmdWorkload:
             return CollectivesRead(replica, longest, tuple(ranks) if request.details else ())
         if isinstance(request, SampleRanks):
             return RanksSampled(replica, tuple(await pool.samples()))
+        if isinstance(request, TakeFacts):
+            return await self._take_facts(pool, request.links)
         if isinstance(request, WatchRanks):
             await pool.watch()
         elif isinstance(request, StopRanks):
@@ -213,3 +224,16 @@ class SpmdWorkload:
         else:
             return await self._runs.handle(request)
         return RanksExited(replica, tuple(pool.exits()))
+
+    async def _take_facts(self, pool: RankPool, links: int) -> FactsTaken:
+        """Take the facts of this host, and measure its connection to replica 0 if it is another host.
+
+        Args:
+            pool: the ranks.
+            links: number of hosts that measure; 0 if none does.
+        """
+        replica, measuring = self._host.options.replica, None
+        if links and replica and self._network is not None:
+            measuring = asyncio.ensure_future(measure(self._network, links))
+        facts = await asyncio.get_running_loop().run_in_executor(None, take_facts, pool.run)
+        return FactsTaken(replica, facts, await measuring if measuring is not None else None)

@@ -31,6 +31,9 @@ ON_HANG = ("observe", "restart", "fail")
 RANKS = ("fork", "fresh")
 """How ranks start: as forks of the host's zygote, or as interpreters of their own."""
 
+PREFLIGHT = ("off", "on", "warn")
+"""Whether the hosts are compared before ranks start, and whether a difference fails the job."""
+
 AUTO = "auto"
 """Stands among the modules to preload for torch and the modules that earlier runs of a program have imported."""
 
@@ -66,6 +69,12 @@ def parse_word(words: Sequence[str]) -> Callable[[str], str]:
         return text
 
     return parse
+
+
+def _parse_preflight(text: str) -> str:
+    if text not in PREFLIGHT:
+        raise ValueError(f"{text!r} is not {', '.join(PREFLIGHT)}")
+    return text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +127,11 @@ class HostSpec:
         RANKS[0],
         "fork: ranks are forks of the zygote; fresh: they are interpreters of their own",
         parse=parse_word(RANKS),
+    )
+    preflight: str = _flag(
+        PREFLIGHT[0],
+        "on: the hosts are compared before ranks start, and a difference ends the job; warn: it is reported",
+        parse=_parse_preflight,
     )
     lease: float = _seconds(LEASE, "seconds without a message after which a host or its agent counts as lost", 1)
     hang_after: float = _seconds(

@@ -32,7 +32,7 @@ from torchx_monarch.command.rewrite import Rewritten, WrapOptions, rewrite
 from torchx_monarch.insight import events
 from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.exit_codes import parse_exit_codes
-from torchx_monarch.model.host_spec import ON_HANG, RANKS, HostSpec, parse_ports
+from torchx_monarch.model.host_spec import ON_HANG, PREFLIGHT, RANKS, HostSpec, parse_ports
 from torchx_monarch.model.sidecars import SidecarError
 from torchx_monarch.model.spelling import nearest
 from torchx_monarch.schedulers import image_push
@@ -52,7 +52,7 @@ _PORTS_DRAWN = range(20000, 30000)
 _LOWEST = {"grace": 0, "host_timeout": 1, "lease": 1, "hang_after": 0, "debug_wait": 0}
 """The lowest value of options that are numbers of seconds."""
 
-_WORDS = {"ranks": RANKS, "on_hang": ON_HANG}
+_WORDS = {"ranks": RANKS, "on_hang": ON_HANG, "preflight": PREFLIGHT}
 """The values of options that are one of some words."""
 
 
@@ -212,6 +212,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             hang_after=float(options.hang_after),
             on_hang=options.on_hang,
             debug_wait=float(options.debug_wait),
+            preflight=options.preflight,
             timestamps=options.timestamps,
         )
         if not isinstance(options, NetworkOpts):

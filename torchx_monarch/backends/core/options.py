@@ -39,6 +39,10 @@ class MonarchOpts(StructuredOpts):  # type: ignore[misc]
     """Seconds for which a rank waits in `breakpoint()` for `torchx monarch debug`; 0: it does not wait. Without a
     debugger it goes on, and does not wait in later ones."""
 
+    preflight: str = "off"
+    """`on`: before ranks start, compare the hosts (versions, program, readable paths, clocks, memory, links) and fail
+    the job if one differs or is unfit; `warn`: only say so. `off` by default."""
+
     preload: str = "torch"
     """Modules, separated by `+`, that one interpreter per host imports while the mesh forms, for all ranks of a
     torchrun command; `none` for programs that must set environment variables before the first import of torch. `auto`:

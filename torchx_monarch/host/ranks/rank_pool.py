@@ -28,6 +28,7 @@ from torchx_monarch.host.ranks.rank_process import RankProcess
 from torchx_monarch.host.ranks.rank_samples import RankSampler, SampledRank
 from torchx_monarch.host.ranks.rank_stacks import take_stacks
 from torchx_monarch.host.ranks.rank_starter import RankStarter
+from torchx_monarch.host.ranks.run_spec import RunSpec
 from torchx_monarch.host.ranks.watchdog import FILE, Watchdog, WatchdogError
 from torchx_monarch.insight.hangs import RankCollectives
 from torchx_monarch.insight.rank_sample import RankSample
@@ -102,6 +103,11 @@ class RankPool:
         self._marker = logs.run.environ.get(processes.MARKER, "")
         self._stacks = AttemptStacks(logs.replica, logs.hostname, self._marker)
         self._sampler = RankSampler(logs.replica, logs.hostname, self._marker, recorders)
+
+    @property
+    def run(self) -> RunSpec:
+        """What the ranks execute."""
+        return self._run
 
     async def start(self, nproc: str) -> int:
         """Prepare for the ranks (see ``RankStarter.prepare``) and return their number on this host.

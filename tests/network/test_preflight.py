@@ -1,0 +1,73 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The pre-flight on hosts that are machines of their own: what differs between them is named before ranks start."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.local.hosts import Hosts
+from tests.network.namespaces import Network, requires_namespaces
+
+pytestmark = requires_namespaces
+
+
+@pytest.fixture
+def new_hosts(
+    network: Callable[[int], Network], networked: Callable[..., Hosts], tmp_path: Path
+) -> Callable[[], tuple[Network, Hosts]]:
+    """Makes two machines and hosts for them with the pre-flight, which are not started."""
+
+    def make() -> tuple[Network, Hosts]:
+        program = tmp_path / "prog.py"
+        program.write_text("import os\nprint('rank', os.environ['RANK'], 'runs', flush=True)\n")
+        command = ["torchrun", "--nnodes", "2", "--nproc-per-node", "1", "--tee", "3", str(program)]
+        machines = network(2)
+        options = ("--grace", "5", "--preload", "", "--preflight", "on")
+        return machines, networked(machines, command, options=options)
+
+    return make
+
+
+def slow_down(machines: Network, machine: int) -> str:
+    """Slow what a machine sends; return why that is impossible, empty if it is done."""
+    shape = ["tc", "qdisc", "add", "dev", "eth0", "root"]
+    for words in (["netem", "delay", "60ms"], ["tbf", "rate", "4mbit", "burst", "16kb", "latency", "400ms"]):
+        command = [*machines.within(machine), *shape, *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        if done.returncode == 0:
+            return ""
+    return done.stderr.strip()
+
+
+def test_hosts_that_are_alike_run(new_hosts: Callable[[], tuple[Network, Hosts]]) -> None:
+    _, hosts = new_hosts()
+    assert hosts.start().wait(90) == [0, 0], hosts.err() + hosts.err(1)
+    assert "[monarch] pre-flight: 2 hosts are fit and alike" in hosts.out() + hosts.err()
+    assert "rank 1 runs" in hosts.out(1)
+
+
+def test_every_difference_is_named_and_no_rank_starts(
+    new_hosts: Callable[[], tuple[Network, Hosts]], tmp_path: Path
+) -> None:
+    machines, hosts = new_hosts()
+    other = tmp_path / "other" / "torch-1.2.3.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.2.3\n")
+    loop = tmp_path / "loop"  # root may read everything else
+    loop.symlink_to(loop)
+    hosts.within[1] = (*machines.within(1), "env", f"PYTHONPATH={other.parent}:{loop}")
+    no_tc = slow_down(machines, 1)
+    assert hosts.start().wait(90) == [1, 1], hosts.err() + hosts.err(1)
+    log = [line for line in (hosts.out() + hosts.err()).splitlines() if "[monarch] pre-flight: " in line]
+    assert any("host 1 (" in line and " has torch 1.2.3, and host 0 (" in line for line in log), log
+    assert any("host 1 (" in line and f"cannot read {loop}: Too many levels" in line for line in log), log
+    assert not any("host 0 (" in line and "cannot read" in line for line in log), log
+    assert "runs" not in hosts.out() + hosts.out(1)
+    if no_tc:
+        pytest.skip(f"the link is not slowed here: {no_tc}")
+    assert any("the link from host 1 (" in line and " is slow (" in line for line in log), log

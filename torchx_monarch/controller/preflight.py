@@ -1,0 +1,89 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Check the hosts of a role before their ranks start (``-cfg preflight``)."""
+
+from __future__ import annotations
+
+import time
+
+from torchx_monarch.controller.agents import Agents
+from torchx_monarch.controller.host_comparison import compare
+from torchx_monarch.controller.host_messages import FactsTaken, TakeFacts
+from torchx_monarch.insight.progress import Reporter
+from torchx_monarch.model.host_facts import HostFacts, Link
+from torchx_monarch.model.registration import Registration
+from torchx_monarch.system.untrusted_text import one_line
+
+_LINE = 600
+
+
+class Preflight:
+    """Compare the hosts of a run, once for each set of hosts.
+
+    Args:
+        mode: ``on`` to fail the run if something is wrong, ``warn`` to report it, ``off`` to check nothing.
+        networked: whether hosts reach each other over a network.
+        agents: the agents of the hosts.
+        reporter: writes progress lines and events.
+    """
+
+    def __init__(self, mode: str, networked: bool, agents: Agents, reporter: Reporter) -> None:
+        self._mode = mode
+        self._networked = networked
+        self._agents = agents
+        self._reporter = reporter
+        self._checked: list[Registration] = []
+
+    async def check(self, hosts: list[Registration]) -> str:
+        """Check the hosts, unless these have been checked; return why the run must not start, empty if it may.
+
+        Raises:
+            Interrupted: an event is pending.
+            HostRefused: a host refused the request.
+        """
+        if self._mode == "off" or hosts == self._checked:
+            return ""
+        self._checked = hosts
+        began, sent = time.monotonic(), time.time()
+        names = {host.replica: host.name for host in hosts}
+        facts: dict[int, HostFacts] = {}
+        offsets: dict[int, float] = {}
+        links: dict[int, Link] = {}
+        async for answer in self._agents.ask(TakeFacts(len(hosts) if self._networked else 0)):
+            assert isinstance(answer, FactsTaken)
+            facts[answer.replica] = answer.facts
+            offsets[answer.replica] = clock_offset(answer.facts, sent, time.time())
+            if answer.link is not None:
+                links[answer.replica] = answer.link
+        order = [replica for replica in names if replica in facts]
+        problems = [
+            one_line(text, _LINE)
+            for text in compare(
+                {names[replica]: facts[replica] for replica in order},
+                {names[replica]: offsets[replica] for replica in order},
+                {names[replica]: links[replica] for replica in order if replica in links},
+            )
+        ]
+        for problem in problems:
+            self._reporter.line(f"pre-flight: {problem}")
+        if not problems:
+            self._reporter.line(f"pre-flight: {len(hosts)} hosts are fit and alike ({time.monotonic() - began:.2f} s)")
+        if not problems or self._mode == "warn":
+            return ""
+        more = f" (and {len(problems) - 1} more, see the log)" if len(problems) > 1 else ""
+        return f"pre-flight: {problems[0]}{more}"
+
+
+def clock_offset(facts: HostFacts, sent: float, received: float) -> float:
+    """Return the least seconds by which a host's clock is ahead of this one; negative if behind, 0 if it may agree.
+
+    The host read its clock after it had taken the facts, and before the answer arrived.
+
+    Args:
+        facts: the facts of the host.
+        sent: when the request was sent.
+        received: when the answer arrived.
+    """
+    if facts.clock > received:
+        return facts.clock - received
+    return min(0.0, facts.clock - (sent + facts.taken))

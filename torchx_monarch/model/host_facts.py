@@ -1,0 +1,65 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the pre-flight compares of the hosts of a role before their ranks start."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramFile:
+    """The script of a run.
+
+    Attributes:
+        path: its path.
+        size: its size in bytes.
+        digest: its SHA-256, as hexadecimal digits.
+    """
+
+    path: str
+    size: int
+    digest: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """The connection of a host to replica 0's.
+
+    Attributes:
+        latency: the shortest time of a message to replica 0 and its answer, in seconds.
+        rate: bytes per second to replica 0; 0 if none arrived.
+        problem: why it could not be measured; empty if it was.
+    """
+
+    latency: float = 0.0
+    rate: float = 0.0
+    problem: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class HostFacts:
+    """Facts of one host.
+
+    Attributes:
+        versions: versions by name, such as torch; a name is missing where there is no such thing.
+        problem: why the program's interpreter could not tell its versions; empty if it could.
+        program: the script; None for a module or another program, or if the file cannot be read.
+        paths: paths that the program reads, with the reason why the host cannot read them; empty if it can.
+        clock: the host's time when the facts were complete, in seconds since the epoch.
+        taken: seconds that it took to take them.
+        shared_memory: bytes free in /dev/shm; -1 if unknown.
+        open_files: how many files a rank may open; -1 for no limit.
+        gpus: the GPUs with memory that other processes hold, a text for each.
+    """
+
+    versions: Mapping[str, str]
+    problem: str = ""
+    program: ProgramFile | None = None
+    paths: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    clock: float = 0.0
+    taken: float = 0.0
+    shared_memory: int = -1
+    open_files: int = -1
+    gpus: tuple[str, ...] = ()
