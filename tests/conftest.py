@@ -35,7 +35,7 @@ _GONE_WITHIN = 20.0
 """Seconds that processes of a test have to go after its end: a supervisor removes its folder last of all."""
 
 
-# Whoever starts the tests in the background, or with nohup, has these ignored, and what is ignored stays so in every
+# These are ignored where the tests were started in the background, or with nohup, and what is ignored stays so in every
 # process that a test starts.
 for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
     if signal.getsignal(_number) is signal.SIG_IGN:
@@ -56,6 +56,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 _SHARING = ("clusters/[^/]+/", "packaging/", "conformance/test_interpreter.py", "conformance/test_process_group.py")
 """Tests that share a cluster, environments or launches, which are made once in each process that runs some of them."""
 
+_IMPORTING_TORCH = ("local/test_digits.py", "unit/test_master_endpoint.py", "unit/test_options.py")
+"""Tests that import torch, which each process that runs some of them does for over a second."""
+
 
 class _Together(LoadScopeScheduling):  # type: ignore[misc]
     """Gives what shares something to one worker, and every other test to whichever is free; the largest first.
@@ -64,6 +67,8 @@ class _Together(LoadScopeScheduling):  # type: ignore[misc]
     """
 
     def _split_scope(self, nodeid: str) -> str:
+        if nodeid.startswith(tuple(f"tests/{path}::" for path in _IMPORTING_TORCH)):
+            return "torch"
         found = re.match(f"tests/({'|'.join(_SHARING)})", nodeid)
         return found[0] if found else nodeid
 
@@ -92,18 +97,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
 
 
-def marked_processes(mark: str) -> dict[int, str]:
-    """Live processes that were started with the mark, and their command lines."""
+def all_processes() -> frozenset[str]:
+    """Return the pids of all processes of the machine, as /proc names them."""
+    return frozenset(filter(str.isdigit, os.listdir("/proc")))
+
+
+def marked_processes(mark: str, older: frozenset[str]) -> dict[int, str]:
+    """Return live processes that were started with the mark, and their command lines.
+
+    Args:
+        mark: of the test.
+        older: pids of processes that are not looked at: to read the environment of all takes milliseconds, and there
+            are thousands of tests.
+    """
     found: dict[int, str] = {}
     wanted = f"{_MARK}={mark}".encode()
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
+    for pid in all_processes() - older:
+        entry = Path("/proc", pid)
         try:
             if wanted in (entry / "environ").read_bytes().split(b"\0"):
                 state = (entry / "stat").read_bytes().rpartition(b")")[2].split()[0]
                 if state != b"Z":
-                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    found[int(pid)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         except OSError:
             continue
     return found
@@ -117,6 +132,7 @@ def leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[
     test's own; the latter is short, as paths of sockets must be.
     """
     mark = uuid.uuid4().hex
+    older = all_processes()
     short = Path("/tmp", f"tm{mark[:8]}")
     short.mkdir(mode=0o700)
     monkeypatch.setenv(_MARK, mark)
@@ -126,7 +142,7 @@ def leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[
     monkeypatch.delenv("HYPERACTOR_EXECUTION_ID", raising=False)  # of a Monarch that another test has imported here
     yield
     until = time.monotonic() + _GONE_WITHIN
-    while (alive := marked_processes(mark)) and time.monotonic() < until:
+    while (alive := marked_processes(mark, older)) and time.monotonic() < until:
         time.sleep(0.05)
     for pid in alive:
         os.kill(pid, 9)

@@ -94,6 +94,8 @@ class Table:
             UsageError: a test that is not of a backend is marked, or its mark has an unknown name or wire.
         """
         for item in items:
+            if item.get_closest_marker("scenario") is None:
+                continue
             place = getattr(getattr(item, "cls", None), "kind", None)
             backend = next((one for one in BACKENDS if folder(one) in (item.path, *item.path.parents)), "")
             test = getattr(item, "originalname", item.name)
