@@ -11,8 +11,6 @@ import socket
 from unittest import mock
 
 import pytest
-import torch.distributed.run
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from torchx_monarch.command.command import CommandError, check, parse
 from torchx_monarch.command.torchrun_options import parse_options
@@ -43,6 +41,8 @@ COMMANDS = [
 
 def torch_endpoint(arguments: list[str]) -> tuple[str, int] | None:
     """What torchrun's own ``run`` gives to its static rendezvous; its default port counts as none."""
+    import torch.distributed.run  # not above: each of pytest's processes collects all tests
+
     args = torch.distributed.run.parse_args([*arguments, "train.py"])
     given = args.master_port
     with (
@@ -58,6 +58,9 @@ class _Stop(Exception):
 
 
 def _static(args: argparse.Namespace, given: int | None) -> tuple[str, int] | None:
+    import torch.distributed.run
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
     if args.rdzv_backend != "static":
         return None
     host, port = parse_rendezvous_endpoint(torch.distributed.run.get_rdzv_endpoint(args), -1)

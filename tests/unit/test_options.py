@@ -1,6 +1,9 @@
 # Copyright (c) the torchx-monarch authors.
 # SPDX-License-Identifier: BSD-3-Clause
-"""The option table against the torchrun that is installed."""
+"""The option table against the torchrun that is installed.
+
+torch is imported when a test runs: each of pytest's processes collects all tests.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,12 @@ import contextlib
 import io
 import os
 from collections.abc import Iterator, Mapping
+from importlib import metadata
 from itertools import product
 
 import pytest
-import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch.distributed.elastic.multiprocessing import Std
-from torch.distributed.elastic.multiprocessing.api import to_map
-from torch.distributed.elastic.rendezvous.api import RendezvousParameters, rendezvous_handler_registry
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout, _get_timeout
-from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config, parse_rendezvous_endpoint
-from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 
 from torchx_monarch.command.rendezvous_conf import RendezvousConf
 from torchx_monarch.command.torchrun_options import (
@@ -51,9 +48,24 @@ def _no_torchrun_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
+def torch_parser() -> argparse.ArgumentParser:
+    """torchrun's own parser."""
+    from torch.distributed.run import get_args_parser
+
+    return get_args_parser()
+
+
+def torch_streams(text: str, ranks: int) -> object:
+    """The streams of each rank, as torchrun reads ``--redirects`` and ``--tee``."""
+    from torch.distributed.elastic.multiprocessing import Std
+    from torch.distributed.elastic.multiprocessing.api import to_map
+
+    return to_map(Std.from_str(text), ranks)
+
+
 def torch_actions() -> dict[str, argparse.Action]:
     """torchrun's own options by destination, but for those that print something instead of launching."""
-    actions = get_args_parser()._actions
+    actions = torch_parser()._actions
     prints = ("help", "print_completion")
     return {action.dest: action for action in actions if action.option_strings and action.dest not in prints}
 
@@ -62,7 +74,9 @@ def version_of(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split("+")[0].split(".")[:2])
 
 
-THERE = [option for option in OPTIONS if not option.since or version_of(option.since) <= version_of(torch.__version__)]
+INSTALLED = version_of(metadata.version("torch"))
+
+THERE = [option for option in OPTIONS if not option.since or version_of(option.since) <= INSTALLED]
 """What of the table the torchrun that is installed has."""
 
 
@@ -98,7 +112,7 @@ def test_the_table_is_torchruns_parser() -> None:
 
 
 def test_the_positionals_are_torchruns() -> None:
-    positionals = [(action.dest, action.nargs) for action in get_args_parser()._actions if not action.option_strings]
+    positionals = [(action.dest, action.nargs) for action in torch_parser()._actions if not action.option_strings]
     assert positionals == [("training_script", None), ("training_script_args", argparse.REMAINDER)]
 
 
@@ -160,9 +174,13 @@ def spellings() -> Iterator[list[str]]:
 
 def torch_value(option: Option, arguments: list[str]) -> object:
     """What torchrun makes of the arguments for one option, in our terms; None when it refuses them."""
+    from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry
+    from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+    from torch.distributed.run import parse_min_max_nnodes
+
     with contextlib.redirect_stderr(io.StringIO()):
         try:
-            parsed = get_args_parser().parse_args([*arguments, "train.py"])
+            parsed = torch_parser().parse_args([*arguments, "train.py"])
         except (SystemExit, ValueError):
             return None
     value = getattr(parsed, option.dest)
@@ -171,7 +189,7 @@ def torch_value(option: Option, arguments: list[str]) -> object:
             low, high = parse_min_max_nnodes(value)
             return (low, high) if 0 < low <= high else None
         if option.dest in ("redirects", "tee"):
-            return to_map(Std.from_str(value), 12)
+            return torch_streams(value, 12)
         if option.dest == "rdzv_conf":
             return torch_rendezvous_conf(value)
         if option.dest == "rdzv_backend" and value not in rendezvous_handler_registry._registry:
@@ -189,6 +207,10 @@ def torch_value(option: Option, arguments: list[str]) -> object:
 
 def torch_rendezvous_conf(text: str) -> tuple[int, int]:
     """Seconds to join and of the last call, as torch's dynamic rendezvous reads them."""
+    from torch.distributed.elastic.rendezvous.api import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout, _get_timeout
+    from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
+
     config = _parse_rendezvous_config(text)
     params = RendezvousParameters("c10d", "h:1", "id", 1, 1, **config)
     timeout = RendezvousTimeout(_get_timeout(params, "join"), _get_timeout(params, "last_call"))
@@ -271,7 +293,7 @@ def test_a_command_line_is_split_where_torchrun_splits_it(arguments: list[str]) 
     complaint = io.StringIO()
     with contextlib.redirect_stderr(complaint):
         try:
-            theirs = get_args_parser().parse_args(arguments)
+            theirs = torch_parser().parse_args(arguments)
         except SystemExit:
             theirs = None
     try:
@@ -345,7 +367,7 @@ def test_streams_are_torchs_std() -> None:
     for length in range(5):
         for text in map("".join, product("0137:,", repeat=length)):
             try:
-                theirs = to_map(Std.from_str(text), 9)
+                theirs = torch_streams(text, 9)
             except ValueError:
                 with pytest.raises(ValueError, match="use 0"):
                     Streams.parse(text)
