@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -30,26 +31,32 @@ def epoch_lines(output: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_two_ranks_train_and_three_go_on_to_95_percent(tmp_path: Path) -> None:
+def test_two_ranks_train_and_one_goes_on_to_95_percent(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    path = folder / "latest.pt"
+    path.write_bytes(b"not a checkpoint")
     # 1437 images in steps of 1436: each second step has one image, so one of the ranks has none.
-    first = train(folder, "--epochs", "2", "--batch-size", "1436", nproc=2)
+    first = train(folder, "--fresh", "--epochs", "2", "--batch-size", "1436", nproc=2)
     assert first.returncode == 0, first.stderr
+    assert "2 ranks on cpu (gloo)" in first.stdout or "nccl" in first.stdout
     assert epoch_lines(first.stdout) == ["epoch 1/2", "epoch 2/2"]
     assert [f.name for f in folder.iterdir()] == ["latest.pt"]
 
-    # By other ranks, and to the end.
-    second = train(folder, "--epochs", "10", "--min-accuracy", "0.95", nproc=3)
-    assert second.returncode == 0, second.stdout + second.stderr
+    # Without a launcher, and to an end that misses its target.
+    second = train(folder, "--epochs", "10", "--min-accuracy", "1")
+    assert second.returncode == 1, second.stdout + second.stderr
+    assert "is below --min-accuracy 100.00%" in second.stderr
     lines = second.stdout.splitlines()
-    assert "3 ranks on cpu (gloo)" in lines[0] or "nccl" in lines[0]
-    assert lines[1] == f"resumed after epoch 2 from {folder / 'latest.pt'}"
+    assert "1 rank on cpu (gloo)" in lines[0] or "nccl" in lines[0]
+    assert lines[1] == f"resumed after epoch 2 from {path}"
     assert epoch_lines(second.stdout)[0].split()[1].startswith("3/")
-    assert lines[-1].startswith("done: test accuracy ")
-    assert lines[-1].endswith(f"checkpoint in {folder / 'latest.pt'}")
+    reached = re.fullmatch(rf"done: test accuracy ([\d.]+)% .*checkpoint in {re.escape(str(path))}", lines[-1])
+    assert reached is not None and float(reached[1]) >= 95, lines[-1]
+    assert path.stat().st_size > 1000
 
 
-def test_a_damaged_checkpoint_is_named_and_fresh_ignores_it_and_a_missed_target_keeps_it(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
     path = tmp_path / "latest.pt"
     path.write_bytes(b"not a checkpoint")
     result = train(tmp_path, "--epochs", "1")
@@ -57,12 +64,6 @@ def test_a_damaged_checkpoint_is_named_and_fresh_ignores_it_and_a_missed_target_
     assert result.stderr.startswith(f"digits.py: {path} is no checkpoint of this program")
     assert "--fresh" in result.stderr
     assert path.read_bytes() == b"not a checkpoint"
-
-    result = train(tmp_path, "--epochs", "1", "--fresh", "--min-accuracy", "0.999")
-    assert result.returncode == 1, (result.returncode, result.stderr)
-    assert "is below --min-accuracy 99.90%" in result.stderr
-    assert epoch_lines(result.stdout) == ["epoch 1/1"]
-    assert path.stat().st_size > 1000
 
 
 @pytest.mark.parametrize(
