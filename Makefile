@@ -2,7 +2,7 @@
 #
 #   make demo    a real training on a Monarch mesh, live on the screen
 #   make test    everything: lint, types, all tests
-#   make test-nightly     the same beside the real torchrun, with the image, examples drawn by chance, and fresh ranks
+#   make test-nightly     the same with long tests, the real torchrun, the image, examples by chance, and fresh ranks
 #   make record-torchrun  record what torchrun does, which `make test` compares with, and show what is new
 #   make check   the quick part of it (under 3 minutes), for while you work
 #   make test-newest      the part that depends on torch, with the newest torch, TorchX and Monarch that pip finds
@@ -115,7 +115,7 @@ test: lint types system
 
 # What costs more than it is worth for every change: the real torchrun instead of what was recorded, examples by chance.
 test-nightly: lint types system
-	python -m pytest -n 5 --torchrun live --image --hypothesis-profile nightly $(PYTESTFLAGS)
+	python -m pytest -n 5 --torchrun live --image --nightly --hypothesis-profile nightly $(PYTESTFLAGS)
 	python -m pytest -n 5 --ranks fresh tests/conformance $(PYTESTFLAGS)
 
 # After a change of the conformance tests, or of torch.

@@ -50,6 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--torchrun", choices=("recorded", "live"), default="recorded", help="what is compared with: what was recorded"
     )
     parser.addoption("--image", action="store_true", help="build the image of docker/Dockerfile, which takes minutes")
+    parser.addoption("--nightly", action="store_true", help="run also what is marked so")
     parser.addoption("--record-torchrun", metavar="FOLDER", help="for python -m tests.conformance.record")
 
 
@@ -82,8 +83,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Begin with what takes long.
 
-    And leave out how the real torchrun behaves, in a run that is not about it, and the tests of the image unless they
-    are asked for.
+    And leave out how the real torchrun behaves, in a run that is not about it, and the tests of the image and nightly
+    ones unless they are asked for.
     """
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     unwanted = set[str]()
@@ -91,6 +92,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         unwanted.add("torchrun")
     if not config.getoption("--image"):
         unwanted.add("image")
+    if not config.getoption("--nightly"):
+        unwanted.add("nightly")
     left_out = [item for item in items if any(item.get_closest_marker(name) for name in unwanted)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)

@@ -97,6 +97,7 @@ def test_environment_and_folder_of_temporary_files_are_the_rank_s(folder: Path, 
 
 
 @pytest.mark.slow
+@pytest.mark.nightly("half a minute of a C++ compiler; pools within forks are tested in conformance/test_children.py")
 @pytest.mark.skipif(not shutil.which("g++"), reason="no C++ compiler")
 def test_a_fork_compiles(folder: Path, script: Callable[[str], str], tmp_path: Path) -> None:
     """By torch.compile, whose compilers are processes of a pool that the rank starts."""

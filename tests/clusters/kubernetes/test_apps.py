@@ -105,7 +105,12 @@ def test_two_hosts_meet_over_tls_and_everything_is_known_elsewhere(apps: Apps, t
     assert not client.exists()
 
 
-@pytest.mark.parametrize(("again", "state"), [(False, AppState.SUCCEEDED), (True, AppState.FAILED)])
+_TWICE = pytest.mark.nightly("the other case begins again as well; that an app succeeds after it is in the contract")
+
+
+@pytest.mark.parametrize(
+    ("again", "state"), [pytest.param(False, AppState.SUCCEEDED, marks=_TWICE), (True, AppState.FAILED)]
+)
 def test_all_roles_begin_again_when_one_has_failed(apps: Apps, again: bool, state: AppState) -> None:
     text = WAITS.replace("os.kill(os.getppid(), 9)  # the host", 'raise ValueError("boom")')
     if again:
