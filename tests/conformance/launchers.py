@@ -94,7 +94,7 @@ class Outcome:
         under: ``torchrun`` or ``host``.
         codes: exit codes of the launchers, one a host, negative for a signal.
         out: what the caller gets on stdout, of all hosts.
-        err: what the caller gets on stderr, likewise.
+        err: what the caller gets on stderr, of all hosts.
         files: what is in the working folder, by relative path; compiled files without their content.
         reports: what the ranks reported, by rank.
         error: the job's torchelastic error file.

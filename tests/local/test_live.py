@@ -323,7 +323,7 @@ def test_a_lost_first_host_takes_its_run_along_and_not_the_allocation(
     assert hosts.end() == [0, 0]
 
 
-def test_the_end_of_the_hosts_is_told_to_whoever_waits(
+def test_the_end_of_the_hosts_ends_the_wait_for_a_run(
     live: Callable[..., Live], script: Callable[[str], str], eventually: Eventually
 ) -> None:
     path = script("print('begun', flush=True)\ntime.sleep(1000)")

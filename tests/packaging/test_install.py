@@ -160,7 +160,7 @@ def test_the_wheel_has_every_module_and_nothing_else(wheel: Path) -> None:
 
 
 def test_two_builds_are_equal(dist: Path, tmp_path: Path) -> None:
-    """Byte by byte: whoever has the sources can check that a release was made of them."""
+    """Byte by byte: with the sources, anybody can check that a release was made of them."""
     first, second = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in (dist, build(tmp_path)))
     assert {name.rpartition("-")[2] for name in first} == {f"{VERSION}.tar.gz", "any.whl"}
     assert [name for name in first if first[name] != second[name]] == []

@@ -2,9 +2,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Process 1 of a pod of the tests' kubelet: sets up what the pod sees of this machine, and runs the command.
 
-Started in namespaces of its own: ``python -I -S container.py SPEC``, SPEC a JSON file with ``hostname``, ``hosts`` (the
-file that is to be /etc/hosts), ``termination_log`` (likewise), ``outer`` (an empty folder), ``mounts`` (pairs of a
-folder of this machine and one of the pod), ``command``, ``env``.
+Started in namespaces of its own: ``python -I -S container.py SPEC``, SPEC a JSON file with ``hostname``, ``hosts`` and
+``termination_log`` (files of this machine that the pod sees as /etc/hosts and its termination log), ``outer`` (an empty
+folder), ``mounts`` (pairs of a folder of this machine and one of the pod), ``command``, ``env``.
 """
 
 import json

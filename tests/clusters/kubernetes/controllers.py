@@ -177,7 +177,7 @@ class IndexedJobs:
 
 
 class VolcanoJobs:
-    """Likewise; nothing is done where the CRD is not there. Queues, gangs and policies it has not."""
+    """Volcano's controller of jobs; does nothing where the CRD is not there. It has no queues, gangs and policies."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
