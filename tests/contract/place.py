@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from torchx.runner import Runner
 from torchx.specs import NULL_RESOURCE, AppDef, AppState, AppStatus, BindMount, Role
 
+from tests.torchx_server import run_torchx
 from torchx_monarch.backends.core.backend import Backend
 
 TORCHX = [sys.executable, "-c", "import sys; sys.argv[0] = 'torchx'; from torchx.cli.main import main; main()"]
@@ -206,10 +207,7 @@ class Place(abc.ABC):
         elsewhere.mkdir(exist_ok=True)
         # This channel of registration does not depend on which version of this package is installed.
         env = {**os.environ, "TORCHX_PLUGINS_SOURCE": "1", **environ}
-        timeout = 240 * self.patience
-        done = subprocess.run(
-            [*TORCHX, *words], cwd=elsewhere, env=env, capture_output=True, text=True, timeout=timeout, check=False
-        )
+        done = run_torchx(*words, cwd=elsewhere, env=env, seconds=240 * self.patience)
         assert done.returncode == code, f"torchx {' '.join(words)}: {done.stdout}{done.stderr}"
         return done.stdout + (done.stderr if code else "")
 

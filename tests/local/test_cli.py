@@ -18,6 +18,7 @@ import pytest
 from torchx.runner import Runner
 
 from tests.local.terminal import Terminal
+from tests.torchx_server import run_torchx
 from torchx_monarch.schedulers import monarch_local
 
 Eventually = Callable[..., object]
@@ -27,7 +28,7 @@ RUN = [*TORCHX, "run", "-s", "monarch_local"]
 
 
 def torchx(*words: str, cwd: Path | None = None, check: bool = True) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*TORCHX, *words], cwd=cwd, capture_output=True, text=True, timeout=50, check=check)
+    return run_torchx(*words, cwd=cwd, seconds=50, check=check)
 
 
 def run(*words: str, cwd: Path, check: bool = True) -> subprocess.CompletedProcess[str]:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.torchx_server import run_torchx
+
 BACKENDS = ("monarch_local", "monarch_docker", "monarch_kubernetes", "monarch_slurm", "monarch_aws_batch")
 
 REMOTE = BACKENDS[1:]
@@ -44,18 +46,7 @@ def answer(work: Path, *words: str, apps: int = 0) -> str:
         "PATH": os.path.dirname(sys.executable),  # a machine without Slurm's commands
         "AWS_EC2_METADATA_DISABLED": "true",
     }
-    command = [sys.executable, "-m", "torchx.cli.main", *words]
-    done = subprocess.run(
-        command,
-        cwd=work,
-        env=env,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=120,
-        check=False,
-    )
+    done = run_torchx(*words, cwd=work, env=env, seconds=120, merged=True)
     assert done.returncode != 0, done.stdout
     assert "Traceback" not in done.stdout and 'File "' not in done.stdout, done.stdout
     assert 0 < len(done.stdout.splitlines()) <= LONGEST, done.stdout

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.torchx_server import run_torchx
 from tests.unit.json_page import documented
 from torchx_monarch.cli import exit_codes
 
@@ -37,7 +38,7 @@ print("the end", flush=True)
 
 def torchx(*words: str, code: int = 0, cwd: Path | None = None) -> str:
     """The standard output of a command that exits with this code; its standard error where it is to fail."""
-    done = subprocess.run([*TORCHX, *words], cwd=cwd, capture_output=True, text=True, timeout=100)
+    done = run_torchx(*words, cwd=cwd, seconds=100)
     assert done.returncode == code, f"{words}: {done.returncode}\n{done.stdout}\n{done.stderr}"
     assert "Traceback (most recent call last)" not in done.stderr
     return done.stdout if code == 0 else done.stderr

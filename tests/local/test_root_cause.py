@@ -7,11 +7,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.torchx_server import run_torchx
 
 PROGRAM = """
 import os, signal
@@ -34,22 +34,17 @@ ENDS = {
 }
 
 
-def torchx(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torchx.cli.main", *words]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240, check=False)
-
-
 @pytest.mark.parametrize(
     ("end", "shape"), [("ValueError", "2x2"), ("SIGKILL", "1x4"), ("segfault", "1x4"), ("silent", "2x2")]
 )
 def test_rank_that_began_it(end: str, shape: str, tmp_path: Path) -> None:
     body, code, words = ENDS[end]
     (tmp_path / "prog.py").write_text(PROGRAM.format(end=body))
-    done = torchx("run", "-s", "monarch_local", "--wait", "monarch.spmd", "-j", shape, "prog.py", cwd=tmp_path)
+    done = run_torchx("run", "-s", "monarch_local", "--wait", "monarch.spmd", "-j", shape, "prog.py", cwd=tmp_path)
     assert done.returncode == 1
     handle = done.stdout.strip()
 
-    log = torchx("log", handle, cwd=tmp_path).stdout
+    log = run_torchx("log", handle, cwd=tmp_path).stdout
     report = "\n".join(line for line in log.splitlines() if not re.search(r"^\S+ \[\d\] ", line))
     assert re.search(rf"FAILED: rank 2 \(local rank \d on .*, pid \d+\) .*{re.escape(words)}", report), log
     assert report.count("FAILED: ") == 1
@@ -62,11 +57,11 @@ def test_rank_that_began_it(end: str, shape: str, tmp_path: Path) -> None:
     assert ("in step" in report) == (end == "ValueError")
     assert all(line.endswith("(a consequence)") for line in report.splitlines() if "[monarch] also: " in line), report
 
-    status = json.loads(torchx("status", "--json", handle, cwd=tmp_path).stdout)
+    status = json.loads(run_torchx("status", "--json", handle, cwd=tmp_path).stdout)
     assert status["state"] == "FAILED"
     error = json.loads(status["structured_error_msg"])["message"]
     assert error["message"].startswith("rank 2 (") and error["errorCode"] == code
-    shown = torchx("status", handle, cwd=tmp_path).stdout
+    shown = run_torchx("status", handle, cwd=tmp_path).stdout
     for text in (status["msg"], shown):
         assert re.search(r"rank 2 \(", text) and words in text, text
     for other in (0, 1, 3):
@@ -85,11 +80,11 @@ STARTS = {
 def test_a_start_that_fails_on_all_ranks(start: str, shape: str, tmp_path: Path) -> None:
     program, text, words = STARTS[start]
     (tmp_path / "prog.py").write_text(text)
-    done = torchx("run", "-s", "monarch_local", "--wait", "monarch.spmd", "-j", shape, *program, cwd=tmp_path)
+    done = run_torchx("run", "-s", "monarch_local", "--wait", "monarch.spmd", "-j", shape, *program, cwd=tmp_path)
     assert done.returncode == 1
     handle = done.stdout.strip()
 
-    log = torchx("log", handle, cwd=tmp_path).stdout
+    log = run_torchx("log", handle, cwd=tmp_path).stdout
     report = [line for line in log.splitlines() if "[monarch] " in line]
     # A rank that is slow to start may be stopped before it fails; those that failed are one cause all the same.
     ranks = r"(all 4 ranks|ranks .* of 4|rank \d \(.*\) exited with code 1)"
@@ -98,7 +93,7 @@ def test_a_start_that_fails_on_all_ranks(start: str, shape: str, tmp_path: Path)
     assert len([line for line in report if re.search(rf"\[monarch\] {ranks}: {re.escape(words)}", line)]) == 1, log
     assert not [line for line in report if "also: " in line or "torchx_monarch" in line or "runpy" in line], log
 
-    status = json.loads(torchx("status", "--json", handle, cwd=tmp_path).stdout)
+    status = json.loads(run_torchx("status", "--json", handle, cwd=tmp_path).stdout)
     error = json.loads(status["structured_error_msg"])["message"]
     assert re.match(rf"{ranks}: {re.escape(words)}", error["message"]) and error["errorCode"] == 1
     assert words in status["msg"] and "torchx_monarch" not in json.dumps(error)

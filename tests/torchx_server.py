@@ -1,0 +1,162 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""torchx commands without half a second of imports each: a process that has imported the command forks for each.
+
+Each command is a process with its own environment, folder and streams, as where a shell starts it. tests/packaging
+runs the installed command, and tests that signal a command, or have a terminal, start it themselves.
+
+Run as a script with the descriptor of a socket. A message is a command, ``{"args", "env", "cwd"}`` with the descriptors
+of stdin, stdout and stderr; answered by its process, and by its exit code when it has ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+class TorchxServer:
+    """Runs torchx commands in forks of a process that has imported torchx, one at a time."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._lock = threading.Lock()
+        self._control = ours
+        # It outlives the test that is the first to need it, and is not to be taken for one of its processes.
+        env = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHX_", "MONARCH_"))}
+        command = [sys.executable, __file__, str(theirs.fileno())]
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,  # TorchX colours what it prints where this is a terminal when it is imported
+            env=env,
+            cwd="/",
+            pass_fds=[theirs.fileno()],
+        )
+        theirs.close()
+        atexit.register(self._close)
+
+    def run(self, args: Sequence[str], env: Mapping[str, str], cwd: str, streams: Sequence[int], seconds: float) -> int:
+        """Run a command and return its exit code, as ``subprocess`` tells it.
+
+        Args:
+            args: after ``torchx``.
+            env: its whole environment.
+            cwd: its working folder.
+            streams: the descriptors of its stdin, stdout and stderr.
+            seconds: after which it is killed.
+
+        Raises:
+            TimeoutExpired: it was killed.
+        """
+        request = json.dumps({"args": list(args), "env": dict(env), "cwd": cwd}).encode()
+        with self._lock:
+            socket.send_fds(self._control, [request], list(streams))
+            pid = int(self._control.recv(64))
+            ended, _, _ = select.select([self._control], [], [], seconds)
+            if not ended:
+                os.kill(pid, signal.SIGKILL)
+            code = int(self._control.recv(64))
+        if not ended:
+            raise subprocess.TimeoutExpired(["torchx", *args], seconds)
+        return code
+
+    def _close(self) -> None:
+        self._control.close()
+        self._process.wait()
+
+
+_server = functools.cache(TorchxServer)
+
+
+def run_torchx(
+    *words: str,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    seconds: float = 240.0,
+    check: bool = False,
+    merged: bool = False,
+) -> subprocess.CompletedProcess[str]:
+    """Run ``torchx WORDS`` and return what it printed, as ``subprocess.run`` does.
+
+    Args:
+        words: the arguments.
+        cwd: its working folder; None for that of this process.
+        env: its whole environment; None for that of this process.
+        seconds: after which it is killed.
+        check: raise CalledProcessError if it fails.
+        merged: have stderr in stdout.
+    """
+    with contextlib.ExitStack() as stack:
+        null = stack.enter_context(open(os.devnull, "rb"))
+        out, err = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
+        streams = [file.fileno() for file in (null, out, out if merged else err)]
+        environ = os.environ if env is None else env
+        code = _server().run(words, environ, str(cwd or Path.cwd()), streams, seconds)
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode().replace("\r\n", "\n"))
+    done = subprocess.CompletedProcess(["torchx", *words], code, *texts)
+    if check:
+        done.check_returncode()
+    return done
+
+
+def _serve(control: socket.socket) -> list[str]:
+    """Answer commands until the other end is closed; return, in the fork alone, the arguments of a command."""
+    while True:
+        data, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 3)
+        if not data:
+            os._exit(0)
+        pid = os.fork()
+        if pid == 0:
+            request = json.loads(data)
+            control.close()
+            os.chdir(request["cwd"])
+            os.environ.clear()
+            os.environ.update(request["env"])
+            for number, descriptor in enumerate(descriptors):
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+            args: list[str] = request["args"]
+            return args
+        for descriptor in descriptors:
+            os.close(descriptor)
+        control.send(str(pid).encode())
+        control.send(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
+
+
+if __name__ == "__main__":
+    sys.path[0] = ""  # as with `python -m torchx.cli.main`
+    from torchx.cli.main import main
+    from torchx.runner import config
+    from torchx.util import entrypoints
+    from yaml import cyaml  # noqa: F401
+
+    import torchx_monarch.backends.local.backend
+    import torchx_monarch.cli.main
+    import torchx_monarch.cli.torchx_run
+    import torchx_monarch.components
+    import torchx_monarch.schedulers.monarch  # noqa: F401
+
+    # A `torchx run` asks 26 times, and each time the metadata of all that is installed are read.
+    entrypoints.metadata.entry_points = functools.cache(entrypoints.metadata.entry_points)
+    entrypoints.metadata.entry_points()
+    gc.freeze()
+    sys.argv = ["torchx", *_serve(socket.socket(fileno=int(sys.argv[1])))]
+    config.DEFAULT_CONFIG_DIRS[:] = [str(Path.home()), str(Path.cwd())]  # read when it is imported
+    main(sys.argv[1:])
