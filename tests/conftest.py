@@ -24,7 +24,7 @@ pytest_plugins = ["tests.contract.table"]
 
 # The same examples in every run, and none that fails because the machine is slow. `--hypothesis-profile=nightly` draws
 # new ones and more of them, and says how to repeat what fails.
-hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
+hypothesis.settings.register_profile("repeatable", max_examples=50, derandomize=True, deadline=None)
 hypothesis.settings.register_profile("nightly", max_examples=500, deadline=None, print_blob=True)
 hypothesis.settings.load_profile("repeatable")
 
@@ -54,8 +54,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record-torchrun", metavar="FOLDER", help="for python -m tests.conformance.record")
 
 
-_SHARING = ("clusters/[^/]+/", "packaging/", "conformance/test_interpreter.py", "conformance/test_process_group.py")
-"""Tests that share a cluster, environments or launches, which are made once in each process that runs some of them."""
+_SHARING = (
+    *("clusters/[^/]+/", "packaging/", "conformance/test_interpreter.py", "conformance/test_process_group.py"),
+    "unit/test_documentation.py::test_the_site_",
+)
+"""Tests that share a cluster, environments, launches or pages, made once in each process that runs some of them."""
 
 _IMPORTING_TORCH = ("local/test_digits.py", "unit/test_master_endpoint.py", "unit/test_options.py")
 """Tests that import torch, which each process that runs some of them does for over a second."""

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Any content of any file of the state directory: it may cost its app's details, and nothing else.
 
-About 1,100 cases, and 5,500 under ``--hypothesis-profile nightly``.
+About 550 cases, and 5,500 under ``--hypothesis-profile nightly``.
 
 One app runs, as far as a test needs it to: a process in its supervisor's place notes each wish to end it. Another has
 ended. Each case replaces one file of the first, asks everything that a user may ask, and cancels.
