@@ -343,6 +343,13 @@ class Contract:
         assert shown[2].startswith("  raised: ")
         assert "  ran:    2 hosts x 2 ranks, 1 restart" in shown
         assert shown[-2] == f"  next:   torchx log {handle}/trainer/1" and len(shown) <= 7
+        # The page about the job, from its events or from the lines of its log.
+        page = place.folder / "job.html"
+        told = json.loads(place.torchx("monarch", "report", handle, "-o", str(page), "--json"))
+        assert "restart 1 of 1 after: rank 3" in page.read_text() and "ValueError: boom" in page.read_text()
+        times = told["roles"]["trainer"]
+        assert sum(times["phases"].values()) == pytest.approx(told["seconds"], rel=0.02), times
+        assert {"hosts", "mesh", "ranks", "running"} <= set(times["phases"]), times
 
     @pytest.mark.scenario("environment arrives whole")
     def test_ranks_meet_and_have_their_environment(self, place: Place) -> None:

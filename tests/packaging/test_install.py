@@ -156,7 +156,7 @@ def test_the_wheel_has_every_module_and_nothing_else(wheel: Path) -> None:
         if file.endswith(".py")
     }
     assert "torchx_monarch/components/__init__.py" in names
-    assert names == expected | {"torchx_monarch/py.typed"}
+    assert names == expected | {"torchx_monarch/py.typed", "torchx_monarch/insight/report.html"}
 
 
 def test_two_builds_are_equal(dist: Path, tmp_path: Path) -> None:

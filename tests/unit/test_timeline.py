@@ -77,7 +77,7 @@ def test_a_job_with_a_restart() -> None:
 
 def test_lost_time_is_that_of_the_outages() -> None:
     lost = lost_seconds(build(RESTARTED, ["t"], end=999.0), "t")
-    assert lost == pytest.approx({"queue": 1.0, "launch": 5.0, "restart": 1.0})
+    assert lost == pytest.approx({"queue": 1.0, "launch": 5.0, "restart": 1.0, "hang": 0.0})
     requeued = [
         *RESTARTED[:6],
         event(110, "failure"),
@@ -88,7 +88,17 @@ def test_lost_time_is_that_of_the_outages() -> None:
         event(160, "ranks"),
     ]
     lost = lost_seconds(build(requeued, ["t"], end=170.0), "t")
-    assert lost == pytest.approx({"queue": 1.0, "launch": 5.0, "restart": 50.0})
+    assert lost == pytest.approx({"queue": 1.0, "launch": 5.0, "restart": 50.0, "hang": 0.0})
+
+
+def test_a_hang_begins_when_ranks_begin_to_wait() -> None:
+    hangs = [event(115, "hang", waited=5.0), event(116, "hang", waited=1e12), event(118, "hang_end", waited=8.0)]
+    happened = [*RESTARTED[:6], *hangs, event(120, "hang", waited="x"), event(121, "failure", failed_at=120.5)]
+    timeline = build(happened, ["t"], end=122.0)
+    check(timeline)
+    shown = [("running", 110), ("hang", 118), ("running", 120), ("hang", 120.5), ("stopping", 122)]
+    assert phases(timeline)[-5:] == shown
+    assert lost_seconds(timeline, "t")["hang"] == pytest.approx(8.5)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from torchx_monarch.insight.recorder_dump import DumpError, RecordedCollective, 
 from torchx_monarch.system import safe_files
 from torchx_monarch.system.untrusted_text import one_line, printable
 
-_DUMP = re.compile(r"attempt_(\d{1,9})/flight_recorder/rank_(\d{1,9})$")
-_STACKS = re.compile(r"attempt_(\d{1,9})/stacks\.txt$")
+_DUMP = re.compile(r"/(?:run_(\d{1,9})/)?attempt_(\d{1,9})/flight_recorder/rank_(\d{1,9})$")
+_STACKS = re.compile(r"/(?:run_(\d{1,9})/)?attempt_(\d{1,9})/stacks\.txt$")
 
 _MOST_DUMPS = 4096
 
@@ -21,17 +21,20 @@ _MOST_BYTES = 256 * 1024
 """Most bytes of the stacks of one host that are shown."""
 
 
-def read_collectives(folder: str | None) -> tuple[dict[tuple[int, int], list[RecordedCollective]], list[str]]:
-    """Return the collectives in the dumps of a job by attempt (from 1) and rank, and why dumps could not be read.
+def read_collectives(folder: str | None) -> tuple[dict[tuple[int, int, int], list[RecordedCollective]], list[str]]:
+    """Return the collectives in the dumps of a job, and why dumps could not be read.
 
     Args:
         folder: folder of the job's logs; None if this machine does not see it.
+
+    Returns:
+        The collectives by run (0 for a batch job), attempt (from 1) and rank, and a line for each dump that is wrong.
     """
-    found: dict[tuple[int, int], list[RecordedCollective]] = {}
+    found: dict[tuple[int, int, int], list[RecordedCollective]] = {}
     problems: list[str] = []
-    for path, match in _files(folder, "*/*/attempt_*/flight_recorder/rank_*", _DUMP):
+    for path, match in _files(folder, "attempt_*/flight_recorder/rank_*", _DUMP):
         try:
-            found[int(match[1]) + 1, int(match[2])] = read(path)
+            found[int(match[1] or 0), int(match[2]) + 1, int(match[3])] = read(path)
         except (DumpError, OSError) as error:
             problems.append(f"{one_line(str(path))}: {error}")
         if len(found) == _MOST_DUMPS:
@@ -40,7 +43,7 @@ def read_collectives(folder: str | None) -> tuple[dict[tuple[int, int], list[Rec
 
 
 def read_stacks(folder: str | None) -> list[tuple[str, str]]:
-    """Return the stacks that hosts took before they stopped ranks, of the last attempt that has any.
+    """Return the stacks that hosts took before they stopped ranks, of the last attempt of the last run that has any.
 
     Args:
         folder: folder of the job's logs; None if this machine does not see it.
@@ -48,11 +51,13 @@ def read_stacks(folder: str | None) -> list[tuple[str, str]]:
     Returns:
         For each host the file, relative to the folder, and its text.
     """
-    files = list(_files(folder, "*/*/attempt_*/stacks.txt", _STACKS))
-    last = max((int(match[1]) for _, match in files), default=0)
+    files = [
+        (int(found[1] or 0), int(found[2]), path) for path, found in _files(folder, "attempt_*/stacks.txt", _STACKS)
+    ]
+    last = max(files, default=(0, 0, Path()))[:2]
     found = []
-    for path, match in files:
-        if int(match[1]) != last:
+    for run, attempt, path in files:
+        if (run, attempt) != last:
             continue
         try:
             with open(safe_files.open_file(path), "rb") as file:
@@ -64,6 +69,8 @@ def read_stacks(folder: str | None) -> list[tuple[str, str]]:
 
 
 def _files(folder: str | None, pattern: str, match: re.Pattern[str]) -> Iterator[tuple[Path, re.Match[str]]]:
-    for path in sorted(Path(folder).glob(pattern)) if folder else ():
-        if found := match.search(str(path)):
-            yield path, found
+    """Yield the files of a pattern in the folders of hosts, and in those of runs on a live allocation."""
+    for where in (f"*/*/{pattern}", f"*/*/run_*/{pattern}") if folder else ():
+        for path in sorted(Path(folder or ".").glob(where)):
+            if found := match.search(str(path)):
+                yield path, found

@@ -110,12 +110,12 @@ def _facts(history: JobHistory) -> Iterator[tuple[str, str]]:
 
 def _lost(drawn: Timeline, role: str) -> str:
     """Return the time that was lost, in words."""
-    lost = {cause: seconds for cause, seconds in lost_seconds(drawn, role).items() if seconds >= 0.001}
+    lost = {cause: seconds for cause, seconds in lost_seconds(drawn, role).items() if seconds >= 0.05}
     total = sum(lost.values())
     if not total:
         return "No time was lost."
     parts = ", ".join(f"{cause} {show_duration(seconds)}" for cause, seconds in lost.items())
-    return f"No rank ran for {show_duration(total)} of {show_duration(drawn.job.seconds)}: {parts}."
+    return f"Lost: {show_duration(total)} of {show_duration(drawn.job.seconds)} ({parts})."
 
 
 def _last_ranks(drawn: Timeline) -> list[Span]:

@@ -211,7 +211,7 @@ class Attempts:
         exited = self.exits.get(rank) or RankExit(rank, 0, 0, "", 0, 1, now)
         cause = dataclasses.replace(exited, code=1, time=now, stopped_at=None, error=None, hang=hang.describe())
         self.exits[rank] = cause
-        self._reporter.note("failure", cause.describe(), rank=rank)
+        self._reporter.note("failure", cause.describe(), rank=rank, failed_at=now)
         return cause
 
     async def _world(self, hosts: list[Registration]) -> World:

@@ -128,7 +128,8 @@ class Controller:
     async def _handle(self, event: HostEvent) -> JobResult | None:
         """Make the transition that an event causes; return the result of the job, or None if the job goes on."""
         self._events.settle(event)
-        self._reporter.note(event.KIND, event.result.reason, replica=event.replica)
+        wanted = isinstance(event, StopRequested) and event.result.stopped
+        self._reporter.note("stop" if wanted else event.KIND, event.result.reason, replica=event.replica)
         left = await self._dismiss_host(event)
         # The controller runs on replica 0, so an event of replica 0 ends the job.
         goes_on = (left or isinstance(event, HostJoined)) and event.replica != 0

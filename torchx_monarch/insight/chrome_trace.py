@@ -23,14 +23,15 @@ _FAILURES = frozenset({"failure", "preempted", "hang", "cancel"})
 def trace(
     timeline: Timeline,
     name: str,
-    collectives: Mapping[tuple[int, int], Iterable[RecordedCollective]] | None = None,
+    collectives: Mapping[tuple[int, int, int], Iterable[RecordedCollective]] | None = None,
 ) -> dict[str, Any]:
     """Return the JSON object of a trace file.
 
     Args:
         timeline: the timeline.
         name: name of the job.
-        collectives: what the flight recorder has of the ranks, by attempt (from 1) and rank; None to leave it out.
+        collectives: what the flight recorder has of the ranks, by run (0 for a batch job), attempt (from 1) and rank;
+            None to leave it out.
     """
     job = timeline.job
     roles = [span.name for span in timeline.of_kind("role")]
@@ -65,10 +66,11 @@ def trace(
                 "args": {"message": moment.text},
             }
         )
-    attempts = {(at, span.number): span for at, span in enumerate(timeline.spans) if span.kind == "attempt"}
     for span in timeline.of_kind("rank") if collectives else ():
-        number = next((number for at, number in attempts if at == span.parent), 0)
-        for each in (collectives or {}).get((number, span.number), ()):
+        attempt = timeline.spans[span.parent or 0]
+        around = timeline.spans[attempt.parent or 0]
+        run = around.number if around.kind == "run" else 0
+        for each in (collectives or {}).get((run, attempt.number, span.number), ()):
             if span.start <= each.called <= span.end:
                 track = (processes[span.role, span.replica or 0], span.number + 1)
                 events.append(_collective(each, span, job.start, track))

@@ -96,8 +96,8 @@ def picture(timeline: Timeline) -> Picture:
     for role in roles:
         prefix = f"{role} " if len(roles) > 1 else ""
         bars = [_bar(span, job, _style(span.name)) for span in timeline.of_kind("phase", role)]
-        failures = [one for one in timeline.moments if one.kind == "failure" and one.role in ("", role)]
-        marks = [_mark(one.time, job, f"failure: {one.text}") for one in failures]
+        failures = [one for one in timeline.moments if one.kind in ("failure", "hang") and one.role in ("", role)]
+        marks = [_mark(one.time, job, f"{one.kind}: {one.text}") for one in failures]
         rows.append(_row(f"{prefix}phases", [*bars, *marks]))
         if runs := timeline.of_kind("run", role):
             rows.append(_row(f"{prefix}runs", [_bar(span, job, _outcome(span)) for span in runs]))

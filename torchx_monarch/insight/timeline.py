@@ -22,6 +22,7 @@ PHASES = {
     "ranks": "ranks start, after the import of torch once for each host",
     "first output": "ranks run; none has printed anything",
     "running": "ranks run",
+    "hang": "a rank makes the others wait in a collective",
     "stopping": "ranks are stopped",
     "idle": "the hosts wait for a run",
     "ready": "the hosts are ready for actors",
@@ -39,6 +40,8 @@ _PHASE_AFTER = {
     "run": "ranks",
     "ranks": "running",
     "output": "running",
+    "hang": "hang",
+    "hang_end": "running",
     "failure": "stopping",
     "preempted": "stopping",
     "joined": "stopping",
@@ -53,7 +56,7 @@ _PHASE_AFTER = {
 }
 """The phase that begins with an event, by the event's kind."""
 
-_OF_ATTEMPT = frozenset({"ranks", "first output", "running", "stopping"})
+_OF_ATTEMPT = frozenset({"ranks", "first output", "running", "hang", "stopping"})
 """The phases of an attempt; "ranks" is the first of them."""
 
 _MOMENTS = frozenset(
@@ -179,14 +182,19 @@ def build(
 
 
 def _as_they_happened(ordered: Sequence[Event]) -> Iterator[Event]:
-    """Yield events; those of failures with the time of the failure, which is noted when the other ranks have ended."""
+    """Yield events. Failures and hangs have the time when they began: they are noted later, after ``failed_at`` or
+    ``waited`` seconds after the beginning."""
     before = 0.0
     for event in ordered:
-        failed = event.get("failed_at")
-        if event["kind"] == "failure" and isinstance(failed, (int, float)) and failed < event["time"]:
-            event = {**event, "time": max(float(failed), before)}
+        began = event["time"]
+        if event["kind"] == "failure":
+            began = event.get("failed_at")
+        elif event["kind"] == "hang" and isinstance(event.get("waited"), (int, float)):
+            began -= event["waited"]
         elif event["kind"] != "attempt_end":
             before = event["time"]
+        if isinstance(began, (int, float)) and began < event["time"]:
+            event = {**event, "time": max(float(began), before)}
         yield event
 
 
@@ -310,18 +318,20 @@ def _add_hosts(spans: list[Span], happened: Sequence[Event], role: str, top: int
 
 
 def lost_seconds(timeline: Timeline, role: str) -> dict[str, float]:
-    """Return the seconds in which no rank of a role ran, by cause.
+    """Return the seconds in which the ranks of a role did not run, or waited in vain, by cause.
 
     ``queue``: before the hosts started. ``launch``: from there until the first ranks ran. ``restart``: from each
-    failure until the ranks ran again, or the job ended.
+    failure until the ranks ran again, or the job ended. ``hang``: while ranks waited for one of them.
     """
-    lost = {"queue": 0.0, "launch": 0.0, "restart": 0.0}
+    lost = {"queue": 0.0, "launch": 0.0, "restart": 0.0, "hang": 0.0}
     cause = "launch"
     for span in timeline.of_kind("phase", role):
         if span.name in ("running", "first output", "ready"):
             cause = "restart"
         elif span.name in ("idle", "end"):
             cause = "launch"
+        elif span.name == "hang":
+            lost["hang"] += span.seconds
         elif span.name in ("submit", "queue") and cause == "launch":
             lost["queue"] += span.seconds
         else:

@@ -49,6 +49,7 @@ _PHASE_AFTER = {
     "ranks": "running",
     "output": "running",
     "failure": "stopping",
+    "stop": "stopping",
     "rank_restart": "restarting",
     "restart": "hosts",
     "requeue": "queued",
