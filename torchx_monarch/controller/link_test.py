@@ -18,7 +18,7 @@ from torchx_monarch.transport.connections import ConnectError
 
 _TIMEOUT = 10.0
 
-_PINGS = 5
+_PINGS = 10
 
 _BLOCKS = (1 << 16, 1 << 18, 1 << 20, 1 << 21)
 """Bytes of the blocks, as long as the link is fast enough for a larger one."""
