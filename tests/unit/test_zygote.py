@@ -21,7 +21,7 @@ from torchx_monarch.host.ranks.zygote import Zygote, ZygoteError, Zygotes
 from torchx_monarch.host.ranks.zygote_process import ZygoteProcess, start_early
 from torchx_monarch.model.host_spec import HostSpec
 
-_ZYGOTE_MAIN = str(Path(torchx_monarch.__file__).with_name("host") / "zygote_main.py")
+_ZYGOTE_MAIN = str(Path(torchx_monarch.__file__).with_name("host") / "ranks" / "zygote_main.py")
 
 NOTHING = {"op": "import", "mode": "exec", "target": "", "modules": []}
 

@@ -137,7 +137,7 @@ class Breakpoints:
             except OSError as error:
                 return f"goes on: its host cannot open a terminal: {error.strerror}"
             try:
-                terminal = _Terminal(near, pid)
+                terminal = _Pty(near, pid)
                 terminal.resize(request)
                 told = {"terminal": os.ttyname(far), "kind": str(request.get("kind"))[:100]}
                 await messages.send(rank[1], told)
@@ -155,7 +155,7 @@ class Breakpoints:
         return await terminal.relay(rank[0], *client)
 
 
-class _Terminal:
+class _Pty:
     """The host's end of a terminal.
 
     Args:

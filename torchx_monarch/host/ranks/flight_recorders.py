@@ -159,11 +159,11 @@ def parse_groups(data: bytes) -> tuple[GroupStatus, ...]:
         parsed = json.loads(data)
     except (ValueError, RecursionError):
         raise DecodeError("the process groups of a rank are no JSON") from None
-    return tuple(map(_limited, decode(_Groups, {"groups": parsed}).groups[:MAX_GROUPS]))
+    return tuple(map(_limited, decode(_GroupsMessage, {"groups": parsed}).groups[:MAX_GROUPS]))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Groups:
+class _GroupsMessage:
     groups: tuple[GroupStatus, ...]
 
 

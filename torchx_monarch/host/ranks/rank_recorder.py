@@ -12,6 +12,7 @@ hold.
 from __future__ import annotations
 
 import _thread
+import atexit
 import contextlib
 import functools
 import json
@@ -62,7 +63,8 @@ def watch(path: str) -> Callable[[], None]:
     read = _reader()
     if read is None or not hasattr(c10d, "_update_default_pg"):
         return lambda: None
-    update, own, sending, groups = c10d._update_default_pg, os.getpid(), _thread.allocate_lock(), _Groups(read, c10d)
+    update, own, groups = c10d._update_default_pg, os.getpid(), _RecordedGroups(read, c10d)
+    sending, answering = _thread.allocate_lock(), _thread.allocate_lock()
 
     def send(kind: bytes, content: Callable[[], bytes]) -> None:
         with contextlib.suppress(Exception):  # of torch, too: the program goes on, or fails, by itself
@@ -77,10 +79,17 @@ def watch(path: str) -> Callable[[], None]:
     def serve() -> None:
         with contextlib.suppress(Exception):
             while request := connections[0].recv(1):
-                if request == DUMP:
-                    send_dump()
-                else:
-                    send(GROUPS, groups.to_json)
+                with answering:
+                    if request == DUMP:
+                        send_dump()
+                    else:
+                        send(GROUPS, groups.to_json)
+
+    def end_answers() -> None:
+        # A thread that asks for the GIL when the interpreter has begun to end is ended where it is. In C++ code, such as
+        # a dump, that is std::terminate (seen with the threads of ProcessGroupGloo).
+        if os.getpid() == own:
+            answering.acquire(timeout=_SEND_TIMEOUT)
 
     @functools.wraps(update)
     def observed(group: Any) -> None:
@@ -91,6 +100,7 @@ def watch(path: str) -> Callable[[], None]:
                 _thread.start_new_thread(serve, ())
 
     c10d._update_default_pg = observed
+    atexit.register(end_answers)  # before those of the program, so it is called after them
     return send_dump
 
 
@@ -128,7 +138,7 @@ def _with_group_names(dump: bytes, c10d: Any) -> bytes:
     return pickle.dumps(found, protocol=2)
 
 
-class _Groups:
+class _RecordedGroups:
     """The process groups of this rank and the state of their collectives.
 
     ``pg_status`` of the recorder costs nothing, but counts sends and receives, too. So the collectives are read when it
