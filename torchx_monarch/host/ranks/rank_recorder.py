@@ -40,6 +40,9 @@ MAX_RECENT = 16
 _MAX_SIZES = 8
 """Shapes of one collective, and dimensions of each."""
 
+_LAST_READ = 1.0
+"""Seconds for which the end of the interpreter waits for an answer that is being made."""
+
 _CALLED, _COMPLETED = "last_enqueued_collective", "last_completed_collective"
 
 _MAX_SHARE = 0.004
@@ -64,32 +67,26 @@ def watch(path: str) -> Callable[[], None]:
     if read is None or not hasattr(c10d, "_update_default_pg"):
         return lambda: None
     update, own, groups = c10d._update_default_pg, os.getpid(), _RecordedGroups(read, c10d)
-    sending, answering = _thread.allocate_lock(), _thread.allocate_lock()
+    reading, sending = _thread.allocate_lock(), _thread.allocate_lock()
 
-    def send(kind: bytes, content: Callable[[], bytes]) -> None:
-        with contextlib.suppress(Exception):  # of torch, too: the program goes on, or fails, by itself
-            if connections and os.getpid() == own:
-                message = content()
-                with sending:
-                    connections[0].sendall(HEAD.pack(kind, len(message)) + message)
+    def dump() -> bytes:
+        return _with_group_names(read(True), c10d)
+
+    def send(kind: bytes, message: bytes) -> None:
+        with sending:
+            connections[0].sendall(HEAD.pack(kind, len(message)) + message)
 
     def send_dump() -> None:
-        send(DUMP, lambda: _with_group_names(read(True), c10d))
+        with contextlib.suppress(Exception):  # of torch, too: the program goes on, or fails, by itself
+            if connections and os.getpid() == own:
+                send(DUMP, dump())
 
     def serve() -> None:
         with contextlib.suppress(Exception):
             while request := connections[0].recv(1):
-                with answering:
-                    if request == DUMP:
-                        send_dump()
-                    else:
-                        send(GROUPS, groups.to_json)
-
-    def end_answers() -> None:
-        # A thread that asks for the GIL when the interpreter has begun to end is ended where it is. In C++ code, such as
-        # a dump, that is std::terminate (seen with the threads of ProcessGroupGloo).
-        if os.getpid() == own:
-            answering.acquire(timeout=_SEND_TIMEOUT)
+                with reading:
+                    answer = dump() if request == DUMP else groups.to_json()
+                send(request, answer)
 
     @functools.wraps(update)
     def observed(group: Any) -> None:
@@ -100,7 +97,9 @@ def watch(path: str) -> Callable[[], None]:
                 _thread.start_new_thread(serve, ())
 
     c10d._update_default_pg = observed
-    atexit.register(end_answers)  # before those of the program, so it is called after them
+    # A thread that asks for the GIL in a function of torch while the interpreter ends is ended there: the process then
+    # aborts ("terminate called without an active exception"). Registered first, this is called last.
+    atexit.register(reading.acquire, timeout=_LAST_READ)
     return send_dump
 
 

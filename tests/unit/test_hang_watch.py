@@ -1,0 +1,148 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""When the controller asks the hosts for the collectives of their ranks, and what it reports."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from torchx_monarch.controller import hang_watch
+from torchx_monarch.controller.agents import Agents
+from torchx_monarch.controller.hang_watch import HangWatch
+from torchx_monarch.controller.host_messages import CollectivesRead, ReadCollectives, Request, StacksTaken
+from torchx_monarch.insight.hangs import Hang, RankCollectives
+from torchx_monarch.insight.progress import Reporter
+from torchx_monarch.insight.rank_sample import Collective, GroupStatus
+from torchx_monarch.insight.stacks import ProcessStacks
+from torchx_monarch.system.console import Console
+
+
+class Ranks:
+    """Two ranks on one host, of which rank 0 may wait for rank 1.
+
+    Attributes:
+        waited: for how many seconds it has waited.
+        missing: why hosts do not answer, by replica.
+        asked: the requests so far.
+    """
+
+    def __init__(self) -> None:
+        self.waited = 0.0
+        self.missing: dict[int, str] = {}
+        self.asked: list[Request] = []
+
+    async def collect(self, request: Request, timeout: float) -> tuple[list[Any], dict[int, str]]:
+        self.asked.append(request)
+        if not isinstance(request, ReadCollectives):
+            return [StacksTaken(0, (ProcessStacks(1, 0, 9, problem="stopped (SIGSTOP)"),))], {}
+        waiting = Collective(1, "gloo:barrier", (), 100 - self.waited) if self.waited else None
+        first = GroupStatus("0", (0, 1), 1, 0, waiting) if self.waited else GroupStatus("0", (0, 1), 1, 1)
+        groups = [first, GroupStatus("0", (0, 1), 0 if self.waited else 1, 0)]
+        ranks = tuple(RankCollectives(rank, 100, (group,)) for rank, group in enumerate(groups))
+        return [CollectivesRead(0, self.waited, ranks if request.details else ())], self.missing
+
+
+class Notes(Reporter):
+    def __init__(self) -> None:
+        super().__init__(Console(2), None, "trainer")
+        self.notes: list[tuple[str, str]] = []
+
+    def note(self, kind: str, text: str, **fields: object) -> None:
+        self.notes.append((kind, text))
+
+
+def watched(
+    steps: Callable[[Ranks, HangWatch], Any], on_hang: str = "observe", hang_after: float = 0.05
+) -> tuple[Hang | None, Notes, Ranks]:
+    async def main() -> tuple[Hang | None, Notes, Ranks]:
+        ranks, notes = Ranks(), Notes()
+        watch = HangWatch(cast(Agents, ranks), notes, hang_after, on_hang)
+        running = asyncio.ensure_future(watch.run(0))
+        await steps(ranks, watch)
+        if not running.done():
+            running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            return await running, notes, ranks
+        return None, notes, ranks
+
+    return asyncio.run(asyncio.wait_for(main(), 30))
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hang_watch, "_SHORTEST", 0.005)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def looks(ranks: Ranks) -> int:
+    return ranks.asked.count(ReadCollectives(False))
+
+
+def test_a_hang_is_reported_once_and_its_end_too() -> None:
+    async def steps(ranks: Ranks, watch: HangWatch) -> None:
+        await until(lambda: looks(ranks) > 30)
+        assert ReadCollectives(True) not in ranks.asked  # nobody waits
+        ranks.waited = 60
+        await until(lambda: ranks.asked.count(ReadCollectives(True)) > 3)
+        ranks.waited, seen = 0, looks(ranks)
+        await until(lambda: looks(ranks) > seen + 3)
+
+    hang, notes, _ = watched(steps)
+    assert hang is None
+    assert [kind for kind, _ in notes.notes] == ["hang", "hang_end"]
+    assert notes.notes[0][1].startswith(
+        "hang: rank 1 has not called gloo:barrier, number 1 of group 0, in which rank 0"
+    )
+    assert notes.notes[0][1].endswith("; rank 1 (host 0, pid 9): stopped (SIGSTOP)")
+    assert notes.notes[1][1].startswith("hang over: rank 1 made the others wait for ")
+
+
+@pytest.mark.parametrize("on_hang", ["restart", "fail"])
+def test_ranks_that_hang_are_to_be_stopped(on_hang: str) -> None:
+    async def steps(ranks: Ranks, watch: HangWatch) -> None:
+        ranks.waited = 60
+        await until(lambda: len(ranks.asked) > 2 and not isinstance(ranks.asked[-1], ReadCollectives))
+        await asyncio.sleep(0.01)
+
+    hang, notes, _ = watched(steps, on_hang)
+    assert hang is not None and hang.ranks == (1,) and [kind for kind, _ in notes.notes] == ["hang"]
+
+
+def test_nothing_is_concluded_without_all_hosts_or_while_the_watch_rests() -> None:
+    async def steps(ranks: Ranks, watch: HangWatch) -> None:
+        ranks.waited, ranks.missing = 60, {1: "no answer"}
+        await until(lambda: looks(ranks) > 20)
+        ranks.missing = {}
+        with watch.rest():
+            await asyncio.sleep(0.02)  # a look that has begun ends
+            seen = len(ranks.asked)
+            await asyncio.sleep(0.1)
+            assert len(ranks.asked) == seen
+        assert not ranks.asked.count(ReadCollectives(True))
+        await until(lambda: ranks.asked.count(ReadCollectives(True)))
+
+    _, notes, _ = watched(steps)
+    assert len(notes.notes) <= 1
+
+
+def test_a_watch_that_is_off_asks_nobody_and_one_that_fails_ends_nothing() -> None:
+    async def steps(ranks: Ranks, watch: HangWatch) -> None:
+        await asyncio.sleep(0.05)
+
+    assert watched(steps, hang_after=0)[2].asked == []
+
+    async def breaks(ranks: Ranks, watch: HangWatch) -> None:
+        ranks.missing = cast(Any, 5)
+        await asyncio.sleep(0.05)
+
+    hang, notes, _ = watched(breaks)
+    assert hang is None and not notes.notes
