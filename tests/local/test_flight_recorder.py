@@ -66,7 +66,7 @@ def test_a_rank_that_fails_gives_its_dump_too(folder: Path, script: Callable[[st
         dist.all_reduce(torch.ones(7))
     """)
     hosts = Hosts(folder, torchrun(path), options=("--grace", "5")).start()
-    # 134: a thread of Gloo that releases a tensor while the interpreter ends is ended in C++ code (torch 2.13): SIGABRT.
+    # 134: torch 2.13 ends a thread of Gloo in C++ code if it releases a tensor while the interpreter ends.
     assert hosts.wait() in ([3], [134]), hosts.err()
     kept = {path.name for path in (hosts.logs(0) / "attempt_0" / "flight_recorder").iterdir()}
     assert kept == {"rank_0", "rank_1"}
