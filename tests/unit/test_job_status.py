@@ -185,3 +185,18 @@ def test_torchx_shows_one_line_of_it() -> None:
     assert describe(app, reduce(app, NOW), lambda: STARTED).msg == "ranks run; attempt 1 of 3; 8 ranks on 2 hosts"
     waiting = replace(snapshot(State.PENDING, State.PENDING), notes=["the queue is full"])
     assert describe(waiting, reduce(waiting, NOW), list).msg == "the queue is full"
+
+
+def test_ranks_that_hang_are_shown_until_they_go_on() -> None:
+    text = "rank 3 has not called gloo:all_reduce, number 6 of group 0, in which ranks 0-2 have waited for 300 s"
+    hanging = [*STARTED, event("hang", f"hang: {text}", 990.0)]
+    status = status_of(snapshot(), hanging)
+    assert status.hang is not None and (status.hang.time, status.hang.message) == (990.0, text)
+    assert f"  hang         10.0 s ago: {text}" in render(status, NOW).splitlines()
+    assert f"hang: {text}" in in_one_line(status, NOW)
+    for kind in ("hang_end", "failure", "rank_restart", "ranks"):
+        assert status_of(snapshot(), [*hanging, event(kind)]).hang is None
+    lines = [
+        TimedLine(990.0, f"[monarch] {line}") for line in (f"hang: {text}", "hang over: rank 3 made the others wait")
+    ]
+    assert [each["kind"] for each in events_of(lines)] == ["hang", "hang_end"]

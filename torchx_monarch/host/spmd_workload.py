@@ -166,13 +166,13 @@ class SpmdWorkload:
         queries = HostQueries(agents)
         control.rendezvous.clients.update(stacks=queries.stacks, samples=queries.samples)
         command = f"torchx monarch debug {self._host.options.app} --role {self._host.options.role}"
-        sessions = DebugSessions(command, reporter.line)
+        hang_watch = HangWatch(agents, reporter, options.hang_after, options.on_hang)
+        sessions = DebugSessions(command, reporter.line, hang_watch.rest)
         control.rendezvous.clients.update(sessions.clients)
         self._host.connector = sessions.connect
         control.rendezvous.clients["link"] = LinkTest().serve
         session = self._runs.session(control, agents)
         first_output = self._runs.first_output
-        hang_watch = HangWatch(agents, reporter, options.hang_after, options.on_hang)
 
         def new_attempts() -> Attempts:
             preflight = Preflight(options.preflight, control.network.rendezvous.networked, agents, reporter)
