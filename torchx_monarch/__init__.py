@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from torchx_monarch.exceptions import SPMDError as SPMDError
     from torchx_monarch.exceptions import TorchXMonarchError as TorchXMonarchError
     from torchx_monarch.exceptions import UnreachableError as UnreachableError
+    from torchx_monarch.insight.step_progress import progress as progress
     from torchx_monarch.schedulers.monarch import InvalidCommandError as InvalidCommandError
     from torchx_monarch.schedulers.monarch import WorkspaceError as WorkspaceError
 
@@ -65,6 +66,7 @@ _PUBLIC = {
     "UnreachableError": "exceptions",
     "UserError": "backends.core.errors",
     "WorkspaceError": "schedulers.monarch",
+    "progress": "insight.step_progress",
     "serve": "client.serve",
     "this_job": "client.this_job",
 }
@@ -95,6 +97,7 @@ __all__ = [
     "UnreachableError",
     "UserError",
     "WorkspaceError",
+    "progress",
     "serve",
     "this_job",
 ]

@@ -382,3 +382,25 @@ def test_ten_jobs_at_once_have_ports_of_their_own(work: Path, eventually: Eventu
     )
     done = subprocess.run([sys.executable, "-c", script, name], cwd=work, capture_output=True, text=True, timeout=240)
     assert done.stdout.split() == ["10", "10"], done.stderr[-2000:]
+
+
+def test_a_status_says_what_the_ranks_do(work: Path, eventually: Eventually) -> None:
+    name = write(
+        work,
+        "import torchx_monarch\nfor step in range(1000):\n"
+        "    torchx_monarch.progress(step, 1000, loss=0.5)\n    print('now', flush=True)\n    time.sleep(0.2)\n",
+    )
+    handle = run("-cfg", "preload=none,grace=2", "monarch.spmd", "-j", "1x2", name, cwd=work).stdout.strip()
+    events = folder(handle) / "events.jsonl"
+    eventually(lambda: '"output"' in (events.read_text() if events.exists() else ""), "the first output")
+    ranks = json.loads(torchx("monarch", "status", "--json", handle).stdout)["activity"]
+    assert [(one["rank"], one["state"], one["last_line"]) for one in ranks] == [
+        (0, "running", "now"),
+        (1, "running", "now"),
+    ]
+    assert all(one["cpu"] is not None and one["progress"]["metrics"] == {"loss": 0.5} for one in ranks)
+    shown = torchx("monarch", "status", handle).stdout
+    assert re.search(r"  progress +step \d+ of 1000, .* left, loss 0\.5\n", shown)
+    assert re.search(r"  each rank +CPU .* cores, memory .* GiB\n", shown)
+    torchx("cancel", handle)
+    eventually(lambda: state(handle) == "CANCELLED", "the cancellation")

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.local.hosts import Hosts
 from tests.local.live import Live
 from torchx_monarch.client.hosts import Hosts as Client
@@ -22,6 +24,8 @@ PROGRAM = """
     child = subprocess.Popen(["sleep", "100"]) if rank == 1 else None
     for _ in range(5):
         dist.all_reduce(torch.ones(7))
+    while time.process_time() < 0.1:
+        pass
     print(f"loss \\x1b[31m{rank}", "x" * 500, flush=True)
     if rank == 2:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -68,7 +72,7 @@ def test_what_ranks_of_two_hosts_do(folder: Path, script: Callable[[str], str]) 
         lambda found: (
             len(found) == 4
             and found[2].state == "stopped"
-            and all(found[rank].collectives == 6 for rank in (0, 1))
+            and all(found[rank].groups and len(found[rank].groups[0].recent) == 6 for rank in (0, 1))
             and all(one.last_line for one in found.values())
         ),
     )
@@ -88,7 +92,7 @@ def test_what_ranks_of_two_hosts_do(folder: Path, script: Callable[[str], str]) 
     assert all(one.last_output is not None and began < one.last_output <= one.time for one in samples.values())
     assert samples[0].last_line.startswith("loss \\x1b[31m0 xxx") and len(samples[0].last_line) == 200
     assert (samples[0].collectives, samples[3].collectives) == (6, 5)
-    assert samples[0].groups[0].ranks == (0, 1, 2, 3) and len(samples[0].groups[0].recent) == 6
+    assert samples[0].groups[0].ranks == (0, 1, 2, 3)
     assert not samples[2].groups  # a stopped process does not answer
     stop(hosts)
 
@@ -108,3 +112,23 @@ def test_a_rank_that_has_ended_and_the_runs_of_an_allocation(folder: Path, scrip
     assert samples[1].state == "running" and samples[1].last_output is None and samples[1].last_line == ""
     running.cancel()
     stop(hosts)
+
+
+@pytest.mark.parametrize("how", ["--ranks=fresh", "--ranks=fork"])
+def test_a_job_that_fails_again_and_again_at_one_step(folder: Path, script: Callable[[str], str], how: str) -> None:
+    path = script("""
+        import torchx_monarch
+        print("begins", flush=True)
+        if rank == 0:
+            step = [3, 5, 5, 5][attempt]
+            torchx_monarch.progress(step - 1, 10)
+            torchx_monarch.progress(step, 10, checkpoint=2, loss=0.5)
+            sys.exit(9)
+        time.sleep(100)
+    """)
+    command = [*torchrun(path, nnodes=1)[:-1], "--max-restarts", "8", path]
+    preload = ("--preload", "") if how == "--ranks=fresh" else ()
+    hosts = Hosts(folder, command, options=("--grace", "1", how, *preload, "--same-step-limit", "2")).start()
+    assert hosts.wait() == [9]
+    assert hosts.out().count("begins") + hosts.err().count("begins") == 6
+    assert "no restart: 2 failures in a row at step 5, without progress (same_step_limit)" in hosts.err()

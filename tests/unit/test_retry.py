@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from torchx_monarch.controller.retry import Backoff, never_joined, why_not
+from torchx_monarch.controller.retry import Backoff, SameStep, never_joined, why_not
 from torchx_monarch.model.exit_codes import parse_exit_codes
 from torchx_monarch.model.job_result import RankExit
 
@@ -52,6 +54,36 @@ def test_who_has_never_joined() -> None:
     stopped = RankExit(7, 7, 0, "node", 107, 1, 3.0, stopped_at=2.0, error=failed(7, joined=False, raised_at=2.5).error)
     exits = [failed(0), failed(1, joined=False), failed(2, joined=True), failed(3, code=-11), stopped]
     assert never_joined(exits) == {1}
+
+
+@pytest.mark.parametrize(
+    ("steps", "stops_after"),
+    [
+        ([7, 7, 7, 7], 3),
+        ([7, 6, 7], 3),  # a rank that had not reported the last step yet
+        ([7, 8, 9, 10, 11], None),
+        ([7, 7, 9, 9, 9], 5),
+        ([7, 3, 7, 3, 7], None),
+        ([None, None, None], None),
+        ([7, None, 7, 7], 4),
+        ([0, 0, 0], 3),
+    ],
+)
+def test_failures_at_the_same_step(steps: list[int | None], stops_after: int | None) -> None:
+    def reasons(limit: int) -> list[str]:
+        same = SameStep()
+        causes = [replace(failed(0), step=step) for step in steps]
+        return [same.why_not([cause], cause, limit) for cause in causes]
+
+    stopped = [number for number, reason in enumerate(reasons(3), 1) if reason]
+    assert stopped[:1] == ([stops_after] if stops_after else [])
+    assert not any(reasons(0))
+
+
+def test_the_step_of_another_rank_counts_if_the_cause_has_reported_none() -> None:
+    exits, same = [failed(0), replace(failed(1), step=5), replace(failed(2), step=4)], SameStep()
+    assert same.why_not(exits, exits[0], 2) == ""
+    assert same.why_not(exits, exits[0], 2) == "2 failures in a row at step 5, without progress (same_step_limit)"
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.cli.handles import add_handle, unknown
 from torchx_monarch.cli.json_output import add_json, print_json, print_record
+from torchx_monarch.cli.sampled_ranks import SampledRanks
 from torchx_monarch.cli.scheduler_access import app_id_of, opened
 from torchx_monarch.cli.status_text import render
 from torchx_monarch.insight.log_lines import LineParser
@@ -44,6 +45,8 @@ _PATIENCE = 3.0
 
 _RUNS_SHOWN = 10
 
+_WITH_RANKS = (WorkloadKind.RANKS, WorkloadKind.SESSION)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the arguments of ``torchx monarch status``."""
@@ -56,20 +59,21 @@ def run(args: argparse.Namespace) -> None:
     """Print the status of a job; with ``--watch`` each time that it changes, until its end."""
     scheduler_name, app_id = app_id_of(args.handle)
     with opened(scheduler_name) as scheduler:
-        status = _look(scheduler, args.handle, app_id)
+        status = _look(scheduler, args.handle, app_id, ranks := SampledRanks(args.handle))
         if not args.watch:
             print_json(status.to_json()) if args.json else print(render(status))
             return
-        _watch(scheduler, status, app_id, args.json)
+        _watch(scheduler, status, app_id, ranks, args.json)
 
 
-def _watch(scheduler: MonarchScheduler, status: JobStatus, app_id: str, as_json: bool) -> None:
+def _watch(scheduler: MonarchScheduler, status: JobStatus, app_id: str, ranks: SampledRanks, as_json: bool) -> None:
     """Show a status whenever it changes; on a terminal every time, in place of the one before."""
     in_place = not as_json and sys.stdout.isatty()
     shown, height = "", 0
     while True:
         # The facts without those that change with the clock alone.
-        facts = repr(replace(status, elapsed=None, last_output=None, live=status.live and replace(status.live, idle=0)))
+        live = status.live and replace(status.live, idle=0)
+        facts = repr(replace(status, elapsed=None, last_output=None, live=live, activity=None))
         if in_place:
             width = shutil.get_terminal_size().columns
             lines = render(status).split("\n")
@@ -83,11 +87,17 @@ def _watch(scheduler: MonarchScheduler, status: JobStatus, app_id: str, as_json:
         if status.has_ended:
             return
         time.sleep(max(_EVERY, scheduler.inner.poll))
-        status = _look(scheduler, status.handle, app_id)
+        status = _look(scheduler, status.handle, app_id, ranks)
 
 
-def _look(scheduler: MonarchScheduler, handle: str, app_id: str) -> JobStatus:
+def _look(scheduler: MonarchScheduler, handle: str, app_id: str, ranks: SampledRanks) -> JobStatus:
     """Return the status of a job.
+
+    Args:
+        scheduler: its scheduler.
+        handle: its handle.
+        app_id: its id.
+        ranks: the samples of its ranks, of which those of the first role with ranks are taken.
 
     Raises:
         HandleError: there is no such app.
@@ -105,7 +115,7 @@ def _look(scheduler: MonarchScheduler, handle: str, app_id: str) -> JobStatus:
         last_output = max((line.time for line in output), default=0.0)
         happened = happened or (events_of(logs[0]) if logs else [])
         live = _live(handle, app)
-    return build(
+    built = build(
         handle,
         app,
         status,
@@ -114,6 +124,10 @@ def _look(scheduler: MonarchScheduler, handle: str, app_id: str) -> JobStatus:
         log_folder=log_folder(app),
         live=live,
     )
+    first = next((role.spec for role in app.roles if role.spec.workload in _WITH_RANKS), None)
+    if built.phase != "running" or first is None:
+        return built
+    return replace(built, activity=ranks.look(first.name))
 
 
 def _ends_of_logs(scheduler: MonarchScheduler, app: AppSnapshot) -> list[list[TimedLine]]:

@@ -5,14 +5,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from torchx_monarch.insight.rank_activity import RankActivity
 from torchx_monarch.insight.summary import show_duration
 from torchx_monarch.schedulers.job_status import PHASES, JobStatus, LiveState
 from torchx_monarch.system.untrusted_text import one_line
 
 _RUNS = 5
 """Runs of a live allocation that are shown."""
+
+_ODD = 3
+"""Ranks that do not run whose state is shown."""
 
 
 def render(status: JobStatus, now: float | None = None) -> str:
@@ -49,14 +53,59 @@ def _facts(status: JobStatus, now: float) -> Iterator[tuple[str, str]]:
     if status.hang is not None:
         ago = f"{show_duration(now - status.hang.time)} ago: " if status.hang.time else ""
         yield "hang", ago + status.hang.message
-    if status.last_output is not None:
-        yield "last output", f"{show_duration(now - status.last_output)} ago"
+    printed = [one.last_output for one in status.activity or () if one.last_output is not None]
+    if last := max(printed, default=status.last_output):
+        yield "last output", f"{show_duration(now - last)} ago"
+    yield from _activity(status.activity or ())
     if status.live is not None:
         yield from _live(status.live, now)
     if status.log_folder is not None:
         yield "logs", one_line(status.log_folder)
     for role in status.roles:
         yield (f"command of {role.role}: " if len(status.roles) > 1 else "command"), role.command
+
+
+def _activity(ranks: Sequence[RankActivity]) -> Iterator[tuple[str, str]]:
+    """Yield three facts at most, for any number of ranks."""
+    reported = [one for one in ranks if one.progress is not None]
+    if reported:
+        yield "progress", _progress(min(reported, key=lambda one: one.progress.step if one.progress else 0))
+    if rates := [one.collectives_per_second for one in ranks if one.collectives_per_second is not None]:
+        text = f"{_range(rates, '{:.1f}')} a second"
+        if late := [one for one in ranks if one.late_by]:
+            last = max(late, key=lambda one: one.late_by or 0.0)
+            text += f"; rank {last.rank} calls them last, {_short(last.late_by or 0.0)} after the first"
+        yield "collectives", text
+    running = [one for one in ranks if one.state != "ended"]
+    if running:
+        parts = [f"memory {_range([one.rss_bytes / (1 << 30) for one in running], '{:.2f}')} GiB"]
+        if cpus := [one.cpu for one in running if one.cpu is not None]:
+            parts.insert(0, f"CPU {_range(cpus, '{:.2f}')} cores")
+        if busy := [device.busy * 100 for one in running for device in one.devices]:
+            parts.append(f"GPU {_range(busy, '{:.0f}')} %")
+        odd = [f"rank {one.rank} is {one.state}" for one in ranks if one.state not in ("running", "ended")]
+        yield "each rank", "; ".join([", ".join(parts), *odd[:_ODD], *(["…"] if len(odd) > _ODD else [])])
+
+
+def _progress(one: RankActivity) -> str:
+    progress = one.progress
+    assert progress is not None
+    parts = [f"step {progress.step}" + (f" of {progress.total}" if progress.total is not None else "")]
+    if one.seconds_left is not None:
+        parts.append(f"{show_duration(one.seconds_left)} left")
+    if progress.checkpoint is not None:
+        parts.append(f"checkpoint of step {progress.checkpoint}")
+    parts += [f"{name} {value:.4g}" for name, value in progress.metrics.items()]
+    return one_line(", ".join(parts), 200)
+
+
+def _range(values: Sequence[float], form: str) -> str:
+    """Return ``0.90`` or ``0.90-1.02``."""
+    return "-".join(dict.fromkeys(form.format(value) for value in (min(values), max(values))))
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.1f} s"
 
 
 def _live(live: LiveState, now: float) -> Iterator[tuple[str, str]]:

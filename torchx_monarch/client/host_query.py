@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
-from torchx_monarch.client.connection import Connection
+from torchx_monarch.client.connection import TIMEOUT, Connection
 from torchx_monarch.client.target import Target
 from torchx_monarch.exceptions import UnreachableError
 from torchx_monarch.model.codec import DecodeError, decode
@@ -24,14 +24,14 @@ def query(
         target: where replica 0 listens.
         greeting: the query; its ``type`` is also that of the answers, and the name of the field with the values.
         kind: the type of a value.
-        timeout: seconds for each message of the answer.
+        timeout: seconds for the connection, and for each message of the answer.
 
     Raises:
         UnreachableError: replica 0 cannot be reached, breaks the connection, or answers something else.
         RefusedError: replica 0 refuses the query: the hosts are not together, or have no ranks.
     """
     found: list[T] = []
-    with Connection.open(target, dict(greeting)) as link:
+    with Connection.open(target, dict(greeting), min(timeout, TIMEOUT)) as link:
         while True:
             answer = link.answer(timeout)
             if answer.get("type") == "end":

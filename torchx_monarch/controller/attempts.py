@@ -94,6 +94,7 @@ class Attempts:
         self._recorded = -1
         self._uncounted = 0
         self._restarts_left = options.max_restarts
+        self._same_step = retry.SameStep()
 
     def begin(self, options: JobOptions) -> None:
         """Set the options of the run, which only its hosts know on a live allocation."""
@@ -133,7 +134,8 @@ class Attempts:
             for line in describe_others(self.exits.values(), cause):
                 self._reporter.line(f"also: {line}")
             before, never_joined = never_joined, retry.never_joined(self.exits.values())
-            reason = retry.why_not(cause, never_joined, before, self._options.retry_on, self._options.on_hang)
+            stuck = self._same_step.why_not(self.exits.values(), cause, self._options.same_step_limit)
+            reason = retry.why_not(cause, never_joined, before, self._options.retry_on, self._options.on_hang) or stuck
             if self._restarts_left == 0 or reason:
                 if self._restarts_left:
                     self._reporter.line(f"no restart: {reason}")

@@ -35,6 +35,7 @@ class JobOptions:
         on_hang: what to do about ranks that hang: ``observe``, ``restart`` or ``fail``.
         preload: modules that each host imports once for all of its ranks, for messages; empty for none.
         preflight: whether hosts are checked before ranks start: ``on``, ``warn`` or ``off``.
+        same_step_limit: number of failures in a row at one step after which ranks are not restarted; 0 for any.
     """
 
     run_id: str
@@ -54,6 +55,7 @@ class JobOptions:
     on_hang: str = ON_HANG[0]
     preload: tuple[str, ...] = ()
     preflight: str = PREFLIGHT[0]
+    same_step_limit: int = 0
 
     @classmethod
     def of(
@@ -83,5 +85,6 @@ class JobOptions:
             on_hang=options.on_hang,
             preload=options.preload_modules if options.forks_ranks else (),
             preflight=options.preflight,
+            same_step_limit=options.same_step_limit,
             **more,
         )

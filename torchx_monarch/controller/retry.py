@@ -52,6 +52,39 @@ class Backoff:
         return longest * (0.5 + self._draw() / 2)
 
 
+class SameStep:
+    """Count failures in a row at one step of the program, for programs that report their steps.
+
+    Ranks of a synchronous program may have reported different steps when one of them fails, so a failure one step
+    before the furthest one is a failure at the same step.
+    """
+
+    def __init__(self) -> None:
+        self._furthest = -1
+        self._in_a_row = 0
+
+    def why_not(self, exits: Iterable[RankExit], cause: RankExit, limit: int) -> str:
+        """Return why the ranks must not be restarted after a failure; empty if they may be.
+
+        Args:
+            exits: exits of the ranks.
+            cause: exit of the rank that is the root cause. Its step counts, or the furthest if it has reported none.
+            limit: number of failures in a row at one step after which the ranks are not restarted; 0 for any number.
+        """
+        step = cause.step
+        if step is None:
+            step = max((one.step for one in exits if one.step is not None), default=None)
+        if step is None:
+            return ""
+        if self._furthest - 1 <= step <= self._furthest:
+            self._in_a_row += 1
+        else:
+            self._furthest, self._in_a_row = step, 1
+        if limit <= 0 or self._in_a_row < limit:
+            return ""
+        return f"{self._in_a_row} failures in a row at step {self._furthest}, without progress (same_step_limit)"
+
+
 def never_joined(exits: Iterable[RankExit]) -> frozenset[int]:
     """Return the ranks that failed while forming their first process group."""
     return frozenset(one.rank for one in exits if one.failed and one.joined is False)

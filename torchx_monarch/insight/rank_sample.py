@@ -74,6 +74,8 @@ class Progress:
         time: when it was called, in seconds since the epoch.
         checkpoint: the step of the last checkpoint; None for none.
         metrics: further numbers, by name.
+        first_step: the step of the first call in this attempt.
+        first_time: when that was, in seconds since the epoch.
     """
 
     step: int
@@ -81,6 +83,20 @@ class Progress:
     time: float
     checkpoint: int | None = None
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    first_step: int = 0
+    first_time: float = 0.0
+
+    def seconds_left(self, now: float) -> float | None:
+        """Return the seconds until the last step, at the mean speed of this attempt; None if that is not known.
+
+        Args:
+            now: the time in seconds since the epoch, by the clock of the rank's host.
+        """
+        done = self.step - self.first_step
+        if self.total is None or done <= 0 or self.time <= self.first_time:
+            return None
+        left = max(0, self.total - self.step) * (self.time - self.first_time) / done
+        return max(0.0, left - max(0.0, now - self.time))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,9 @@ LEASE = 30.0
 PEER_TIMEOUT = 5.0
 """Seconds without an answer after which a machine counts as lost, unless the user chooses others."""
 
+SAME_STEP_LIMIT = 3
+"""Failures in a row at one step after which ranks are not restarted, unless the user chooses another number."""
+
 HANG_AFTER = 300.0
 """Seconds for which a rank waits in a collective until that counts as a hang, unless the user chooses others."""
 
@@ -156,6 +159,9 @@ class HostSpec:
         "exit codes and signals after which ranks are started again, separated by commas (default: any)",
         parse=parse_exit_codes,
         show=lambda codes: ",".join(map(str, codes)),
+    )
+    same_step_limit: int = _flag(
+        SAME_STEP_LIMIT, "failures in a row at one step after which ranks are not restarted; 0: any number", parse=int
     )
     replacements: int = _flag(0, "how many lost hosts the backend replaces while the job goes on", parse=int)
     rendezvous: str = _flag(

@@ -65,6 +65,7 @@ class RankExit:
         started: when its program was started, in seconds since the epoch.
         out_of_memory: evidence that the kernel killed the rank for lack of memory; empty without evidence.
         hang: why the rank was stopped as the one for which others waited in a collective; empty if it was not.
+        step: the last step that its program has reported; None for none.
     """
 
     rank: int
@@ -81,6 +82,7 @@ class RankExit:
     started: float = 0.0
     out_of_memory: str = ""
     hang: str = ""
+    step: int | None = None
 
     @property
     def failed(self) -> bool:

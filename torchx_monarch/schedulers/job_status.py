@@ -24,6 +24,7 @@ from torchx_monarch.command.command import Command
 from torchx_monarch.command.rewrite import rank_command
 from torchx_monarch.insight.events import Event
 from torchx_monarch.insight.log_lines import LineParser
+from torchx_monarch.insight.rank_activity import RankActivity
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.job_result import shell_code
 from torchx_monarch.model.state import State
@@ -168,6 +169,7 @@ class JobStatus:
         log_folder: folder of its logs, if this machine sees it.
         roles: its roles and their commands.
         live: the answer of the hosts of a live allocation; None for other jobs and hosts that do not answer.
+        activity: what each rank of the first role does; None if no ranks run, or their hosts do not answer.
     """
 
     handle: str
@@ -191,6 +193,7 @@ class JobStatus:
     log_folder: str | None = None
     roles: Sequence[RoleCommand] = field(default_factory=tuple)
     live: LiveState | None = None
+    activity: Sequence[RankActivity] | None = None
 
     @property
     def has_ended(self) -> bool:

@@ -208,6 +208,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             preload=tuple(filter(None, preload)),
             ranks=options.ranks,
             retry_on=retry_on,
+            same_step_limit=options.same_step_limit,
             lease=float(options.lease),
             hang_after=float(options.hang_after),
             on_hang=options.on_hang,

@@ -58,6 +58,10 @@ class MonarchOpts(StructuredOpts):  # type: ignore[misc]
     separated by `+` (`1+134+SIGKILL`); empty for any. On monarch_local, monarch_slurm and monarch_docker this also
     applies to restarts of hosts within `max_retries`. Exit code 78 always prevents a restart."""
 
+    same_step_limit: int = 3
+    """For programs that report their steps (`torchx_monarch.progress`): number of failures in a row at the same step
+    after which ranks are not restarted, though restarts are left; 0 for any number."""
+
     timestamps: bool = False
     """Write the time (UTC, with milliseconds) before each line of the log; off by default. The log files of single
     ranks stay as the ranks have written them."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchx_monarch.host.ranks import rank_progress
 from torchx_monarch.host.ranks.attempt_stacks import AttemptStacks
 from torchx_monarch.host.ranks.breakpoints import Breakpoints
 from torchx_monarch.host.ranks.flight_recorders import FlightRecorders, dump_path
@@ -301,7 +302,10 @@ class RankPool:
 
     async def samples(self) -> list[RankSample]:
         """Return a sample of each rank of the present attempt."""
-        asked = [SampledRank(one.rank, one.local_rank, self.attempt, one.started, one.process) for one in self._ranks]
+        asked = [
+            SampledRank(one.rank, one.local_rank, self.attempt, one.started, one.process, one.directory)
+            for one in self._ranks
+        ]
         return await self._sampler.take(asked)
 
     async def _stop_running(self, ranks: Sequence[Rank], number: int) -> list[Rank]:
@@ -354,6 +358,7 @@ class RankPool:
             (rank.directory / "error.json").unlink(missing_ok=True)
             error_file = str(rank.directory / "error.json")
             error_files.make_reserve(error_file)
+            rank_progress.prepare(rank.directory)
         env = rank_environment(world, run.command.options, self._replica, rank.local_rank, run.environ, error_file)
         if self._watchdog is not None:
             env[FILE] = self._watchdog.path
@@ -383,7 +388,7 @@ class RankPool:
             except error_files.UnreadableError as failure:
                 error = {"message": f"its error file is unreadable: {failure}"}
             error_files.remove_reserve(str(rank.directory / "error.json"))
-        process = rank.process
+        process, progress = rank.process, rank_progress.read(rank.directory)
         assert process.returncode is not None
         killed = process.returncode == -signal.SIGKILL and rank.stopped_at is None
         exit = RankExit(
@@ -400,6 +405,7 @@ class RankPool:
             timer=self._watchdog.timer_of(process.pid) if self._watchdog else "",
             started=rank.started,
             out_of_memory=self._memory.evidence() if killed else "",
+            step=progress.step if progress is not None else None,
         )
         if exit.failed and rank.stopped_at is not None:
             # The signal hit an interpreter that was exiting after an exception; its exit code would have been 1.

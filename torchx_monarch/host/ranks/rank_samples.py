@@ -8,7 +8,9 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
+from torchx_monarch.host.ranks import rank_progress
 from torchx_monarch.host.ranks.device_use import Devices
 from torchx_monarch.host.ranks.flight_recorders import FlightRecorders
 from torchx_monarch.host.ranks.rank_process import RankProcess
@@ -45,6 +47,7 @@ class SampledRank:
         attempt: number of its attempt.
         started: when its process was started, in seconds since the epoch.
         process: its process.
+        directory: folder of its logs; None for none.
     """
 
     rank: int
@@ -52,6 +55,7 @@ class SampledRank:
     attempt: int
     started: float
     process: RankProcess
+    directory: Path | None
 
 
 class RankSampler:
@@ -114,6 +118,7 @@ class RankSampler:
             rss_bytes=sum(use.rss_bytes for use in uses),
             last_output=last.last_at or None,
             last_line=one_line(last.last_line.decode(errors="replace"))[:_MAX_LINE],
+            progress=rank_progress.read(one.directory),
         )
 
 

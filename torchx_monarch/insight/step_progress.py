@@ -1,0 +1,132 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""In the program of a rank: ``torchx_monarch.progress``, and the file through which it tells the host.
+
+The file lies beside the error file of the rank: ``attempt_N/RANK/progress``. The host makes it before the rank starts.
+It has at most ``SIZE`` bytes: ``HEAD`` with the length and the checksum of what follows, a JSON object with the fields
+of ``rank_sample.Progress``. Standard library only: every rank imports it.
+"""
+
+from __future__ import annotations
+
+import binascii
+import json
+import math
+import operator
+import os
+import struct
+import time
+from typing import Any
+
+NAME = "progress"
+"""Name of the file."""
+
+HEAD = struct.Struct("!II")
+
+SIZE = 1 << 14
+
+MAX_METRICS = 16
+
+MAX_NAME = 64
+"""Characters of the name of a metric."""
+
+MAX_STEP = 1 << 53
+"""Steps are less than this, which every reader of JSON represents exactly."""
+
+
+def progress(step: int, total: int | None = None, *, checkpoint: int | None = None, **metrics: float) -> None:
+    """Report the progress of the program: ``torchx monarch status`` shows the step, the time left and the metrics.
+
+    Call it in a rank after each step, or now and then; it takes some microseconds. Without our hosts, such as under
+    torchrun or in a notebook, and with ``--log-dir /dev/null``, it does nothing.
+
+    A job that fails again and again at the same step is not restarted any more (``-cfg same_step_limit``).
+
+    Args:
+        step: the step that the program has finished; 0 or more.
+        total: the last step; None if the program does not know.
+        checkpoint: the step that the last checkpoint contains; None if there is none, or no other one than before.
+        metrics: up to 16 numbers by name, such as the loss. One that is not finite is left out.
+
+    Raises:
+        TypeError: an argument is no number.
+        ValueError: a step is negative or 2**53 or more, or there are too many metrics, or one with a name longer than
+            64 characters.
+    """
+    steps = [_step("step", step), _step("total", total), _step("checkpoint", checkpoint)]
+    if len(metrics) > MAX_METRICS:
+        raise ValueError(f"{len(metrics)} metrics: give {MAX_METRICS} at most")
+    numbers = {name: value for name in metrics if math.isfinite(value := _number(name, metrics[name]))}
+    if steps[0] is None:
+        raise TypeError("step is None, not an integer")
+    _report(steps[0], steps[1], steps[2], numbers)
+
+
+def _step(name: str, value: Any) -> int | None:
+    if value is None:
+        return None
+    try:
+        step = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r:.40}, not an integer") from None
+    if not 0 <= step < MAX_STEP:
+        raise ValueError(f"{name} is {step}: give 0 or more, and less than 2**53")
+    return step
+
+
+def _number(name: str, value: Any) -> float:
+    if len(name) > MAX_NAME:
+        raise ValueError(f"the name {name:.20}… of a metric has more than {MAX_NAME} characters")
+    if not hasattr(type(value), "__float__") and not hasattr(type(value), "__index__"):
+        raise TypeError(f"{name} is {value!r:.40}, not a number")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+    except Exception:  # of a tensor of several elements, for one
+        raise TypeError(f"{name} is a {type(value).__name__} that is not one number") from None
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+_file: int | None = None
+"""The file; -1 if there is none, None before the first call."""
+
+_first: tuple[int, float] = (0, 0.0)
+_checkpoint: int | None = None
+
+
+def _open() -> int:
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return -1
+    try:
+        # Not created: torchrun has no such file, and there nobody reads it.
+        return os.open(os.path.join(os.path.dirname(path), NAME), os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return -1
+
+
+def _report(step: int, total: int | None, checkpoint: int | None, metrics: dict[str, float]) -> None:
+    global _file, _first, _checkpoint
+    now = time.time()
+    if _file is None:
+        _file, _first = _open(), (step, now)
+    if checkpoint is not None:
+        _checkpoint = checkpoint
+    if _file < 0:
+        return
+    shown = {
+        "step": step,
+        "total": total,
+        "time": now,
+        "checkpoint": _checkpoint,
+        "metrics": metrics,
+        "first_step": _first[0],
+        "first_time": _first[1],
+    }
+    data = json.dumps(shown).encode()
+    try:
+        os.pwrite(_file, HEAD.pack(len(data), binascii.crc32(data)) + data, 0)
+    except OSError:
+        _file = -1  # a full disk, or a program that has closed all descriptors
