@@ -28,6 +28,7 @@ from torchx_monarch.backends.core import client_credentials
 from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.snapshot import AppSnapshot
 from torchx_monarch.client.hosts import Hosts
+from torchx_monarch.client.rank_samples import ask_samples
 from torchx_monarch.client.rank_stacks import ask_stacks
 from torchx_monarch.exceptions import RefusedError, UnreachableError
 from torchx_monarch.schedulers.app_summary import summary_of
@@ -234,6 +235,10 @@ class Contract:
             place.until(lambda: reading() == {0, 1}, "the ranks", handle)
             words = ["--address", address] if address else []
             told = place.torchx("monarch", "stacks", handle, *words)
+            samples, _ = ask_samples(hosts)
+        assert [(one.rank, one.state, one.rss_bytes > 0) for one in samples] == [
+            (rank, "running", True) for rank in (0, 1)
+        ]
         assert told.startswith("ranks 0-1: main thread\n") and "in read_data" in told, told
         place.tell("go")
         place.wait(handle, AppState.SUCCEEDED)
