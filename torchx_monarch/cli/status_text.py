@@ -15,6 +15,9 @@ from torchx_monarch.system.untrusted_text import one_line
 _RUNS = 5
 """Runs of a live allocation that are shown."""
 
+_LATE = 0.001
+"""Seconds by which a rank must be late to be named."""
+
 _ODD = 3
 """Ranks that do not run whose state is shown."""
 
@@ -72,7 +75,7 @@ def _activity(ranks: Sequence[RankActivity]) -> Iterator[tuple[str, str]]:
         yield "progress", _progress(min(reported, key=lambda one: one.progress.step if one.progress else 0))
     if rates := [one.collectives_per_second for one in ranks if one.collectives_per_second is not None]:
         text = f"{_range(rates, '{:.1f}')} a second"
-        if late := [one for one in ranks if one.late_by]:
+        if late := [one for one in ranks if (one.late_by or 0.0) >= _LATE]:
             last = max(late, key=lambda one: one.late_by or 0.0)
             text += f"; rank {last.rank} calls them last, {_short(last.late_by or 0.0)} after the first"
         yield "collectives", text
