@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import torchx_monarch
-from torchx_monarch.host.ranks.rank_progress import parse, prepare, read
+from torchx_monarch.host.ranks.rank_progress import parse, prepare, read, read_at_end
 from torchx_monarch.insight import step_progress
 from torchx_monarch.insight.rank_sample import Progress
 from torchx_monarch.insight.step_progress import HEAD, NAME, SIZE
@@ -140,6 +140,13 @@ def test_a_file_of_another_kind_is_not_read(tmp_path: Path) -> None:
     assert read(tmp_path) is None
     prepare(tmp_path)
     assert (tmp_path / NAME).is_file()
+
+
+def test_the_file_of_a_rank_that_reports_nothing_is_removed(rank: Path) -> None:
+    assert read_at_end(rank) is None and not (rank / NAME).exists()
+    prepare(rank)
+    torchx_monarch.progress(1)
+    assert read_at_end(rank) is not None and (rank / NAME).exists()
 
 
 @pytest.mark.parametrize(

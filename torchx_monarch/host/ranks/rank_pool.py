@@ -388,7 +388,7 @@ class RankPool:
             except error_files.UnreadableError as failure:
                 error = {"message": f"its error file is unreadable: {failure}"}
             error_files.remove_reserve(str(rank.directory / "error.json"))
-        process, progress = rank.process, rank_progress.read(rank.directory)
+        process, progress = rank.process, rank_progress.read_at_end(rank.directory)
         assert process.returncode is not None
         killed = process.returncode == -signal.SIGKILL and rank.stopped_at is None
         exit = RankExit(

@@ -50,6 +50,19 @@ def read(directory: Path | None) -> Progress | None:
     return None
 
 
+def read_at_end(directory: Path | None) -> Progress | None:
+    """Return the progress of a rank that has ended, and remove the file of one that has reported none.
+
+    Args:
+        directory: folder of the rank's logs; None if it has none.
+    """
+    found = read(directory)
+    if found is None and directory is not None:
+        with contextlib.suppress(OSError):
+            (directory / NAME).unlink(missing_ok=True)
+    return found
+
+
 def parse(data: bytes) -> Progress | None:
     """Return the progress that the content of a file tells; None if it is no progress."""
     if len(data) < HEAD.size:
