@@ -35,8 +35,9 @@ class TorchxServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._lock = threading.Lock()
         self._control = ours
-        # It outlives the test that is the first to need it, and is not to be taken for one of its processes.
-        env = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHX_", "MONARCH_"))}
+        # It outlives the test that is the first to need it, and must not be taken for a process of that test or of its
+        # cluster, which are known by their variables; each command has its own.
+        env = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "LC_ALL") if name in os.environ}
         command = [sys.executable, __file__, str(theirs.fileno())]
         self._process = subprocess.Popen(
             command,
