@@ -13,7 +13,7 @@ from pathlib import Path
 from docs.tools import browser
 
 ROOT = Path(__file__).parents[2]
-PICTURES = {"report_light.png": (1000, 1220, False), "report_phone.png": (390, 1130, True)}
+PICTURES = {"report_light.png": (1000, 1400, False), "report_phone.png": (390, 1130, True)}
 """The files in docs/pictures: width and height of the window, and whether it is dark."""
 
 _PROGRAM = """
@@ -21,12 +21,14 @@ import os, time
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 rank, attempt = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-for step in range(16):
+cache = []
+for step in range(44):
+    cache.append(torch.ones(500_000 * (rank + 2)))
     dist.all_reduce(torch.ones(1000))
     print(f"step {step}", flush=True) if rank == 0 else None
-    time.sleep(0.25)
-    if rank == 2 and attempt == 0 and step == 8:
-        raise ValueError("loss is nan at step 8")
+    time.sleep(0.5)
+    if rank == 2 and attempt == 0 and step == 24:
+        raise ValueError("loss is nan at step 24")
 dist.destroy_process_group()
 """
 

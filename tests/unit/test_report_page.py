@@ -12,11 +12,17 @@ import pytest
 
 from tests.unit.test_timeline import HOSTS, RESTARTED, START, event
 from torchx_monarch.insight.events import Event
+from torchx_monarch.insight.report_curves import curves
 from torchx_monarch.insight.report_page import Page, RoleTimes, render
 from torchx_monarch.insight.report_picture import picture, shares
+from torchx_monarch.insight.sample_log import RankUse, SampledMoment
 from torchx_monarch.insight.timeline import Timeline, build
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=http://x/y onerror=alert(2)>{{ page }}</style>"
+SAMPLES = [
+    SampledMoment(100.0 + 2 * at, at // 5, tuple(RankUse(rank, 1.0 * at % 5, 1 << 30, 0) for rank in range(3)))
+    for at in range(1, 10)
+]
 
 
 def page(timeline: Timeline, **more: Any) -> Page:
@@ -29,6 +35,7 @@ def page(timeline: Timeline, **more: Any) -> Page:
         "is_from_log": False,
         "roles": [RoleTimes(HOSTILE, HOSTILE, shares(timeline, "t"))],
         "runs": timeline.of_kind("run"),
+        "curves": [(HOSTILE, curves(SAMPLES, timeline.job))],
         "moments": timeline.moments,
         "ranks": timeline.of_kind("rank"),
         "ranks_left_out": 0,

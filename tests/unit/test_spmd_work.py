@@ -30,6 +30,7 @@ from torchx_monarch.controller.host_messages import (
 )
 from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.rendezvous import Rendezvous
+from torchx_monarch.controller.sample_recorder import SampleRecorder
 from torchx_monarch.controller.spmd_work import Session, SpmdWork
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.job_result import JobResult, RankExit
@@ -129,7 +130,12 @@ def work(session: Session, agents: Agents, events: HostEvents) -> SpmdWork:
     gatherer = HostGatherer(FIXED, rendezvous, reporter, reachable)
     watch = HangWatch(agents, reporter)
     return SpmdWork(
-        session, agents, gatherer, events, lambda: Attempts(OPTIONS, agents, gatherer, events, reporter, watch, None)
+        session,
+        agents,
+        gatherer,
+        events,
+        lambda: Attempts(OPTIONS, agents, gatherer, events, reporter, watch, None),
+        SampleRecorder(agents, None),
     )
 
 

@@ -16,6 +16,8 @@ from torchx_monarch.cli.json_output import add_json, print_json
 from torchx_monarch.cli.output_file import add_output, write_output
 from torchx_monarch.cli.scheduler_access import app_id_of, opened
 from torchx_monarch.cli.status_text import size_of
+from torchx_monarch.insight import sample_log
+from torchx_monarch.insight.report_curves import Curve, curves
 from torchx_monarch.insight.report_page import Page, RoleTimes, render
 from torchx_monarch.insight.report_picture import picture, shares
 from torchx_monarch.insight.summary import local_path, show_duration
@@ -81,6 +83,7 @@ def page_of(history: JobHistory) -> Page:
             RoleTimes(span.name, _lost(drawn, span.name), shares(drawn, span.name)) for span in drawn.of_kind("role")
         ],
         runs=drawn.of_kind("run")[-_MOST_RUNS:],
+        curves=list(_curves(history)),
         moments=[one for one in drawn.moments if one.kind not in ("output", "result", "ended")][-_MOST_MOMENTS:],
         ranks=ranks[:_MOST_RANKS],
         ranks_left_out=max(0, len(ranks) - _MOST_RANKS),
@@ -126,6 +129,17 @@ def _last_ranks(drawn: Timeline) -> list[Span]:
         if span.parent == attempts[span.role]:
             last[span.role, span.number] = span
     return [last[key] for key in sorted(last)]
+
+
+def _curves(history: JobHistory) -> Iterator[tuple[str, list[Curve]]]:
+    """Yield the curves of each role whose samples this machine has."""
+    folder = history.status.log_folder
+    for role in history.timeline.of_kind("role") if folder else ():
+        drawn = curves(
+            sample_log.read(os.path.join(folder or ".", role.name, "0", sample_log.NAME)), history.timeline.job
+        )
+        if drawn:
+            yield role.name, drawn
 
 
 def _date(seconds: float) -> str:

@@ -23,6 +23,7 @@ from torchx_monarch.controller.host_events import (
     concerns_hosts,
 )
 from torchx_monarch.controller.job_options import JobOptions
+from torchx_monarch.controller.sample_recorder import SampleRecorder
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.registration import Registration
 
@@ -95,6 +96,7 @@ class SpmdWork:
         gatherer: gathers the hosts.
         events: the events that interrupt the controller.
         new_attempts: returns the attempts of a new run.
+        recorder: records what the ranks use.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class SpmdWork:
         gatherer: HostGatherer,
         events: HostEvents,
         new_attempts: Callable[[], Attempts],
+        recorder: SampleRecorder,
     ) -> None:
         self._session = session
         self._agents = agents
@@ -111,6 +114,7 @@ class SpmdWork:
         self._events = events
         self._new_attempts = new_attempts
         self._attempts = new_attempts()
+        self._recorder = recorder
 
     async def run(self, hosts: list[Registration]) -> JobResult:
         """Execute runs until the session ends (see ``Work``)."""
@@ -124,7 +128,8 @@ class SpmdWork:
                     if idle := await self._events.interrupt(self._session.next_run(), concerns_hosts):
                         return idle
                     self._attempts = self._new_attempts()
-                result = await self._execute(hosts)
+                with self._recorder.recording():
+                    result = await self._execute(hosts)
                 ended = await self._session.finish(self._attempts, result)
                 # A request to end this run that is still pending concerns no run any more.
                 self._events.settle_all(lambda event: isinstance(event, RunEndRequested))

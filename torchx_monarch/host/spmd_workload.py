@@ -44,10 +44,12 @@ from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.host_queries import HostQueries
 from torchx_monarch.controller.link_test import LinkTest, measure
 from torchx_monarch.controller.preflight import Preflight
+from torchx_monarch.controller.sample_recorder import SampleRecorder
 from torchx_monarch.controller.spmd_work import Session, SpmdWork
 from torchx_monarch.host.preflight import take_facts
 from torchx_monarch.host.ranks.rank_pool import RankPool
 from torchx_monarch.host.workload import Control, Host
+from torchx_monarch.insight.sample_log import NAME, SampleLog
 from torchx_monarch.model.world import LaunchError
 from torchx_monarch.transport.agent_rpc import SOCKET_VARIABLE, AgentServer
 
@@ -178,7 +180,10 @@ class SpmdWorkload:
             preflight = Preflight(options.preflight, control.network.rendezvous.networked, agents, reporter)
             return Attempts(options, agents, control.gatherer, events, reporter, hang_watch, first_output, preflight)
 
-        return SpmdWork(session, agents, control.gatherer, events, new_attempts)
+        # Only where a command finds it again: beside the events of the job.
+        kept = "MONARCH_EVENTS" in self._host.environ and self._host.log_dir
+        log = SampleLog(os.path.join(self._host.log_dir, NAME)) if kept else None
+        return SpmdWork(session, agents, control.gatherer, events, new_attempts, SampleRecorder(agents, log))
 
     def close(self) -> None:
         """End the runs; the host process has no processes but those of the ranks."""

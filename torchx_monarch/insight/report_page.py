@@ -10,6 +10,7 @@ from importlib import resources
 
 from jinja2 import Environment, StrictUndefined
 
+from torchx_monarch.insight.report_curves import Curve
 from torchx_monarch.insight.report_picture import Picture, Share
 from torchx_monarch.insight.summary import show_duration
 from torchx_monarch.insight.timeline import PHASES, Moment, Span
@@ -44,6 +45,7 @@ class Page:
         is_from_log: whether the timeline is made of the lines of the log.
         roles: where the time of each role went.
         runs: the runs of a live allocation.
+        curves: what ranks used, for each role its name and its curves.
         moments: failures, restarts and other changes.
         ranks: the ranks of the last attempt.
         ranks_left_out: how many more there are.
@@ -64,6 +66,7 @@ class Page:
     is_from_log: bool
     roles: Sequence[RoleTimes]
     runs: Sequence[Span]
+    curves: Sequence[tuple[str, Sequence[Curve]]]
     moments: Sequence[Moment]
     ranks: Sequence[Span]
     ranks_left_out: int
