@@ -12,8 +12,10 @@ from __future__ import annotations
 import argparse
 import io
 import shutil
+import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,7 +77,10 @@ class Recording:
         rows: height of the terminal, whose first and last screen are pictures; 0 for one picture of all lines.
         files: the content of files beside the examples, by name.
         before: a command that is executed first, and not shown.
+        after: a command that is executed last, and not shown.
         keys: what is typed into the last command at the prompts of pdb.
+        seconds: when the picture of a command that uses the whole screen is taken; 0 for other commands. It has one
+            command, and needs tmux.
     """
 
     commands: tuple[str, ...]
@@ -83,7 +88,9 @@ class Recording:
     rows: int = 0
     files: Mapping[str, str] = field(default_factory=dict)
     before: str = "true"
+    after: str = "true"
     keys: tuple[str, ...] = ()
+    seconds: float = 0
 
 
 _TRAIN = "torchx run -s monarch_local --wait --log monarch.spmd --nproc 4 examples/digits.py --epochs 8"
@@ -101,6 +108,18 @@ def step(loss, scale):
 print("scaled loss", step(0.7, scale=128))
 """
 
+_SLOW_RANK = """\
+import os, time, torch
+from torch import distributed as dist
+
+dist.init_process_group("gloo")
+for step in range(600):
+    time.sleep(3.0 if step > 60 and dist.get_rank() == 5 else 0.05)
+    dist.all_reduce(torch.ones(64))
+    if step % 10 == 0:
+        print(f"step {step} loss {2.3 / (step + 1) ** 0.5:.3f}", flush=True)
+"""
+
 RECORDINGS = {
     "session": Recording((_TRAIN,), 96),
     "success_80x24": Recording((_TRAIN,), 80, 24),
@@ -115,7 +134,34 @@ RECORDINGS = {
         "until torchx monarch debug last --json | grep -q pid; do sleep 0.2; done",
         keys=("w", "p loss, scale", "!scale = 0.5", "n", "p sca\t", "c"),
     ),
+    **{
+        f"top_{columns}x{rows}": Recording(
+            ("torchx monarch top last",),
+            columns,
+            rows,
+            files={"train.py": _SLOW_RANK},
+            before="torchx run -s monarch_local monarch.spmd -j 2x4 train.py > handle;"
+            "until torchx monarch logs last | grep -q 'step 60'; do sleep 0.2; done",
+            after="torchx cancel $(cat handle)",
+            seconds=8.5,
+        )
+        for columns, rows in ((80, 24), (100, 30))
+    },
 }
+
+
+def whole_screen(command: str, columns: int, rows: int, seconds: float, environment: dict[str, str]) -> str:
+    """Return what a terminal shows some seconds after the start of a command, which is ended then."""
+    socket = f"{environment['HOME']}/tmux"
+    tmux = ["tmux", "-S", socket, "-f", "/dev/null"]
+    start = ["new-session", "-d", "-x", str(columns), "-y", str(rows), command]
+    subprocess.run([*tmux, *start], cwd=environment["PWD"], env=environment, check=True)
+    try:
+        time.sleep(seconds)
+        taken = subprocess.run([*tmux, "capture-pane", "-e", "-p"], capture_output=True, text=True, check=True)
+    finally:
+        subprocess.run([*tmux, "kill-server"], check=True)
+    return taken.stdout
 
 
 def typed(command: str, columns: int, environment: dict[str, str], keys: Sequence[str] = ()) -> str:
@@ -174,9 +220,14 @@ def run(recording: Recording) -> list[Text]:
         for name, text in recording.files.items():
             (project / name).write_text(text)
         typed(recording.before, recording.columns, environment)
-        *first, last = recording.commands
-        shown = [typed(command, recording.columns, environment) for command in first]
-        output = "\n".join([*shown, typed(last, recording.columns, environment, recording.keys)])
+        if recording.seconds:
+            shape = recording.columns, recording.rows
+            output = whole_screen(recording.commands[0], *shape, recording.seconds, environment)
+        else:
+            *first, last = recording.commands
+            shown = [typed(command, recording.columns, environment) for command in first]
+            output = "\n".join([*shown, typed(last, recording.columns, environment, recording.keys)])
+        typed(recording.after, recording.columns, environment)
     finally:
         shutil.rmtree(home, ignore_errors=True)
     return screen(output.replace(str(home), "~").replace(sys.prefix, "~/.venv"), recording.columns)
@@ -185,7 +236,7 @@ def run(recording: Recording) -> list[Text]:
 def pictures(name: str, recording: Recording) -> dict[str, str]:
     """Return the pictures of a recording by the names of their files."""
     lines, rows = run(recording), recording.rows
-    if not rows:
+    if not rows or recording.seconds:
         return {f"{name}.svg": picture(lines, recording.columns, "torchx-monarch")}
     return {
         f"{name}_{part}.svg": picture([*shown, *[Text("")] * (rows - len(shown))], recording.columns, f"{part} screen")

@@ -78,7 +78,11 @@ def test_a_job_from_its_start_to_its_end(tmp_path: Path, eventually: Eventually)
     assert "  attempt      2 of 3\n" in shown and "\x1b" not in shown
     assert "attempt 2 of 3; 4 ranks on 2 hosts" in " ".join(torchx("status", handle).split())
 
-    counted = monarch("metrics", handle)
+    look = objects("top", handle, "--once")
+    assert [row["state"] for row in look["ranks"]] == ["running"] * 4 and not look["missing"]
+    assert "step 2 of attempt 1" in monarch("top", "--once", handle)
+    counted = monarch("metrics", handle, "--per-rank")
+    assert counted.count("\ntorchx_monarch_rank_cpu_seconds_total{") == 4
     assert f'torchx_monarch_job_restarts_total{{job="{handle.rpartition("/")[2]}"}} 1\n' in counted
 
     (listed,) = objects("ls")

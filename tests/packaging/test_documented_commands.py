@@ -170,7 +170,7 @@ def with_cfg(words: list[str], options: dict[str, str]) -> list[str]:
 def test_torchx_takes_it(torchx: Callable[..., str], command: Command) -> None:
     words = placed(command)
     for scheme in re.findall(r"\b(\w+)://", " ".join(words)):
-        assert scheme in OFFLINE or scheme in ("monarch_local", "monarch_slurm", "file")
+        assert scheme in OFFLINE or scheme in ("monarch_local", "monarch_slurm", "file", "http")
     if "--help" in words or words[1] in ("runopts", "builtins"):
         assert torchx(*words[1:])
     elif words[1] != "run":

@@ -15,10 +15,12 @@ import pytest
 
 from tests.unit.json_page import documented
 from torchx_monarch.cli import exit_codes, main, ps, run_output
+from torchx_monarch.cli.top_view import View
 from torchx_monarch.client.allocations import AllocationInfo
 from torchx_monarch.client.debugger import Breakpoint
 from torchx_monarch.client.result import RankResult, RunInfo, RunResult
 from torchx_monarch.insight.prometheus_text import Family
+from torchx_monarch.insight.rank_table import Row
 from torchx_monarch.insight.stacks import Frame, ProcessStacks, ThreadStack
 from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.schedulers.job_status import PHASES, JobStatus, LiveState
@@ -60,6 +62,11 @@ def test_the_fields_of_stacks() -> None:
     assert documented("a process") == names(ProcessStacks)
     line = next(line for line in (_REFERENCE / "json.md").read_text().splitlines() if line.startswith("| `threads`"))
     assert set(re.findall(r"`(\w+)`", line)) == {"threads", *names(ThreadStack), *names(Frame)}
+
+
+def test_the_fields_of_top() -> None:
+    assert documented("a look") == names(View)
+    assert documented("ranks in `top`") == names(Row)
 
 
 def test_the_fields_of_metrics() -> None:

@@ -29,6 +29,7 @@ SUB_COMMANDS = {
     "stacks": "where the ranks of a job are: their stacks, equal ones together",
     "trace": "the timeline of a job as a file that Perfetto opens",
     "report": "a page about a job: what ran, why it ended, and where its time went",
+    "top": "a job and its ranks on one screen, again and again",
     "metrics": "metrics of a job, as Prometheus reads them",
     "preload": "what -cfg preload=auto has learned of the jobs of this machine",
     "completion": "a script that completes commands, options and handles in your shell",

@@ -1,0 +1,104 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The screen of ``torchx monarch top``: what it shows in terminals of several sizes, and what it leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import termios
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from torchx_monarch.cli import top_view
+from torchx_monarch.cli.top_view import View
+from torchx_monarch.insight.rank_table import Row
+from torchx_monarch.schedulers.job_status import Failure, JobStatus
+
+JOB = JobStatus("monarch_local://torchx/a-1", "a", "RUNNING", phase="running", elapsed=61, attempt=2, attempts=3)
+
+
+def view(ranks: int, **more: Any) -> View:
+    rows = [Row((rank,), f"node{rank // 8}", 100 + rank, "running", line="x" * 300) for rank in range(ranks)]
+    return View(JOB, rows, **more)
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 30), (40, 6), (300, 100)])
+@pytest.mark.parametrize("ranks", [0, 4, 256])
+@pytest.mark.parametrize("by_host", [False, True])
+def test_a_screen_has_the_size_of_its_terminal(width: int, height: int, ranks: int, by_host: bool) -> None:
+    missing = {str(replica): "it does not answer, " * 30 for replica in range(40)}
+    for one in (view(ranks), view(ranks, missing=missing, problem="a problem " * 30)):
+        for first in (0, 10, 10_000):
+            lines, _ = top_view.screen(one, width, height, first, by_host)
+            assert len(lines) == height and max(map(len, lines)) <= width
+            assert lines[0].startswith(JOB.handle[:20]) and lines[-1].startswith("q quit")
+
+
+def test_the_table_scrolls_to_its_end_and_not_beyond() -> None:
+    lines, first = top_view.screen(view(256), 80, 24, 10_000)
+    assert first == 256 - 19 and "355" in lines[-2] and lines[-1].endswith("238-256 of 256")
+    lines, first = top_view.screen(view(256), 80, 24, 1)
+    assert first == 1 and lines[4].split()[:3] == ["1", "node0", "101"]
+    lines, first = top_view.screen(view(256), 80, 60, 10_000, by_host=True)
+    assert first == 0 and lines[4].split()[0] == "0-7" and "of 32" not in lines[-1]
+
+
+def test_the_head_says_what_is_wrong() -> None:
+    status = replace(JOB, last_failure=Failure(1.0, "rank 1 \x1b exited"), restarts=1, hosts=1, ranks=2)
+    failed = View(status, [], {"1": "no answer"}, "cannot be reached")
+    assert top_view.head(failed) == [
+        "monarch_local://torchx/a-1: RUNNING for 1 min 1 s",
+        "ranks run; attempt 2 of 3; 1 restart; 2 ranks on 1 host",
+        r"last failure: rank 1 \x1b exited",
+        "host 1: no answer",
+        "cannot be reached",
+    ]
+    assert json.loads(json.dumps(failed.to_json()))["missing"] == {"1": "no answer"}
+
+
+PROGRAM = """
+from torchx_monarch.cli.terminal_screen import TerminalScreen
+with TerminalScreen() as screen:
+    pressed = []
+    while pressed[-1:] != ["q"]:
+        screen.draw([f"pressed {pressed}"])
+        pressed += screen.keys(5)
+"""
+
+
+@pytest.mark.parametrize("end", ["q", "ctrl-c", "sigterm", "sighup"])
+def test_the_terminal_is_as_it_was_before(end: str) -> None:
+    near, far = pty.openpty()
+    before = termios.tcgetattr(far)
+    child = subprocess.Popen([sys.executable, "-c", PROGRAM], stdin=far, stdout=far, stderr=subprocess.PIPE)
+    shown = b""
+
+    def until(text: bytes) -> None:
+        nonlocal shown
+        while text not in shown:
+            shown += os.read(near, 4096)
+
+    try:
+        until(b"pressed []")
+        assert shown.startswith(b"\x1b[?1049h\x1b[?25l") and not termios.tcgetattr(far)[3] & termios.ICANON
+        os.write(near, b"h\x1b[A\x1b[6~")
+        until(b"pressed ['h', 'up', 'pgdn']")
+        if end == "q":
+            os.write(near, b"q")
+        else:
+            child.send_signal({"ctrl-c": signal.SIGINT, "sigterm": signal.SIGTERM, "sighup": signal.SIGHUP}[end])
+        until(b"\x1b[?25h\x1b[?1049l")
+        child.wait(20)
+        assert termios.tcgetattr(far) == before
+    finally:
+        child.kill()
+        child.communicate()
+        os.close(near)
+        os.close(far)
