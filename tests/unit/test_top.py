@@ -51,11 +51,13 @@ def test_the_table_scrolls_to_its_end_and_not_beyond() -> None:
 
 
 def test_the_head_says_what_is_wrong() -> None:
-    status = replace(JOB, last_failure=Failure(1.0, "rank 1 \x1b exited"), restarts=1, hosts=1, ranks=2)
+    hang = Failure(2.0, "rank 1 makes rank 0 wait")
+    status = replace(JOB, hang=hang, last_failure=Failure(1.0, "rank 1 \x1b exited"), restarts=1, hosts=1, ranks=2)
     failed = View(status, [], {"1": "no answer"}, "cannot be reached")
     assert top_view.head(failed) == [
         "monarch_local://torchx/a-1: RUNNING for 1 min 1 s",
         "ranks run; attempt 2 of 3; 1 restart; 2 ranks on 1 host",
+        "hang: rank 1 makes rank 0 wait",
         r"last failure: rank 1 \x1b exited",
         "host 1: no answer",
         "cannot be reached",

@@ -64,6 +64,12 @@ class Flat:
         ([event(8, "failure", rank=1)], "rank failure"),
         ([event(8, "failure", replica=1), event(9, "result", code=1)], "host failure"),
         ([event(8, "preempted", replica=1), event(9, "result", code=143)], "preempted"),
+        ([event(6, "hang"), event(8, "failure", rank=1), event(9, "result", code=1)], "hang"),
+        (
+            [event(6, "hang"), event(7, "hang_end"), event(8, "failure", rank=1), event(9, "result", code=2)],
+            "exit code 2",
+        ),
+        ([event(6, "hang"), event(7, "hang_end"), event(9, "result", code=0)], ""),
         ([event(9, "result", code=0)], ""),
         ([event(8, "stop"), event(9, "result", code=143)], ""),
     ],

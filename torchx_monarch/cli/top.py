@@ -73,7 +73,7 @@ def views(args: argparse.Namespace, interval: float) -> Iterator[View]:
 
     Args:
         args: the command's arguments.
-        interval: seconds between two looks.
+        interval: seconds between two looks, unless the scheduler is to be asked less often.
 
     Raises:
         HandleError: there is no such app.
@@ -89,7 +89,7 @@ def views(args: argparse.Namespace, interval: float) -> Iterator[View]:
             if view.status.has_ended:
                 return
             before = samples or before
-            time.sleep(interval)
+            time.sleep(max(interval, scheduler.inner.poll))
 
 
 def _look(

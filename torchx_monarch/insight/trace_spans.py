@@ -20,7 +20,7 @@ from torchx_monarch.insight.timeline import Span
 _KINDS = frozenset({"job", "run", "attempt", "phase", "import"})
 """The kinds of the timeline's spans that are exported. There is no span for each rank: a job may have thousands."""
 
-_SENT = ("attempt", "code", "rank", "replica", "run")
+_SENT = ("attempt", "code", "failed_at", "rank", "replica", "run", "waited")
 """The fields of events that spans need, all numbers."""
 
 _RESTARTS = frozenset({"restart", "requeue"})
@@ -67,9 +67,7 @@ def reduce(kind: str, time: float, seconds: float | None, fields: Mapping[str, o
     event: Event = {"time": time, "kind": kind, "message": ""}
     if seconds is not None:
         event["seconds"] = seconds
-    event.update({name: fields[name] for name in _SENT if isinstance(fields.get(name), int)})
-    if isinstance(failed := fields.get("failed_at"), (int, float)):
-        event["failed_at"] = failed
+    event.update({name: fields[name] for name in _SENT if isinstance(fields.get(name), (int, float))})
     hosts = fields.get("hosts")
     if isinstance(hosts, (list, tuple)):
         known = [host for host in hosts if isinstance(host, Mapping)]
@@ -147,9 +145,14 @@ def _error(span: Span, happened: Sequence[Event]) -> str:
     if span.kind != "attempt":
         return ""
     inside = [event for event in happened if span.start <= event["time"] <= span.end]
-    failed = next((event for event in inside if event["kind"] in ("failure", "preempted", "hang")), None)
-    if failed is None or failed["kind"] != "failure":
-        return failed["kind"] if failed is not None else ""
+    failed = next((event for event in inside if event["kind"] in ("failure", "preempted")), None)
+    if failed is None:
+        return ""
+    if failed["kind"] == "preempted":
+        return "preempted"
+    hangs = [event["kind"] for event in inside[: inside.index(failed)] if event["kind"] in ("hang", "hang_end")]
+    if hangs and hangs[-1] == "hang":
+        return "hang"
     if "rank" not in failed:
         return "host failure"
     # The event that follows has the exit code of the rank that failed first.
