@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -56,6 +58,8 @@ def test_a_rank_of_another_host_is_debugged_on_this_terminal(
     folder: Path, script: Script, ended: list[Hosts], eventually: Eventually
 ) -> None:
     path = script(f"""
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
         def double(number):
             answer = 2 * number
             return answer
@@ -66,6 +70,7 @@ def test_a_rank_of_another_host_is_debugged_on_this_terminal(
             breakpoint()
             double(21)
             runs()
+        dist.barrier()  # rank 0 waits here, and that is no hang
         {STREAMS}
     """)
     with socket.socket() as free:
@@ -74,7 +79,7 @@ def test_a_rank_of_another_host_is_debugged_on_this_terminal(
     for_hosts, for_client = (each.to_text() for each in credentials.create())
     client_credentials.keep("monarch_slurm", "app", for_client, {"trainer": where})
     environ = {"MONARCH_RENDEZVOUS": where, env_names.CREDENTIALS: for_hosts}
-    hosts = Hosts(folder, torchrun(path, nproc=1, nnodes=2), replicas=2, environ=environ).start()
+    hosts = Hosts(folder, torchrun(path, nproc=1, nnodes=2), 2, ("--grace", "5", "--hang-after", "2"), environ).start()
     ended.append(hosts)
     eventually(lambda: "rank 1 waits at " in hosts.err(), "the breakpoint")
     assert "Debug it: torchx monarch debug app --role trainer --rank 1" in hosts.err()
@@ -105,12 +110,12 @@ def test_a_rank_of_another_host_is_debugged_on_this_terminal(
     assert (found["rank"], found["function"], found["attached"]) == (1, "<module>", True)
     types("c\r", "c", then="c\r\n")
     types("\x03", "Program interrupted")
+    (folder / "go").touch()
     types("detach\r", "rank 1 goes on: its debugger was detached", then="\n")
     assert terminal.wait() == 0
-    (folder / "go").touch()
     assert hosts.wait() == [0, 0], hosts.err()
     assert "streams True False False False" in hosts.out(1)
-    assert "rank 1 goes on: its debugger was detached" in hosts.err()
+    assert "rank 1 goes on: its debugger was detached" in hosts.err() and "hang" not in hosts.err()
 
 
 def test_ranks_go_on_when_their_debuggers_are_gone(
@@ -139,10 +144,13 @@ def test_ranks_go_on_when_their_debuggers_are_gone(
     terminals[0].type("import os; os._ex")  # what is typed by half is not executed
     terminals[0].kill()
     terminals[1].type("\x1d")
+    eventually(lambda: not terminals[1].is_raw, "the terminal to be as before")
     assert terminals[1].wait() == 0
     terminals[2].type("c\r")
     eventually(lambda: terminals[2].shows("(Pdb) c\r\n"), "the program to go on")
-    terminals[2].kill()
+    os.kill(terminals[2].pid, signal.SIGTERM)
+    eventually(lambda: not terminals[2].is_raw, "the terminal to be as before")
+    assert terminals[2].wait() == 128 + signal.SIGTERM
     broken = "goes on: the connection of its debugger broke"
     eventually(lambda: all(f"rank {rank} {broken}" in hosts.err() for rank in (0, 2)), "the loss of the debuggers")
     (folder / "go").touch()

@@ -41,7 +41,7 @@ def test_messages_are_passed_on_between_a_host_and_one_client() -> None:
     said: list[str] = []
 
     async def run() -> None:
-        sessions = DebugSessions("debug app", said.append)
+        sessions = DebugSessions("debug app", said.append, contextlib.nullcontext)
         host = await sessions.connect(GREETING)
         (reader, writer), far = await pair()
         await asyncio.sleep(0)
@@ -78,7 +78,7 @@ def test_a_client_does_not_wait_in_a_breakpoint(monkeypatch: pytest.MonkeyPatch)
     async def run() -> None:
         near, far = await pair()
         with pytest.raises(RendezvousError, match="a client cannot"):
-            await DebugSessions("", print).clients["breakpoint"](GREETING, *near)
+            await DebugSessions("", print, contextlib.nullcontext).clients["breakpoint"](GREETING, *near)
         await close(near[1], far[1])
 
     asyncio.run(run())

@@ -26,7 +26,7 @@ import dataclasses
 import os
 import socket
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 from torchx_monarch.controller.rendezvous import RendezvousError, Serve
 from torchx_monarch.system.untrusted_text import one_line
@@ -66,7 +66,7 @@ class DebugSessions:
         self,
         command: str,
         say: Callable[[str], None],
-        rest: Callable[[], AbstractContextManager[None]] = nullcontext,
+        rest: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.clients: dict[str, Serve] = {
             "breakpoint": self._serve_host,
