@@ -458,6 +458,11 @@ class Contract:
                 place.run(place.role("true", replicas=2), **cfg)
         assert place.listed() == before
 
+    def test_doctor_finds_no_fault(self, place: Place) -> None:
+        options = place.runner.scheduler_run_opts(place.name).resolve(dict(place.cfg))
+        results = [*place.backend.checks(None), *place.backend.checks(place.backend.options.from_cfg(options))]
+        assert [result.line() for result in results if result.level != "ok"] == []
+
     @pytest.mark.scenario("missing tool says what to install")
     def test_a_missing_tool_is_named(self, place: Place) -> None:
         assert place.install in place.message_without_client()

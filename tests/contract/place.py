@@ -67,7 +67,7 @@ class Place(abc.ABC):
     bad_options: ClassVar[Sequence[tuple[Mapping[str, Any], str]]] = (
         ({"grace": -1}, "`grace` is -1; it is a number of seconds"),
         ({"host_timeout": 0}, "`host_timeout` is 0; it is a number of seconds"),
-        ({"preflight": "yes"}, "`preflight` is yes; it is off, on, warn"),
+        ({"preflight": "yes"}, "`preflight` is yes; it is off or on or warn"),
         ({"gracce": 1}, "(?s)gracce.*grace"),
         ({"retry_on": "300"}, "`retry_on` is 300: '300' is no exit code"),
     )
