@@ -218,6 +218,7 @@ class Cluster:
     [
         (Cluster("v1.31.2", False, ""), KubernetesOpts(), {}),
         (Cluster("v1.28.0", False, ""), None, {"Kubernetes": "warn"}),
+        (Cluster("v0.0.0-master+faecb1", False, ""), None, {}),
         (Cluster("v1.31.2", False, ""), KubernetesOpts(mode="volcano"), {"mode": "fail"}),
         (Cluster("v1.31.2", True, "create secrets/"), KubernetesOpts(), {"namespace": "fail"}),
         (Cluster("v1.31.2", True, "get pods/log"), KubernetesOpts(), {"namespace": "fail"}),

@@ -38,7 +38,7 @@ def check_cluster(api: Api, options: KubernetesOpts | None) -> Iterator[CheckRes
     """
     version = str(api.get("/version").get("gitVersion", ""))
     found = re.match(r"v?(\d+)\.(\d+)", version)
-    old = found is not None and (int(found[1]), int(found[2])) < _OLDEST
+    old = found is not None and (0, 0) < (int(found[1]), int(found[2])) < _OLDEST  # 0.0 is a build without a version
     advice = f"mode=job needs Kubernetes {_OLDEST[0]}.{_OLDEST[1]} or later" if old else ""
     yield check("Kubernetes", f"{version} at {api.host}", warn=advice)
     if options is None:
