@@ -43,7 +43,6 @@ class Preflight:
         """
         if self._mode == "off" or hosts == self._checked:
             return ""
-        self._checked = hosts
         began, sent = time.monotonic(), time.time()
         names = {host.replica: host.name for host in hosts}
         facts: dict[int, HostFacts] = {}
@@ -55,6 +54,7 @@ class Preflight:
             offsets[answer.replica] = clock_offset(answer.facts, sent, time.time())
             if answer.link is not None:
                 links[answer.replica] = answer.link
+        self._checked = hosts
         order = [replica for replica in names if replica in facts]
         problems = [
             one_line(text, _LINE)
