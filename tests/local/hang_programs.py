@@ -111,7 +111,7 @@ HANGS = {
     "first": "rank 3 has not called gloo:all_reduce, number 1 of group 0, in which ranks 0-2 have waited",
     "subgroup": "rank 3 has not called gloo:all_reduce, number 1 of group 2, in which rank 2 has waited",
     "chain": "rank 3 has not called gloo:all_reduce, number ",
-    "groups": "number 1 of group 2, in which rank 2 has waited for",
+    "groups": ": the order of calls differs",
     "stopped": "rank 3 does not answer, and has not called gloo:all_reduce, number 4 of group 0, in which ranks 0-2",
     "gil": "rank 3 does not answer, and has not called gloo:all_reduce, number 4 of group 0, in which ranks 0-2",
 }
