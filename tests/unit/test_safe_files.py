@@ -133,7 +133,7 @@ def test_no_more_than_the_limit_is_read(tmp_path: Path) -> None:
     assert safe_files.read_file(file, limit=100) == b"x" * 100
     with pytest.raises(safe_files.UnsafeFileError, match="is larger than 99 bytes"):
         safe_files.read_file(file, limit=99)
-    os.truncate(file, 1 << 40)  # a hole: no disk space, but a terabyte to whoever reads it
+    os.truncate(file, 1 << 40)  # a hole: no disk space, but a terabyte to a reader
     with pytest.raises(safe_files.UnsafeFileError, match="is larger than"):
         safe_files.read_file(file)
 

@@ -3,7 +3,7 @@
 """The spans of a job for OpenTelemetry: its timeline with ids, attributes and categories of failures.
 
 They hold names of phases and of the role, numbers, exit codes and times. They hold no message, argument, value of a
-variable, path, or name of a machine: whoever reads the traces need not be allowed to read the job's log.
+variable, path, or name of a machine: readers of traces need not be allowed to read the job's log.
 """
 
 from __future__ import annotations
