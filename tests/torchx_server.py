@@ -6,13 +6,14 @@ Each command is a process with its own environment, folder and streams, as where
 runs the installed command, and tests that signal a command, or have a terminal, start it themselves.
 
 Run as a script with the descriptor of a socket. A message is a command, ``{"args", "env", "cwd"}`` with the descriptors
-of stdin, stdout and stderr; answered by its process, and by its exit code when it has ended.
+of stdin, stdout, stderr and a network namespace; answered by its process, and by its exit code when it has ended.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import functools
 import gc
 import json
@@ -57,15 +58,15 @@ class TorchxServer:
             args: after ``torchx``.
             env: its whole environment.
             cwd: its working folder.
-            streams: the descriptors of its stdin, stdout and stderr.
+            streams: the descriptors of its stdin, stdout and stderr. Its network is that of the calling thread.
             seconds: after which it is killed.
 
         Raises:
             TimeoutExpired: it was killed.
         """
         request = json.dumps({"args": list(args), "env": dict(env), "cwd": cwd}).encode()
-        with self._lock:
-            socket.send_fds(self._control, [request], list(streams))
+        with self._lock, open("/proc/thread-self/ns/net", "rb") as network:
+            socket.send_fds(self._control, [request], [*streams, network.fileno()])
             pid = int(self._control.recv(64))
             ended, _, _ = select.select([self._control], [], [], seconds)
             if not ended:
@@ -120,7 +121,7 @@ def run_torchx(
 def _serve(control: socket.socket) -> list[str]:
     """Answer commands until the other end is closed; return, in the fork alone, the arguments of a command."""
     while True:
-        data, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 3)
+        data, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 4)
         if not data:
             os._exit(0)
         pid = os.fork()
@@ -130,7 +131,9 @@ def _serve(control: socket.socket) -> list[str]:
             os.chdir(request["cwd"])
             os.environ.clear()
             os.environ.update(request["env"])
-            for number, descriptor in enumerate(descriptors):
+            *streams, network = descriptors
+            _enter(network)
+            for number, descriptor in enumerate(streams):
                 os.dup2(descriptor, number)
                 os.close(descriptor)
             args: list[str] = request["args"]
@@ -139,6 +142,15 @@ def _serve(control: socket.socket) -> list[str]:
             os.close(descriptor)
         control.send(str(pid).encode())
         control.send(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])).encode())
+
+
+def _enter(network: int) -> None:
+    """Enter a network namespace, unless this process is in it, and close its descriptor."""
+    if os.fstat(network).st_ino != os.stat("/proc/self/ns/net").st_ino:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(network, 0) != 0:
+            raise OSError(ctypes.get_errno(), "setns")
+    os.close(network)
 
 
 if __name__ == "__main__":

@@ -100,6 +100,17 @@ def read_data():
 read_data()
 """
 
+_HANGS = """
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+def skips_a_collective():
+    time.sleep(1000)
+if rank == "1":
+    skips_a_collective()
+dist.all_reduce(torch.ones(1))
+"""
+
 _FAILS = """
 if rank == "3":
     raise ValueError("boom")
@@ -348,13 +359,23 @@ class Contract:
         assert shown[2].startswith("  raised: ")
         assert "  ran:    2 hosts x 2 ranks, 1 restart" in shown
         assert shown[-2] == f"  next:   torchx log {handle}/trainer/1" and len(shown) <= 7
-        # The page about the job, from its events or from the lines of its log.
-        page = place.folder / "job.html"
-        told = json.loads(place.torchx("monarch", "report", handle, "-o", str(page), "--json"))
-        assert "restart 1 of 1 after: rank 3" in page.read_text() and "ValueError: boom" in page.read_text()
-        times = told["roles"]["trainer"]
-        assert sum(times["phases"].values()) == pytest.approx(told["seconds"], rel=0.02), times
-        assert {"hosts", "mesh", "ranks", "running"} <= set(times["phases"]), times
+        if place.is_registered:
+            # The page about the job, from its events or from the lines of its log.
+            page = place.folder / "job.html"
+            told = json.loads(place.torchx("monarch", "report", handle, "-o", str(page), "--json"))
+            assert "restart 1 of 1 after: rank 3" in page.read_text() and "ValueError: boom" in page.read_text()
+            times = told["roles"]["trainer"]
+            assert sum(times["phases"].values()) == pytest.approx(told["seconds"], rel=0.02), times
+            assert {"hosts", "mesh", "ranks", "running"} <= set(times["phases"]), times
+
+    @pytest.mark.scenario("root cause in status")
+    def test_a_rank_that_others_wait_for_is_the_root_cause(self, place: Place) -> None:
+        role = place.torchrun(_program(place, _HANGS), nproc=1, env={"OMP_NUM_THREADS": "1"})
+        handle = place.run(role, preload="torch", hang_after=1, on_hang="fail")
+        status = place.wait(handle, AppState.FAILED, 120)
+        error = json.loads(status.structured_error_msg)["message"]["message"]
+        assert error.startswith("hang: rank 1 has not called gloo:all_reduce, number 1 of group 0"), error
+        assert "in skips_a_collective" in place.log(handle)
 
     @pytest.mark.scenario("environment arrives whole")
     def test_ranks_meet_and_have_their_environment(self, place: Place) -> None:

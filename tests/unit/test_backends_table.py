@@ -25,7 +25,7 @@ def test_a_cell_is_what_was_tested_or_the_reason() -> None:
 
 def test_the_contract_has_a_test_of_each_scenario() -> None:
     tests = [test for name, test in vars(Contract).items() if name.startswith("test_")]
-    marks = [mark for test in tests for mark in test.pytestmark]
+    marks = [mark for test in tests for mark in getattr(test, "pytestmark", ())]
     assert {mark.args[0] for mark in marks if mark.name == "scenario"} == set(SCENARIOS)
 
 

@@ -234,6 +234,14 @@ REMOVED = "the container of replica {} was removed (docker rm), and its log with
         ([RUNS], (2, 0), True, State.RUNNING, True, REMOVED.format("main/1")),
         ([RUNS], (3, 0), True, State.RUNNING, True, f"{REMOVED.format('main/1')}; 1 more were removed"),
         ([one("main", code=143)], (2, 0), True, State.FAILED, False, REMOVED.format("main/1")),
+        (
+            [one("main", code=137)],
+            (2, 0),
+            True,
+            State.FAILED,
+            False,
+            REMOVED.format("main/1"),
+        ),  # after its grace period
         ([one("o", "running")], (1, 1), True, State.RUNNING, True, REMOVED.format("main/0")),
         (
             [one("main", code=1)],

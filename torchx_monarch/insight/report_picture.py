@@ -41,7 +41,7 @@ class Bar:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class BarRow:
     """A row of the picture.
 
     Attributes:
@@ -84,14 +84,14 @@ class Picture:
         left_out: number of rows that are left out at the end.
     """
 
-    rows: Sequence[Row]
+    rows: Sequence[BarRow]
     ticks: Sequence[Tick]
     left_out: int
 
 
 def picture(timeline: Timeline) -> Picture:
     """Return the picture of a timeline."""
-    job, rows = timeline.job, list[Row]()
+    job, rows = timeline.job, list[BarRow]()
     roles = [span.name for span in timeline.of_kind("role")]
     for role in roles:
         prefix = f"{role} " if len(roles) > 1 else ""
@@ -117,7 +117,7 @@ def shares(timeline: Timeline, role: str) -> list[Share]:
     return [Share(name, _style(name), PHASES[name], each, 100 * each / whole) for name, each in seconds.items() if each]
 
 
-def _hosts(timeline: Timeline, role: str, prefix: str) -> list[Row]:
+def _hosts(timeline: Timeline, role: str, prefix: str) -> list[BarRow]:
     """Return the rows of imports and ranks."""
     job, ranks, imports = timeline.job, timeline.of_kind("rank", role), timeline.of_kind("import", role)
     hosts = sorted({span.replica for span in ranks if span.replica is not None})
@@ -136,8 +136,8 @@ def _hosts(timeline: Timeline, role: str, prefix: str) -> list[Row]:
     return rows
 
 
-def _row(label: str, bars: Sequence[Bar]) -> Row:
-    return Row(label, bars, f"{label}: {'; '.join(bar.title for bar in bars[:20])}")
+def _row(label: str, bars: Sequence[Bar]) -> BarRow:
+    return BarRow(label, bars, f"{label}: {'; '.join(bar.title for bar in bars[:20])}")
 
 
 def _bar(span: Span, job: Span, style: str) -> Bar:

@@ -87,6 +87,10 @@ def build(
     )
 
 
+_STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGKILL)
+"""The exit codes of a container that `docker stop` has stopped: SIGKILL follows after the grace period."""
+
+
 def replica_of(
     attrs: Mapping[str, Any], result: HostResult | None, *, is_cancelled: bool, is_host_lost: bool
 ) -> ReplicaSnapshot:
@@ -119,7 +123,7 @@ def replica_of(
         restarts=(result.restarts or 0) if result else attrs.get("RestartCount", 0),
         failure=f"replica {role}/{index} {_failure(attrs, code, result)}" if own is State.FAILED else "",
         error=result.to_text() if result else "",
-        was_stopped=is_host_lost and code == 128 + signal.SIGTERM,
+        was_stopped=is_host_lost and code in _STOPPED and not state.get("OOMKilled"),
         respawns=living is not None and result is not None,
     )
 
