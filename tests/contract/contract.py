@@ -23,10 +23,12 @@ from torchx.schedulers.api import Stream
 from torchx.specs import AppState, InvalidRunConfigException, RetryPolicy, Role
 from torchx.specs.finder import ComponentValidationException
 
-from tests.contract.place import Place
+from tests.contract.place import TORCHX, Place
+from tests.local.terminal import Terminal
 from torchx_monarch.backends.core import client_credentials
 from torchx_monarch.backends.core.apps import Apps
 from torchx_monarch.backends.core.snapshot import AppSnapshot
+from torchx_monarch.client.debugger import list_breakpoints
 from torchx_monarch.client.hosts import Hosts
 from torchx_monarch.client.rank_samples import ask_samples
 from torchx_monarch.client.rank_stacks import ask_stacks
@@ -98,6 +100,9 @@ def read_data():
     while not told("go"):
         time.sleep(0.1)
 read_data()
+if rank == "1":
+    answer = 42
+    breakpoint()
 """
 
 _HANGS = """
@@ -232,7 +237,9 @@ class Contract:
         assert place.status(handle).state is AppState.CANCELLED
 
     @pytest.mark.scenario("stacks of running ranks")
-    def test_stacks_show_where_ranks_are(self, place: Place) -> None:
+    @pytest.mark.scenario("breakpoint on another host")
+    @pytest.mark.filterwarnings("ignore:.*forkpty.*:DeprecationWarning")
+    def test_ranks_are_looked_at_and_debugged(self, place: Place) -> None:
         handle = place.run(place.torchrun(_program(place, _READS), nproc=1))
         place.until(lambda: place.status(handle).state is AppState.RUNNING, "the hosts", handle)
         with place.reached(handle) as address:
@@ -247,11 +254,19 @@ class Contract:
             words = ["--address", address] if address else []
             told = place.torchx("monarch", "stacks", handle, *words)
             samples, _ = ask_samples(hosts)
-        assert [(one.rank, one.state, one.rss_bytes > 0) for one in samples] == [
-            (rank, "running", True) for rank in (0, 1)
-        ]
-        assert told.startswith("ranks 0-1: main thread\n") and "in read_data" in told, told
-        place.tell("go")
+            assert [(one.rank, one.state, one.rss_bytes > 0) for one in samples] == [
+                (rank, "running", True) for rank in (0, 1)
+            ]
+            assert told.startswith("ranks 0-1: main thread\n") and "in read_data" in told, told
+            place.tell("go")
+            place.until(lambda: [one.rank for one in list_breakpoints(hosts)] == [1], "the breakpoint", handle)
+            command = [*TORCHX, "monarch", "debug", handle, *words]
+            terminal = Terminal(command, place.folder, {"TERM": "xterm", "TORCHX_PLUGINS_SOURCE": "1"}, (30, 100))
+            place.until(lambda: terminal.shows("(Pdb) "), "pdb", handle)
+            terminal.type("p answer * 100\r")
+            place.until(lambda: terminal.shows("4200"), "its answer", handle)
+            terminal.type("c\r")
+            assert terminal.wait() == 0, terminal.plain
         place.wait(handle, AppState.SUCCEEDED)
 
     @pytest.mark.scenario("status and log long after, elsewhere")

@@ -16,6 +16,7 @@ SCENARIOS = (
     "cancel while pending",
     "cancel while running",
     "stacks of running ranks",
+    "breakpoint on another host",
     "status and log long after, elsewhere",
     "describe gives the original app",
     "list once each",

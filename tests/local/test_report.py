@@ -72,6 +72,7 @@ def phases_add_up(job: Job) -> None:
     assert {"queue", "hosts", "mesh", "ranks", "first output", "stopping"} <= {one["name"] for one in of_phases}
     assert [one["name"] for one in shown if one.get("cat") == "attempt"] == ["attempt 1", "attempt 2"]
     codes = [one["args"]["exit_code"] for one in shown if one.get("cat") == "rank"]
+    assert sum(one["name"] == "process group formed" for one in shown) == len(codes)
     assert len(codes) == 8 and codes.count(1) == 2
     assert sum(one.get("cat") == "import" for one in shown) == 2  # once for each host
     assert any(one["name"] == "gloo:all_reduce" for one in shown)

@@ -16,7 +16,7 @@ HOSTS: list[dict[str, Any]] = [
     {"replica": 1, "name": "b", "first_rank": 2, "pids": [9], "imported": []},
 ]
 EXITS = [
-    {"rank": 1, "code": 1, "started": 106.1, "ended": 110.0, "secondary": False},
+    {"rank": 1, "code": 1, "started": 106.1, "ended": 110.0, "secondary": False, "grouped": 107.5},
     {"rank": 2, "code": -15, "started": 106.1, "ended": 110.5, "secondary": True},
 ]
 
@@ -71,6 +71,7 @@ def test_a_job_with_a_restart() -> None:
     ]
     ranks = [(one.number, one.replica, one.pid, one.code, one.start, one.end) for one in timeline.of_kind("rank")]
     assert ranks[:2] == [(0, 0, 7, None, 106, 110.7), (1, 0, 8, 1, 106.1, 110.0)] and len(ranks) == 6
+    assert [one.grouped for one in timeline.of_kind("rank")[:3]] == [None, 107.5, None]
     assert [(one.replica, one.start, one.end) for one in timeline.of_kind("import")] == [(0, 101.0, 105.0)]
     assert [one.kind for one in timeline.moments] == ["output", "failure", "rank_restart", "result", "ended"]
 
@@ -177,6 +178,7 @@ def test_nothing_is_known() -> None:
 )
 def test_fields_of_a_wrong_type_are_ignored(hostile: dict[str, Any]) -> None:
     wrong = [{"rank": "0"}, 5, {"rank": 0, "code": "x", "started": None, "ended": "now"}, {"rank": 99}]
+    wrong += [{"rank": 1, "code": 0, "started": 106, "ended": 107, "grouped": formed} for formed in ("x", 1e300)]
     happened = [
         *START,
         {**event(106, "ranks", role="t", hosts=HOSTS), **hostile},

@@ -277,6 +277,7 @@ class Attempts:
                     "code": one.code,
                     "started": one.started,
                     "ended": one.time,
+                    "grouped": one.grouped,
                     "secondary": one.code != 0 and (not one.failed or (one.is_collateral and one is not cause)),
                 }
                 for _, one in sorted(self.exits.items())

@@ -53,6 +53,8 @@ def trace(
         else:
             track = (_JOB, roles.index(span.role))
         events.append(_complete(span, job.start, track))
+        if span.grouped is not None:
+            events.append(_instant("process group formed", span.grouped - job.start, track))
     for moment in timeline.moments:
         events.append(
             {
@@ -106,6 +108,11 @@ def _complete(span: Span, start: float, track: tuple[int, int]) -> dict[str, Any
         "tid": track[1],
         "args": {name: value for name, value in facts.items() if value is not None},
     }
+
+
+def _instant(name: str, seconds: float, track: tuple[int, int]) -> dict[str, Any]:
+    place = {"pid": track[0], "tid": track[1]}
+    return {"name": name, "cat": "moment", "ph": "i", "s": "t", "ts": _micros(seconds, 0.0), **place}
 
 
 def _collective(each: RecordedCollective, rank: Span, start: float, track: tuple[int, int]) -> dict[str, Any]:

@@ -144,6 +144,8 @@ def _bar(span: Span, job: Span, style: str) -> Bar:
     name = span.name
     if span.code is not None:
         name += f", exit code {span.code}"
+    if span.grouped is not None:
+        name += f", process group after {show_duration(span.grouped - span.start)}"
     at = show_duration(span.start - job.start)
     return Bar(*_place(span.start, span.end, job), style, f"{name}: {show_duration(span.seconds)} from {at}")
 

@@ -85,6 +85,7 @@ class Span:
         pid: process id of the rank on its host; None for other kinds, or if it is not known.
         code: exit code of the rank or the run, -n for death by signal n; None if there is none.
         secondary: whether the rank was stopped, or failed because it lost another rank.
+        grouped: when the rank formed its first process group; None for other kinds, or if it is not known.
     """
 
     kind: str
@@ -98,6 +99,7 @@ class Span:
     pid: int | None = None
     code: int | None = None
     secondary: bool = False
+    grouped: float | None = None
 
     @property
     def seconds(self) -> float:
@@ -311,9 +313,10 @@ def _add_hosts(spans: list[Span], happened: Sequence[Event], role: str, top: int
                 times = _times((each.get("started"), each.get("ended")))
                 if rank is not None and rank in latest and times is not None:
                     start, end = (_within(spans[around], one) for one in times)
-                    secondary = each.get("secondary") is True
+                    secondary, formed = each.get("secondary") is True, each.get("grouped")
+                    grouped = float(formed) if isinstance(formed, (int, float)) and start <= formed <= end else None
                     spans[latest[rank]] = dataclasses.replace(
-                        spans[latest[rank]], start=start, end=end, code=code, secondary=secondary
+                        spans[latest[rank]], start=start, end=end, code=code, secondary=secondary, grouped=grouped
                     )
 
 

@@ -66,6 +66,8 @@ class RankExit:
         out_of_memory: evidence that the kernel killed the rank for lack of memory; empty without evidence.
         hang: why the rank was stopped as the one for which others waited in a collective; empty if it was not.
         step: the last step that its program has reported; None for none.
+        grouped: when it formed its first process group, in seconds since the epoch; None if it has not, or that is not
+            known.
     """
 
     rank: int
@@ -83,6 +85,7 @@ class RankExit:
     out_of_memory: str = ""
     hang: str = ""
     step: int | None = None
+    grouped: float | None = None
 
     @property
     def failed(self) -> bool:

@@ -36,6 +36,9 @@ def main() -> None:
     os.symlink("/proc/self/fd", "/dev/fd")
     os.mkdir("/dev/shm")
     mount("-t", "tmpfs", "tmpfs", "/dev/shm")
+    os.mkdir("/dev/pts")
+    mount("-t", "devpts", "-o", "newinstance,ptmxmode=0666", "devpts", "/dev/pts")
+    os.symlink("pts/ptmx", "/dev/ptmx")
     for source, goal in spec["mounts"]:
         if source.startswith("/tmp/"):
             source = spec["outer"] + source[4:]

@@ -17,6 +17,7 @@ import json
 import os
 import socket
 import struct
+import time
 from collections.abc import Collection
 from pathlib import Path
 
@@ -60,6 +61,7 @@ class FlightRecorders:
         self.path = os.path.join(folder, "recorder")
         self._files: dict[int, Path] = {}
         self._ranks: dict[int, _Connection] = {}
+        self._grouped: dict[int, float] = {}
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
@@ -70,6 +72,11 @@ class FlightRecorders:
     def expect(self, ranks: dict[int, Path]) -> None:
         """Set the ranks of the present attempt: the files of their dumps, by pid."""
         self._files = ranks
+        self._grouped = {pid: formed for pid, formed in self._grouped.items() if pid in ranks}
+
+    def grouped(self, pid: int) -> float | None:
+        """Return when a rank formed its first process group, in seconds since the epoch; None if it has formed none."""
+        return self._grouped.get(pid)
 
     async def collect(self, pids: Collection[int]) -> None:
         """Have ranks send dumps; return when these are stored, or after ``_TIMEOUT``.
@@ -108,6 +115,7 @@ class FlightRecorders:
         credentials = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         pid: int = struct.unpack("3i", credentials)[0]
         connection = self._ranks[pid] = _Connection(writer)
+        self._grouped.setdefault(pid, time.time())
         dumps = 0
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, DecodeError):
             while dumps < _MAX_DUMPS:

@@ -406,6 +406,7 @@ class RankPool:
             started=rank.started,
             out_of_memory=self._memory.evidence() if killed else "",
             step=progress.step if progress is not None else None,
+            grouped=self._recorders.grouped(process.pid),
         )
         if exit.failed and rank.stopped_at is not None:
             # The signal hit an interpreter that was exiting after an exception; its exit code would have been 1.
