@@ -164,6 +164,13 @@ def test_nothing_is_known() -> None:
     check(build([], ["t"], end=9.0))
 
 
+def test_an_end_in_whole_seconds_cuts_off_no_phase() -> None:
+    happened = [*START, event(104.6, "ranks"), event(104.9, "failure")]
+    timeline = build(happened, ["t"], end=104.0)
+    check(timeline)
+    assert timeline.job.end == 104.9 and phases(timeline)[-2:] == [("ranks", 104.6), ("running", 104.9)]
+
+
 @pytest.mark.parametrize(
     "hostile",
     [

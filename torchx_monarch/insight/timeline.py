@@ -67,6 +67,9 @@ _MOMENTS = frozenset(
 )
 """The kinds of events that are shown as moments."""
 
+_RESOLUTION = 1.0
+"""Seconds after its end in which a job may have had events: Kubernetes tells ends in whole seconds."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Span:
@@ -169,7 +172,7 @@ def build(
     start = start or (ordered[0]["time"] if ordered else end)
     if ordered and ordered[-1]["kind"] == "ended":
         end = ordered[-1]["time"]
-    end = max(end, start)
+    end = max(end, start, *(event["time"] for event in ordered if event["time"] < end + _RESOLUTION))
     ordered = [{**event, "time": min(max(event["time"], start), end)} for event in _as_they_happened(ordered)]
     spans = [Span("job", "job", start, end)]
     for role in roles:
