@@ -156,11 +156,13 @@ class Place(abc.ABC):
 
     def until(self, condition: Callable[[], object], what: str, handle: str, seconds: float = 60.0) -> None:
         """Poll a condition of an app until it holds."""
-        until = time.monotonic() + seconds * self.patience
+        begun = time.monotonic()
         while not condition():
-            if time.monotonic() > until:
+            waited = time.monotonic() - begun
+            if waited > seconds * self.patience:
                 raise AssertionError(f"still waiting for {what} after {seconds:g} s\n{self.everything(handle)}")
-            time.sleep(0.1)
+            # Asking for a status costs commands of a batch system, or requests to a server.
+            time.sleep(min(max(0.1, waited / 10), 0.5))
 
     def wait(self, handle: str, state: AppState | None = None, seconds: float = 60.0) -> AppStatus:
         """Wait for the end of an app and return its status, which must have this state."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Iterator
 
 import psutil
@@ -49,14 +50,26 @@ class LocalPlace(Place):
 
     @contextlib.contextmanager
     def pending(self) -> Iterator[str]:
-        """Start the supervisor late."""
+        """Start the supervisor when the app is cancelled, which waits for the supervisor."""
         with pytest.MonkeyPatch.context() as patch:
             started = submit._start_supervisor
             held: list[tuple[state_files.AppPaths, object]] = []
             patch.setattr(submit, "_start_supervisor", lambda paths, request: held.append((paths, request)))
             handle = self.run(self.role("sleep", "1000", replicas=2))
-        yield handle
-        started(*held[0])  # type: ignore[arg-type]
+        (paths, request), over = held[0], threading.Event()
+
+        def start() -> None:
+            while not os.path.exists(paths.cancel) and not over.wait(0.1):
+                pass
+            started(paths, request)  # type: ignore[arg-type]
+
+        supervisor = threading.Thread(target=start)
+        supervisor.start()
+        try:
+            yield handle
+        finally:
+            over.set()
+            supervisor.join()
 
     def left(self, handle: str) -> list[str]:
         """Return the app's folders; that no process is left is checked after each test."""
