@@ -68,6 +68,8 @@ class RankExit:
         step: the last step that its program has reported; None for none.
         grouped: when it formed its first process group, in seconds since the epoch; None if it has not, or that is not
             known.
+        told_failure: when it told its host that its program had failed, in seconds since the epoch; None if it has not.
+            A rank does so that has a process group, before peers can notice that it ends.
     """
 
     rank: int
@@ -86,6 +88,7 @@ class RankExit:
     hang: str = ""
     step: int | None = None
     grouped: float | None = None
+    told_failure: float | None = None
 
     @property
     def failed(self) -> bool:
@@ -94,12 +97,14 @@ class RankExit:
 
     @property
     def failed_at(self) -> float:
-        """Time of the failure in seconds since the epoch: of the exception, if the error file has it, else of the exit.
+        """Time of the failure in seconds since the epoch: of the exception, if that is known, else of the exit.
 
-        The interpreter may take a while to exit after the exception.
+        The interpreter may take a while to exit after the exception. The error file has no ``SystemExit``.
         """
         raised = self._extra.get("raised_at")
-        return float(raised) if isinstance(raised, (int, float)) else self.time
+        if isinstance(raised, (int, float)):
+            return float(raised)
+        return self.time if self.told_failure is None else self.told_failure
 
     @property
     def began(self) -> bool:

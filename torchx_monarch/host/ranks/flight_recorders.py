@@ -21,7 +21,7 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from torchx_monarch.host.ranks.rank_recorder import DUMP, GROUPS, HEAD, MAX_GROUPS, MAX_RECENT
+from torchx_monarch.host.ranks.rank_recorder import CODE, DUMP, FAILURE, GROUPS, HEAD, MAX_GROUPS, MAX_RECENT
 from torchx_monarch.insight.rank_sample import Collective, GroupStatus
 from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.system import safe_files
@@ -62,6 +62,7 @@ class FlightRecorders:
         self._files: dict[int, Path] = {}
         self._ranks: dict[int, _Connection] = {}
         self._grouped: dict[int, float] = {}
+        self._failed: dict[int, tuple[float, int]] = {}
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
@@ -72,11 +73,19 @@ class FlightRecorders:
     def expect(self, ranks: dict[int, Path]) -> None:
         """Set the ranks of the present attempt: the files of their dumps, by pid."""
         self._files = ranks
-        self._grouped = {pid: formed for pid, formed in self._grouped.items() if pid in ranks}
+        self._failed = {pid: failure for pid, failure in self._failed.items() if pid in ranks}
 
     def grouped(self, pid: int) -> float | None:
         """Return when a rank formed its first process group, in seconds since the epoch; None if it has formed none."""
         return self._grouped.get(pid)
+
+    def failed(self, pid: int) -> tuple[float, int] | None:
+        """Return when a rank told that its program had failed, in seconds since the epoch, and with which exit code.
+
+        Returns:
+            None if the rank has not, or has formed no process group.
+        """
+        return self._failed.get(pid)
 
     async def collect(self, pids: Collection[int]) -> None:
         """Have ranks send dumps; return when these are stored, or after ``_TIMEOUT``.
@@ -120,9 +129,15 @@ class FlightRecorders:
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, DecodeError):
             while dumps < _MAX_DUMPS:
                 kind, size = HEAD.unpack(await reader.readexactly(HEAD.size))
-                if kind == DUMP and size <= _MAX_DUMP:
+                if kind == FAILURE and size > CODE.size:
+                    (code,), size = CODE.unpack(await reader.readexactly(CODE.size)), size - CODE.size
+                    self._failed.setdefault(pid, (time.time(), code))
+                if kind in (DUMP, FAILURE) and size <= _MAX_DUMP:
                     dumps += 1
-                    self._store(pid, await _read(reader, size))
+                    data = await _read(reader, size)
+                    # When its interpreter ends, a program that has failed may destroy the groups.
+                    if kind == FAILURE or pid not in self._failed:
+                        self._store(pid, data)
                     connection.stored.set()
                 # A rank says nothing of its groups that it is not asked: reading costs the host time.
                 elif kind == GROUPS and size <= _MAX_STATUS and connection.is_asked:

@@ -261,7 +261,7 @@ def run_program(
     target: str,
     args: list[str],
     at_end: Callable[[], None] | None = None,
-    on_failure: Callable[[], None] = lambda: None,
+    on_failure: Callable[[int], None] = lambda code: None,
 ) -> None:
     """Run the program of a rank in this interpreter, in its environment and folder.
 
@@ -270,7 +270,8 @@ def run_program(
         target: the script, module or code.
         args: its arguments.
         at_end: called when the program has ended, by an exception or not; None for no call.
-        on_failure: called when the program has ended by an exception or with another exit code than 0.
+        on_failure: called when the program has ended by an exception or with another exit code than 0, with that code:
+            -n for death by signal n.
     """
     set_path0(mode, target)
     sys.orig_argv = [sys.executable, "-u", *program_argv(mode, target, args)]
@@ -283,14 +284,15 @@ def run_program(
         began = _program_began(error.__traceback__)
         if not began or isinstance(error.code, str):
             _record(error.with_traceback(_without_own_frames(error.__traceback__)), began)
-        if error.code not in (None, 0):
-            on_failure()
+        code = error.code & 0xFF if isinstance(error.code, int) else int(error.code is not None)
+        if code:
+            on_failure(code)
         raise
     except BaseException as error:
         error.__traceback__ = _without_own_frames(error.__traceback__)
         if not isinstance(error, KeyboardInterrupt):
             _record(error, _program_began(error.__traceback__))
-        on_failure()
+        on_failure(-signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1)
         # Re-raised, so that the interpreter ends as usual: exit code 1, or death by SIGINT for KeyboardInterrupt.
         # Re-raising adds our frames to the traceback again; the hook removes them.
         sys.excepthook = _without_own_frames_for(getattr(sys, "excepthook", None))

@@ -391,6 +391,7 @@ class RankPool:
         process, progress = rank.process, rank_progress.read_at_end(rank.directory)
         assert process.returncode is not None
         killed = process.returncode == -signal.SIGKILL and rank.stopped_at is None
+        told = self._recorders.failed(process.pid)
         exit = RankExit(
             rank=rank.rank,
             local_rank=rank.local_rank,
@@ -407,8 +408,9 @@ class RankPool:
             out_of_memory=self._memory.evidence() if killed else "",
             step=progress.step if progress is not None else None,
             grouped=self._recorders.grouped(process.pid),
+            told_failure=told[0] if told else None,
         )
-        if exit.failed and rank.stopped_at is not None:
-            # The signal hit an interpreter that was exiting after an exception; its exit code would have been 1.
-            return dataclasses.replace(exit, code=1)
+        if exit.failed and rank.stopped_at is not None and exit.code < 0:
+            # The signal hit an interpreter that was exiting; after an exception, its exit code would have been 1.
+            return dataclasses.replace(exit, code=told[1] if told else 1)
         return exit

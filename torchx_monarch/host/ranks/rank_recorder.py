@@ -31,6 +31,11 @@ HEAD = struct.Struct("!cQ")
 DUMP, GROUPS = b"d", b"s"
 """The kinds of a request and of the message that answers it: the whole recorder, or the state of the collectives."""
 
+FAILURE = b"f"
+"""The kind of a message without a request: a program has failed; its exit code (``CODE``), and the whole recorder."""
+
+CODE = struct.Struct("!i")
+
 MAX_GROUPS = 64
 """Process groups of which a rank tells the state: the first ones."""
 
@@ -52,20 +57,21 @@ _SEND_TIMEOUT = 5
 """Seconds for which a host that does not read delays the end of a program that has failed."""
 
 
-def watch(path: str) -> Callable[[], None]:
+def watch(path: str) -> Callable[[int], None]:
     """Connect to the host when the program forms a process group.
 
     Args:
         path: socket file of the host.
 
     Returns:
-        A function that sends a dump; it does nothing without a process group.
+        A function that tells the host that the program has failed, with an exit code, and sends a dump; without a
+        process group it does nothing.
     """
     connections: list[socket.socket] = []
     c10d: Any = sys.modules.get("torch.distributed.distributed_c10d")
     read = _reader()
     if read is None or not hasattr(c10d, "_update_default_pg"):
-        return lambda: None
+        return lambda code: None
     update, own, groups = c10d._update_default_pg, os.getpid(), _RecordedGroups(read, c10d)
     reading, sending = _thread.allocate_lock(), _thread.allocate_lock()
 
@@ -76,10 +82,10 @@ def watch(path: str) -> Callable[[], None]:
         with sending:
             connections[0].sendall(HEAD.pack(kind, len(message)) + message)
 
-    def send_dump() -> None:
-        with contextlib.suppress(Exception):  # of torch, too: the program goes on, or fails, by itself
+    def send_failure(code: int) -> None:
+        with contextlib.suppress(Exception):  # of torch, too: the program fails by itself
             if connections and os.getpid() == own:
-                send(DUMP, dump())
+                send(FAILURE, CODE.pack(code) + dump())
 
     def serve() -> None:
         with contextlib.suppress(Exception):
@@ -100,7 +106,7 @@ def watch(path: str) -> Callable[[], None]:
     # A thread that asks for the GIL in a function of torch while the interpreter ends is ended there: the process then
     # aborts ("terminate called without an active exception"). Registered first, this is called last.
     atexit.register(reading.acquire, timeout=_LAST_READ)
-    return send_dump
+    return send_failure
 
 
 def _reader() -> Callable[[bool], bytes] | None:

@@ -461,8 +461,8 @@ def main() -> None:
     load("rank_breakpoint.py")["watch"](rank["breakpoints"], load, program["OWN_FILES"])
     learns = "report" in rank and "report_at_end" in program
     at_end = program["report_at_end"](rank["report"]) if learns else None
-    send_dump = load("rank_recorder.py")["watch"](rank["recorder"])
-    program["run_program"](rank["mode"], rank["target"], rank["args"], at_end, send_dump)
+    send_failure = load("rank_recorder.py")["watch"](rank["recorder"])
+    program["run_program"](rank["mode"], rank["target"], rank["args"], at_end, send_failure)
 
 
 if __name__ == "__main__":
