@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -21,6 +22,9 @@ from xdist.scheduler import LoadScopeScheduling
 # Beside test modules, pytest shows the values in failed assertions of these.
 pytest.register_assert_rewrite("tests.contract.contract", "tests.contract.place")
 pytest_plugins = ["tests.contract.table"]
+
+# What collection makes stays to the end: scanning it for garbage again and again takes a third of the collection.
+gc.disable()
 
 # The same examples in every run, and none that fails because the machine is slow. `--hypothesis-profile=nightly` draws
 # new ones and more of them, and says how to repeat what fails.
@@ -101,6 +105,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def all_processes() -> frozenset[str]:

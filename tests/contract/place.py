@@ -25,6 +25,20 @@ TORCHX = [sys.executable, "-c", "import sys; sys.argv[0] = 'torchx'; from torchx
 """The torchx command. Under this name it shows users' mistakes without a traceback."""
 
 
+_TRAINING = "13 s of processor time, most of it for imports; local/test_digits.py and Slurm have it every time"
+_OTHER_CASE = "the other host, or policy, goes the same way through the core; another backend has this one every time"
+
+
+def left_to_others(*cases: str, training: bool = True) -> dict[str, str]:
+    """Return ``Place.nightly``.
+
+    Args:
+        cases: names of tests with the parameters of one case, of which the backend runs the other case every time.
+        training: whether the training is among them.
+    """
+    return {**({"two hosts, digits": _TRAINING} if training else {}), **dict.fromkeys(cases, _OTHER_CASE)}
+
+
 class Place(abc.ABC):
     """Where the contract's apps run.
 
@@ -41,6 +55,8 @@ class Place(abc.ABC):
         wires: the same for single scenarios that differ from ``wire``.
         cannot: why the backend, or its test system, cannot do a scenario, by the scenario or by the test's name. The
             tests are skipped with that reason.
+        nightly: what runs for the backend only where ``--nightly`` asks for it, and why: by the scenario, by the test's
+            name, or by its name with its parameters.
         cfg: run options of all apps, unless a test sets others.
         list_cfg: run options by which ``list`` finds the tests' apps; empty for all apps.
         bad_options: run options that must be refused, each with a regular expression for the message; for all backends.
@@ -62,6 +78,7 @@ class Place(abc.ABC):
     wire: ClassVar[str] = "real"
     wires: ClassVar[Mapping[str, str]] = {}
     cannot: ClassVar[Mapping[str, str]] = {}
+    nightly: ClassVar[Mapping[str, str]] = {}
     cfg: Mapping[str, Any] = {"preload": "none", "grace": 5}
     list_cfg: Mapping[str, Any] = {}
     bad_options: ClassVar[Sequence[tuple[Mapping[str, Any], str]]] = (

@@ -6,7 +6,8 @@ A run in which all tests of a backend were collected, and none has failed, yield
 ``--backends-table PATH`` the column is written into that page, and other columns stay as they are; otherwise the run
 ends with a warning if the page has another column. A run of a part (``-k``, single files) neither writes nor compares.
 
-The plugin also skips the tests of ``Contract`` that a backend declares impossible (``Place.cannot``).
+The plugin also skips the tests of ``Contract`` that a backend declares impossible (``Place.cannot``), and marks those
+as nightly that it wants to be (``Place.nightly``). Without these a run yields no cell of their scenarios: they stay.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tests.contract.scenarios import BACKENDS, SCENARIOS, WIRES
 _TESTS = Path(__file__).parents[1]
 PAGE = _TESTS.parent / "docs" / "reference" / "backends.md"
 _BEGIN, _END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
-_TESTED, _CANNOT = "scenario", "cannot"
+_TESTED, _CANNOT, _NIGHTLY = "scenario", "cannot", "nightly"
 
 Column = dict[str, str]
 """The text of each cell, by scenario."""
@@ -85,10 +86,12 @@ class Table:
         self._tested: dict[str, dict[str, set[str]]] = {}
         self._reasons: dict[str, dict[str, str]] = {}
         self._partial: set[str] = set()
+        self._nightly: set[tuple[str, str]] = set()
         self._message = ""
 
+    @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Check the marks, skip what a backend cannot do, and have the reports carry both, also from another process.
+        """Check the marks, mark what is not for this run, and have the reports carry both, also from another process.
 
         Raises:
             UsageError: a test that is not of a backend is marked, or its mark has an unknown name or wire.
@@ -109,6 +112,9 @@ class Table:
                         f"{', '.join(BACKENDS)} are marked so, with a name of SCENARIOS in tests/contract/scenarios.py "
                         f"and a wire out of {', '.join(WIRES)}"
                     )
+                nightly = place.nightly if place else {}
+                for key in {name, test, item.name}.intersection(nightly):
+                    item.add_marker(pytest.mark.nightly(nightly[key]))
                 reason = (place.cannot.get(name) or place.cannot.get(test)) if place else None
                 if reason:
                     item.add_marker(pytest.mark.skip(reason=reason))
@@ -117,6 +123,8 @@ class Table:
                         (_CANNOT, f"{backend}|{name}|{reason}") if reason else (_TESTED, f"{backend}|{name}|{wire}")
                     )
                     item.user_properties.append(property)
+                    if not self._config.option.nightly:
+                        item.user_properties += [(_NIGHTLY, f"{backend}|{one}") for one in SCENARIOS if one in nightly]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note what has passed, and what was skipped and why."""
@@ -124,6 +132,9 @@ class Table:
         for backend, name, reason in cannot:
             self._reasons.setdefault(backend, {})[name] = reason
         for key, value in report.user_properties:
+            if key == _NIGHTLY:
+                backend, name = str(value).split("|", 1)
+                self._nightly.add((backend, name))
             if key == _TESTED:
                 backend, name, wire = str(value).split("|", 2)
                 if report.outcome == "failed" or (report.outcome == "skipped" and not cannot):
@@ -155,6 +166,10 @@ class Table:
             for backend in BACKENDS
             if backend not in self._partial and self._is_whole(backend)
         }
+        theirs = read(page.read_text())
+        for backend, name in self._nightly:
+            if backend in columns:
+                columns[backend][name] = theirs.get(backend, {}).get(name, "not tested")
         if path:
             try:
                 page.write_text(written(page.read_text(), columns))
@@ -165,7 +180,6 @@ class Table:
             said = f"the columns {', '.join(columns)}" if columns else "nothing, for all tests of no backend were run,"
             self._message = f"{page} was given {said} of this run"
             return
-        theirs = read(page.read_text())
         # The page is of the test systems that the tests start; on another one a run may well come out better.
         stale = [one for one in columns if theirs.get(one) != columns[one] and one not in scenarios.elsewhere()]
         if stale:

@@ -4,12 +4,13 @@
 
 from examples.process_backend import ProcessBackend, create_scheduler
 from tests.contract.contract import Contract
-from tests.contract.place import Place
+from tests.contract.place import Place, left_to_others
 
 
 class ProcessPlace(Place):
     name = "processes"
     factory = staticmethod(create_scheduler)
+    nightly = left_to_others("test_a_rank_that_others_wait_for_is_the_root_cause")
     is_registered = False
     cannot = {
         **dict.fromkeys(("lost host replaced", "retries", "preemption"), "it restarts nothing"),

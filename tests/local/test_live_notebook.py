@@ -17,6 +17,7 @@ NOTEBOOK = Path(__file__).parents[2] / "examples" / "live.ipynb"
 
 
 @pytest.mark.slow
+@pytest.mark.nightly("13 s of processor time; the clients that it uses are tested in test_serve.py and test_live.py")
 def test_the_notebook_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
         monkeypatch.setenv(name, str(tmp_path / name.lower()))

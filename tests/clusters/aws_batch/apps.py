@@ -20,7 +20,7 @@ from torchx.specs import BindMount, Resource
 
 from tests.clusters.aws_batch.checked import WRONG
 from tests.clusters.docker.daemon import ROOT, Daemon
-from tests.contract.place import Place
+from tests.contract.place import Place, left_to_others
 from tests.network.namespaces import entered
 from torchx_monarch.client.target import Target
 from torchx_monarch.schedulers import monarch_aws_batch
@@ -114,6 +114,7 @@ class Apps(Place):
 
     name = NAME
     factory = staticmethod(monarch_aws_batch)
+    nightly = left_to_others()
     wire = "moto+docker"
     wires = {"missing tool says what to install": "real"}
     cannot = {

@@ -14,7 +14,7 @@ from pathlib import Path
 from torchx.specs import Resource
 
 from tests.clusters.docker.daemon import Daemon
-from tests.contract.place import Place
+from tests.contract.place import Place, left_to_others
 from tests.network.namespaces import entered
 from torchx_monarch.schedulers import monarch_docker
 
@@ -31,6 +31,11 @@ class Apps(Place):
 
     name = NAME
     factory = staticmethod(monarch_docker)
+    nightly = left_to_others(
+        "test_a_lost_host_is_replaced[1]",
+        "test_the_job_begins_again_when_a_host_is_lost[0]",
+        "test_a_preempted_job_goes_on[APPLICATION]",
+    )
     own_bad_options = (({"innit": False}, "(?s)innit.*init"),)
     package = "docker"
     install = "pip install 'docker>=7'"

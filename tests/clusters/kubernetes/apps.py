@@ -23,7 +23,7 @@ from kubernetes import config
 from torchx.specs import Resource, Role
 
 from tests.clusters.kubernetes.cluster import WIRE, Cluster
-from tests.contract.place import Place
+from tests.contract.place import Place, left_to_others
 from tests.network.relay import Relay
 from torchx_monarch.backends.kubernetes.names import LABEL_APP
 from torchx_monarch.backends.kubernetes.native import Api, KubernetesError
@@ -46,6 +46,11 @@ class Apps(Place):
 
     name = NAME
     factory = staticmethod(monarch_kubernetes)
+    nightly = left_to_others(
+        "test_a_lost_host_is_replaced[0]",
+        "test_the_job_begins_again_when_a_host_is_lost[1]",
+        "test_a_preempted_job_goes_on[REPLICA]",
+    )
     wire = WIRE
     wires = dict.fromkeys(("bad options named", "missing tool says what to install"), "real")
     keeps_preempted_logs = False
