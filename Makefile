@@ -109,12 +109,13 @@ format: $(STAMP)
 	ruff check --fix .
 	ruff format .
 
+# tests/unit/test_types.py checks the types, beside other tests.
 # Every cluster of the tests has a worker of its own, which mostly waits, and gives what is left of the others a hand in the end.
-test: lint types system
+test: lint system
 	python -m pytest -n 5 $(PYTESTFLAGS)
 
 # What costs more than it is worth for every change: the real torchrun instead of what was recorded, examples by chance.
-test-nightly: lint types system
+test-nightly: lint system
 	python -m pytest -n 5 --torchrun live --image --nightly --hypothesis-profile nightly $(PYTESTFLAGS)
 	python -m pytest -n 5 --ranks fresh tests/conformance $(PYTESTFLAGS)
 
@@ -122,7 +123,7 @@ test-nightly: lint types system
 record-torchrun: $(STAMP)
 	python -m tests.conformance.record $(RECORDFLAGS)
 
-check: lint types
+check: lint
 	python -m pytest tests/unit $(PYTESTFLAGS)
 	d=$$(mktemp -d) && { torchx run -s monarch_local --wait --log monarch.spmd --nproc 2 --name check \
 		examples/digits.py --epochs 4 --min-accuracy 0.8 --checkpoint-dir "$$d"; rc=$$?; rm -rf "$$d"; exit $$rc; }

@@ -25,7 +25,7 @@ TORCHX = [sys.executable, "-c", "import sys; sys.argv[0] = 'torchx'; from torchx
 """The torchx command. Under this name it shows users' mistakes without a traceback."""
 
 
-_TRAINING = "13 s of processor time, most of it for imports; local/test_digits.py and Slurm have it every time"
+_TRAINING = "13 s of processor time, most of it for imports; monarch_local and Slurm have it every time"
 _OTHER_CASE = "the other host, or policy, goes the same way through the core; another backend has this one every time"
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from tests.contract.place import Place, left_to_others
+from tests.contract.place import Place
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.local import state, submit
 from torchx_monarch.schedulers import monarch_local
@@ -24,7 +24,6 @@ class LocalPlace(Place):
 
     name = "monarch_local"
     factory = staticmethod(monarch_local)
-    nightly = left_to_others()
     cannot = {
         "credentials not on show": "hosts of one machine meet at socket files of their own and need none",
         "missing tool says what to install": "it needs nothing beside this package",

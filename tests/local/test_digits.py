@@ -31,6 +31,7 @@ def epoch_lines(output: str) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly("20 s of processor time for the example under torchrun; the contract runs it under this package")
 def test_two_ranks_train_and_one_goes_on_to_95_percent(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     folder.mkdir()

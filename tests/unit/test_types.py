@@ -1,0 +1,18 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Every file is type-checked: half a minute of one core, beside other tests."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.slow
+def test_mypy_finds_nothing() -> None:
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-m", "mypy"], cwd=root, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
