@@ -17,8 +17,18 @@ import pytest
 from torchx_monarch.command.command import parse
 from torchx_monarch.controller.agents import Agents
 from torchx_monarch.controller.host_comparison import compare
-from torchx_monarch.controller.host_messages import FactsTaken, TakeFacts, decode_answer, encode_message
-from torchx_monarch.controller.link_test import LinkTest, measure
+from torchx_monarch.controller.host_messages import (
+    FactsTaken,
+    LinkOpened,
+    OpenLink,
+    TakeFacts,
+    decode_answer,
+    decode_request,
+    encode_message,
+    encode_request,
+)
+from torchx_monarch.controller.host_network import HostNetwork
+from torchx_monarch.controller.link_test import LinkServer, measure
 from torchx_monarch.controller.preflight import Preflight, clock_offset
 from torchx_monarch.host.preflight import parse_gpus, take_facts
 from torchx_monarch.host.ranks.run_spec import RunSpec
@@ -26,8 +36,9 @@ from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import HostFacts, Link, ProgramFile
 from torchx_monarch.model.registration import Registration
 from torchx_monarch.system.console import Console
+from torchx_monarch.transport import local_addresses
 from torchx_monarch.transport.address import Address
-from torchx_monarch.transport.connections import listen
+from torchx_monarch.transport.local_addresses import NetworkOptions
 
 GOOD = HostFacts(
     {"python": "3.11.7", "torch": "2.13.0", "CUDA": "12.8", "NCCL": "2.27"},
@@ -36,7 +47,7 @@ GOOD = HostFacts(
     shared_memory=1 << 30,
     open_files=65536,
 )
-FAST = Link(0.0002, 1e9)
+FAST = Link(0, 0.0002, 1e9)
 NO_FILE = os.strerror(2)
 
 
@@ -46,7 +57,7 @@ def lines(*facts: HostFacts, offsets: tuple[float, ...] = (), links: tuple[Link,
         compare(
             dict(zip(names, facts, strict=True)),
             dict(zip(names, offsets, strict=False)),
-            dict(zip(names[1:], links, strict=False)),
+            {(name, names[0]): link for name, link in zip(names[1:], links, strict=False)},
         )
     )
 
@@ -118,9 +129,9 @@ def test_a_clock(offset: float, words: str) -> None:
 @pytest.mark.parametrize(
     ("link", "words"),
     [
-        (Link(0.06, 1e9), "the link from host 1 to replica 0 is slow (60.0 ms, 953.7 MiB/s); "),
-        (Link(0.001, 5e5), "the link from host 1 to replica 0 is slow (1.0 ms, 0.5 MiB/s); "),
-        (Link(problem="refused"), "the link from host 1 to replica 0 cannot be measured: refused; "),
+        (Link(0, 0.06, 1e9), "the link from host 1 to host 0 is slow (60.0 ms, 953.7 MiB/s); "),
+        (Link(0, 0.001, 5e5), "the link from host 1 to host 0 is slow (1.0 ms, 0.5 MiB/s); "),
+        (Link(0, problem="refused"), "the link from host 1 to host 0 cannot be measured: refused; "),
     ],
 )
 def test_a_link(link: Link, words: str) -> None:
@@ -146,18 +157,22 @@ class ScriptedAgents:
     """The agents of two hosts; the clock of the second is ahead by ``ahead`` seconds."""
 
     def __init__(self, ahead: float = 0.0, link: Link = FAST) -> None:
-        self.requests: list[TakeFacts] = []
+        self.requests: list[OpenLink | TakeFacts] = []
         self._ahead, self._link = ahead, link
 
-    async def ask(self, request: TakeFacts) -> AsyncIterator[Any]:
+    async def ask(self, request: OpenLink | TakeFacts) -> AsyncIterator[Any]:
         self.requests.append(request)
         for replica, ahead in ((1, self._ahead), (0, 0.0)):
+            if isinstance(request, OpenLink):
+                yield decode_answer(encode_message(PORTS[replica]))
+                continue
             facts = dataclasses.replace(GOOD, clock=time.time() + ahead)
             answer = FactsTaken(replica, facts, self._link if replica else None)
             yield decode_answer(encode_message(answer))
 
 
 HOSTS = [Registration(replica, "", "node", 1, 1) for replica in range(2)]
+PORTS = [LinkOpened(replica, "node", 29400 + replica) for replica in range(2)]
 
 
 def checked(agents: ScriptedAgents, mode: str, capfd: pytest.CaptureFixture[str], times: int = 1) -> tuple[str, str]:
@@ -176,14 +191,15 @@ def test_hosts_are_checked_once(capfd: pytest.CaptureFixture[str]) -> None:
     reason, log = checked(agents, "on", capfd, times=2)
     assert reason == ""
     assert "[monarch] pre-flight: 2 hosts are fit and alike" in log
-    assert agents.requests == [TakeFacts(2)]
+    assert agents.requests == [OpenLink(), TakeFacts(tuple(PORTS))]
+    assert decode_request(*encode_request(agents.requests[1])) == agents.requests[1]
 
 
 def test_a_difference_fails_the_run_or_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
-    reason, log = checked(ScriptedAgents(7.0, Link(1.0, 1e9)), "on", capfd)
+    reason, log = checked(ScriptedAgents(7.0, Link(0, 1.0, 1e9)), "on", capfd)
     assert reason.startswith("pre-flight: the clock of host 1 (node, pid 1) is 7.0 s ahead")
     assert reason.endswith("(and 1 more, see the log)")
-    assert "[monarch] pre-flight: the link from host 1 (node, pid 1) to replica 0 is slow" in log
+    assert "[monarch] pre-flight: the link from host 1 (node, pid 1) to host 0 (node, pid 1) is slow" in log
     reason, log = checked(ScriptedAgents(7.0), "warn", capfd)
     assert reason == "" and "is 7.0 s ahead" in log
 
@@ -243,38 +259,32 @@ def test_gpus_that_others_use(visible: str | None, held: list[str]) -> None:
 # -- link --------------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class Connection:
-    """What ``measure`` needs of a host's network."""
-
-    rendezvous: Address
-    identity: None = None
-
-    @property
-    def options(self) -> Connection:
-        return self
-
-    peer_timeout: float = 5.0
+def network_of(ports: tuple[int, int] | None = None) -> HostNetwork:
+    address = Address("insecure-tcp", "127.0.0.1", 1)
+    options = NetworkOptions(bind="127.0.0.1", ports=ports)
+    return HostNetwork(address, options, "127.0.0.1", "127.0.0.1", None, "", "", "")
 
 
-def test_a_link_is_measured(tmp_path: Path) -> None:
-    address = Address("unix", path=str(tmp_path / "s"))
+def test_each_host_measures_its_link_to_the_next_one() -> None:
+    async def run() -> tuple[list[Link | None], Link | None]:
+        networks = [network_of() for _ in range(3)]
+        ports = [LinkServer(network, replica).open() for replica, network in enumerate(networks)]
+        links = await asyncio.gather(*(measure(networks[replica], replica, ports) for replica in range(3)))
+        return list(links), await measure(networks[0], 0, ports)  # a port is there for one measurement
 
-    async def run() -> tuple[Link, Link]:
-        test = LinkTest()
+    links, again = asyncio.run(asyncio.wait_for(run(), 60))
+    assert [link and (link.replica, link.problem) for link in links] == [(1, ""), (2, ""), (0, "")]
+    assert all(link and link.latency > 0 and link.rate > 0 for link in links)
+    assert again is not None and "127.0.0.1" in again.problem and again.rate == 0
 
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.readline()
-            await test.serve({}, reader, writer)
 
-        missing = await measure(cast(Any, Connection(address)), 2)
-        listener = await listen(address, serve, None, "", 5.0)
-        try:
-            return missing, await measure(cast(Any, Connection(address)), 2)
-        finally:
-            listener.close()
-            (tmp_path / "s").unlink()
+def test_a_host_without_a_port_is_named() -> None:
+    async def run() -> Link | None:
+        with local_addresses.bind_port(NetworkOptions(bind="127.0.0.1")) as taken:
+            port = taken.getsockname()[1]
+            opened = LinkServer(network_of((port, port)), 1).open()
+        return await measure(network_of(), 0, [LinkOpened(0, "127.0.0.1", 1), opened])
 
-    missing, link = asyncio.run(asyncio.wait_for(run(), 60))
-    assert "s" in missing.problem and missing.rate == 0
-    assert link.problem == "" and link.latency > 0 and link.rate > 0
+    link = asyncio.run(run())
+    assert link is not None and link.problem.startswith("none of the ports")
+    assert asyncio.run(measure(network_of(), 0, [])) is None

@@ -19,21 +19,23 @@ _LITTLE_SHARED = 16 << 20
 _FEW_FILES = 1024
 
 SLOW_LATENCY = 0.02
-"""Seconds to replica 0 and back from which a link is slow: hosts of one training job are in one data centre."""
+"""Seconds to another host and back from which a link is slow: hosts of one training job are in one data centre."""
 
 SLOW_RATE = 10 << 20
-"""Bytes per second to replica 0 below which a link is slow: about 100 Mbit/s."""
+"""Bytes per second to another host below which a link is slow: about 100 Mbit/s."""
 
 _ABSENT = os.strerror(errno.ENOENT)
 
 
-def compare(facts: Mapping[str, HostFacts], offsets: Mapping[str, float], links: Mapping[str, Link]) -> Iterator[str]:
+def compare(
+    facts: Mapping[str, HostFacts], offsets: Mapping[str, float], links: Mapping[tuple[str, str], Link]
+) -> Iterator[str]:
     """Yield a line for each difference or deficiency; none if all is well.
 
     Args:
         facts: the facts of each host, by its name, that of replica 0 first.
         offsets: the least seconds by which the clock of a host is ahead of replica 0's; negative if it is behind.
-        links: the connections of hosts to replica 0.
+        links: the connections, by the names of the host that has measured it and of the other host.
     """
     for name in sorted({name for each in facts.values() for name in each.versions}):
         values = {host: each.versions.get(name, "none") for host, each in facts.items() if not each.problem}
@@ -54,12 +56,12 @@ def compare(facts: Mapping[str, HostFacts], offsets: Mapping[str, float], links:
             yield f"{host} lets a rank open {each.open_files} files; raise the limit (ulimit -n 65536)"
         for gpu in each.gpus:
             yield f"{host}: {gpu} by other processes; end them (nvidia-smi lists them), or take another host"
-    for host, link in links.items():
+    for (host, other), link in links.items():
         if link.problem:
-            yield f"the link from {host} to replica 0 cannot be measured: {link.problem}; see the network between them"
+            yield f"the link from {host} to {other} cannot be measured: {link.problem}; see the network between them"
         elif link.latency > SLOW_LATENCY or link.rate < SLOW_RATE:
             figures = f"{link.latency * 1000:.1f} ms, {link.rate / (1 << 20):.1f} MiB/s"
-            yield f"the link from {host} to replica 0 is slow ({figures}); see its network card, cable and switch"
+            yield f"the link from {host} to {other} is slow ({figures}); see their network cards, cables and switches"
 
 
 def _differences(values: Mapping[str, str], what: str, advice: str) -> Iterator[str]:

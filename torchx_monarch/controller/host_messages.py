@@ -148,19 +148,42 @@ class RanksSampled:
 
 
 @dataclasses.dataclass(frozen=True)
+class OpenLink:
+    """Listen for the host that measures its connection to this one (see ``link_test``)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LinkOpened:
+    """The answer to ``OpenLink``.
+
+    Attributes:
+        replica: replica of the host.
+        host: name or IP address by which other hosts dial it.
+        port: the port on which it listens; 0 for none.
+        problem: why it does not listen; empty if it does.
+    """
+
+    replica: int
+    host: str = ""
+    port: int = 0
+    problem: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class TakeFacts:
     """Take the facts that the pre-flight compares (see ``model.host_facts``).
 
     Attributes:
-        links: number of hosts that measure their connection to replica 0; 0 if none does.
+        links: where the hosts listen, in the order in which each measures its connection to the next one; empty if none
+            measures.
     """
 
-    links: int
+    links: tuple[LinkOpened, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class FactsTaken:
-    """The answer to ``TakeFacts``; ``link`` is None on replica 0's host, and where it was not measured."""
+    """The answer to ``TakeFacts``; ``link`` is None where it was not measured."""
 
     replica: int
     facts: HostFacts
@@ -286,8 +309,8 @@ class RunOutput:
 
 _RankRequest: TypeAlias = OpenStore | LaunchRanks | WatchRanks | StopRanks | TakeStacks | ReadCollectives | SampleRanks
 _RankAnswer: TypeAlias = StoreOpened | Launched | RanksExited | StacksTaken | CollectivesRead | RanksSampled
-Request: TypeAlias = _RankRequest | TakeFacts | BeginRun | FinishRun | HandleCode
-Answer: TypeAlias = _RankAnswer | FactsTaken | RunBegun | RunFinished | CodeHandled | Refused
+Request: TypeAlias = _RankRequest | OpenLink | TakeFacts | BeginRun | FinishRun | HandleCode
+Answer: TypeAlias = _RankAnswer | LinkOpened | FactsTaken | RunBegun | RunFinished | CodeHandled | Refused
 Report: TypeAlias = SignalReceived | AgentLost | RunOutput
 Handler: TypeAlias = Callable[[Request], Awaitable[Answer]]
 

@@ -8,7 +8,7 @@ import time
 
 from torchx_monarch.controller.agents import Agents
 from torchx_monarch.controller.host_comparison import compare
-from torchx_monarch.controller.host_messages import FactsTaken, TakeFacts
+from torchx_monarch.controller.host_messages import FactsTaken, LinkOpened, OpenLink, TakeFacts
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_facts import HostFacts, Link
 from torchx_monarch.model.registration import Registration
@@ -43,12 +43,14 @@ class Preflight:
         """
         if self._mode == "off" or hosts == self._checked:
             return ""
-        began, sent = time.monotonic(), time.time()
+        began = time.monotonic()
         names = {host.replica: host.name for host in hosts}
+        ports = await self._open_links() if self._networked else []
+        sent = time.time()
         facts: dict[int, HostFacts] = {}
         offsets: dict[int, float] = {}
         links: dict[int, Link] = {}
-        async for answer in self._agents.ask(TakeFacts(len(hosts) if self._networked else 0)):
+        async for answer in self._agents.ask(TakeFacts(tuple(ports))):
             assert isinstance(answer, FactsTaken)
             facts[answer.replica] = answer.facts
             offsets[answer.replica] = clock_offset(answer.facts, sent, time.time())
@@ -61,7 +63,7 @@ class Preflight:
             for text in compare(
                 {names[replica]: facts[replica] for replica in order},
                 {names[replica]: offsets[replica] for replica in order},
-                {names[replica]: links[replica] for replica in order if replica in links},
+                {(names[replica], names[links[replica].replica]): links[replica] for replica in sorted(links)},
             )
         ]
         for problem in problems:
@@ -72,6 +74,11 @@ class Preflight:
             return ""
         more = f" (and {len(problems) - 1} more, see the log)" if len(problems) > 1 else ""
         return f"pre-flight: {problems[0]}{more}"
+
+    async def _open_links(self) -> list[LinkOpened]:
+        """Have all hosts listen for their measurement; return where, in the order of their replicas."""
+        answers = [answer async for answer in self._agents.ask(OpenLink())]
+        return sorted((one for one in answers if isinstance(one, LinkOpened)), key=lambda one: one.replica)
 
 
 def clock_offset(facts: HostFacts, sent: float, received: float) -> float:

@@ -8,7 +8,7 @@ result. Each side counts the other as lost when the connection breaks, or stays 
 
 =========================  =======================================================================================
 host to replica 0          ``register`` (greeting, with the protocol's version), ``alive``, and the reports in
-                           ``host_messages``; ``link`` (greeting, see ``link_test``)
+                           ``host_messages``
 client to replica 0        ``look``, ``stop`` (greetings; the answer is ``state``), and the kinds in
                            ``Rendezvous.clients``
 replica 0 to either        ``registered`` (with its name), ``alive``, ``refused`` (with the reason), ``state``,

@@ -8,7 +8,7 @@ import asyncio
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torchx_monarch.command.command import Command, CommandError
@@ -24,6 +24,8 @@ from torchx_monarch.controller.host_messages import (
     FactsTaken,
     Launched,
     LaunchRanks,
+    LinkOpened,
+    OpenLink,
     OpenStore,
     RanksExited,
     RanksSampled,
@@ -42,7 +44,7 @@ from torchx_monarch.controller.host_messages import (
 )
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.host_queries import HostQueries
-from torchx_monarch.controller.link_test import LinkTest, measure
+from torchx_monarch.controller.link_test import LinkServer, measure
 from torchx_monarch.controller.preflight import Preflight
 from torchx_monarch.controller.sample_recorder import SampleRecorder
 from torchx_monarch.controller.spmd_work import Session, SpmdWork
@@ -172,7 +174,6 @@ class SpmdWorkload:
         sessions = DebugSessions(command, reporter.line, hang_watch.rest)
         control.rendezvous.clients.update(sessions.clients)
         self._host.connector = sessions.connect
-        control.rendezvous.clients["link"] = LinkTest().serve
         session = self._runs.session(control, agents)
         first_output = self._runs.first_output
 
@@ -220,6 +221,9 @@ class SpmdWorkload:
             return CollectivesRead(replica, longest, tuple(ranks) if request.details else ())
         if isinstance(request, SampleRanks):
             return RanksSampled(replica, tuple(await pool.samples()))
+        if isinstance(request, OpenLink):
+            assert self._network is not None
+            return LinkServer(self._network, replica).open()
         if isinstance(request, TakeFacts):
             return await self._take_facts(pool, request.links)
         if isinstance(request, WatchRanks):
@@ -230,15 +234,15 @@ class SpmdWorkload:
             return await self._runs.handle(request)
         return RanksExited(replica, tuple(pool.exits()))
 
-    async def _take_facts(self, pool: RankPool, links: int) -> FactsTaken:
-        """Take the facts of this host, and measure its connection to replica 0 if it is another host.
+    async def _take_facts(self, pool: RankPool, links: Sequence[LinkOpened]) -> FactsTaken:
+        """Take the facts of this host, and measure its connection to the next one.
 
         Args:
             pool: the ranks.
-            links: number of hosts that measure; 0 if none does.
+            links: where the hosts listen; empty if none measures.
         """
-        replica, measuring = self._host.options.replica, None
-        if links and replica and self._network is not None:
-            measuring = asyncio.ensure_future(measure(self._network, links))
+        assert self._network is not None
+        replica = self._host.options.replica
+        measuring = asyncio.ensure_future(measure(self._network, replica, links))
         facts = await asyncio.get_running_loop().run_in_executor(None, take_facts, pool.run)
-        return FactsTaken(replica, facts, await measuring if measuring is not None else None)
+        return FactsTaken(replica, facts, await measuring)

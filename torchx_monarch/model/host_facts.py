@@ -25,14 +25,16 @@ class ProgramFile:
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """The connection of a host to replica 0's.
+    """The connection of a host to another one.
 
     Attributes:
-        latency: the shortest time of a message to replica 0 and its answer, in seconds.
-        rate: bytes per second to replica 0; 0 if none arrived.
+        replica: replica of the other host.
+        latency: the shortest time of a message to it and its answer, in seconds.
+        rate: bytes per second to it; 0 if none arrived.
         problem: why it could not be measured; empty if it was.
     """
 
+    replica: int
     latency: float = 0.0
     rate: float = 0.0
     problem: str = ""
