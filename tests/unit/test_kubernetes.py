@@ -356,6 +356,26 @@ def test_why_a_pod_failed(reported: dict[str, Any], words: str) -> None:
     assert replicas[0].failure == f"replica r/0 on node n1 {words}"
 
 
+@pytest.mark.parametrize(
+    ("reported", "is_cause"),
+    [
+        (ended(143), False),
+        (ended(137), False),
+        (ended(137, "OOMKilled"), True),
+        (ended(143, message=HostResult(1, "rank 3 failed").to_text()), True),
+        ({**ended(143), "conditions": [{"type": "DisruptionTarget", "status": "True", "reason": "x"}]}, True),
+        ({**ended(143), "reason": "Evicted"}, True),
+    ],
+)
+def test_a_pod_that_ended_because_it_was_deleted_is_no_cause(reported: dict[str, Any], is_cause: bool) -> None:
+    deleted = pod("Failed", **reported)
+    deleted["metadata"]["deletionTimestamp"] = "2026-11-20T10:00:09Z"
+    later = pod("Failed", **ended(3))  # Kubernetes tells whole seconds
+    first, second = role("r", [Attempt.of(deleted)], [Attempt.of(later)], job=FAILED).replicas
+    assert first.was_stopped is not is_cause
+    assert is_cause or first.distance > second.distance
+
+
 def test_why_a_pod_waits() -> None:
     waiting = {"reason": "ImagePullBackOff", "message": "Back-off pulling image"}
     stuck = Attempt.of(pod(containerStatuses=[{"name": "main", "state": {"waiting": waiting}}]))

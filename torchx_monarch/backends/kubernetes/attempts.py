@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -34,6 +35,9 @@ _NOT_STARTED = frozenset(
 
 _LONGEST_LINE = 300
 
+_STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGKILL)
+"""The exit codes of a container whose pod is deleted: SIGKILL follows after the grace period."""
+
 
 @dataclass(frozen=True)
 class Attempt:
@@ -51,6 +55,8 @@ class Attempt:
         exit_code: exit code of its container; None before its end.
         deleting: whether the pod is being deleted.
         stopping: whether ``stop`` has ended it by a deadline.
+        was_deleted: whether it ended by the signal that the deletion of its pod has sent, and left no error file: its
+            Job deletes the pods that still run when too many others have failed.
         waiting: why it cannot be scheduled or started; empty for normal progress.
         stuck_since: seconds since the epoch from which the container could not be started; 0 if it could.
         failure: how it failed, as a clause that follows the replica's name; empty if it has not.
@@ -69,6 +75,7 @@ class Attempt:
     exit_code: int | None = None
     deleting: bool = False
     stopping: bool = False
+    was_deleted: bool = False
     waiting: str = ""
     stuck_since: float = 0.0
     failure: str = ""
@@ -101,6 +108,8 @@ class Attempt:
             stuck = started or seconds(metadata["creationTimestamp"])
         phase = status.get("phase") or "Pending"
         result, earlier = (HostResult.from_text(each.get("message")) for each in (terminated, before))
+        deleting = "deletionTimestamp" in metadata
+        is_disrupted = status.get("reason") or (conditions.get("DisruptionTarget") or {}).get("status") == "True"
         return cls(
             pod=metadata["name"],
             container=name,
@@ -111,8 +120,11 @@ class Attempt:
             started=started,
             ended=seconds(terminated.get("finishedAt") or "") or _ended(conditions, phase),
             exit_code=terminated.get("exitCode"),
-            deleting="deletionTimestamp" in metadata,
+            deleting=deleting,
             stopping=spec.get("activeDeadlineSeconds") == DEADLINE,
+            was_deleted=deleting
+            and terminated.get("exitCode") in _STOPPED
+            and not (is_disrupted or result.names_cause or terminated.get("reason") == "OOMKilled"),
             waiting=waiting.strip(": "),
             stuck_since=stuck,
             failure=_failure(status, conditions, terminated, spec) if phase == "Failed" else "",

@@ -137,6 +137,7 @@ def replica(
         is_stuck=last is not None and 0 < last.stuck_since < stuck_before,
         is_stopping=bool(living) and all(one.stopping or one.deleting for one in living),
         is_error_lost=failed and last is None,
+        was_stopped=last is not None and last.was_deleted,
         lingers=state.is_terminal and bool(living),
     )
 
