@@ -21,8 +21,7 @@ class ProcessPlace(Place):
     }
 
     def credentials(self, handle: str) -> tuple[str, str]:
-        app = ProcessBackend.apps[handle.rpartition("/")[2]]
-        return app.env["MONARCH_CREDENTIALS"], str(app.request)
+        return (app := ProcessBackend.apps[handle.rpartition("/")[2]]).env["MONARCH_CREDENTIALS"], str(app.request)
 
 
 class TestContract(Contract):
