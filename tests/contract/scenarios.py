@@ -29,7 +29,12 @@ SCENARIOS = (
     "log follow, since, until",
     "bad options named",
     "missing tool says what to install",
+    "containers: OCI bundles",
+    "containers: pyxis",
 )
+
+ONLY = {"containers: OCI bundles": ("slurm", "it is Slurm's"), "containers: pyxis": ("slurm", "it is Slurm's")}
+"""Scenarios of one backend: its name, and why the others cannot do them."""
 
 BACKENDS = ("local", "docker", "slurm", "kubernetes", "aws_batch")
 """The columns: the folders of tests/clusters, and tests/local/test_contract.py."""
@@ -38,9 +43,15 @@ WIRES = {
     "real": "tested real",
     "api-server": "tested on a real API server, with stand-ins for nodes and controllers",
     "moto+docker": "tested on a fake wire (moto, containers in a real dockerd)",
+    "stub": "tested with a stub of the plugin, which checks the options",
     "fake": "tested on a fake wire",
 }
 """How the table names a test's ``wire``. Where tests of one cell differ, the first of these counts."""
+
+
+def others_cannot(backend: str) -> dict[str, str]:
+    """Return why a backend cannot do the scenarios of other backends (``ONLY``), by scenario."""
+    return {name: reason for name, (owner, reason) in ONLY.items() if owner != backend}
 
 
 def elsewhere() -> frozenset[str]:

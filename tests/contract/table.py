@@ -162,7 +162,9 @@ class Table:
         path = session.config.getoption("--backends-table")
         page = Path(path or PAGE)
         columns = {
-            backend: column(self._tested[backend], self._reasons.get(backend, {}))
+            backend: column(
+                self._tested[backend], {**scenarios.others_cannot(backend), **self._reasons.get(backend, {})}
+            )
             for backend in BACKENDS
             if backend not in self._partial and self._is_whole(backend)
         }

@@ -186,7 +186,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             rewritten = rewrite(app, self._wrap_options(app, options, cfg))
         except (CommandError, SidecarError) as error:
             raise InvalidCommandError(str(error)) from None
-        if self.inner.capabilities.needs_image:
+        if self.inner.runs_images(options):
             check_images(app, rewritten.roles)
         return rewritten
 
@@ -216,8 +216,10 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             preflight=options.preflight,
             timestamps=options.timestamps,
         )
+        # An image has its own Python, whatever path the submitter's has.
+        python = "python" if self.inner.runs_images(options) else self._python
         if not isinstance(options, NetworkOpts):
-            return WrapOptions(self._python, spec)
+            return WrapOptions(python, spec)
         port = options.rendezvous_port or random.choice(_PORTS_DRAWN)
         if not 0 < port < 65536:
             reason = f"Run option `rendezvous_port` is {port}; it is a port, 1 to 65535, or 0 to draw one"
@@ -241,9 +243,9 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         }
         capabilities = self.inner.capabilities
         if not capabilities.separates_roles:
-            return WrapOptions(self._python, spec, rendezvous)
+            return WrapOptions(python, spec, rendezvous)
         main = rendezvous[app.roles[0].name] if app.roles else ""
-        return WrapOptions(self._python, spec, rendezvous, main, capabilities.restarts_apps_only)
+        return WrapOptions(python, spec, rendezvous, main, capabilities.restarts_apps_only)
 
     def schedule(self, dryrun_info: AppDryRunInfo[Any, Cfg]) -> str:
         """Submit the result of a dry run, including changes made to its request since, and return the app's id.

@@ -46,7 +46,8 @@ class Capabilities:
         kills: whether ``stop`` can kill immediately.
         separate_streams: whether it keeps a replica's stdout and stderr apart.
         shares_interpreter: whether its replicas find the submitter's Python interpreter at the same path.
-        needs_image: whether replicas run in container images, so that those of hosts must have this package.
+        needs_image: whether replicas run in container images, so that those of hosts must have this package; a backend
+            for which that depends on run options overrides ``Backend.runs_images``.
     """
 
     separates_roles: bool = False
@@ -126,6 +127,10 @@ class Backend(abc.ABC, Generic[O, R, S]):
             UserError: a value is not allowed, or two options exclude each other.
             BackendError: an option needs a configured backend for its check, and there is none.
         """
+
+    def runs_images(self, options: O) -> bool:
+        """Return whether replicas run in container images under these run options."""
+        return self.capabilities.needs_image
 
     def checks(self, options: O | None) -> Iterable[CheckResult]:
         """Check that apps can run here with the run options, for ``torchx monarch doctor``. Submit nothing.

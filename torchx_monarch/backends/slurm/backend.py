@@ -18,7 +18,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from torchx.specs import AppDef
+from torchx.specs import AppDef, Role
 from torchx.workspace.dir_workspace import DirWorkspaceMixin
 
 from torchx_monarch.backends.core import state_files, submitted_app
@@ -27,8 +27,18 @@ from torchx_monarch.backends.core.errors import SubmitError, UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
-from torchx_monarch.backends.slurm import cancel, folder, job_state, native, prune, records, render, snapshot
-from torchx_monarch.backends.slurm.checks import check_slurm
+from torchx_monarch.backends.slurm import (
+    cancel,
+    container_files,
+    folder,
+    job_state,
+    native,
+    prune,
+    records,
+    render,
+    snapshot,
+)
+from torchx_monarch.backends.slurm.checks import check_containers, check_slurm
 from torchx_monarch.backends.slurm.folder import JobFolder
 from torchx_monarch.backends.slurm.native import Job, SlurmError
 from torchx_monarch.backends.slurm.options import SlurmOpts
@@ -46,6 +56,16 @@ _ASK_AFTER_END = 0.5
 """Seconds between two queries to Slurm once the job's own record says that it has ended."""
 
 
+class _Workspace(DirWorkspaceMixin):  # type: ignore[misc]
+    """Copies workspaces into ``job_dir``, and leaves roles the image of their container."""
+
+    def build_workspace_and_update_role(self, role: Role, workspace: str, cfg: Cfg) -> None:
+        image = role.image
+        super().build_workspace_and_update_role(role, workspace, cfg)
+        if cfg.get("container"):
+            role.image = image
+
+
 class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
     """Runs each role as a component of a Slurm job, and each replica as the task of one node.
 
@@ -59,7 +79,7 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
     config_section = "slurm"
 
     def __init__(self) -> None:
-        self.workspace = DirWorkspaceMixin()
+        self.workspace = _Workspace()
         self._asked: dict[str, float] = {}
 
     # -- submitting ----------------------------------------------------------------------------------------------------
@@ -72,6 +92,10 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
         """Check the run options that do not depend on the app."""
         render.check_options(options)
 
+    def runs_images(self, options: SlurmOpts) -> bool:
+        """Return whether replicas run in containers."""
+        return options.container is not None
+
     def render(self, app: AppDef, submitted: SubmittedApp, options: SlurmOpts) -> SlurmRequest:
         """Return the request that runs an app."""
         return render.render(app, submitted, options)
@@ -82,6 +106,7 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
         Raises:
             SubmitError: the job's folder cannot be written. It is removed, as it is when sbatch fails.
         """
+        check_containers({role.container.kind for role in request.roles if role.container is not None})
         if os.path.exists(request.folder):  # the same dry run may be submitted twice
             request = request.renamed(folder.new(request.name, os.path.dirname(request.folder)))
         paths = JobFolder(request.folder)
@@ -91,6 +116,11 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
             os.mkdir(paths.root, 0o700)
             if request.sbatch.get("array"):
                 os.mkdir(paths.array)
+            for index, role in enumerate(request.roles):
+                if role.container is not None:
+                    container_files.write(
+                        paths, index, role.name, role.container, is_array=bool(request.sbatch.get("array"))
+                    )
             state_files.write_json(paths.app, {"created": began, **submitted.to_json()})
             state_files.write_json(paths.request, asdict(request.with_credentials(credentials)))
             with open(paths.script, "x") as file:

@@ -5,11 +5,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.slurm import native
+from torchx_monarch.backends.slurm.native import SlurmError
 from torchx_monarch.backends.slurm.options import SlurmOpts
 from torchx_monarch.model.check_result import CheckResult, check
 
@@ -44,12 +46,49 @@ def check_slurm(options: SlurmOpts | None) -> Iterator[CheckResult]:
     if not up or options is None:
         return
     yield _check_partition(options.partition)
+    if options.container in _IN_HELP:
+        yield check("containers", options.container, fail=_lack(options.container))
     folder = options.job_dir or state_files.state_dir()
     while not os.path.lexists(folder):
         folder = os.path.dirname(os.path.abspath(folder))
     writable = os.access(folder, os.W_OK | os.X_OK)
     advice = "you cannot write there; name a folder that you can write and all nodes see in -cfg job_dir"
     yield check("folder of jobs", options.job_dir or state_files.state_dir(), fail="" if writable else advice)
+
+
+_IN_HELP = {"pyxis": "--container-image", "oci": "--container"}
+"""The option of srun that containers of a kind need."""
+
+
+def check_containers(kinds: Iterable[str]) -> None:
+    """Check that the cluster can run containers of these kinds (``container.KINDS``).
+
+    Raises:
+        SlurmError: it cannot.
+    """
+    for kind in sorted(kinds):
+        if reason := _lack(kind):
+            raise SlurmError(f"this cluster cannot run -cfg container={kind}: {reason}")
+
+
+def _lack(kind: str) -> str:
+    """Return what the cluster lacks for containers of a kind; empty if nothing is known to be missing."""
+    option, version = _IN_HELP[kind], native.run(["sinfo", "--version"]).stdout.strip()
+    told = native.run(["srun", "--help"]).stdout
+    if not re.search(rf"{option}(?![\w-])", told):
+        if kind == "oci":
+            return f"{version} has no containers, which are in Slurm 21.08 and later"
+        return (
+            "its srun has no option --container-image: pyxis is not installed (plugstack.conf). See -cfg container=oci"
+        )
+    if kind == "oci":
+        found = re.search(r"^SLURM_CONF\s*=\s*(\S+)", native.run(["scontrol", "show", "config"]).stdout, re.MULTILINE)
+        conf = found[1] if found else ""
+        oci = os.path.join(os.path.dirname(conf), "oci.conf")
+        # Commands without configuration files of their own leave the check to the nodes.
+        if os.path.isfile(conf) and not os.path.exists(oci):
+            return f"there is no {oci}, which names the runtime of containers, such as crun"
+    return ""
 
 
 def _check_partition(partition: str | None) -> CheckResult:

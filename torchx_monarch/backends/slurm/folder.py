@@ -10,8 +10,8 @@ Below the state directory (see ``core.state_files``)::
 The folder holds ``app.json`` (the submitted app), ``request.json``, ``job.sh``, ``job.log`` (output of the batch step,
 srun and Slurm), ``job.json`` (the batch step's record), ``end.json`` (the final state, for when Slurm has forgotten the
 job), ``cancel.json`` (the time of the first cancel), ``events.jsonl``, and ``logs/ROLE/K/`` with the logs, the error
-file and the record of each replica. Each task of a job array has a folder ``array/INDEX/`` with the files that belong
-to one run, and its ``job.log`` is ``array/INDEX.log``.
+file and the record of each replica, and ``containers/INDEX/`` (``container_files``). Each task of a job array has a
+folder ``array/INDEX/`` with the files that belong to one run, and its ``job.log`` is ``array/INDEX.log``.
 """
 
 from __future__ import annotations
@@ -57,6 +57,10 @@ class JobFolder(state_files.AppPaths):
 
     def error_file(self, role: str, replica: int) -> str:
         return os.path.join(self.replica_logs(role, replica), "error.json")
+
+    def container(self, role: int) -> str:
+        """The files of the container of the role of this index (``container_files``)."""
+        return os.path.join(self.root, "containers", str(role))
 
     @property
     def submitted(self) -> float:

@@ -37,6 +37,10 @@ class SlurmOpts(NetworkOpts):
     gres: str | None = None
     """Generic resources of each node, such as `gpu:a100:4`, in place of the number of GPUs that a role asks for."""
 
+    container: str | None = None
+    """Run hosts and ranks in containers of `--image`: `pyxis` (enroot's images), or `oci` (the folder of an OCI bundle,
+    run by Slurm itself). Default: on the nodes themselves, and an image that is a folder is the working directory."""
+
     array: str | None = None
     """Run the app's one role once for each of these indices, each run with nodes of its own: `0-9`, `0,3,7-20:2%4` (at
     most 4 of them at a time). SLURM_ARRAY_TASK_ID tells the runs apart."""

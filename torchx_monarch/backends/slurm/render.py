@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -11,10 +12,12 @@ import sys
 from torchx.specs import NULL_RESOURCE, AppDef, InvalidRunConfigException, Role
 
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
-from torchx_monarch.backends.slurm import array, folder, native
+from torchx_monarch.backends.slurm import array, container_role, folder, native
 from torchx_monarch.backends.slurm.options import SlurmOpts
 from torchx_monarch.backends.slurm.request import SlurmRequest, SlurmRole
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
+
+_log = logging.getLogger(__name__)
 
 _SMALL_PARTITION = 1000
 """MB of memory; Slurm's configuration lacks the memory of nodes that report no more (aws-parallelcluster#2198)."""
@@ -49,7 +52,8 @@ def render(app: AppDef, submitted: SubmittedApp, cfg: SlurmOpts) -> SlurmRequest
     nomem = cfg.nomem or (memory is not None and memory <= _SMALL_PARTITION)
     path = folder.new(app.name, cfg.job_dir)
     roles = [
-        _role(role, spec, nomem, _gres(role, app, cfg)) for role, spec in zip(app.roles, submitted.roles, strict=True)
+        _role(role, spec, nomem, _gres(role, app, cfg), cfg)
+        for role, spec in zip(app.roles, submitted.roles, strict=True)
     ]
     return SlurmRequest(
         name=app.name,
@@ -72,6 +76,7 @@ def check_options(cfg: SlurmOpts) -> None:
     if cfg.retry not in ("in_place", "requeue"):
         reason = f"Run option `retry` is {cfg.retry!r}; allowed are in_place and requeue"
         raise InvalidRunConfigException(reason, "retry", dict(cfg))
+    container_role.check_option(cfg.container)
     # Without B:, Slurm signals all processes of a step, including Monarch's, which the signal would kill.
     if cfg.signal is not None and not re.fullmatch(r"(R?B:|B:?R?:)TERM(@\d+)?", cfg.signal):
         reason = f"Run option `signal` is {cfg.signal!r}; allowed is B:TERM@SECONDS, such as B:TERM@120"
@@ -119,7 +124,7 @@ def _gres(role: Role, app: AppDef, cfg: SlurmOpts) -> str | None:
     return f"gpu:{gpus}" if gpus else None
 
 
-def _role(role: Role, spec: RoleSpec, nomem: bool, gres: str | None) -> SlurmRole:
+def _role(role: Role, spec: RoleSpec, nomem: bool, gres: str | None, cfg: SlurmOpts) -> SlurmRole:
     nodes = str(role.num_replicas)
     sbatch: dict[str, str | None] = {"nodes": nodes, "ntasks-per-node": "1"}
     srun = {
@@ -142,13 +147,22 @@ def _role(role: Role, spec: RoleSpec, nomem: bool, gres: str | None) -> SlurmRol
             sbatch["mem"] = srun["mem"] = str(resource.memMB)
     if gres:
         sbatch["gres"] = srun["gres"] = gres
-    in_image = role.image and os.path.isdir(role.image)
+    container = None
+    if cfg.container is None:
+        if warning := container_role.unused(role):
+            _log.warning("%s", warning)
+        in_image = role.image and os.path.isdir(role.image)
+        cwd = os.path.abspath(role.image) if in_image else os.getcwd()
+    else:
+        cwd = os.path.abspath(cfg.job_dir) if cfg.job_dir and role.workspace else os.getcwd()
+        container = container_role.of_role(cfg.container, role, cwd)
     return SlurmRole(
         spec=spec,
         command=[role.entrypoint, *role.args],
         env=dict(role.env),
-        cwd=os.path.abspath(role.image) if in_image else os.getcwd(),
+        cwd=cwd,
         image=role.image,
         sbatch=sbatch,
         srun=srun,
+        container=container,
     )

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torchx_monarch.backends.slurm import macros
+from torchx_monarch.backends.slurm.container import Container
 from torchx_monarch.backends.slurm.folder import JobFolder
 from torchx_monarch.model import codec
 from torchx_monarch.model.env_names import CREDENTIALS
@@ -47,6 +48,7 @@ class SlurmRole:
         image: value of the macro ``img_root``.
         sbatch: sbatch options of its component, by name without dashes; None for an option without a value.
         srun: srun options of its step, by name without dashes.
+        container: what its step runs in; None to run on the node itself.
     """
 
     spec: RoleSpec
@@ -56,6 +58,7 @@ class SlurmRole:
     image: str
     sbatch: dict[str, str | None] = field(default_factory=dict)
     srun: dict[str, str] = field(default_factory=dict)
+    container: Container | None = None
 
     @property
     def name(self) -> str:
@@ -125,8 +128,18 @@ class SlurmRequest:
         away from srun, which would end the tasks.
         """
         group = [f"--het-group={role}"] if len(self.roles) > 1 else []
-        options = [*group, *option_words(self.roles[role].srun), "--input=none", "--label"]
-        return ["setsid", "srun", *options, *self.starter, "task", self.folder, self.roles[role].name]
+        options = [*group, *option_words(self.step_options(role)), "--input=none", "--label"]
+        starter = [*self.starter, "task"]
+        if self.roles[role].container is not None:
+            starter = ["/bin/sh", os.path.join(JobFolder(self.folder).container(role), "task.sh")]
+        return ["setsid", "srun", *options, *starter, self.folder, self.roles[role].name]
+
+    def step_options(self, role: int) -> dict[str, str]:
+        """Return the srun options of the step of the role of this index, by name without dashes."""
+        one = self.roles[role]
+        if one.container is None:
+            return one.srun
+        return {**one.srun, **one.container.options(self.folder, JobFolder(self.folder).container(role))}
 
     @property
     def starter(self) -> list[str]:
@@ -162,10 +175,10 @@ class SlurmRequest:
     def __str__(self) -> str:
         """Return the text that a dry run shows."""
         lines = [shlex.join(self.command(f"{self.folder}/job.sh")), "", "# job.sh", self.script]
-        for role in self.roles:
+        for index, role in enumerate(self.roles):
             lines.append(f"# role {role.name}: {role.spec.replicas} x, in {role.cwd}")
             lines += [f"export {name}={shlex.quote(value)}" for name, value in role.env.items()]
-            lines += [shlex.join(["srun", *option_words(role.srun), *role.command]), ""]
+            lines += [shlex.join(["srun", *option_words(self.step_options(index)), *role.command]), ""]
         return "\n".join(lines)
 
 

@@ -28,6 +28,7 @@ from torchx_monarch.backends.core.retries import RetryBudget
 from torchx_monarch.backends.core.snapshot import AppSnapshot, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.state import HOST_EXTRA, reduce
 from torchx_monarch.backends.slurm import array, macros, records
+from torchx_monarch.backends.slurm.container import last_error
 from torchx_monarch.backends.slurm.folder import JobFolder, read_request, run_folder
 from torchx_monarch.backends.slurm.in_job.commands import RUNNING, JobCommands
 from torchx_monarch.backends.slurm.records import BatchRecord, TaskRecord
@@ -277,7 +278,7 @@ class BatchStep:
             return self._cancelled()
         if outcome.state is None or role is None:
             return self._ended_from_outside(outcome.code)
-        message = f"role {role.name} ended with exit code {outcome.code}"
+        message = f"role {role.name} ended with exit code {outcome.code}{self._container_failure(role)}"
         if outcome.final:
             message += f"; not started again: {outcome.final}"
         elif role.retry_policy is RetryPolicy.APPLICATION and self._retries.take(role):
@@ -289,6 +290,14 @@ class BatchStep:
             self._restart(list(self._specs), "the app")
             return None
         return self._finish(State.FAILED, message, outcome.code)
+
+    def _container_failure(self, role: RoleSpec) -> str:
+        """Return the end of a message about a role's failure: none of its containers has started; empty if one has."""
+        container = next(one.container for one in self._request.roles if one.name == role.name)
+        if container is None or self._latest(role):
+            return ""
+        said = last_error(self._paths.job_log)
+        return f": no container of {container.image} has started" + (f": {said}" if said else "")
 
     def _cancelled(self) -> int:
         code = self._finish(State.CANCELLED, "cancelled", _TERMINATED)
