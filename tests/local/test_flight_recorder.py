@@ -159,7 +159,7 @@ def test_a_dump_of_a_process_that_is_no_rank_is_dropped(sockets: Path) -> None:
     shutil.rmtree(sockets)
 
 
-GROUP = {"name": "0", "ranks": [0, 1], "enqueued": 3, "completed": 2}
+GROUP = {"name": "0", "ranks": "0-1", "enqueued": 3, "completed": 2}
 ENTRY = {"number": 3, "name": "gloo:all_reduce", "sizes": [[7], []], "called": 1.5}
 
 
@@ -190,7 +190,7 @@ async def _answers(sockets: Path, answer: bytes | None) -> dict[int, tuple[Group
 def test_the_groups_of_a_rank_are_decoded(sockets: Path) -> None:
     sent = json.dumps([{**GROUP, "waiting": ENTRY, "recent": [ENTRY] * 100}]).encode()
     entry = Collective(3, "gloo:all_reduce", ((7,), ()), 1.5)
-    groups = (GroupStatus("0", (0, 1), 3, 2, entry, (entry,) * MAX_RECENT),)
+    groups = (GroupStatus("0", "0-1", 3, 2, entry, (entry,) * MAX_RECENT),)
     assert asyncio.run(_answers(sockets, sent)) == {os.getpid(): groups, 1: ()}
     shutil.rmtree(sockets)
 
@@ -205,7 +205,8 @@ def test_a_rank_that_does_not_answer_has_no_groups(sockets: Path) -> None:
     [
         b"", b"{}", b"[1]", b"[" * 100_000, b"\xff", b"9" * 5000,
         *(json.dumps([{**GROUP, **wrong}]).encode() for wrong in (
-            {"ranks": [-1]}, {"ranks": 5}, {"enqueued": 1 << 60}, {"enqueued": "3"}, {"completed": None},
+            {"ranks": [0, 1]}, {"ranks": "-1"}, {"ranks": "0-9999999"}, {"ranks": "1-2:0"},
+            {"enqueued": 1 << 60}, {"enqueued": "3"}, {"completed": None},
             {"waiting": {**ENTRY, "called": float("nan")}}, {"recent": [{**ENTRY, "sizes": [["x"]]}]}, {"name": 7},
             {"recent": [{**ENTRY, "number": -1}]}, {"waiting": {**ENTRY, "called": 1e300}},
         )),

@@ -41,8 +41,8 @@ class Ranks:
         if not isinstance(request, ReadCollectives):
             return [StacksTaken(0, (ProcessStacks(1, 0, 9, problem="stopped (SIGSTOP)"),))], {}
         waiting = Collective(1, "gloo:barrier", (), 100 - self.waited) if self.waited else None
-        first = GroupStatus("0", (0, 1), 1, 0, waiting) if self.waited else GroupStatus("0", (0, 1), 1, 1)
-        groups = [first, GroupStatus("0", (0, 1), 0 if self.waited else 1, 0)]
+        first = GroupStatus("0", "0-1", 1, 0, waiting) if self.waited else GroupStatus("0", "0-1", 1, 1)
+        groups = [first, GroupStatus("0", "0-1", 0 if self.waited else 1, 0)]
         ranks = tuple(RankCollectives(rank, 100, (group,)) for rank, group in enumerate(groups))
         return [CollectivesRead(0, self.waited, ranks if request.details else ())], self.missing
 

@@ -4,10 +4,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
+from torchx_monarch.host.ranks.rank_recorder import format_ranks
 from torchx_monarch.insight.hangs import Fault, RankCollectives, describe_places, diagnose
-from torchx_monarch.insight.rank_sample import Collective, GroupStatus
+from torchx_monarch.insight.rank_sample import Collective, GroupStatus, parse_ranks
 from torchx_monarch.insight.stacks import Frame, ProcessStacks, ThreadStack
 
 NOW = 1000.0
@@ -27,7 +30,7 @@ def at(
         Collective(n, more.get(f"c{n}", "gloo:all_reduce"), ((7,),), NOW - (waited or 0)) for n in range(1, number + 1)
     )
     waiting = recent[-1] if waited is not None else None
-    return GroupStatus(group, ranks, number, number - (waited is not None), waiting, recent)
+    return GroupStatus(group, format_ranks(ranks), number, number - (waited is not None), waiting, recent)
 
 
 def found(world: World, hang_after: float = 10.0, at_most: float = 1e9) -> tuple[Fault, tuple[int, ...], str] | None:
@@ -147,7 +150,7 @@ def test_shapes_differ_where_they_must_be_equal() -> None:
         other = Collective(6, name, ((8,),), NOW - 12)
         return {
             **{rank: [at(6, 12, c6=name, ranks=(0, 1, 2))] for rank in (0, 1)},
-            2: [GroupStatus("0", (0, 1, 2), 6, 5, other, (other,))],
+            2: [GroupStatus("0", "0-2", 6, 5, other, (other,))],
         }
 
     hang = found(world("gloo:all_reduce"))
@@ -162,10 +165,47 @@ def test_names_that_a_rank_has_made_up_are_escaped_and_cut() -> None:
 
 
 def test_many_ranks_that_all_wait_for_each_other_take_no_long_time() -> None:
-    groups = [at(1, 12, str(n), (n, (n + 1) % 300)) for n in range(300)]
-    world: World = {n: [groups[n], at(0, None, str((n - 1) % 300), ((n - 1) % 300, n))] for n in range(300)}
+    count = 2000  # more than Python's limit of recursion
+    groups = [at(1, 12, str(n), (n, (n + 1) % count)) for n in range(count)]
+    world: World = {n: [groups[n], at(0, None, str((n - 1) % count), ((n - 1) % count, n))] for n in range(count)}
     hang = found(world)
     assert hang is not None and hang[0] is Fault.ORDER
+
+
+def test_the_last_rank_of_a_long_pipeline_is_found() -> None:
+    count = 2000
+    whole, links = tuple(range(count)), [at(1, 12, str(n), (n, n + 1)) for n in range(count)]
+    behind = at(5, None, "all", whole)
+    world: World = {n: [behind, links[n]] for n in range(count)}
+    world[0] = [at(6, 13, "all", whole)]
+    world[count - 1] = [behind, at(0, None, str(count - 2), (count - 2, count - 1))]
+    hang = found(world)
+    assert hang is not None and hang[:2] == (Fault.MISSING, (count - 1,))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ((), ""),
+        ((5,), "5"),
+        (range(4096), "0-4095"),
+        (range(3, 4096, 8), "3-4091:8"),
+        ((2, 1, 7), "1-2,7"),
+        ((0, 8, 9, 10), "0,8,9-10"),
+        ((0, 8, 16, 17, 18, 40), "0-16:8,17-18,40"),
+    ],
+)
+def test_a_rank_tells_the_members_of_its_groups_as_runs(ranks: Sequence[int], text: str) -> None:
+    assert format_ranks(ranks) == text
+    assert GroupStatus("0", text, 0, 0).members == tuple(sorted(ranks))
+
+
+@pytest.mark.parametrize(
+    "text", ["-1", "1-", "a", "1-2:0", "0-9999999", "0-99999999", "1,,2", "1 2", ",".join("0" * 5) + ","]
+)
+def test_members_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_ranks(text)
 
 
 def test_places() -> None:

@@ -17,7 +17,7 @@ from torchx_monarch.schedulers.job_status import JobStatus
 def sample(rank: int, time: float = 100.0, called: tuple[float, ...] = (), **more: object) -> RankSample:
     """A sample of a rank that has called collectives 1, 2, … of a group of two ranks at the given times."""
     recent = tuple(Collective(number, "gloo:all_reduce", called=at) for number, at in enumerate(called, 1))
-    groups = (GroupStatus("0", (0, 1), len(called), len(called), None, recent),) if called else ()
+    groups = (GroupStatus("0", "0-1", len(called), len(called), None, recent),) if called else ()
     one = RankSample(time, rank, rank, 0, "node", 10 + rank, 0, "running", 1.0, 5.0, 1 << 30, groups=groups)
     return replace(one, **more)  # type: ignore[arg-type]
 

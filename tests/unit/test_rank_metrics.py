@@ -20,7 +20,7 @@ def sample(rank: int, **more: Any) -> RankSample:
 
 def test_ranks_are_added_up_and_shown_one_by_one_on_request() -> None:
     device = DeviceUse(0, "H100", 0.5, 1 << 30, 1 << 36)
-    group = GroupStatus("0", (0, 1), enqueued=7, completed=6)
+    group = GroupStatus("0", "0-1", enqueued=7, completed=6)
     samples = [
         sample(0, last_output=3.0, groups=(group,), devices=(device, device)),
         sample(1, last_output=4.0, groups=(group,), state="stopped"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from torchx_monarch.host.ranks.rank_recorder import format_ranks
 from torchx_monarch.insight import rank_table
 from torchx_monarch.insight.rank_sample import Collective, DeviceUse, GroupStatus, RankSample
 
@@ -20,7 +21,7 @@ def sample(rank: int, time: float = 100.0, **more: Any) -> RankSample:
 
 def group(enqueued: int, called: float = 0.0, name: str = "0", ranks: tuple[int, ...] = (0, 1, 2)) -> GroupStatus:
     waiting = Collective(enqueued, "gloo:all_reduce", called=called) if called else None
-    return GroupStatus(name, ranks, enqueued, enqueued - bool(called), waiting)
+    return GroupStatus(name, format_ranks(ranks), enqueued, enqueued - bool(called), waiting)
 
 
 def test_rates_are_those_between_two_samples_of_one_process() -> None:

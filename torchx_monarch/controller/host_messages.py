@@ -136,7 +136,13 @@ class CollectivesRead:
 
 @dataclasses.dataclass(frozen=True)
 class SampleRanks:
-    """Take a sample of each rank of the host."""
+    """Take a sample of each rank of the host.
+
+    Attributes:
+        groups: whether the ranks are asked for the state of their collectives.
+    """
+
+    groups: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

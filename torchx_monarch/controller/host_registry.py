@@ -27,20 +27,25 @@ class HostRegistry:
         self._replicas = replicas
         self._members: dict[int, Registration] = {}
         self._seen: set[int] = set()
+        self._present = 0
         self._changed = asyncio.Event()
 
     def add(self, host: Registration) -> None:
         """Register a host."""
+        self.remove(host.replica)
         self.registered[host.replica] = host
+        self._present += not host.error
         self._seen.add(host.replica)
         self._note_change()
 
     def remove(self, replica: int) -> bool:
         """Forget a host; return whether it was registered. From here on its replacement may register."""
-        removed = self.registered.pop(replica, None) is not None
-        if removed:
-            self._note_change()
-        return removed
+        host = self.registered.pop(replica, None)
+        if host is None:
+            return False
+        self._present -= not host.error
+        self._note_change()
+        return True
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until a condition on the registered hosts holds. It is evaluated at each change of these hosts."""
@@ -65,8 +70,8 @@ class HostRegistry:
 
     @property
     def present(self) -> int:
-        """The number of registered hosts that can take part."""
-        return sum(not host.error for host in self.registered.values())
+        """The number of registered hosts that can take part. Conditions ask at each change, so it is counted there."""
+        return self._present
 
     @property
     def expected(self) -> bool:

@@ -49,5 +49,5 @@ class SampleRecorder:
     async def _record(self, log: SampleLog) -> None:
         while True:
             await asyncio.sleep(max(self._every, _PER_HOST * len(self._agents.hosts)))
-            answers, _ = await self._agents.collect(SampleRanks(), _TIMEOUT)
+            answers, _ = await self._agents.collect(SampleRanks(groups=False), _TIMEOUT)
             log.append(sample for answer in answers for sample in answer.samples)

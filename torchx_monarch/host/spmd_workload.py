@@ -220,7 +220,7 @@ class SpmdWorkload:
             longest = max((one.longest_wait for one in ranks), default=0.0)
             return CollectivesRead(replica, longest, tuple(ranks) if request.details else ())
         if isinstance(request, SampleRanks):
-            return RanksSampled(replica, tuple(await pool.samples()))
+            return RanksSampled(replica, tuple(await pool.samples(request.groups)))
         if isinstance(request, OpenLink):
             assert self._network is not None
             return LinkServer(self._network, replica).open()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from torchx_monarch.insight.rank_sample import Collective, GroupStatus
 from torchx_monarch.insight.stacks import ProcessStacks, rank_ranges
@@ -131,7 +131,7 @@ def diagnose(ranks: Sequence[RankCollectives], hang_after: float, at_most: float
         hang_after: seconds for which a rank must have waited.
         at_most: seconds for which a wait counts at most: those since a pause of the watch.
     """
-    known = {one.rank: one for one in ranks}
+    known = _Known((one.rank, one) for one in ranks)
     waits = [
         (min(one.waited(group), at_most), -one.rank, group, group.waiting)
         for one in ranks
@@ -139,8 +139,10 @@ def diagnose(ranks: Sequence[RankCollectives], hang_after: float, at_most: float
         if group.waiting is not None
     ]
     waits = sorted((wait for wait in waits if wait[0] >= hang_after), key=lambda wait: wait[:2], reverse=True)
-    for name in dict.fromkeys(group.name for _, _, group, _ in waits):
-        of_group = [wait for wait in waits if wait[2].name == name]
+    by_group: dict[str, list[tuple[float, int, GroupStatus, Collective]]] = {}
+    for wait in waits:
+        by_group.setdefault(wait[2].name, []).append(wait)
+    for of_group in by_group.values():
         # Of ranks that wait in several collectives of a group, the first collective is the one that is behind.
         _, _, group, collective = min(of_group, key=lambda wait: wait[3].number)
         if hang := _of_group(known, group, collective, of_group[0][0]):
@@ -148,7 +150,20 @@ def diagnose(ranks: Sequence[RankCollectives], hang_after: float, at_most: float
     return None
 
 
-_Known = Mapping[int, RankCollectives]
+class _Known(dict[int, RankCollectives]):
+    """The ranks by their number. Which of them miss a collective is found once: thousands may wait for the same."""
+
+    def __init__(self, ranks: Iterable[tuple[int, RankCollectives]]) -> None:
+        super().__init__(ranks)
+        self._missing: dict[tuple[str, str, int], list[int]] = {}
+
+    def missing(self, group: GroupStatus, number: int) -> list[int]:
+        """Return the ranks of a group that are not known to have called a collective."""
+        key = (group.name, group.ranks, number)
+        if key not in self._missing:
+            statuses = ((rank, _status(self, rank, group.name)) for rank in group.members)
+            self._missing[key] = [rank for rank, status in statuses if status is None or status.enqueued < number]
+        return self._missing[key]
 
 
 def _of_group(known: _Known, group: GroupStatus, collective: Collective, seconds: float) -> Hang | None:
@@ -165,10 +180,10 @@ def _of_group(known: _Known, group: GroupStatus, collective: Collective, seconds
     if different := _mismatch(known, group, collective.number):
         ranks, called, collective = different
         return hang(Fault.MISMATCH, ranks, called)
-    missing = _missing(known, group, collective.number)
+    missing = known.missing(group, collective.number)
     if not culprits:
         return hang(Fault.ORDER, missing, _waits_of(known, missing)) if missing else None
-    here = [rank for rank in culprits if rank in missing]
+    here = sorted(culprits.keys() & set(missing))
     if not here:
         # The ranks that are behind wait for one of another group.
         group, collective = next(iter(culprits.values()))
@@ -196,18 +211,28 @@ def _find_culprits(
         found: gets these ranks, each with the collective that it owes.
         seen: groups and numbers of the collectives that have been looked at.
     """
-    for rank in _missing(known, group, collective.number):
-        owed = [
-            (other, other.waiting)
-            for other in (known[rank].groups if rank in known else None) or ()
-            if other.waiting is not None and _missing(known, other, other.waiting.number)
-        ]
-        if not owed:
-            found.setdefault(rank, (group, collective))
-        for other, waiting in owed:
-            if (step := (other.name, waiting.number)) not in seen:
-                seen.add(step)
-                _find_culprits(known, other, waiting, found, seen)
+
+    def steps(group: GroupStatus, collective: Collective) -> Iterator[tuple[GroupStatus, Collective]]:
+        """Yield the collectives in which ranks wait that the collective lacks."""
+        for rank in known.missing(group, collective.number):
+            owed = [
+                (other, other.waiting)
+                for other in (known[rank].groups if rank in known else None) or ()
+                if other.waiting is not None and known.missing(other, other.waiting.number)
+            ]
+            if not owed:
+                found.setdefault(rank, (group, collective))
+            for other, waiting in owed:
+                if (step := (other.name, waiting.number)) not in seen:
+                    seen.add(step)
+                    yield other, waiting
+
+    path = [steps(group, collective)]  # no recursion: each rank of a pipeline may wait for the next
+    while path:
+        if (step := next(path[-1], None)) is None:
+            path.pop()
+        else:
+            path.append(steps(*step))
 
 
 def _status(known: _Known, rank: int, name: str) -> GroupStatus | None:
@@ -215,14 +240,8 @@ def _status(known: _Known, rank: int, name: str) -> GroupStatus | None:
     return next((group for group in groups or () if group.name == name), None)
 
 
-def _missing(known: _Known, group: GroupStatus, number: int) -> list[int]:
-    """Return the ranks of a group that are not known to have called a collective."""
-    statuses = {rank: _status(known, rank, group.name) for rank in sorted(set(group.ranks))}
-    return [rank for rank, status in statuses.items() if status is None or status.enqueued < number]
-
-
 def _waiting(known: _Known, group: GroupStatus, number: int) -> tuple[int, ...]:
-    statuses = {rank: _status(known, rank, group.name) for rank in sorted(set(group.ranks))}
+    statuses = {rank: _status(known, rank, group.name) for rank in group.members}
     return tuple(rank for rank, one in statuses.items() if one and one.waiting and one.waiting.number == number)
 
 
@@ -244,7 +263,7 @@ def _mismatch(known: _Known, group: GroupStatus, number: int) -> tuple[list[int]
         These ranks, what they have called, and what the others have called. None if all that is known is equal.
     """
     ways: dict[str, list[tuple[int, Collective]]] = {}
-    for rank in sorted(set(group.ranks)):
+    for rank in group.members:
         status = _status(known, rank, group.name)
         called = [] if status is None else [*([status.waiting] if status.waiting else []), *status.recent]
         if (one := next((each for each in called if each.number == number), None)) is not None:

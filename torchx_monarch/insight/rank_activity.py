@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from torchx_monarch.insight.rank_sample import Collective, DeviceUse, Progress, RankSample
+from torchx_monarch.insight.rank_sample import Collective, DeviceUse, GroupStatus, Progress, RankSample
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,15 +98,16 @@ def lateness(samples: Iterable[RankSample]) -> dict[int, float]:
     Args:
         samples: one or more samples of each rank.
     """
-    called: dict[tuple[str, tuple[int, ...]], dict[int, dict[int, Collective]]] = {}
+    called: dict[GroupStatus, dict[int, dict[int, Collective]]] = {}
     for one in samples:
         for group in one.groups:
-            if len(group.ranks) > 1:
-                ranks = called.setdefault((group.name, group.ranks), {})
+            if len(group.members) > 1:
+                named = GroupStatus(group.name, group.ranks, 0, 0)
+                ranks = called.setdefault(named, {})
                 ranks.setdefault(one.rank, {}).update({each.number: each for each in group.recent})
     found: dict[int, float] = {}
-    for (_, members), ranks in called.items():
-        if set(ranks) != set(members):
+    for named, ranks in called.items():
+        if set(ranks) != set(named.members):
             continue
         common = set.intersection(*(set(each) for each in ranks.values()))
         if not common:

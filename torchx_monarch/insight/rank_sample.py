@@ -5,6 +5,40 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
+import re
+
+MAX_MEMBERS = 1 << 20
+"""Most ranks of a process group; a longer text is refused by ``parse_ranks``."""
+
+_RUN = re.compile(r"(\d{1,7})(?:-(\d{1,7})(?::(\d{1,7}))?)?")
+
+
+def parse_ranks(text: str) -> tuple[range, ...]:
+    """Parse the ranks of a process group, as a rank has written them: ``0-4095`` or ``0-56:8,100``.
+
+    Args:
+        text: runs of ranks between commas, a run being a rank or the first and the last with their distance, which is 1
+            if it is left out; empty for no ranks.
+
+    Raises:
+        ValueError: it is something else, or has more than ``MAX_MEMBERS`` ranks.
+    """
+    runs = []
+    for part in text.split(",") if text else ():
+        found = _RUN.fullmatch(part)
+        if found is None or found[3] is not None and not int(found[3]):
+            raise ValueError("no runs of ranks")
+        runs.append(range(int(found[1]), int(found[2] or found[1]) + 1, int(found[3] or 1)))
+    if sum(map(len, runs)) > MAX_MEMBERS:
+        raise ValueError(f"more than {MAX_MEMBERS} ranks")
+    return tuple(runs)
+
+
+@functools.lru_cache(maxsize=16)  # all ranks of a group tell the same text
+def _members(text: str) -> tuple[int, ...]:
+    return tuple(sorted(set(itertools.chain.from_iterable(parse_ranks(text)))))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +64,8 @@ class GroupStatus:
 
     Attributes:
         name: torch's name of the group: ``0`` for the default group.
-        ranks: the global ranks of the group.
+        ranks: the global ranks of the group, as ``parse_ranks`` reads them. Every rank of a job tells those of its
+            groups, so with numbers one by one the samples of a job would grow with the square of its ranks.
         enqueued: sequence number of the last collective that the rank has called; 0 for none.
         completed: that of the last one that has completed in the rank; 0 for none.
         waiting: the oldest collective that has not completed; None if all have.
@@ -38,11 +73,16 @@ class GroupStatus:
     """
 
     name: str
-    ranks: tuple[int, ...]
+    ranks: str
     enqueued: int
     completed: int
     waiting: Collective | None = None
     recent: tuple[Collective, ...] = ()
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Return the global ranks of the group, ascending."""
+        return _members(self.ranks)
 
 
 @dataclasses.dataclass(frozen=True)

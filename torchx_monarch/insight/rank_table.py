@@ -166,16 +166,17 @@ def show_seconds(seconds: float) -> str:
 
 def _late(samples: Sequence[RankSample]) -> dict[int, float]:
     """Return for how long other ranks have waited in a collective for each rank that has not called it."""
-    waits: dict[tuple[str, tuple[int, ...]], list[tuple[int, float]]] = {}
+    waits: dict[tuple[str, str], dict[int, float]] = {}
     for one in samples:
         for group in one.groups:
             if group.waiting is not None and group.waiting.called:
+                longest = waits.setdefault((group.name, group.ranks), {})
                 waited = max(0.0, one.time - group.waiting.called)
-                waits.setdefault((group.name, group.ranks), []).append((group.waiting.number, waited))
+                longest[group.waiting.number] = max(longest.get(group.waiting.number, 0.0), waited)
     found: dict[int, float] = {}
     for one in samples:
-        for group in one.groups:
-            for number, waited in waits.get((group.name, group.ranks), ()):
+        for group in one.groups:  # ranks of a group wait in few different collectives
+            for number, waited in waits.get((group.name, group.ranks), {}).items():
                 if number > group.enqueued:
                     found[one.rank] = max(found.get(one.rank, 0.0), waited)
     return found

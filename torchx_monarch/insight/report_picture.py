@@ -120,12 +120,17 @@ def shares(timeline: Timeline, role: str) -> list[Share]:
 def _hosts(timeline: Timeline, role: str, prefix: str) -> list[BarRow]:
     """Return the rows of imports and ranks."""
     job, ranks, imports = timeline.job, timeline.of_kind("rank", role), timeline.of_kind("import", role)
-    hosts = sorted({span.replica for span in ranks if span.replica is not None})
     rows = []
     folded = len({span.number for span in ranks}) > _RANKS_SHOWN
-    for host in hosts:
-        of_host = [span for span in ranks if span.replica == host]
-        bars = [_bar(span, job, "import") for span in imports if span.replica == host]
+    hosts: dict[int, tuple[list[Span], list[Span]]] = {}
+    for index, spans in enumerate((ranks, imports)):
+        for span in spans:
+            if span.replica is not None:
+                hosts.setdefault(span.replica, ([], []))[index].append(span)
+    for host, (of_host, imported) in sorted(hosts.items()):
+        if not of_host:
+            continue
+        bars = [_bar(span, job, "import") for span in imported]
         if folded:
             bars += [_bar(span, job, _outcome(span)) for span in of_host]
             rows.append(_row(f"{prefix}host {host}", bars))

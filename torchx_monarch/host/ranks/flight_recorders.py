@@ -22,7 +22,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from torchx_monarch.host.ranks.rank_recorder import CODE, DUMP, FAILURE, GROUPS, HEAD, MAX_GROUPS, MAX_RECENT
-from torchx_monarch.insight.rank_sample import Collective, GroupStatus
+from torchx_monarch.insight.rank_sample import Collective, GroupStatus, parse_ranks
 from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.system import safe_files
 
@@ -38,7 +38,7 @@ _MAX_DUMPS = 20
 """Dumps that are taken from one rank; each replaces the last one."""
 
 _MAX_STATUS = 1 << 18
-"""Bytes of the process groups of a rank: some thousand ranks in each of them."""
+"""Bytes of the process groups of a rank."""
 
 _MAX_NAME = 200
 """Characters of the name of a group or an operation that are kept."""
@@ -191,7 +191,11 @@ class _GroupsMessage:
 
 
 def _limited(group: GroupStatus) -> GroupStatus:
-    numbers = [group.enqueued, group.completed, *group.ranks]
+    numbers = [group.enqueued, group.completed]
+    try:
+        parse_ranks(group.ranks)
+    except ValueError as error:
+        raise DecodeError(f"the ranks of a process group: {error}") from None
     if not all(0 <= number < _MAX_NUMBER for number in numbers):
         raise DecodeError("a process group has a number out of range")
     waiting = None if group.waiting is None else _limited_collective(group.waiting)

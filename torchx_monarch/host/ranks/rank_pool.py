@@ -300,13 +300,17 @@ class RankPool:
             if not each.process.ended.is_set()
         ]
 
-    async def samples(self) -> list[RankSample]:
-        """Return a sample of each rank of the present attempt."""
+    async def samples(self, groups: bool) -> list[RankSample]:
+        """Return a sample of each rank of the present attempt.
+
+        Args:
+            groups: whether they are asked for the state of their collectives.
+        """
         asked = [
             SampledRank(one.rank, one.local_rank, self.attempt, one.started, one.process, one.directory)
             for one in self._ranks
         ]
-        return await self._sampler.take(asked)
+        return await self._sampler.take(asked, groups)
 
     async def _stop_running(self, ranks: Sequence[Rank], number: int) -> list[Rank]:
         """Signal the ranks that still run, each once unless by SIGKILL; return all ranks that still run.

@@ -22,7 +22,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 HEAD = struct.Struct("!cQ")
@@ -173,7 +173,11 @@ class _RecordedGroups:
             names = [(group, str(name)) for group, name in list(world.pg_names.items())[:MAX_GROUPS]]
             return json.dumps(
                 [
-                    {"name": name, "ranks": sorted(world.pg_group_ranks.get(group, ())), **self._state(name, status)}
+                    {
+                        "name": name,
+                        "ranks": format_ranks(world.pg_group_ranks.get(group, ())),
+                        **self._state(name, status),
+                    }
                     for group, name in names
                 ]
             ).encode()
@@ -215,6 +219,24 @@ class _RecordedGroups:
                 },
             )
         self._status = recorder.get("pg_status", {})
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Return ranks as ``insight.rank_sample.parse_ranks`` reads them: ``0-4095``, ``0-56:8``, ``1,2,7``."""
+    runs: list[list[int]] = []  # of each its first and last rank, and their distance
+    for rank in sorted(ranks):
+        last = runs[-1] if runs else [0, 0, -1]
+        if last[2] == 0 or last[2] > 0 and rank == last[1] + last[2]:
+            runs[-1] = [last[0], rank, last[2] or rank - last[1]]
+        else:
+            runs.append([rank, rank, 0])
+    parts = []
+    for first, end, step in runs:
+        if end == first + step and step > 1:  # two ranks apart are no run
+            parts += [str(first), str(end)]
+        else:
+            parts.append(str(first) if not step else f"{first}-{end}" if step == 1 else f"{first}-{end}:{step}")
+    return ",".join(parts)
 
 
 def _collective(entry: dict[str, Any]) -> dict[str, Any]:

@@ -75,20 +75,25 @@ class RankSampler:
         self._recorders = recorders
         self._devices = Devices()
 
-    async def take(self, ranks: Sequence[SampledRank]) -> list[RankSample]:
-        """Return a sample of each rank, also of those that have ended."""
+    async def take(self, ranks: Sequence[SampledRank], groups: bool) -> list[RankSample]:
+        """Return a sample of each rank, also of those that have ended.
+
+        Args:
+            ranks: the ranks.
+            groups: whether they are asked for the state of their collectives.
+        """
         running = [one.process.pid for one in ranks if not one.process.ended.is_set()]
-        asking = asyncio.ensure_future(self._recorders.status(running, _TIMEOUT))
+        asking = asyncio.ensure_future(self._recorders.status(running if groups else (), _TIMEOUT))
         # In a thread: NVIDIA's driver may take a while.
         families = {pid: [pid, *processes.descendants(pid, self._marker)] for pid in running}
         devices = await asyncio.get_running_loop().run_in_executor(None, self._devices.use, families)
-        groups = await asking
+        statuses = await asking
         now = time.time()
         samples = []
         for one in ranks:
             pid = one.process.pid
             sample = self._of(one, now, families.get(pid, []))
-            told = tuple(map(_shortened, range(len(groups.get(pid, ()))), groups.get(pid, ())))
+            told = tuple(_shortened(place, group) for place, group in enumerate(statuses.get(pid, ())))
             samples.append(dataclasses.replace(sample, groups=told, devices=devices.get(pid, ())))
         return samples
 
