@@ -4,15 +4,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.local.hosts import Hosts
@@ -38,20 +41,27 @@ _SLEEPS_UNTIL_THE_FILE_IS_THERE = (
 
 
 class Phases:
-    """The wall time and processor time of the phases of a test, shown with ``pytest -s``."""
+    """The wall time of the phases of a test, and the processor time of its hosts and their ranks; for ``pytest -s``."""
 
     def __init__(self) -> None:
-        self._wall, self._cpu = time.monotonic(), self._used()
+        self._wall = time.monotonic()
+        self._cpu = 0.0
+        self._before = resource.getrusage(resource.RUSAGE_CHILDREN)
 
-    @staticmethod
-    def _used() -> float:
-        """Seconds of processor time of the whole machine: hosts that run have not been waited for."""
-        ticks = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
-        return sum(int(ticks[each]) for each in (0, 1, 2, 5, 6)) / 100
+    def end(self, name: str, running: Iterable[int] = ()) -> None:
+        """Print what the phase has taken; the next one begins.
 
-    def end(self, name: str) -> None:
-        """Print what the phase has taken; the next one begins."""
-        wall, cpu = time.monotonic(), self._used()
+        Args:
+            name: name of the phase.
+            running: pids of hosts that have not been waited for.
+        """
+        now = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu = now.ru_utime - self._before.ru_utime + now.ru_stime - self._before.ru_stime
+        for pid in running:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                host = psutil.Process(pid)
+                cpu += sum(sum(one.cpu_times()[:4]) for one in (host, *host.children(recursive=True)))
+        wall = time.monotonic()
         print(f"{name}: {wall - self._wall:.1f} s, {cpu - self._cpu:.1f} s of CPU", flush=True)
         self._wall, self._cpu = wall, cpu
 
@@ -76,19 +86,22 @@ def test_many_machines_lose_one_go_on_with_its_replacement_and_end(
     options = ("--grace", "5", "--preload", "", "--replacements", "1", "--rejoin-timeout", "300")
     hosts = networked(machines, command, count, options=options).start()
 
+    def pids() -> list[int]:
+        return [process.pid for process in hosts.processes.values()]
+
     def in_attempt(number: int) -> bool:
         line = f"attempt {number} world {count} rank "
         assert hosts.processes[0].poll() is None, hosts.err()
         return all(line in hosts.out(replica) for replica in range(count))
 
     eventually(lambda: in_attempt(0), "the first attempt", 300)
-    phases.end("start")
+    phases.end("start", pids())
     lost = count // 2
     hosts.processes[lost].send_signal(signal.SIGKILL)
     hosts.processes[lost].wait(60)
     hosts.start(lost)
     eventually(lambda: in_attempt(1), "the second attempt", 300)
-    phases.end("recovery")
+    phases.end("recovery", pids())
     status = Path(f"/proc/{hosts.processes[0].pid}/status").read_text()
     print(*re.findall(r"(?:VmRSS|Threads):.*", status), sep=", ")
     done.touch()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from torchx_monarch.controller.controller import Controller
-from torchx_monarch.controller.elastic import HostGatherer, NodeRange
+from torchx_monarch.controller.elastic import HostGatherer, NodeRange, listed
 from torchx_monarch.controller.host_events import (
     HostEvent,
     HostJoined,
@@ -173,3 +173,17 @@ def test_what_interrupts_is_an_event_of_the_work_as_well() -> None:
 
     job.run = fails  # type: ignore[method-assign]
     assert job.result() == JobResult(7, "no mesh")
+
+
+@pytest.mark.parametrize(
+    ("replicas", "text"),
+    [
+        ([], ""),
+        ([3], "3"),
+        ([1, 0], "0, 1"),
+        ([0, 1, 5, *range(7, 4096)], "0, 1, 5, 7-4095"),
+        (range(0, 4096, 2), f"{', '.join(map(str, range(0, 100, 2)))}, and 1998 more"),
+    ],
+)
+def test_replicas_are_listed_in_a_line_of_bounded_length(replicas: Iterable[int], text: str) -> None:
+    assert listed(replicas) == text

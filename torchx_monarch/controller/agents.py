@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torchx_monarch.controller.elastic import HostGatherer
+from torchx_monarch.controller.elastic import HostGatherer, listed
 from torchx_monarch.controller.host_events import (
     HostEvent,
     HostEvents,
@@ -240,7 +240,7 @@ class Agents:
                 asked.discard(interruption.event.replica)
                 continue
             if not getting.done():
-                late = ", ".join(str(replica) for replica in sorted(asked))
+                late = listed(asked)
                 self._reporter.line(f"host {late} did not stop its ranks within {grace + _STOP_MARGIN:g} s")
                 break
             answer, getting = getting.result(), asyncio.ensure_future(answers.get())

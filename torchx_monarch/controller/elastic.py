@@ -21,6 +21,9 @@ from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.registration import Registration
 
+_MAX_RUNS = 50
+"""Runs of replicas that one line names."""
+
 
 class TooFewHosts(Exception):
     """Fewer hosts than the minimum arrived in time; the message says which are missing."""
@@ -108,7 +111,7 @@ class HostGatherer:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await self._reporter.while_waiting(
                         asyncio.wait_for(registry.until(self._settled), wait),
-                        lambda: f"more hosts, {wait:g} s in all (replica {_listed(registry.missing)})",
+                        lambda: f"more hosts, {wait:g} s in all (replica {listed(registry.missing)})",
                     )
             if registry.present >= sizes.fewest:
                 return
@@ -170,7 +173,7 @@ class HostGatherer:
         registry, fewest = self._registry, self._sizes.fewest
         if registry.present >= fewest or replaced or registry.expected:
             return ""
-        missing = _listed(registry.missing)
+        missing = listed(registry.missing)
         return f"{registry.present} of at least {fewest} hosts left, and replica {missing} will not be replaced"
 
     def _settled(self) -> bool:
@@ -181,14 +184,14 @@ class HostGatherer:
 
         def what() -> str:
             total = f"at least {sizes.fewest}" if sizes.elastic else str(sizes.most)
-            return f"host {registry.present + 1} of {total} (replica {_listed(registry.missing)})"
+            return f"host {registry.present + 1} of {total} (replica {listed(registry.missing)})"
 
         arrived = asyncio.wait_for(registry.until(lambda: registry.present >= sizes.fewest), sizes.join_timeout)
         try:
             await self._reporter.while_waiting(arrived, what)
         except asyncio.TimeoutError:
             within = f"within {sizes.join_timeout:g} s ({sizes.join_option})"
-            missing = f"replica {_listed(registry.missing)}"
+            missing = f"replica {listed(registry.missing)}"
             if not sizes.elastic:
                 raise TooFewHosts(f"{missing} did not arrive {within}") from None
             count = f"{registry.present} of at least {sizes.fewest} hosts"
@@ -201,12 +204,22 @@ class HostGatherer:
             return
         changes = []
         if came := now.keys() - before.keys():
-            changes.append(f"replica {_listed(came)} came")
+            changes.append(f"replica {listed(came)} came")
         if went := before.keys() - now.keys():
-            changes.append(f"replica {_listed(went)} went")
+            changes.append(f"replica {listed(went)} went")
         text = f"size changed from {len(before)} to {len(now)} hosts: {', '.join(changes)}"
         self._reporter.note("resize", text, before=len(before), now=len(now))
 
 
-def _listed(replicas: Iterable[int]) -> str:
-    return ", ".join(str(replica) for replica in sorted(replicas))
+def listed(replicas: Iterable[int]) -> str:
+    """Return numbers of replicas for a person, ``0, 1, 4-4095``: a line must not grow with the job."""
+    runs: list[list[int]] = []
+    for replica in sorted(replicas):
+        if runs and replica == runs[-1][1] + 1:
+            runs[-1][1] = replica
+        else:
+            runs.append([replica, replica])
+    shown = [
+        str(first) if first == last else f"{first}{'-' if last > first + 1 else ', '}{last}" for first, last in runs
+    ]
+    return ", ".join([*shown[:_MAX_RUNS], *([f"and {len(shown) - _MAX_RUNS} more"] if len(shown) > _MAX_RUNS else [])])
