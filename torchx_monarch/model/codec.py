@@ -17,11 +17,15 @@ import math
 import types
 import typing
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 T = TypeVar("T")
 
-_Decoder = Callable[[Any, str], Any]
+_Where: TypeAlias = "str | tuple[_Where, str | int]"
+"""The place of a value: a name, or the place of what holds it and its key. It becomes text only in an error: a message
+of the samples of ranks has thousands of values."""
+
+_Decoder = Callable[[Any, _Where], Any]
 
 
 class DecodeError(ValueError):
@@ -70,7 +74,7 @@ def _decoder(hint: Any) -> _Decoder:
 
 
 def _scalar(cls: type[Any]) -> _Decoder:
-    def convert(value: Any, where: str) -> Any:
+    def convert(value: Any, where: _Where) -> Any:
         if type(value) is cls:  # isinstance() would accept a bool for an int
             if cls is float and not math.isfinite(value):
                 raise _wrong(value, where, "a finite number")
@@ -85,7 +89,7 @@ def _scalar(cls: type[Any]) -> _Decoder:
 def _enum(cls: type[enum.Enum]) -> _Decoder:
     allowed = {each.value: each for each in cls}
 
-    def convert(value: Any, where: str) -> Any:
+    def convert(value: Any, where: _Where) -> Any:
         if isinstance(value, str) and value in allowed:
             return allowed[value]
         raise _wrong(value, where, f"one of {', '.join(filter(None, allowed))}")
@@ -94,7 +98,7 @@ def _enum(cls: type[enum.Enum]) -> _Decoder:
 
 
 def _union(options: list[_Decoder], hint: Any) -> _Decoder:
-    def convert(value: Any, where: str) -> Any:
+    def convert(value: Any, where: _Where) -> Any:
         for option in options:
             try:
                 return option(value, where)
@@ -106,19 +110,19 @@ def _union(options: list[_Decoder], hint: Any) -> _Decoder:
 
 
 def _list(item: _Decoder) -> _Decoder:
-    def convert(value: Any, where: str) -> Any:
+    def convert(value: Any, where: _Where) -> Any:
         if not isinstance(value, list):
             raise _wrong(value, where, "a list")
-        return [item(each, f"{where}[{index}]") for index, each in enumerate(value)]
+        return [item(each, (where, index)) for index, each in enumerate(value)]
 
     return convert
 
 
 def _mapping(item: _Decoder) -> _Decoder:
-    def convert(value: Any, where: str) -> Any:
+    def convert(value: Any, where: _Where) -> Any:
         if not isinstance(value, dict):
             raise _wrong(value, where, "an object")
-        return {name: item(each, f"{where}.{name}") for name, each in value.items()}
+        return {name: item(each, (where, name)) for name, each in value.items()}
 
     return convert
 
@@ -134,22 +138,32 @@ def _record(cls: Any) -> _Decoder:
         required = set(names) - set(cls._field_defaults)
     fields = [(name, _decoder(hints[name])) for name in names]
 
-    def convert(value: Any, where: str) -> Any:
+    def convert(value: Any, where: _Where) -> Any:
         if not isinstance(value, dict):
             raise _wrong(value, where, "an object")
         given = {}
         for name, item in fields:
             if name in value:
-                given[name] = item(value[name], f"{where}.{name}" if where else name)
+                given[name] = item(value[name], (where, name))
             elif name in required:
-                raise DecodeError(f"{where or 'the object'} lacks {name!r}")
+                raise DecodeError(f"{_text(where) or 'the object'} lacks {name!r}")
         return cls(**given)
 
     return convert
 
 
-def _wrong(value: Any, where: str, wanted: str) -> DecodeError:
+def _wrong(value: Any, where: _Where, wanted: str) -> DecodeError:
     shown = repr(value)
     if len(shown) > 40:
         shown = f"{shown[:40]}…"
-    return DecodeError(f"{where or 'the whole'} is {shown}, not {wanted}")
+    return DecodeError(f"{_text(where) or 'the whole'} is {shown}, not {wanted}")
+
+
+def _text(where: _Where) -> str:
+    """Return a place as text: ``roles[2].env``."""
+    if isinstance(where, str):
+        return where
+    holder, key = _text(where[0]), where[1]
+    if isinstance(key, int):
+        return f"{holder}[{key}]"
+    return f"{holder}.{key}" if holder else key
