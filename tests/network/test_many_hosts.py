@@ -62,7 +62,8 @@ class Phases:
                 host = psutil.Process(pid)
                 cpu += sum(sum(one.cpu_times()[:4]) for one in (host, *host.children(recursive=True)))
         wall = time.monotonic()
-        print(f"{name}: {wall - self._wall:.1f} s, {cpu - self._cpu:.1f} s of CPU", flush=True)
+        # Nobody waits for the zygote of a host that was killed, so that the last phase may end with less.
+        print(f"{name}: {wall - self._wall:.1f} s, {max(0.0, cpu - self._cpu):.1f} s of CPU", flush=True)
         self._wall, self._cpu = wall, cpu
 
 
