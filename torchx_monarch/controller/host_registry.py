@@ -27,25 +27,23 @@ class HostRegistry:
         self._replicas = replicas
         self._members: dict[int, Registration] = {}
         self._seen: set[int] = set()
-        self._present = 0
+        self._failed: set[int] = set()
         self._changed = asyncio.Event()
 
     def add(self, host: Registration) -> None:
         """Register a host."""
-        self.remove(host.replica)
         self.registered[host.replica] = host
-        self._present += not host.error
+        (self._failed.add if host.error else self._failed.discard)(host.replica)
         self._seen.add(host.replica)
         self._note_change()
 
     def remove(self, replica: int) -> bool:
         """Forget a host; return whether it was registered. From here on its replacement may register."""
-        host = self.registered.pop(replica, None)
-        if host is None:
-            return False
-        self._present -= not host.error
-        self._note_change()
-        return True
+        removed = self.registered.pop(replica, None) is not None
+        self._failed.discard(replica)
+        if removed:
+            self._note_change()
+        return removed
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until a condition on the registered hosts holds. It is evaluated at each change of these hosts."""
@@ -70,8 +68,8 @@ class HostRegistry:
 
     @property
     def present(self) -> int:
-        """The number of registered hosts that can take part. Conditions ask at each change, so it is counted there."""
-        return self._present
+        """The number of registered hosts that can take part. Conditions ask at each change: no sum."""
+        return len(self.registered) - len(self._failed)
 
     @property
     def expected(self) -> bool:
