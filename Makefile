@@ -15,6 +15,7 @@
 #
 #   make slurm-up, make slurm-down    the cluster of the tests to work with by hand: eval "$(make -s slurm-up)"
 #   make docker-up, make docker-down  the same with the Docker daemon of the tests (needs root, as Slurm does)
+#   make ssh-up, make ssh-down        three machines with OpenSSH servers, in namespaces (needs root, as Slurm does)
 #   make kubernetes-up, make kubernetes-down  the same with their API server; it is built once, in some minutes
 #   make aws_batch-up, make aws_batch-down    the same with moto's AWS, whose jobs are containers of such a daemon
 

@@ -1,0 +1,38 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Three machines for all tests of this folder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.clusters.ssh.machines import Machines, missing
+
+
+@pytest.fixture(scope="session")
+def all_machines() -> Iterator[Machines]:
+    """Yield m1 to m3. Where there can be none the test is skipped; in CI that is a mistake, and fails it."""
+    reason = missing()
+    if reason:
+        (pytest.fail if "CI" in os.environ else pytest.skip)(reason)
+    machines = Machines(3)
+    try:
+        yield machines.up()
+    finally:
+        machines.down()
+    assert machines.left() == []
+
+
+@pytest.fixture
+def machines(leaves_nothing: None, all_machines: Machines, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
+    """Yield them, all switched on, with PATH such that ``ssh`` knows them. What a test leaves running fails it."""
+    all_machines.mend()
+    for name, value in all_machines.environ.items():
+        monkeypatch.setenv(name, value)
+    yield all_machines
+    all_machines.mend()
+    left = all_machines.end_processes()
+    assert not left, f"left running: {left}"
