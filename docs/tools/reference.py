@@ -23,6 +23,7 @@ from torchx_monarch.backends.docker.options import DockerOpts
 from torchx_monarch.backends.kubernetes.options import KubernetesOpts
 from torchx_monarch.backends.local.backend import LocalOpts
 from torchx_monarch.backends.slurm.options import SlurmOpts
+from torchx_monarch.backends.ssh.options import SshOpts
 from torchx_monarch.cli import main
 
 FOLDER = Path(__file__).resolve().parents[1] / "reference"
@@ -33,6 +34,7 @@ _OPTIONS: dict[str, tuple[type[MonarchOpts], type[MonarchOpts] | None]] = {
     "monarch_local": (LocalOpts, MonarchOpts),
     "monarch_docker": (DockerOpts, NetworkOpts),
     "monarch_slurm": (SlurmOpts, NetworkOpts),
+    "monarch_ssh": (SshOpts, NetworkOpts),
     "monarch_kubernetes": (KubernetesOpts, NetworkOpts),
     "monarch_aws_batch": (AWSBatchOpts, NetworkOpts),
 }

@@ -16,6 +16,7 @@ import pytest
 from tests.contract.place import Place
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.local import state, submit
+from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.schedulers import monarch_local
 
 
@@ -52,16 +53,16 @@ class LocalPlace(Place):
     def pending(self) -> Iterator[str]:
         """Start the supervisor when the app is cancelled, which waits for the supervisor."""
         with pytest.MonkeyPatch.context() as patch:
-            started = submit._start_supervisor
-            held: list[tuple[state_files.AppPaths, object]] = []
-            patch.setattr(submit, "_start_supervisor", lambda paths, request: held.append((paths, request)))
+            started = submit.start_supervisor
+            held: list[tuple[state_files.AppPaths, LocalRequest]] = []
+            patch.setattr(submit, "start_supervisor", lambda paths, request: held.append((paths, request)))
             handle = self.run(self.role("sleep", "1000", replicas=2))
         (paths, request), over = held[0], threading.Event()
 
         def start() -> None:
             while not os.path.exists(paths.cancel) and not over.wait(0.1):
                 pass
-            started(paths, request)  # type: ignore[arg-type]
+            started(paths, request)
 
         supervisor = threading.Thread(target=start)
         supervisor.start()

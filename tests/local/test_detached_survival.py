@@ -152,7 +152,7 @@ def test_an_app_that_was_given_up_is_not_started(apps: Detached) -> None:
     submitted = request.load(apps.paths(app_id))
     assert submitted is not None
     with pytest.raises(SubmitError, match="has ended before it was started"):
-        submit._start_supervisor(apps.paths(app_id), submitted)
+        submit.start_supervisor(apps.paths(app_id), submitted)
     assert apps.status(app_id).state is AppState.SUCCEEDED
     assert [e["kind"] for e in apps.events(app_id)].count("supervised") == 1
 

@@ -36,6 +36,7 @@ def imported_by(statement: str) -> set[str]:
         "from torchx_monarch.schedulers import monarch_kubernetes; monarch_kubernetes('')",
         "from torchx_monarch.schedulers import monarch_slurm; monarch_slurm('torchx')",
         "from torchx_monarch.schedulers import monarch_aws_batch; monarch_aws_batch('torchx')",
+        "from torchx_monarch.schedulers import monarch_ssh; monarch_ssh('torchx')",
     ],
 )
 def test_submit_side_imports_neither_torch_nor_monarch(statement: str) -> None:

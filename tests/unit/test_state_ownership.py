@@ -30,7 +30,7 @@ def app(name: str, state: State = State.SUCCEEDED, ended: float | None = None) -
     definition = AppDef(name, [Role("r", image="", entrypoint="true")])
     submitted = SubmittedApp(definition, [RoleSpec("r")])
     request = render(definition, submitted.roles, grace=5.0, assign_gpus=False, environ={})
-    request = submit._publish(state_files.apps_dir(), request, submitted, time.time())
+    request = submit._publish(state_files.apps_dir(), request, submitted.to_json(), {}, time.time())
     paths = state_files.app_paths(request.app_id)
     record = status.load(paths)
     assert record is not None
@@ -116,7 +116,7 @@ def test_another_users_state_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     submitted = SubmittedApp(definition, [RoleSpec("r")])
     request = render(definition, submitted.roles, grace=5.0, assign_gpus=False, environ={})
     with pytest.raises(StateDirError, match="belongs to .*MONARCH_STATE_DIR"):
-        submit.submit(request, submitted)
+        submit.submit(request, submitted.to_json())
     with pytest.raises(OSError, match="belongs to"):
         client_credentials.keep("monarch_slurm", "1", "secret", {})
 

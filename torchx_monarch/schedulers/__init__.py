@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torchx.schedulers.api import Scheduler
 
-__all__ = ["monarch_aws_batch", "monarch_docker", "monarch_kubernetes", "monarch_local", "monarch_slurm"]
+__all__ = ["monarch_aws_batch", "monarch_docker", "monarch_kubernetes", "monarch_local", "monarch_slurm", "monarch_ssh"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ _BACKENDS = {
         "kubernetes",
     ),
     "monarch_slurm": _Entry("slurm.backend", "SlurmBackend"),
+    "monarch_ssh": _Entry("ssh.backend", "SshBackend"),
     "monarch_aws_batch": _Entry(
         "aws_batch.backend", "AWSBatchBackend", ("boto3", "botocore"), "AWS's client for Python", "boto3>=1.34", "aws"
     ),
@@ -113,6 +114,11 @@ def monarch_kubernetes(session_name: str, **kwargs: object) -> Scheduler[dict[st
 def monarch_slurm(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
     """Create the scheduler ``monarch_slurm``: Monarch hosts on the nodes of a Slurm job."""
     return _create("monarch_slurm", session_name)
+
+
+def monarch_ssh(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:
+    """Create the scheduler ``monarch_ssh``: Monarch hosts on machines that are reached over ssh."""
+    return _create("monarch_ssh", session_name)
 
 
 def monarch_aws_batch(session_name: str, **kwargs: object) -> Scheduler[dict[str, object]]:

@@ -86,7 +86,7 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
             StateDirError: the state directory cannot be written; nothing was started.
             SubmitError: the supervisor could not be started; nothing is left of the app.
         """
-        return submit.submit(request, submitted)
+        return submit.submit(request, submitted.to_json())
 
     # -- reading -------------------------------------------------------------------------------------------------------
 

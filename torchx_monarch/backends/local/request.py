@@ -23,10 +23,12 @@ class RoleRequest:
     Attributes:
         spec: how it ends and restarts.
         replicas: its processes, by replica id.
+        first: the id of the first of them; others run elsewhere.
     """
 
     spec: RoleSpec
     replicas: list[ReplicaRequest]
+    first: int = 0
 
     @property
     def name(self) -> str:
@@ -47,6 +49,7 @@ class LocalRequest:
         job: the app's marker, ``<app id>:<random>``, which all of its processes have in their environment as
             MONARCH_JOB; "" until the app is submitted.
         lease: seconds for which a host may be stopped (SIGSTOP) until it counts as lost.
+        networked: whether its hosts meet those of other machines, by addresses in the environments of the replicas.
     """
 
     app_id: str
@@ -56,6 +59,7 @@ class LocalRequest:
     run_dir: str = ""
     job: str = ""
     lease: float = 30.0
+    networked: bool = False
 
     def renamed(self, app_id: str) -> LocalRequest:
         """Return the same request under another id.

@@ -77,7 +77,7 @@ class AppRecord:
 
 def new_roles(request: LocalRequest) -> list[RoleRecord]:
     """Return the records of an app's roles before any replica was started."""
-    return [RoleRecord(r.name, [ReplicaRecord(id=k) for k in range(len(r.replicas))]) for r in request.roles]
+    return [RoleRecord(r.name, [ReplicaRecord(id=r.first + k) for k in range(len(r.replicas))]) for r in request.roles]
 
 
 def load(paths: state_files.AppPaths) -> AppRecord | None:

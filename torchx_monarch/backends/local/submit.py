@@ -11,11 +11,13 @@ import select
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.errors import BackendError, SubmitError
-from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local import folder, render, state, status, supervise
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.insight import events
@@ -77,12 +79,13 @@ class StateAccessError(BackendError):
         )
 
 
-def submit(request: LocalRequest, app: SubmittedApp) -> str:
+def submit(request: LocalRequest, app: Mapping[str, Any], more: Mapping[str, Any] = MappingProxyType({})) -> str:
     """Start the supervisor of a request; return when the supervisor runs independently of this process.
 
     Args:
         request: the request.
-        app: the app as submitted, stored for ``describe``.
+        app: the app as submitted (``SubmittedApp.to_json``), stored for ``describe``.
+        more: the content of further files of the app's folder, by their names.
 
     Returns:
         The app's id: the request's, or another one if an app of that id exists.
@@ -94,13 +97,13 @@ def submit(request: LocalRequest, app: SubmittedApp) -> str:
     created = time.time()
     apps = state_files.apps_dir()
     try:
-        request = _publish(apps, request, app, created)
+        request = _publish(apps, request, app, more, created)
     except OSError as e:
         raise StateDirError(e.filename or apps, e.strerror or str(e)) from e
     paths = state_files.app_paths(request.app_id)
     events.append(paths.events, "submitted", f"submitted as {request.app_id}", seconds=time.time() - created)
     try:
-        _start_supervisor(paths, request)
+        start_supervisor(paths, request)
     except Exception as e:
         processes.kill_until_gone(lambda: processes.marked(request.job))
         folder.remove_run_dir(paths, request.run_dir)
@@ -115,10 +118,14 @@ def submit(request: LocalRequest, app: SubmittedApp) -> str:
     return request.app_id
 
 
-def _publish(apps: str, request: LocalRequest, app: SubmittedApp, created: float) -> LocalRequest:
+def _publish(
+    apps: str, request: LocalRequest, app: Mapping[str, Any], more: Mapping[str, Any], created: float
+) -> LocalRequest:
     """Write the app's folder; return the request as written there."""
     with folder.staged(apps) as staging:
         _make_log_dirs(state_files.AppPaths(staging), request)
+        for name, content in more.items():
+            state_files.write_json(os.path.join(staging, name), content)
         # The same request may be submitted twice.
         while os.path.exists(os.path.join(apps, request.app_id)):
             request = request.renamed(render.new_app_id(request.name))
@@ -135,8 +142,8 @@ def _publish(apps: str, request: LocalRequest, app: SubmittedApp, created: float
             request = request.renamed(render.new_app_id(request.name))
 
 
-def _fill(paths: state_files.AppPaths, request: LocalRequest, app: SubmittedApp, created: float) -> None:
-    state_files.write_json(paths.app, {"format": 1, "created": created, **app.to_json()})
+def _fill(paths: state_files.AppPaths, request: LocalRequest, app: Mapping[str, Any], created: float) -> None:
+    state_files.write_json(paths.app, {"format": 1, "created": created, **app})
     state_files.write_json(paths.request, request.to_json())
     record = status.AppRecord(request.app_id, request.name, created, roles=status.new_roles(request))
     state_files.write_json(paths.status, record.to_json())
@@ -148,10 +155,16 @@ def _make_log_dirs(paths: state_files.AppPaths, request: LocalRequest) -> None:
     for role in request.roles:
         os.mkdir(os.path.dirname(paths.replica_logs(role.name, 0)), 0o700)
         for k in range(len(role.replicas)):
-            os.mkdir(paths.replica_logs(role.name, k), 0o700)
+            os.mkdir(paths.replica_logs(role.name, role.first + k), 0o700)
 
 
-def _start_supervisor(paths: state_files.AppPaths, request: LocalRequest) -> None:
+def start_supervisor(paths: state_files.AppPaths, request: LocalRequest) -> None:
+    """Start the supervisor of an app whose folder is complete, and wait until it runs.
+
+    Raises:
+        SubmitError: it could not be started.
+        OSError: the system refuses another process.
+    """
     if not sys.executable:
         raise SubmitError(
             "this Python does not know its own executable (sys.executable), so no supervisor can be started"

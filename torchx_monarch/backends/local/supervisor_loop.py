@@ -108,15 +108,16 @@ class SupervisorLoop:
                         "TORCHELASTIC_ERROR_FILE", os.path.join(log_dir, "error.json")
                     ),
                     processes.MARKER: self._request.job,
-                    "MONARCH_RENDEZVOUS": f"unix:{self._socket(index)}",
                     "MONARCH_RUN_DIR": self._request.run_dir,
-                    "MONARCH_PEERS": self._peers(),
                     "MONARCH_EVENTS": self._paths.events,
                     "MONARCH_LOG_DIR": log_dir,
                     "MONARCH_LEARNED_DIR": os.path.join(self._paths.trusted, "learned"),
-                    "TORCHX_RANK0_HOST": "localhost",
                 }
             )
+            if not self._request.networked:
+                env["MONARCH_RENDEZVOUS"] = f"unix:{self._socket(index)}"
+                env["MONARCH_PEERS"] = self._peers()
+                env["TORCHX_RANK0_HOST"] = "localhost"
             replicas.append(Replica(index, role.spec, request, record, log_dir, env, self._selector))
         return replicas
 

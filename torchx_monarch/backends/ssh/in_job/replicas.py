@@ -1,0 +1,221 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The replicas on this machine: each an app of the machine's own, as ``backends.local`` keeps it."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.local import folder, gpus, state, status
+from torchx_monarch.backends.local.request import LocalRequest
+from torchx_monarch.backends.local.request import load as load_request
+from torchx_monarch.backends.ssh.in_job.wire import PYTHON_FILE, Ending, Place
+from torchx_monarch.insight import events
+from torchx_monarch.model import codec
+from torchx_monarch.model.role_spec import RetryPolicy
+from torchx_monarch.model.state import State
+from torchx_monarch.system import processes
+
+_GONE_WITHIN = 60.0
+
+
+def paths_of(name: str) -> state_files.AppPaths:
+    """Return the paths of a replica.
+
+    Raises:
+        ValueError: the name is none of a folder.
+    """
+    if not state_files.is_app_id(name):
+        raise ValueError(f"{name!r} is no id")
+    return state_files.app_paths(name)
+
+
+def _place_file(paths: state_files.AppPaths) -> str:
+    return os.path.join(paths.root, "place.json")
+
+
+def _ending_file(paths: state_files.AppPaths) -> str:
+    return os.path.join(paths.root, "ending.json")
+
+
+def names() -> list[str]:
+    """Return the names of all replicas on this machine."""
+    every = (state_files.app_paths(name) for name in state_files.app_ids())
+    return [paths.app_id for paths in every if os.path.exists(_place_file(paths))]
+
+
+def start(name: str, request: Any, place: Any, count: int, app: Any) -> None:
+    """Write a replica's folder and start its supervisor.
+
+    Args:
+        name: of its folder.
+        request: its ``LocalRequest`` as JSON values. Its command may begin with ``python``: this interpreter.
+        place: its ``Place`` as JSON values.
+        count: the GPUs that it needs.
+        app: the app as submitted.
+
+    Raises:
+        SubmitError: it could not be started, or this machine has too few free GPUs; nothing is left.
+    """
+    from torchx_monarch.backends.local import submit  # imports TorchX, which the other orders do without
+
+    decoded = codec.decode(LocalRequest, request)
+    where = codec.decode(Place, place)
+    (replica,) = decoded.roles[0].replicas
+    replica.cwd = next((path for path in (replica.cwd, os.path.expanduser("~")) if os.path.isdir(path)), "/")
+    if replica.args[0] == "python":
+        replica.args[0] = sys.executable
+    replica.env.setdefault("PATH", f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', os.defpath)}")
+    with _gpu_lock():
+        if count > 0 and gpus.CUDA_VISIBLE_DEVICES not in replica.env:
+            where.gpus = _free_gpus(count, replica.env["PATH"])
+            if where.gpus:
+                replica.env[gpus.CUDA_VISIBLE_DEVICES] = ",".join(where.gpus)
+        submit.submit(decoded, app, {"place.json": asdict(where)})
+    _note_python()
+
+
+def _note_python() -> None:
+    """Note this interpreter for clients that have no more than a handle."""
+    path = os.path.join(state_files.state_dir(), PYTHON_FILE)
+    aside = f"{path}.{os.getpid()}.tmp"
+    with contextlib.suppress(OSError):
+        with open(aside, "w") as file:
+            file.write(sys.executable)
+        os.rename(aside, path)
+
+
+@contextlib.contextmanager
+def _gpu_lock() -> Iterator[None]:
+    """Let one client at a time choose GPUs; the folder of a replica says which it has."""
+    os.makedirs(state_files.apps_dir(), mode=0o700, exist_ok=True)
+    lock = os.open(state_files.apps_dir(), os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
+
+
+def _free_gpus(count: int, path: str) -> list[str]:
+    """Return GPUs that no living replica has; empty on a machine without any.
+
+    Raises:
+        SubmitError: there are too few.
+    """
+    from torchx_monarch.backends.core.errors import SubmitError
+
+    every = gpus.devices({**os.environ, "PATH": path})
+    if not every:
+        return []
+    taken = set[str]()
+    for name in names():
+        paths = paths_of(name)
+        record, place = state.current_state(paths), state_files.load(Place, _place_file(paths), paths.trusted)
+        if record is not None and not record.terminal and place is not None:
+            taken.update(place.gpus)
+    free = [one for one in every if one not in taken]
+    if len(free) < count:
+        raise SubmitError(
+            f"the replica asks for {count} of this machine's {len(every)} GPUs, and {len(free)} are free; other jobs "
+            "have the rest"
+        )
+    return free[:count]
+
+
+def read(name: str, revive: bool) -> Any:
+    """Return place, ending and record of a replica; None if it does not exist.
+
+    Args:
+        name: its folder.
+        revive: start it again if this machine was rebooted while it ran and its role has retries left.
+    """
+    paths = paths_of(name)
+    try:
+        paths.check_owner()
+    except OSError:
+        return None
+    place = state_files.read_json(_place_file(paths), paths.trusted)
+    ending = state_files.read_json(_ending_file(paths), paths.trusted)
+    watching = state.load_owners(paths)
+    record = state.current_state(paths)
+    if record is None or place is None:
+        return None
+    rebooted = watching is not None and _is_of_another_boot(watching.machine)
+    if revive and rebooted and ending is None and record.state is State.FAILED:
+        record = _start_again(paths, record) or record
+    ranks = sum(event["kind"] == "rank_restart" for event in events.read(paths.events)[0]) if revive else 0
+    return {"place": place, "ending": ending, "record": record.to_json(), "rank_restarts": ranks}
+
+
+def _is_of_another_boot(machine: Any) -> bool:
+    from torchx_monarch.backends.local import owners
+
+    return bool(machine.boot_id != owners.this_machine().boot_id)
+
+
+def _start_again(paths: state_files.AppPaths, record: status.AppRecord) -> status.AppRecord | None:
+    """Start a replica again that was lost with its machine; return its record, None if it must not be."""
+    request = load_request(paths)
+    if request is None:
+        return None
+    spec = request.roles[0].spec
+    restarts = record.roles[0].replicas[0].restarts
+    if spec.retry_policy is not RetryPolicy.REPLICA or restarts >= spec.max_retries:
+        return None
+    from torchx_monarch.backends.local import submit
+
+    with _gpu_lock():
+        latest = state.current_state(paths)
+        if latest is None or not latest.terminal:  # another client has
+            return latest
+        again = status.AppRecord(paths.app_id, record.name, record.created, roles=status.new_roles(request))
+        again.restarts = again.roles[0].replicas[0].restarts = restarts + 1
+        for path in (paths.supervisor, paths.cancel):
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        state_files.write_json(paths.status, again.to_json())
+        events.append(paths.events, "restart", "the machine was rebooted: its replica is started again")
+        submit.start_supervisor(paths, request)
+    return state.current_state(paths)
+
+
+def stop(name: str, ending: Any, grace: float | None) -> None:
+    """Begin to end a replica, and record why, unless that is recorded."""
+    paths = paths_of(name)
+    if not os.path.isdir(paths.root):
+        return
+    if not os.path.exists(_ending_file(paths)):
+        with contextlib.suppress(OSError):
+            state_files.write_json(_ending_file(paths), asdict(codec.decode(Ending, ending)))
+    record = state.current_state(paths)
+    if record is not None and not record.terminal:
+        state.request_stop(paths, grace)
+
+
+def remove(name: str) -> None:
+    """Kill what runs of a replica, and remove its folder."""
+    paths = paths_of(name)
+    if not os.path.isdir(paths.root):
+        return
+    record = state.current_state(paths)
+    if record is not None and not record.terminal:
+        state.request_stop(paths, 0.0)
+        until = time.monotonic() + _GONE_WITHIN
+        while (latest := state.current_state(paths)) and not latest.terminal and time.monotonic() < until:
+            time.sleep(0.02)
+    request = load_request(paths)
+    if request is not None and request.job:
+        until = time.monotonic() + 5.0  # keeper and supervisor are about to end
+        while processes.marked(request.job) and time.monotonic() < until:
+            time.sleep(0.02)
+        processes.kill_until_gone(lambda: processes.marked(request.job))
+    folder.remove_app(paths)

@@ -1,0 +1,70 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What the submitter's state directory keeps of an app: its machines. The handle alone is enough without it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import urllib.parse
+from dataclasses import asdict, dataclass
+
+from torchx_monarch.backends.core import state_files
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where an app runs.
+
+    Attributes:
+        machines: for each role the machines of its replicas.
+        python: the interpreter of the machines; empty for the one by which they have run an app last.
+        setup: the shell commands before it.
+    """
+
+    machines: list[list[str]]
+    python: str = ""
+    setup: str = ""
+
+    @property
+    def names(self) -> list[str]:
+        """All machines, each once."""
+        return list(dict.fromkeys(name for names in self.machines for name in names))
+
+
+def _folder() -> str:
+    return os.path.join(state_files.state_dir(), "ssh")
+
+
+def _path(app_id: str) -> str:
+    return os.path.join(_folder(), urllib.parse.quote(app_id, safe=""))
+
+
+def keep(app_id: str, layout: Layout) -> None:
+    """Store where an app runs.
+
+    Raises:
+        OSError: that cannot be written.
+    """
+    os.makedirs(_folder(), mode=0o700, exist_ok=True)
+    state_files.write_json(_path(app_id), asdict(layout))
+
+
+def kept(app_id: str) -> Layout | None:
+    """Return where an app runs; None if that is not stored."""
+    with contextlib.suppress(state_files.DamagedFileError):
+        return state_files.load(Layout, _path(app_id), state_files.state_dir())
+    return None
+
+
+def app_ids() -> list[str]:
+    """Return the ids of all stored apps."""
+    with contextlib.suppress(OSError):
+        return [urllib.parse.unquote(name) for name in os.listdir(_folder()) if not name.endswith(".tmp")]
+    return []
+
+
+def forget(app_id: str) -> None:
+    """Remove what is stored of an app."""
+    with contextlib.suppress(OSError):
+        os.unlink(_path(app_id))

@@ -1,0 +1,77 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Names of machines, as ``-cfg hosts=`` has them: ``user@host:port``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from torchx_monarch.backends.core.errors import UserError
+
+_NAME = re.compile(
+    r"(?:(?P<user>[^@\s/-][^@\s/]*)@)?(?:\[(?P<v6>[0-9A-Fa-f:.%\w]+)\]|(?P<host>[^\s@:/\[\]-][^\s@:/\[\]]*))(?::(?P<port>\d+))?"
+)
+
+
+class MachineName(NamedTuple):
+    """One machine.
+
+    Attributes:
+        text: as the user has written it.
+        user: the user there; empty for ssh's own choice.
+        host: the name or address for ssh.
+        port: of its ssh server; 0 for ssh's own choice.
+    """
+
+    text: str
+    user: str
+    host: str
+    port: int
+
+    @classmethod
+    def parse(cls, text: str) -> MachineName:
+        """Parse the name of a machine.
+
+        Raises:
+            UserError: it is none; a name that begins with ``-`` would be an option of ssh.
+        """
+        found = _NAME.fullmatch(text)
+        port = int(found["port"] or 0) if found else -1
+        if found is None or not 0 <= port < 65536 or (found["port"] and not port):
+            raise UserError(
+                f"Run option `hosts`: {text!r} is no machine; machines are HOST, USER@HOST, HOST:PORT, USER@[IPV6]:PORT"
+            )
+        return cls(text, found["user"] or "", found["v6"] or found["host"], port)
+
+    @property
+    def words(self) -> list[str]:
+        """The words of an ssh command that name it."""
+        port = ["-p", str(self.port)] if self.port else []
+        return [*port, *(["-l", self.user] if self.user else []), "--", self.host]
+
+
+def parse_hosts(hosts: Sequence[str]) -> list[str]:
+    """Return the names of the machines that the run option ``hosts`` names.
+
+    Raises:
+        UserError: a name is invalid or there twice, a file cannot be read, or there is no machine.
+    """
+    names: list[str] = []
+    for word in hosts:
+        if word.startswith("@"):
+            try:
+                lines = Path(word[1:]).expanduser().read_text().splitlines()
+            except OSError as error:
+                raise UserError(f"Run option `hosts`: {word[1:]}: {error.strerror}") from None
+            names += [line for line in (line.partition("#")[0].strip() for line in lines) if line]
+        else:
+            names.append(word.strip())
+    for name in names:
+        MachineName.parse(name)
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise UserError(f"Run option `hosts` names {twice[0]} twice; each replica of a role has a machine of its own")
+    return names

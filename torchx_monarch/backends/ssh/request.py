@@ -1,0 +1,119 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Render an app into the replicas of machines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torchx.specs import AppDef, Role, macros
+
+from torchx_monarch.backends.core.errors import UserError
+from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.local.render import RANK0_HOST, new_app_id
+from torchx_monarch.backends.local.request import LocalRequest, RoleRequest
+from torchx_monarch.backends.ssh.machine_name import parse_hosts
+from torchx_monarch.backends.ssh.options import SshOpts
+from torchx_monarch.model.env_names import CREDENTIALS, replica0_variable
+from torchx_monarch.model.role_spec import RoleSpec
+from torchx_monarch.supervisor.records import ReplicaRequest
+
+
+@dataclass
+class SshRequest:
+    """One app to run.
+
+    Attributes:
+        app_id: id of the app: its name, a random suffix, ``@`` and its first machine.
+        name: name of the app.
+        machines: for each role the machines of its replicas.
+        roles: for each role its spec and replicas.
+        gpus: for each role the GPUs that a replica needs.
+        python: the run option ``python``.
+        setup: the run option ``setup``.
+        grace: the run option ``grace``.
+        lease: the run option ``lease``.
+    """
+
+    app_id: str
+    name: str
+    machines: list[list[str]]
+    roles: list[RoleRequest]
+    gpus: list[int]
+    python: str
+    setup: str
+    grace: float
+    lease: float
+
+    @property
+    def replicas(self) -> list[tuple[int, int]]:
+        """Index of the role and id of each replica."""
+        return [(index, k) for index, names in enumerate(self.machines) for k in range(len(names))]
+
+    def renamed(self) -> SshRequest:
+        """Return the same request under another id."""
+        whole = LocalRequest(self.app_id, self.name, self.roles)
+        app_id = f"{new_app_id(self.name)}@{self.app_id.partition('@')[2]}"
+        return replace(self, app_id=app_id, roles=whole.renamed(app_id).roles)
+
+    def of_replica(self, role: int, k: int, name: str, addresses: Sequence[str], credentials: str) -> LocalRequest:
+        """Return the request for the machine of one replica.
+
+        Args:
+            role: index of its role.
+            k: its id.
+            name: the id under which the machine keeps it.
+            addresses: for each role the address of its replica 0.
+            credentials: the credentials of hosts.
+        """
+        spec = self.roles[role].spec
+        # The machine restarts its replica alone, whatever happens to others: hosts end and begin again together.
+        alone = replace(spec, replicas=1, min_replicas=None, sidecar=False)
+        one = self.roles[role].replicas[k]
+        env = {RANK0_HOST: addresses[0], **one.env}
+        env |= {replica0_variable(index): each for index, each in enumerate(addresses)}
+        if spec.runs_hosts and credentials:
+            env[CREDENTIALS] = credentials
+        roles = [RoleRequest(alone, [replace(one, env=env)], first=k)]
+        return LocalRequest(name, self.name, roles, grace=self.grace, lease=self.lease, networked=True)
+
+
+def render(app: AppDef, submitted: SubmittedApp, options: SshOpts, environ: Mapping[str, str]) -> SshRequest:
+    """Return the request that runs an app.
+
+    Raises:
+        UserError: there are more replicas than machines.
+    """
+    hosts = parse_hosts(options.hosts)
+    most = max(app.roles, key=lambda role: role.num_replicas)
+    if not hosts:
+        raise UserError("name the machines: -cfg hosts='alice@a;b;10.0.0.3:2222', or hosts=@FILE with one on each line")
+    if most.num_replicas > len(hosts):
+        raise UserError(
+            f"role {most.name} has {most.num_replicas} replicas and run option `hosts` names {len(hosts)} machines; "
+            "each replica of a role needs a machine of its own"
+        )
+    app_id = f"{new_app_id(app.name)}@{hosts[0]}"
+    return SshRequest(
+        app_id=app_id,
+        name=app.name,
+        machines=[hosts[: role.num_replicas] for role in app.roles],
+        roles=[_role(role, spec, app_id) for role, spec in zip(app.roles, submitted.roles, strict=True)],
+        gpus=[max(0, role.resource.gpu) for role in app.roles],
+        python=options.python,
+        setup=options.setup,
+        grace=float(options.grace),
+        lease=float(options.lease),
+    )
+
+
+def _role(role: Role, spec: RoleSpec, app_id: str) -> RoleRequest:
+    cwd = os.path.abspath(role.image) if role.image and os.path.isdir(role.image) else os.getcwd()
+    replicas = []
+    for k in range(role.num_replicas):
+        values = macros.Values(img_root=cwd, app_id=app_id, replica_id=str(k), rank0_env=RANK0_HOST)
+        filled = values.apply(role)
+        replicas.append(ReplicaRequest([filled.entrypoint, *filled.args], dict(filled.env), cwd))
+    return RoleRequest(spec, replicas)
