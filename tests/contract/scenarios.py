@@ -36,7 +36,7 @@ SCENARIOS = (
 ONLY = {"containers: OCI bundles": ("slurm", "it is Slurm's"), "containers: pyxis": ("slurm", "it is Slurm's")}
 """Scenarios of one backend: its name, and why the others cannot do them."""
 
-BACKENDS = ("local", "docker", "slurm", "kubernetes", "aws_batch")
+BACKENDS = ("local", "docker", "slurm", "ssh", "kubernetes", "aws_batch")
 """The columns: the folders of tests/clusters, and tests/local/test_contract.py."""
 
 WIRES = {

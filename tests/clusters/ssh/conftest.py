@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.clusters.ssh.apps import Apps
 from tests.clusters.ssh.machines import Machines, missing
 
 
@@ -36,3 +37,12 @@ def machines(leaves_nothing: None, all_machines: Machines, monkeypatch: pytest.M
     all_machines.mend()
     left = all_machines.end_processes()
     assert not left, f"left running: {left}"
+
+
+@pytest.fixture
+def apps(machines: Machines) -> Iterator[Apps]:
+    """Yield apps on the machines. Files that a test leaves of them fail it."""
+    apps = Apps(machines)
+    yield apps
+    apps.close()
+    assert apps.files() == []

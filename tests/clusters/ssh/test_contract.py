@@ -1,0 +1,20 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The contract of all backends on monarch_ssh."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.clusters.ssh.apps import Apps
+from tests.contract.contract import Contract
+
+pytestmark = [pytest.mark.slow]
+
+
+class TestContract(Contract):
+    kind = Apps
+
+    @pytest.fixture
+    def place(self, apps: Apps) -> Apps:
+        return apps

@@ -1,0 +1,158 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""What is special about jobs on machines over ssh."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torchx.specs import AppState, Resource
+
+from tests.clusters.ssh.apps import STATE, Apps
+from tests.clusters.ssh.machine import USER
+from tests.clusters.ssh.machines import INNER, Machines
+from tests.contract.place import TORCHX
+
+_WAITS = "echo up $$CUDA_VISIBLE_DEVICES; exec sleep 1000"
+
+
+def test_machines_behind_a_jump_host_and_another_user(apps: Apps) -> None:
+    handle = apps.run(
+        apps.role("sh", "-c", "echo $$(hostname) $$(id -un)", replicas=2), hosts=[f"{INNER}3", f"{USER}@m2"]
+    )
+    apps.wait(handle, AppState.SUCCEEDED)
+    assert [apps.lines(handle, k) for k in (0, 1)] == [["m3 root\n"], [f"m2 {USER}\n"]]
+
+
+def test_two_jobs_on_a_machine_do_not_share_gpus(apps: Apps) -> None:
+    tools = apps.folder / "tools"
+    tools.mkdir()
+    (tools / "nvidia-smi").write_text('#!/bin/sh\nfor i in 0 1 2; do echo "GPU $i: Stand-in (UUID: GPU-$i)"; done\n')
+    (tools / "nvidia-smi").chmod(0o755)
+    cfg: dict[str, Any] = {"hosts": ["m1"], "setup": f"export PATH={tools}:$PATH"}
+    role = apps.role("sh", "-c", _WAITS, resource=Resource(cpu=1, gpu=1, memMB=100))
+    handles = [apps.run(role, **cfg) for _ in range(3)]
+    apps.until(lambda: all("up" in str(apps.lines(handle)) for handle in handles), "the start", handles[0])
+    assert sorted(apps.lines(handle)[0] for handle in handles) == ["up 0\n", "up 1\n", "up 2\n"]
+    with pytest.raises(ValueError, match="m1.*GPU"):
+        apps.run(role, **cfg)
+    apps.runner.cancel(handles[1])
+    apps.wait(handles[1], AppState.CANCELLED)
+    freed = apps.lines(handles[1])
+    handle = apps.run(role, **cfg)
+    apps.until(lambda: apps.lines(handle) == freed, "the GPU that is free", handle)
+
+
+def test_a_job_outlives_the_folder_of_its_submitter(apps: Apps) -> None:
+    handle = apps.run(apps.role("sh", "-c", _WAITS, replicas=2))
+    shutil.rmtree(os.environ["MONARCH_STATE_DIR"])
+    apps.until(lambda: "up\n" in str(apps.lines(handle)) or "up" in str(apps.lines(handle)), "the start", handle)
+    assert json.loads(apps.torchx("status", "--json", handle))["state"] == "RUNNING"
+    apps.torchx("cancel", handle)
+    apps.wait(handle, AppState.CANCELLED)
+
+
+def test_another_machine_cancels(apps: Apps, machines: Machines) -> None:
+    handle = apps.run(apps.role("sh", "-c", _WAITS), hosts=["m1"])
+    apps.until(lambda: "up" in str(apps.lines(handle)), "the start", handle)
+    cancel = " ".join(f"'{word}'" for word in (*TORCHX, "cancel", handle))
+    machines["m2"].run("sh", "-c", f"cd / && HOME=/root TORCHX_PLUGINS_SOURCE=1 {cancel}")
+    apps.wait(handle, AppState.CANCELLED)
+    machines["m2"].run("pkill", "-x", "ssh", check=False)
+    shutil.rmtree(machines["m2"].path(STATE), ignore_errors=True)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("seconds", [0.7, 1.4, 2.1])
+def test_a_submission_that_is_ended_leaves_nothing(
+    apps: Apps, machines: Machines, signum: signal.Signals, seconds: float
+) -> None:
+    words = [
+        "run",
+        "-s",
+        apps.name,
+        *apps.run_words(),
+        "--workspace",
+        "",
+        "utils.sh",
+        "--num_replicas",
+        "3",
+        "sleep",
+        "1000",
+    ]
+    process = subprocess.Popen(
+        [*TORCHX, *words],
+        cwd=apps.folder,
+        env={**os.environ, "TORCHX_PLUGINS_SOURCE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    time.sleep(seconds)
+    process.send_signal(signum)
+    said, _ = process.communicate(timeout=60)
+    handles = [word for word in said.split() if word.startswith(f"{apps.name}://")]
+    for handle in handles:  # it was faster
+        apps.runner.delete(apps.adopt(handle))
+    until = time.monotonic() + 60
+    while (left := [*apps.running(), *apps.files()]) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not left, said
+
+
+def test_secrets_are_on_no_command_line(apps: Apps) -> None:
+    """While a job is started and runs: of its key, of its environment."""
+    seen: set[bytes] = set()
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            for entry in Path("/proc").iterdir():
+                if entry.name.isdigit():
+                    try:
+                        words = (entry / "cmdline").read_bytes()
+                    except OSError:
+                        continue
+                    if b"eyJhdXRob3JpdHki" in words or b"to" + b"ken123" in words:
+                        seen.add(words)
+            time.sleep(0.01)
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    try:
+        role = apps.torchrun(apps.program("print(1)"), nproc=1, env={"TOKEN": "to" + "ken123"})
+        apps.wait(apps.run(role), AppState.SUCCEEDED)
+    finally:
+        done.set()
+        looker.join(60)
+    assert not seen
+
+
+def test_a_workspace_is_carried_changed_files_only(apps: Apps, tmp_path: Path) -> None:
+    root = tmp_path / "workspace"
+    (root / "package").mkdir(parents=True)
+    (root / "package" / "large.txt").write_bytes(os.urandom(1_000_000))
+    (root / "train.py").write_text("import os\nprint('first', os.path.getsize('package/large.txt'), flush=True)\n")
+    for word in ("first", "second"):
+        (root / "train.py").write_text((root / "train.py").read_text().replace("first", word))
+        handle = apps.run(apps.torchrun("train.py", nproc=1), workspace=str(root))
+        apps.wait(handle, AppState.SUCCEEDED)
+        assert apps.log(handle).count(f"{word} 1000000") == 2, apps.log(handle)
+
+
+def test_status_says_which_python(apps: Apps) -> None:
+    """The setup command is run before Python, by a shell of its own."""
+    program = apps.program("import os, sys\nprint(os.environ['FROM_SETUP'], sys.executable, flush=True)\n")
+    handle = apps.run(apps.torchrun(program, nproc=1), setup="FROM_SETUP='a b'; export FROM_SETUP")
+    apps.wait(handle, AppState.SUCCEEDED)
+    assert apps.log(handle).count(f"a b {sys.executable}") == 2

@@ -1,0 +1,47 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Machines that reboot, lose their power, or are cut off while a job runs; ``lost_machines`` counts many of them."""
+
+from __future__ import annotations
+
+import pytest
+from torchx.specs import AppState
+
+from tests.clusters.ssh.apps import Apps
+from tests.clusters.ssh.lost_machines import lose
+from tests.clusters.ssh.machines import Machines
+
+_SLEEPS = """
+    import os, time
+    print("rank", os.environ["RANK"], flush=True)
+    time.sleep(1000)
+"""
+
+
+def test_a_machine_that_reboots_gets_its_replica_again(apps: Apps) -> None:
+    _, wrong = lose(apps, "m3")
+    assert not wrong, wrong
+
+
+@pytest.mark.parametrize("lost", ["m1", "m2"])
+def test_the_job_fails_with_the_name_of_a_machine_without_power(apps: Apps, machines: Machines, lost: str) -> None:
+    apps.hosts = ["m1", "m2"]
+    handle = apps.run(apps.torchrun(apps.program(_SLEEPS), nproc=1), hosts=apps.hosts, lease=5)
+    apps.until(lambda: apps.log(handle).count("]:rank") == 2, "the ranks", handle)
+    machines[lost].power_off()
+    # The other machine ends by itself, without any client.
+    left = next(name for name in apps.hosts if name != lost)
+    apps.until(lambda: not apps.running(left), "the end of the other machine's processes", handle)
+    status = apps.wait(handle, AppState.FAILED)
+    assert lost in status.msg + status.structured_error_msg, status
+    machines.mend()
+    assert apps.status(handle).state is AppState.FAILED
+
+
+def test_a_job_of_before_a_reboot_has_failed(apps: Apps, machines: Machines) -> None:
+    handle = apps.run(apps.role("sh", "-c", "echo up; exec sleep 1000"), hosts=["m2"])
+    apps.until(lambda: "up\n" in apps.lines(handle), "the start", handle)
+    machines["m2"].reboot()
+    status = apps.wait(handle, AppState.FAILED)
+    assert "m2" in status.msg and "reboot" in status.msg, status
+    assert "up\n" in apps.lines(handle)
