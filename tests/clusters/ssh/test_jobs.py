@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 from torchx.specs import AppState, Resource
+from torchx.specs.finder import ComponentValidationException
 
 from tests.clusters.ssh.apps import STATE, Apps
 from tests.clusters.ssh.machine import USER
@@ -44,7 +46,7 @@ def test_two_jobs_on_a_machine_do_not_share_gpus(apps: Apps) -> None:
     handles = [apps.run(role, **cfg) for _ in range(3)]
     apps.until(lambda: all("up" in str(apps.lines(handle)) for handle in handles), "the start", handles[0])
     assert sorted(apps.lines(handle)[0] for handle in handles) == ["up 0\n", "up 1\n", "up 2\n"]
-    with pytest.raises(ValueError, match="m1.*GPU"):
+    with pytest.raises(ComponentValidationException, match="m1.*GPU"):
         apps.run(role, **cfg)
     apps.runner.cancel(handles[1])
     apps.wait(handles[1], AppState.CANCELLED)
@@ -65,7 +67,7 @@ def test_a_job_outlives_the_folder_of_its_submitter(apps: Apps) -> None:
 def test_another_machine_cancels(apps: Apps, machines: Machines) -> None:
     handle = apps.run(apps.role("sh", "-c", _WAITS), hosts=["m1"])
     apps.until(lambda: "up" in str(apps.lines(handle)), "the start", handle)
-    cancel = " ".join(f"'{word}'" for word in (*TORCHX, "cancel", handle))
+    cancel = shlex.join([*TORCHX, "cancel", handle])
     machines["m2"].run("sh", "-c", f"cd / && HOME=/root TORCHX_PLUGINS_SOURCE=1 {cancel}")
     apps.wait(handle, AppState.CANCELLED)
     machines["m2"].run("pkill", "-x", "ssh", check=False)

@@ -251,7 +251,7 @@ class Machines:
         return Connection(machine, python, setup)
 
     def ask(self, machine: str, python: str, setup: str, order: str, **fields: Any) -> Any:
-        """Send an order to a machine and return its answer.
+        """Send an order, which may be repeated, to a machine and return its answer.
 
         Raises:
             SshError: it cannot be reached, or could not carry it out.
@@ -259,25 +259,34 @@ class Machines:
         key = (machine, python, setup)
         with self._lock:
             connection = self._open.get(key)
-            when, error = self._lost.get(machine, (0.0, None))
-        if connection is None or not connection.is_open:
-            if error is not None and time.monotonic() < when + _REMEMBER_LOST:
-                raise error
+        if connection is not None and connection.is_open:
             try:
-                connection = Connection(machine, python, setup)
-            except SshError as lost:
-                with self._lock:
-                    self._lost[machine] = time.monotonic(), lost
+                return connection.ask(order, **fields)
+            except RefusedOrderError:
                 raise
+            except SshError:
+                connection.close()  # the machine may have been rebooted since
+        return self._opened(key).ask(order, **fields)
+
+    def _opened(self, key: tuple[str, str, str]) -> Connection:
+        """Open a connection; raise what was found a moment ago for a machine that could not be reached."""
+        with self._lock:
+            when, error = self._lost.get(key[0], (0.0, None))
+        if error is not None and time.monotonic() < when + _REMEMBER_LOST:
+            raise error
+        try:
+            connection = Connection(*key)
+        except SshError as lost:
             with self._lock:
-                other = self._open.get(key)
-                if other is not None and other.is_open:
-                    connection, unused = other, connection
-                else:
-                    self._open[key], unused = connection, None
-            if unused is not None:
-                unused.close()
-        return connection.ask(order, **fields)
+                self._lost[key[0]] = time.monotonic(), lost
+            raise
+        with self._lock:
+            other = self._open.get(key)
+            if other is None or not other.is_open:
+                self._open[key] = connection
+                return connection
+        connection.close()
+        return other
 
     def forget_lost(self) -> None:
         """Try machines again that could not be reached."""
