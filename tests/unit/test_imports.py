@@ -164,7 +164,7 @@ _BELOW = {
     "torchx_adapter": set(),
     "backends/core": {"model", "system"},
     "supervisor": {"backends/core", "insight", "model", "system"},
-    "backends": {"backends/core", "supervisor", "torchx_adapter", "insight", "model", "system"},
+    "backends": {"backends/core", "supervisor", "code_sync", "torchx_adapter", "insight", "model", "system"},
     "schedulers": {"backends/core", "backends", "torchx_adapter", "transport", "insight", "command", "model", "system"},
     "client": {
         *("schedulers", "backends/core", "backends", "code_sync", "monarch_adapter", "torchx_adapter"),

@@ -11,9 +11,8 @@ import select
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 from torchx_monarch.backends.core import state_files
@@ -79,13 +78,13 @@ class StateAccessError(BackendError):
         )
 
 
-def submit(request: LocalRequest, app: Mapping[str, Any], more: Mapping[str, Any] = MappingProxyType({})) -> str:
+def submit(request: LocalRequest, app: Mapping[str, Any], fill: Callable[[str], None] = lambda folder: None) -> str:
     """Start the supervisor of a request; return when the supervisor runs independently of this process.
 
     Args:
         request: the request.
         app: the app as submitted (``SubmittedApp.to_json``), stored for ``describe``.
-        more: the content of further files of the app's folder, by their names.
+        fill: writes further files into the app's folder, which has another name as yet.
 
     Returns:
         The app's id: the request's, or another one if an app of that id exists.
@@ -97,7 +96,7 @@ def submit(request: LocalRequest, app: Mapping[str, Any], more: Mapping[str, Any
     created = time.time()
     apps = state_files.apps_dir()
     try:
-        request = _publish(apps, request, app, more, created)
+        request = _publish(apps, request, app, fill, created)
     except OSError as e:
         raise StateDirError(e.filename or apps, e.strerror or str(e)) from e
     paths = state_files.app_paths(request.app_id)
@@ -119,13 +118,12 @@ def submit(request: LocalRequest, app: Mapping[str, Any], more: Mapping[str, Any
 
 
 def _publish(
-    apps: str, request: LocalRequest, app: Mapping[str, Any], more: Mapping[str, Any], created: float
+    apps: str, request: LocalRequest, app: Mapping[str, Any], fill: Callable[[str], None], created: float
 ) -> LocalRequest:
     """Write the app's folder; return the request as written there."""
     with folder.staged(apps) as staging:
         _make_log_dirs(state_files.AppPaths(staging), request)
-        for name, content in more.items():
-            state_files.write_json(os.path.join(staging, name), content)
+        fill(staging)
         # The same request may be submitted twice.
         while os.path.exists(os.path.join(apps, request.app_id)):
             request = request.renamed(render.new_app_id(request.name))

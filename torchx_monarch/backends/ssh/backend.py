@@ -20,7 +20,7 @@ from torchx_monarch.backends.core.errors import SubmitError, UserError
 from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
-from torchx_monarch.backends.ssh import known
+from torchx_monarch.backends.ssh import known, workspace
 from torchx_monarch.backends.ssh.in_job.wire import Ending, Place, folder_name
 from torchx_monarch.backends.ssh.known import Layout
 from torchx_monarch.backends.ssh.machine_name import MachineName, parse_hosts
@@ -40,6 +40,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
 
     def __init__(self) -> None:
         self._machines = Machines()
+        self.workspace = workspace.SentWorkspace()
 
     def close(self) -> None:
         """Close the connections."""
@@ -120,10 +121,11 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
         addresses: dict[str, str],
     ) -> None:
         zeros = [addresses[names[0]] for names in request.machines]
+        hashes = workspace.send(request.workspaces, request.machines, connections)
         created, packed, app = time.time(), submitted.pack(), submitted.to_json()
 
         def start(name: str) -> None:
-            names, requests, places, gpus = [], [], [], []
+            names, requests, places, gpus, workspaces = [], [], [], [], []
             for role, k in by_machine(request.machines)[name]:
                 names.append(folder_name(request.app_id, role, k))
                 requests.append(request.of_replica(role, k, names[-1], zeros, credentials).to_json())
@@ -134,7 +136,9 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
                 )
                 places.append(asdict(place))
                 gpus.append(request.gpus[role])
-            connections[name].ask("start", names=names, requests=requests, places=places, gpus=gpus, app=app)
+                workspaces.append(hashes[role])
+            each = {"names": names, "requests": requests, "places": places, "gpus": gpus, "workspaces": workspaces}
+            connections[name].ask("start", **each, app=app)
 
         _all(concurrently(start, connections))
 

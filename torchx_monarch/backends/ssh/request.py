@@ -14,6 +14,7 @@ from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.local.render import RANK0_HOST, new_app_id
 from torchx_monarch.backends.local.request import LocalRequest, RoleRequest
+from torchx_monarch.backends.ssh import workspace
 from torchx_monarch.backends.ssh.machine_name import parse_hosts
 from torchx_monarch.backends.ssh.options import SshOpts
 from torchx_monarch.model.env_names import CREDENTIALS, replica0_variable
@@ -31,6 +32,7 @@ class SshRequest:
         machines: for each role the machines of its replicas.
         roles: for each role its spec and replicas.
         gpus: for each role the GPUs that a replica needs.
+        workspaces: for each role the folders of its workspace (``workspace.projects``).
         python: the run option ``python``.
         setup: the run option ``setup``.
         grace: the run option ``grace``.
@@ -42,6 +44,7 @@ class SshRequest:
     machines: list[list[str]]
     roles: list[RoleRequest]
     gpus: list[int]
+    workspaces: list[dict[str, str]]
     python: str
     setup: str
     grace: float
@@ -102,6 +105,7 @@ def render(app: AppDef, submitted: SubmittedApp, options: SshOpts, environ: Mapp
         machines=[hosts[: role.num_replicas] for role in app.roles],
         roles=[_role(role, spec, app_id) for role, spec in zip(app.roles, submitted.roles, strict=True)],
         gpus=[max(0, role.resource.gpu) for role in app.roles],
+        workspaces=[workspace.projects(role) for role in app.roles],
         python=options.python,
         setup=options.setup,
         grace=float(options.grace),
@@ -111,9 +115,10 @@ def render(app: AppDef, submitted: SubmittedApp, options: SshOpts, environ: Mapp
 
 def _role(role: Role, spec: RoleSpec, app_id: str) -> RoleRequest:
     cwd = os.path.abspath(role.image) if role.image and os.path.isdir(role.image) else os.getcwd()
+    root = "." if role.workspace else cwd
     replicas = []
     for k in range(role.num_replicas):
-        values = macros.Values(img_root=cwd, app_id=app_id, replica_id=str(k), rank0_env=RANK0_HOST)
+        values = macros.Values(root, app_id, str(k), RANK0_HOST)
         filled = values.apply(role)
         replicas.append(ReplicaRequest([filled.entrypoint, *filled.args], dict(filled.env), cwd))
     return RoleRequest(spec, replicas)

@@ -8,6 +8,7 @@ well, so a submission that is killed leaves nothing.
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from torchx_monarch.backends.ssh.in_job import replicas
+from torchx_monarch.backends.ssh.in_job.code import Code
 from torchx_monarch.backends.ssh.in_job.wire import READY
 from torchx_monarch.supervisor import log_reader
 
@@ -27,16 +29,33 @@ class Entry:
 
     def __init__(self) -> None:
         self._unconfirmed: list[str] = []
+        self._code = Code()
 
     def hello(self) -> Any:
         """Describe the machine."""
         return {"hostname": os.uname().nodename, "address": address(), "python": sys.executable}
 
-    def start(self, names: list[str], requests: list[Any], places: list[Any], gpus: list[int], app: Any) -> Any:
+    def expect_code(self, tree: str) -> Any:
+        """Prepare to receive a workspace; return which contents are not here."""
+        return self._code.expect(base64.b64decode(tree))
+
+    def take_code(self, piece: str) -> Any:
+        """Receive a piece of the archive of these contents."""
+        self._code.take(base64.b64decode(piece))
+
+    def start(
+        self,
+        names: list[str],
+        requests: list[Any],
+        places: list[Any],
+        gpus: list[int],
+        workspaces: list[str],
+        app: Any,
+    ) -> Any:
         """Start replicas; ``confirm`` keeps them."""
-        for name, request, place, count in zip(names, requests, places, gpus, strict=True):
+        for name, request, place, count, workspace in zip(names, requests, places, gpus, workspaces, strict=True):
             self._unconfirmed.append(name)
-            replicas.start(name, request, place, count, app)
+            replicas.start(name, request, place, count, app, self._code, workspace)
 
     def confirm(self) -> Any:
         """Keep what was started."""
@@ -47,6 +66,7 @@ class Entry:
         for name in self._unconfirmed:
             replicas.remove(name)
         self._unconfirmed.clear()
+        self._code.close()
 
     def read(self, names: list[str] | None = None, revive: bool = False) -> Any:
         """Return the places and records of replicas; of all without names."""

@@ -17,6 +17,7 @@ from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.local import folder, gpus, state, status
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.backends.local.request import load as load_request
+from torchx_monarch.backends.ssh.in_job.code import Code
 from torchx_monarch.backends.ssh.in_job.wire import PYTHON_FILE, Ending, Place
 from torchx_monarch.insight import events
 from torchx_monarch.model import codec
@@ -25,6 +26,9 @@ from torchx_monarch.model.state import State
 from torchx_monarch.system import processes
 
 _GONE_WITHIN = 60.0
+
+_WORKSPACE = "workspace"
+"""The copy of the workspace in which a replica runs, in the replica's folder."""
 
 
 def paths_of(name: str) -> state_files.AppPaths:
@@ -52,7 +56,7 @@ def names() -> list[str]:
     return [paths.app_id for paths in every if os.path.exists(_place_file(paths))]
 
 
-def start(name: str, request: Any, place: Any, count: int, app: Any) -> None:
+def start(name: str, request: Any, place: Any, count: int, app: Any, code: Code, workspace: str) -> None:
     """Write a replica's folder and start its supervisor.
 
     Args:
@@ -61,6 +65,8 @@ def start(name: str, request: Any, place: Any, count: int, app: Any) -> None:
         place: its ``Place`` as JSON values.
         count: the GPUs that it needs.
         app: the app as submitted.
+        code: the workspaces that the client has sent.
+        workspace: the hash of the one in which the replica runs; empty without one.
 
     Raises:
         SubmitError: it could not be started, or this machine has too few free GPUs; nothing is left.
@@ -70,16 +76,25 @@ def start(name: str, request: Any, place: Any, count: int, app: Any) -> None:
     decoded = codec.decode(LocalRequest, request)
     where = codec.decode(Place, place)
     (replica,) = decoded.roles[0].replicas
-    replica.cwd = next((path for path in (replica.cwd, os.path.expanduser("~")) if os.path.isdir(path)), "/")
+    if workspace:
+        replica.cwd = os.path.join(paths_of(name).root, _WORKSPACE)
+    else:
+        replica.cwd = next((path for path in (replica.cwd, os.path.expanduser("~")) if os.path.isdir(path)), "/")
     if replica.args[0] == "python":
         replica.args[0] = sys.executable
     replica.env.setdefault("PATH", f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', os.defpath)}")
+
+    def fill(root: str) -> None:
+        state_files.write_json(_place_file(state_files.AppPaths(root)), asdict(where))
+        if workspace:
+            code.check_out(workspace, os.path.join(root, _WORKSPACE))
+
     with _gpu_lock():
         if count > 0 and gpus.CUDA_VISIBLE_DEVICES not in replica.env:
             where.gpus = _free_gpus(count, replica.env["PATH"])
             if where.gpus:
                 replica.env[gpus.CUDA_VISIBLE_DEVICES] = ",".join(where.gpus)
-        submit.submit(decoded, app, {"place.json": asdict(where)})
+        submit.submit(decoded, app, fill)
     _note_python()
 
 
