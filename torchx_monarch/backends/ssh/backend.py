@@ -21,6 +21,7 @@ from torchx_monarch.backends.core.snapshot import Outcome
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
 from torchx_monarch.backends.ssh import known, workspace
+from torchx_monarch.backends.ssh.fleet import with_fleet
 from torchx_monarch.backends.ssh.in_job.wire import Ending, Place, folder_name
 from torchx_monarch.backends.ssh.known import Layout
 from torchx_monarch.backends.ssh.machine_name import MachineName, parse_hosts
@@ -50,7 +51,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
 
     def check_options(self, options: SshOpts) -> None:
         """Check the names of the machines."""
-        parse_hosts(options.hosts)
+        parse_hosts(with_fleet(options).hosts)
 
     def checks(self, options: SshOpts | None) -> Iterable[CheckResult]:
         """Check that ssh is there, and that each machine lets this user in and has this package.
@@ -62,8 +63,10 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
         if ssh is None:
             raise SshError("", "`ssh` is not on the PATH; install OpenSSH's client (Debian: openssh-client)")
         yield check("ssh", ssh)
-        for name in parse_hosts(options.hosts) if options else ():
-            assert options is not None
+        if options is None:
+            return
+        options = with_fleet(options)
+        for name in parse_hosts(options.hosts):
             try:
                 told = self._machines.ask(name, options.python, options.setup, "hello")
                 yield check(name, f"{told['hostname']}, {told['python']}")
@@ -72,7 +75,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
 
     def render(self, app: AppDef, submitted: SubmittedApp, options: SshOpts) -> SshRequest:
         """Return the replicas of an app and their machines."""
-        return render(app, submitted, options, os.environ)
+        return render(app, submitted, with_fleet(options), os.environ)
 
     def show(self, request: SshRequest) -> str:
         """Return a request as text for a dry run."""
@@ -200,7 +203,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
 
     def snapshots(self, options: Cfg) -> Sequence[SshSnapshot]:
         """Read the state of all apps of the machines that the options name, and of those that are stored here."""
-        chosen = SshOpts.from_cfg(self.run_opts().resolve(dict(options)))
+        chosen = with_fleet(SshOpts.from_cfg(self.run_opts().resolve(dict(options))))
         machines = {name: (chosen.python, chosen.setup) for name in parse_hosts(chosen.hosts)}
         for app_id in known.app_ids():
             layout = known.kept(app_id)

@@ -53,14 +53,14 @@ class MachineName(NamedTuple):
         return [*port, *(["-l", self.user] if self.user else []), "--", self.host]
 
 
-def parse_hosts(hosts: Sequence[str]) -> list[str]:
+def parse_hosts(hosts: Sequence[str] | None) -> list[str]:
     """Return the names of the machines that the run option ``hosts`` names.
 
     Raises:
         UserError: a name is invalid or there twice, a file cannot be read, or there is no machine.
     """
     names: list[str] = []
-    for word in hosts:
+    for word in hosts or ():  # TorchX passes None where the option is not given
         if word.startswith("@"):
             try:
                 lines = Path(word[1:]).expanduser().read_text().splitlines()

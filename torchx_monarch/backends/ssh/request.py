@@ -95,8 +95,8 @@ def render(app: AppDef, submitted: SubmittedApp, options: SshOpts, environ: Mapp
         raise UserError("name the machines: -cfg hosts='alice@a;b;10.0.0.3:2222', or hosts=@FILE with one on each line")
     if most.num_replicas > len(hosts):
         raise UserError(
-            f"role {most.name} has {most.num_replicas} replicas and run option `hosts` names {len(hosts)} machines; "
-            "each replica of a role needs a machine of its own"
+            f"role {most.name} has {most.num_replicas} replicas, and the machines of run option `hosts` are "
+            f"{len(hosts)}; each replica of a role needs a machine of its own"
         )
     app_id = f"{new_app_id(app.name)}@{hosts[0]}"
     return SshRequest(

@@ -1,0 +1,283 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""monarch_ssh without a server: names of machines, fleets, the request, workspaces, what machines' answers mean."""
+
+from __future__ import annotations
+
+import base64
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from torchx.runner import Runner
+from torchx.specs import AppDef, AppState, RetryPolicy, Role, Workspace
+from torchx.specs.finder import ComponentValidationException
+
+from torchx_monarch.backends.core.errors import UserError
+from torchx_monarch.backends.core.state import reduce
+from torchx_monarch.backends.core.submitted_app import SubmittedApp
+from torchx_monarch.backends.local.status import AppRecord, RoleRecord
+from torchx_monarch.backends.ssh import workspace
+from torchx_monarch.backends.ssh.fleet import with_fleet
+from torchx_monarch.backends.ssh.in_job.code import Code
+from torchx_monarch.backends.ssh.in_job.wire import Ending, Place, folder_name
+from torchx_monarch.backends.ssh.machine_name import MachineName, parse_hosts
+from torchx_monarch.backends.ssh.native import Connection, SshError
+from torchx_monarch.backends.ssh.options import SshOpts
+from torchx_monarch.backends.ssh.request import SshRequest
+from torchx_monarch.backends.ssh.snapshot import Found, SshSnapshot, build
+from torchx_monarch.model.role_spec import RoleSpec
+from torchx_monarch.model.state import State
+from torchx_monarch.schedulers import monarch_ssh
+from torchx_monarch.supervisor.records import ReplicaRecord
+
+
+@pytest.fixture
+def runner() -> Runner:
+    return Runner("torchx", {"monarch_ssh": monarch_ssh})
+
+
+def app(*words: str, replicas: int = 1, **more: Any) -> AppDef:
+    return AppDef(
+        "app", [Role("trainer", "", entrypoint=words[0], args=list(words[1:]), num_replicas=replicas, **more)]
+    )
+
+
+# -- machines
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("b", ["--", "b"]),
+        ("alice@a", ["-l", "alice", "--", "a"]),
+        ("10.0.0.3:2222", ["-p", "2222", "--", "10.0.0.3"]),
+        ("alice@[fe80::1%eth0]:22", ["-p", "22", "-l", "alice", "--", "fe80::1%eth0"]),
+        ("[::1]", ["--", "::1"]),
+    ],
+)
+def test_names_of_machines(text: str, words: list[str]) -> None:
+    assert MachineName.parse(text).words == words
+
+
+@pytest.mark.parametrize(
+    "text", ["", "-oProxyCommand=x", "-x@a", "a b", "a:0", "a:65536", "a:x", "::1", "@a", "a/b", "a\n", "[a]b"]
+)
+def test_no_names_of_machines(text: str) -> None:
+    with pytest.raises(UserError, match="is no machine"):
+        MachineName.parse(text)
+
+
+def test_machines_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "machines").write_text("# the lab\nalice@a\n\n  b  # slow\n")
+    assert parse_hosts([f"@{tmp_path}/machines", "c"]) == ["alice@a", "b", "c"]
+    with pytest.raises(UserError, match="No such file"):
+        parse_hosts([f"@{tmp_path}/absent"])
+    with pytest.raises(UserError, match="names b twice"):
+        parse_hosts([f"@{tmp_path}/machines", "b"])
+
+
+def test_fleets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config").write_text(
+        "[monarch_ssh:lab]\nhosts = alice@a;b\npython = /opt/python\n[monarch_ssh:odd]\nhosts = a\nhost = b\n"
+    )
+    monkeypatch.setenv("TORCHXCONFIG", str(tmp_path / "config"))
+    options = with_fleet(SshOpts(hosts=["c"], fleet="lab", setup="true", grace=3))
+    assert (options.hosts, options.python, options.setup, options.grace) == (
+        ["alice@a", "b"],
+        "/opt/python",
+        "true",
+        3,
+    )
+    assert with_fleet(SshOpts(hosts=["c"])).hosts == ["c"]
+    with pytest.raises(UserError, match=r"no section \[monarch_ssh:lib\].*fleets there: lab, odd"):
+        with_fleet(SshOpts(fleet="lib"))
+    with pytest.raises(UserError, match="'host'; a fleet has hosts, python, setup"):
+        with_fleet(SshOpts(fleet="odd"))
+
+
+# -- the request
+
+
+def rendered(runner: Runner, app: AppDef, **cfg: Any) -> SshRequest:
+    return cast(SshRequest, runner.dryrun(app, "monarch_ssh", cfg=cfg).request)
+
+
+def test_replicas_run_on_the_machines_in_their_order(runner: Runner) -> None:
+    request = rendered(runner, app("echo", "${app_id}", "${replica_id}", replicas=2), hosts=["alice@a:22", "b", "c"])
+    assert request.machines == [["alice@a:22", "b"]]
+    assert request.app_id.endswith("@alice@a:22")
+    again = request.renamed()
+    assert again.app_id != request.app_id and again.app_id.endswith("@alice@a:22")
+    for one in (request, again):
+        assert [replica.args for replica in one.roles[0].replicas] == [
+            ["echo", one.app_id, "0"],
+            ["echo", one.app_id, "1"],
+        ]
+
+
+def test_requests_that_machines_cannot_run(runner: Runner) -> None:
+    with pytest.raises((ComponentValidationException, ValueError), match="2 replicas, .*`hosts` are 1;"):
+        rendered(runner, app("true", replicas=2), hosts=["a"])
+    with pytest.raises((ComponentValidationException, ValueError), match="name the machines"):
+        rendered(runner, app("true"))
+    with pytest.raises((ComponentValidationException, ValueError), match="workspace s3://code .* no folder"):
+        rendered(runner, app("true", workspace=Workspace({"s3://code": ""})), hosts=["a"])
+
+
+def test_only_hosts_get_the_credentials(runner: Runner) -> None:
+    roles = [
+        *app("torchrun", "--nnodes", "2", "train.py", replicas=2).roles,
+        Role("other", "", entrypoint="true", num_replicas=1),
+    ]
+    request = rendered(runner, AppDef("app", roles), hosts=["a", "b"])
+    environments = [
+        request.of_replica(role, k, "name", ["10.0.0.1", "10.0.0.1"], "secret").roles[0].replicas[0].env
+        for role, k in request.replicas
+    ]
+    assert [env.get("MONARCH_CREDENTIALS") for env in environments] == ["secret", "secret", None]
+    assert {env["MONARCH_REPLICA0_1"] for env in environments} == {"10.0.0.1"}
+    assert "secret" not in str(request)
+
+
+# -- workspaces
+
+
+class Machine:
+    """A connection whose other end is this process."""
+
+    def __init__(self) -> None:
+        self.code = Code()
+        self.received = 0
+
+    def ask(self, order: str, tree: str = "", piece: str = "") -> Any:
+        """Carry out an order about code."""
+        if order == "expect_code":
+            return self.code.expect(base64.b64decode(tree))
+        self.received += len(piece)
+        return self.code.take(base64.b64decode(piece))
+
+
+def test_a_workspace_is_sent_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MONARCH_STATE_DIR", str(tmp_path / "state"))
+    root = tmp_path / "code"
+    (root / "package").mkdir(parents=True)
+    (root / "package" / "data").write_bytes(os.urandom(100_000))
+    (root / "run.sh").write_text("first")
+    (root / "run.sh").chmod(0o755)
+    projects = {str(root): ""}
+
+    machines = []
+
+    def sent() -> tuple[Machine, str]:
+        machines.append(machine := Machine())
+        (tree,) = workspace.send([projects], [["a"]], {"a": cast(Connection, machine)})
+        return machine, tree
+
+    machine, first = sent()
+    assert machine.received > 100_000
+    (root / "run.sh").write_text("second")
+    machine, second = sent()
+    assert 0 < machine.received < 1000 and second != first
+    machine.code.check_out(second, str(tmp_path / "out"))
+    assert (tmp_path / "out" / "run.sh").read_text() == "second" and os.access(tmp_path / "out" / "run.sh", os.X_OK)
+    assert (tmp_path / "out" / "package" / "data").read_bytes() == (root / "package" / "data").read_bytes()
+    # A machine that has lost its power may have lost contents of files as well.
+    damaged = max((tmp_path / "state" / "code").iterdir(), key=lambda path: path.stat().st_size)
+    damaged.write_bytes(bytes(100_000))
+    machine, _ = sent()
+    assert machine.received > 100_000
+    for machine in machines:
+        machine.code.close()
+    assert not list((tmp_path / "state" / "code").glob(".*"))
+
+
+def test_a_workspace_of_several_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MONARCH_STATE_DIR", str(tmp_path / "state"))
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.py").write_text(name)
+    machine = Machine()
+    role = Role("r", "", workspace=Workspace({f"file://{tmp_path}/one": "", str(tmp_path / "two"): "lib/two"}))
+    (tree,) = workspace.send([workspace.projects(role)], [["a"]], {"a": cast(Connection, machine)})
+    machine.code.check_out(tree, str(tmp_path / "out"))
+    assert {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*.py")} == {
+        "one.py",
+        "lib/two/two.py",
+    }
+
+
+# -- the state
+
+
+def found(replica: int, state: State, submitted: SubmittedApp, ending: Ending | None = None, **more: Any) -> Found:
+    """Return what a machine answers."""
+    place = Place("app-1@a", 0, replica, 100.0, 5.0, [["a", "b"]], "python3", "", submitted.pack())
+    one = ReplicaRecord(id=replica, state=state, started=101.0, ended=102.0 if state.is_terminal else None)
+    record = AppRecord(folder_name("app-1@a", 0, replica), "app", 100.0, state, roles=[RoleRecord("trainer", [one])])
+    record.ended = one.ended
+    for name, value in more.items():
+        setattr(record, name, value)
+    return Found(place, record, ending, "ab"[replica], 0)
+
+
+def two_hosts(**more: Any) -> SubmittedApp:
+    return SubmittedApp(app("true", replicas=2), [RoleSpec("trainer", 2, **more)])
+
+
+def test_replicas_of_all_machines_make_the_state() -> None:
+    submitted = two_hosts()
+
+    def state(first: State, second: State, **more: Any) -> State:
+        answers = {(0, 0): found(0, first, submitted), (0, 1): found(1, second, submitted, **more)}
+        return reduce(build("app-1@a", answers, {}), time.time()).state
+
+    assert state(State.RUNNING, State.RUNNING) is State.RUNNING
+    assert state(State.SUCCEEDED, State.RUNNING) is State.RUNNING
+    assert state(State.SUCCEEDED, State.SUCCEEDED) is State.SUCCEEDED
+    assert state(State.SUCCEEDED, State.FAILED, msg="replica trainer/1 exited with 3") is State.FAILED
+    cancelled = Ending("CANCELLED", time=101.5)
+    assert state(State.CANCELLED, State.CANCELLED, ending=cancelled) is State.CANCELLED
+
+
+@pytest.mark.parametrize(
+    ("more", "other", "expected"),
+    [
+        ({}, State.RUNNING, State.RUNNING),
+        ({}, State.FAILED, State.FAILED),
+        ({"retry_policy": RetryPolicy.REPLICA, "max_retries": 1}, State.RUNNING, State.RUNNING),
+    ],
+)
+def test_a_machine_that_does_not_answer(more: dict[str, Any], other: State, expected: State) -> None:
+    submitted = two_hosts(**more)
+    lost = {"b": SshError("b", "connection timed out")}
+    snapshot: SshSnapshot = build("app-1@a", {(0, 0): found(0, other, submitted)}, lost)
+    status = reduce(snapshot, time.time())
+    assert status.state is expected
+    assert "b" in status.message and "timed out" in status.message
+
+
+# -- the wire, with a stand-in for ssh
+
+
+def test_an_app_on_a_machine(runner: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stand-in runs what ssh would hand to the shell of the machine, which here has this one's files."""
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.parent.mkdir()
+    ssh.write_text('#!/bin/sh\necho words of a profile\nfor last; do :; done\nexec sh -c "$last"\n')
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{ssh.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("MONARCH_STATE_DIR", str(tmp_path / "state"))
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "hello.sh").write_text('echo "$1" $WORD\n')
+    cfg = {"hosts": ["a"], "python": sys.executable, "setup": "export WORD=set"}
+    handle = runner.run(app("sh", "hello.sh", "a  'b"), "monarch_ssh", cfg=cfg, workspace=f"file://{tmp_path}/code")
+    status = runner.wait(handle, wait_interval=0.1)
+    assert status is not None and status.state is AppState.SUCCEEDED, status
+    assert list(runner.log_lines(handle, "trainer")) == ["a  'b set\n"]
+    runner.delete(handle)
+    assert runner.status(handle) is None
+    runner.close()
