@@ -30,7 +30,7 @@ def app(name: str, state: State = State.SUCCEEDED, ended: float | None = None) -
     definition = AppDef(name, [Role("r", image="", entrypoint="true")])
     submitted = SubmittedApp(definition, [RoleSpec("r")])
     request = render(definition, submitted.roles, grace=5.0, assign_gpus=False, environ={})
-    request = submit._publish(state_files.apps_dir(), request, submitted.to_json(), {}, time.time())
+    request = submit._publish(state_files.apps_dir(), request, submitted.to_json(), lambda folder: None, time.time())
     paths = state_files.app_paths(request.app_id)
     record = status.load(paths)
     assert record is not None
