@@ -195,6 +195,15 @@ def test_a_workspace_is_sent_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not list((tmp_path / "state" / "code").glob(".*"))
 
 
+def test_the_home_folder_is_no_workspace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, runner: Runner) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    home = app("true", "${img_root}", workspace=Workspace({f"file://{tmp_path}": ""}))
+    assert rendered(runner, home, hosts=["a"]).workspaces == [{}]
+    (tmp_path / "code").mkdir()
+    request = rendered(runner, app("true", "${img_root}", workspace=Workspace({f"{tmp_path}/code": ""})), hosts=["a"])
+    assert request.workspaces == [{f"{tmp_path}/code": ""}] and request.roles[0].replicas[0].args == ["true", "."]
+
+
 def test_a_workspace_of_several_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MONARCH_STATE_DIR", str(tmp_path / "state"))
     for name in ("one", "two"):

@@ -88,7 +88,9 @@ class RunningApp:
         app = AppDef(name, [role], {"team": "a"})
         submitted = SubmittedApp(app, [RoleSpec("r", workload=WorkloadKind.SESSION)], {"grace": 5})
         request = render(app, submitted.roles, grace=5.0, assign_gpus=False, environ={})
-        request = submit._publish(state_files.apps_dir(), request, submitted.to_json(), lambda folder: None, time.time())
+        request = submit._publish(
+            state_files.apps_dir(), request, submitted.to_json(), lambda folder: None, time.time()
+        )
         paths = state_files.app_paths(request.app_id)
         record = status.load(paths)
         assert record is not None

@@ -99,13 +99,17 @@ def render(app: AppDef, submitted: SubmittedApp, options: SshOpts, environ: Mapp
             f"{len(hosts)}; each replica of a role needs a machine of its own"
         )
     app_id = f"{new_app_id(app.name)}@{hosts[0]}"
+    workspaces = [workspace.projects(role) for role in app.roles]
     return SshRequest(
         app_id=app_id,
         name=app.name,
         machines=[hosts[: role.num_replicas] for role in app.roles],
-        roles=[_role(role, spec, app_id) for role, spec in zip(app.roles, submitted.roles, strict=True)],
+        roles=[
+            _role(role, spec, app_id, "." if folders else "")
+            for role, spec, folders in zip(app.roles, submitted.roles, workspaces, strict=True)
+        ],
         gpus=[max(0, role.resource.gpu) for role in app.roles],
-        workspaces=[workspace.projects(role) for role in app.roles],
+        workspaces=workspaces,
         python=options.python,
         setup=options.setup,
         grace=float(options.grace),
@@ -113,12 +117,19 @@ def render(app: AppDef, submitted: SubmittedApp, options: SshOpts, environ: Mapp
     )
 
 
-def _role(role: Role, spec: RoleSpec, app_id: str) -> RoleRequest:
+def _role(role: Role, spec: RoleSpec, app_id: str, root: str) -> RoleRequest:
+    """Return the replicas of a role.
+
+    Args:
+        role: the role.
+        spec: how it ends and restarts.
+        app_id: id of the app.
+        root: the value of the macro ``img_root``; empty for the working directory.
+    """
     cwd = os.path.abspath(role.image) if role.image and os.path.isdir(role.image) else os.getcwd()
-    root = "." if role.workspace else cwd
     replicas = []
     for k in range(role.num_replicas):
-        values = macros.Values(root, app_id, str(k), RANK0_HOST)
+        values = macros.Values(root or cwd, app_id, str(k), RANK0_HOST)
         filled = values.apply(role)
         replicas.append(ReplicaRequest([filled.entrypoint, *filled.args], dict(filled.env), cwd))
     return RoleRequest(spec, replicas)

@@ -8,6 +8,7 @@ import base64
 import contextlib
 import functools
 import hashlib
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -19,6 +20,8 @@ from torchx_monarch.backends.core.errors import UserError
 from torchx_monarch.backends.ssh.native import Connection, SshError, concurrently
 from torchx_monarch.code_sync.archive import ChangedError, pack
 from torchx_monarch.code_sync.manifest import Tree
+
+_log = logging.getLogger("torchx_monarch")
 
 _SCHEME = "file://"
 
@@ -32,16 +35,13 @@ class SentWorkspace(WorkspaceMixin[None]):  # type: ignore[misc]
     def caching_build_workspace_and_update_role(
         self, role: Role, cfg: Mapping[str, CfgVal], build_cache: dict[object, object]
     ) -> None:
-        """Check that the workspace can be sent.
-
-        Raises:
-            UserError: it is no folder of this machine.
-        """
-        projects(role)
+        """Build nothing."""
 
 
 def projects(role: Role) -> dict[str, str]:
     """Return the folders of a role's workspace: where each is, and its path in the workspace; empty without one.
+
+    The home folder and ``/`` are left out: they hold more than code, such as keys.
 
     Raises:
         UserError: one is not on this machine.
@@ -51,7 +51,11 @@ def projects(role: Role) -> dict[str, str]:
         path = source.removeprefix(_SCHEME)
         if "://" in path or not os.path.exists(path):
             raise UserError(f"the workspace {source} of role {role.name} is no folder of this machine")
-        found[os.path.abspath(path)] = target
+        path = os.path.abspath(path)
+        if path in ("/", os.path.expanduser("~")):
+            _log.warning("the workspace %s is not sent to the machines: it holds more than code", path)
+        else:
+            found[path] = target
     return found
 
 
