@@ -18,7 +18,7 @@ def main() -> NoReturn:
     print(
         "torchx_monarch.hosts: this role is an allocation that waits for runs, and the scheduler that started it does "
         "not know how. Submit it with one of torchx-monarch's: monarch_local, monarch_docker, monarch_slurm, "
-        "monarch_aws_batch.",
+        "monarch_ssh, monarch_aws_batch.",
         file=sys.stderr,
     )
     sys.exit(os.EX_CONFIG)
