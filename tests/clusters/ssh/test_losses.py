@@ -23,7 +23,10 @@ def test_a_machine_that_reboots_gets_its_replica_again(apps: Apps) -> None:
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize("lost", ["m1", "m2"])
+_FIRST = pytest.mark.nightly("lost_machines loses the first machine as well")
+
+
+@pytest.mark.parametrize("lost", [pytest.param("m1", marks=_FIRST), "m2"])
 def test_the_job_fails_with_the_name_of_a_machine_without_power(apps: Apps, machines: Machines, lost: str) -> None:
     apps.hosts = ["m1", "m2"]
     handle = apps.run(apps.torchrun(apps.program(_SLEEPS), nproc=1), hosts=apps.hosts, lease=5)
