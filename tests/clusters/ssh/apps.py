@@ -40,7 +40,7 @@ class Apps(Place):
     factory = staticmethod(monarch_ssh)
     install = "Debian: openssh-client"
     own_bad_options = (
-        ({"hosts": ["m1"]}, "trainer has 2 replicas and run option `hosts` names 1 machines"),
+        ({"hosts": ["m1"]}, "trainer has 2 replicas, and the machines of run option `hosts` are 1"),
         ({"hosts": ["-oProxyCommand=x", "m2"]}, "'-oProxyCommand=x' is no machine"),
         ({"hosts": ["m1", "m2:99999"]}, "'m2:99999' is no machine"),
         ({"hosts": ["m1", "m1"]}, "names m1 twice"),
