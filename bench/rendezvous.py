@@ -107,7 +107,8 @@ async def _serve(pipe: Connection, address: Address, identity: Identity, replica
     pipe.send(None)
     cpu, memory = time.process_time(), resident()
     await asyncio.wait_for(rendezvous.hosts.until(lambda: rendezvous.hosts.present == replicas), TIMEOUT)
-    hosts = rendezvous.hosts.form()
+    hosts = rendezvous.hosts.able
+    rendezvous.hosts.form(hosts)
     cpu, memory = time.process_time() - cpu, resident() - memory
     started = time.monotonic()
     assert not await host_network.unreachable(hosts[1:])

@@ -56,7 +56,7 @@ def spmd(
         script: script to run (default: the first argument that is not an option)
         nproc: processes per node: a number, or auto, gpu, cpu, xpu (default: 2)
         nnodes: number of nodes (default: 1)
-        j: nodes and processes per node, [NNODESx]NPROC; with -h a bare number is nodes, one process per GPU
+        j: nodes and processes per node, [NNODES[+SPARES]x]NPROC; with -h a bare number is nodes, one process per GPU
         name: {experiment}/{run}, {experiment}/, /{run} or {run} (default run: the program's name)
         image: container image, or directory, in which the job runs
         h: a registered named resource (takes precedence over cpu, gpu, memMB)
@@ -113,6 +113,7 @@ def spmd(
                 max_retries=max_retries,
                 resource=resource,
                 mounts=plan.mounts(mounts),
+                metadata=shape.role_metadata,
             )
         ],
         metadata=dict(metadata or {}),
@@ -138,7 +139,7 @@ def hosts(
     The hosts end after idle_timeout seconds without a run, or with `torchx monarch stop HANDLE`.
 
     Args:
-        j: [NNODESx]NPROC: nodes, and spare interpreters to keep ready on each node (0 for none)
+        j: [NNODES[+SPARES]x]NPROC: nodes, spare nodes, and interpreters to keep ready on each node (0 for none)
         name: name of the app
         image: container image, or directory, in which the hosts run
         h: a registered named resource (takes precedence over cpu, gpu, memMB)
@@ -151,7 +152,7 @@ def hosts(
         max_retries: how often a lost host is replaced while the others wait
         idle_timeout: seconds without a run after which the hosts end (0: never)
     """
-    nodes, nproc = plan.hosts(j, h)
+    shape = plan.hosts(j, h)
     plan.require_counts(max_retries=max_retries, idle_timeout=idle_timeout)
     role_env = dict(env or {})
     role_env.setdefault("LOGLEVEL", os.getenv("LOGLEVEL", "WARNING"))
@@ -162,13 +163,14 @@ def hosts(
                 name="hosts",
                 image=image,
                 entrypoint="python",
-                args=["-m", HOSTS_MODULE, "--idle-timeout", str(idle_timeout), "--nproc", nproc],
+                args=["-m", HOSTS_MODULE, "--idle-timeout", str(idle_timeout), "--nproc", shape.nproc],
                 env=role_env,
-                num_replicas=nodes,
+                num_replicas=shape.replicas,
                 max_retries=max_retries,
                 retry_policy=specs.RetryPolicy.REPLICA if max_retries else specs.RetryPolicy.APPLICATION,
                 resource=plan.resource(h, cpu, gpu, memMB),
                 mounts=plan.mounts(mounts),
+                metadata=shape.role_metadata,
             )
         ],
         metadata=dict(metadata or {}),

@@ -158,6 +158,19 @@ class Contract:
         # The lost replica's log from before is still a part of its log.
         assert (log.count("attempt 0"), log.count("attempt 1")) == (4, 4), log
 
+    @pytest.mark.scenario("spare host")
+    def test_a_spare_host_takes_the_place_of_a_lost_one(self, place: Place) -> None:
+        role = place.torchrun(_program(place, _WAITS), metadata={"monarch": {"spares": 1}})
+        handle = _lose(place, role, 1)
+        for replica, attempts in enumerate(("01", "0", "1")):
+            printed = "".join(place.lines(handle, replica))
+            first = 2 * min(replica, 1)
+            for attempt in "01":
+                for rank in (first, first + 1):
+                    assert printed.count(f"attempt {attempt} rank {rank}") == (attempt in attempts), printed
+        states = place.states(handle)
+        assert states["trainer/0"] == states["trainer/2"] == AppState.SUCCEEDED
+
     @pytest.mark.scenario("retries")
     @pytest.mark.parametrize("lost", [1, 0])
     def test_the_job_begins_again_when_a_host_is_lost(self, place: Place, lost: int) -> None:

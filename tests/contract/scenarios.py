@@ -13,6 +13,7 @@ import os
 SCENARIOS = (
     "two hosts, digits",
     "lost host replaced",
+    "spare host",
     "cancel while pending",
     "cancel while running",
     "stacks of running ranks",

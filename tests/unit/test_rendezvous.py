@@ -54,7 +54,7 @@ def test_a_host_that_is_started_again_before_the_others_waits_for_them(address: 
         await first.start()
         first.register(host(0))
         lost = await RendezvousClient.join(address, host(1), 5)
-        first.hosts.form()
+        first.hosts.form(first.hosts.able)
         lost._writer.close()
         assert (await asyncio.wait_for(first.events.next(), 5)).replica == 1
         first.end()

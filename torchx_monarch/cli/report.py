@@ -98,6 +98,10 @@ def _facts(history: JobHistory) -> Iterator[tuple[str, str]]:
         yield (f"command of {role.role}" if len(status.roles) > 1 else "command"), role.command
     if size := size_of(status):
         yield "hosts", size + (f" (world size {status.ranks})" if status.ranks is not None else "")
+    if status.spares:
+        yield "spares", one_line(", ".join(status.spares))
+    for each in status.excluded:
+        yield "excluded", one_line(each.message)
     for title, when in (("submitted", status.submitted), ("started", status.started), ("ended", status.ended)):
         if when is not None:
             yield title, _date(when)

@@ -50,6 +50,10 @@ def _facts(status: JobStatus, now: float) -> Iterator[tuple[str, str]]:
         yield "restarts", str(status.restarts)
     if size := size_of(status):
         yield "hosts", size + (f" (world size {status.ranks})" if status.ranks is not None else "")
+    if status.spares:
+        yield "spares", one_line(", ".join(status.spares))
+    for each in status.excluded:
+        yield "excluded", one_line(each.message)
     if status.last_failure is not None:
         ago = f"{show_duration(now - status.last_failure.time)} ago: " if status.last_failure.time else ""
         yield "last failure", ago + status.last_failure.message

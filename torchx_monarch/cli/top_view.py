@@ -53,11 +53,14 @@ def head(view: View) -> list[str]:
     ]
     if status.ranks is not None and status.hosts is not None:
         facts.append(f"{status.ranks} ranks on {status.hosts} host{'s' if status.hosts > 1 else ''}")
+    if status.spares:
+        facts.append(f"spare: {', '.join(status.spares)}")
     lines = [f"{one_line(status.handle)}: {status.state}{took}", "; ".join(filter(None, facts)), status.message]
     if status.hang is not None and not status.has_ended:
         lines.append(f"hang: {status.hang.message}")
     if status.last_failure is not None and not status.has_ended:
         lines.append(f"last failure: {status.last_failure.message}")
+    lines += [each.message for each in status.excluded]
     lines += [f"host {replica}: {why}" for replica, why in view.missing.items()]
     lines.append("" if status.has_ended else view.problem)
     return [one_line(line) for line in lines if line]

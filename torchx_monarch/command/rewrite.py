@@ -23,6 +23,7 @@ from torchx_monarch.command.template import escape, substitute
 from torchx_monarch.model import sidecars
 from torchx_monarch.model.host_spec import HostSpec, show_seconds
 from torchx_monarch.model.role_spec import RoleSpec, WorkloadKind
+from torchx_monarch.model.spares import SparesError, read_spares
 
 _WORKLOADS = {
     "torchrun": WorkloadKind.RANKS,
@@ -100,6 +101,7 @@ def rewrite(app: AppDef, options: WrapOptions) -> Rewritten:
     Raises:
         CommandError: the command of a role is invalid or not supported; the message names the role.
         SidecarError: the sidecar mark of a role is invalid.
+        SparesError: a role is to have spare hosts, and cannot have any.
     """
     rewritten = copy.deepcopy(app)
     commands = [_find_rank_command(role) for role in app.roles]
@@ -117,15 +119,41 @@ def rewrite(app: AppDef, options: WrapOptions) -> Rewritten:
     peers = ",".join(f"{name}={options.rendezvous[name]}" for name in actors if name in options.rendezvous)
     specs = []
     for role, found in zip(rewritten.roles, commands, strict=True):
+        spares = _count_spares(role, found, options.spec.spares)
         if found is None:
             specs.append(RoleSpec.of(role))
             continue
         rendezvous = options.rendezvous.get(role.name, "")
         spec = RoleSpec.of(role, _WORKLOADS[found.kind], rendezvous, ends_together=peer_roles > 0)
+        if spares:
+            fewest = found.command.fewest(role.num_replicas)
+            role.num_replicas += spares
+            spec = replace(spec, replicas=role.num_replicas, min_replicas=fewest, spares=spares)
         specs.append(replace(spec, awaits_clients=found.awaits_clients))
-        words = _host_arguments(role, options, peers if found.kind == "actors" else "", registry, peer_roles, awaited)
+        own = replace(options, spec=replace(options.spec, spares=spares))
+        words = _host_arguments(role, own, peers if found.kind == "actors" else "", registry, peer_roles, awaited)
         _insert(role, found, [options.python, *words])
     return Rewritten(rewritten, tuple(specs))
+
+
+def _count_spares(role: Role, found: _RankCommand | None, spares: int) -> int:
+    """Return the number of spare hosts of a role.
+
+    Args:
+        role: the role.
+        found: its rank command; None if it has none.
+        spares: the number for roles whose metadata gives none.
+
+    Raises:
+        SparesError: the role's metadata is invalid, or gives spare hosts to a role without ranks or runs.
+    """
+    given = read_spares(role)
+    has_spares = found is not None and found.kind != "actors"
+    if given and not has_spares:
+        raise SparesError(f"role {role.name!r} has spare hosts, and it runs no ranks that could move to them")
+    if given is None:
+        return spares if has_spares and not sidecars.is_sidecar(role) else 0
+    return given
 
 
 def _end_together(hosts: Sequence[tuple[Role, _RankCommand]], always: bool) -> int:

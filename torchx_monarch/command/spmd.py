@@ -12,7 +12,7 @@ import string
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from torchx import specs
 from torchx.components.dist import parse_nnodes
@@ -23,6 +23,8 @@ from torchx_monarch.command.command import PROCESS_COUNTS, is_process_count
 from torchx_monarch.command.component_arguments import unprotected
 from torchx_monarch.command.meshes import check_mesh_name
 from torchx_monarch.command.torchrun_options import Streams, node_range
+from torchx_monarch.model.sidecars import KEY
+from torchx_monarch.model.spares import SPARES
 
 DEBUG_ENV = {
     "CUDA_LAUNCH_BLOCKING": "1",
@@ -33,6 +35,9 @@ DEBUG_ENV = {
 """Environment variables that ``--debug`` sets, as for TorchX's dist.torchrun."""
 
 _DEFAULT_J = "1x2"
+
+_SPARES = re.compile(r"([^x+]+)\+(\d+)(x.*)?")
+"""NNODES+SPARES[xNPROC]."""
 _FALLBACK_NAME = "spmd"
 
 
@@ -110,14 +115,16 @@ class Shape:
     Attributes:
         nnodes: value of torchrun's ``--nnodes``: a number, or MIN:MAX.
         nproc: value of torchrun's ``--nproc-per-node``: a number, or auto, gpu, cpu, xpu.
+        spares: number of spare nodes beside these; None if the options do not say.
     """
 
     nnodes: str
     nproc: str
+    spares: int | None = None
 
     @classmethod
     def of(cls, j: str | None, nnodes: str | None, nproc: str | None, h: str | None) -> Shape:
-        """Combine ``-j [NNODESx]NPROC``, ``--nnodes`` and ``--nproc``, each of which may be None.
+        """Combine ``-j [NNODES[+SPARES]x]NPROC``, ``--nnodes`` and ``--nproc``, each of which may be None.
 
         As in dist.torchrun, ``-j N`` without ``x`` means N processes on one node or, with a named resource ``h``, N
         nodes with one process per GPU.
@@ -130,7 +137,7 @@ class Shape:
             for option, given, meant in (("--nnodes", nnodes, shape.nnodes), ("--nproc", nproc, shape.nproc)):
                 if given is not None and given != meant:
                     _refuse(f"{option} {given} contradicts -j {j}, which means {option} {meant}: give one of them.")
-        shape = cls(nnodes or shape.nnodes, nproc or shape.nproc)
+        shape = cls(nnodes or shape.nnodes, nproc or shape.nproc, shape.spares)
         if not is_process_count(shape.nproc):
             _refuse(f"--nproc {shape.nproc}: use a number above 0, or one of {', '.join(PROCESS_COUNTS)}.")
         try:
@@ -141,13 +148,18 @@ class Shape:
 
     @classmethod
     def _from_j(cls, j: str, h: str | None) -> Shape:
+        given, spares = j, None
+        if found := _SPARES.fullmatch(j):
+            if not found[3] and h is None:
+                _refuse(f"-j {j}: spare nodes are given as NNODES+SPARESxNPROC, such as 4+1x8.")
+            j, spares = found[1] + (found[3] or ""), int(found[2])
         try:
             if h is not None and j.isdigit():
                 j = str(StructuredJArgument.parse_from(h, j))
             _, _, nproc, nnodes = parse_nnodes(j)
         except ValueError as error:
-            _refuse(f"-j {j}: {error}")
-        return cls(nnodes, str(nproc))
+            _refuse(f"-j {given}: {error}")
+        return cls(nnodes, str(nproc), spares)
 
     @property
     def min_replicas(self) -> int:
@@ -155,16 +167,21 @@ class Shape:
         return node_range(self.nnodes)[0]
 
     @property
+    def role_metadata(self) -> dict[str, Any]:
+        """The metadata of the role: its spare nodes, if the options name a number."""
+        return {} if self.spares is None else {KEY: {SPARES: self.spares}}
+
+    @property
     def replicas(self) -> int:
         """The maximum number of nodes."""
         return node_range(self.nnodes)[1]
 
 
-def hosts(j: str, h: str | None) -> tuple[int, str]:
-    """Parse ``-j`` of ``monarch.hosts``; return the number of nodes, and of processes per node.
+def hosts(j: str, h: str | None) -> Shape:
+    """Parse ``-j`` of ``monarch.hosts``.
 
     Args:
-        j: value of ``-j``, NNODESxNPROC. NPROC 0 means that torch is imported no sooner
+        j: value of ``-j``, NNODES[+SPARES]xNPROC. NPROC 0 means that torch is imported no sooner
             than for the first run.
         h: named resource; None for none.
 
@@ -172,14 +189,14 @@ def hosts(j: str, h: str | None) -> tuple[int, str]:
         ComponentValidationException: the value is invalid, or a range of nodes.
     """
     if j.endswith("x0") or j == "0":  # Shape.of rejects 0 processes
-        nodes = j.removesuffix("0").removesuffix("x") or "1"
-        if not nodes.isdigit() or not int(nodes):
+        nodes, plus, spares = (j.removesuffix("0").removesuffix("x") or "1").partition("+")
+        if not nodes.isdigit() or not int(nodes) or (plus and not spares.isdigit()):
             _refuse(f"-j {j}: use NNODESxNPROC, such as 2x8.")
-        return int(nodes), "0"
+        return Shape(nodes, "0", int(spares) if plus else None)
     shape = Shape.of(j, None, None, h)
     if shape.min_replicas != shape.replicas:
         _refuse(f"-j {j}: hosts that wait are all there or none; use NNODESxNPROC, such as 2x8.")
-    return shape.replicas, shape.nproc
+    return shape
 
 
 def app_name(run_name: str, role: str) -> str:

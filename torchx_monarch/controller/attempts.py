@@ -17,6 +17,7 @@ from torchx_monarch.controller.hang_watch import HangWatch
 from torchx_monarch.controller.host_events import (
     HostEvent,
     HostEvents,
+    HostExcluded,
     HostJoined,
     HostLost,
     HostPreempted,
@@ -108,8 +109,8 @@ class Attempts:
         Args:
             joined: whether a host has joined; torchrun does not count that as a restart.
         """
-        # An elastic job counts only attempts whose ranks had started.
-        if self._launched == self.number or not self._options.sizes.elastic:
+        # A job that can lose hosts counts only attempts whose ranks had started.
+        if self._launched == self.number or not self._options.sizes.can_lose:
             self.number += 1
             self._uncounted += joined
 
@@ -124,6 +125,9 @@ class Attempts:
             HostRefused: a host refused a request.
         """
         if self._preflight is not None and (reason := await self._preflight.check(hosts)):
+            unfit = self._preflight.culprit
+            if unfit is not None and (excluded := self._gatherer.blame(unfit, reason, unfit=True)):
+                raise Interrupted(excluded)
             return JobResult(1, reason)
         budget, never_joined = self._options.max_restarts, frozenset[int]()
         backoff, clock = retry.Backoff(), asyncio.get_running_loop().time
@@ -135,6 +139,8 @@ class Attempts:
                 self._reporter.line(f"also: {line}")
             before, never_joined = never_joined, retry.never_joined(self.exits.values())
             stuck = self._same_step.why_not(self.exits.values(), cause, self._options.same_step_limit)
+            if excluded := self._blame_host_of(cause, hosts, failure):
+                self._same_step, stuck = retry.SameStep(), ""  # other machines may get further
             reason = retry.why_not(cause, never_joined, before, self._options.retry_on, self._options.on_hang) or stuck
             if self._restarts_left == 0 or reason:
                 if self._restarts_left:
@@ -144,6 +150,9 @@ class Attempts:
             self.number += 1
             text = f"restart {budget - self._restarts_left} of {budget} after: {failure}"
             self._reporter.restarted(text, attempt=self.number, rank=cause.rank, code=cause.code)
+            if excluded is not None:
+                self._agents.members = set()  # the ranks have ended
+                raise Interrupted(excluded)
             if delay := backoff.delay(lived):
                 self._reporter.line(f"the restart waits {delay:.1f} s: the last attempt failed after {lived:.1f} s")
                 await self._events.interrupt(asyncio.sleep(delay))
@@ -288,13 +297,24 @@ class Attempts:
     def _note(self, exited: RanksExited) -> None:
         self.exits.update({one.rank: one for one in exited.exits})
 
+    def _blame_host_of(self, cause: RankExit, hosts: list[Registration], failure: str) -> HostExcluded | None:
+        """Count a failure of the ranks for the host of its root cause; return the event that excludes the host."""
+        first = 0
+        for host in hosts:
+            first += host.nproc
+            if cause.rank < first:
+                # On a live allocation, the host has the number of ranks of the run.
+                registered = next(each for each in self._agents.hosts if each.replica == host.replica)
+                return self._gatherer.blame(registered, failure)
+        return None
+
     def _blame_hosts(self, cause: RankExit | None) -> None:
         """Raise the pending event that may have caused the ranks' failure, if there is one.
 
         Ranks may notice the loss of a host before the controller does.
         """
         blamed: list[HostEvent] = []
-        if self._options.sizes.elastic:
+        if self._options.sizes.can_lose:
             leaves = (HostLost, HostPreempted)
             blamed = [one for one in self._events.pending if one.replica != 0 and isinstance(one, leaves)]
         elif cause is None or cause.is_collateral or self._restarts_left:

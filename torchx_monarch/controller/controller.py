@@ -9,6 +9,7 @@ from typing import Protocol
 from torchx_monarch.controller.elastic import HostGatherer, TooFewHosts
 from torchx_monarch.controller.host_events import (
     HostEvent,
+    HostExcluded,
     HostJoined,
     HostLost,
     HostPreempted,
@@ -129,11 +130,12 @@ class Controller:
         """Make the transition that an event causes; return the result of the job, or None if the job goes on."""
         self._events.settle(event)
         wanted = isinstance(event, StopRequested) and event.result.stopped
-        self._reporter.note("stop" if wanted else event.KIND, event.result.reason, replica=event.replica)
+        more = {"host": event.host} if isinstance(event, HostExcluded) else {}
+        self._reporter.note("stop" if wanted else event.KIND, event.result.reason, replica=event.replica, **more)
         left = await self._dismiss_host(event)
         # The controller runs on replica 0, so an event of replica 0 ends the job.
-        goes_on = (left or isinstance(event, HostJoined)) and event.replica != 0
-        goes_on = goes_on and (self._sizes.elastic or self._replacements_left > 0)
+        goes_on = (left or isinstance(event, (HostJoined, HostExcluded))) and event.replica != 0
+        goes_on = goes_on and (self._sizes.can_lose or self._replacements_left > 0)
         if not goes_on:
             self._rendezvous.end()
         if await self._work.stop(event, left):
@@ -150,11 +152,12 @@ class Controller:
     async def _dismiss_host(self, event: HostEvent) -> bool:
         """Return whether the host of an event has left.
 
-        A preempted host leaves an elastic job alone, if more hosts than the minimum are present.
+        A preempted host leaves alone a job that can lose hosts, if more hosts than the minimum are present.
         """
         if isinstance(event, HostLost):
+            self._gatherer.blame_lost(event.replica, event.result.reason)
             return True
-        leaves = event.replica != 0 and isinstance(event, HostPreempted) and self._sizes.elastic
+        leaves = event.replica != 0 and isinstance(event, HostPreempted) and self._sizes.can_lose
         if not leaves or self._rendezvous.hosts.present <= self._sizes.fewest:
             return False
         await self._rendezvous.dismiss(event.replica, event.result)
@@ -167,7 +170,7 @@ class Controller:
         if joined:
             return 0.0
         replaced = self._replacements_left > 0
-        if replaced and (too_few or not self._sizes.elastic):
+        if replaced and (too_few or not self._sizes.can_lose):
             self._replacements_left -= 1
             text = f"replica {event.replica} is to be replaced, {self._replacements_left} replacements left"
             self._reporter.note("replacement", text, replica=event.replica)

@@ -15,7 +15,8 @@ import dataclasses
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 from torchx_monarch.command.command import Command
-from torchx_monarch.controller.host_events import HostLost
+from torchx_monarch.controller.host_choice import HostFailures, choose, machine
+from torchx_monarch.controller.host_events import HostEvent, HostExcluded, HostLost
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.job_result import JobResult
@@ -23,6 +24,9 @@ from torchx_monarch.model.registration import Registration
 
 _MAX_RUNS = 50
 """Runs of replicas that one line names."""
+
+_ORDER_TIMEOUT = 2.0
+"""Seconds for which the first attempt waits for hosts with lower numbers when a spare host has arrived before them."""
 
 
 class TooFewHosts(Exception):
@@ -35,10 +39,11 @@ class NodeRange:
 
     Attributes:
         fewest: minimum number of hosts.
-        most: maximum number of hosts, which is the number of the role's replicas.
+        most: maximum number of hosts, which is the number of the role's replicas without spare ones.
         join_timeout: seconds for the minimum number of hosts to arrive.
         join_option: the option that sets ``join_timeout``, for messages.
         last_call: seconds to wait for further hosts after the minimum has arrived.
+        spares: number of spare hosts beside ``most``.
     """
 
     fewest: int
@@ -46,20 +51,22 @@ class NodeRange:
     join_timeout: float
     join_option: str = "--host-timeout"
     last_call: float = 0.0
+    spares: int = 0
 
     @classmethod
-    def of(cls, command: Command | None, replicas: int, timeout: float) -> NodeRange:
+    def of(cls, command: Command | None, replicas: int, timeout: float, spares: int = 0) -> NodeRange:
         """Derive the range from torchrun's ``--nnodes`` and ``--rdzv-conf``.
 
         Args:
             command: the role's command; None if it cannot be parsed.
-            replicas: number of replicas of the role.
+            replicas: number of replicas of the role, without spare ones.
             timeout: seconds to wait for hosts, unless the command sets ``join_timeout``.
+            spares: number of spare replicas.
         """
         if command is None:
-            return cls(replicas, replicas, timeout)
+            return cls(replicas, replicas, timeout, spares=spares)
         conf = command.options.rdzv_conf
-        sizes = cls(command.fewest(replicas), replicas, timeout, last_call=conf.last_call_timeout)
+        sizes = cls(command.fewest(replicas), replicas, timeout, last_call=conf.last_call_timeout, spares=spares)
         if conf.join_timeout is None:
             return sizes
         option = f"--rdzv-conf join_timeout={conf.join_timeout}"
@@ -70,6 +77,11 @@ class NodeRange:
         """Whether the job can run on fewer hosts than the role has replicas."""
         return self.fewest < self.most
 
+    @property
+    def can_lose(self) -> bool:
+        """Whether the job can go on without one of its hosts: it is elastic, or has spare hosts."""
+        return self.elastic or self.spares > 0
+
 
 class HostGatherer:
     """Gather the hosts of each attempt.
@@ -79,6 +91,7 @@ class HostGatherer:
         rendezvous: the rendezvous at which the hosts register.
         reporter: writes progress lines and events.
         unreachable: returns the reason for each host that cannot be reached, by replica (``HostNetwork.unreachable``).
+        failures: counts the failures of hosts; None to exclude no host.
     """
 
     def __init__(
@@ -87,13 +100,17 @@ class HostGatherer:
         rendezvous: Rendezvous,
         reporter: Reporter,
         unreachable: Callable[[Iterable[Registration]], Awaitable[dict[int, str]]],
+        failures: HostFailures | None = None,
     ) -> None:
         self.unreachable = unreachable
         self._sizes = sizes
         self._rendezvous = rendezvous
         self._registry = rendezvous.hosts
         self._reporter = reporter
-        self._before: dict[int, Registration] = {}
+        self._failures = failures or HostFailures(0, 1.0)
+        self._members: list[Registration] = []
+        self._told: frozenset[int] = frozenset()
+        rendezvous.on_idle_change = self._report_idle_change
 
     async def enough(self, wait: float) -> None:
         """Wait for the hosts of the next attempt.
@@ -107,7 +124,10 @@ class HostGatherer:
         registry, sizes = self._registry, self._sizes
         while True:
             await self._fewest()
-            if wait and registry.missing:
+            if sizes.spares and not registry.formed and not self._are_first():
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(registry.until(self._are_first), _ORDER_TIMEOUT)
+            if wait and not self._settled():
                 with contextlib.suppress(asyncio.TimeoutError):
                     await self._reporter.while_waiting(
                         asyncio.wait_for(registry.until(self._settled), wait),
@@ -121,27 +141,70 @@ class HostGatherer:
         registry, sizes = self._registry, self._sizes
         if registry.present < sizes.fewest:
             return []
-        hosts = registry.form()
+        before, hosts = self._members, self._choose()
+        self._members = hosts
+        registry.form(hosts)
         size = f" (elastic, {sizes.fewest} to {sizes.most})" if sizes.elastic else ""
         names = [host.hostname for host in hosts]
         self._reporter.phase("hosts", f"hosts {len(hosts)}/{sizes.most}{size}", hosts=names)
-        self._report_change(hosts)
+        if before:
+            self._report_change(before, hosts)
+        self._report_spares()
         return hosts
 
     async def newcomer(self) -> Registration:
         """Wait for a host that is not in the attempt, and then for all others or the end of the last call."""
         registry = self._registry
         while not (newcomers := await self.reachable_newcomers()):
-            await registry.until(lambda: bool(registry.newcomers))
+            await registry.until(lambda: bool(self._newcomers()))
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(registry.until(lambda: not registry.missing), self._sizes.last_call)
+                await asyncio.wait_for(registry.until(self._settled), self._sizes.last_call)
         return newcomers[0]
 
     async def reachable_newcomers(self) -> list[Registration]:
         """Return the hosts that are not in the attempt, and refuse the unreachable ones before any rank is stopped."""
-        if refused := await self.refuse(await self.unreachable(self._registry.newcomers)):
+        if refused := await self.refuse(await self.unreachable(self._newcomers())):
             self._reporter.note(refused.KIND, refused.result.reason, replica=refused.replica)
-        return self._registry.newcomers
+        return self._newcomers()
+
+    def blame(self, host: Registration, reason: str, unfit: bool = False) -> HostExcluded | None:
+        """Count a failure of a host; return the event that puts another host in its place if one is there.
+
+        Args:
+            host: the host that has caused the failure.
+            reason: the failure in one line.
+            unfit: whether the host is excluded at once, because it cannot be used.
+        """
+        name = machine(host, self._registry.registered.values())
+        if unfit and self._failures.enabled and name not in self._failures.excluded:
+            self._failures.exclude(name)
+            told = f"{name} is excluded: {reason}"
+        elif not unfit and self._failures.add(name):
+            told = f"{name} is excluded after {self._failures.describe(name)}, the last: {reason}"
+        else:
+            return None
+        if host.replica in {each.replica for each in self._choose()}:
+            why = "the controller runs there" if host.replica == 0 else "no other host can take its place now"
+            told = f"{told}; it stays, because {why}"
+        elif host in self._registry.able:
+            return HostExcluded(host.replica, JobResult(1, told, replica=host.replica), host=name)
+        self._reporter.note(HostExcluded.KIND, told, replica=host.replica, host=name)
+        return None
+
+    def blame_lost(self, replica: int, reason: str) -> None:
+        """Count the loss of a host of the present attempt as its failure."""
+        if host := next((each for each in self._members if each.replica == replica), None):
+            self.blame(host, reason)
+
+    def _report_spares(self) -> None:
+        """Report the hosts that are present and run no ranks, if they have changed."""
+        idle = [host for host in self._registry.able if host not in self._members]
+        excluded = self._excluded()
+        spares = [host for host in idle if host.replica not in excluded]
+        if self._sizes.spares and frozenset(host.replica for host in spares) != self._told:
+            self._told = frozenset(host.replica for host in spares)
+            text = f"spare: {', '.join(host.name for host in spares)}" if spares else "no spare host is left"
+            self._reporter.note("spares", text, replicas=sorted(self._told), hosts=[host.hostname for host in spares])
 
     async def refuse(self, reasons: Mapping[int, str]) -> HostLost | None:
         """Dismiss hosts that cannot take part in an elastic job, which goes on without them.
@@ -150,10 +213,10 @@ class HostGatherer:
             reasons: why each host cannot take part, by replica; empty for none.
 
         Returns:
-            The loss of the first of these hosts. None if the job cannot dismiss them: it is not elastic, ``reasons`` is
-            empty, or replica 0 is among them.
+            The loss of the first of these hosts. None if the job cannot dismiss them: it cannot lose hosts, ``reasons``
+            is empty, or replica 0 is among them.
         """
-        if not reasons or 0 in reasons or not self._sizes.elastic:
+        if not reasons or 0 in reasons or not self._sizes.can_lose:
             return None
         losses = []
         for replica, reason in reasons.items():
@@ -177,7 +240,29 @@ class HostGatherer:
         return f"{registry.present} of at least {fewest} hosts left, and replica {missing} will not be replaced"
 
     def _settled(self) -> bool:
-        return not self._registry.missing or self._registry.present < self._sizes.fewest
+        present, sizes = self._registry.present, self._sizes
+        return not self._registry.missing or not sizes.fewest <= present < sizes.most
+
+    def _are_first(self) -> bool:
+        """Whether the hosts that are no spare ones have registered, so that a spare one is not used in their place."""
+        return all(replica >= self._sizes.most for replica in self._registry.missing)
+
+    def _choose(self) -> list[Registration]:
+        places = [host.replica for host in self._members] if self._sizes.spares else []
+        return choose(self._registry.able, places, self._sizes.most, self._sizes.fewest, self._excluded())
+
+    def _excluded(self) -> set[int]:
+        registered = self._registry.registered.values()
+        return {host.replica for host in registered if machine(host, registered) in self._failures.excluded}
+
+    def _newcomers(self) -> list[Registration]:
+        """Return the hosts that would join the present attempt if it were formed now."""
+        return [host for host in self._choose() if host not in self._members]
+
+    def _report_idle_change(self, loss: HostEvent | None) -> None:
+        if loss is not None:
+            self._reporter.line(f"{loss.result.reason}; it ran no ranks")
+        self._report_spares()
 
     async def _fewest(self) -> None:
         registry, sizes = self._registry, self._sizes
@@ -197,15 +282,23 @@ class HostGatherer:
             count = f"{registry.present} of at least {sizes.fewest} hosts"
             raise TooFewHosts(f"{count} arrived {within}: {missing} did not") from None
 
-    def _report_change(self, hosts: list[Registration]) -> None:
-        before, now = self._before, {host.replica: host for host in hosts}
-        self._before = now
-        if not before or len(before) == len(now):
+    def _report_change(self, before: list[Registration], now: list[Registration]) -> None:
+        came = {host.replica for host in now} - {host.replica for host in before}
+        went = {host.replica for host in before} - {host.replica for host in now}
+        if len(before) == len(now):
+            for old, new in zip(before, now, strict=True):
+                if old.replica != new.replica and new.replica in came:
+                    text = f"{new.name} takes the place of host {old.replica} ({old.hostname})"
+                    more = {"replica": new.replica, "replaces": old.replica, "host": new.hostname}
+                    if old in self._registry.able:  # it was excluded, and that was counted as a restart before
+                        self._reporter.note("spare_used", text, **more)
+                    else:
+                        self._reporter.restarted(text, **more)
             return
         changes = []
-        if came := now.keys() - before.keys():
+        if came:
             changes.append(f"replica {listed(came)} came")
-        if went := before.keys() - now.keys():
+        if went:
             changes.append(f"replica {listed(went)} went")
         text = f"size changed from {len(before)} to {len(now)} hosts: {', '.join(changes)}"
         self._reporter.note("resize", text, before=len(before), now=len(now))

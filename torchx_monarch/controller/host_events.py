@@ -54,6 +54,19 @@ class HostPreempted(HostEvent):
     KIND = "preempted"
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class HostExcluded(HostEvent):
+    """A host has failed too often, and another one is to take its place; its ranks have ended.
+
+    Attributes:
+        host: the name under which its failures were counted.
+    """
+
+    KIND = "excluded"
+
+    host: str = ""
+
+
 class StopRequested(HostEvent):
     """The job must end: a client or a signal asks for it, another role has failed, or a host cannot start."""
 

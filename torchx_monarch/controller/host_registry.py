@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torchx_monarch.model.registration import Registration
 
@@ -28,6 +28,7 @@ class HostRegistry:
         self._members: dict[int, Registration] = {}
         self._seen: set[int] = set()
         self._failed: set[int] = set()
+        self._refused: set[int] = set()
         self._changed = asyncio.Event()
 
     def add(self, host: Registration) -> None:
@@ -50,16 +51,25 @@ class HostRegistry:
         while not condition():
             await self._changed.wait()
 
-    def form(self) -> list[Registration]:
-        """Make the registered hosts the members of the next attempt; return them by replica id."""
+    def form(self, members: Iterable[Registration]) -> None:
+        """Note the members of the next attempt."""
         self.formed = True
-        self._members = {each: host for each, host in sorted(self.registered.items()) if not host.error}
-        return list(self._members.values())
+        self._members = {host.replica: host for host in members}
+
+    def note_refused(self, replica: int) -> int:
+        """Note a host that cannot start; return the number of replicas whose host could not."""
+        self._seen.add(replica)
+        self._refused.add(replica)
+        return len(self._refused)
+
+    def is_idle(self, host: Registration) -> bool:
+        """Return whether a host is no member of the present attempt."""
+        return self.formed and self._members.get(host.replica) is not host
 
     @property
-    def newcomers(self) -> list[Registration]:
-        """The hosts that are registered and not yet members."""
-        return [host for replica, host in sorted(self.registered.items()) if self._members.get(replica) is not host]
+    def able(self) -> list[Registration]:
+        """The registered hosts that can take part, by replica."""
+        return [host for _, host in sorted(self.registered.items()) if not host.error]
 
     @property
     def missing(self) -> list[int]:

@@ -20,6 +20,9 @@ _LINE = 600
 class Preflight:
     """Compare the hosts of a run, once for each set of hosts.
 
+    Attributes:
+        culprit: the host that the first problem of the last check names; None for none.
+
     Args:
         mode: ``on`` to fail the run if something is wrong, ``warn`` to report it, ``off`` to check nothing.
         networked: whether hosts reach each other over a network.
@@ -33,6 +36,7 @@ class Preflight:
         self._agents = agents
         self._reporter = reporter
         self._checked: list[Registration] = []
+        self.culprit: Registration | None = None
 
     async def check(self, hosts: list[Registration]) -> str:
         """Check the hosts, unless these have been checked; return why the run must not start, empty if it may.
@@ -72,6 +76,8 @@ class Preflight:
             self._reporter.line(f"pre-flight: {len(hosts)} hosts are fit and alike ({time.monotonic() - began:.2f} s)")
         if not problems or self._mode == "warn":
             return ""
+        named = {problems[0].find(host.name): host for host in hosts if host.name in problems[0]}
+        self.culprit = named[min(named)] if named else None
         more = f" (and {len(problems) - 1} more, see the log)" if len(problems) > 1 else ""
         return f"pre-flight: {problems[0]}{more}"
 

@@ -28,7 +28,15 @@ import signal
 import time
 from collections.abc import Awaitable, Callable
 
-from torchx_monarch.controller.host_events import HostEvents, HostLost, StopRequested, agent_lost, signalled
+from torchx_monarch.controller.host_events import (
+    HostEvent,
+    HostEvents,
+    HostLost,
+    HostPreempted,
+    StopRequested,
+    agent_lost,
+    signalled,
+)
 from torchx_monarch.controller.host_messages import AgentLost, RunOutput, SignalReceived, decode_report
 from torchx_monarch.controller.host_registry import HostRegistry
 from torchx_monarch.model.codec import DecodeError, decode
@@ -74,6 +82,8 @@ class Rendezvous:
         hosts: the hosts that are registered.
         clients: handlers of client greetings, by kind, which extend or replace those of this module. The handler owns
             the connection until it returns; its ``RendezvousError`` refuses the client.
+        on_idle_change: called when hosts that take no part in the present attempt have changed, with the loss of one or
+            with None; None elsewhere.
         on_output: called with a host and the output of its ranks, on a live allocation; None elsewhere.
 
     Args:
@@ -84,6 +94,7 @@ class Rendezvous:
         peer_timeout: seconds without an answer from a machine after which the kernel breaks its connection.
         lease: seconds of silence after which a host counts as lost.
         fewest: minimum number of hosts that the job needs; None for all.
+        spares: number of spare hosts, which the job does not need.
     """
 
     def __init__(
@@ -95,17 +106,20 @@ class Rendezvous:
         peer_timeout: float = PEER_TIMEOUT,
         lease: float = LEASE,
         fewest: int | None = None,
+        spares: int = 0,
     ) -> None:
         self.events = HostEvents()
         self.hosts = HostRegistry(replicas)
         self.clients: dict[str, Serve] = {}
         self.on_output: Callable[[Registration, RunOutput], None] | None = None
+        self.on_idle_change: Callable[[HostEvent | None], None] | None = None
         self._address = address
         self._identity = identity
         self._bind = bind
         self._peer_timeout = peer_timeout
         self._replicas = replicas
-        self._elastic = fewest is not None and fewest < replicas
+        self._fewest = replicas if fewest is None else fewest
+        self._spares = spares
         self._leases: Leases[int] = Leases(lease, self._lease_expired)
         self._silent: set[int] = set()
         self._writers: dict[int, asyncio.StreamWriter] = {}
@@ -135,6 +149,8 @@ class Rendezvous:
             reason = f"{host.name} cannot start: {host.error}"
             result = JobResult(host.code, reason, replica=host.replica)
             self.events.post(StopRequested(host.replica, result))
+        elif self.hosts.is_idle(host):
+            self._note_idle_change(None)
 
     async def dismiss(self, replica: int, result: JobResult) -> None:
         """Send one host the result with which it ends, while the job goes on without it."""
@@ -215,7 +231,10 @@ class Rendezvous:
             self._leases.drop(host.replica)
         if not host.error and self.hosts.registered.get(host.replica) is host:
             self.hosts.remove(host.replica)
-            self.events.post(lost)
+            if self._is_needless(host):
+                self._note_idle_change(lost)
+            else:
+                self.events.post(lost)
 
     def _kind(self, greeting: messages.Message | None) -> str:
         if greeting is None:
@@ -251,8 +270,10 @@ class Rendezvous:
             raise _EndingError("the hosts that this one was started to join are ending")
         if host.replica in self._informed:
             raise _EndingError("its start before this one knows how the job has ended: it belongs to the next job")
-        if host.error and self._elastic and self.hosts.formed:
+        if host.error and self._fewest < self._replicas and self.hosts.formed:
             raise RendezvousError(host.error)  # the job goes on without it
+        if host.error and host.replica and self._spares and self.hosts.note_refused(host.replica) <= self._spares:
+            raise RendezvousError(host.error)
         return host
 
     async def _follow(self, host: Registration, reader: asyncio.StreamReader) -> HostLost:
@@ -269,8 +290,14 @@ class Rendezvous:
             if isinstance(report, SignalReceived):
                 if not 0 < report.number < signal.NSIG:
                     raise messages.ProtocolError(f"{_brief(report.number)} is no number of a signal")
-                if self.hosts.registered.get(host.replica) is host:
-                    self.events.post(signalled(host, report.number, report.announced))
+                event = signalled(host, report.number, report.announced)
+                if self.hosts.registered.get(host.replica) is not host:
+                    continue
+                if isinstance(event, HostPreempted) and self._is_needless(host):
+                    await self.dismiss(host.replica, event.result)
+                    self._note_idle_change(event)
+                else:
+                    self.events.post(event)
             if isinstance(report, RunOutput) and self.on_output is not None:
                 self.on_output(host, report)
             if message.get("type") == "alive" and host.replica in self._writers:
@@ -283,6 +310,15 @@ class Rendezvous:
             blamed = _lost(self.hosts.registered[0], f"did not run for {pause:.0f} s, and {host.name} has left it")
             return dataclasses.replace(blamed, replica=host.replica)
         return _lost(host, "was lost: its connection broke")
+
+    def _is_needless(self, host: Registration) -> bool:
+        """Return whether the present attempt goes on if a host, other than replica 0, is lost."""
+        without = self.hosts.present - (self.hosts.registered.get(host.replica) is host)
+        return self._spares > 0 and host.replica != 0 and self.hosts.is_idle(host) and without >= self._fewest
+
+    def _note_idle_change(self, loss: HostEvent | None) -> None:
+        if self.on_idle_change is not None:
+            self.on_idle_change(loss)
 
     def _lease_expired(self, replica: int) -> None:
         self._silent.add(replica)

@@ -58,7 +58,7 @@ class BatchRun:
         command = parse(options.command, self._host.environ)
         if command is None:
             raise CommandError(f"not a torchrun or Python command: {shlex.join(options.command)}")
-        check(command, replicas=options.replicas, role=options.role)
+        check(command, replicas=options.world, role=options.role)
         self.command = command
         self._host.read_grace(command)
         self._host.restarts = int(env_number(self._host.environ, "MONARCH_RESTART", 0))

@@ -20,6 +20,7 @@ from torchx_monarch.command.command import CommandError
 from torchx_monarch.controller import host_events, retry
 from torchx_monarch.controller.controller import Controller
 from torchx_monarch.controller.elastic import HostGatherer, NodeRange
+from torchx_monarch.controller.host_choice import HostFailures
 from torchx_monarch.controller.host_messages import AgentLost, SignalReceived
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.job_options import JobOptions
@@ -166,8 +167,9 @@ class HostProcess:
             await self._workload.start_worker(network, self._warn, self._agent_lost)
             address = network.worker_address
         registration = Registration(options.replica, address, host.hostname, os.getpid(), nproc, error, code)
+        registration = dataclasses.replace(registration, machine=host.environ.get("MONARCH_NODE", ""))
         self._registration = registration
-        sizes = NodeRange.of(self._workload.command, options.replicas, options.host_timeout)
+        sizes = NodeRange.of(self._workload.command, options.world, options.host_timeout, options.spares)
         if options.replica == 0:
             return await self._control(registration, network, sizes)
         self._follower = Follower(host, self._workload, registration, network)
@@ -225,6 +227,7 @@ class HostProcess:
             options.peer_timeout,
             options.lease,
             sizes.fewest,
+            sizes.spares,
         )
         job = JobOptions.of(
             options,
@@ -238,7 +241,8 @@ class HostProcess:
         )
         if not workload.replaced:
             job = dataclasses.replace(job, replacements=0)
-        gatherer = HostGatherer(sizes, rendezvous, host.reporter, network.unreachable)
+        failures = HostFailures(options.exclude_after, options.exclude_window)
+        gatherer = HostGatherer(sizes, rendezvous, host.reporter, network.unreachable, failures)
         work = workload.work(Control(rendezvous, network, gatherer, job))
         controller = Controller(job, rendezvous, host.reporter, gatherer, work)
         coordinator = roles.coordinator(rendezvous, network, host.reporter)

@@ -89,7 +89,7 @@ class LiveRuns:
         command = parse(options.command, self._host.environ)
         if command is None or command.kind != "hosts":
             raise CommandError(f"not the command of an allocation: {shlex.join(options.command)}")
-        self._allocation_spec = AllocationSpec.of(command, self._host.environ, options.replicas, options.role)
+        self._allocation_spec = AllocationSpec.of(command, self._host.environ, options.world, options.role)
         self._host.read_grace()
         return command
 
@@ -224,7 +224,7 @@ class LiveRuns:
         Raises:
             CommandError: the command is not valid, or its folder or script is not on this host.
         """
-        spec, sizes = self._allocation_spec, (self._host.options.replicas, self._host.options.role)
+        spec, sizes = self._allocation_spec, (self._host.options.world, self._host.options.role)
         if not os.path.isdir(cwd):
             raise CommandError(f"there is no folder {cwd} to run in")
         if request.program:

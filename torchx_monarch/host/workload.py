@@ -98,14 +98,14 @@ class Host:
     def first_log_attempt(self, logs: RankLogs | None, max_restarts: int, sizes: NodeRange) -> int:
         """Return the number of the first attempt's log folders, after all that earlier starts may have used.
 
-        A start uses at most one number for each attempt that it may make. This bound is unknown in two cases: an
-        elastic job may make any number of attempts, and a restarted container has no MONARCH_RESTART. Replica 0 then
-        continues after the highest existing folder: it takes part in each attempt. (With replacements the remaining
-        hosts know the number.)
+        A start uses at most one number for each attempt that it may make. This bound is unknown in two cases: a
+        job that can lose hosts may make any number of attempts, and a restarted container has no MONARCH_RESTART.
+        Replica 0 then continues after the highest existing folder: it takes part in each attempt. (With replacements
+        the remaining hosts know the number.)
         """
         at_most = self.restarts * (1 + max_restarts + self.options.replacements)
         counted = "MONARCH_RESTART" in self.environ or self.options.replacements > 0
-        if logs is None or (counted and not (sizes.elastic and self.restarts)):
+        if logs is None or (counted and not (sizes.can_lose and self.restarts)):
             return at_most
         return max(at_most, logs.last_attempt() + 1)
 

@@ -62,7 +62,17 @@ _OF_ATTEMPT = frozenset({"ranks", "first output", "running", "hang", "stopping"}
 _MOMENTS = frozenset(
     {
         *("output", "failure", "preempted", "joined", "cancel", "stop", "hang", "result", "ended"),
-        *("rank_restart", "replacement", "restart", "requeue", "resize", "keeper_lost", "replica_spared"),
+        *(
+            "rank_restart",
+            "spare_used",
+            "excluded",
+            "replacement",
+            "restart",
+            "requeue",
+            "resize",
+            "keeper_lost",
+            "replica_spared",
+        ),
     }
 )
 """The kinds of events that are shown as moments."""

@@ -22,6 +22,7 @@ FOR_HOSTS = (
     "MONARCH_STOP_FILE",  # a file that exists once the host is asked to stop
     "MONARCH_PEERS",  # addresses of replica 0 of each role
     "MONARCH_START",  # distinguishes this start of all roles from an earlier one
+    "MONARCH_NODE",  # name of the host's machine, where the host does not know it
     "MONARCH_HOST_ADDRESS",  # address of the host's machine
     "MONARCH_TERMINATION_LOG",  # file for the termination message of a pod
     "MONARCH_PORT_OFFSET",  # number by which the port of replica 0 is shifted

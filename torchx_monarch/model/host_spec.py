@@ -28,6 +28,12 @@ SAME_STEP_LIMIT = 3
 HANG_AFTER = 300.0
 """Seconds for which a rank waits in a collective until that counts as a hang, unless the user chooses others."""
 
+EXCLUDE_AFTER = 3
+"""Failures of a host after which another takes its place, unless the user chooses another number."""
+
+EXCLUDE_WINDOW = 3600.0
+"""Seconds within which these failures count, unless the user chooses others."""
+
 ON_HANG = ("observe", "restart", "fail")
 """What the controller does about ranks that hang."""
 
@@ -163,6 +169,13 @@ class HostSpec:
     same_step_limit: int = _flag(
         SAME_STEP_LIMIT, "failures in a row at one step after which ranks are not restarted; 0: any number", parse=int
     )
+    spares: int = _flag(
+        0, "how many of the replicas are spare hosts, which take the place of lost or bad ones", parse=int
+    )
+    exclude_after: int = _flag(
+        EXCLUDE_AFTER, "failures of a host after which another takes its place; 0: any number", parse=int
+    )
+    exclude_window: float = _seconds(EXCLUDE_WINDOW, "seconds within which the failures of a host count", 1)
     replacements: int = _flag(0, "how many lost hosts the backend replaces while the job goes on", parse=int)
     rendezvous: str = _flag(
         "",
@@ -195,6 +208,11 @@ class HostSpec:
     rejoin_timeout: float = _seconds(60.0, "seconds that a host which has lost replica 0 looks for another one", 0)
     command: tuple[str, ...] = ()
     """The command of the role: the words after ``--``."""
+
+    @property
+    def world(self) -> int:
+        """The number of replicas without the spare ones."""
+        return self.replicas - self.spares
 
     @property
     def forks_ranks(self) -> bool:
@@ -265,6 +283,8 @@ class HostSpec:
         spec = cls(**given)
         if not 0 <= spec.replica < spec.replicas:
             parser.error(f"--replica {spec.replica} is not one of {spec.replicas} replicas, which count from 0")
+        if not 0 <= spec.spares < spec.replicas:
+            parser.error(f"--spares {spec.spares} leaves none of {spec.replicas} replicas")
         for name, flag in _flags().items():
             if flag.lowest is not None and not flag.lowest <= getattr(spec, name) < float("inf"):
                 parser.error(f"{_option(name)} {getattr(spec, name):g}: give seconds, {flag.lowest:g} or more")

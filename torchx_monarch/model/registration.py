@@ -20,6 +20,7 @@ class Registration:
         error: why it cannot take part; empty if it can.
         code: exit code that belongs to ``error``.
         attempt: the last attempt in which it took part, under an earlier replica 0; -1 for none.
+        machine: name of the machine on which the host's container runs; empty if ``hostname`` is that.
     """
 
     replica: int
@@ -30,6 +31,7 @@ class Registration:
     error: str = ""
     code: int = 1
     attempt: int = -1
+    machine: str = ""
 
     @property
     def name(self) -> str:

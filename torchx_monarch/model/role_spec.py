@@ -70,6 +70,7 @@ class RoleSpec:
             has none.
         ends_together: whether its hosts end and restart with those of the other roles (``controller.roles``).
         awaits_clients: whether clients connect to its hosts from outside.
+        spares: how many replicas are spare hosts, which run ranks only in the place of others.
     """
 
     name: str
@@ -82,6 +83,7 @@ class RoleSpec:
     rendezvous: str = ""
     ends_together: bool = False
     awaits_clients: bool = False
+    spares: int = 0
 
     @classmethod
     def of(
@@ -126,8 +128,11 @@ class RoleSpec:
     def succeeded(self, succeeded: Collection[int], failed: Collection[int]) -> bool:
         """Return whether the role has succeeded: all replicas have ended, and it tolerates those that have failed.
 
+        It does not wait for spare hosts, which may never have been able to start.
+
         Args:
             succeeded: ids of the replicas that have succeeded.
             failed: ids of the replicas that have failed for good.
         """
-        return len(succeeded) + len(failed) >= self.replicas and self.tolerates(failed)
+        most = self.replicas - (self.spares if 0 in succeeded else 0)
+        return len(succeeded) + len(failed) >= most and self.tolerates(failed)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-_KEY = "monarch"
+KEY = "monarch"
 _SIDECAR = "sidecar"
 
 
@@ -28,8 +28,8 @@ class HasMetadata(Protocol):
 
 def mark(role: HasMetadata) -> None:
     """Mark a role as a sidecar, in place; keep a mark that the user has set."""
-    ours = role.metadata.get(_KEY)
-    role.metadata[_KEY] = {_SIDECAR: True, **(ours if isinstance(ours, Mapping) else {})}
+    ours = role.metadata.get(KEY)
+    role.metadata[KEY] = {_SIDECAR: True, **(ours if isinstance(ours, Mapping) else {})}
 
 
 def is_sidecar(role: HasMetadata) -> bool:
@@ -38,11 +38,11 @@ def is_sidecar(role: HasMetadata) -> bool:
     Raises:
         SidecarError: the mark is not a boolean.
     """
-    ours = role.metadata.get(_KEY, {})
+    ours = role.metadata.get(KEY, {})
     marked = ours.get(_SIDECAR, False) if isinstance(ours, Mapping) else ours
     if not isinstance(marked, bool):
         raise SidecarError(
-            f"role {role.name!r}: its metadata {_KEY!r} is {ours!r}; allowed is {{{_SIDECAR!r}: True}} or "
+            f"role {role.name!r}: its metadata {KEY!r} is {ours!r}; allowed is {{{_SIDECAR!r}: True}} or "
             f"{{{_SIDECAR!r}: False}}, which says whether the role is ended when all others have succeeded"
         )
     return marked

@@ -63,7 +63,7 @@ def _shape(app: AppSnapshot) -> str:
     written = {role.name: role for role in app.app.roles} if app.app is not None else {}
     shapes = []
     for role in app.roles:
-        count, name = len(role.replicas), role.spec.name
+        count, name = len(role.replicas) - role.spec.spares, role.spec.name
         command = rank_command(written[name]) if name in written and role.spec.runs_hosts else None
         if not role.spec.runs_hosts:
             shape = f"{count} replica{'s' if count > 1 else ''}"
@@ -72,6 +72,8 @@ def _shape(app: AppSnapshot) -> str:
             shape = show_shape(count, int(nproc) if nproc.isdigit() else None)
         else:
             shape = show_shape(count, 1 if command is not None and command.kind == "python" else None)
+        if role.spec.spares:
+            shape += f" and {role.spec.spares} spare"
         shapes.append(f"{name}: {shape}" if len(app.roles) > 1 else shape)
     more = [f"{len(shapes) - _ROLES_SHOWN} more roles"] if len(shapes) > _ROLES_SHOWN else []
     return ", ".join([*shapes[:_ROLES_SHOWN], *more])

@@ -31,7 +31,7 @@ _MSG_CHARACTERS = 68
 def describe(
     app: AppSnapshot, status: AppStatus, happened: Callable[[], Sequence[Event]] = tuple
 ) -> DescribeAppResponse:
-    """Return TorchX's description of an app, with the roles as the user wrote them.
+    """Return TorchX's description of an app, with the roles as the user wrote them; spare hosts count as replicas.
 
     Args:
         app: the app.
@@ -49,8 +49,17 @@ def describe(
         ui_url=app.ui_url or None,
         metadata=written.metadata,
         roles_statuses=[_role(role, status) for role in app.roles],
-        roles=written.roles,
+        roles=_roles(written, app),
     )
+
+
+def _roles(written: AppDef, app: AppSnapshot) -> list[Role]:
+    """Return the roles with their spare hosts as replicas: TorchX reads the logs of as many replicas as a role has."""
+    spares = {role.spec.name: role.spec.spares for role in app.roles}
+    return [
+        dataclasses.replace(role, num_replicas=role.num_replicas + spares[role.name]) if spares.get(role.name) else role
+        for role in written.roles
+    ]
 
 
 def shorten(response: DescribeAppResponse, status: AppStatus) -> DescribeAppResponse:

@@ -72,6 +72,7 @@ _HANG_ENDS = frozenset({"hang_end", "ranks", *_FAILURES, "run_end", "result"})
 _RANKS = re.compile(r"ranks (\d+)/\d+")
 _RUN = re.compile(r"run (\d{1,9})\b")
 _RESTART = re.compile(r"restart \d+ of (\d+) after: (.*)")
+_SPARE_HOST = re.compile(r"host \d+ \((.*?), pid \d+\)")
 
 _PROGRESS = (
     (re.compile(r"hosts \d+/\d+"), "hosts"),
@@ -79,6 +80,9 @@ _PROGRESS = (
     (_RANKS, "ranks"),
     (re.compile(r"first output"), "output"),
     (_RESTART, "rank_restart"),
+    (re.compile(r"host \d+ \(.*\) takes the place of host \d"), "rank_restart"),
+    (re.compile(r"spare: host \d|no spare host is left"), "spares"),
+    (re.compile(r".* is excluded(: | after \d)"), "excluded"),
     (re.compile(r"ready for actors"), "ready"),
     (re.compile(r"rank \d+ \(.*\) (exited with|was killed)"), "failure"),
     (re.compile(r"hang: ranks? \d"), "hang"),
@@ -161,7 +165,9 @@ class JobStatus:
         attempt: number of the present attempt of the ranks, from 1.
         attempts: how many attempts ``--max-restarts`` allows.
         restarts: how often the app, a replica or ranks were restarted.
-        hosts: number of hosts, or of replicas.
+        hosts: number of hosts, or of replicas, without spare ones.
+        spares: names of the spare hosts that are ready.
+        excluded: the hosts that are not used again because they have failed, each with its name and the reason.
         ranks: number of ranks of all hosts.
         last_failure: the last failure it has noticed.
         hang: the ranks that others wait for in a collective, since when and where (``insight.hangs``).
@@ -186,6 +192,8 @@ class JobStatus:
     attempts: int | None = None
     restarts: int = 0
     hosts: int | None = None
+    spares: Sequence[str] = ()
+    excluded: Sequence[Failure] = ()
     ranks: int | None = None
     last_failure: Failure | None = None
     hang: Failure | None = None
@@ -253,7 +261,9 @@ def build(
         attempt=attempt,
         attempts=attempts,
         restarts=count_restarts(app),
-        hosts=len(app.replicas) or (sum(role.num_replicas for role in app.app.roles) if app.app else 0) or None,
+        hosts=_hosts(app),
+        spares=() if status.state.is_terminal else _spares(happened),
+        excluded=[Failure(each["time"], one_line(each["message"])) for each in happened if each["kind"] == "excluded"],
         ranks=_ranks(app, happened, commands),
         last_failure=_last_failure(happened),
         hang=_hang(happened),
@@ -297,6 +307,9 @@ def in_one_line(status: JobStatus, now: float | None = None) -> str:
         parts.append(f"attempt {status.attempt} of {status.attempts}")
     if status.ranks is not None and status.hosts is not None:
         parts.append(f"{status.ranks} ranks on {status.hosts} host{'s' if status.hosts > 1 else ''}")
+    if status.spares:
+        parts.append(f"spare: {', '.join(status.spares)}")
+    parts += [each.message for each in status.excluded[-1:]]
     if status.hang is not None:
         parts.append(f"hang: {status.hang.message}")
     if status.last_failure is not None:
@@ -352,11 +365,23 @@ def _attempt(happened: Sequence[Event], commands: _Commands) -> tuple[int | None
     # A run, and a restart of the hosts, begin to count anew.
     begun = max((at for at, each in enumerate(happened) if each["kind"] in _COUNTED_FROM), default=0)
     seen = [each for each in happened[begun:] if each["kind"] in ("ranks", "rank_restart")]
-    attempt = 1 + sum(each["kind"] == "rank_restart" for each in seen) if seen else None
+    # A restart on a spare host, in the place of a lost one, is none of those that are allowed.
+    attempt = 1 + sum(bool(_RESTART.match(each["message"])) for each in seen) if seen else None
     for each in seen:
         if found := _RESTART.match(each["message"]):
             attempts = int(found[1]) + 1
     return attempt, attempts
+
+
+def _hosts(app: AppSnapshot) -> int | None:
+    replicas = len(app.replicas) - sum(role.spec.spares for role in app.roles)
+    return replicas or (sum(role.num_replicas for role in app.app.roles) if app.app else 0) or None
+
+
+def _spares(happened: Sequence[Event]) -> list[str]:
+    """Return the names of the spare hosts of all roles."""
+    latest = {each.get("role"): each["message"] for each in happened if each["kind"] == "spares"}
+    return [one_line(name) for message in latest.values() for name in _SPARE_HOST.findall(message)]
 
 
 def _ranks(app: AppSnapshot, happened: Sequence[Event], commands: _Commands) -> int | None:

@@ -34,6 +34,7 @@ from torchx_monarch.model.check_result import CheckResult
 from torchx_monarch.model.exit_codes import parse_exit_codes
 from torchx_monarch.model.host_spec import ON_HANG, PREFLIGHT, RANKS, HostSpec, parse_ports
 from torchx_monarch.model.sidecars import SidecarError
+from torchx_monarch.model.spares import SparesError
 from torchx_monarch.model.spelling import nearest
 from torchx_monarch.schedulers import image_push
 from torchx_monarch.schedulers.caller_error_file import write_root_cause
@@ -49,7 +50,7 @@ _log = logging.getLogger(__name__)
 _PORTS_DRAWN = range(20000, 30000)
 """Below Linux's default range of ephemeral ports, which outgoing connections use."""
 
-_LOWEST = {"grace": 0, "host_timeout": 1, "lease": 1, "hang_after": 0, "debug_wait": 0}
+_LOWEST = {"grace": 0, "host_timeout": 1, "lease": 1, "hang_after": 0, "debug_wait": 0, "exclude_window": 1}
 """The lowest value of options that are numbers of seconds."""
 
 _WORDS = {"ranks": RANKS, "on_hang": ON_HANG, "preflight": PREFLIGHT}
@@ -143,6 +144,10 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             if options[name] not in words:
                 reason = f"Run option `{name}` is {options[name]}; it is {' or '.join(words)}"
                 raise InvalidRunConfigException(reason, name, cfg)
+        for name in ("spares", "exclude_after"):
+            if options[name] < 0:
+                reason = f"Run option `{name}` is {options[name]}; it is a number, 0 or more"
+                raise InvalidRunConfigException(reason, name, cfg)
         self.inner.check_options(options)
         return options
 
@@ -184,7 +189,7 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
         check_names(app)
         try:
             rewritten = rewrite(app, self._wrap_options(app, options, cfg))
-        except (CommandError, SidecarError) as error:
+        except (CommandError, SidecarError, SparesError) as error:
             raise InvalidCommandError(str(error)) from None
         if self.inner.runs_images(options):
             check_images(app, rewritten.roles)
@@ -209,6 +214,9 @@ class MonarchScheduler(Scheduler[Cfg]):  # type: ignore[misc]
             ranks=options.ranks,
             retry_on=retry_on,
             same_step_limit=options.same_step_limit,
+            spares=options.spares,
+            exclude_after=options.exclude_after,
+            exclude_window=float(options.exclude_window),
             lease=float(options.lease),
             hang_after=float(options.hang_after),
             on_hang=options.on_hang,

@@ -52,6 +52,10 @@ def check_app(app: AppDef, roles: Sequence[RoleSpec], options: AWSBatchOpts) -> 
     if options.job_type == "container" and replicas != 1:
         raise UserError(f"run option job_type is container, which is for one replica; app {app.name!r} has {replicas}")
     for role in roles:
+        if role.spares:
+            raise UserError(
+                f"role {role.name!r} has spare hosts, and a job of AWS Batch ends when it loses a node: leave them out"
+            )
         _check_hosts(role, roles[0])
     _warn_of_unawaited(roles)
 

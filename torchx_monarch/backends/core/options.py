@@ -62,6 +62,17 @@ class MonarchOpts(StructuredOpts):  # type: ignore[misc]
     """For programs that report their steps (`torchx_monarch.progress`): number of failures in a row at the same step
     after which ranks are not restarted, though restarts are left; 0 for any number."""
 
+    spares: int = 0
+    """Spare hosts of each role of ranks, beside its replicas: a spare takes the place of a host that is lost or fails
+    again and again, within the job. `-j 4+1x8` says the same of one job."""
+
+    exclude_after: int = 3
+    """Number of failures of one host (its loss, or a rank on it as root cause) within `exclude_window` after which a
+    spare, or further elastic, host is used in its place; 0: never."""
+
+    exclude_window: int = 3600
+    """Seconds within which the failures of a host count."""
+
     timestamps: bool = False
     """Write the time (UTC, with milliseconds) before each line of the log; off by default. The log files of single
     ranks stay as the ranks have written them."""

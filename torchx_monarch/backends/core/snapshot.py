@@ -174,6 +174,13 @@ class RoleSnapshot:
         return [] if self.spec.tolerates(failed) else [one for one in self.replicas if one.id in failed]
 
     @property
+    def stuck(self) -> list[ReplicaSnapshot]:
+        """The replicas that cannot be started, unless the role has enough others and spare hosts."""
+        stuck = [one for one in self.replicas if one.is_stuck]
+        needless = self.spec.spares and self.spec.tolerates(self._failed_ids() | {one.id for one in stuck})
+        return [] if needless else stuck
+
+    @property
     def has_succeeded(self) -> bool:
         """Whether the role has succeeded, perhaps with failed replicas that it tolerates."""
         # A Job of Kubernetes in which one index has failed ends as failed, though the role may tolerate that.

@@ -140,7 +140,7 @@ def _decide(
     broken = next((role for role in app.roles if role.finished is State.FAILED and not role.has_succeeded), None)
     if broken is not None:
         return Outcome(State.FAILED, f"role {broken.spec.name} failed: {broken.reason}"), None, SETTLE
-    stuck = next((one for one in app.replicas if one.is_stuck), None)
+    stuck = next((one for role in app.roles for one in role.stuck), None)
     if stuck is not None:
         return Outcome(State.FAILED, f"replica {stuck.name} cannot start: {stuck.waiting}"), None, 0.0
     idle = not any(one.is_alive for one in app.replicas) and not any(role.is_active for role in app.roles)

@@ -48,6 +48,9 @@ class KubernetesOpts(NetworkOpts):
     """Labels that nodes must have: `node_selector=disk:ssd`. Capabilities of a role's resource that are named like node
     labels (`node.kubernetes.io/instance-type`) are required too."""
 
+    exclude_nodes: str | None = None
+    """Nodes, by their label `kubernetes.io/hostname`, that the pods must not use, separated by `+`: `node7+node9`."""
+
     tolerations: list[str] | None = None
     """Taints of nodes that the pods tolerate, spelled as for `kubectl taint`: `tolerations=nvidia.com/gpu:NoSchedule`;
     with a value in quotes, `tolerations='pool=a100:NoSchedule;spot:NoExecute'`. Without an effect, all effects."""

@@ -115,6 +115,8 @@ def finish(pod: Object, index: int, runs_hosts: bool, context: PodContext) -> No
         spec["priorityClassName"] = cfg.priority_class
     if cfg.node_selector:
         spec.setdefault("nodeSelector", {}).update(cfg.node_selector)
+    if cfg.exclude_nodes:
+        _exclude_nodes(spec, cfg.exclude_nodes.split("+"))
     if cfg.tolerations:
         spec.setdefault("tolerations", []).extend(tolerations.parse(taint) for taint in cfg.tolerations)
     container = spec["containers"][0]
@@ -138,6 +140,18 @@ def finish(pod: Object, index: int, runs_hosts: bool, context: PodContext) -> No
     container["env"] = [*added, *kept]
 
 
+def _exclude_nodes(spec: Object, nodes: Sequence[str]) -> None:
+    """Keep a pod off some nodes, in place, beside what its affinity requires already."""
+    affinity = spec.get("affinity") or {}
+    node = affinity.get("nodeAffinity") or {}
+    required = "requiredDuringSchedulingIgnoredDuringExecution"
+    terms = (node.get(required) or {}).get("nodeSelectorTerms") or [{}]
+    rule = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": list(nodes)}
+    # A node is suitable if one of the terms applies.
+    terms = [{**term, "matchExpressions": [*(term.get("matchExpressions") or ()), rule]} for term in terms]
+    spec["affinity"] = {**affinity, "nodeAffinity": {**node, required: {"nodeSelectorTerms": terms}}}
+
+
 def _variables(runs_hosts: bool, context: PodContext) -> list[Object]:
     """Return the environment variables that a pod gets beside those of its role, which they override."""
     # Controllers connect to replica 0 of the other roles.
@@ -151,6 +165,7 @@ def _variables(runs_hosts: bool, context: PodContext) -> list[Object]:
         found.append({"name": CREDENTIALS, "valueFrom": reference})
         found.append({"name": "MONARCH_TERMINATION_LOG", "value": TERMINATION_LOG})
         # The address, not the name: the cluster's DNS knows a pod some seconds after its start.
+        found.append({"name": "MONARCH_NODE", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}})
         found.append({"name": "MONARCH_HOST_ADDRESS", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}})
     return found
 

@@ -31,6 +31,9 @@ class SlurmOpts(NetworkOpts):
     reservation: str | None = None
     """The reservation to run in."""
 
+    exclude_nodes: str | None = None
+    """Nodes that the job must not use, separated by `+`: `node7+node9`, `node[1-3]`."""
+
     exclusive: bool = False
     """Share no node with another job."""
 

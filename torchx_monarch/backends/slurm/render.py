@@ -110,6 +110,8 @@ def _job_options(app: AppDef, cfg: SlurmOpts, path: str, requeue: bool) -> dict[
     }
     given = {name: getattr(cfg, name.replace("-", "_")) for name in _SBATCH}
     options.update({name: str(value) for name, value in given.items() if value is not None})
+    if cfg.exclude_nodes:
+        options["exclude"] = cfg.exclude_nodes.replace("+", ",")
     if cfg.exclusive:
         options["exclusive"] = None
     return options
@@ -127,7 +129,7 @@ def _gres(role: Role, app: AppDef, cfg: SlurmOpts) -> str | None:
 def _role(role: Role, spec: RoleSpec, nomem: bool, gres: str | None, cfg: SlurmOpts) -> SlurmRole:
     nodes = str(role.num_replicas)
     sbatch: dict[str, str | None] = {"nodes": nodes, "ntasks-per-node": "1"}
-    srun = {
+    srun: dict[str, str | None] = {
         "nodes": nodes,
         "ntasks": nodes,
         "ntasks-per-node": "1",
@@ -145,6 +147,9 @@ def _role(role: Role, spec: RoleSpec, nomem: bool, gres: str | None, cfg: SlurmO
             sbatch["cpus-per-task"] = srun["cpus-per-task"] = str(int(resource.cpu))
         if resource.memMB > 0 and not nomem:
             sbatch["mem"] = srun["mem"] = str(resource.memMB)
+    if spec.spares:
+        # A job goes on without a node that has failed: a spare one takes its place.
+        sbatch["no-kill"] = srun["no-kill"] = None
     if gres:
         sbatch["gres"] = srun["gres"] = gres
     container = None

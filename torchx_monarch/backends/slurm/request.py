@@ -57,7 +57,7 @@ class SlurmRole:
     cwd: str
     image: str
     sbatch: dict[str, str | None] = field(default_factory=dict)
-    srun: dict[str, str] = field(default_factory=dict)
+    srun: dict[str, str | None] = field(default_factory=dict)
     container: Container | None = None
 
     @property
