@@ -229,3 +229,18 @@ def test_every_option_has_a_help_text(component: Callable[..., object]) -> None:
 def test_the_app_can_be_rewritten() -> None:
     app = rewrite(typed("-j 2x2 train.py '--x=$a'"), WrapOptions()).app
     assert app.roles[0].args[-1] == "'--x=$a'"
+
+
+@pytest.mark.parametrize(
+    ("text", "nnodes", "replicas", "metadata"),
+    [
+        ("-j 4+1x8 a.py", "4", 4, {"monarch": {"spares": 1}}),
+        ("-j 2:4+2x8 a.py", "2:4", 4, {"monarch": {"spares": 2}}),
+        ("-j 4+0x8 a.py", "4", 4, {"monarch": {"spares": 0}}),
+        ("-j 4x8 a.py", "4", 4, {}),
+    ],
+)
+def test_spare_nodes(text: str, nnodes: str, replicas: int, metadata: dict[str, object]) -> None:
+    role = role_of(text)
+    assert (role.args[1], role.num_replicas, role.metadata) == (nnodes, replicas, metadata)
+    assert "NNODES+SPARESxNPROC" in refusal("-j 4+1 a.py")

@@ -7,13 +7,16 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Callable, Iterable
+from typing import cast
 
 import pytest
 
 from torchx_monarch.controller.controller import Controller
 from torchx_monarch.controller.elastic import HostGatherer, NodeRange, listed
+from torchx_monarch.controller.host_choice import HostFailures
 from torchx_monarch.controller.host_events import (
     HostEvent,
+    HostExcluded,
     HostJoined,
     HostLost,
     HostPreempted,
@@ -41,17 +44,19 @@ class Job:
     """A controller whose work is scripted: each step is a result, or events, the first of which interrupts the work."""
 
     def __init__(self, sizes: NodeRange, replacements: int, *steps: JobResult | tuple[HostEvent, ...]) -> None:
-        self.rendezvous = Rendezvous(Address("unix", path="/nowhere"), sizes.most, fewest=sizes.fewest)
+        replicas = sizes.most + sizes.spares
+        self.rendezvous = Rendezvous(Address("unix", path="/nowhere"), replicas, fewest=sizes.fewest)
         self.log: list[object] = []
         self.closed: list[JobResult] = []
         self.while_stopping: Callable[[], None] = lambda: None
         self.unreachable: dict[int, str] = {}
+        self.spared = sizes.spares > 0
         self._steps = list(steps)
         reporter = Reporter(Console(2), None, "trainer")
-        gatherer = HostGatherer(sizes, self.rendezvous, reporter, self._check)
+        self.gatherer = HostGatherer(sizes, self.rendezvous, reporter, self._check, HostFailures(2, 60.0))
         options = JobOptions("id", 0, replacements, (), 0, sizes, 1.0, 1.0, "", "", 0.05, 0.05, "")
-        self.controller = Controller(options, self.rendezvous, reporter, gatherer, self)
-        self.register(range(sizes.most))
+        self.controller = Controller(options, self.rendezvous, reporter, self.gatherer, self)
+        self.register(range(replicas))
 
     def register(self, replicas: Iterable[int]) -> None:
         for replica in replicas:
@@ -78,7 +83,8 @@ class Job:
 
     def hosts_changed(self, joined: bool) -> None:
         self.log.append(joined)
-        self.register(self.rendezvous.hosts.missing)  # replacements arrive
+        if not self.spared:
+            self.register(self.rendezvous.hosts.missing)  # replacements arrive
 
     async def close(self, result: JobResult) -> None:
         self.closed.append(result)
@@ -187,3 +193,64 @@ def test_what_interrupts_is_an_event_of_the_work_as_well() -> None:
 )
 def test_replicas_are_listed_in_a_line_of_bounded_length(replicas: Iterable[int], text: str) -> None:
     assert listed(replicas) == text
+
+
+SPARED = NodeRange(2, 2, 0.2, spares=1)
+
+
+def test_a_spare_takes_the_place_of_a_lost_or_preempted_host() -> None:
+    for event in (LOST, PREEMPTED):
+        job = Job(SPARED, 0, (event,), DONE)
+        job.rendezvous._writers[1] = cast(asyncio.StreamWriter, Writer())
+        assert job.result() is DONE
+        assert job.log == [[0, 1], (type(event).__name__, 15, True), False, [0, 2]]
+
+
+class Writer:
+    def write(self, data: bytes) -> None:
+        pass
+
+    async def drain(self) -> None:
+        pass
+
+
+def test_without_a_spare_left_a_loss_ends_the_job() -> None:
+    lost = HostLost(2, JobResult(1, "lost"))
+    job = Job(SPARED, 0, (LOST,), (lost,))
+    assert job.result().reason == "lost; 1 of at least 2 hosts left, and replica 1, 2 will not be replaced"
+    job = Job(SPARED, 0, (STOP,))
+    assert job.result() is STOP.result
+
+
+def test_a_spare_that_cannot_be_reached_or_is_missing_fails_no_job() -> None:
+    job = Job(SPARED, 0, (LOST,))
+    job.rendezvous._writers[2] = cast(asyncio.StreamWriter, Writer())
+    job.unreachable[2] = "no answer"
+    assert job.result().reason == "no answer; 1 of at least 2 hosts left, and replica 1, 2 will not be replaced"
+    job = Job(SPARED, 0, DONE)
+    del job.rendezvous.hosts.registered[2]
+    assert job.result() is DONE and job.log == [[0, 1]]
+    job = Job(SPARED, 0, DONE)
+    del job.rendezvous.hosts.registered[1]  # it never comes: the spare is enough
+    assert job.result() is DONE and job.log == [[0, 2]]
+
+
+def test_a_host_that_fails_again_makes_way_for_the_spare_and_without_one_it_stays() -> None:
+    job = Job(SPARED, 0, DONE)
+    assert job.result() is DONE
+    hosts = job.rendezvous.hosts.registered
+    assert job.gatherer.blame(hosts[1], "boom") is None
+    excluded = job.gatherer.blame(hosts[1], "boom")
+    assert isinstance(excluded, HostExcluded) and excluded.replica == 1
+    assert excluded.result.reason == "node (replica 1) is excluded after 2 failures within 60 s, the last: boom"
+    assert [host.replica for host in job.gatherer.form()] == [0, 2]
+    assert job.gatherer.blame(hosts[2], "unfit", unfit=True) is None, "the other one is bad, too"
+    assert [host.replica for host in job.gatherer.form()] == [0, 2]
+
+
+def test_an_excluded_host_is_left_out_of_the_next_attempt() -> None:
+    excluded = HostExcluded(1, JobResult(1, "excluded", replica=1), host="node (replica 1)")
+    job = Job(SPARED, 0, (excluded,), DONE)
+    job.while_stopping = lambda: job.gatherer._failures.exclude("node (replica 1)")
+    assert job.result() is DONE
+    assert job.log == [[0, 1], ("HostExcluded", 15, False), False, [0, 2]]

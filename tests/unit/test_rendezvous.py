@@ -5,12 +5,16 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import signal
 import tempfile
 from pathlib import Path
 
 import pytest
 
 from torchx_monarch.controller import rendezvous
+from torchx_monarch.controller.host_events import HostEvent
+from torchx_monarch.controller.host_messages import SignalReceived
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.model.job_result import JobResult
@@ -76,5 +80,33 @@ def test_a_host_that_is_started_again_before_the_others_waits_for_them(address: 
         await asyncio.wait_for(second.hosts.until(lambda: second.hosts.present == 2), 5)
         rendezvous_client._writer.close()
         await second.announce(JobResult(0, ""), 5)
+
+    asyncio.run(main())
+
+
+def test_losses_and_errors_of_spare_hosts_are_no_events(address: Address) -> None:
+    async def main() -> None:
+        first = Rendezvous(address, replicas=4, fewest=2, spares=2)
+        changes: list[HostEvent | None] = []
+        first.on_idle_change = changes.append
+        await first.start()
+        first.register(host(0))
+        broken = dataclasses.replace(host(3), error="no such file", code=2)
+        with pytest.raises(RendezvousError, match="no such file"):
+            await RendezvousClient.join(address, broken, 5)
+        member = await RendezvousClient.join(address, host(1), 5)
+        first.hosts.form(first.hosts.able)
+        spare = await RendezvousClient.join(address, host(2), 5)
+        assert changes == [None]
+        spare._writer.close()
+        await asyncio.wait_for(first.hosts.until(lambda: first.hosts.present == 2), 5)
+        preempted = await RendezvousClient.join(address, host(2), 5)
+        await preempted.report(SignalReceived(signal.SIGTERM, False))
+        result = await asyncio.wait_for(preempted.result(), 5)
+        assert result is not None and preempted.dismissed
+        assert [each and each.replica for each in changes] == [None, 2, None, 2] and not first.events.pending
+        member._writer.close()
+        assert (await asyncio.wait_for(first.events.next(), 5)).replica == 1
+        await first.announce(JobResult(0, ""), 5)
 
     asyncio.run(main())

@@ -23,6 +23,7 @@ from torchx_monarch.command.command import CommandError, parse
 from torchx_monarch.command.rewrite import WrapOptions, rewrite
 from torchx_monarch.components import spmd
 from torchx_monarch.model.host_spec import HostSpec
+from torchx_monarch.model.spares import SparesError
 
 OPTIONS = WrapOptions()
 HOST = [
@@ -51,6 +52,28 @@ def rewritten(given: AppDef, options: WrapOptions = OPTIONS) -> Role:
         for role, old in zip(result.app.roles, before.roles, strict=True)
     ]
     return result.app.roles[0]
+
+
+@pytest.mark.parametrize(("marked", "option", "spares"), [(None, 0, 0), (None, 2, 2), (1, 0, 1), (1, 2, 1), (0, 2, 0)])
+def test_spare_hosts_are_replicas_beside_the_world(marked: int | None, option: int, spares: int) -> None:
+    given = app("torchrun", "--nnodes", "2:4", "train.py", replicas=3)
+    given.roles[0].metadata = {} if marked is None else {"monarch": {"spares": marked}}
+    result = rewrite(given, WrapOptions(spec=HostSpec(spares=option)))
+    (spec,), (role,) = result.roles, result.app.roles
+    assert (spec.replicas, spec.spares, role.num_replicas) == (3 + spares, spares, 3 + spares)
+    assert spec.min_replicas == (2 if spares else None)
+    words = shlex.join(role.args)
+    assert f"--replicas {3 + spares} " in words and (f"--spares {spares} " in words) == bool(spares)
+
+
+def test_spare_hosts_are_for_roles_of_ranks() -> None:
+    beside = AppDef("app", [app("torchrun", "a.py").roles[0], app("echo", "hello").roles[0]])
+    beside.roles[1].name = "other"
+    assert [spec.spares for spec in rewrite(beside, WrapOptions(spec=HostSpec(spares=1))).roles] == [1, 0]
+    for metadata, problem in (({"spares": 1}, "runs no ranks"), ({"spares": "1"}, "use 0 or more")):
+        beside.roles[1].metadata = {"monarch": metadata}
+        with pytest.raises(SparesError, match=problem):
+            rewrite(beside, OPTIONS)
 
 
 @pytest.mark.parametrize(

@@ -285,3 +285,31 @@ def test_the_local_request_says_which_roles_are_sidecars() -> None:
     with Runner("torchx", {"monarch_local": monarch_local}) as runner:
         request = runner.dryrun(AppDef("app", roles), "monarch_local").request
     assert [role.spec for role in request.roles] == [RoleSpec("a", 3, 2), RoleSpec("b", sidecar=True)]
+
+
+SPARED: dict[str, Any] = {"min_replicas": 2, "spares": 1, "workload": WorkloadKind.RANKS}
+
+
+@pytest.mark.parametrize(
+    ("states", "state", "outcome"),
+    [
+        ((S, S, S), S, S),
+        ((S, F, S), S, S),  # the spare took the place of replica 1
+        ((S, S, F), S, S),  # the spare was lost
+        ((S, S, P), R, S),  # the spare has never started; it is ended now
+        ((R, F, R), R, None),
+        ((R, F, F), R, F),
+        ((S, R, R), R, None),
+        ((F, R, R), R, F),
+    ],
+)
+def test_a_spare_never_decides(states: tuple[State, ...], state: State, outcome: State | None) -> None:
+    status = reduce(app(role(*states, **SPARED)), NOW)
+    assert (status.state, status.outcome and status.outcome.state) == (state, outcome)
+
+
+def test_a_spare_that_can_never_start_fails_no_app() -> None:
+    for stuck, state in ((2, None), (0, F)):
+        each = [one(number, P if number == stuck else R, is_stuck=number == stuck) for number in range(3)]
+        status = reduce(app(RoleSnapshot(RoleSpec("r", 3, **SPARED), each)), NOW)
+        assert (status.outcome and status.outcome.state) == state

@@ -1,0 +1,74 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""Which hosts an attempt uses: spare hosts, places that stay, machines that fail repeatedly."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import pytest
+
+from torchx_monarch.controller.host_choice import HostFailures, choose, machine
+from torchx_monarch.model.registration import Registration
+
+
+def host(replica: int, name: str = "", machine: str = "") -> Registration:
+    return Registration(replica, "a", name or f"n{replica}", 1, 1, machine=machine)
+
+
+@pytest.mark.parametrize(
+    ("present", "places", "sizes", "excluded", "chosen"),
+    [
+        # 3+1: at first, the spare is the last.
+        ("0123", "", (3, 3), "", "012"),
+        # A world that is complete does not wait for the one that is missing.
+        ("013", "", (3, 3), "", "013"),
+        # The spare gets the place of a lost host, in its order; the others keep theirs.
+        ("023", "012", (3, 3), "", "032"),
+        ("0123", "032", (3, 3), "", "032"),  # the lost host came back: it is the spare now
+        ("013", "032", (3, 3), "", "031"),  # and takes the next place
+        ("034", "012", (3, 3), "", "034"),  # two at a time
+        # The loss of the spare itself changes nothing.
+        ("012", "012", (3, 3), "", "012"),
+        # Excluded hosts are left out while there are others, and used before a job would fail.
+        ("0123", "012", (3, 3), "1", "032"),
+        ("0123", "032", (3, 3), "13", "032"),  # of two bad ones, the one that is in stays
+        ("012", "012", (3, 3), "12", "012"),
+        ("0123", "012", (3, 3), "0", "012"),  # the controller's host stays
+        ("03", "", (3, 3), "", "03"),  # too few: the caller waits for more
+        # Elastic, 1:3, without spares: the order of replicas, and fewer without the excluded ones.
+        ("02", "", (3, 1), "", "02"),
+        ("012", "", (3, 1), "1", "02"),
+        ("01", "", (3, 2), "1", "01"),
+        # Elastic with a spare, 2:3+1: growth up to the most, not beyond it.
+        ("0123", "02", (3, 2), "", "021"),
+        ("01234", "021", (3, 2), "", "021"),
+        ("02", "012", (3, 2), "", "02"),
+    ],
+)
+def test_the_hosts_of_an_attempt(present: str, places: str, sizes: tuple[int, int], excluded: str, chosen: str) -> None:
+    hosts = [host(int(replica)) for replica in present]
+    found = choose(hosts, [int(each) for each in places], *sizes, {int(each) for each in excluded})
+    assert "".join(str(each.replica) for each in found) == chosen
+
+
+@pytest.mark.parametrize(
+    ("others", "name"),
+    [([host(0), host(1, "n1")], "n1"), ([host(1, "n1"), host(2, "n1")], "n1 (replica 1)"), ([], "n1")],
+)
+def test_failures_count_for_the_machine(others: Collection[Registration], name: str) -> None:
+    assert machine(host(1, "n1"), others) == name
+    assert machine(host(1, "pod-1", "node7"), [host(2, "pod-2", "node8")]) == "node7"
+
+
+def test_a_machine_is_excluded_by_failures_within_the_window() -> None:
+    now = [0.0]
+    failures = HostFailures(3, 60.0, lambda: now[0])
+    assert [failures.add("a"), failures.add("a"), failures.add("b")] == [False] * 3
+    now[0] = 61.0
+    assert not failures.add("a") and not failures.add("a") and failures.describe("a") == "2 failures within 60 s"
+    assert failures.add("a") and failures.excluded == {"a"}
+    assert not failures.add("a"), "it is told once"
+    never = HostFailures(0, 3600.0)
+    assert not any(never.add("a") for _ in range(9)) and not never.excluded
+    assert never.describe("a") == "9 failures within 1 h"
