@@ -100,6 +100,21 @@ def test_a_failure_and_a_restart() -> None:
     assert status_of(snapshot(), [*RESTARTED, event("requeue"), event("ranks", "ranks 8/8")]).attempt == 1
 
 
+def test_spare_and_excluded_hosts() -> None:
+    told = "n2 is excluded after 3 failures within 1 h, the last: rank 8 (...) exited with code 1"
+    spared = snapshot(State.RUNNING, State.RUNNING, State.RUNNING)
+    (role,) = spared.roles
+    spared = replace(spared, roles=[replace(role, spec=replace(role.spec, spares=1))])
+    happened = [*STARTED, event("spares", "spare: host 2 (n3, pid 7), host 3 (n4, pid 7)", role="train")]
+    found = status_of(spared, [*happened, event("excluded", told, host="n2")])
+    assert (found.hosts, found.spares, [each.message for each in found.excluded]) == (2, ["n3", "n4"], [told])
+    assert "  spares       n3, n4\n  excluded     n2 is excluded after 3" in render(found, NOW)
+    moved = event("rank_restart", "host 2 (n3, pid 7) takes the place of host 1 (n2)", role="train")
+    found = status_of(spared, [*happened, moved, event("spares", "no spare host is left", role="train")])
+    assert (found.attempt, found.attempts, found.spares, found.excluded) == (1, 3, [], [])
+    assert found.last_failure is not None and found.last_failure.message.startswith("host 2 (n3, pid 7) takes")
+
+
 def test_an_ended_job() -> None:
     done = snapshot(State.SUCCEEDED, State.SUCCEEDED)
     ended = [replace(one, ended=980.0) for one in done.replicas]

@@ -105,6 +105,7 @@ def test_manifests_are_valid(runner: Runner, version: str) -> None:
         priority_class="urgent",
         image_secret="registry",
         node_selector={"disk": "ssd"},
+        exclude_nodes="node7+node9",
         tolerations=["pool=a100:NoSchedule", "spot:NoExecute", "any"],
         labels={"team": "a"},
         annotations={"note": "b"},
@@ -127,6 +128,9 @@ def test_manifests_are_valid(runner: Runner, version: str) -> None:
         {"key": "spot", "operator": "Exists", "effect": "NoExecute"},
         {"key": "any", "operator": "Exists"},
     ]
+    (term,) = spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+    (rule,) = term["matchExpressions"]
+    assert rule == {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": ["node7", "node9"]}
     assert spec["imagePullSecrets"] == [{"name": "registry"}]
     limits = container(job)["resources"]["limits"]
     assert (limits["nvidia.com/gpu"], limits["vpc.amazonaws.com/efa"], limits["cpu"]) == ("8", "4", "4000m")

@@ -288,3 +288,12 @@ def test_a_host_without_a_port_is_named() -> None:
     link = asyncio.run(run())
     assert link is not None and link.problem.startswith("none of the ports")
     assert asyncio.run(measure(network_of(), 0, [])) is None
+    missing, link = asyncio.run(asyncio.wait_for(run(), 60))
+    assert "s" in missing.problem and missing.rate == 0
+    assert link.problem == "" and link.latency > 0 and link.rate > 0
+
+
+def test_a_difference_names_its_host(capfd: pytest.CaptureFixture[str]) -> None:
+    preflight = Preflight("on", True, cast(Agents, ScriptedAgents(7.0)), Reporter(Console(2), None, "trainer"))
+    assert preflight.culprit is None
+    assert asyncio.run(preflight.check(HOSTS)) and preflight.culprit is HOSTS[1]

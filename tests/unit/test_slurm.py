@@ -88,6 +88,7 @@ def test_command_line_says_what_is_asked_for(runner: Runner) -> None:
         "mail-type": "END",
         "comment": "it's mine",
         "exclusive": True,
+        "exclude_nodes": "n7+n[1-3]",
         "signal": "B:TERM@60",
     }
     request = dryrun(runner, app(), **options)
@@ -106,12 +107,21 @@ def test_command_line_says_what_is_asked_for(runner: Runner) -> None:
         assert f"--{name}={options[name]}" in first
         assert f"--{name}={options[name]}" in second
     assert f"--comment=it's mine torchx-monarch:{request.folder}" in first
-    assert "--exclusive" in first
+    assert "--exclusive" in first and "--exclude=n7,n[1-3]" in first
     for words in ("--cpus-per-task=3", "--mem=2048", "--gres=gpu:2", "--job-name=my-app", "--no-requeue"):
         assert words in first.split()
     assert "--gres" not in second
     assert dryrun(runner, app(), gres="gpu:a100:4").command("x").count("--gres=gpu:a100:4") == 1
     assert "--mem" not in " ".join(dryrun(runner, app(), nomem=True).command("x"))
+
+
+def test_a_job_with_spare_nodes_goes_on_without_a_lost_one(runner: Runner) -> None:
+    spared = dryrun(runner, app(), spares=1)
+    for role, words in zip(spared.roles, " ".join(spared.command("job.sh")).split(" : "), strict=True):
+        assert ("--no-kill" in words.split()) == ("no-kill" in role.srun) == (role.spec.spares == 1)
+        assert f"--nodes={role.spec.replicas}" in words
+    assert [role.spec.spares for role in spared.roles][0] == 1
+    assert "--no-kill" not in dryrun(runner, app()).command("x")
 
 
 def test_requeue_follows_max_retries_unless_it_is_said(runner: Runner) -> None:

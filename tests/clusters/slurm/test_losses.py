@@ -96,3 +96,26 @@ def test_goes_on_after_the_job_was_queued_again(
     assert way != "node" or "n2" not in hosts
     for replica in (0, 1):
         assert apps.output(handle, replica).count("resumed") == 2
+
+
+def test_a_spare_node_takes_the_place_of_a_lost_one(
+    apps: Apps, cluster: SlurmCluster, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scratch = tempfile.mkdtemp(dir="/tmp")  # what the power takes with it cannot clean up
+    monkeypatch.setenv("TMPDIR", scratch)
+    metadata = {"monarch": {"spares": 1}}
+    role = apps.torchrun(apps.program(CHECKPOINTS), env={"CHECKPOINT": str(checkpoint)}, metadata=metadata)
+    handle = apps.run(role, peer_timeout=2)
+    for replica in (0, 1):
+        apps.wait_for_output(handle, "attempt 0", replica, times=2)
+    checkpoint.touch()
+    lost = apps.hostname(handle, 1)
+    cluster.lose_node(lost)
+    try:
+        status = apps.wait(handle, AppState.SUCCEEDED)
+    finally:
+        shutil.rmtree(scratch)
+        cluster.restore_node(lost)
+    assert apps.slurm_state(handle.rpartition("/")[2]) == "COMPLETED"
+    assert status.num_restarts == 1
+    assert apps.output(handle, 2).count("resumed") == 2 and "resumed" not in apps.output(handle, 1)
