@@ -127,7 +127,7 @@ def rewrite(app: AppDef, options: WrapOptions) -> Rewritten:
         spec = RoleSpec.of(role, _WORKLOADS[found.kind], rendezvous, ends_together=peer_roles > 0)
         if spares:
             fewest = found.command.fewest(role.num_replicas)
-            role.num_replicas += spares
+            role.num_replicas, role.min_replicas = role.num_replicas + spares, fewest
             spec = replace(spec, replicas=role.num_replicas, min_replicas=fewest, spares=spares)
         specs.append(replace(spec, awaits_clients=found.awaits_clients))
         own = replace(options, spec=replace(options.spec, spares=spares))

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
 
 from torchx_monarch.controller.agents import Agents
 from torchx_monarch.controller.host_comparison import compare
@@ -76,8 +77,8 @@ class Preflight:
             self._reporter.line(f"pre-flight: {len(hosts)} hosts are fit and alike ({time.monotonic() - began:.2f} s)")
         if not problems or self._mode == "warn":
             return ""
-        named = {problems[0].find(host.name): host for host in hosts if host.name in problems[0]}
-        self.culprit = named[min(named)] if named else None
+        blamed = culprit(problems, {host.name: host.replica for host in hosts})
+        self.culprit = next((host for host in hosts if host.replica == blamed), None)
         more = f" (and {len(problems) - 1} more, see the log)" if len(problems) > 1 else ""
         return f"pre-flight: {problems[0]}{more}"
 
@@ -85,6 +86,22 @@ class Preflight:
         """Have all hosts listen for their measurement; return where, in the order of their replicas."""
         answers = [answer async for answer in self._agents.ask(OpenLink())]
         return sorted((one for one in answers if isinstance(one, LinkOpened)), key=lambda one: one.replica)
+
+
+def culprit(problems: Sequence[str], hosts: Mapping[str, int]) -> int | None:
+    """Return the replica that the first problem names; None for none.
+
+    The problem of a link names two hosts: the one that more problems name, or else the one that is not replica 0.
+
+    Args:
+        problems: the lines of ``compare``.
+        hosts: the replica of each host, by its name.
+    """
+    # What follows the word is how the other hosts are.
+    subjects = [problem.partition(", and ")[0] for problem in problems]
+    named = [name for name in hosts if name in subjects[0]]
+    named.sort(key=lambda name: (-sum(name in each for each in subjects), hosts[name] == 0, subjects[0].find(name)))
+    return hosts[named[0]] if named else None
 
 
 def clock_offset(facts: HostFacts, sent: float, received: float) -> float:

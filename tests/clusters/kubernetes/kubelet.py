@@ -144,6 +144,8 @@ class Pod:
     def _field(self, path: str) -> str:
         if path == "status.podIP":
             return self.address
+        if path == "spec.nodeName":
+            return str(self.pod["spec"].get("nodeName", ""))
         if path.startswith("metadata.annotations["):
             return str(
                 (self.pod["metadata"].get("annotations") or {}).get(path[len("metadata.annotations['") : -2], "")
