@@ -313,3 +313,8 @@ def test_a_spare_that_can_never_start_fails_no_app() -> None:
         each = [one(number, P if number == stuck else R, is_stuck=number == stuck) for number in range(3)]
         status = reduce(app(RoleSnapshot(RoleSpec("r", 3, **SPARED), each)), NOW)
         assert (status.outcome and status.outcome.state) == state
+
+
+def test_a_spare_that_has_started_may_end_by_itself() -> None:
+    given = app(role(S, S, R, **SPARED))  # they ended at 100 and 101
+    assert [reduce(given, now).is_stop_due for now in (101.0, 105.9, 106.0)] == [False, False, True]

@@ -131,7 +131,9 @@ def _decide(
     if awaited_roles and all(role.has_succeeded for role in awaited_roles):
         decided = max((one.ended for role in awaited_roles for one in role.replicas), default=0.0)
         if not any(one.ended < decided for one in failures):
-            return Outcome(State.SUCCEEDED, time=decided), None, 0.0
+            # Spare replicas may be left, which end by themselves if they have started.
+            due = decided + SETTLE if any(role.spec.spares for role in awaited_roles) else 0.0
+            return Outcome(State.SUCCEEDED, time=decided), None, due
     if ending is not None:
         # The process that ends the app may still be doing so.
         return ending, None, (ending.time + app.grace + HOST_EXTRA + SETTLE) if ending.time else 0.0

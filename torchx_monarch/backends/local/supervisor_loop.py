@@ -303,8 +303,12 @@ class SupervisorLoop:
     def _end_if_succeeded(self) -> None:
         """End the app when every role that it waits for has succeeded."""
         if self._outcome is None:
-            decided = reduce(self._snapshot(), time.time()).outcome
-            if decided is not None and decided.state is State.SUCCEEDED:
+            status = reduce(self._snapshot(), time.time())
+            if status.outcome is None or status.outcome.state is not State.SUCCEEDED:
+                return
+            if any(one.alive and one.spec.spares for one in self._all) and not status.is_stop_due:
+                self.at(time.monotonic() + SETTLE, self._end_if_succeeded)  # spare hosts are about to end
+            else:
                 self._end(State.SUCCEEDED, "")
 
     def _snapshot(self) -> AppSnapshot:

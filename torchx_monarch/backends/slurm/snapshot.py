@@ -240,7 +240,8 @@ def _restarts(job: JobState) -> int:
 def _concatenated(spec: RoleSpec, runs: Sequence[RoleSnapshot]) -> RoleSnapshot:
     """Return the role of an array, with the replicas of all of its tasks, from the role in each of them."""
     fewest = None if spec.min_replicas is None else spec.min_replicas * len(runs)
-    whole = replace(spec, replicas=spec.replicas * len(runs), min_replicas=fewest)
+    # Each run has spare nodes of its own: that one of them is left over says nothing about another run.
+    whole = replace(spec, replicas=spec.replicas * len(runs), min_replicas=fewest, spares=0)
     every = [
         replace(replica, id=position * spec.replicas + replica.id)
         for position, run in enumerate(runs)
