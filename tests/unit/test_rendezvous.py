@@ -104,6 +104,7 @@ def test_losses_and_errors_of_spare_hosts_are_no_events(address: Address) -> Non
         await preempted.report(SignalReceived(signal.SIGTERM, False))
         result = await asyncio.wait_for(preempted.result(), 5)
         assert result is not None and preempted.dismissed
+        preempted._writer.close()
         assert [each and each.replica for each in changes] == [None, 2, None, 2] and not first.events.pending
         member._writer.close()
         assert (await asyncio.wait_for(first.events.next(), 5)).replica == 1
