@@ -129,8 +129,9 @@ def rewrite(app: AppDef, options: WrapOptions) -> Rewritten:
             fewest = found.command.fewest(role.num_replicas)
             role.num_replicas, role.min_replicas = role.num_replicas + spares, fewest
             spec = replace(spec, replicas=role.num_replicas, min_replicas=fewest, spares=spares)
-        specs.append(replace(spec, awaits_clients=found.awaits_clients))
-        own = replace(options, spec=replace(options.spec, spares=spares))
+        hands_over = _hands_over(role, spec, alone=len(hosts) <= 1)
+        specs.append(replace(spec, awaits_clients=found.awaits_clients, hands_over=hands_over))
+        own = replace(options, spec=replace(options.spec, spares=spares, hands_over=hands_over))
         words = _host_arguments(role, own, peers if found.kind == "actors" else "", registry, peer_roles, awaited)
         _insert(role, found, [options.python, *words])
     return Rewritten(rewritten, tuple(specs))
@@ -321,6 +322,19 @@ def _host_arguments(
     )
     words = spec.to_argv(escape, {name: text for name, text in placeholders.items() if text})
     return ["-m", HOST_MODULE, *words, "--"]
+
+
+def _hands_over(role: Role, spec: RoleSpec, alone: bool) -> bool:
+    """Return whether another host takes over when replica 0 of a role is lost.
+
+    Args:
+        role: the role.
+        spec: what the backend must know of it.
+        alone: whether no other role of hosts is connected to it.
+    """
+    can_lose = spec.spares > 0 or (spec.min_replicas or spec.replicas) < spec.replicas
+    local = not spec.rendezvous  # a new leader has no address on a network yet
+    return spec.workload is WorkloadKind.RANKS and can_lose and local and alone and not _are_replaced(role)
 
 
 def _are_replaced(role: Role) -> bool:

@@ -147,7 +147,7 @@ class Agents:
         try:
             answer = await self._events.interrupt(asyncio.wait_for(asyncio.shield(asking), timeout))
         except asyncio.TimeoutError:
-            reason = f"host 0: no answer to {type(request).__name__} in {timeout:g} s"
+            reason = f"host {self.hosts[0].replica}: no answer to {type(request).__name__} in {timeout:g} s"
             raise Interrupted(StopRequested(0, JobResult(1, reason))) from None
         if isinstance(answer, Refused):
             raise HostRefused(answer, own=True)

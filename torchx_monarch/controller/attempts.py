@@ -36,6 +36,7 @@ from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.preflight import Preflight
 from torchx_monarch.insight.hangs import Hang
 from torchx_monarch.insight.progress import Reporter
+from torchx_monarch.model.job_record import Progress
 from torchx_monarch.model.job_result import (
     JobResult,
     RankExit,
@@ -68,6 +69,7 @@ class Attempts:
         hang_watch: finds ranks that hang.
         first_output: set when a rank of this host has printed something; None if that is not reported.
         preflight: checks the hosts before the first attempt on them; None for no check.
+        before: the progress under an earlier leader; None without one.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Attempts:
         hang_watch: HangWatch,
         first_output: asyncio.Event | None,
         preflight: Preflight | None = None,
+        before: Progress | None = None,
     ) -> None:
         self.number = 0
         self.exits: dict[int, RankExit] = {}
@@ -96,6 +99,10 @@ class Attempts:
         self._uncounted = 0
         self._restarts_left = options.max_restarts
         self._same_step = retry.SameStep()
+        if before is not None:
+            self.number, self._launched, self._uncounted = before.attempt + 1, before.attempt, before.uncounted
+            self._restarts_left = before.restarts_left
+            self._same_step = retry.SameStep(before.furthest_step, before.failures_at_step)
 
     def begin(self, options: JobOptions) -> None:
         """Set the options of the run, which only its hosts know on a live allocation."""
@@ -172,6 +179,7 @@ class Attempts:
         if self._options.sizes.elastic and (newcomers := await self._events.interrupt(arrived())):
             raise Interrupted(_joined(newcomers[0]))
         world = await self._world(hosts)
+        await self._gatherer.publish(self._progress())
         self._launched = self.number
         launched = [answer async for answer in self._agents.ask(LaunchRanks(world))]
         self._reporter.phase(
@@ -192,6 +200,12 @@ class Attempts:
         if output is not None and cause is None:
             output.cancel()
         return cause
+
+    def _progress(self) -> Progress:
+        same, options = self._same_step, self._options
+        return Progress(
+            self.number, self._uncounted, self._restarts_left, options.first_log_attempt, same.furthest, same.in_a_row
+        )
 
     async def _end(self, world_size: int, hanging: asyncio.Future[Hang]) -> RankExit | None:
         """Wait for the end of the ranks; stop the others when one has failed. Return the root cause, or None."""
@@ -316,7 +330,11 @@ class Attempts:
         blamed: list[HostEvent] = []
         if self._options.sizes.can_lose:
             leaves = (HostLost, HostPreempted)
-            blamed = [one for one in self._events.pending if one.replica != 0 and isinstance(one, leaves)]
+            blamed = [
+                one
+                for one in self._events.pending
+                if one.replica not in (0, self._gatherer.leader) and isinstance(one, leaves)
+            ]
         elif cause is None or cause.is_collateral or self._restarts_left:
             # Stop requests first: they end the job.
             blamed = sorted(self._events.pending, key=lambda one: isinstance(one, HostLost))

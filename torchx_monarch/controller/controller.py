@@ -64,6 +64,7 @@ class Controller:
         reporter: writes progress lines and events.
         gatherer: gathers the hosts.
         work: what the hosts do.
+        first_wait: seconds for which the first attempt waits for hosts beyond the minimum; None for the last call.
     """
 
     def __init__(
@@ -73,8 +74,10 @@ class Controller:
         reporter: Reporter,
         gatherer: HostGatherer,
         work: Work,
+        first_wait: float | None = None,
     ) -> None:
         self._sizes = options.sizes
+        self._first_wait = self._sizes.last_call if first_wait is None else first_wait
         self._replacements_left = options.replacements
         self._report_timeout = options.report_timeout
         self._rendezvous = rendezvous
@@ -85,7 +88,7 @@ class Controller:
 
     async def run(self) -> JobResult:
         """Run the job to its end and return its result. Failures of hosts and ranks do not raise."""
-        wait, result = self._sizes.last_call, None
+        wait, result = self._first_wait, None
         while result is None:
             try:
                 hosts = await self._gather(wait)
@@ -115,7 +118,7 @@ class Controller:
         def settled(event: HostEvent) -> bool:
             """Whether a mesh of these hosts is the answer to an event: its host is gone, or has joined."""
             gone = isinstance(event, HostLost) or (event.result.stopped and event.replica not in members)
-            return event.replica != 0 and (gone or isinstance(event, HostJoined))
+            return not self._is_own(event) and (gone or isinstance(event, HostJoined))
 
         self._events.settle_all(settled)
         if wrong := await self._events.interrupt(self._gatherer.unreachable(hosts), concerns_hosts):
@@ -133,8 +136,8 @@ class Controller:
         more = {"host": event.host} if isinstance(event, HostExcluded) else {}
         self._reporter.note("stop" if wanted else event.KIND, event.result.reason, replica=event.replica, **more)
         left = await self._dismiss_host(event)
-        # The controller runs on replica 0, so an event of replica 0 ends the job.
-        goes_on = (left or isinstance(event, (HostJoined, HostExcluded))) and event.replica != 0
+        # An event of the controller's own host ends the job.
+        goes_on = (left or isinstance(event, (HostJoined, HostExcluded))) and not self._is_own(event)
         goes_on = goes_on and (self._sizes.can_lose or self._replacements_left > 0)
         if not goes_on:
             self._rendezvous.end()
@@ -149,6 +152,10 @@ class Controller:
             return JobResult(1, f"{event.result.reason}; {shortage}")
         return None
 
+    def _is_own(self, event: HostEvent) -> bool:
+        """Return whether an event concerns this host or, as the events of replica 0, the whole job."""
+        return event.replica in (0, self._gatherer.leader)
+
     async def _dismiss_host(self, event: HostEvent) -> bool:
         """Return whether the host of an event has left.
 
@@ -157,7 +164,7 @@ class Controller:
         if isinstance(event, HostLost):
             self._gatherer.blame_lost(event.replica, event.result.reason)
             return True
-        leaves = event.replica != 0 and isinstance(event, HostPreempted) and self._sizes.can_lose
+        leaves = not self._is_own(event) and isinstance(event, HostPreempted) and self._sizes.can_lose
         if not leaves or self._rendezvous.hosts.present <= self._sizes.fewest:
             return False
         await self._rendezvous.dismiss(event.replica, event.result)

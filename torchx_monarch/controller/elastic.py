@@ -12,13 +12,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 from torchx_monarch.command.command import Command
 from torchx_monarch.controller.host_choice import HostFailures, choose, machine
 from torchx_monarch.controller.host_events import HostEvent, HostExcluded, HostLost
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.insight.progress import Reporter
+from torchx_monarch.model.job_record import Progress
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.registration import Registration
 
@@ -86,12 +87,16 @@ class NodeRange:
 class HostGatherer:
     """Gather the hosts of each attempt.
 
+    Attributes:
+        leader: replica of this host.
+
     Args:
         sizes: number of hosts of the job.
         rendezvous: the rendezvous at which the hosts register.
         reporter: writes progress lines and events.
         unreachable: returns the reason for each host that cannot be reached, by replica (``HostNetwork.unreachable``).
         failures: counts the failures of hosts; None to exclude no host.
+        places: replicas of the last attempt under an earlier leader, in the order of their node ranks; empty for none.
     """
 
     def __init__(
@@ -101,7 +106,9 @@ class HostGatherer:
         reporter: Reporter,
         unreachable: Callable[[Iterable[Registration]], Awaitable[dict[int, str]]],
         failures: HostFailures | None = None,
+        places: Sequence[int] = (),
     ) -> None:
+        self.leader = rendezvous.leader
         self.unreachable = unreachable
         self._sizes = sizes
         self._rendezvous = rendezvous
@@ -109,6 +116,7 @@ class HostGatherer:
         self._reporter = reporter
         self._failures = failures or HostFailures(0, 1.0)
         self._members: list[Registration] = []
+        self._places = places
         self._told: frozenset[int] = frozenset()
         rendezvous.on_idle_change = self._report_idle_change
 
@@ -184,7 +192,7 @@ class HostGatherer:
         else:
             return None
         if host.replica in {each.replica for each in self._choose()}:
-            why = "the controller runs there" if host.replica == 0 else "no other host can take its place now"
+            why = "the controller runs there" if host.replica == self.leader else "no other host can take its place now"
             told = f"{told}; it stays, because {why}"
         elif host in self._registry.able:
             return HostExcluded(host.replica, JobResult(1, told, replica=host.replica), host=name)
@@ -214,9 +222,9 @@ class HostGatherer:
 
         Returns:
             The loss of the first of these hosts. None if the job cannot dismiss them: it cannot lose hosts, ``reasons``
-            is empty, or replica 0 is among them.
+            is empty, or this host is among them.
         """
-        if not reasons or 0 in reasons or not self._sizes.can_lose:
+        if not reasons or self.leader in reasons or not self._sizes.can_lose:
             return None
         losses = []
         for replica, reason in reasons.items():
@@ -226,6 +234,10 @@ class HostGatherer:
         for loss in losses[1:]:
             self._reporter.note(loss.KIND, loss.result.reason, replica=loss.replica)
         return losses[0]
+
+    async def publish(self, progress: Progress) -> None:
+        """Tell the other hosts of the present attempt, so that one of them can go on if this host is lost."""
+        await self._rendezvous.publish(tuple(host.replica for host in self._members), progress)
 
     def shortage(self, replaced: bool) -> str:
         """Return why the job cannot go on with the remaining hosts; empty if it can.
@@ -248,8 +260,9 @@ class HostGatherer:
         return all(replica >= self._sizes.most for replica in self._registry.missing)
 
     def _choose(self) -> list[Registration]:
-        places = [host.replica for host in self._members] if self._sizes.spares else []
-        return choose(self._registry.able, places, self._sizes.most, self._sizes.fewest, self._excluded())
+        places = ([host.replica for host in self._members] or self._places) if self._sizes.spares else []
+        sizes = self._sizes
+        return choose(self._registry.able, places, sizes.most, sizes.fewest, self._excluded(), self.leader)
 
     def _excluded(self) -> set[int]:
         registered = self._registry.registered.values()

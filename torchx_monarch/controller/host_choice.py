@@ -20,6 +20,7 @@ def choose(
     most: int,
     fewest: int,
     excluded: Collection[int] = (),
+    leader: int = 0,
 ) -> list[Registration]:
     """Choose the hosts of an attempt; return them in the order of their node ranks.
 
@@ -28,10 +29,10 @@ def choose(
         places: replicas of the previous attempt, in the order of their node ranks; empty for none.
         most: number of hosts that the job uses at most.
         fewest: number of hosts that it needs.
-        excluded: replicas to leave out, unless fewer than ``fewest`` hosts would be left. Replica 0 always takes part:
-            the controller runs there.
+        excluded: replicas to leave out, unless fewer than ``fewest`` hosts would be left.
+        leader: replica of the host on which the controller runs, and which always takes part.
     """
-    usable = {host.replica: host for host in present if host.replica == 0 or host.replica not in excluded}
+    usable = {host.replica: host for host in present if host.replica == leader or host.replica not in excluded}
     others = sorted(
         (host for host in present if host.replica not in usable), key=lambda host: host.replica not in places
     )

@@ -11,9 +11,11 @@ host to replica 0          ``register`` (greeting, with the protocol's version),
                            ``host_messages``
 client to replica 0        ``look``, ``stop`` (greetings; the answer is ``state``), and the kinds in
                            ``Rendezvous.clients``
-replica 0 to either        ``registered`` (with its name), ``alive``, ``refused`` (with the reason), ``state``,
-                           ``result``
+replica 0 to either        ``registered`` (with its name and term), ``alive``, ``refused`` (with the reason), ``state``,
+                           ``job`` (what a host must know to go on with the job), ``result``
 =========================  =======================================================================================
+
+When replica 0 is lost, another host may take over this side of the rendezvous (``succession``): it is the leader then.
 
 The certificate distinguishes hosts from clients (``transport.connections.is_client``). Without certificates, on a
 socket file of this user or on an insecure port, every peer may do everything.
@@ -22,12 +24,14 @@ socket file of this user or on an insecure port, every peer may do everything.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
+from torchx_monarch.controller import succession
 from torchx_monarch.controller.host_events import (
     HostEvent,
     HostEvents,
@@ -41,6 +45,7 @@ from torchx_monarch.controller.host_messages import AgentLost, RunOutput, Signal
 from torchx_monarch.controller.host_registry import HostRegistry
 from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.model.host_spec import LEASE, PEER_TIMEOUT
+from torchx_monarch.model.job_record import JobRecord, Progress
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.registration import Registration
 from torchx_monarch.transport import connections, messages
@@ -51,6 +56,9 @@ from torchx_monarch.transport.listener import Listener
 _GREETING_TIMEOUT = 10.0
 
 _LATECOMERS = 1.0
+
+_PUBLISH_TIMEOUT = 1.0
+"""Seconds to send the state of the job to hosts before an attempt starts."""
 
 _STOPPED = JobResult(128 + signal.SIGTERM, "the job was stopped by its client", stopped=True)
 
@@ -78,6 +86,7 @@ class Rendezvous:
     """Replica 0's side of the rendezvous.
 
     Attributes:
+        leader: replica of this host.
         events: the events that interrupt the controller.
         hosts: the hosts that are registered.
         clients: handlers of client greetings, by kind, which extend or replace those of this module. The handler owns
@@ -95,6 +104,10 @@ class Rendezvous:
         lease: seconds of silence after which a host counts as lost.
         fewest: minimum number of hosts that the job needs; None for all.
         spares: number of spare hosts, which the job does not need.
+        leader: replica of this host.
+        term: its term as leader.
+        absent: replicas that are not waited for.
+        hands_over: whether another host takes over when this one is lost.
     """
 
     def __init__(
@@ -107,9 +120,14 @@ class Rendezvous:
         lease: float = LEASE,
         fewest: int | None = None,
         spares: int = 0,
+        leader: int = 0,
+        term: int = 0,
+        absent: Collection[int] = (),
+        hands_over: bool = False,
     ) -> None:
+        self.leader = leader
         self.events = HostEvents()
-        self.hosts = HostRegistry(replicas)
+        self.hosts = HostRegistry(replicas, absent)
         self.clients: dict[str, Serve] = {}
         self.on_output: Callable[[Registration, RunOutput], None] | None = None
         self.on_idle_change: Callable[[HostEvent | None], None] | None = None
@@ -120,6 +138,11 @@ class Rendezvous:
         self._replicas = replicas
         self._fewest = replicas if fewest is None else fewest
         self._spares = spares
+        self._term = term
+        self._hands_over = hands_over
+        self._attempt: tuple[tuple[int, ...], Progress] | None = None
+        self._socket = 0
+        self._tasks: set[asyncio.Task[bool]] = set()  # the event loop holds tasks by weak references only
         self._leases: Leases[int] = Leases(lease, self._lease_expired)
         self._silent: set[int] = set()
         self._writers: dict[int, asyncio.StreamWriter] = {}
@@ -135,10 +158,15 @@ class Rendezvous:
             RendezvousError: the process cannot listen on the address.
         """
         try:
+            address = succession.listener_of(self._address, self._term)
             self._listener = await connections.listen(
-                self._address, self._serve, self._identity, self._bind, self._peer_timeout
+                address, self._serve, self._identity, self._bind, self._peer_timeout
             )
-        except ConnectError as error:
+            if self._term:
+                _put_at(address.path, self._address.path)
+            if not address.networked:
+                self._socket = os.stat(address.path).st_ino
+        except (ConnectError, OSError) as error:
             raise RendezvousError(str(error)) from None
         self._leases.start()
 
@@ -151,6 +179,31 @@ class Rendezvous:
             self.events.post(StopRequested(host.replica, result))
         elif self.hosts.is_idle(host):
             self._note_idle_change(None)
+
+    async def publish(self, places: tuple[int, ...], progress: Progress) -> None:
+        """Tell every host the state of the job before an attempt starts, if another host is to go on with it.
+
+        Args:
+            places: replicas of the attempt, in the order of their node ranks.
+            progress: the progress of the attempts.
+        """
+        self._attempt = places, progress
+        if sending := self._send_job():
+            await asyncio.wait(sending, timeout=_PUBLISH_TIMEOUT)  # a host that does not read must not delay others
+
+    def _send_job(self) -> list[asyncio.Task[bool]]:
+        """Send every host the state of the job, which has changed; return the tasks that do so."""
+        if self._attempt is None or not self._hands_over:
+            return []
+        places, progress = self._attempt
+        others = tuple(sorted(host.replica for host in self.hosts.able if host.replica in self._writers))
+        record = dataclasses.asdict(JobRecord(self._term, self.leader, others, places, progress))
+        message = {"type": "job", "job": record}
+        sending = [asyncio.ensure_future(messages.send(writer, message)) for writer in self._writers.values()]
+        for task in sending:
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return sending
 
     async def dismiss(self, replica: int, result: JobResult) -> None:
         """Send one host the result with which it ends, while the job goes on without it."""
@@ -186,8 +239,17 @@ class Rendezvous:
                 open_for = 0.0
         if self._listener is not None:
             self._listener.close()
-            if not self._address.networked and os.path.exists(self._address.path):
+            if not self._address.networked:
+                self._remove_socket()
+
+    def _remove_socket(self) -> None:
+        """Remove the socket files of this leader and those before it, unless another host has taken over."""
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(self._address.path).st_ino == self._socket:
                 os.unlink(self._address.path)
+        for term in range(1, self._term + 1):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(succession.listener_of(self._address, term).path)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -218,8 +280,10 @@ class Rendezvous:
         self.register(host)
         if self._listener is not None:
             self._listener.mark_authenticated()
-        own = self.hosts.registered.get(0)
-        await messages.send(writer, {"type": "registered", "name": own.name if own else "replica 0"})
+        own = self.hosts.registered.get(self.leader)
+        name = own.name if own else f"replica {self.leader}"
+        await messages.send(writer, {"type": "registered", "name": name, "term": self._term})
+        self._send_job()
         if self._result is not None:
             await messages.send(writer, {"type": "result", **self._result.to_json()})
         try:
@@ -231,7 +295,8 @@ class Rendezvous:
             self._leases.drop(host.replica)
         if not host.error and self.hosts.registered.get(host.replica) is host:
             self.hosts.remove(host.replica)
-            if self._is_needless(host):
+            self._send_job()
+            if self._is_needless(host) and isinstance(lost, HostLost):
                 self._note_idle_change(lost)
             else:
                 self.events.post(lost)
@@ -262,6 +327,12 @@ class Rendezvous:
             raise RendezvousError(str(error)) from None
         if not 0 <= host.replica < self._replicas:
             raise RendezvousError(f"replica {host.replica!r} is not one of the {self._replicas} of this role")
+        followed = greeting.get("term")
+        if reason := succession.why_deposed(self._term, followed if isinstance(followed, int) else 0):
+            self.events.post(StopRequested(self.leader, JobResult(1, reason, replica=self.leader)))
+            raise _EndingError(reason)
+        if host.replica < self.leader:
+            raise RendezvousError(f"replica {self.leader} has taken over the job, which goes on without this host")
         if host.replica in self.hosts.registered:
             raise _TakenError(
                 f"replica {host.replica} has registered already: {self.hosts.registered[host.replica].name}"
@@ -276,8 +347,8 @@ class Rendezvous:
             raise RendezvousError(host.error)
         return host
 
-    async def _follow(self, host: Registration, reader: asyncio.StreamReader) -> HostLost:
-        """Read the messages of a host until it is lost; return the event of its loss."""
+    async def _follow(self, host: Registration, reader: asyncio.StreamReader) -> HostEvent:
+        """Read the messages of a host until it is lost; return the event of its loss, or of this host's."""
         while message := await messages.receive(reader):
             if host.replica in self._writers:
                 self._leases.renew(host.replica)
@@ -305,9 +376,12 @@ class Rendezvous:
         if host.replica in self._silent:
             self._silent.discard(host.replica)
             return _lost(host, f"does not answer: no message from it for {self._leases.seconds:g} s (lease)")
-        if (pause := self._leases.own_pause) and 0 in self.hosts.registered:
-            # This process paused, so the host's lease of replica 0 expired. The host is sound and may register again.
-            blamed = _lost(self.hosts.registered[0], f"did not run for {pause:.0f} s, and {host.name} has left it")
+        if (pause := self._leases.own_pause) and self.leader in self.hosts.registered:
+            # This process paused, so its lease at the host expired. The host is sound and may register again.
+            own = self.hosts.registered[self.leader]
+            blamed = _lost(own, f"did not run for {pause:.0f} s, and {host.name} has left it")
+            if self._attempt is not None and self._hands_over:
+                return StopRequested(self.leader, blamed.result)  # another host has taken over
             return dataclasses.replace(blamed, replica=host.replica)
         return _lost(host, "was lost: its connection broke")
 
@@ -323,6 +397,14 @@ class Rendezvous:
     def _lease_expired(self, replica: int) -> None:
         self._silent.add(replica)
         self._writers[replica].transport.abort()  # ends ``_follow`` of this host
+
+
+def _put_at(path: str, place: str) -> None:
+    """Give the socket file of a listener another path, where clients look for it, in place of the file there."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(f"{path}.new")
+    os.link(path, f"{path}.new")
+    os.replace(f"{path}.new", place)
 
 
 def _lost(host: Registration, how: str) -> HostLost:

@@ -10,9 +10,12 @@ import ssl
 import time
 from collections.abc import Callable
 
+from torchx_monarch.controller import succession
 from torchx_monarch.controller.host_messages import Report, encode_message
 from torchx_monarch.controller.rendezvous import RendezvousError
+from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.model.host_spec import LEASE, PEER_TIMEOUT
+from torchx_monarch.model.job_record import JobRecord
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.registration import Registration
 from torchx_monarch.transport import connections, messages
@@ -105,12 +108,19 @@ async def handshake(
     raise RendezvousError(f"{aim} in {timeout:g} s: {why}")
 
 
+def _term(message: messages.Message) -> int:
+    term = message.get("term")
+    return term if isinstance(term, int) else 0
+
+
 class RendezvousClient:
     """The connection of a host to replica 0, for every host but replica 0.
 
     Attributes:
         lost: why replica 0 is lost; empty if no more is known than that the connection broke.
         dismissed: whether the result is for this host alone, and the job goes on without it.
+        job: what this host must know to go on with the job; None if no other host takes over.
+        paused: whether this host did not run for so long that it may have been given up.
 
     Args:
         reader: reader of the connection to replica 0.
@@ -124,6 +134,8 @@ class RendezvousClient:
     ) -> None:
         self.lost = ""
         self.dismissed = False
+        self.job: JobRecord | None = None
+        self.paused = False
         self._reader = reader
         self._writer = writer
         self._name = name
@@ -139,6 +151,7 @@ class RendezvousClient:
         peer_timeout: float = PEER_TIMEOUT,
         on_failure: Callable[[ConnectError], None] = lambda error: None,
         lease: float = LEASE,
+        term: int = 0,
     ) -> RendezvousClient:
         """Connect to replica 0 and register. Retry until it listens.
 
@@ -151,15 +164,19 @@ class RendezvousClient:
                 connection.
             on_failure: called with the error of each failed try.
             lease: seconds of silence, after the registration, after which replica 0 counts as lost.
+            term: the highest term of a leader that this host has followed.
 
         Raises:
             RendezvousError: replica 0 refused the host, or did not answer within ``timeout`` seconds.
         """
         shortened = dataclasses.replace(host, error=host.error[: messages.MAX_ERROR])
-        greeting = {"type": "register", "host": dataclasses.asdict(shortened)}
+        greeting = {"type": "register", "host": dataclasses.asdict(shortened), "term": term}
         answer, reader, writer = await handshake(
             address, greeting, "registered", timeout, identity, peer_timeout, on_failure
         )
+        if succession.why_deposed(led := _term(answer), term):
+            writer.close()
+            raise RendezvousError(f"term {led} of the leader at {address} is over: this host has followed term {term}")
         return cls(reader, writer, str(answer.get("name"))[:200], lease)
 
     async def report(self, report: Report) -> None:
@@ -174,12 +191,15 @@ class RendezvousClient:
         try:
             while message := await messages.receive(self._reader):
                 self._leases.renew(self._name)
+                if message.get("type") == "job":
+                    self.job = decode(JobRecord, message.get("job"), "the job")
                 if message.get("type") == "result":
                     self.dismissed = message.get("dismissed") is True
                     return JobResult.from_json(message)
+            self.paused = self._leases.own_pause > 0
             if not self.lost and (pause := self._leases.own_pause):
                 self.lost = f"this host did not run for {pause:.0f} s, and {self._name} has given it up"
-        except messages.ProtocolError as error:
+        except (messages.ProtocolError, DecodeError) as error:
             self.lost = str(error)
         finally:
             heartbeats.cancel()

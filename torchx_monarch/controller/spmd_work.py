@@ -75,7 +75,7 @@ class Session:
         """
         reason = (refusal.refusal.reason.splitlines() or ["refused"])[0]
         if refusal.own:
-            raise Interrupted(StopRequested(0, JobResult(1, f"host 0: {reason}")))
+            raise Interrupted(StopRequested(0, JobResult(1, f"host {refusal.refusal.replica}: {reason}")))
         failure = StopRequested(0, JobResult(1, reason))
         raise Interrupted(await self._events.report_within(self._options.report_timeout, failure))
 

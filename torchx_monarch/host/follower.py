@@ -4,22 +4,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import signal
 import time
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias
 
+from torchx_monarch.controller import succession
 from torchx_monarch.controller.host_network import HostNetwork
 from torchx_monarch.controller.rendezvous import RendezvousError
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
 from torchx_monarch.host.ranks.breakpoints import Streams
 from torchx_monarch.host.workload import Host, Workload
+from torchx_monarch.model.job_record import JobRecord
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.registration import Registration
 from torchx_monarch.transport import connections, messages
-from torchx_monarch.transport.connections import ConnectError
+from torchx_monarch.transport.connections import Address, ConnectError
+
+_SUCCESSOR_TIMEOUT = 5.0
+"""Seconds for the next leader to listen, once it knows that the last one is lost."""
 
 _ERROR_REPORT_TIMEOUT = 10.0
 """Seconds for which a host that cannot take part tries to report its error to replica 0."""
+
+
+Lead: TypeAlias = Callable[[JobRecord, int, Awaitable[None]], Awaitable[JobResult]]
 
 
 class Follower:
@@ -33,14 +44,19 @@ class Follower:
         workload: what it runs.
         registration: the data with which it registers.
         network: its connections.
+        lead: takes over the job as leader: called with its record, this host's term, and the task that ends the ranks.
     """
 
-    def __init__(self, host: Host, workload: Workload, registration: Registration, network: HostNetwork) -> None:
+    def __init__(
+        self, host: Host, workload: Workload, registration: Registration, network: HostNetwork, lead: Lead
+    ) -> None:
         self.lost_agent: JobResult | None = None
         self._host = host
         self._workload = workload
         self._registration = registration
         self._network = network
+        self._lead = lead
+        self._term = 0
 
     async def run(self, join_timeout: float) -> JobResult:
         """Register with replica 0 and return the job's result, or the reason for not knowing it.
@@ -65,11 +81,20 @@ class Follower:
                     host.reporter.line(f"host {registration.replica} was refused: {result.reason}")
                 return result
             host.report = None
+            self._term = max(self._term, client.job.term if client.job is not None else 0)
             this = f"host {registration.replica} ({host.hostname})"
-            lost_replica0 = JobResult(1, client.lost or f"{this} lost replica 0", consequence=True, replica=0)
-            result = self.lost_agent or lost_replica0
+            leader = client.job.leader if client.job is not None else 0
+            lost_leader = JobResult(1, client.lost or f"{this} lost replica {leader}", consequence=True, replica=leader)
+            result = self.lost_agent or lost_leader
             host.reporter.line(result.reason)
             rejoins = host.options.replacements > 0 and self._workload.replaced and not registration.error
+            if client.job is not None and not client.paused and not self.lost_agent:
+                successor = await self._succeed(client.job)
+                if isinstance(successor, JobResult):
+                    return successor
+                if successor is not None:
+                    client = successor
+                    continue
             if self.lost_agent or not rejoins:
                 return result
             pool, attempt = self._workload.pool, -1
@@ -83,7 +108,35 @@ class Follower:
                 host.reporter.line(f"host {registration.replica}: {error}")
                 return result
 
-    async def _join(self, registration: Registration, timeout: float, whom: str) -> RendezvousClient:
+    async def _succeed(self, job: JobRecord) -> RendezvousClient | JobResult | None:
+        """Follow the next leader, or become it; return None if no host could take over.
+
+        Returns:
+            The connection to the new leader, or the result of the job under this host as leader.
+        """
+        host, pool = self._host, self._workload.pool
+        ending = asyncio.ensure_future(pool.stop(signal.SIGTERM, host.grace) if pool is not None else asyncio.sleep(0))
+        # Hosts notice the silence of a leader at different times, up to a heartbeat apart.
+        patience = _SUCCESSOR_TIMEOUT + host.options.lease / 2
+        for replica, term in succession.successors(job):
+            if replica == self._registration.replica:
+                return await self._lead(job, term, ending)
+            await ending
+            again = dataclasses.replace(self._registration, attempt=pool.attempt if pool is not None else -1)
+            where = succession.listener_of(self._network.rendezvous, term)
+            try:
+                client = await self._join(again, patience, f"host {replica}, which takes over", where)
+            except RendezvousError as error:
+                host.reporter.line(f"host {self._registration.replica}: {error}")
+                patience = 2 * _SUCCESSOR_TIMEOUT + host.grace  # the next one may still be ending its ranks
+                continue
+            self._term = term
+            return client
+        return None
+
+    async def _join(
+        self, registration: Registration, timeout: float, whom: str, listener: Address | None = None
+    ) -> RendezvousClient:
         failure, roles, network = "", self._host.roles, self._network
         peer_timeout, lease = network.options.peer_timeout, self._host.options.lease
 
@@ -92,7 +145,7 @@ class Follower:
             failure = f" ({error})"
 
         async def joining() -> RendezvousClient:
-            until, where = time.monotonic() + timeout, network.rendezvous
+            until, where = time.monotonic() + timeout, listener or network.rendezvous
             if roles is not None and roles.looks_up:
                 where = await roles.find(self._host.options.role, network, timeout, failed)
             left = max(1.0, until - time.monotonic())
@@ -103,6 +156,8 @@ class Follower:
                 return reader, writer
 
             self._host.connector = connect
-            return await RendezvousClient.join(where, registration, left, network.identity, peer_timeout, failed, lease)
+            return await RendezvousClient.join(
+                where, registration, left, network.identity, peer_timeout, failed, lease, self._term
+            )
 
         return await self._host.reporter.while_waiting(joining(), lambda: whom + failure)

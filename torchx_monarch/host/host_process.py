@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import os
 import shutil
 import signal
@@ -13,11 +14,11 @@ import socket
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchx_monarch.command.command import CommandError
-from torchx_monarch.controller import host_events, retry
+from torchx_monarch.controller import host_events, retry, succession
 from torchx_monarch.controller.controller import Controller
 from torchx_monarch.controller.elastic import HostGatherer, NodeRange
 from torchx_monarch.controller.host_choice import HostFailures
@@ -34,6 +35,7 @@ from torchx_monarch.insight.progress import Reporter, write_result
 from torchx_monarch.model.env_names import CREDENTIALS, TRACE_ENDPOINTS
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.host_spec import HostSpec
+from torchx_monarch.model.job_record import JobRecord
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.registration import Registration
 from torchx_monarch.model.world import LaunchError
@@ -48,6 +50,21 @@ _HOST_EXIT_TIMEOUT = 5.0
 """Seconds that replica 0 waits for the other hosts to exit before it exits."""
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Succession:
+    """What the leader that this host succeeds has left.
+
+    Attributes:
+        job: the record of the job.
+        term: this host's term.
+        ending: ends the ranks of this host.
+    """
+
+    job: JobRecord
+    term: int
+    ending: Awaitable[None]
 
 
 class HostProcess:
@@ -172,7 +189,8 @@ class HostProcess:
         sizes = NodeRange.of(self._workload.command, options.world, options.host_timeout, options.spares)
         if options.replica == 0:
             return await self._control(registration, network, sizes)
-        self._follower = Follower(host, self._workload, registration, network)
+        lead = functools.partial(self._take_over, registration, network, sizes)
+        self._follower = Follower(host, self._workload, registration, network, lead)
         return await self._follower.run(sizes.join_timeout)
 
     # -- start ---------------------------------------------------------------------------------------------------------
@@ -212,10 +230,35 @@ class HostProcess:
     def _warn(self, text: str) -> None:
         self._host.reporter.line(f"INSECURE: host {self._host.options.replica}: {text}")
 
-    # -- replica 0 -----------------------------------------------------------------------------------------------------
+    # -- the leader ----------------------------------------------------------------------------------------------------
 
-    async def _control(self, registration: Registration, network: HostNetwork, sizes: NodeRange) -> JobResult:
-        """Run replica 0: gather the hosts, run the controller, announce the result."""
+    async def _take_over(
+        self,
+        registration: Registration,
+        network: HostNetwork,
+        sizes: NodeRange,
+        job: JobRecord,
+        term: int,
+        ending: Awaitable[None],
+    ) -> JobResult:
+        """Go on with the job as its leader, in place of the one that is lost (see ``Follower``)."""
+        host, replica = self._host, registration.replica
+        host.reporter.record_to(host.environ.get("MONARCH_EVENTS"))
+        text = f"host {replica} ({host.hostname}) takes over from host {job.leader}, which is lost"
+        host.reporter.note("take_over", text, replica=replica, replaces=job.leader, term=term, host=host.hostname)
+        return await self._control(registration, network, sizes, _Succession(job, term, ending))
+
+    async def _control(
+        self, registration: Registration, network: HostNetwork, sizes: NodeRange, after: _Succession | None = None
+    ) -> JobResult:
+        """Run the leader: gather the hosts, run the controller, announce the result.
+
+        Args:
+            registration: registration of this host.
+            network: its connections.
+            sizes: number of hosts of the job.
+            after: what an earlier leader has left; None on replica 0.
+        """
         host, options, workload = self._host, self._host.options, self._workload
         roles = host.roles
         assert roles is not None
@@ -228,6 +271,10 @@ class HostProcess:
             options.lease,
             sizes.fewest,
             sizes.spares,
+            options.replica,
+            after.term if after else 0,
+            succession.absent(after.job, options.replica, options.replicas) if after else (),
+            options.hands_over and not network.rendezvous.networked,
         )
         job = JobOptions.of(
             options,
@@ -239,12 +286,17 @@ class HostProcess:
             grace=host.grace,
             monarch_log=host.monarch_log,
         )
+        if after is not None:
+            job = dataclasses.replace(job, first_log_attempt=after.job.progress.first_log_attempt)
         if not workload.replaced:
             job = dataclasses.replace(job, replacements=0)
         failures = HostFailures(options.exclude_after, options.exclude_window)
-        gatherer = HostGatherer(sizes, rendezvous, host.reporter, network.unreachable, failures)
-        work = workload.work(Control(rendezvous, network, gatherer, job))
-        controller = Controller(job, rendezvous, host.reporter, gatherer, work)
+        places = succession.places(after.job, options.replica) if after else ()
+        gatherer = HostGatherer(sizes, rendezvous, host.reporter, network.unreachable, failures, places)
+        work = workload.work(Control(rendezvous, network, gatherer, job, after.job.progress if after else None))
+        # The other hosts end their ranks before they register with a new leader.
+        first_wait = max(sizes.last_call, host.grace + _HOST_EXIT_TIMEOUT) if after else None
+        controller = Controller(job, rendezvous, host.reporter, gatherer, work, first_wait)
         coordinator = roles.coordinator(rendezvous, network, host.reporter)
         try:
             await rendezvous.start()
@@ -253,6 +305,10 @@ class HostProcess:
                 return self._conclude(JobResult(1, str(error)))
             # The job needs nobody else; but no client can ask for its stacks.
             print(f"no client can connect to this host: {error}", file=sys.stderr, flush=True)  # Monarch's log
+        if after is not None:
+            await after.ending
+            attempt = workload.pool.attempt if workload.pool is not None else -1
+            registration = dataclasses.replace(registration, attempt=attempt)
         rendezvous.register(registration)
         await coordinator.begin(options.host_timeout)
         result = await coordinator.await_others(await controller.run(), options.host_timeout)
@@ -274,6 +330,8 @@ class HostProcess:
     # -- events --------------------------------------------------------------------------------------------------------
 
     def _agent_lost(self, silent: float) -> None:
+        if self._rendezvous is not None:
+            return  # of the leader from which this host has taken over
         self._spawn(self._stop_ranks(signal.SIGKILL))
         if self._follower is not None and self._registration is not None:
             self._follower.lost_agent = host_events.agent_lost(self._registration, silent).result

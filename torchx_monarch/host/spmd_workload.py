@@ -104,6 +104,7 @@ class SpmdWorkload:
         self._runs = runs
         self._monarch: asyncio.Task[None] | None = None
         self._network: HostNetwork | None = None
+        self._agent_server: AgentServer | None = None
 
     @property
     def command(self) -> Command | None:
@@ -142,7 +143,8 @@ class SpmdWorkload:
         self._network = network
         if options.replica > 0:
             link = os.path.join(self._host.sockets, "link")
-            await AgentServer(link, self._handle_message, on_agent_lost, options.lease).start()
+            self._agent_server = AgentServer(link, self._handle_message, on_agent_lost, options.lease)
+            await self._agent_server.start()
             os.environ[SOCKET_VARIABLE] = link
         os.environ["PYTHONSAFEPATH"] = "1"  # the agent must not import a monarch.py of the user's
         os.environ["TMPDIR"] = self._host.sockets  # Monarch makes its sockets there; ranks do not get this value
@@ -166,6 +168,8 @@ class SpmdWorkload:
     def work(self, control: Control) -> Work:
         """Return the work of executing the session's runs (see ``Workload``)."""
         options, events, reporter = control.options, control.rendezvous.events, self._host.reporter
+        if self._agent_server is not None:  # this host has taken over: only its own controller gives orders
+            self._agent_server.close()
         agents = Agents(options, events, reporter, self._handle)
         queries = HostQueries(agents)
         control.rendezvous.clients.update(stacks=queries.stacks, samples=queries.samples)
@@ -179,7 +183,8 @@ class SpmdWorkload:
 
         def new_attempts() -> Attempts:
             preflight = Preflight(options.preflight, control.network.rendezvous.networked, agents, reporter)
-            return Attempts(options, agents, control.gatherer, events, reporter, hang_watch, first_output, preflight)
+            gatherer, before = control.gatherer, control.before
+            return Attempts(options, agents, gatherer, events, reporter, hang_watch, first_output, preflight, before)
 
         # Only where a command finds it again: beside the events of the job.
         kept = "MONARCH_EVENTS" in self._host.environ and self._host.log_dir

@@ -23,6 +23,7 @@ from torchx_monarch.host.ranks.rank_logs import RankLogs
 from torchx_monarch.host.ranks.rank_pool import RankPool
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_spec import HostSpec
+from torchx_monarch.model.job_record import Progress
 from torchx_monarch.system.console import Console
 from torchx_monarch.transport import messages
 from torchx_monarch.transport.connections import ConnectError
@@ -112,12 +113,21 @@ class Host:
 
 @dataclasses.dataclass(frozen=True)
 class Control:
-    """The parts of replica 0's controller with which a workload makes its ``Work``."""
+    """The parts of a controller with which a workload makes its ``Work``.
+
+    Attributes:
+        rendezvous: the rendezvous at which the hosts register.
+        network: connections of this host.
+        gatherer: gathers the hosts.
+        options: options of the job.
+        before: the progress of the job under an earlier leader; None without one.
+    """
 
     rendezvous: Rendezvous
     network: HostNetwork
     gatherer: HostGatherer
     options: JobOptions
+    before: Progress | None = None
 
 
 class Workload(Protocol):
@@ -175,7 +185,7 @@ class Workload(Protocol):
         """Return the number of the first attempt's log folders."""
 
     def work(self, control: Control) -> Work:
-        """Return what the controller has the hosts do, on replica 0."""
+        """Return what the controller has the hosts do, on replica 0 or the host that has taken over."""
 
     def close(self) -> None:
         """End what is not a rank, and pass on its output; called at the end of the host process."""

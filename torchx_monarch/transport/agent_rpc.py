@@ -54,6 +54,7 @@ class AgentServer:
         self._on_lost = on_lost
         self._tasks: set[asyncio.Task[None]] = set()
         self._agent = 0
+        self._closed = False
         self._silent: set[int] = set()
         self._leases: Leases[int] = Leases(lease, self._lease_expired)
 
@@ -63,7 +64,17 @@ class AgentServer:
         await asyncio.start_unix_server(self._serve, self._path, limit=messages.MAX_LINE)
         os.chmod(self._path, 0o600)
 
+    def close(self) -> None:
+        """End the agent and refuse others: the controller that has started it no longer gives orders."""
+        agent, self._agent, self._closed = self._agent, 0, True
+        if agent:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(agent, signal.SIGKILL)
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._closed:
+            writer.close()
+            return
         credentials = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         agent, _, _ = struct.unpack("3i", credentials)
         before, self._agent = self._agent, agent

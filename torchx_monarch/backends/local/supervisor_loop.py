@@ -331,7 +331,7 @@ class SupervisorLoop:
         """
         if self._outcome is not None or not first.succeeded:
             return
-        is_late = first.spec.is_elastic and first.record.id == 0
+        is_late = first.spec.is_elastic and (first.record.id == 0 or first.spec.hands_over)
         replaces = first.spec.retry_policy is RetryPolicy.REPLICA
         siblings = [r for r in self._roles[first.role_index] if is_late or (replaces and r.record.restarts)]
         living = {r.record.pid: r for r in siblings if r.alive and r.record.pid is not None}

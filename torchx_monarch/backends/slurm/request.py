@@ -134,7 +134,7 @@ class SlurmRequest:
             starter = ["/bin/sh", os.path.join(JobFolder(self.folder).container(role), "task.sh")]
         return ["setsid", "srun", *options, *starter, self.folder, self.roles[role].name]
 
-    def step_options(self, role: int) -> dict[str, str]:
+    def step_options(self, role: int) -> dict[str, str | None]:
         """Return the srun options of the step of the role of this index, by name without dashes."""
         one = self.roles[role]
         if one.container is None:
