@@ -130,3 +130,5 @@ def test_a_job_that_needs_all_hosts_ends_with_replica_0(folder: Path, eventually
     eventually(lambda: job.said(1, 0), "the first attempt")
     job.kill(0)
     assert job.hosts.wait()[1] == 1
+    assert not job.events("take_over")
+    assert job.error(1)["message"]["message"].endswith("lost replica 0")

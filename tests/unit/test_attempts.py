@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -50,7 +51,7 @@ def result_of(exits: list[RankExit], report: HostPreempted | None = None) -> Job
 
     async def run() -> JobResult:
         events, reporter = HostEvents(), Reporter(Console(2), None, "trainer")
-        agents, gatherer = cast(Agents, ScriptedAgents(*exits)), cast(HostGatherer, HostGatherer)
+        agents, gatherer = cast(Agents, ScriptedAgents(*exits)), cast(HostGatherer, Mock(HostGatherer, leader=0))
         attempts = Attempts(OPTIONS, agents, gatherer, events, reporter, HangWatch(agents, reporter), None)
         if report is not None:
             asyncio.get_running_loop().call_later(0.01, events.post, report)

@@ -66,6 +66,30 @@ def test_spare_hosts_are_replicas_beside_the_world(marked: int | None, option: i
     assert f"--replicas {3 + spares} " in words and (f"--spares {spares} " in words) == bool(spares)
 
 
+@pytest.mark.parametrize(
+    ("options", "role", "hands_over"),
+    [
+        ({}, {}, True),
+        ({"rendezvous": {"r": "tls:@HOST:26599"}}, {}, False),  # a new leader has no address there
+        ({}, {"retry_policy": RetryPolicy.REPLICA, "max_retries": 1}, False),  # replica 0 is replaced
+        ({}, {"retry_policy": RetryPolicy.APPLICATION, "max_retries": 1}, True),
+        ({}, {"metadata": {}}, False),  # there is no other host
+    ],
+)
+def test_another_host_takes_over_from_replica_0(
+    options: dict[str, Any], role: dict[str, Any], hands_over: bool
+) -> None:
+    given = app("torchrun", "--nnodes", "2", "train.py", replicas=2)
+    given.roles[0].metadata = {"monarch": {"spares": 1}}
+    for name, value in role.items():
+        setattr(given.roles[0], name, value)
+    if "rendezvous" in options:
+        options = {"rendezvous": {given.roles[0].name: "tls:@HOST:26599"}}
+    result = rewrite(given, WrapOptions(**options))
+    assert result.roles[0].hands_over is hands_over
+    assert ("--hands-over 1" in shlex.join(result.app.roles[0].args)) is hands_over
+
+
 def test_spare_hosts_are_for_roles_of_ranks() -> None:
     beside = AppDef("app", [app("torchrun", "a.py").roles[0], app("echo", "hello").roles[0]])
     beside.roles[1].name = "other"

@@ -165,7 +165,7 @@ def test_ranks_are_restarted_on_the_same_mesh() -> None:
 @pytest.mark.parametrize(
     ("refusal", "reason"),
     [
-        ((OpenStore, True), "host 0: cannot write the ranks' logs"),
+        ((OpenStore, True), "host 1: cannot write the ranks' logs"),
         ((LaunchRanks, False), "cannot write the ranks' logs"),
     ],
 )

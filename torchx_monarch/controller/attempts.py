@@ -202,9 +202,14 @@ class Attempts:
         return cause
 
     def _progress(self) -> Progress:
-        same, options = self._same_step, self._options
         return Progress(
-            self.number, self._uncounted, self._restarts_left, options.first_log_attempt, same.furthest, same.in_a_row
+            attempt=self.number,
+            uncounted=self._uncounted,
+            restarts_left=self._restarts_left,
+            rank_restarts=self._reporter.rank_restarts,
+            first_log_attempt=self._options.first_log_attempt,
+            furthest_step=self._same_step.furthest,
+            failures_at_step=self._same_step.in_a_row,
         )
 
     async def _end(self, world_size: int, hanging: asyncio.Future[Hang]) -> RankExit | None:

@@ -117,7 +117,7 @@ class HostGatherer:
         self._failures = failures or HostFailures(0, 1.0)
         self._members: list[Registration] = []
         self._places = places
-        self._told: frozenset[int] = frozenset()
+        self._told = None if places else frozenset[int]()  # None: the earlier leader has told of spare hosts
         rendezvous.on_idle_change = self._report_idle_change
 
     async def enough(self, wait: float) -> None:

@@ -296,7 +296,7 @@ class Rendezvous:
         if not host.error and self.hosts.registered.get(host.replica) is host:
             self.hosts.remove(host.replica)
             self._send_job()
-            if self._is_needless(host) and isinstance(lost, HostLost):
+            if self._is_needless(host):
                 self._note_idle_change(lost)
             else:
                 self.events.post(lost)
@@ -347,8 +347,8 @@ class Rendezvous:
             raise RendezvousError(host.error)
         return host
 
-    async def _follow(self, host: Registration, reader: asyncio.StreamReader) -> HostEvent:
-        """Read the messages of a host until it is lost; return the event of its loss, or of this host's."""
+    async def _follow(self, host: Registration, reader: asyncio.StreamReader) -> HostLost:
+        """Read the messages of a host until it is lost; return the event of its loss."""
         while message := await messages.receive(reader):
             if host.replica in self._writers:
                 self._leases.renew(host.replica)
@@ -381,7 +381,8 @@ class Rendezvous:
             own = self.hosts.registered[self.leader]
             blamed = _lost(own, f"did not run for {pause:.0f} s, and {host.name} has left it")
             if self._attempt is not None and self._hands_over:
-                return StopRequested(self.leader, blamed.result)  # another host has taken over
+                # Another host has taken over. The event of the lost host follows: its ranks are not waited for.
+                self.events.post(StopRequested(self.leader, blamed.result))
             return dataclasses.replace(blamed, replica=host.replica)
         return _lost(host, "was lost: its connection broke")
 

@@ -23,6 +23,11 @@ def successors(record: JobRecord) -> list[tuple[int, int]]:
     return [(replica, record.term + 1 + place) for place, replica in enumerate(record.hosts[:_SUCCESSORS])]
 
 
+def suffice(record: JobRecord, fewest: int) -> bool:
+    """Return whether the hosts that remain without the leader are as many as the job needs."""
+    return len(record.hosts) >= fewest
+
+
 def listener_of(address: Address, term: int) -> Address:
     """Return the socket file at which the leader of a term listens for hosts; ``address`` is replica 0's."""
     return dataclasses.replace(address, path=f"{address.path}.{term}") if term else address

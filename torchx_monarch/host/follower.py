@@ -44,17 +44,19 @@ class Follower:
         workload: what it runs.
         registration: the data with which it registers.
         network: its connections.
+        fewest: minimum number of hosts that the job needs.
         lead: takes over the job as leader: called with its record, this host's term, and the task that ends the ranks.
     """
 
     def __init__(
-        self, host: Host, workload: Workload, registration: Registration, network: HostNetwork, lead: Lead
+        self, host: Host, workload: Workload, registration: Registration, network: HostNetwork, fewest: int, lead: Lead
     ) -> None:
         self.lost_agent: JobResult | None = None
         self._host = host
         self._workload = workload
         self._registration = registration
         self._network = network
+        self._fewest = fewest
         self._lead = lead
         self._term = 0
 
@@ -88,8 +90,9 @@ class Follower:
             result = self.lost_agent or lost_leader
             host.reporter.line(result.reason)
             rejoins = host.options.replacements > 0 and self._workload.replaced and not registration.error
-            if client.job is not None and not client.paused and not self.lost_agent:
-                successor = await self._succeed(client.job)
+            job, able = client.job, not client.paused and not self.lost_agent
+            if job is not None and able and succession.suffice(job, self._fewest):
+                successor = await self._succeed(job)
                 if isinstance(successor, JobResult):
                     return successor
                 if successor is not None:

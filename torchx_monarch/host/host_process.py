@@ -190,7 +190,7 @@ class HostProcess:
         if options.replica == 0:
             return await self._control(registration, network, sizes)
         lead = functools.partial(self._take_over, registration, network, sizes)
-        self._follower = Follower(host, self._workload, registration, network, lead)
+        self._follower = Follower(host, self._workload, registration, network, sizes.fewest, lead)
         return await self._follower.run(sizes.join_timeout)
 
     # -- start ---------------------------------------------------------------------------------------------------------
@@ -243,9 +243,15 @@ class HostProcess:
     ) -> JobResult:
         """Go on with the job as its leader, in place of the one that is lost (see ``Follower``)."""
         host, replica = self._host, registration.replica
-        host.reporter.record_to(host.environ.get("MONARCH_EVENTS"))
+        reporter = host.reporter
+        reporter.take_over(host.environ.get("MONARCH_EVENTS"), job.progress.rank_restarts)
         text = f"host {replica} ({host.hostname}) takes over from host {job.leader}, which is lost"
-        host.reporter.note("take_over", text, replica=replica, replaces=job.leader, term=term, host=host.hostname)
+        more = {"replica": replica, "replaces": job.leader, "host": host.hostname}
+        reporter.record("take_over", text, term=term, **more)
+        if sizes.spares:  # the place of a lost host that a spare one takes counts as a restart
+            reporter.restarted(text, **more)
+        else:
+            reporter.line(text)
         return await self._control(registration, network, sizes, _Succession(job, term, ending))
 
     async def _control(

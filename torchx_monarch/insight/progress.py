@@ -65,9 +65,10 @@ class Reporter:
         self.echo: Callable[[str], None] | None = None
         self.listener: Callable[[str, float | None, Mapping[str, object]], None] | None = None
 
-    def record_to(self, events_path: str | None) -> None:
-        """Write events to a file from now on: this host has taken over from the one that wrote them."""
+    def take_over(self, events_path: str | None, rank_restarts: int) -> None:
+        """Go on in place of another host: with its events file, and its number of restarts."""
         self._events_path = events_path
+        self.rank_restarts = rank_restarts
 
     def line(self, text: str) -> None:
         """Write a line to the log, without an event."""

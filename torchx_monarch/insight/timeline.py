@@ -65,6 +65,7 @@ _MOMENTS = frozenset(
         *(
             "rank_restart",
             "spare_used",
+            "take_over",
             "excluded",
             "replacement",
             "restart",

@@ -19,6 +19,7 @@ class Progress:
         attempt: number of the present attempt.
         uncounted: attempts that torchrun does not count as restarts.
         restarts_left: number of restarts that are left after failures of ranks.
+        rank_restarts: how often ranks were restarted, as users are told.
         first_log_attempt: number of the first attempt's log folders.
         furthest_step: the step at which the last failures in a row happened; -1 for none.
         failures_at_step: number of these failures.
@@ -27,6 +28,7 @@ class Progress:
     attempt: int
     uncounted: int
     restarts_left: int
+    rank_restarts: int
     first_log_attempt: int
     furthest_step: int = -1
     failures_at_step: int = 0

@@ -46,6 +46,10 @@ class Apps(Place):
 
     name = NAME
     factory = staticmethod(monarch_kubernetes)
+    cannot = {
+        "take-over": "a new leader would need an address that hosts and clients know; "
+        "replica 0 can be replaced (REPLICA)",
+    }
     nightly = left_to_others(
         "test_a_lost_host_is_replaced[0]",
         "test_the_job_begins_again_when_a_host_is_lost[1]",
