@@ -28,6 +28,9 @@ TORCHX = [sys.executable, "-c", "import sys; sys.argv[0] = 'torchx'; from torchx
 _TRAINING = "13 s of processor time, most of it for imports; monarch_local and Slurm have it every time"
 _OTHER_CASE = "the other host, or policy, goes the same way through the core; another backend has this one every time"
 
+NO_TAKE_OVER = "a new leader would need an address that hosts and clients know; replica 0 can be replaced (REPLICA)"
+"""Why the hosts of a backend cannot do the scenario ``take-over``."""
+
 
 def left_to_others(*cases: str, training: bool = True) -> dict[str, str]:
     """Return ``Place.nightly``.

@@ -14,7 +14,7 @@ from pathlib import Path
 from torchx.specs import Resource
 
 from tests.clusters.docker.daemon import Daemon
-from tests.contract.place import Place, left_to_others
+from tests.contract.place import NO_TAKE_OVER, Place, left_to_others
 from tests.network.namespaces import entered
 from torchx_monarch.schedulers import monarch_docker
 
@@ -32,8 +32,7 @@ class Apps(Place):
     name = NAME
     factory = staticmethod(monarch_docker)
     cannot = {
-        "take-over": "a new leader would need an address that hosts and clients know; "
-        "replica 0 can be replaced (REPLICA)",
+        "take-over": NO_TAKE_OVER,
     }
     nightly = left_to_others(
         "test_a_lost_host_is_replaced[1]",

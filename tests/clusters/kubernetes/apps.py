@@ -23,7 +23,7 @@ from kubernetes import config
 from torchx.specs import Resource, Role
 
 from tests.clusters.kubernetes.cluster import WIRE, Cluster
-from tests.contract.place import Place, left_to_others
+from tests.contract.place import NO_TAKE_OVER, Place, left_to_others
 from tests.network.relay import Relay
 from torchx_monarch.backends.kubernetes.names import LABEL_APP
 from torchx_monarch.backends.kubernetes.native import Api, KubernetesError
@@ -47,8 +47,7 @@ class Apps(Place):
     name = NAME
     factory = staticmethod(monarch_kubernetes)
     cannot = {
-        "take-over": "a new leader would need an address that hosts and clients know; "
-        "replica 0 can be replaced (REPLICA)",
+        "take-over": NO_TAKE_OVER,
     }
     nightly = left_to_others(
         "test_a_lost_host_is_replaced[0]",

@@ -19,7 +19,7 @@ from torchx.specs import AppState, Resource, Role
 from torchx.specs.finder import ComponentValidationException
 
 from tests.clusters.slurm.cluster import SlurmCluster
-from tests.contract.place import Place, left_to_others
+from tests.contract.place import NO_TAKE_OVER, Place, left_to_others
 from torchx_monarch.backends.slurm import folder as folders
 from torchx_monarch.backends.slurm import native
 from torchx_monarch.backends.slurm.folder import JobFolder
@@ -56,8 +56,7 @@ class Apps(Place):
     name = NAME
     factory = staticmethod(monarch_slurm)
     cannot = {
-        "take-over": "a new leader would need an address that hosts and clients know; "
-        "replica 0 can be replaced (REPLICA)",
+        "take-over": NO_TAKE_OVER,
     }
     nightly = left_to_others(
         "test_a_lost_host_is_replaced[1]",

@@ -19,7 +19,7 @@ from torchx.runner import Runner
 from torchx.specs.finder import ComponentValidationException
 
 from tests.clusters.ssh.machines import Machines
-from tests.contract.place import Place
+from tests.contract.place import NO_TAKE_OVER, Place, left_to_others
 from torchx_monarch.backends.ssh.in_job.wire import folder_name
 from torchx_monarch.schedulers import monarch_ssh
 
@@ -46,7 +46,15 @@ class Apps(Place):
         ({"hosts": ["m1", "m1"]}, "names m1 twice"),
         ({"hosts": ["@/nonexistent"]}, "/nonexistent: No such file"),
     )
-    cannot = {"cancel while pending": "a job begins as soon as it is submitted: nothing else uses the machines"}
+    cannot = {
+        "cancel while pending": "a job begins as soon as it is submitted: nothing else uses the machines",
+        "take-over": NO_TAKE_OVER,
+    }
+    nightly = left_to_others(
+        "test_a_lost_host_is_replaced[0]",
+        "test_the_job_begins_again_when_a_host_is_lost[0]",
+        "test_a_preempted_job_goes_on[REPLICA]",
+    )
 
     def __init__(self, machines: Machines, hosts: Sequence[str] = ()) -> None:
         self.machines = machines
