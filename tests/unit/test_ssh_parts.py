@@ -25,7 +25,7 @@ from torchx_monarch.backends.ssh.fleet import with_fleet
 from torchx_monarch.backends.ssh.in_job.code import Code
 from torchx_monarch.backends.ssh.in_job.wire import Ending, Place, folder_name
 from torchx_monarch.backends.ssh.machine_name import MachineName, parse_hosts
-from torchx_monarch.backends.ssh.native import Connection, SshError
+from torchx_monarch.backends.ssh.native import MachineConnection, SshError
 from torchx_monarch.backends.ssh.options import SshOpts
 from torchx_monarch.backends.ssh.request import SshRequest
 from torchx_monarch.backends.ssh.snapshot import Found, SshSnapshot, build
@@ -174,7 +174,7 @@ def test_a_workspace_is_sent_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     def sent() -> tuple[Machine, str]:
         machines.append(machine := Machine())
-        (tree,) = workspace.send([projects], [["a"]], {"a": cast(Connection, machine)})
+        (tree,) = workspace.send([projects], [["a"]], {"a": cast(MachineConnection, machine)})
         return machine, tree
 
     machine, first = sent()
@@ -211,7 +211,7 @@ def test_a_workspace_of_several_folders(tmp_path: Path, monkeypatch: pytest.Monk
         (tmp_path / name / f"{name}.py").write_text(name)
     machine = Machine()
     role = Role("r", "", workspace=Workspace({f"file://{tmp_path}/one": "", str(tmp_path / "two"): "lib/two"}))
-    (tree,) = workspace.send([workspace.projects(role)], [["a"]], {"a": cast(Connection, machine)})
+    (tree,) = workspace.send([workspace.projects(role)], [["a"]], {"a": cast(MachineConnection, machine)})
     machine.code.check_out(tree, str(tmp_path / "out"))
     assert {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*.py")} == {
         "one.py",

@@ -15,12 +15,12 @@ from torchx_monarch.controller import succession
 from torchx_monarch.controller.host_events import StopRequested
 from torchx_monarch.controller.rendezvous import Rendezvous, RendezvousError
 from torchx_monarch.controller.rendezvous_client import RendezvousClient
-from torchx_monarch.model.job_record import JobRecord, Progress
+from torchx_monarch.model.job_record import AttemptProgress, JobRecord
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.registration import Registration
 from torchx_monarch.transport.connections import Address
 
-PROGRESS = Progress(4, uncounted=1, restarts_left=2, rank_restarts=1, first_log_attempt=10, furthest_step=7)
+PROGRESS = AttemptProgress(4, uncounted=1, restarts_left=2, rank_restarts=1, first_log_attempt=10, furthest_step=7)
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ from torchx_monarch.controller.job_options import JobOptions
 from torchx_monarch.controller.preflight import Preflight
 from torchx_monarch.insight.hangs import Hang
 from torchx_monarch.insight.progress import Reporter
-from torchx_monarch.model.job_record import Progress
+from torchx_monarch.model.job_record import AttemptProgress
 from torchx_monarch.model.job_result import (
     JobResult,
     RankExit,
@@ -82,7 +82,7 @@ class Attempts:
         hang_watch: HangWatch,
         first_output: asyncio.Event | None,
         preflight: Preflight | None = None,
-        before: Progress | None = None,
+        before: AttemptProgress | None = None,
     ) -> None:
         self.number = 0
         self.exits: dict[int, RankExit] = {}
@@ -201,8 +201,8 @@ class Attempts:
             output.cancel()
         return cause
 
-    def _progress(self) -> Progress:
-        return Progress(
+    def _progress(self) -> AttemptProgress:
+        return AttemptProgress(
             attempt=self.number,
             uncounted=self._uncounted,
             restarts_left=self._restarts_left,

@@ -19,7 +19,7 @@ from torchx_monarch.controller.host_choice import HostFailures, choose, machine
 from torchx_monarch.controller.host_events import HostEvent, HostExcluded, HostLost
 from torchx_monarch.controller.rendezvous import Rendezvous
 from torchx_monarch.insight.progress import Reporter
-from torchx_monarch.model.job_record import Progress
+from torchx_monarch.model.job_record import AttemptProgress
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.registration import Registration
 
@@ -235,7 +235,7 @@ class HostGatherer:
             self._reporter.note(loss.KIND, loss.result.reason, replica=loss.replica)
         return losses[0]
 
-    async def publish(self, progress: Progress) -> None:
+    async def publish(self, progress: AttemptProgress) -> None:
         """Tell the other hosts of the present attempt, so that one of them can go on if this host is lost."""
         await self._rendezvous.publish(tuple(host.replica for host in self._members), progress)
 

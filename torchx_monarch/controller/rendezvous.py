@@ -45,7 +45,7 @@ from torchx_monarch.controller.host_messages import AgentLost, RunOutput, Signal
 from torchx_monarch.controller.host_registry import HostRegistry
 from torchx_monarch.model.codec import DecodeError, decode
 from torchx_monarch.model.host_spec import LEASE, PEER_TIMEOUT
-from torchx_monarch.model.job_record import JobRecord, Progress
+from torchx_monarch.model.job_record import AttemptProgress, JobRecord
 from torchx_monarch.model.job_result import JobResult
 from torchx_monarch.model.registration import Registration
 from torchx_monarch.transport import connections, messages
@@ -140,7 +140,7 @@ class Rendezvous:
         self._spares = spares
         self._term = term
         self._hands_over = hands_over
-        self._attempt: tuple[tuple[int, ...], Progress] | None = None
+        self._attempt: tuple[tuple[int, ...], AttemptProgress] | None = None
         self._socket = 0
         self._tasks: set[asyncio.Task[bool]] = set()  # the event loop holds tasks by weak references only
         self._leases: Leases[int] = Leases(lease, self._lease_expired)
@@ -180,7 +180,7 @@ class Rendezvous:
         elif self.hosts.is_idle(host):
             self._note_idle_change(None)
 
-    async def publish(self, places: tuple[int, ...], progress: Progress) -> None:
+    async def publish(self, places: tuple[int, ...], progress: AttemptProgress) -> None:
         """Tell every host the state of the job before an attempt starts, if another host is to go on with it.
 
         Args:

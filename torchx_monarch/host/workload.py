@@ -23,7 +23,7 @@ from torchx_monarch.host.ranks.rank_logs import RankLogs
 from torchx_monarch.host.ranks.rank_pool import RankPool
 from torchx_monarch.insight.progress import Reporter
 from torchx_monarch.model.host_spec import HostSpec
-from torchx_monarch.model.job_record import Progress
+from torchx_monarch.model.job_record import AttemptProgress
 from torchx_monarch.system.console import Console
 from torchx_monarch.transport import messages
 from torchx_monarch.transport.connections import ConnectError
@@ -127,7 +127,7 @@ class Control:
     network: HostNetwork
     gatherer: HostGatherer
     options: JobOptions
-    before: Progress | None = None
+    before: AttemptProgress | None = None
 
 
 class Workload(Protocol):

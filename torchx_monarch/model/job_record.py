@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Progress:
+class AttemptProgress:
     """The progress of a job's attempts.
 
     Attributes:
@@ -50,4 +50,4 @@ class JobRecord:
     leader: int
     hosts: tuple[int, ...]
     places: tuple[int, ...]
-    progress: Progress
+    progress: AttemptProgress

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,9 @@ from torchx.schedulers.api import StructuredOpts
 from torchx.specs import runopts
 
 _described: dict[object, runopts] = {}
+
+_describing = threading.Lock()
+"""Python 3.11 fails now and then if two threads parse source text ("AST constructor recursion depth mismatch")."""
 
 
 @dataclass
@@ -106,13 +110,14 @@ def run_options(kind: type[MonarchOpts]) -> runopts:
 
     The result is cached: TorchX parses the source text of the class, and one submission asks a dozen times.
     """
-    if kind not in _described:
-        options = kind.as_runopts()
-        texts: dict[str, str] = {}
-        bases: list[Any] = [base for base in kind.__mro__ if issubclass(base, StructuredOpts)]
-        for base in bases:
-            texts = {**base.get_docstrings(), **texts}
-        for name, option in options:
-            option.help = texts.get(name, option.help)
-        _described[kind] = options
-    return copy.deepcopy(_described[kind])
+    with _describing:
+        if kind not in _described:
+            options = kind.as_runopts()
+            texts: dict[str, str] = {}
+            bases: list[Any] = [base for base in kind.__mro__ if issubclass(base, StructuredOpts)]
+            for base in bases:
+                texts = {**base.get_docstrings(), **texts}
+            for name, option in options:
+                option.help = texts.get(name, option.help)
+            _described[kind] = options
+        return copy.deepcopy(_described[kind])

@@ -56,7 +56,7 @@ _ASK_AFTER_END = 0.5
 """Seconds between two queries to Slurm once the job's own record says that it has ended."""
 
 
-class _Workspace(DirWorkspaceMixin):  # type: ignore[misc]
+class _DirWorkspace(DirWorkspaceMixin):  # type: ignore[misc]
     """Copies workspaces into ``job_dir``, and leaves roles the image of their container."""
 
     def build_workspace_and_update_role(self, role: Role, workspace: str, cfg: Cfg) -> None:
@@ -79,7 +79,7 @@ class SlurmBackend(Backend[SlurmOpts, SlurmRequest, SlurmSnapshot]):
     config_section = "slurm"
 
     def __init__(self) -> None:
-        self.workspace = _Workspace()
+        self.workspace = _DirWorkspace()
         self._asked: dict[str, float] = {}
 
     # -- submitting ----------------------------------------------------------------------------------------------------

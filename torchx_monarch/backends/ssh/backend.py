@@ -25,7 +25,7 @@ from torchx_monarch.backends.ssh.fleet import with_fleet
 from torchx_monarch.backends.ssh.in_job.wire import Ending, Place, folder_name
 from torchx_monarch.backends.ssh.known import Layout
 from torchx_monarch.backends.ssh.machine_name import MachineName, parse_hosts
-from torchx_monarch.backends.ssh.native import Connection, Machines, RefusedOrderError, SshError, concurrently
+from torchx_monarch.backends.ssh.native import MachineConnection, Machines, RefusedOrderError, SshError, concurrently
 from torchx_monarch.backends.ssh.options import SshOpts
 from torchx_monarch.backends.ssh.request import SshRequest, render
 from torchx_monarch.backends.ssh.snapshot import Found, SshSnapshot, build, by_machine
@@ -92,12 +92,12 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
         layout = Layout(request.machines, request.python, request.setup)
         with contextlib.ExitStack() as stack:
 
-            def connect(name: str) -> Connection:
+            def connect(name: str) -> MachineConnection:
                 connection = self._machines.connect(name, request.python, request.setup)
                 stack.callback(connection.close)
                 return connection
 
-            connections: dict[str, Connection] = {}
+            connections: dict[str, MachineConnection] = {}
             try:
                 connections |= dict(zip(layout.names, _all(concurrently(connect, layout.names)), strict=True))
                 told = dict(zip(connections, _all(concurrently(_hello, connections.values())), strict=True))
@@ -120,7 +120,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
         request: SshRequest,
         submitted: SubmittedApp,
         credentials: str,
-        connections: dict[str, Connection],
+        connections: dict[str, MachineConnection],
         addresses: dict[str, str],
     ) -> None:
         zeros = [addresses[names[0]] for names in request.machines]
@@ -298,7 +298,7 @@ class SshBackend(Backend[SshOpts, SshRequest, SshSnapshot]):
         return lost
 
 
-def _hello(connection: Connection) -> Any:
+def _hello(connection: MachineConnection) -> Any:
     return connection.ask("hello")
 
 

@@ -74,7 +74,7 @@ class RefusedOrderError(SshError):
     """Raised when a machine was reached and could not do what it was asked."""
 
 
-class Connection:
+class MachineConnection:
     """A connection to one machine.
 
     Args:
@@ -242,13 +242,13 @@ class Machines:
     """Connections to machines, opened when they are needed."""
 
     def __init__(self) -> None:
-        self._open: dict[tuple[str, str, str], Connection] = {}
+        self._open: dict[tuple[str, str, str], MachineConnection] = {}
         self._lost: dict[str, tuple[float, SshError]] = {}
         self._lock = threading.Lock()
 
-    def connect(self, machine: str, python: str, setup: str) -> Connection:
+    def connect(self, machine: str, python: str, setup: str) -> MachineConnection:
         """Return a connection of the caller's own, which it closes."""
-        return Connection(machine, python, setup)
+        return MachineConnection(machine, python, setup)
 
     def ask(self, machine: str, python: str, setup: str, order: str, **fields: Any) -> Any:
         """Send an order, which may be repeated, to a machine and return its answer.
@@ -268,14 +268,14 @@ class Machines:
                 connection.close()  # the machine may have been rebooted since
         return self._opened(key).ask(order, **fields)
 
-    def _opened(self, key: tuple[str, str, str]) -> Connection:
+    def _opened(self, key: tuple[str, str, str]) -> MachineConnection:
         """Open a connection; raise what was found a moment ago for a machine that could not be reached."""
         with self._lock:
             when, error = self._lost.get(key[0], (0.0, None))
         if error is not None and time.monotonic() < when + _REMEMBER_LOST:
             raise error
         try:
-            connection = Connection(*key)
+            connection = MachineConnection(*key)
         except SshError as lost:
             with self._lock:
                 self._lost[key[0]] = time.monotonic(), lost

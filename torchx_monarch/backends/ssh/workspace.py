@@ -17,7 +17,7 @@ from torchx.workspace import WorkspaceMixin
 
 from torchx_monarch.backends.core import state_files
 from torchx_monarch.backends.core.errors import UserError
-from torchx_monarch.backends.ssh.native import Connection, SshError, concurrently
+from torchx_monarch.backends.ssh.native import MachineConnection, SshError, concurrently
 from torchx_monarch.code_sync.archive import ChangedError, pack
 from torchx_monarch.code_sync.manifest import Tree
 
@@ -60,7 +60,9 @@ def projects(role: Role) -> dict[str, str]:
 
 
 def send(
-    workspaces: Sequence[Mapping[str, str]], machines: Sequence[Sequence[str]], connections: Mapping[str, Connection]
+    workspaces: Sequence[Mapping[str, str]],
+    machines: Sequence[Sequence[str]],
+    connections: Mapping[str, MachineConnection],
 ) -> list[str]:
     """Send the workspace of each role to the machines of its replicas.
 
@@ -86,7 +88,7 @@ def send(
     return hashes
 
 
-def _send(projects: Mapping[str, str], connections: Sequence[Connection]) -> str:
+def _send(projects: Mapping[str, str], connections: Sequence[MachineConnection]) -> str:
     from torchx_monarch.code_sync.scan import ScanError
 
     with _merged(projects) as root:
@@ -134,7 +136,7 @@ def _scan(root: str) -> Tree:
     return tree
 
 
-def _send_tree(root: str, tree: Tree, connection: Connection) -> None:
+def _send_tree(root: str, tree: Tree, connection: MachineConnection) -> None:
     missing = connection.ask("expect_code", tree=_text(tree.encode()))
     paths = {entry.content: path for path, entry in tree.entries.items() if entry.is_file}
     files = ((digest, tree.contents[digest], os.path.join(root, paths[digest])) for digest in missing)

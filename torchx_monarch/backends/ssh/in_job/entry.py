@@ -24,7 +24,7 @@ from torchx_monarch.backends.ssh.in_job.wire import READY
 from torchx_monarch.supervisor import log_reader
 
 
-class Entry:
+class OrderServer:
     """The orders, each a method of the same name."""
 
     def __init__(self) -> None:
@@ -136,7 +136,7 @@ def main() -> None:
     # What is started must not write to the connection.
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    entry = Entry()
+    entry = OrderServer()
     try:
         print(READY, file=out, flush=True)
         for line in sys.stdin.buffer:
