@@ -123,6 +123,7 @@ class HostNetwork:
         warn: Callable[[str], None],
         lease: float,
         on_shutdown: Callable[[], None] | None = None,
+        outlives_client: bool = False,
     ) -> None:
         """Start Monarch's worker loop in this process; where it is deferred, wait for the first client before.
 
@@ -140,7 +141,7 @@ class HostNetwork:
 
             tls = self.identity.files if self.identity else None
             monarch_api.start_worker(
-                self.client_url, self.serve_address, tls, on_fault, warn_in_loop, lease, on_shutdown
+                self.client_url, self.serve_address, tls, on_fault, warn_in_loop, lease, on_shutdown, outlives_client
             )
 
         if self.worker_port is not None:

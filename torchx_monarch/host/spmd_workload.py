@@ -149,7 +149,7 @@ class SpmdWorkload:
         os.environ["PYTHONSAFEPATH"] = "1"  # the agent must not import a monarch.py of the user's
         os.environ["TMPDIR"] = self._host.sockets  # Monarch makes its sockets there; ranks do not get this value
         if network.worker_port is None:
-            await network.start_monarch(_log, warn, options.lease)
+            await network.start_monarch(_log, warn, options.lease, outlives_client=options.hands_over)
         else:
             self._monarch = asyncio.ensure_future(self._start_for_client(network, warn))
 

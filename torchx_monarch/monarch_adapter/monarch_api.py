@@ -62,6 +62,7 @@ def start_worker(
     warn: Callable[[str], None],
     lease: float,
     on_shutdown: Callable[[], None] | None = None,
+    outlives_client: bool = False,
 ) -> None:
     """Import Monarch and start its worker loop in this process.
 
@@ -77,9 +78,11 @@ def start_worker(
         lease: seconds for which a host or an agent may be silent until it counts as lost.
         on_shutdown: called, from a thread, when a client has shut the host mesh down. If it is None, Monarch then exits
             this process immediately with code 0.
+        outlives_client: whether this process may go on, as a client itself, when the one that has attached to it is
+            lost.
     """
     log_to_stderr()
-    for name, value in {**_TUNING, **_patience(lease)}.items():
+    for name, value in {**_TUNING, **_patience(lease, outlives_client)}.items():
         os.environ.setdefault(name, value)
     if tls is not None:
         os.environ.update(zip(_TLS_VARIABLES, tls, strict=True))
@@ -95,14 +98,16 @@ def start_worker(
         _serve_until_shutdown(serve_address, on_fault, on_shutdown)
 
 
-def _patience(lease: float) -> dict[str, str]:
+def _patience(lease: float, outlives_client: bool) -> dict[str, str]:
     """Return Monarch's time-outs for silent processes, all longer than the lease."""
     silent = lease + _BEYOND_LEASE
     return {
         "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": f"{silent:.0f}s",
         "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": f"{silent:.0f}s",
-        # Default 30 s, counted from the last message that was not acknowledged.
-        "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": f"{silent:.0f}s",
+        # Default 30 s, counted from the last message that was not acknowledged. After this time twice Monarch gives up
+        # messages to a lost client, and ends a process that has become a client itself ("client received undeliverable
+        # message: crashing"). Such a process never gives them up.
+        "HYPERACTOR_MESSAGE_DELIVERY_TIMEOUT": "3650d" if outlives_client else f"{silent:.0f}s",
         # Must be longer than the sum of the polls above.
         "HYPERACTOR_MESH_SUPERVISION_WATCHDOG_TIMEOUT": f"{4 * silent:.0f}s",
     }
