@@ -4,28 +4,17 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
-import tempfile
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from tests.local.hosts import Hosts
 
 Eventually = Callable[..., object]
 
 NO_PRELOAD = ("--grace", "5", "--preload", "")
-
-
-@pytest.fixture
-def folder(leaves_nothing: None) -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="h"))
-    yield path
-    shutil.rmtree(path)
 
 
 class Job:

@@ -8,9 +8,8 @@ import os
 import re
 import shutil
 import signal
-import tempfile
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -30,13 +29,6 @@ def ended(path):
     while not os.path.exists(path) or os.path.exists(f"/proc/{open(path).read() or 'self'}/fd/0"):
         time.sleep(0.02)
 """
-
-
-@pytest.fixture
-def folder(leaves_nothing: None) -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="h"))
-    yield path
-    shutil.rmtree(path)
 
 
 @pytest.fixture

@@ -5,26 +5,15 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
-import tempfile
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from tests.local.hosts import Hosts
 
 Eventually = Callable[..., object]
-
-
-@pytest.fixture
-def folder(leaves_nothing: None) -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="h"))
-    yield path
-    shutil.rmtree(path)
 
 
 class Job:

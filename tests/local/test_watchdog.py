@@ -6,11 +6,9 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import stat
-import tempfile
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -24,13 +22,6 @@ import torch.distributed.elastic.timer as timer
 rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 timer.configure(timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"]))
 """
-
-
-@pytest.fixture
-def folder(leaves_nothing: None) -> Iterator[Path]:
-    path = Path(tempfile.mkdtemp(prefix="h"))
-    yield path
-    shutil.rmtree(path)
 
 
 @pytest.fixture
