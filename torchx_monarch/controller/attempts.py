@@ -146,7 +146,7 @@ class Attempts:
                 self._reporter.line(f"also: {line}")
             before, never_joined = never_joined, retry.never_joined(self.exits.values())
             stuck = self._same_step.why_not(self.exits.values(), cause, self._options.same_step_limit)
-            if excluded := self._blame_host_of(cause, hosts, failure):
+            if excluded := self._blame_host_of(cause, failure):
                 self._same_step, stuck = retry.SameStep(), ""  # other machines may get further
             reason = retry.why_not(cause, never_joined, before, self._options.retry_on, self._options.on_hang) or stuck
             if self._restarts_left == 0 or reason:
@@ -316,16 +316,10 @@ class Attempts:
     def _note(self, exited: RanksExited) -> None:
         self.exits.update({one.rank: one for one in exited.exits})
 
-    def _blame_host_of(self, cause: RankExit, hosts: list[Registration], failure: str) -> HostExcluded | None:
+    def _blame_host_of(self, cause: RankExit, failure: str) -> HostExcluded | None:
         """Count a failure of the ranks for the host of its root cause; return the event that excludes the host."""
-        first = 0
-        for host in hosts:
-            first += host.nproc
-            if cause.rank < first:
-                # On a live allocation, the host has the number of ranks of the run.
-                registered = next(each for each in self._agents.hosts if each.replica == host.replica)
-                return self._gatherer.blame(registered, failure)
-        return None
+        host = next((each for each in self._agents.hosts if each.replica == cause.replica), None)
+        return self._gatherer.blame(host, failure) if host is not None else None
 
     def _blame_hosts(self, cause: RankExit | None) -> None:
         """Raise the pending event that may have caused the ranks' failure, if there is one.

@@ -27,7 +27,7 @@ from tests.network.namespaces import ip
 PROGRAMS = ("sshd", "ssh", "ssh-keygen", "ip", "ss", "nsenter", "unshare")
 PACKAGES = ("openssh-server", "openssh-client", "iproute2", "util-linux")
 
-UNKNOWN = "stranger"
+UNKNOWN = "unknown-key"
 """A name of the first machine by which the client does not know its host key."""
 
 DENIED = "denied"

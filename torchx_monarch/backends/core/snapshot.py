@@ -7,6 +7,7 @@ Standard library only: the local supervisor and Slurm's batch step import this m
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,9 @@ from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.job_result import describe_code
 from torchx_monarch.model.role_spec import RoleSpec
 from torchx_monarch.model.state import State
+
+STOP_CODES = (128 + signal.SIGTERM, 128 + signal.SIGKILL)
+"""The exit codes of a container that was stopped: SIGKILL follows after the grace period."""
 
 if TYPE_CHECKING:
     from torchx.specs import AppDef

@@ -4,14 +4,13 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torchx.schedulers.docker_scheduler import LABEL_REPLICA_ID, LABEL_ROLE_NAME, NETWORK
 
-from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
+from torchx_monarch.backends.core.snapshot import STOP_CODES, AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.docker import request
 from torchx_monarch.backends.docker.native import seconds
@@ -87,10 +86,6 @@ def build(
     )
 
 
-_STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGKILL)
-"""The exit codes of a container that `docker stop` has stopped: SIGKILL follows after the grace period."""
-
-
 def replica_of(
     attrs: Mapping[str, Any], result: HostResult | None, *, is_cancelled: bool, is_host_lost: bool
 ) -> ReplicaSnapshot:
@@ -123,7 +118,7 @@ def replica_of(
         restarts=(result.restarts or 0) if result else attrs.get("RestartCount", 0),
         failure=f"replica {role}/{index} {_failure(attrs, code, result)}" if own is State.FAILED else "",
         error=result.to_text() if result else "",
-        was_stopped=is_host_lost and code in _STOPPED and not state.get("OOMKilled"),
+        was_stopped=is_host_lost and code in STOP_CODES and not state.get("OOMKilled"),
         respawns=living is not None and result is not None,
     )
 

@@ -4,11 +4,11 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 
+from torchx_monarch.backends.core.snapshot import STOP_CODES
 from torchx_monarch.backends.kubernetes.request import Object
 from torchx_monarch.model.host_result import HostResult
 from torchx_monarch.model.job_result import describe_shell_code
@@ -34,9 +34,6 @@ _NOT_STARTED = frozenset(
 """Reasons for which a container waits because the kubelet cannot start it. It retries for ever (torchx#207)."""
 
 _LONGEST_LINE = 300
-
-_STOPPED = (128 + signal.SIGTERM, 128 + signal.SIGKILL)
-"""The exit codes of a container whose pod is deleted: SIGKILL follows after the grace period."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +120,7 @@ class Attempt:
             deleting=deleting,
             stopping=spec.get("activeDeadlineSeconds") == DEADLINE,
             was_deleted=deleting
-            and terminated.get("exitCode") in _STOPPED
+            and terminated.get("exitCode") in STOP_CODES
             and not (is_disrupted or result.names_cause or terminated.get("reason") == "OOMKilled"),
             waiting=waiting.strip(": "),
             stuck_since=stuck,

@@ -103,7 +103,7 @@ def check_option(kind: str | None) -> None:
 
 
 def unused(role: Role) -> str:
-    """Return what a role without a container asks for in vain, as a warning; empty if nothing."""
+    """Return a warning about the image or the mounts of a role that has no container; empty if it has neither."""
     image = role.image
     if image and os.path.isfile(os.path.join(image, bundle.CONFIG)):
         return f"role {role.name!r}: {image} is an OCI bundle, and used as a plain folder: -cfg container=oci runs it"

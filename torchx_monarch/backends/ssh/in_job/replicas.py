@@ -23,7 +23,7 @@ from torchx_monarch.insight import events
 from torchx_monarch.model import codec
 from torchx_monarch.model.role_spec import RetryPolicy
 from torchx_monarch.model.state import State
-from torchx_monarch.system import processes
+from torchx_monarch.system import processes, safe_files
 
 _GONE_WITHIN = 60.0
 
@@ -100,12 +100,8 @@ def start(name: str, request: Any, place: Any, count: int, app: Any, code: Code,
 
 def _note_python() -> None:
     """Note this interpreter for clients that have no more than a handle."""
-    path = os.path.join(state_files.state_dir(), PYTHON_FILE)
-    aside = f"{path}.{os.getpid()}.tmp"
     with contextlib.suppress(OSError):
-        with open(aside, "w") as file:
-            file.write(sys.executable)
-        os.rename(aside, path)
+        safe_files.replace_file(os.path.join(state_files.state_dir(), PYTHON_FILE), os.fsencode(sys.executable))
 
 
 @contextlib.contextmanager
