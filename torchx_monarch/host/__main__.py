@@ -32,7 +32,9 @@ def main(argv: list[str]) -> NoReturn:
     early = start_early(options, os.environ)
     # The rest of the imports takes two thirds of a host's start; the zygote imports meanwhile.
     from torchx_monarch.host.host_process import HostProcess
+    from torchx_monarch.system import processes
 
+    processes.collect_rarely()
     HostProcess(options, os.environ, lambda host: choose_workload(host, early)).main()
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import resource
 import signal
@@ -26,6 +27,16 @@ HOST_MODULE = b"torchx_monarch.host"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
+
+_COLLECT_EVERY = 50_000
+"""Objects between two collections. With Python's 700, these take a tenth of the time in which replica 0 registers 4,096
+hosts, and a full one delays the result for these by 0.2 s."""
+
+
+def collect_rarely() -> None:
+    """Have Python look for unreachable cycles of objects less often, in a process that holds many connections."""
+    gc.freeze()  # modules: no collection needs to look at them
+    gc.set_threshold(_COLLECT_EVERY)
 
 
 def raise_file_limit() -> tuple[int, int] | None:
