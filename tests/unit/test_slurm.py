@@ -269,8 +269,8 @@ def test_squeue_is_read_and_each_job_is_there_once() -> None:
     ]
 
 
-def job(state: str, reason: str = "None", code: int = 0) -> Job:
-    return Job("1", "1", "app", state, reason, exit_code=code)
+def job(state: str, reason: str = "None", code: int = 0, restarts: int = -1) -> Job:
+    return Job("1", "1", "app", state, reason, restarts=restarts, exit_code=code)
 
 
 OVER = {"state": "FAILED", "msg": "role r ended with exit code 3"}
@@ -286,6 +286,8 @@ OVER = {"state": "FAILED", "msg": "role r ended with exit code 3"}
         (job("COMPLETING"), OVER, False, "FAILED", "exit code 3"),
         # Slurm may be about to queue it again.
         (job("COMPLETING"), {**OVER, "outside": True}, False, "RUNNING", ""),
+        (job("RUNNING", restarts=1), {**OVER, "requeues": 1}, False, "FAILED", "exit code 3"),
+        (job("RUNNING", restarts=1), OVER, False, "RUNNING", ""),  # the record is of the run before
         (job("FAILED", code=3), OVER, False, "FAILED", "exit code 3"),
         (job("FAILED", code=-9), {}, False, "FAILED", "killed by signal 9"),
         (job("FAILED", code=-10), {}, True, "CANCELLED", "cancelled"),

@@ -251,6 +251,11 @@ def test_clusters_without_containers_are_told_before_submission(
             "0: slurmstepd-n1: error: pyxis: no such image\n0: slurmstepd-n1: error: spank: x failed\n",
             "pyxis: no such image",
         ),
+        (
+            "0: slurmstepd-n1: error: pyxis: no such image\n"
+            "slurmstepd-n1: error: write to unblock task 0 failed: Broken pipe\n",
+            "pyxis: no such image",
+        ),
         ("srun: error: Unable to create step for job 7\nrole r ended with code 1\n", "Unable to create step for job 7"),
     ],
 )

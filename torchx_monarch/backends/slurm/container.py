@@ -92,7 +92,7 @@ _ERROR = re.compile(r"(?:\d+: |(?=srun: |slurmstepd))(?:(?:srun|slurmstepd[\w.-]
 """A line of a task, which its number precedes, or an error of srun or slurmstepd."""
 
 _AFTERWARDS = re.compile(
-    r"Exited with exit code|^(task \d+|spank)[:_ ]|STEP \d|JOB \d|Terminating|_try_parse|plugin stack"
+    r"Exited with exit code|^(task \d+|spank)[:_ ]|to unblock task|STEP \d|JOB \d|Terminating|_try_parse|plugin stack"
 )
 """Errors of srun and slurmstepd that follow from another one."""
 

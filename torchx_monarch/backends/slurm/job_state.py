@@ -136,6 +136,8 @@ def derive_outcome(job: Job | None, record: BatchRecord | None, cancelled: bool,
         cancelled: whether this scheduler has cancelled the job.
         damage: what is wrong with the batch step's record; empty if it is sound or missing.
     """
+    if record is not None and job is not None and job.restarts > record.requeues:
+        record = None  # of the run before: Slurm has restarted the job, whose batch step is yet to begin its record
     recorded_outcome = Outcome(record.state, record.msg) if record and record.state.is_terminal else None
     if job is None:
         if recorded_outcome is not None:

@@ -55,6 +55,7 @@ class BatchRecord:
         retries: how many of these restarts counted as retries of the app.
         role_restarts: the value of ``restarts`` at each role's latest start, by role name.
         outside: whether Slurm ended the run; Slurm may restart it.
+        requeues: how often Slurm had restarted the job when the run began.
         ended: when the run ended, in seconds since the epoch; None until then.
     """
 
@@ -67,6 +68,7 @@ class BatchRecord:
     retries: int = 0
     role_restarts: dict[str, int] = field(default_factory=dict)
     outside: bool = False
+    requeues: int = 0
     ended: float | None = None
 
 

@@ -101,6 +101,7 @@ class BatchStep:
             restarts=restarts,
             retries=self._retries.app_retries,
             role_restarts=dict.fromkeys(self._specs, restarts),
+            requeues=int(os.environ.get("SLURM_RESTART_COUNT", "0")),
         )
         self._steps: dict[str, int] = dict(zip(self._specs, step_pids, strict=False))
         self._ended: dict[str, tuple[int, float]] = {}
