@@ -614,6 +614,14 @@ def test_an_app_that_cannot_be_decoded_is_described_from_its_pods(record: str) -
 NOTED = '{"state": "FAILED", "msg": "why"}'
 
 
+def test_pods_that_an_aborted_volcano_job_deletes_are_cancelled() -> None:
+    pods = [labelled(number, phase="Failed", **ended(code)) for number, code in enumerate((143, 3))]
+    for each in pods:
+        each["metadata"]["deletionTimestamp"] = "2026-11-20T10:00:09Z"
+    record = stored(packed(), NOTED, "volcano", pods=pods, status={"state": {"phase": "Aborted"}})
+    assert [one.state for one in snapshot.assemble(record, NOW).replicas] == [State.CANCELLED, State.FAILED]
+
+
 @pytest.mark.parametrize(
     ("status", "pods", "ending", "state", "message"),
     [

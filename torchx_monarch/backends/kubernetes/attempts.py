@@ -106,7 +106,7 @@ class Attempt:
         phase = status.get("phase") or "Pending"
         result, earlier = (HostResult.from_text(each.get("message")) for each in (terminated, before))
         deleting = "deletionTimestamp" in metadata
-        is_disrupted = status.get("reason") or (conditions.get("DisruptionTarget") or {}).get("status") == "True"
+        disruption = _disruption(status, conditions)
         return cls(
             pod=metadata["name"],
             container=name,
@@ -121,10 +121,10 @@ class Attempt:
             stopping=spec.get("activeDeadlineSeconds") == DEADLINE,
             was_deleted=deleting
             and terminated.get("exitCode") in STOP_CODES
-            and not (is_disrupted or result.names_cause or terminated.get("reason") == "OOMKilled"),
+            and not (disruption or result.names_cause or terminated.get("reason") == "OOMKilled"),
             waiting=waiting.strip(": "),
             stuck_since=stuck,
-            failure=_failure(status, conditions, terminated, spec) if phase == "Failed" else "",
+            failure=_failure(disruption, terminated, spec) if phase == "Failed" else "",
             error=error_files.cleaned(terminated["message"]) if result.names_cause else "",
             rank_restarts=result.rank_restarts + earlier.rank_restarts,
         )
@@ -136,7 +136,18 @@ def _ended(conditions: Mapping[str, Object], phase: str) -> float:
     return max((seconds(one.get("lastTransitionTime") or "") for one in conditions.values()), default=0.0)
 
 
-def _failure(status: Object, conditions: Mapping[str, Object], terminated: Object, spec: Object) -> str:
+def _disruption(status: Object, conditions: Mapping[str, Object]) -> str:
+    """Describe how its node or Kubernetes has ended a pod; empty if neither has."""
+    target = conditions.get("DisruptionTarget") or {}
+    if status.get("reason"):
+        # Evicted, NodeLost, DeadlineExceeded, UnexpectedAdmissionError ...
+        return f"was ended by its node ({status['reason']}: {status.get('message', '')})".replace(": )", ")")
+    if target.get("status") == "True":
+        return f"was taken away by Kubernetes ({target.get('reason', '')}: {target.get('message', '')})"
+    return ""
+
+
+def _failure(disruption: str, terminated: Object, spec: Object) -> str:
     """Describe how a pod failed, as a clause that follows the replica's name: "on node n1 exited with code 1"."""
     code = terminated.get("exitCode", 0)
     how = describe_shell_code(code) if terminated else "failed"
@@ -148,12 +159,7 @@ def _failure(status: Object, conditions: Mapping[str, Object], terminated: Objec
         how = f"could not be started ({reason}): {terminated.get('message', '')}".rstrip(": ")
     elif terminated.get("message") and not terminated["message"].startswith("{"):
         how += f": {one_line(terminated['message'].strip().splitlines()[-1], _LONGEST_LINE)}"
-    disruption = conditions.get("DisruptionTarget") or {}
-    if status.get("reason"):
-        # Evicted, NodeLost, DeadlineExceeded, UnexpectedAdmissionError ...
-        how = f"was ended by its node ({status['reason']}: {status.get('message', '')})".replace(": )", ")")
-    elif disruption.get("status") == "True":
-        how = f"was taken away by Kubernetes ({disruption.get('reason', '')}: {disruption.get('message', '')})"
+    how = disruption or how
     return f"on node {spec['nodeName']} {how}" if spec.get("nodeName") else how
 
 

@@ -51,6 +51,7 @@ class JobReport:
         finished: the state in which a Job has ended; None before its end.
         succeeded, failed: indexes of the replicas that have finally succeeded or failed.
         reason: what the Job waits for, or why it failed; empty if unknown.
+        is_aborted: whether a Volcano job was aborted, as ``stop`` does: Volcano deletes its running pods.
     """
 
     is_active: bool
@@ -58,6 +59,7 @@ class JobReport:
     succeeded: frozenset[int] = frozenset()
     failed: frozenset[int] = frozenset()
     reason: str = ""
+    is_aborted: bool = False
 
 
 def assemble(objects: AppObjects, now: float) -> KubernetesSnapshot:
@@ -78,7 +80,10 @@ def assemble(objects: AppObjects, now: float) -> KubernetesSnapshot:
     roles, attempts = [], dict[tuple[str, int], Sequence[Attempt]]()
     for index, spec in enumerate(specs):
         job = jobs.get(str(index))
-        status = JobReport(not native.state.is_terminal) if native else job_status(job, objects.refusals)
+        if native is not None:
+            status = JobReport(not native.state.is_terminal, is_aborted=native.state is State.CANCELLED)
+        else:
+            status = job_status(job, objects.refusals)
         replicas = []
         for number, each in enumerate(_attempts(objects.pods, index, spec.replicas)):
             attempts[spec.name, number] = each
@@ -150,7 +155,8 @@ def _replica_state(spec: RoleSpec, index: int, last: Attempt | None, job: JobRep
     if last.lives:
         return State.PENDING if last.phase == "Pending" else State.RUNNING
     if index in job.failed or not job.is_active or spec.max_retries == 0:
-        return State.CANCELLED if last.stopping else State.FAILED
+        is_cancelled = last.stopping or (job.is_aborted and last.was_deleted)
+        return State.CANCELLED if is_cancelled else State.FAILED
     return State.PENDING  # Kubernetes will start it again
 
 
