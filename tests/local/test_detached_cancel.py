@@ -6,14 +6,18 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torchx.specs import AppState
 
 from tests.local.detached import Detached, fresh, lives, pid_in, py, sh
+from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.local import state
 
 Eventually = Callable[..., object]
 
@@ -47,6 +51,20 @@ def apps() -> Detached:
 def got(folder: Path, name: str) -> list[str]:
     path = folder / f"got-{pid_in(folder / name)}"
     return path.read_text().split() if path.exists() else []
+
+
+def test_cancel_while_the_supervisor_starts(apps: Detached, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = subprocess.Popen
+
+    def start_and_cancel(command: list[str], **more: Any) -> subprocess.Popen[bytes]:
+        process = start(command, **more)
+        state.request_stop(state_files.AppPaths(command[4]), None)
+        return process
+
+    with monkeypatch.context() as within:
+        within.setattr(subprocess, "Popen", start_and_cancel)
+        app_id = apps.run(sh("sleep 1000"))
+    assert apps.wait(app_id).state is AppState.CANCELLED
 
 
 def test_a_program_that_ends_when_told(apps: Detached, tmp_path: Path, eventually: Eventually) -> None:

@@ -25,7 +25,7 @@ from torchx_monarch.backends.core.options import MonarchOpts
 from torchx_monarch.backends.core.snapshot import AppSnapshot, Outcome, ReplicaSnapshot, RoleSnapshot
 from torchx_monarch.backends.core.submitted_app import SubmittedApp
 from torchx_monarch.backends.core.timed_line import TimedLine
-from torchx_monarch.backends.local import folder, owners, render, request, state, submit
+from torchx_monarch.backends.local import owners, render, request, state, submit
 from torchx_monarch.backends.local.request import LocalRequest
 from torchx_monarch.backends.local.status import AppRecord, RoleRecord
 from torchx_monarch.backends.local.submit import StateAccessError
@@ -198,8 +198,8 @@ class LocalBackend(Backend[LocalOpts, LocalRequest, AppSnapshot]):
         state.request_stop(paths, grace)
 
     def remove(self, app: AppSnapshot) -> None:
-        """Remove the app's folder."""
-        folder.remove_app(state_files.app_paths(app.app_id))
+        """Wait for the end of the app's keeper and supervisor, and remove the app's folder."""
+        state.remove_ended(state_files.app_paths(app.app_id))
 
 
 def _look(paths: state_files.AppPaths) -> AppRecord | None:

@@ -22,6 +22,9 @@ from torchx_monarch.system import processes
 #: Maximum seconds from the creation of an app's folder until its supervisor has written supervisor.json.
 _START_TIME = 60.0
 
+_ENDING_TIME = 5.0
+"""Maximum seconds that keeper and supervisor of an ended app have to end by themselves."""
+
 SUPERVISE_FILE = os.path.join("backends", "local", "supervise.py")
 """The end of the path of the script that keeper and supervisor run."""
 
@@ -67,6 +70,21 @@ def supervisors(paths: state_files.AppPaths) -> list[processes.ProcessIdentity]:
         return [watching.supervisor]
     real = os.path.realpath(paths.root)
     return [one for one, root in processes.running_script(SUPERVISE_FILE) if os.path.realpath(root) == real]
+
+
+def remove_ended(paths: state_files.AppPaths) -> None:
+    """Wait until keeper and supervisor of an ended app are gone, kill what is left, and remove the app's folder.
+
+    An app whose folder is gone counts as running while its keeper does (see ``orphaned_record``).
+    """
+    with contextlib.suppress(state_files.DamagedFileError):
+        request = load_request(paths)
+        if request is not None and request.job:
+            until = time.monotonic() + _ENDING_TIME
+            while processes.marked(request.job) and time.monotonic() < until:
+                time.sleep(0.02)
+            processes.kill_until_gone(lambda: processes.marked(request.job))
+    folder.remove_app(paths)
 
 
 def removed_but_running(apps: str) -> list[str]:

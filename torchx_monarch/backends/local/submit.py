@@ -8,10 +8,11 @@ import contextlib
 import os
 import secrets
 import select
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -169,7 +170,7 @@ def start_supervisor(paths: state_files.AppPaths, request: LocalRequest) -> None
         )
     ready, ready_writer = os.pipe()
     try:
-        with open(paths.supervisor_log, "ab", opener=_private) as log:
+        with open(paths.supervisor_log, "ab", opener=_private) as log, _blocked(signal.SIGTERM):
             first = subprocess.Popen(
                 [sys.executable, "-I", "-S", supervise.__file__, paths.root, str(ready_writer)],
                 stdin=subprocess.DEVNULL,
@@ -193,6 +194,16 @@ def start_supervisor(paths: state_files.AppPaths, request: LocalRequest) -> None
             f"the supervisor of {paths.app_id} could not be started (with {sys.executable}): "
             f"{_tail(paths.supervisor_log) or 'it printed nothing'}"
         )
+
+
+@contextlib.contextmanager
+def _blocked(number: signal.Signals) -> Iterator[None]:
+    """Block a signal in this thread: ``state.request_stop`` may signal a supervisor that is about to ignore it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _private(path: str, flags: int) -> int:

@@ -42,6 +42,8 @@ def main(root: str, ready: int) -> None:
         root: the app's folder.
         ready: the write end of a pipe; READY is written to it when the app has been started. It is closed in any case.
     """
+    # The supervisor reads a request to stop from disk once it handles signals. Blocked until here (``submit``).
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     os.set_inheritable(ready, False)
     _fork(lambda: _keep(state_files.AppPaths(root), ready))

@@ -1,0 +1,68 @@
+# Copyright (c) the torchx-monarch authors.
+# SPDX-License-Identifier: BSD-3-Clause
+"""The removal of an ended app of monarch_local."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from torchx_monarch.backends.core import state_files
+from torchx_monarch.backends.local import state
+from torchx_monarch.backends.local.request import LocalRequest
+from torchx_monarch.system import processes
+
+_JOB = "a-removed1:x"
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> state_files.AppPaths:
+    """Return the paths of an app whose folder holds its request."""
+    root = tmp_path / "a-removed1"
+    root.mkdir(mode=0o700)
+    found = state_files.AppPaths(str(root))
+    state_files.write_json(found.request, asdict(LocalRequest("a-removed1", "a", [], job=_JOB)))
+    return found
+
+
+@pytest.fixture
+def keeper(eventually: Callable[..., object]) -> Iterator[subprocess.Popen[bytes]]:
+    """Yield a process with the app's marker, which ends when its stdin is closed."""
+    env = {**os.environ, processes.MARKER: _JOB}
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, env=env) as process:
+        eventually(lambda: processes.marked(_JOB), "its environment")  # the kernel shows it a little later
+        yield process
+
+
+def test_waits_for_the_keeper_before_it_removes_the_folder(
+    paths: state_files.AppPaths, keeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "_ENDING_TIME", 60.0)
+    removal = threading.Thread(target=state.remove_ended, args=[paths])
+    removal.start()
+    assert os.path.exists(paths.root) and keeper.stdin is not None
+    keeper.stdin.close()
+    assert keeper.wait(30) == 0, "it has ended by itself"
+    removal.join(60)
+    assert not os.path.exists(paths.root)
+
+
+def test_kills_what_does_not_end(
+    paths: state_files.AppPaths, keeper: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "_ENDING_TIME", 0.0)
+    state.remove_ended(paths)
+    assert keeper.wait(30) == -9
+    assert not os.path.exists(paths.root)
+
+
+def test_removes_an_app_with_a_damaged_request(paths: state_files.AppPaths) -> None:
+    Path(paths.request).write_text("{")
+    state.remove_ended(paths)
+    assert not os.path.exists(paths.root)
